@@ -4,7 +4,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,8 @@ from flax_mha.interop.settings import FileSettings, shown
 from flax_mha.models import LanguageModel, Translator
 
 _TOKENIZER = "tokenizer.json"
+Encode: TypeAlias = Callable[[str], list[int]]
+Decode: TypeAlias = Callable[[list[int]], str]
 
 
 def respond(
@@ -35,24 +37,16 @@ def respond(
       ValueError: if the folder or the prompt is invalid.
     """
     folder = Path(folder).expanduser()
-    config = FileSettings(safetensors.read_json(folder / "config.json"))
-    encode, decode = _tokenizer(folder)
-    model, variables = interop.load(folder)
+    model, variables, encode, decode = open_model(folder)
     said_there = interop.generation(folder)
     if isinstance(model, Translator) and model.reads_tokens:
         if "start" not in said_there:
             raise RunError("config.json must have decoder_start_token_id, got none")
         options["start"] = said_there["start"]
     elif not isinstance(model, LanguageModel):
-        raise RunError(f"a {config['model_type']} generates no text; give a decoder, or a T5")
-    ids, size = encode(prompt), config["vocab_size"]
-    if not ids:
-        raise RunError(f"the prompt must have at least one token, got none in {shown(prompt)}")
-    if max(ids) >= size:
-        raise RunError(
-            f"the ids of the prompt must be in 0 … {size - 1}, got {max(ids)}; take weights and "
-            f"{_TOKENIZER} from one model"
-        )
+        kind = safetensors.read_json(folder / "config.json")["model_type"]
+        raise RunError(f"a {kind} generates no text; give a decoder, or a T5")
+    ids = encode(prompt)
     ends = said_there.get("eos", ())
     tokens: list[int] = []
     said = ""
@@ -78,7 +72,31 @@ def respond(
     say(decode([token for token in tokens if token not in ends])[len(said) :])
 
 
-def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+def open_model(folder: Path) -> tuple[Any, Any, Encode, Decode]:
+    """Return the folder's model, its variables, and functions from a prompt to ids and back.
+
+    Raises:
+      ValueError: if the folder is invalid; later, if a prompt is.
+    """
+    config = FileSettings(safetensors.read_json(folder / "config.json"))
+    find_ids, decode = _tokenizer(folder)
+    model, variables = interop.load(folder)
+
+    def encode(prompt: str) -> list[int]:
+        ids, size = find_ids(prompt), config["vocab_size"]
+        if not ids:
+            raise RunError(f"the prompt must have at least one token, got none in {shown(prompt)}")
+        if max(ids) >= size:
+            raise RunError(
+                f"the ids of the prompt must be in 0 … {size - 1}, got {max(ids)}; take weights "
+                f"and {_TOKENIZER} from one model"
+            )
+        return ids
+
+    return model, variables, encode, decode
+
+
+def _tokenizer(folder: Path) -> tuple[Encode, Decode]:
     """Return functions from text to ids and back."""
     path = folder / _TOKENIZER
     if not path.exists():

@@ -13,13 +13,14 @@ __all__ = [
     "MLP", "CacheConfig", "Capture", "Classifier", "Decoder", "DecoderBlock", "Encoder",
     "EncoderBlock", "Experts", "Explanation", "Generated", "KVCache", "LanguageModel",
     "MultiHeadAttention", "MultiHeadDotProductAttention", "Platform", "QKNorm", "SelfAttention",
-    "Translator", "attention_fn", "cache", "dot_product_attention",
+    "Translator", "analysis", "attention_fn", "cache", "dot_product_attention",
     "dot_product_attention_weights", "edits", "explain", "generate", "interop", "masks", "models",
     "muon_dimensions", "plots", "positions", "qk_clip", "sampling", "scores", "sharding",
     "variants",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from flax_mha import analysis as analysis
     from flax_mha import cache as cache
     from flax_mha import interop as interop
     from flax_mha import masks as masks
@@ -85,13 +86,10 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         if name not in _NAMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
-        home = _HOME.get(name, name)
-        is_module = name not in _HOME or home == "layer"
-        value: object = importlib.import_module(
-            f"{__name__}.layer.{name}" if home == "layer" else f"{__name__}.{home}"
-        )
-        if not is_module:
-            value = getattr(value, name)
+        home = f"{__name__}.{_HOME.get(name, name)}"
+        value: object = importlib.import_module(home)
+        if name in _HOME:
+            value = getattr(value, name, None) or importlib.import_module(f"{home}.{name}")
         globals()[name] = value  # Python finds it without this function next time.
         return value
 

@@ -192,8 +192,6 @@ class MultiHeadAttention(Attention, nn.Module):
             if output.cache is not None and output.cache is not cache:
                 name = "memory" if isinstance(output.cache, Memory) else "kv"
                 self.put_variable("cache", name, collection.constrain_cache(output.cache))
-        for name, x in output.captured.items():
-            self.sow("intermediates", f"attention_{name}", x)
         return core.returned(output, return_weights, return_kv)
 
     @nn.nowrap

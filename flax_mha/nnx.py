@@ -20,7 +20,7 @@ from flax_mha.layer import core
 from flax_mha.layer.edits import Edits
 from flax_mha.layer.linear import Linear, answer
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
-from flax_mha.layer.points import Points, path_of
+from flax_mha.layer.points import Points
 from flax_mha.layer.settings import Call, CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
@@ -259,14 +259,12 @@ class MultiHeadAttention(Attention, nnx.Module):
         is_captured = hasattr(self, "__captures__")
         edits = {} if self.edits is None else self.edits.get_value()
         call = self._make_call(
-            options, self._learned(), self._dropout_rng(options), Points(path_of(self), edits),
-            is_captured, return_weights,
+            options, self._learned(), self._dropout_rng(options),
+            Points(self, edits, collection=nnx.Intermediate), is_captured, return_weights,
         )  # fmt: skip
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None and self.kv is not None:
             self.kv.set_value(output.cache)
-        for name, x in output.captured.items():
-            self.sow(nnx.Intermediate, f"attention_{name}", x)
         return core.returned(output, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:

@@ -2,18 +2,21 @@
 
 import dataclasses
 from collections.abc import Sequence, Set
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks
 from flax_mha.base.shapes import Dims
 
-Captured: TypeAlias = Literal["weights", "scores", "lse", "entropy", "max_logit"]
+OF_SOFTMAX = ("weights", "scores", "lse", "entropy", "max_logit")
 # Tensors of the layer around a kernel, and of the block around a layer.
-POINTS = ("q", "k", "v", "z", "result", "out")
-BLOCK_POINTS = ("embed", "resid_pre", "resid_mid", "resid_post", "mlp_pre", "mlp_out")
+POINTS = (
+    "q", "k", "v", "z", "result", "out", "embed", "resid_pre", "resid_mid", "resid_post", "mlp_pre",
+    "mlp_out",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Capture:
         "mlp_out", and a stack has "embed".
       heads: indices of query heads, such as (0, 3) (default: all N). With them, "k" and "v" are
         those that each of these heads reads.
-      queries: indices of queries, such as range(128) (default: all T).
+      queries: indices of queries, such as range(128) (default: all T). "k" and "v" have all keys.
 
     Raises:
       ValueError, TypeError: if a name is unknown, or heads or queries are not indices. A call
@@ -41,7 +44,7 @@ class Capture:
     def __post_init__(self) -> None:
         names = self.what
         is_collection = isinstance(names, Sequence | Set) and not isinstance(names, str)
-        known = (*get_args(Captured), *POINTS, *BLOCK_POINTS)
+        known = (*OF_SOFTMAX, *POINTS)
         if not is_collection or not all(isinstance(x, str) and x in known for x in names):
             raise ValueError(f"Capture takes a tuple of names out of {known}, got {names!r}")
         # Tuples, because a capture must be hashable.
@@ -51,35 +54,58 @@ class Capture:
 
     def chosen(self, dims: Dims) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the indices of heads and queries, after a check of their range."""
-        heads = _resolve_indices("heads", self.heads, dims.N)
-        return heads, _resolve_indices("queries", self.queries, dims.T)
+        heads = None if self.heads is None else self.indices("heads", dims.N)
+        return heads, None if self.queries is None else self.indices("queries", dims.T)
 
-    def of_softmax(self) -> "Capture | None":
+    def indices(self, name: str, size: int) -> np.ndarray:
+        """Return the indices of "heads" or "queries", all `size` by default."""
+        chosen = getattr(self, name)
+        if chosen is None:
+            return np.arange(size)
+        if min(chosen) < -size or max(chosen) >= size:
+            raise ValueError(
+                f"Capture.{name} must be in [{-size}, {size}), got {chosen!r}; this call has {size}"
+            )
+        indices = np.asarray(chosen) % size
+        if len(set(indices.tolist())) < len(indices):
+            raise ValueError(f"Capture.{name} must name each index once, got {chosen!r}")
+        return indices
+
+    def pick(self, x: jax.Array, axes: Sequence[str | None], num_heads: int = 0) -> jax.Array:
+        """Return the chosen heads and queries of a tensor with these axes.
+
+        With `num_heads`, it is keys or values, of which the chosen query heads read some.
+        """
+        for axis, name in enumerate(axes, -len(axes)):
+            if name in ("heads", "kv_heads") and self.heads is not None:
+                N = num_heads or x.shape[axis]
+                x = jnp.take(x, self.indices("heads", N) // (N // x.shape[axis]), axis)
+            elif name in ("length", "norm_length") and not num_heads and self.queries is not None:
+                x = jnp.take(x, self.indices("queries", x.shape[axis]), axis)
+        return x
+
+    def of_softmax(self) -> Self | None:
         """Return the capture of the values of a softmax alone, or None if there are none."""
-        names = tuple(name for name in self.what if name in get_args(Captured))
+        names = tuple(name for name in self.what if name in OF_SOFTMAX)
         return dataclasses.replace(self, what=names) if names else None
 
 
 def as_capture(capture: Any, in_layer: bool = False) -> Capture | None:
-    """Check that the argument `capture` is a `Capture` or None, and return it.
-
-    Args:
-      capture: the argument.
-      in_layer: True if values outside of the softmax are allowed.
-    """
-    if capture is None or (isinstance(capture, Capture) and in_layer):
-        return capture
-    if isinstance(capture, Capture):
-        if others := {*capture.what} - {*get_args(Captured)}:
-            raise ValueError(
-                f"capture of a call without a layer must be some of {get_args(Captured)}, got "
-                f"{sorted(others)}; leave them out"
-            )
-        return capture
-    raise TypeError(
-        f"capture must be a flax_mha.Capture, got {checks.describe(capture)}; give "
-        f"Capture(('entropy', 'max_logit')), for example"
-    )
+    """Check that `capture` is a `Capture` or None, in a layer of any names, and return it."""
+    if capture is None:
+        return None
+    if not isinstance(capture, Capture):
+        raise TypeError(
+            f"capture must be a flax_mha.Capture, got {checks.describe(capture)}; give "
+            f"Capture(('entropy', 'max_logit')), for example"
+        )
+    others = {*capture.what} - {*OF_SOFTMAX}
+    if others and not in_layer:
+        raise ValueError(
+            f"capture of a call without a layer must be some of {OF_SOFTMAX}, got "
+            f"{sorted(others)}; leave them out"
+        )
+    return capture
 
 
 def _check_indices(name: str, chosen: Any) -> tuple[int, ...] | None:
@@ -91,16 +117,3 @@ def _check_indices(name: str, chosen: Any) -> tuple[int, ...] | None:
     if indices.ndim != 1 or not indices.size:
         raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
     return tuple(indices.tolist())
-
-
-def _resolve_indices(name: str, chosen: Any, size: int) -> np.ndarray | None:
-    if chosen is None:
-        return None
-    if min(chosen) < -size or max(chosen) >= size:
-        raise ValueError(
-            f"Capture.{name} must be in [{-size}, {size}), got {chosen!r}; this call has {size}"
-        )
-    indices = np.asarray(chosen) % size
-    if len(set(indices.tolist())) < len(indices):
-        raise ValueError(f"Capture.{name} must name each index once, got {chosen!r}")
-    return indices

@@ -33,14 +33,12 @@ class Output(NamedTuple):
     Attributes:
       out: the output [*B, T, D_out].
       weights: the weights [*B, N, T, S], as before dropout, or None if not asked for.
-      captured: the tensors that `capture` names.
       cache: the cache with the tokens of this call, or a new one.
       kv: the keys and values of this call, for other layers to attend to.
     """
 
     out: jax.Array
     weights: jax.Array | None
-    captured: Mapping[str, jax.Array]
     cache: KVCache | Memory | None
     kv: Shared | None
 
@@ -82,13 +80,18 @@ def attend(
     q = sharding.constrain(q, sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-    points = call.points
-    if points is not None:
-        q, k, v, cache = head_points.edit_inputs(points, q, k, v, cache)
+    if call.points is not None:
+        q = call.points("q", q, sharding.HEADS)
+        of_keys = functools.partial(call.points, axes=sharding.KV_HEADS, num_heads=q.shape[-2])
+        if k is not None:
+            k, v = of_keys("k", k), of_keys("v", v)
+        elif isinstance(cache, KeyValue):
+            cache = cache.replace(key=of_keys("k", cache.key), value=of_keys("v", cache.value))
     q = checkpoint_name(q, "q")
     if k is not None:
         k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
     arguments = _arguments(p, settings, call)
+    is_shared = isinstance(cache, Shared)
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
@@ -97,29 +100,34 @@ def attend(
     source, cache = sources.open_source(
         cache, k, v, heads.is_self_attention, settings.mask, own_lengths, heads.order is not None
     )
-    if points is not None:
-        head_points.edit_scores(points, arguments, q, source.key.shape[-3])
+    if call.points is not None:
+        head_points.edit_scores(call.points, arguments, q, source.key.shape[-3])
     with jax.named_scope("kernel"):
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
             arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
             places = {"q_positions": heads.order, "kv_positions": heads.order}
             result = attention(q, source.key, source.value, **places, **arguments)
+            if call.points is not None and (heads.is_self_attention or is_shared):
+                # A sink is part of the sum over all keys, and of no pair.
+                qkv, call_of_kernel = (q, source.key, source.value), arguments | places
+                head_points.read_pairs(call.points, attention, qkv, call_of_kernel, {"sinks": None})
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)
-    x = x if points is None else head_points.edit_heads(points, x)
+    x = x if call.points is None else call.points("z", x, sharding.HEADS)
     x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
     x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
     x = sharding.constrain(x, sharding.HEADS)
-    captured = more[-1] if arguments["capture"] else {}
     with jax.named_scope("merge"):
         out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
-    if points is not None:
-        out = head_points.edit_output(points, p.get("out"), x, out)
-        captured = points.captured | captured
+    if call.points is not None:
+        for name, value in (more[-1] if arguments["capture"] else {}).items():
+            call.points.sow(name, value)
+        out = head_points.edit_result(call.points, p.get("out"), x, out)
+        out = call.points.last("out", out)
     out = checkpoint_name(out, "out")
-    return Output(out, more[0] if call.return_weights else None, captured, cache, source)
+    return Output(out, more[0] if call.return_weights else None, cache, source)
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
@@ -137,7 +145,7 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
 
 def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
     """Return the arguments of attention beside queries, keys and values."""
-    capture = None if call.points is None else call.points.of_softmax()
+    reads = None if call.points is None else call.points.reads
     scale = settings.scale if call.scale is None else call.scale
     arguments: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
@@ -145,7 +153,7 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
         "precision": settings.precision, "normalizer": settings.normalizer,
         # A learned scale is in the queries.
         "scale": 1.0 if "score_scale" in p else scale,
-        "capture": capture, "return_weights": call.return_weights,
+        "capture": reads and reads.of_softmax(), "return_weights": call.return_weights,
     }  # fmt: skip
     if call.dropout_rng is not None:
         arguments |= {

@@ -1,29 +1,26 @@
 """Change a model while it runs: edits of its named tensors, x ← keep·x + add.
 
-    zero, mean, patch    Edit(keep=0, add=value)     at some places: keep and add are arrays
-    steer                Edit(add=direction)
-    scale, prune         Edit(keep=factor)
-
-All are values of the same two arrays, so that one compiled program runs any of them, and both have
-gradients: that with respect to `add` is the tensor's gradient.
+Edits are values of the same two arrays, so one compiled program runs any of them. Both arrays have
+gradients: that of `add` is the tensor's gradient.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, traverse_util
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
-from flax_mha.layer import points
-from flax_mha.layer.points import COLLECTION, Edit, Path, Visit
+from flax_mha.layer.points import COLLECTION, Edit, visitor
+from flax_mha.layer.standard import Attention
 
-__all__ = ["Edit", "Edits", "attach", "detach", "names", "stack", "sweep"]
+__all__ = ["Edit", "Edits", "attach", "detach", "names", "sweep"]
 
 
 class Edits(nnx.Variable[Any]):
@@ -31,7 +28,17 @@ class Edits(nnx.Variable[Any]):
 
 
 class _Names(dict[str, jax.ShapeDtypeStruct]):
-    """The points of a model by path, with shapes and dtypes. `print` shows a line for each."""
+    """The points of a model by path, with shapes and dtypes. `print` shows a line for each.
+
+    Attributes:
+      layers: the sizes of the leading axes that a scan adds, by path.
+      edited: the paths that have an edit.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[str, shapes.Shape] = {}
+        self.edited: set[str] = set()
 
     def __str__(self) -> str:
         width = max((len(name) for name in self), default=0)
@@ -47,130 +54,95 @@ def names(model: Any, *args: Any, **kwargs: Any) -> _Names:
         leading axis of layers.
       **kwargs: more arguments of `apply`, or of the call.
     """
-    visits = _trace(model, *args, **kwargs)
-    variables = {} if isinstance(model, nnx.Module) else args[0]
-    return _Names({"/".join(path): _whole(variables, path, x) for path, x in visits.items()})
+    points = _Names()
+    parameters: Any = {}
+
+    def visit(module: Any, name: str, x: Any, is_edited: bool) -> None:
+        layers: shapes.Shape = ()
+        if isinstance(module, nn.Module):
+            whole = functools.reduce(lambda x, part: x.get(part, {}), module.path, parameters)
+            # A scan slices the parameters.
+            leaves = map(jax.tree.leaves, (whole, module.variables.get("params", {})))
+            for outer, inner in [*zip(*leaves, strict=False)][:1]:
+                layers = np.shape(outer)[: np.ndim(outer) - np.ndim(inner)]
+        path = "/".join((*getattr(module, "path", ()), name))
+        points[path] = jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype)
+        points.layers[path] = layers
+        if is_edited:
+            points.edited.add(path)
+
+    if isinstance(model, nnx.Module):
+        definition, state = nnx.split(model)
+
+        def call(state: Any, *inputs: Any) -> Any:
+            copy: Any = nnx.merge(definition, state)
+            for path, layer in _layers(copy):
+                layer.path = path
+            return copy(*inputs, **kwargs)
+
+        args = (state, *args)
+    else:
+        # JAX's caches keep `visit`, which must not keep arrays.
+        parameters = jax.eval_shape(dict, args[0].get("params", {}))
+        mutable = nn.DenyList(("params", COLLECTION))
+        call = functools.partial(model.apply, mutable=mutable, **kwargs)
+    with visitor(visit):
+        jax.eval_shape(call, *args)
+    return points
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Attach edits to a model, in place of earlier ones, and check that a call uses each.
 
-    `attach(linen_model, variables, edits, *inputs, **kwargs)` returns variables with the edits, in
-    the collection `edits`. If a transformation passes only parameters, such as the model's own
-    `nn.scan`, they are beside the layer's parameters instead: train and save the variables
-    without them. `attach(nnx_model, edits, *inputs, **kwargs)` sets the layers' variables `edits`,
-    and returns the model. The call is traced, not run.
+    `attach(linen_model, variables, edits, *inputs)` returns variables with the edits, in the
+    collection `edits`. If a transformation passes only parameters, such as the model's own
+    `nn.scan`, they are beside the layer's parameters instead: train and save the variables without
+    them. `attach(nnx_model, edits, *inputs)` sets the layers' variables `edits`, and returns the
+    model. The call is traced, not run.
 
     Args:
       model: a linen or nnx module.
-      *args: the arguments above. `edits` are by path, as `names` has them, such as
-        `{"layers_0/attention/attention_z": Edit(keep=0)}`, or nested. Under `nn.scan` an edit is a
-        dict by layer, `{3: Edit(keep=0)}`, or has a leading axis of layers.
+      *args: the arguments above. `edits` are by path, such as `{"layers_0/resid_pre": Edit(0)}`,
+        or nested. Under `nn.scan` an edit is a dict by layer, `{3: Edit(keep=0)}`, or has a leading
+        axis of layers.
       **kwargs: more arguments of `apply`, or of the call.
 
     Raises:
       ValueError: if a path names no point, or an edit does not broadcast to its tensor.
       TypeError: if a value is not an `Edit`.
     """
+    lost: set[str] = set()
     if isinstance(model, nnx.Module):
-        return _attach_nnx(model, *args, **kwargs)
-    variables, edits, *inputs = args
-    variables = {name: x for name, x in variables.items() if name != COLLECTION}
-    chosen = _flat(edits)
-    visits = _trace(model, variables, *inputs, **kwargs)
-    _check(chosen, visits, "points of the model")
-    for path, edit in chosen.items():
-        whole, rank = _whole(variables, path, visits[path]).shape, len(visits[path].tensor.shape)
-        if len(whole) > rank:
-            chosen[path] = _of_layers("/".join(path), edit, whole[0])
-    _check_types(chosen)
-
-    def store(outside: Mapping[Path, Edit], inside: Mapping[Path, Edit]) -> dict[str, Any]:
-        parameters = traverse_util.flatten_dict(variables.get("params", {}))
-        parameters = {path: x for path, x in parameters.items() if COLLECTION not in path[-2:-1]}
-        parameters |= {(*path[:-1], COLLECTION, path[-1]): x for path, x in inside.items()}
-        nested = (traverse_util.unflatten_dict(flat) for flat in (parameters, outside))
-        return {**variables, **dict(zip(("params", COLLECTION), nested, strict=True))}
-
-    stored = store(chosen, {})
-    visits = _trace(model, stored, *inputs, **kwargs)
-    lost = {path: edit for path, edit in chosen.items() if not visits[path].is_edited}
-    if lost:
-        stored = store({path: x for path, x in chosen.items() if path not in lost}, lost)
-        visits = _trace(model, stored, *inputs, **kwargs)
-        used = {path: visit for path, visit in visits.items() if visit.is_edited}
-        _check(chosen, used, "points that the model's transformations reach")
-    return stored
+        edits, *inputs = args
+        trial = nnx.clone(model)
+        detach(trial)
+        chosen = _resolve(edits, names(trial, *inputs, **kwargs))
+        _set(trial, chosen)
+        lost = {*chosen} - names(trial, *inputs, **kwargs).edited
+        if not lost:
+            _set(model, chosen)
+            return model
+    else:
+        variables, edits, *inputs = args
+        variables = _store(variables, {}, ())
+        chosen = _resolve(edits, names(model, variables, *inputs, **kwargs))
+        for _ in range(2):  # First in the collection, then some beside parameters.
+            stored = _store(variables, chosen, lost)
+            lost = {*chosen} - names(model, stored, *inputs, **kwargs).edited
+            if not lost:
+                return stored
+    raise ValueError(
+        f"edits must be of points that the model's transformations reach, got {sorted(lost)}; "
+        f"leave them out"
+    )
 
 
 def detach(model: nnx.Module) -> None:
     """Remove the edits of all layers of an nnx model."""
-    for _, layer in _layers(model):
-        layer.edits = nnx.data(None)
+    _set(model, {})
 
 
-def _attach_nnx(model: nnx.Module, edits: Any, *inputs: Any, **kwargs: Any) -> nnx.Module:
-    detach(model)
-    chosen = _flat(edits)
-    _check(chosen, _trace(model, *inputs, **kwargs), "points of the model")
-    _check_types(chosen)
-    for path, layer in _layers(model):
-        own = {point[-1]: edit for point, edit in chosen.items() if point[:-1] == path}
-        if own:
-            layer.edits = nnx.data(Edits(own))
-    try:
-        _trace(model, *inputs, **kwargs)
-    except Exception:
-        detach(model)
-        raise
-    return model
-
-
-def _layers(model: nnx.Module) -> Iterator[tuple[Path, Any]]:
-    """Return the attention layers of an nnx model, with their paths."""
-    for path, module in nnx.iter_modules(model):
-        if hasattr(module, COLLECTION) and hasattr(module, "_make_call"):
-            yield tuple(map(str, path)), module
-
-
-def _of_layers(name: str, edit: Any, num_layers: int) -> Edit:
-    """Return an edit with a leading axis of layers, from one by layer."""
-    if not isinstance(edit, Edit):
-        return stack(edit, num_layers)
-    if any(np.shape(x)[:1] != (num_layers,) for x in (edit.keep, edit.add)):
-        raise ValueError(
-            f"an edit of {name} must have a leading axis of the {num_layers} layers in `keep` and "
-            f"`add`, got {np.shape(edit.keep)} and {np.shape(edit.add)}; give a dict by layer"
-        )
-    return edit
-
-
-def stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
-    """Return the edits of some layers as one with a leading axis of layers, neutral for others.
-
-    Args:
-      edits: the edits by layer.
-      num_layers: the number of layers.
-    """
-    if not all(0 <= layer < num_layers for layer in edits):
-        raise ValueError(f"edits must be of layers 0 to {num_layers - 1}, got {sorted(edits)}")
-    heads = {edit.heads for edit in edits.values()}
-    if len(heads) > 1:
-        raise ValueError(f"edits of layers under scan must have the same heads, got {heads}")
-
-    def join(field: str) -> jax.Array:
-        neutral = getattr(Edit(), field)
-        rows = [getattr(edits.get(layer), field, neutral) for layer in range(num_layers)]
-        shape = jnp.broadcast_shapes(*map(np.shape, rows))
-        rows = [shapes.lead(jnp.asarray(row, jnp.float32), len(shape)) for row in rows]
-        return jnp.stack([jnp.broadcast_to(row, shape) for row in rows])
-
-    return Edit(join("keep"), join("add"), *heads)
-
-
-def sweep(
-    fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None = None
-) -> Any:  # fmt: skip
+def sweep(fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None = None) -> Any:
     """Return fn(edits, *args) of many edits, computed by one compiled program.
 
     Args:
@@ -189,63 +161,76 @@ def sweep(
 def _sweep(
     fn: Callable[..., Any], batch_size: int | None, edits: Any, shared: Any, *args: Any
 ) -> Any:
-    def run(one: Any) -> Any:
-        return fn(combine(one, shared), *args)
-
-    return jax.lax.map(run, edits, batch_size=batch_size)
+    return jax.lax.map(lambda one: fn(combine(one, shared), *args), edits, batch_size=batch_size)
 
 
-def _trace(model: Any, *args: Any, **kwargs: Any) -> dict[Path, Visit]:
-    """Return the points that a call of a model comes to."""
-    visits: dict[Path, Visit] = {}
-    if not isinstance(model, nnx.Module):
-        mutable = nn.DenyList(("params", COLLECTION))
-        with points.listing(visits, {}):
-            jax.eval_shape(functools.partial(model.apply, mutable=mutable, **kwargs), *args)
-        return visits
-    definition, state = nnx.split(model)
-
-    def call(state: Any, *inputs: Any) -> Any:
-        copy = nnx.merge(definition, state)
-        paths = {id(module): tuple(map(str, path)) for path, module in nnx.iter_modules(copy)}
-        with points.listing(visits, paths):
-            return copy(*inputs, **kwargs)
-
-    jax.eval_shape(call, state, *args)
-    return visits
-
-
-def _whole(variables: Any, path: Path, visit: Visit) -> jax.ShapeDtypeStruct:
-    """Return a point's tensor, with a leading axis of layers if its linen module is scanned."""
-    parameters = variables.get("params", {})
-    for name in path[:-1]:
-        parameters = parameters.get(name, {})
-    leaves = jax.tree.leaves({name: x for name, x in parameters.items() if name != COLLECTION})
-    layers = np.shape(leaves[0])[: -len(visit.parameter) or None] if visit.parameter else ()
-    return jax.ShapeDtypeStruct((*layers, *visit.tensor.shape), visit.tensor.dtype)
-
-
-def _flat(edits: Mapping[str, Any], path: Path = ()) -> dict[Path, Any]:
-    """Return edits by path as tuples, from a nested dict whose names may be paths."""
-    flat: dict[Path, Any] = {}
-    for name, value in edits.items():
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            flat |= _flat(value, (*path, *name.split("/")))
-        else:
-            flat[(*path, *name.split("/"))] = value
-    return flat
-
-
-def _check(edits: Mapping[Path, Any], visits: Mapping[Path, Any], rule: str) -> None:
-    if unknown := ["/".join(path) for path in edits if path not in visits]:
-        known = "\n  ".join("/".join(path) for path in visits) or "none"
-        raise ValueError(f"edits must be of {rule}, got {unknown}; give some of\n  {known}")
-
-
-def _check_types(edits: Mapping[Path, Any]) -> None:
-    for path, edit in edits.items():
-        if not isinstance(edit, Edit):
+def _resolve(edits: Any, points: _Names) -> dict[str, Edit]:
+    """Check edits, and return them by path, those of layers under a scan as one."""
+    chosen: dict[str, Any] = flatten_dict(
+        edits, sep="/", is_leaf=lambda _, x: not all(isinstance(key, str) for key in x)
+    )
+    if unknown := [path for path in chosen if path not in points]:
+        known = "\n  ".join(points) or "none"
+        raise ValueError(
+            f"edits must be of points of the model, got {unknown}; give some of\n  {known}"
+        )
+    for path, edit in chosen.items():
+        layers = points.layers[path]
+        parts = edit if layers and isinstance(edit, Mapping) else {0: edit}
+        if not all(isinstance(part, Edit) for part in parts.values()):
             raise TypeError(
-                f"the edit of {'/'.join(path)} must be an Edit, or under nn.scan a dict of them by "
-                f"layer, got {checks.describe(edit)}; give edits.Edit(keep=0), say"
+                f"the edit of {path} must be an Edit, or under nn.scan a dict of them by layer, "
+                f"got {checks.describe(edit)}; give edits.Edit(keep=0), say"
             )
+        if parts is edit:
+            chosen[path] = _stack(edit, layers[0])
+        elif layers and any(np.shape(x)[:1] != layers[:1] for x in (edit.keep, edit.add)):
+            raise ValueError(
+                f"an edit of {path} must have a leading axis of the {layers[0]} layers in `keep` "
+                f"and `add`, got {np.shape(edit.keep)} and {np.shape(edit.add)}; give a dict by "
+                f"layer"
+            )
+    return chosen
+
+
+def _stack(edits: Mapping[int, Edit], num_layers: int) -> Any:
+    """Return the edits of some layers as one with a leading axis of layers, neutral for others."""
+    if not all(layer in range(num_layers) for layer in edits):
+        raise ValueError(f"edits must be of layers 0 to {num_layers - 1}, got {sorted(edits)}")
+    heads = {edit.heads for edit in edits.values()}
+    if len(heads) > 1:
+        raise ValueError(f"edits of layers under scan must have the same heads, got {heads}")
+    neutral = Edit(heads=heads.pop())
+
+    def join(*rows: Any) -> jax.Array:
+        return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(row, jnp.float32) for row in rows)))
+
+    return jax.tree.map(join, *(edits.get(layer, neutral) for layer in range(num_layers)))
+
+
+def _store(
+    variables: Mapping[str, Any], edits: Mapping[str, Edit], inside: Collection[str]
+) -> dict[str, Any]:
+    """Return variables with these edits alone, at the paths `inside` beside the parameters."""
+    flat = flatten_dict(variables.get("params", {}), sep="/")
+    parameters = {path: x for path, x in flat.items() if not isinstance(x, Edit)}
+    for path in inside:
+        module, slash, name = path.rpartition("/")
+        parameters[f"{module}{slash}{COLLECTION}/{name}"] = edits[path]
+    outside = {path: edit for path, edit in edits.items() if path not in inside}
+    nested = {"params": parameters, COLLECTION: outside}
+    return {**variables, **{name: unflatten_dict(x, sep="/") for name, x in nested.items()}}
+
+
+def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
+    """Set the edits of an nnx model, in place of earlier ones."""
+    for path, layer in _layers(model):
+        parts = {name.rpartition("/"): edit for name, edit in edits.items()}
+        own = {name: edit for (module, _, name), edit in parts.items() if module == "/".join(path)}
+        layer.edits = nnx.data(Edits(own) if own else None)
+
+
+def _layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
+    """Return the attention layers of an nnx model, with their paths."""
+    modules = nnx.iter_modules(model)
+    return [(tuple(map(str, path)), x) for path, x in modules if isinstance(x, Attention)]

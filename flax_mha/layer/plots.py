@@ -4,8 +4,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
+from flax_mha.layer.sown import find_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +37,7 @@ def heads(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need Matplotlib; pip install matplotlib") from error
-    layers = _find_layers(weights)
+    layers = find_weights(weights)
     panels = [(layer, i, head) for layer, each in layers.items() for i, head in enumerate(each)]
     columns = min(_COLUMNS, max(len(each) for each in layers.values()))
     rows = -(-len(panels) // columns)
@@ -47,7 +46,7 @@ def heads(
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, (layer, i, head) in zip(axes, panels, strict=False):
         axis.imshow(head, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        axis.set_title(f"{layer}head {i}", fontsize=9)
+        axis.set_title(f"{layer}, head {i}" if layer else f"head {i}", fontsize=9)
         keys = tokens if kv_tokens is None and head.shape[0] == head.shape[1] else kv_tokens
         _name_tokens(axis.set_yticks, tokens, head.shape[0], "tokens", "queries")
         _name_tokens(axis.set_xticks, keys, head.shape[1], "kv_tokens", "keys")
@@ -61,32 +60,6 @@ def _as_png(figure: "Figure") -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
-
-
-def _find_layers(tree: Any) -> dict[str, np.ndarray]:
-    """Return the weights [N, T, S] of each layer, by the beginning of its panels' titles."""
-    leaves = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    if len(leaves) > 1:
-        leaves = [(path, leaf) for path, leaf in leaves if "attention_weights" in path]
-    if not leaves:
-        raise ValueError(
-            'weights must hold an array "attention_weights", got none; give the layer '
-            'capture=Capture(("weights",))'
-        )
-    layers = {}
-    for path, leaf in leaves:
-        if leaf.ndim < 3 or leaf.size != np.prod(leaf.shape[-3:]):
-            raise ValueError(
-                f"weights must be [heads, queries, keys] of one example, got {leaf.shape}; choose "
-                f"an example, such as weights[:1]"
-            )
-        layer = path.partition("attention_weights")[0].removeprefix("intermediates/").rstrip("/")
-        each = np.asarray(leaf, np.float32).reshape(leaf.shape[-3:])
-        layers[f"{layer}, " if layer else ""] = each
-    return layers
 
 
 def _name_tokens(

@@ -8,8 +8,8 @@ Addition", 2023 (steering).
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -19,14 +19,31 @@ from flax import struct
 
 from flax_mha import sharding
 from flax_mha.base import shapes
+from flax_mha.base.coordinates import At, ScoreArray
 from flax_mha.kernels import Capture
+from flax_mha.scores import ScoreMod
 
-Path: TypeAlias = tuple[str, ...]
 COLLECTION = "edits"
 FEATURES = ("batch", "norm_length", None)
+# A function that is called with each point: the module, the name, the tensor, and True if edited.
+visitor = jax.make_user_context(None)
+
+# The masks of the pairs whose weights calls read, by name.
+_PAIRS: contextvars.ContextVar[Mapping[str, Any] | None]
+_PAIRS = contextvars.ContextVar("pairs", default=None)
 
 
-class Edit(struct.PyTreeNode):
+@contextlib.contextmanager
+def reading_pairs(pairs: Mapping[str, Any]) -> Iterator[None]:
+    """Let layers called in this context read the mean weights on pairs, as `attention_pairs`."""
+    token = _PAIRS.set(pairs)
+    try:
+        yield
+    finally:
+        _PAIRS.reset(token)
+
+
+class Edit(ScoreMod):
     """A change of a named tensor: x ← keep·x + add.
 
     `keep` and `add` are numbers or arrays that broadcast to x. They have gradients, and are used in
@@ -43,142 +60,118 @@ class Edit(struct.PyTreeNode):
     add: Any = 0.0
     heads: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def check(self, path: str, shape: shapes.Shape) -> None:
+        """Check that the arrays broadcast to the shape of the point at a path."""
+        if self.heads is not None:
+            if not path.endswith("attention_weights"):
+                raise ValueError(
+                    f"heads of an edit must be None but for attention_weights, got {self.heads} "
+                    f"for {path}; give a `keep` of 1 for the other heads"
+                )
+            shape = (*shape[:-3], len(self.heads), *shape[-2:])
+        for name, x in (("keep", self.keep), ("add", self.add)):
+            shapes.check_broadcasts(
+                f"`{name}` of the edit {path}", np.shape(x), shape, "the tensor",
+                "give one number, or an array that broadcasts to it",
+            )  # fmt: skip
+
+    def bind(self, dims: shapes.Dims) -> Self:
+        """Return the edit for scores of these sizes."""
+
+        def over_scores(x: Any) -> ScoreArray:
+            return ScoreArray(shapes.lead(jnp.asarray(x, jnp.float32), len(dims.logits)))
+
+        edit: Self = jax.tree.map(over_scores, self)
+        return edit
+
+    def __call__(self, x: jax.Array, at: At | None = None) -> jax.Array:
         """Return keep·x + add, in the dtype of x."""
         dtype = shapes.wide(x.dtype)
-        keep, add = (shapes.lead(jnp.asarray(y, dtype), x.ndim) for y in (self.keep, self.add))
+        # Of scores, both are in a `ScoreArray`.
+        arrays = (jnp.asarray(y, dtype) for y in jax.tree.leaves((self.keep, self.add)))
+        keep, add = (shapes.lead(y, x.ndim) for y in arrays)
         # A choice by `keep` alone would have no gradient at 0.
         kept = jnp.where((keep == 0) & ~jnp.isfinite(x), 0, x).astype(dtype)
         return (keep * kept + add).astype(x.dtype)
 
 
-class Visit(NamedTuple):
-    """A point that a call came to.
-
-    Attributes:
-      tensor: its shape and dtype.
-      is_edited: True if the call had an edit of it.
-      parameter: the shape of the module's first parameter, which tells if the module is scanned.
-    """
-
-    tensor: jax.ShapeDtypeStruct
-    is_edited: bool
-    parameter: tuple[int, ...] | None
-
-
-# The points that calls come to, and the paths of nnx modules by `id`; linen modules know theirs.
-_Listing: TypeAlias = tuple[dict[Path, Visit], Mapping[int, Path]]
-_LISTING: contextvars.ContextVar[_Listing | None] = contextvars.ContextVar("listing", default=None)
-
-
-@contextlib.contextmanager
-def listing(visits: dict[Path, Visit], paths: Mapping[int, Path]) -> Iterator[None]:
-    """Collect the points of all calls in this context in `visits`, by module path and name."""
-    token = _LISTING.set((visits, paths))
-    try:
-        yield
-    finally:
-        _LISTING.reset(token)
-
-
-def path_of(module: Any) -> Path:
-    """Return the path of an nnx module, as far as `listing` knows it."""
-    listed = _LISTING.get()
-    return () if listed is None else listed[1].get(id(module), ())
-
-
 @dataclasses.dataclass(eq=False)
 class Points:
-    """The points of one call of a module: edits them, and keeps those that are read.
+    """The points of one call of a module: edits them, and sows those that are read.
 
     Attributes:
-      path: the module's path.
+      module: the module of linen or nnx.
       edits: the edits by name.
-      reads: the names to read, without prefix, or None.
       prefix: the prefix of all names.
-      parameter: the shape of the module's first parameter, or None.
-      captured: the tensors read so far, by name without prefix.
+      collection: the first argument of the module's `sow`.
+      reads: the names to read, without prefix, or None.
       seen: the names of the points so far.
     """
 
-    path: Path = ()
-    edits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    reads: Capture | None = None
+    module: Any
+    edits: Mapping[str, Edit]
     prefix: str = "attention_"
-    parameter: tuple[int, ...] | None = None
-    captured: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    collection: Any = "intermediates"
+    reads: Capture | None = None
     seen: list[str] = dataclasses.field(default_factory=list)
 
     @property
+    def pairs(self) -> Mapping[str, Any]:
+        """The masks of pairs whose mean weights the call reads, by name."""
+        return _PAIRS.get() or {}
+
+    @property
     def is_active(self) -> bool:
-        """True if there is something to edit, read or list."""
-        return bool(self.edits) or self.reads is not None or _LISTING.get() is not None
+        """True if there is something to edit, read or visit."""
+        return any((self.edits, self.reads, self.pairs, visitor.value))
+
+    def needs(self, name: str) -> bool:
+        """Return True if a point that costs something is to be edited, read or visited."""
+        is_read = self.reads is not None and name in self.reads.what
+        return is_read or self.prefix + name in self.edits or visitor.value is not None
 
     def edit(self, name: str, x: jax.Array | jax.ShapeDtypeStruct) -> Edit | None:
-        """Return the edit of a point whose tensor is like x, or None.
-
-        Raises:
-          ValueError: if the edit does not broadcast to the tensor.
-        """
+        """Return the edit of a point whose tensor is like x, or None."""
         name = self.prefix + name
-        edit: Edit | None = self.edits.get(name)
+        edit = self.edits.get(name)
         self.seen.append(name)
-        if (listed := _LISTING.get()) is not None:
-            tensor = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            listed[0][(*self.path, name)] = Visit(tensor, edit is not None, self.parameter)
+        if visitor.value is not None:
+            visitor.value(self.module, name, x, edit is not None)
         if edit is not None:
-            some = edit.heads is not None
-            shape = (*x.shape[:-3], len(edit.heads or ()), *x.shape[-2:]) if some else x.shape
-            for field in ("keep", "add"):
-                shapes.check_broadcasts(
-                    f"`{field}` of the edit {'/'.join((*self.path, name))}",
-                    np.shape(getattr(edit, field)), shape, "the tensor",
-                    "give one number, or an array that broadcasts to it",
-                )  # fmt: skip
+            edit.check(self.path(name), x.shape)
         return edit
 
     def __call__(
-        self, name: str, x: jax.Array, axes: sharding.LogicalNames = FEATURES,
-        pick: Callable[[jax.Array, Capture], jax.Array] = lambda x, _: x,
-    ) -> jax.Array:  # fmt: skip
-        """Return x as edited, and keep it if it is to be read.
+        self, name: str, x: jax.Array, axes: sharding.LogicalNames = FEATURES, num_heads: int = 0
+    ) -> jax.Array:
+        """Return x as edited, and sow it if it is to be read.
 
-        Args:
-          name: the point's name, without prefix.
-          x: the tensor.
-          axes: the logical names of its axes.
-          pick: a function of x and the capture, to the part of x that is kept.
+        `axes` are the logical names of its axes. Keys and values need the number of query heads.
         """
         edit = self.edit(name, x)
         if edit is not None:
             x = sharding.auto(lambda x, edit: edit(x), axes, x, edit)
         if self.reads is not None and name in self.reads.what:
-            self.captured[name] = pick(x, self.reads)
+            self.sow(name, self.reads.pick(x, axes, num_heads))
         return x
 
-    def of_softmax(self) -> Capture | None:
-        """Return the capture of the values of a softmax alone, or None if there are none."""
-        return None if self.reads is None else self.reads.of_softmax()
+    def sow(self, name: str, x: Any) -> None:
+        """Sow a tensor, or a tree of them, in the module."""
+        self.module.sow(self.collection, self.prefix + name, x)
 
-    def needs(self, name: str) -> bool:
-        """Return True if a point that costs something is to be read, edited or listed."""
-        is_read = self.reads is not None and name in self.reads.what
-        return is_read or self.prefix + name in self.edits or _LISTING.get() is not None
-
-    def finish(self, module: nn.Module | None = None) -> None:
-        """Check that the call had a point for each edit, and sow the tensors read in a module.
-
-        Raises:
-          ValueError: if an edit had no point.
-        """
+    def last(self, name: str, x: jax.Array, axes: sharding.LogicalNames = FEATURES) -> jax.Array:
+        """Return the last tensor of a call as edited, and check that no edit is left."""
+        x = self(name, x, axes)
         if unseen := sorted({*self.edits} - {*self.seen}):
             raise ValueError(
-                f"edits must be of points that the call of {'/'.join(self.path) or 'the module'} "
-                f"has, {self.seen}, got {unseen}; flax_mha.edits.names lists those of a model"
+                f"edits must be of points that the call has, {self.seen}, got "
+                f"{[*map(self.path, unseen)]}; flax_mha.edits.names lists those of a model"
             )
-        if module is not None:
-            for name, x in self.captured.items():
-                module.sow("intermediates", self.prefix + name, x)
+        return x
+
+    def path(self, name: str) -> str:
+        """Return the path of a name, without that of an nnx module, which does not know it."""
+        return "/".join((*getattr(self.module, "path", ()), name))
 
 
 def of_module(module: nn.Module, reads: Capture | None = None, prefix: str = "") -> Points:
@@ -187,11 +180,8 @@ def of_module(module: nn.Module, reads: Capture | None = None, prefix: str = "")
     They are in the collection `edits`, or beside the module's parameters under that name, where a
     transformation passes no other collection.
     """
-    variables = module.variables
-    parameters = {**variables.get("params", {})}
-    values = {**variables.get(COLLECTION, {}), **parameters.pop(COLLECTION, {})}
-    edits = {name: edit for name, edit in values.items() if isinstance(edit, Edit)}
-    leaves = jax.tree.leaves(parameters) if _LISTING.get() is not None else ()
+    places = (module.variables, module.variables.get("params", {}))
+    values = [pair for place in places for pair in place.get(COLLECTION, {}).items()]
+    edits = {name: edit for name, edit in values if isinstance(edit, Edit)}
     reads = reads if module.is_mutable_collection("intermediates") else None
-    shape = np.shape(leaves[0]) if leaves else None
-    return Points(tuple(module.path), edits, reads, prefix, shape)
+    return Points(module, edits, prefix, reads=reads)

@@ -49,6 +49,11 @@ class Attention(Fields):
             check_renamed(cls.__name__, fields)
             return super().__new__(cls)
 
+    @property
+    def mixes_heads(self) -> bool:
+        """True if a head's output depends on other heads, so that none can be removed alone."""
+        return False
+
     def check_fields(self: Any) -> None:
         """Check the fields as far as it needs no inputs."""
         checks.fields(self)

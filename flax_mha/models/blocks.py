@@ -114,9 +114,13 @@ class Block(nn.Module):
     @nn.nowrap
     def make_norm(self, name: str, parent: nn.Module | None = None) -> nn.Module:
         """Return a norm over features in the attention layer's dtypes, a child of `parent`."""
-        parent = self if parent is None else parent
+        return self.norm_module().copy(parent=self if parent is None else parent, name=name)
+
+    @nn.nowrap
+    def norm_module(self) -> nn.Module:
+        """Return the norm over features that the block's norms copy, without parent."""
         if isinstance(self.norm, nn.Module):
-            return self.norm.copy(parent=parent, name=name)
+            return self.norm
         if not isinstance(self.norm, str):
             raise TypeError(
                 f"norm must be one of {[*NORMS]} or a module, got {checks.describe(self.norm)}; "
@@ -127,9 +131,8 @@ class Block(nn.Module):
             raise ValueError(f"norm_epsilon must be at least 0, got {self.norm_epsilon}; raise it")
         layer = self.attention
         return norm(
-            epsilon=self.norm_epsilon, dtype=layer.dtype, param_dtype=layer.param_dtype, name=name,
-            parent=parent,
-        )  # fmt: skip
+            epsilon=self.norm_epsilon, dtype=layer.dtype, param_dtype=layer.param_dtype, parent=None
+        )
 
     @nn.nowrap
     def _add_branches(
@@ -140,7 +143,6 @@ class Block(nn.Module):
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
         mlp, shape = self._mlp(), x.shape
         kv: Shared | None = None
-
         taps = points.of_module(self, self.attention.capture)
 
         def branch(name: str, x: jax.Array) -> jax.Array:
@@ -169,9 +171,7 @@ class Block(nn.Module):
                     x = taps("resid_mid", x)
                 x = x + branch(name, norm(name, x) if self.pre_norm else x)
                 x = sharding.constrain(norm(name, x) if self.post_norm else x, _AXES)
-            x = taps("resid_post", x)
-            taps.finish(self)
-            return x, kv
+            return taps.last("resid_post", x), kv
         if self.parallel == "own_norms":
             inputs = [norm(name, x) for name in names]
         else:
@@ -179,9 +179,7 @@ class Block(nn.Module):
         for name, branch_input in zip(names, inputs, strict=True):
             x = x + branch(name, branch_input)
         x = norm("attention", x) if self.post_norm else x
-        x = taps("resid_post", sharding.constrain(x, _AXES))
-        taps.finish(self)
-        return x, kv
+        return taps.last("resid_post", sharding.constrain(x, _AXES)), kv
 
     @nn.nowrap
     def _mlp(self) -> nn.Module:

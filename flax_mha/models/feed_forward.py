@@ -66,17 +66,17 @@ class MLP(nn.Module):
         shapes.check_features("x", x)
         act = activation(self.activation)
         dense = functools.partial(projection, self, biased=self.use_bias)
-        taps = points.of_module(self, self.capture)
+        names = ("batch", "length", "mlp")
 
         def to_hidden(name: str) -> jax.Array:
             return dense(name, (self.hidden,), ("embed", "mlp"))(x)
 
         up = to_hidden("up")
-        pre = taps("mlp_pre", to_hidden("gate") if self.gated else up, ("batch", "length", "mlp"))
+        pre = to_hidden("gate") if self.gated else up
+        pre = points.of_module(self, self.capture).last("mlp_pre", pre, names)
         pre = checkpoint_name(pre, "mlp_pre")
         h = act(pre) * checkpoint_name(up, "mlp_pre") if self.gated else act(pre)
-        taps.finish(self)
-        h = checkpoint_name(sharding.constrain(h, ("batch", "length", "mlp")), "mlp_hidden")
+        h = checkpoint_name(sharding.constrain(h, names), "mlp_hidden")
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
         rows = ("batch", "norm_length")
         return dense("down", x.shape[-1:], ("mlp", "embed"), rows=rows)(h)

@@ -188,7 +188,11 @@ class LanguageModel(nn.Module):
                 at = shapes.per_row("at", at, x.shape[:-2], x.shape[-2] - 1)
                 # Select before the matmul, as the logits of a full prompt are large.
                 x = sharding.auto(_select, ("batch", "norm_length", None), x, at)
-            logits = (self.embedding if self.tied else self.head).logits(x)
+            return self.to_logits(x)
+
+    def to_logits(self, x: jax.Array) -> jax.Array:
+        """Return the logits [*B, T, V] of the decoder's output [*B, T, D]."""
+        logits = (self.embedding if self.tied else self.head).logits(x)
         logits = logits if self.logits_scale == 1 else logits * self.logits_scale
         cap = self.logits_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -101,9 +101,7 @@ class Stack(nn.Module):
         call = {name: x for name, x in call.items() if x is not None}
         blocks = self.blocks
         x = sharding.constrain(x, ("batch", "norm_length", None))
-        taps = points.of_module(self, self.first.attention.capture)
-        x = taps("embed", x)
-        taps.finish(self)
+        x = points.of_module(self, self.first.attention.capture).last("embed", x)
         if self.input_norm:
             x = self.first.make_norm("input_norm", self)(x)
         if self.scores:

@@ -36,6 +36,11 @@ class ChosenBlocks(Attention):
     share: bool = False
     query_block: int = 1
 
+    @property
+    def mixes_heads(self) -> bool:
+        """True if heads choose blocks together."""
+        return self.share
+
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         common.check_inputs("attention to chosen blocks", x_q, x_k, x_v)

@@ -26,6 +26,8 @@ from flax_mha.variants import common
 class TalkingHeads(Attention):
     """The fields, parameters and computation of talking-heads attention, for linen and nnx."""
 
+    mixes_heads = True
+
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         without_vectors("talking-heads attention", call.scores)

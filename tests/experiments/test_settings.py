@@ -209,7 +209,10 @@ def test_model_within_memory_is_accepted(config: ConfigDict) -> None:
 
 
 SLOW = pytest.mark.slow
-HELP = ("generate", "convert", "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table")
+HELP = (
+    "generate", "look", "convert", "plan", "benchmark", "gpu_day", "kernels_memory",
+    "kernels_table",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["train", *(pytest.param(name, marks=SLOW) for name in HELP)])

@@ -72,6 +72,7 @@ def test_a_sweep_is_a_loop() -> None:
         ({"layer/attention_z": Edit()}, "got .*'layer/attention_z'"),
         ({"attention_z": Edit(np.ones(3))}, r"`keep` of the edit attention_z must broadcast"),
         ({"attention_z": Edit(add=np.ones((3, B, T, N, H)))}, "`add` of the edit"),
+        ({"attention_z": Edit(0, heads=(1,))}, "heads of an edit must be None but for"),
         ({"attention_weights": Edit(heads=(9,))}, r"heads must be in \[-4, 4\)"),
         ({"attention_weights": Edit(np.ones((3, 1, 1)), heads=(1, 2))}, "must broadcast"),
     ],

@@ -209,6 +209,18 @@ def test_capture_reads_chosen_heads_and_queries() -> None:
         np.testing.assert_allclose(part, want, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+def test_blocks_read_chosen_tokens() -> None:
+    names = ("embed", "resid_post", "mlp_pre", "mlp_out")
+    one, two = (
+        Encoder(1, EncoderBlock(LAYER.clone(capture=Capture(names, queries=queries)), 32))
+        for queries in (None, (5, 0))
+    )
+    values = random_variables(one, X)
+    whole, part = (m.apply(values, X, mutable="intermediates")[1] for m in (one, two))
+    assert len(jax.tree.leaves(part)) == len(names)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:, [5, 0]], y), whole, part)
+
+
 def test_values_read_beside_edited_weights_are_of_the_chosen_heads() -> None:
     names = ("weights", "scores", "lse", "entropy")
     values = random_variables(LAYER, X)

@@ -114,7 +114,7 @@ OPTIONS = (
     "partitioned", "project_out", "qk_norm", "rotary", "sinks", "use_bias",
 )  # fmt: skip
 # Folders that pass options to layers as users do, and functions with Flax's signatures.
-CALLERS = ("interop", "kernels", "models")
+CALLERS = ("analysis", "interop", "kernels", "models")
 FLAX = "attention_fn.py"
 
 

@@ -31,7 +31,10 @@ PAGES = sorted(
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
-SLOW_NAMES = ("decoding", "fine-tune", "interop", "nnx", "performance", "shard-it", "sharding")
+SLOW_NAMES = (
+    "decoding", "find-a-circuit", "fine-tune", "interop", "nnx", "performance", "shard-it",
+    "sharding",
+)  # fmt: skip
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
 
 
@@ -59,6 +62,15 @@ def tuned(scope: Scope) -> None:
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     for path, update in jax.tree_util.tree_leaves_with_path(updates):
         assert np.any(update) == ("attention" in jax.tree_util.keystr(path)), path
+
+
+def circuit(scope: Scope) -> None:
+    """The model answers without one induction head, and not without the heads of the circuit."""
+    nothing, strongest, *rest = scope["found"].values()
+    assert nothing > 0.95
+    assert strongest > 0.9
+    assert max(rest) < 0.6
+    assert Path("circuit.html").stat().st_size > 10_000
 
 
 def in_nnx(scope: Scope) -> None:
@@ -156,6 +168,7 @@ def models(scope: Scope) -> None:
 # Checks that a page's own code does not make.
 CHECKS: dict[str, Callable[[Scope], None]] = {
     "docs/decoding.md": decoding,
+    "docs/find-a-circuit.md": circuit,
     "docs/fine-tune.md": tuned,
     "docs/interop.md": from_folders,
     "docs/models.md": models,

@@ -47,7 +47,7 @@ def test_wheel_holds_package_types_and_license(dist: Path) -> None:
         metadata = message_from_bytes(wheel.read(f"{info}/METADATA"))
     modules = {str(x.relative_to(ROOT)) for x in (ROOT / "flax_mha").rglob("*.py")}
     own = {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
-    assert names == modules | own | {"flax_mha/py.typed"}
+    assert names == modules | own | {"flax_mha/py.typed", "flax_mha/analysis/report.html"}
     assert metadata["Version"] == flax_mha.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in metadata.get_all("Classifier")

@@ -1,0 +1,1 @@
+"""Studies: questions about attention, each answered by one file with a figure."""

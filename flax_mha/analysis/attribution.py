@@ -1,0 +1,157 @@
+"""Logits of a language model by the parts of its residual stream.
+
+Sources: nostalgebraist, "Interpreting GPT: the Logit Lens", 2020; Elhage et al., "A Mathematical
+Framework for Transformer Circuits", 2021 (direct attribution).
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flax_mha.analysis.circuits import parameters
+from flax_mha.analysis.watching import watch
+from flax_mha.base import shapes
+from flax_mha.kernels import Capture
+from flax_mha.models import LanguageModel
+
+
+def logit_lens(model: LanguageModel, variables: Any, tokens: Any, **kwargs: Any) -> jax.Array:
+    """Return the logits of the residual stream before each layer and after the last.
+
+    They are [L + 1, *B, T, V], by the final norm, the table of logits, their scale and cap: the
+    last are those of the model.
+
+    Args:
+      model: a linen language model.
+      variables: its variables.
+      tokens: int [*B, T].
+      **kwargs: more arguments of the call.
+    """
+    layers = _capture(model, variables, ("resid_pre", "resid_post"), tokens, kwargs)
+    norm, p = _final_norm(model, variables)
+
+    def to_logits(x: Any) -> Any:
+        x = x if norm is None else norm.apply({"params": p}, x)
+        return model.apply(variables, x, method="to_logits")
+
+    resid = [layer["resid_pre"][0] for layer in layers] + [layers[-1]["resid_post"][0]]
+    return jnp.stack([to_logits(x) for x in resid])
+
+
+def attribute_logits(
+    model: LanguageModel, variables: Any, tokens: Any, targets: Any, **kwargs: Any
+) -> dict[str, jax.Array]:
+    """Return the share of each part of a model in the logit of a token, or in a difference.
+
+    The logits are linear in the parts of the residual stream, with the final norm's division kept
+    as it is in this call. The shares sum to the logit:
+
+        share of c = ((c − mean(c)) / σ ⊙ γ) · (u_right − u_wrong)
+
+    with σ and γ of the norm ("rmsnorm" subtracts no mean), and u the rows of the table of logits.
+
+    Args:
+      model: a linen language model, with a LayerNorm or RMSNorm at the end.
+      variables: its variables.
+      tokens: int [*B, T].
+      targets: int [*B, T], the token of each logit; or a pair (right, wrong) of these, for the
+        difference of their logits.
+      **kwargs: more arguments of the call.
+
+    Returns:
+      By path, [*B, T]: "decoder/embed", "decoder/norm/bias", and for each layer "…/mlp",
+      "…/attention" [*B, T, N] of its heads, and "…/attention/bias". Cross-attention has the same.
+
+    Raises:
+      ValueError: if logits are not linear in these parts, as with a cap or norms of branches.
+    """
+    names = ("result", "out", "mlp_out", "resid_pre", "resid_post")
+    layers = _capture(model, variables, names, tokens, kwargs)
+    norm, p = _final_norm(model, variables)
+    _check_linear(model, norm)
+    direction = _direction(model, variables, targets)
+    dtype, shares = direction.dtype, {}
+    if norm is not None:
+        if "bias" in p:
+            shares["decoder/norm/bias"] = direction @ p["bias"].astype(dtype)
+        if "scale" in p:
+            direction = direction * shapes.lead(p["scale"].astype(dtype), direction.ndim)
+        final = layers[-1]["resid_post"][0].astype(dtype)
+        if isinstance(norm, nn.LayerNorm):
+            direction, final = (x - x.mean(-1, keepdims=True) for x in (direction, final))
+        square = jnp.mean(jnp.square(final), -1, keepdims=True)
+        direction = direction * jax.lax.rsqrt(square + norm.epsilon)
+
+    def share(x: jax.Array, sums: str = "...d,...d->...") -> jax.Array:
+        return jnp.einsum(sums, x.astype(dtype), direction, precision=jax.lax.Precision.HIGHEST)
+
+    shares["decoder/embed"] = share(layers[0]["resid_pre"][0])
+    for n, layer in enumerate(layers):
+        path = f"decoder/layers_{n}"
+        shares[f"{path}/mlp"] = share(layer["mlp_out"][0])
+        for name in ("attention", "cross_attention"):
+            if name in layer:
+                results, out = (layer[name][f"attention_{x}"][0] for x in ("result", "out"))
+                shares[f"{path}/{name}"] = heads = share(results, "...nd,...d->...n")
+                shares[f"{path}/{name}/bias"] = share(out) - heads.sum(-1)
+    return shares
+
+
+def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
+    """Return the rows of the table of logits that targets name, [*B, T, D]."""
+    name = "embedding" if model.tied else "head"
+    table = parameters(variables, f"{name}/table/embedding")
+    table = table.astype(shapes.wide(table.dtype)) * model.logits_scale
+    pair = targets if isinstance(targets, tuple) else (targets,)
+    right, *wrong = (shapes.look_up(table, jnp.asarray(x)) for x in pair)
+    return right - wrong[0] if wrong else right
+
+
+def _check_linear(model: LanguageModel, norm: Any) -> None:
+    """Check that logits are linear in the outputs of heads and MLPs, with a norm frozen."""
+    blocks, linear = model.decoder.blocks, isinstance(norm, nn.LayerNorm | nn.RMSNorm | None)
+    refused = {
+        "logits_cap": model.logits_cap,
+        "layer_scale": any(block.layer_scale is not None for block in blocks),
+        "branch_norm": any(block.branch_norm for block in blocks),
+        "norms after the sum": any(block.post_norm for block in blocks),
+        "a norm of another kind": not linear,
+    }
+    if got := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"shares in logits need a model that is linear after its heads and MLPs, got one with "
+            f"{' and '.join(got)}; remove heads by edits instead"
+        )
+
+
+def _capture(
+    model: LanguageModel, variables: Any, names: tuple[str, ...], tokens: Any, kwargs: Any
+) -> list[Any]:
+    """Return the captured tensors of each layer of a language model, by name."""
+    if not isinstance(model, LanguageModel):
+        raise TypeError(
+            f"model must be a flax_mha.LanguageModel, got {type(model).__name__}; give the decoder "
+            f"of an encoder-decoder model"
+        )
+    watched, stack = watch(model, Capture(names)), model.decoder
+    _, sown = watched.apply(variables, tokens, mutable="intermediates", **kwargs)
+    sown, size = sown["intermediates"]["decoder"], len(stack.blocks)
+    scanned = stack.num_layers // size * size if stack.scan else 0
+
+    def layer(n: int) -> Any:
+        if n >= scanned:
+            return sown[f"layers_{n}"]
+        step = sown["layers"] if size == 1 else sown["layers"][f"block_{n % size}"]
+        return jax.tree.map(lambda x: x[n // size], step)
+
+    return [layer(n) for n in range(stack.num_layers)]
+
+
+def _final_norm(model: LanguageModel, variables: Any) -> tuple[Any, Any]:
+    """Return the norm after the last layer, or None, and its parameters."""
+    block, has_norm = model.decoder.first, model.decoder.final_norm
+    has_norm = not block.post_norm if has_norm is None else has_norm
+    p = parameters(variables, "decoder").get("norm", {})
+    return block.norm_module() if has_norm else None, p

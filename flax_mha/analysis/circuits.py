@@ -1,0 +1,194 @@
+"""Circuits of heads, read from the weights of a layer, as products of thin matrices.
+
+With the features x of a token as rows, head n at queries i and keys j has
+
+    scores    x_i W_QK x_jᵀ,   W_QK = scale · W_Q R(i − j) W_Kᵀ     [D, D] of rank H
+    output    Σ_j p_ij x_j W_OV,   W_OV = W_V W_O                   [D, D] of rank Hv
+
+with R the rotation of `rotary`, or 1. No [D, D] is formed.
+
+Source: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.core import meta
+
+from flax_mha.base import checks
+from flax_mha.layer.standard import Attention
+from flax_mha.positions import Rotary
+from flax_mha.positions.rope_scaling import Growing
+
+
+class Factored(struct.PyTreeNode):
+    """A product left · right of thin matrices, or several.
+
+    Attributes:
+      left: [..., D, r].
+      right: [..., r, D'].
+    """
+
+    left: jax.Array
+    right: jax.Array
+
+    # Makes `ndarray @ factored` call `__rmatmul__`.
+    __array_ufunc__ = None
+
+    def __matmul__(self, other: "Factored | jax.Array") -> "Factored | jax.Array":
+        """Return the product with another, factored, or with an array."""
+        if isinstance(other, Factored):
+            return Factored(self.left, (self.right @ other.left) @ other.right)
+        return self.left @ (self.right @ other)
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        """Return x · left · right for rows x [..., D]."""
+        return (x @ self.left) @ self.right
+
+    @property
+    def T(self) -> "Factored":
+        """The transpose."""
+        return Factored(jnp.swapaxes(self.right, -1, -2), jnp.swapaxes(self.left, -1, -2))
+
+    def dense(self) -> jax.Array:
+        """Return the product [..., D, D']."""
+        return self.left @ self.right
+
+    def svd(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return u [..., D, r], the singular values s [..., r] and vh [..., r, D']."""
+        # Of two QR decompositions only the product of the triangles, [r, r], needs an SVD.
+        q, r = jnp.linalg.qr(self.left)
+        p, t = jnp.linalg.qr(self.T.left)
+        u, s, vh = jnp.linalg.svd(r @ jnp.swapaxes(t, -1, -2), full_matrices=False)
+        return q @ u, s, vh @ jnp.swapaxes(p, -1, -2)
+
+    def singular_values(self) -> jax.Array:
+        """Return the singular values [..., r], in descending order."""
+        return self.svd()[1]
+
+    def norm(self) -> jax.Array:
+        """Return the Frobenius norm [...]."""
+        r, t = (jnp.linalg.qr(x, mode="r") for x in (self.left, self.T.left))
+        return jnp.linalg.norm(r @ jnp.swapaxes(t, -1, -2), axis=(-2, -1))
+
+
+def parameters(variables: Mapping[str, Any], path: str, layer: int | None = None) -> Any:
+    """Return the parameters of a module at a path, such as "decoder/layers_0/attention".
+
+    Args:
+      variables: the variables of a linen model, or a dict of the parameters of an nnx model.
+      path: the path, as in `edits.names` without the point.
+      layer: the index among layers under `nn.scan`, which are stacked on a leading axis.
+    """
+    part: Any = meta.unbox(variables.get("params", variables))
+    for n, name in enumerate(names := path.split("/")):
+        if name not in part:
+            raise ValueError(
+                f"path must name parameters, got {path!r}; {'/'.join(names[:n]) or 'the model'} "
+                f"has {sorted(part)}"
+            )
+        part = part[name]
+    return part if layer is None else jax.tree.map(lambda x: x[layer], part)
+
+
+def qk(
+    layer: Any, p: Mapping[str, Any], *, distance: int | None = None,
+    norm: Mapping[str, Any] | None = None, biases: bool = False,
+) -> Factored:  # fmt: skip
+    """Return W_QK of each head, [N, D, D], whose forms are the scores.
+
+    Args:
+      layer: the layer, of linen or nnx.
+      p: its parameters, as `parameters` returns them.
+      distance: i − j for a layer with `rotary`.
+      norm: the parameters of the norm before the layer, whose scale is folded in: rows are then
+        normalized features before the scale. Its bias counts as one of `biases`.
+      biases: True for [N, D + 1, D + 1], where features have a last one of 1, so that the scores
+        include the biases. Without, all biases are left out.
+
+    Raises:
+      ValueError: if scores are no such forms, as with a norm of queries and keys.
+    """
+    _check(layer, p, ("query", "key"), ("qk_norm", "normalize_qk"))
+    q, k = (_fold(p[name], norm, biases) for name in ("query", "key"))
+    if layer.rotary is not None:
+        rotary = layer.rotary
+        if not isinstance(rotary, Rotary) or isinstance(rotary.scaling, Growing):
+            raise ValueError(
+                f"rotary must depend on i − j alone, as positions.Rotary() does, got {rotary!r}; "
+                f"rotate queries and keys by hand"
+            )
+        if distance is None:
+            raise ValueError("a layer that rotates needs a distance, got None; give distance=0")
+        at = jnp.zeros(len(q), jnp.int32)
+        q, k = rotary(q, at + checks.integer("distance", distance, -(2**30))), rotary(k, at)
+    scale = q.shape[-1] ** -0.5 if layer.scale is None else layer.scale
+    scale = p["score_scale"][None, :, None] if "score_scale" in p else scale
+    q, k = jnp.swapaxes(q * scale, 0, 1), jnp.moveaxis(k, 0, -1)
+    return Factored(q, jnp.repeat(k, len(q) // len(k), axis=0))
+
+
+def ov(
+    layer: Any, p: Mapping[str, Any], *, norm: Mapping[str, Any] | None = None, biases: bool = False
+) -> Factored:
+    """Return W_OV of each head, [N, D, D].
+
+    Arguments are those of `qk`. With `biases` it is [N, D + 1, D]: the last row is b_V W_O. The
+    bias b_O of the output belongs to no head.
+
+    Raises:
+      ValueError: if outputs are no such products, as with a gate.
+    """
+    _check(layer, p, ("value", "out"), ("gate",))
+    v, out = jnp.swapaxes(_fold(p["value"], norm, biases), 0, 1), p["out"]["kernel"]
+    return Factored(jnp.repeat(v, len(out) // len(v), axis=0), out)
+
+
+def composition(kind: str, earlier: Factored, later: Factored) -> jax.Array:
+    """Return how much each head of a later layer reads from each of an earlier, [N, N'].
+
+        q: ‖W_OV W_QK‖ / (‖W_OV‖ ‖W_QK‖),   k: ‖W_QK W_OVᵀ‖ / …,   v: ‖W_OV W′_OV‖ / …
+
+    with Frobenius norms.
+
+    Args:
+      kind: "q", "k" or "v".
+      earlier: `ov` of the earlier layer.
+      later: `qk` of the later layer, or for "v" its `ov`; all without biases.
+    """
+    # ‖W_QK W_OVᵀ‖ = ‖W_OV W_QKᵀ‖.
+    later = checks.choice("kind", kind, {"q": later, "k": later.T, "v": later})
+    r, t = (jnp.linalg.qr(x, mode="r") for x in (earlier.left, later.T.left))
+    middle = jnp.einsum("nrd,mds->nmrs", earlier.right, later.left)
+    products = jnp.einsum("nir,nmrs,mjs->nmij", r, middle, t)
+    norms = earlier.norm()[:, None] * later.norm()[None]
+    return jnp.linalg.norm(products, axis=(-2, -1)) / norms
+
+
+def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: bool) -> jax.Array:
+    """Return the kernel [D, N, H], or with biases [D + 1, N, H], with a norm folded in."""
+    kernel, norm = linear["kernel"], norm or {}
+    scaled = kernel * norm["scale"][:, None, None] if "scale" in norm else kernel
+    if not checks.flag("biases", biases):
+        return scaled
+    bias = linear.get("bias", jnp.zeros(kernel.shape[1:], kernel.dtype))
+    if "bias" in norm:
+        bias = bias + jnp.einsum("d,dnh->nh", norm["bias"], kernel)
+    return jnp.concatenate([scaled, bias[None]])
+
+
+def _check(layer: Any, p: Mapping[str, Any], needed: tuple[str, ...], no: tuple[str, ...]) -> None:
+    """Check that a layer is attention whose parameters alone make the circuit."""
+    if not isinstance(layer, Attention) or type(layer).compute is not Attention.compute:
+        raise ValueError(f"layer must be a MultiHeadAttention, got {type(layer).__name__}")
+    if missing := [name for name in needed if name not in p]:
+        raise ValueError(f"p must be the layer's parameters, got {sorted(p)} without {missing}")
+    for name in no:
+        if getattr(layer, name):
+            raise ValueError(
+                f"a circuit of weights alone needs a layer without {name}, got "
+                f"{getattr(layer, name)!r}; read the layer's values with Capture"
+            )

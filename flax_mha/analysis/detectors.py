@@ -1,0 +1,107 @@
+"""Detectors of heads by the pairs of tokens that take their weight.
+
+A kind of head is a mask of pairs: a query i, and the keys j that such a head attends to.
+
+| pairs | query i, key j | source |
+|---|---|---|
+| `previous` | j = i − 1 | Elhage et al., 2021 |
+| `first` | j = 0 < i | Xiao et al., 2023 |
+| `duplicate` | j < i and token j = token i | Wang et al., 2022 |
+| `induction` | j ≤ i and token j − 1 = token i | Olsson et al., 2022 |
+
+The score of a head is the mean of its weight on the pairs,
+
+    mean over i of Σ_{j: (i, j) ∈ pairs} p_ij,   p_i = softmax of the head's scores,
+
+over the queries that see at least one such key. For `induction` that is the prefix-matching score.
+
+Sources: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; Olsson et al.,
+"In-context Learning and Induction Heads", 2022; Wang et al., "Interpretability in the Wild", 2022;
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+from flax_mha import masks
+from flax_mha.base import checks, shapes
+from flax_mha.layer.points import reading_pairs
+
+_EARLIER = ~masks.Window(left=0)
+
+
+def token_pairs(tokens: Any) -> dict[str, masks.Mask]:
+    """Return the pairs `previous`, `first`, `duplicate` and `induction` of tokens, as masks.
+
+    Args:
+      tokens: int [*B, T].
+    """
+    tokens = shapes.check_tokens("tokens", tokens)
+    before = jnp.roll(jnp.asarray(tokens, jnp.int32), 1, -1).at[..., 0].set(-1)
+    return {
+        "previous": masks.Window(left=1) & _EARLIER,
+        "first": masks.Keys(np.arange(tokens.shape[-1]) == 0) & _EARLIER,
+        "duplicate": masks.Segments(tokens) & _EARLIER,
+        # Without `Causal`, tokens after a later copy would count.
+        "induction": masks.Segments(tokens, before) & masks.Causal(),
+    }
+
+
+def detect(
+    model: Any, *args: Any, pairs: Mapping[str, masks.MaskLike] | None = None, **kwargs: Any
+) -> dict[str, dict[str, jax.Array]]:
+    """Return the mean weight of each head on pairs of tokens, such as those of an induction head.
+
+    `detect(linen_model, variables, tokens)` and `detect(nnx_model, tokens)` run the model, and
+    each self-attention layer computes exp(lse(mask ∧ pairs) − lse(mask)) for each query, with its
+    own scores, biases, masks and sinks. Memory grows with T. Layers that attend to a memory are
+    left out.
+
+    Args:
+      model: a linen or nnx module with attention layers of flax_mha, without cache.
+      *args: the arguments of the call; for linen, the variables first. The first input are the
+        tokens, int [*B, T], unless `pairs` are given.
+      pairs: masks by name (default: `token_pairs(tokens)`).
+      **kwargs: more arguments of the call.
+
+    Returns:
+      The scores [N] by name of the pairs, by path of the layer. Layers under `nn.scan` have a
+      leading axis, and so has a layer that is called several times. A score is NaN if no query
+      sees such a key.
+
+    Raises:
+      ValueError: if no layer is found; if the weights of a layer are not one softmax, as with
+        another normalizer, an `attention_fn` or an edit of weights; or if pairs do not fit.
+    """
+    is_nnx = isinstance(model, nnx.Module)
+    inputs = args if is_nnx else args[1:]
+    if pairs is None:
+        if kwargs.get("order") is not None:
+            raise ValueError("detect takes tokens in their order, got order=; give pairs= with it")
+        pairs = token_pairs(*inputs[:1])
+    with reading_pairs({name: masks.as_mask(mask) for name, mask in pairs.items()}):
+        if is_nnx:
+            _, state = nnx.capture(lambda m: m(*inputs, **kwargs), nnx.Intermediate)(model)
+            sown = nnx.to_pure_dict(state)
+        else:
+            _, state = model.apply(*args, mutable="intermediates", **kwargs)
+            sown = state.get("intermediates", {})
+    flat = traverse_util.flatten_dict(sown)
+    found = {path[:-1]: calls for path, calls in flat.items() if path[-1] == "attention_pairs"}
+    if not found:
+        raise ValueError(
+            f"a model to detect heads in must call self-attention layers of flax_mha, got "
+            f"{checks.describe(model)}; give the part of it that does"
+        )
+    return {
+        "/".join(map(str, path)): {
+            name: jnp.stack([call[name] for call in calls]) if len(calls) > 1 else calls[0][name]
+            for name in pairs
+        }
+        for path, calls in found.items()
+    }

@@ -1,0 +1,78 @@
+"""The values of each layer, found in a tree of all that a model sowed."""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def find_weights(tree: Any) -> dict[str, np.ndarray]:
+    """Return the weights [N, T, S] of each layer, by the layer's path and in the model's order.
+
+    Args:
+      tree: the weights of one example, [*B, N, T, S] with every B = 1, or a tree of such arrays
+        such as all `intermediates`, whose `attention_weights` are taken.
+
+    Raises:
+      ValueError: if there are none, or they are of several examples.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if len(leaves) == 1 and "attention_" not in jax.tree_util.keystr(leaves[0][0]):
+        tree = {"attention_weights": leaves[0][1]}
+    layers = find(tree, "attention_weights", 3)
+    if not layers:
+        raise ValueError(
+            'weights must hold an array "attention_weights", got none; give the layer '
+            'capture=Capture(("weights",))'
+        )
+    return layers
+
+
+def find(tree: Any, name: str, axes: int) -> dict[str, np.ndarray]:
+    """Return sown arrays of one example by the path of their layer, in the model's order.
+
+    With `nn.scan` an array has a leading axis of layers: `layers[0]/attention`, and so on. The
+    calls of a module that is called several times are `path, call 0`, and so on.
+
+    Args:
+      tree: a tree of arrays.
+      name: the name of the arrays, such as "attention_entropy".
+      axes: the number of their axes after the batch.
+
+    Raises:
+      ValueError: if they are of several examples.
+    """
+    leaves = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    leaves = [(path, leaf) for path, leaf in leaves if name in path]
+    places = [path.partition(name)[0].removeprefix("intermediates/") for path, _ in leaves]
+    layers: dict[str, np.ndarray] = {}
+    for place, (path, leaf) in zip(places, leaves, strict=True):
+        shape = leaf.shape[-axes:]
+        is_scanned = leaf.ndim > axes + 1 and leaf.size == leaf.shape[0] * np.prod(shape)
+        if leaf.ndim < axes or (not is_scanned and leaf.size != np.prod(shape)):
+            raise ValueError(
+                f"weights must be [heads, queries, keys] of one example, got {leaf.shape}; choose "
+                f"an example, such as weights[:1]"
+            )
+        call = f", call {path.rpartition('/')[2]}" if places.count(place) > 1 else ""
+        each = np.asarray(leaf, np.float32).reshape(-1, *shape)
+        for step, values in enumerate(each):
+            numbered = _number(place, step) if len(each) > 1 else place
+            layers[numbered.rstrip("/") + call] = values
+    return dict(sorted(layers.items(), key=lambda item: _natural(item[0])))
+
+
+def _number(place: str, step: int) -> str:
+    """Return the path of a layer with its step of the scan, which is over `layers` in a stack."""
+    found = re.search(r"(?<![^/])layers/", place)
+    end = found.end() - 1 if found else len(place.rstrip("/"))
+    return f"{place[:end]}[{step}]{place[end:]}"
+
+
+def _natural(name: str) -> list[str | int]:
+    """Return the words and numbers of a name, by which `layers_2` is before `layers_10`."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

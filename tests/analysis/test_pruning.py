@@ -1,0 +1,215 @@
+"""Models without some heads have the outputs and gradients of models that mask them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha.nnx
+from flax_mha import (
+    MultiHeadAttention,
+    QKNorm,
+    masks,
+    scores,
+    variants,
+)
+from flax_mha.analysis import prune
+from flax_mha.positions import Rotary
+from tests.analysis.pruning_cases import KEY, RNG, D, N, T, X, drawn
+from tests.support.decoding import decoded
+from tests.support.oracle import error, random_like
+
+PER_HEAD = masks.PerHead([masks.Window(1), masks.Window(2), masks.Causal(), masks.Dilated(2)])
+TABLE = RNG.random((1, N, T, T)) < 0.7
+
+
+def by_head(row: Any, head: Any, i: Any, j: Any) -> Any:
+    return (i - j) % (head + 2) != 1
+
+
+def slope(score: Any, row: Any, head: Any, i: Any, j: Any) -> Any:
+    return score + 0.1 * (head * (i - j)).astype(score.dtype)
+
+
+LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "standard": (MultiHeadAttention(N), (1, 3)),
+    "qkv_features": (MultiHeadAttention(N, qkv_features=12, v_head_dim=5), (0, 1, 3)),
+    "no biases": (MultiHeadAttention(N, use_bias=False, rotary=Rotary()), (2,)),
+    "boxed": (MultiHeadAttention(N, partitioned=True), (2,)),
+    "one of each group": (MultiHeadAttention(N, num_kv_heads=2, rotary=Rotary()), (1, 2)),
+    "a whole group": (MultiHeadAttention(N, num_kv_heads=2, gate="head"), (0, 1)),
+    "everything": (
+        MultiHeadAttention(
+            N, num_kv_heads=2, head_dim=6, sinks=True, scale="learned", gate="feature",
+            qk_norm=QKNorm(), rotary=Rotary(), mask=masks.Causal(),
+        ), (0, 3),
+    ),
+    "one mask of all heads": (MultiHeadAttention(N, mask=TABLE[:, :1]), (0, 2)),
+    "masks": (
+        MultiHeadAttention(
+            N, mask=(masks.Causal() & PER_HEAD & ~masks.Predicate(by_head)) | masks.Dense(TABLE)
+        ), (0, 2),
+    ),
+    "learned scores": (
+        MultiHeadAttention(
+            N, scores=(scores.RelativeBias(), scores.SoftCap(5.0), scores.RelativeBias(),
+            scores.Relative(per_head=True, max_distance=3), scores.TransformerXL()),
+        ), (0, 2),
+    ),
+    "given scores": (
+        MultiHeadAttention(
+            N, scores=(scores.Alibi(), scores.Bias(RNG.normal(size=(N, 1, T))),
+            scores.Relative(RNG.normal(size=(5, 4))), scores.Score(slope)),
+        ), (0, 2),
+    ),
+    "latent": (
+        variants.MultiHeadLatentAttention(
+            N, head_dim=4, kv_rank=7, rope_dim=4, q_rank=9, rotary=Rotary(), mask=masks.Causal()
+        ), (0, 2),
+    ),
+    "latent without q_rank": (
+        variants.MultiHeadLatentAttention(N, kv_rank=7, rope_dim=4, rotary=Rotary()), (3,)
+    ),
+    "differential": (variants.DifferentialAttention(N, mask=masks.Causal()), (0, 2)),
+    "differential groups": (variants.DifferentialAttention(N, num_kv_heads=2), (0, 2)),
+    "forgetting": (variants.ForgettingAttention(N, num_kv_heads=2, sinks=True), (1, 2)),
+    "chosen blocks": (variants.ChosenBlocksAttention(N, block=2, count=2), (0, 2)),
+}  # fmt: skip
+REPEATED: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "repeated": (MultiHeadAttention(N, num_kv_heads=2, sinks=True, qk_norm=QKNorm()), (1,)),
+    "repeated in pairs": (MultiHeadAttention(8, num_kv_heads=2, head_dim=3), (1, 3)),
+    "differential repeated": (variants.DifferentialAttention(N, num_kv_heads=2), (0,)),
+}
+
+
+def size(tree: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def check_layer(layer: Any, removed: tuple[int, ...], repeat_kv: bool = False) -> None:
+    """Check output and gradients, those of all parameters of the larger layer."""
+    variables = drawn(layer, X)
+    keep = np.ones(layer.num_heads, np.float32)
+    keep[list(removed)] = 0
+
+    def masked(variables: Any, x: Any, keep: Any) -> jax.Array:
+        return layer.apply(variables, x, head_mask=keep)
+
+    def pruned(variables: Any, x: Any, keep: Any) -> jax.Array:
+        small, fewer = prune(layer, variables, {"": removed}, repeat_kv=repeat_kv)
+        return small.apply(fewer, x)
+
+    def with_gradients(apply: Any) -> Any:
+        def loss(*args: Any) -> Any:
+            out = apply(*args)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+
+    small, fewer = prune(layer, variables, {"": removed}, repeat_kv=repeat_kv)
+    shapes = jax.eval_shape(small.init, KEY, X)
+    assert jax.tree.map(jnp.shape, fewer) == jax.tree.map(jnp.shape, shapes)
+    assert small.num_heads == layer.num_heads - len(removed)
+    assert repeat_kv or size(fewer) < size(variables)
+    actual, expected = with_gradients(pruned)(variables, X, keep), with_gradients(masked)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        actual, expected(variables, X, keep),
+    )  # fmt: skip
+    assert error(actual[1], expected(variables, X, np.ones_like(keep))[1]) > 1e-2
+
+
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_without_heads_equals_one_that_masks_them(name: str) -> None:
+    check_layer(*LAYERS[name])
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("name", REPEATED)
+def test_keys_and_values_are_repeated_for_uneven_groups(name: str) -> None:
+    check_layer(*REPEATED[name], repeat_kv=True)
+
+
+def test_only_as_many_keys_and_values_are_repeated_as_needed() -> None:
+    layer, removed = REPEATED["repeated in pairs"]
+    small, _ = prune(layer, drawn(layer, X), {"": removed}, repeat_kv=True)
+    assert (small.num_heads, small.num_kv_heads) == (6, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["everything", "latent", "forgetting", "differential groups"])
+def test_a_pruned_layer_decodes(name: str) -> None:
+    layer, removed = LAYERS[name]
+    layer = layer.clone(mask=masks.Causal())
+    small, fewer = prune(layer, drawn(layer, X), {"": removed})
+    steps = decoded(small.clone(decode=True), fewer, X, (3, 1, 2))
+    assert error(steps, small.apply(fewer, X)) < 1e-5
+
+
+class TwoLayers(nnx.Module):
+    """A user's module of nnx."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.layers = nnx.List(
+            flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(i), **fields) for i in range(2)
+        )
+
+    def __call__(self, x: jax.Array, head_mask: Any = (None, None)) -> jax.Array:
+        for layer, mask in zip(self.layers, head_mask, strict=True):
+            x = layer(x, head_mask=mask)
+        return x
+
+
+def randomize(module: nnx.Module) -> None:
+    nnx.update(module, nnx.State(random_like(nnx.to_pure_dict(nnx.state(module, nnx.Param)))))
+
+
+def test_nnx_layers_lose_heads() -> None:
+    model = TwoLayers(
+        num_kv_heads=2, sinks=True, scale="learned", gate="feature", qk_norm=QKNorm(),
+        scores=(scores.RelativeBias(), scores.Alibi()), mask=masks.Causal() & masks.Dense(TABLE),
+    )  # fmt: skip
+    randomize(model)
+    small = prune(model, {"layers/0": (1, 3), "layers/1": (0,)}, repeat_kv=True)
+    keep = (jnp.array([1.0, 0, 1, 0]), jnp.array([0.0, 1, 1, 1]))
+    call = nnx.jit(lambda model, *args: model(*args))
+    out = call(small, X)
+    assert error(out, call(model, X, keep)) < 1e-5
+    assert error(out, call(model, X, (jnp.ones(N),) * 2)) > 1e-2
+    assert size(nnx.state(small, nnx.Param)) < size(nnx.state(model, nnx.Param))
+    assert small.layers[0].query.out_features == (2, D // N)
+
+
+@pytest.mark.slow
+def test_a_pruned_nnx_layer_decodes() -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(N, D, num_kv_heads=2, gate="head", rngs=nnx.Rngs(0))
+    layer = prune(layer, {"": (0, 3)})
+    layer.init_cache(X.shape)
+    steps = [layer(x, decode=True) for x in np.split(X, [3, 4], 1)]
+    assert error(jnp.concatenate(steps, 1), layer(X, is_causal=True)) < 1e-5
+    with pytest.raises(ValueError, match="no cache and no edits"):
+        prune(layer, {"": (1,)})
+
+
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("MultiHeadLatentAttention", {"kv_rank": 6, "rope_dim": 2, "rotary": Rotary()}),
+        ("DifferentialAttention", {"num_kv_heads": 2}),
+        ("ForgettingAttention", {"num_kv_heads": 2}),
+        ("ChosenBlocksAttention", {"block": 2, "count": 2}),
+    ],
+)
+def test_nnx_variants_lose_heads(kind: str, fields: Any) -> None:
+    layer = getattr(flax_mha.nnx, kind)(N, D, rngs=nnx.Rngs(0), **fields)
+    randomize(layer)
+    small = prune(layer, {"": (1, 3)})
+    call = nnx.jit(lambda layer, keep: layer(X, head_mask=keep))
+    out = call(small, jnp.ones(2))
+    assert error(out, call(layer, jnp.array([1.0, 0, 1, 0]))) < 1e-5
+    assert error(out, call(layer, jnp.ones(N))) > 1e-2

@@ -1,0 +1,157 @@
+"""The page of attention heads: its data, its size, and the errors of invalid runs."""
+
+import base64
+import gzip
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flax_mha.analysis import report
+from flax_mha.layer import sown
+
+MODULE = importlib.import_module("flax_mha.analysis.report")  # The function has its name.
+RNG = np.random.default_rng(0)
+
+
+def draw(heads: int, queries: int, keys: int) -> np.ndarray:
+    """Return random weights [1, heads, queries, keys]."""
+    return RNG.dirichlet(np.full(keys, 0.3), (1, heads, queries)).astype(np.float32)
+
+
+def tree(*layers: np.ndarray, name: str = "layers_{}") -> dict[str, Any]:
+    """Return weights as a model sows them."""
+    sow = {name.format(i): {"attention": {"attention_weights": (x,)}} for i, x in enumerate(layers)}
+    return {"intermediates": sow}
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the data of a page, and the weights of each run, as the page computes them."""
+    (text,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', path.read_text()
+    )
+    data = json.loads(text)
+    stored = np.frombuffer(gzip.decompress(base64.b64decode(data["weights"])), np.uint8)
+    runs = list(stored.reshape(len(data["runs"]), -1))
+    runs[1:] = [x + runs[0] for x in runs[1:]]
+    return data, [(x / 255.0) ** 2 * data["scale"] for x in runs]
+
+
+def test_weights_of_two_runs_are_stored_within_their_error(tmp_path: Path) -> None:
+    first, second = [draw(2, 5, 7), draw(3, 4, 4)], [draw(2, 5, 7), 2.5 * draw(3, 4, 4)]
+    report(tmp_path / "page.html", {"a": tree(*first), "b": tree(*second)})
+    data, runs = read(tmp_path / "page.html")
+    assert [x["shape"] for x in data["layers"]] == [[2, 5, 7], [3, 4, 4]]
+    for found, wanted in zip(runs, (first, second), strict=True):
+        wanted = np.concatenate([x.ravel() for x in wanted])
+        bound = np.sqrt(wanted * data["scale"]) / 255 + data["scale"] / 510**2 + 1e-6
+        assert np.all(np.abs(found - wanted) <= bound)
+        assert np.any(found > 0.9)
+
+
+def test_each_head_has_its_entropy_max_logit_and_given_numbers(tmp_path: Path) -> None:
+    weights = draw(2, 5, 5)
+    weights[0, 0, 0] = 0  # A fully masked query, whose max logit is −∞.
+    run = tree(weights)
+    max_logit = RNG.normal(size=(1, 2, 5))
+    max_logit[0, :, 0] = max_logit[0, 1] = -np.inf
+    run["intermediates"]["layers_0"]["attention"]["attention_max_logit"] = (max_logit,)
+    given = {"induction": [[0.5, 0.25]]}
+    report(tmp_path / "page.html", {"a": run}, attribution=np.array([[-1.0, 2]]), scores=given)
+    data, _ = read(tmp_path / "page.html")
+    found = {x["name"]: x["values"] for x in data["measures"]}
+    w = weights[0].astype(np.float64)
+    entropy = -(w * np.log(np.where(w > 0, w, 1))).sum(-1).mean(-1)
+    np.testing.assert_allclose(found["entropy"], [[entropy]], rtol=1e-5)
+    assert found["max logit"] == [[[pytest.approx(max_logit[0, 0].max(), rel=1e-6), None]]]
+    assert found["attribution"] == [[[-1, 2]]]
+    assert found["induction"] == [[[0.5, 0.25]]]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_detected_scores_are_those_of_their_layers(scan: bool, tmp_path: Path) -> None:
+    layers = [draw(2, 3, 3) for _ in range(11)]
+    pairs = {name: RNG.random((11, 2), np.float32) for name in ("previous", "induction")}
+    runs = tree(np.stack(layers), name="layers") if scan else tree(*layers)
+    runs["intermediates"]["other"] = {"attention_weights": (draw(1, 3, 3),)}
+    detected = (
+        {"layers/attention": pairs}
+        if scan
+        else {f"layers_{i}/attention": {name: x[i] for name, x in pairs.items()} for i in range(11)}
+    )
+    report(tmp_path / "page.html", {"a": runs}, scores=detected)
+    data, _ = read(tmp_path / "page.html")
+    found = {x["name"]: x["values"][0] for x in data["measures"]}
+    for name, x in pairs.items():
+        assert found[name] == [*x.tolist(), [None]], "the last layer has no scores"
+
+
+def test_layers_are_in_the_order_of_the_model_also_under_scan() -> None:
+    layers = [draw(2, 3, 3) for _ in range(11)]
+    found = sown.find_weights(tree(*layers))
+    assert [*found] == [f"layers_{i}/attention" for i in range(11)]
+    scanned = tree(np.stack(layers), np.stack(layers), name="layers/block_{}")
+    scanned["intermediates"]["layers/block_0"]["attention"]["attention_entropy"] = (np.ones(3),)
+    found = sown.find_weights(scanned)
+    assert [*found][:3] == [f"layers[{i}]/block_{j}/attention" for i, j in ((0, 0), (0, 1), (1, 0))]
+    np.testing.assert_array_equal(found["layers[7]/block_1/attention"], layers[7][0])
+    twice = {"encoder": {"attention_weights": (layers[0], layers[1])}}
+    assert [*sown.find_weights(twice)] == ["encoder, call 0", "encoder, call 1"]
+
+
+def test_tokens_cannot_end_the_script_that_holds_them(tmp_path: Path) -> None:
+    tokens = ["</script>", "<!--", "\"'&", "%DATA%", "\u2028", "\udc80", "\\"]
+    report(tmp_path / "page.html", {"</script>": draw(1, 7, 7)}, tokens, title="<b>")
+    data, _ = read(tmp_path / "page.html")
+    assert data["tokens"] == [[tokens, tokens]]
+    assert data["runs"] == ["</script>"]
+    template = Path(MODULE.__file__).with_name("report.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    for mark in ("<script", "</script", "<!--", "<b>"):
+        assert page.count(mark) == template.count(mark)
+
+
+def test_queries_and_keys_of_each_layer_get_their_names(tmp_path: Path) -> None:
+    layers = tree(draw(1, 3, 3), draw(1, 3, 4), draw(1, 4, 4))
+    names = {"tokens": "abc", "kv_tokens": {"x": "defg", "y": "hijk"}}
+    report(tmp_path / "page.html", {"x": layers, "y": layers}, **names)
+    data, _ = read(tmp_path / "page.html")
+    found = [
+        ["".join(data["tokens"][run][side][0] for side in layer["sides"][run]) for run in (0, 1)]
+        for layer in data["layers"]
+    ]
+    assert found == [["aa", "aa"], ["ad", "ah"], ["dd", "hh"]]
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_twelve_layers_of_twelve_heads_and_64_tokens_fit(runs: int, tmp_path: Path) -> None:
+    """The weights are dense and random, which compress badly."""
+    models = {f"run {i}": tree(*(draw(12, 64, 64) for _ in range(12))) for i in range(runs)}
+    report(tmp_path / "page.html", models, ["token"] * 64)
+    assert (tmp_path / "page.html").stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("runs", "options", "message"),
+    [
+        ({"a": {}}, {}, 'an array "attention_weights", got none; give the layer capture='),
+        ({"a": np.ones((2, 1, 3, 3))}, {}, r"one example, got \(2, 1, 3, 3\); choose an example"),
+        ({}, {}, r"runs must be one, or two .*, got \{\}"),
+        ({"a": draw(1, 3, 3), "b": draw(1, 4, 4)}, {}, r"got .*'b': .*4.*; choose prompts"),
+        ({"a": draw(1, 3, 3)}, {"tokens": "ab"}, r"name the 3 queries and 3 keys of .*\[2, 2\]"),
+        ({"a": draw(1, 3, 4)}, {"tokens": "abc"}, r"3 queries and 4 keys of the layer, got"),
+        ({"a": draw(2, 3, 3)}, {"attribution": [[1.0]]}, r"attribution must .*\(2,\).*\(1,\)"),
+        ({"a": draw(2, 3, 3)}, {"scores": {"x": []}}, r"x must have a number for each head"),
+        ({"a": -draw(2, 3, 3)}, {}, "weights must be finite and not negative"),
+        ({"a": np.full((1, 3, 3), np.nan)}, {}, "weights must be finite and not negative"),
+        ({"a": RNG.random((150, 128, 128), np.float32)}, {}, r"at most 2,000,000 .*; give fewer"),
+    ],
+)
+def test_invalid_runs_are_refused(runs: Any, options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        report(tmp_path / "page.html", runs, **options)
+    assert not (tmp_path / "page.html").exists()
