@@ -5,9 +5,10 @@ import re
 import jax
 import pytest
 
-from experiments import kernels_memory, kernels_table
+from experiments import flex_registers, kernels_memory, kernels_table
 from experiments.kernels_table import KERNELS
 from experiments.plan import gpus
+from flax_mha.base import private_jax
 from flax_mha.kernels import Platform
 
 
@@ -33,3 +34,19 @@ def test_gpu_memory_table_names_missing_wheels(monkeypatch) -> None:
     monkeypatch.setattr(gpus, "lacking", lambda: "needs the wheels")
     with pytest.raises(SystemExit, match=r"needs the wheels.*pip install .*gpu-compile"):
         kernels_memory.main([])
+
+
+def test_registers_table_names_missing_compiler(monkeypatch) -> None:
+    monkeypatch.setattr(flex_registers, "_ptxas", lambda: None)
+    with pytest.raises(SystemExit, match="needs ptxas; pip install"):
+        flex_registers.main([])
+
+
+@pytest.mark.skipif(private_jax.missing("flex.hopper") is not None, reason="needs Mosaic GPU")
+def test_registers_table_has_the_limits_of_a_kernel() -> None:
+    """989 teraflops, 2 matmuls of 2·64 operations per score; 16 exponentials on 132 cores."""
+    cells = flex_registers.line(flex_registers.Found("forward", 8, 2**17), 64).split(" | ")
+    assert cells[:2] == ["| `forward`", "64"]
+    assert cells[3:5] == ["8", "128 KiB"]
+    assert cells[6] == f"{989e12 / (4 * 64) / 1e9:,.0f}"
+    assert cells[8] == f"{16 * 132 * 1.98:,.0f} |"

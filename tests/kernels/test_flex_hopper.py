@@ -74,7 +74,7 @@ def _early(self: Any, step: jax.Array, wait: Callable = lambda *_: None) -> Any:
     ],
 )
 def test_wrong_synchronisation_is_found(monkeypatch, name: str, rule: str) -> None:
-    ring = sync.Ring
+    ring = sync.BufferRing
     wait, slot = ring.wait, ring._slot
     changes: dict[str, tuple[Any, str, Any]] = {
         "no wait": (ring, "wait", lambda self, step: self.buffers.at[slot(self, step)]),

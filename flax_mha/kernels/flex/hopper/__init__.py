@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha.base import shapes
-from flax_mha.base.shapes import Dims
 from flax_mha.kernels import gpus
 from flax_mha.kernels.flex.hopper.block import BLOCK
 from flax_mha.kernels.flex.hopper.fragments import call, missing
@@ -34,9 +33,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str 
     return "inside jax.shard_map it needs check_vma=False" if varying(q) else None
 
 
-def _blocks(dims: Dims) -> tuple[int, int]:
-    del dims
-    return BLOCK, BLOCK
-
-
-MACHINE = Machine(_check, _blocks, 2**22, missing, call, False, forward, gradients)
+MACHINE = Machine(
+    check=_check, blocks=lambda dims: (BLOCK, BLOCK), table=2**22, missing=missing, run=call,
+    learns=False, forward=forward, gradients=gradients,
+)  # fmt: skip

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from flax_mha.kernels.flex.function import UnsupportedPrimitive
 
@@ -89,16 +88,12 @@ def select_among(which: Any, choices: Sequence[Any]) -> Any:
 
 
 def reshape_table(x: LazyTable, shape: Sequence[int]) -> LazyTable:
-    """Return a table in another shape of as many entries."""
+    """Return a table with axes of one entry added or removed."""
+    if [n for n in x.shape if n > 1] != [n for n in shape if n > 1]:
+        raise UnsupportedPrimitive("reshape")
 
     def entry(index: Sequence[Any]) -> Any:
-        flat: Any = 0
-        for i, n in zip(index, shape, strict=True):
-            flat = flat * n + i if n > 1 else flat
-        found = []
-        for n in reversed(x.shape):
-            found.append(flat % n if isinstance(flat, int) else lax.rem(flat, jnp.int32(n)))
-            flat = flat // n if isinstance(flat, int) else lax.div(flat, jnp.int32(n))
-        return x.entry(found[::-1])
+        kept = (i for i, n in zip(index, shape, strict=True) if n > 1)
+        return x.entry([next(kept) if n > 1 else 0 for n in x.shape])
 
-    return x if x.shape == tuple(shape) else LazyTable(tuple(shape), entry)
+    return LazyTable(tuple(shape), entry)

@@ -14,17 +14,8 @@ import jax.numpy as jnp
 
 from flax_mha.kernels.flex.function import Function, UnsupportedPrimitive, open_jaxpr
 from flax_mha.kernels.flex.function import run as walk
-from flax_mha.kernels.flex.hopper.arrays import (
-    IndexColumns,
-    LazyTable,
-    Spread,
-    as_number,
-    as_spread,
-    entry_of,
-    merge_axes,
-    reshape_table,
-    select_among,
-)
+from flax_mha.kernels.flex.hopper import arrays
+from flax_mha.kernels.flex.hopper.arrays import LazyTable, Spread, as_spread, merge_axes
 from flax_mha.kernels.flex.hopper.composed import COMPOSED
 from flax_mha.kernels.flex.hopper.lookups import gather, join
 
@@ -74,9 +65,9 @@ def _place(x: Any, var: Any) -> Spread | LazyTable:
     shape = var.aval.shape
     if isinstance(x, LazyTable):
         return (
-            LazyTable(shape, reshape_table(x, shape).entry)
+            LazyTable(shape, arrays.reshape_table(x, shape).entry)
             if math.prod(shape) > 1
-            else as_number(x, shape)
+            else arrays.as_number(x, shape)
         )
     axes = tuple(a if n > 1 else "" for a, n in zip("qk", shape, strict=False))
     return Spread(x, axes if jnp.ndim(x) else ("",) * len(shape))
@@ -98,13 +89,15 @@ def _elementwise(eqn: Any, *inputs: Any) -> Any:
         if name in COMPOSED:
             return COMPOSED[name](*values)
         if name == "select_n" and len(values) > 3:
-            return select_among(values[0], values[1:])
+            return arrays.select_among(values[0], values[1:])
         shape = jnp.broadcast_shapes(*map(jnp.shape, values))
         values = tuple(jnp.broadcast_to(x, shape) for x in values)
         return eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
 
     if any(isinstance(x, LazyTable) and math.prod(x.shape) > 1 for x in inputs):
-        return LazyTable(out.shape, lambda index: apply(*(entry_of(x, index) for x in inputs)))
+        return LazyTable(
+            out.shape, lambda index: apply(*(arrays.entry_of(x, index) for x in inputs))
+        )
     spread = [as_spread(x) for x in inputs]
     return Spread(
         apply(*(x.x for x in spread)), merge_axes(name, [x.axes for x in spread], out.ndim)
@@ -113,10 +106,10 @@ def _elementwise(eqn: Any, *inputs: Any) -> Any:
 
 def _broadcast(eqn: Any, x: Any) -> Any:
     shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    if isinstance(x, IndexColumns):
+    if isinstance(x, arrays.IndexColumns):
         raise UnsupportedPrimitive(eqn.primitive.name)
     if isinstance(x, LazyTable) and math.prod(x.shape) > 1:
-        return LazyTable(shape, lambda index: entry_of(x, [index[d] for d in dims]))
+        return LazyTable(shape, lambda index: arrays.entry_of(x, [index[d] for d in dims]))
     axes, x = [""] * len(shape), as_spread(x)
     for d, axis in zip(dims, x.axes, strict=True):
         axes[d] = axis
@@ -126,7 +119,7 @@ def _broadcast(eqn: Any, x: Any) -> Any:
 def _reshape(eqn: Any, x: Any) -> Any:
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if isinstance(x, LazyTable) and math.prod(x.shape) > 1:
-        return reshape_table(x, after)
+        return arrays.reshape_table(x, after)
     x = as_spread(x)
     kept = [axis for axis, n in zip(x.axes, before, strict=True) if n > 1]
     if any(x.axes) and [n for n in before if n > 1] != [n for n in after if n > 1]:
@@ -135,16 +128,6 @@ def _reshape(eqn: Any, x: Any) -> Any:
         return Spread(x.x, ("",) * len(after))
     remaining = iter(kept)
     return Spread(x.x, tuple(next(remaining) if n > 1 else "" for n in after))
-
-
-def _transpose(eqn: Any, x: Any) -> Any:
-    order = eqn.params["permutation"]
-    if isinstance(x, LazyTable):
-        back = [order.index(n) for n in range(len(order))]
-        shape = tuple(x.shape[n] for n in order)
-        return LazyTable(shape, lambda index: x.entry([index[n] for n in back]))
-    x = as_spread(x)
-    return Spread(x.x, tuple(x.axes[n] for n in order))
 
 
 def _slice(eqn: Any, x: Any, *starts: Any) -> Any:
@@ -165,7 +148,7 @@ def _slice(eqn: Any, x: Any, *starts: Any) -> Any:
         return x.entry([b + i * s for b, i, s in zip(first, index, steps, strict=True)])
 
     found = LazyTable(to, entry)
-    return as_number(found, to) if math.prod(to) == 1 else found
+    return arrays.as_number(found, to) if math.prod(to) == 1 else found
 
 
 def _branch(eqn: Any, which: Any, *args: Any) -> Any:
@@ -176,7 +159,7 @@ def _branch(eqn: Any, which: Any, *args: Any) -> Any:
     index, outs = as_spread(which).x, []
     for choices, var in zip(zip(*branches, strict=True), eqn.outvars, strict=True):
         axes = merge_axes("cond", [x.axes for x in choices], var.aval.ndim)
-        outs.append(Spread(select_among(index, [x.x for x in choices]), axes))
+        outs.append(Spread(arrays.select_among(index, [x.x for x in choices]), axes))
     return outs
 
 
@@ -221,7 +204,7 @@ def _iota(eqn: Any) -> LazyTable:
 
 _RULES: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast, "reshape": _reshape, "squeeze": _reshape, "reshard": _reshape,
-    "expand_dims": _reshape, "transpose": _transpose, "slice": _slice, "dynamic_slice": _slice,
+    "expand_dims": _reshape, "slice": _slice, "dynamic_slice": _slice,
     "gather": gather, "concatenate": join, "cond": _branch, "custom_jvp_call": _custom,
     "iota": _iota,
 }  # fmt: skip

@@ -30,7 +30,7 @@ from flax_mha.kernels.flex.hopper.block import (
     hidden_zero,
 )
 from flax_mha.kernels.flex.hopper.sync import (
-    Ring,
+    BufferRing,
     load_once,
     producer_and_consumers,
 )
@@ -68,7 +68,9 @@ def _scratch(
     return [*scratch, shared(CONSUMERS, ROW, size.step)]
 
 
-def _produce(here: Callable[[], BlockTiles], rings: Sequence[Ring], sources: Sequence[Any]) -> None:
+def _produce(
+    here: Callable[[], BlockTiles], rings: Sequence[BufferRing], sources: Sequence[Any]
+) -> None:
     """Load the blocks of the other side, step by step."""
     block = here()
 
@@ -110,7 +112,7 @@ def run(
         )
         outs = [next(iterator) for _ in outputs]
         blocks, barrier = [next(iterator) for _ in own], next(iterator)
-        rings = [Ring(next(iterator), next(iterator), next(iterator)) for _ in other]
+        rings = [BufferRing(next(iterator), next(iterator), next(iterator)) for _ in other]
         weights = next(iterator)
 
         def here() -> BlockTiles:

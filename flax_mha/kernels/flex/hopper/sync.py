@@ -22,7 +22,7 @@ TILE = plgpu.Layout.WGMMA
 ROWS, COLUMNS = TILE.reduce(1), TILE.reduce(0)
 
 
-class Ring(NamedTuple):
+class BufferRing(NamedTuple):
     """Buffers that the producer fills by turns, each when all consumers have released it.
 
     Attributes:
