@@ -102,6 +102,7 @@ NAMES: dict[str, tuple[Name, ...]] = {
         *_names(_PALLAS + ".tpu", "VMEM"),
     ),
     "flex.hopper": (
+        *_names("jax.extend.core", "jaxpr_as_fun"),
         *_names(_PALLAS, "ds loop run_scoped when"),
         Name(_PALLAS + ".mosaic_gpu", "kernel", (
             "body * out_type scratch_types compiler_params grid grid_names num_threads thread_name",

@@ -109,11 +109,16 @@ class Tile(NamedTuple):
 
     def score(self, s: jax.Array, leaves: Sequence[Any]) -> jax.Array:
         """Return the scores from q·kᵀ: −∞ where masked, and beyond the last query and key."""
-        call, args = self.call, (*leaves, *self.at, s)
+        function, args = self.function(s, leaves)
+        return self.call.machine.run(function, *args)
+
+    def function(self, s: jax.Array, leaves: Sequence[Any]) -> tuple[Function, list[Any]]:
+        """Return the function of the scores, and its arguments."""
+        call, args = self.call, [*leaves, *self.at, s]
         if not self.masked:
-            return call.machine.run(call.plain, *self.closed[: call.num_plain], *args)
-        inside = (self.inside,) if call.plan.ragged else ()
-        return call.machine.run(call.masked, *self.closed[call.num_plain :], *args, *inside)
+            return call.plain, [*self.closed[: call.num_plain], *args]
+        inside = [self.inside] if call.plan.ragged else []
+        return call.masked, [*self.closed[call.num_plain :], *args, *inside]
 
     def drop(self, x: jax.Array) -> jax.Array:
         """Set dropped weights to 0, without scaling the kept ones."""

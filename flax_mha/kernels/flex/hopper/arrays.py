@@ -77,13 +77,19 @@ def merge_axes(name: str, axes: Sequence[tuple[str, ...]], ndim: int) -> tuple[s
     return tuple(merged) or ("",) * ndim
 
 
+def where(chosen: Any, one: Any, other: Any) -> Any:
+    """Return `jnp.where`, with a condition of the shape of the result, as Mosaic GPU expects."""
+    shape = jnp.broadcast_shapes(*map(jnp.shape, (chosen, one, other)))
+    return jnp.where(*(jnp.broadcast_to(x, shape) for x in (chosen, one, other)))
+
+
 def select_among(which: Any, choices: Sequence[Any]) -> Any:
     """Return choices[which], of numbers or tiles."""
     out = choices[0]
     index = jnp.asarray(which).astype(jnp.int32)
     for n, choice in enumerate(choices[1:], 1):
         chosen = index >= n if n == len(choices) - 1 else index == n
-        out = jnp.where(chosen, choice, out)
+        out = where(chosen, choice, out)
     return out
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from flax_mha.kernels.flex.function import Function, UnsupportedPrimitive, open_jaxpr
 from flax_mha.kernels.flex.function import run as walk
@@ -20,10 +21,10 @@ from flax_mha.kernels.flex.hopper.composed import COMPOSED
 from flax_mha.kernels.flex.hopper.lookups import gather, join
 
 _NAMES = """
-    abs add add_any and atan2 clamp clz convert_element_type copy div eq erf exp exp2 ge gt
-    integer_pow le log logistic lt max min mul ne neg not or reduce_precision rem round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt square stop_gradient
-    sub xor
+    abs add and atan2 clamp clz convert_element_type copy div eq erf exp exp2 ge gt
+    integer_pow le log logistic lt max min mul ne neg not one_minus_square or reduce_precision
+    rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+    sqrt square stop_gradient sub xor
 """
 _ELEMENTWISE = frozenset(_NAMES.split())
 _DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "float16", "int32", "uint32", "bool")))
@@ -36,8 +37,33 @@ def call(function: Function, *args: Any) -> Any:
     return as_spread(out).x
 
 
+def call_with_slope(function: Function, args: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the result, and its derivative with respect to the last argument that is float.
+
+    JAX differentiates the function as it was traced. In a kernel it would emit operations that
+    Mosaic GPU lacks.
+    """
+    variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
+    at = max(n for n, v in enumerate(variables) if v.aval.dtype == jnp.float32)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+    consts = len(function.jaxpr.constvars)
+
+    def both(*given: Any) -> Any:
+        def score(x: Any) -> Any:
+            values = [*given[:at], x, *given[at + 1 :]]
+            closed = core.ClosedJaxpr(function.jaxpr, values[:consts])
+            return core.jaxpr_as_fun(closed)(*values[consts:])[0]
+
+        return jax.jvp(score, (given[at],), (jnp.ones_like(given[at]),))
+
+    traced = jax.make_jaxpr(both)(*avals)
+    placed = [_place(x, v) for x, v in zip(args, variables, strict=True)]
+    out, slope = _run(traced.jaxpr, [*traced.consts, *placed])
+    return as_spread(out).x, as_spread(slope).x
+
+
 def missing(function: Function, whole: Sequence[bool]) -> str | None:
-    """Return the name of an operation that kernels lack, or None.
+    """Return the name of an operation that kernels lack, or their derivatives, or None.
 
     `whole` tells which of the first arguments are no arrays over the scores.
     """
@@ -46,7 +72,7 @@ def missing(function: Function, whole: Sequence[bool]) -> str | None:
 
     def trial(*args: Any) -> Any:
         given = zip(args, variables, tables, strict=True)
-        return call(function, *(_constant(x, aval) if t else x for x, aval, t in given))
+        return call_with_slope(function, [_constant(x, a) if t else x for x, a, t in given])
 
     shapes = [() if x.size == 1 or t else (64, 64) for x, t in zip(variables, tables, strict=True)]
     pairs = zip(shapes, variables, strict=True)
@@ -88,6 +114,8 @@ def _elementwise(eqn: Any, *inputs: Any) -> Any:
     def apply(*values: Any) -> Any:
         if name in COMPOSED:
             return COMPOSED[name](*values)
+        if name == "convert_element_type" and out.dtype == jnp.bool_:
+            return values[0] != 0
         if name == "select_n" and len(values) > 3:
             return arrays.select_among(values[0], values[1:])
         shape = jnp.broadcast_shapes(*map(jnp.shape, values))
@@ -164,37 +192,9 @@ def _branch(eqn: Any, which: Any, *args: Any) -> Any:
 
 
 def _custom(eqn: Any, *inputs: Any) -> Any:
-    """Apply a function with a derivative of its own, traced for other shapes."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    """Apply a function with a derivative of its own, which has been taken already."""
     body, consts = open_jaxpr(eqn.params["call_jaxpr"])
-    spread = [as_spread(x) for x in inputs]
-    axes: list[Any] = []
-
-    def traced(*x: Any) -> Any:
-        return eqn.primitive.bind(*x, **params)
-
-    rule = jax.make_jaxpr(lambda x, dx: jax.jvp(traced, x, dx)[1])(tuple(avals), tuple(avals))
-
-    def place(xs: Sequence[Any]) -> list[Spread]:
-        return [Spread(x, s.axes) for x, s in zip(xs, spread, strict=True)]
-
-    @jax.custom_jvp
-    def fn(*xs: Any) -> list[Any]:
-        outs = [as_spread(x) for x in _run(body, [*consts, *place(xs)])]
-        axes[:] = [x.axes for x in outs]
-        return [x.x for x in outs]
-
-    @fn.defjvp
-    def _(xs: Any, dxs: Any) -> Any:
-        outs = fn(*xs)
-        found = _run(rule.jaxpr, [*rule.consts, *place(xs), *place(dxs)])
-        tangents = [
-            jnp.broadcast_to(as_spread(x).x, y.shape) for x, y in zip(found, outs, strict=True)
-        ]
-        return outs, tangents
-
-    return [Spread(x, a) for x, a in zip(fn(*(s.x for s in spread)), axes, strict=True)]
+    return _run(body, [*consts, *inputs])
 
 
 def _iota(eqn: Any) -> LazyTable:

@@ -14,6 +14,7 @@ from flax_mha.kernels.flex.hopper.arrays import (
     Spread,
     as_spread,
     merge_axes,
+    where,
 )
 
 # The maximum entries of a look-up by a tile of indices, because each is an unrolled selection.
@@ -41,7 +42,7 @@ def gather(eqn: Any, table: Any, index: Any) -> Any:
         inside: Any = True
         for axis, i in found.items():
             inside = inside & (i >= 0) & (i < shape[axis])
-        value = jnp.where(inside, value, jnp.asarray(fill, value.dtype))
+        value = where(inside, value, jnp.asarray(fill, value.dtype))
     axes = [x.axes if len(x.axes) == out.ndim else x.axes[:-1] for x in columns]
     return Spread(value, merge_axes("gather", axes, out.ndim))
 
@@ -72,7 +73,7 @@ def _lookup(table: LazyTable, indices: dict[int, Any]) -> Any:
         low = choose(first, bit - 1)
         if first + half >= len(entries):
             return low
-        return jnp.where((number & half) != 0, choose(first + half, bit - 1), low)
+        return where((number & half) != 0, choose(first + half, bit - 1), low)
 
     return choose(0, max(len(entries) - 1, 0).bit_length())
 
