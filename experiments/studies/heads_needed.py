@@ -5,8 +5,9 @@
 Source: Michel et al., "Are Sixteen Heads Really Better than One?", arXiv 1905.10650.
 
 On digits, 12 of 16 heads chosen by importance have an accuracy of 0.96 (of 5 seeds; 0.98 with all),
-and 12 at random 0.93. With 8 left it is 0.79 and 0.72: most heads matter here. Models after `prune`
-have the accuracy of the mask.
+and 12 at random 0.93. With 8 left it is 0.79 and 0.72: most heads matter here. On dates two removed
+of 24 heads cost 32 points, in either order. Models after `prune` have the accuracy of the mask. It
+takes 5 minutes of processor time.
 """
 
 import time
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from matplotlib.ticker import MaxNLocator
 
 from configs import dates, digits
 from experiments.studies import base
@@ -150,6 +152,7 @@ def main() -> None:
         base.draw_band(axes, left, by_importance, "least important first", base.COLORS[0])
         base.draw_band(axes, left, by_chance, "random order", base.COLORS[1])
         axes.set(xlabel="attention heads left", xlim=(left[0], left[-1]), ylim=(0, 1.02))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set(ylabel="test accuracy")
     panels[1].set(ylabel="exact match of held-out dates")
     panels[0].legend(title="heads removed", fontsize=8, title_fontsize=8)

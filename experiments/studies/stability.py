@@ -5,9 +5,9 @@
 Source: Wortsman et al., "Small-scale proxies for large-scale Transformer training instabilities",
 arXiv 2309.14322.
 
-The models are decoders of bytes with 115,000 parameters. With one seed and 300 steps, the loss at a
-learning rate of 0.1 is 3.03 with Adam alone, and 2.57 with a norm of queries and keys, as in the
-source. The norm lowers the best loss too, from 2.48 to 2.39. At a rate of 1 both fail.
+The models are decoders of bytes with 115,000 parameters. At a learning rate of 0.1 the loss is 3.03
+with Adam alone, 2.58 with a norm of queries and keys, as in the source, and 2.77 with a clip. Muon
+has the best loss, 2.31, and lets scores grow. It takes 5 minutes of processor time.
 """
 
 from collections.abc import Callable

@@ -10,5 +10,5 @@ from flax_mha.analysis.circuits import qk as qk
 from flax_mha.analysis.detectors import detect as detect
 from flax_mha.analysis.detectors import token_pairs as token_pairs
 from flax_mha.analysis.pruning import prune as prune
-from flax_mha.analysis.report import report as report
+from flax_mha.analysis.reporting import report as report
 from flax_mha.analysis.watching import watch as watch

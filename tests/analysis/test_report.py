@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import importlib
 import json
 import re
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flax_mha.analysis import report
+from flax_mha.analysis import report, reporting
 from flax_mha.layer import sown
 
-MODULE = importlib.import_module("flax_mha.analysis.report")  # The function has its name.
 RNG = np.random.default_rng(0)
 
 
@@ -109,7 +107,7 @@ def test_tokens_cannot_end_the_script_that_holds_them(tmp_path: Path) -> None:
     data, _ = read(tmp_path / "page.html")
     assert data["tokens"] == [[tokens, tokens]]
     assert data["runs"] == ["</script>"]
-    template = Path(MODULE.__file__).with_name("report.html").read_text()
+    template = Path(reporting.__file__).with_name("report.html").read_text()
     page = (tmp_path / "page.html").read_text()
     for mark in ("<script", "</script", "<!--", "<b>"):
         assert page.count(mark) == template.count(mark)

@@ -55,7 +55,7 @@ def test_bytes_of_caches_are_those_of_the_docs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in KINDS if "int8" not in name])
 def test_decoding_answers_as_the_whole_row(name: str, optimized: None) -> None:
-    kind, batch = KINDS[name], recall.draw(jax.random.key(1), 8)
+    kind, batch = KINDS[name], recall.draw(jax.random.key(1), 64)
     model = kind.model(decode=False)
     params = model.init(jax.random.key(2), batch["tokens"])["params"]
     whole: Any = model.apply({"params": params}, batch["tokens"])

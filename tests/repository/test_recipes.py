@@ -1,5 +1,6 @@
 """The pages of recipes run, and each system matches its definition."""
 
+import contextlib
 from collections import ChainMap
 from typing import Any
 
@@ -18,10 +19,10 @@ OUTPUT = 5e-6
 
 
 @pytest.fixture(scope="module")
-def page() -> Scope:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Scope:
     """Return the variables that the code of the pages leaves."""
     # XLA compiles each threefry hash in seconds, and this generator in milliseconds.
-    with jax.default_prng_impl("unsafe_rbg"):
+    with jax.default_prng_impl("unsafe_rbg"), contextlib.chdir(tmp_path_factory.mktemp("pages")):
         return dict(ChainMap(*(pages.run(name) for name in PAGES)))
 
 
