@@ -10,24 +10,14 @@ on the head's output: to first order, the logit falls by it if the head is remov
 kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt.
 """
 
-import functools
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
-from experiments import command, finished, pretrained
+from experiments import command, heads
 from experiments.runs import log
 from experiments.runs.failures import RunError
-from experiments.tasks.text import Bytes, Text
-from flax_mha import Capture, analysis, edits, plots
-from flax_mha.layer import sown
-from flax_mha.models import LanguageModel
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
@@ -38,16 +28,6 @@ BESIDE = flags.DEFINE_string("beside", None, "Another text of as many tokens, sh
 OUT = flags.DEFINE_string("out", "look.html", "The page to write.")
 PNG = flags.DEFINE_string("png", None, "A picture of all heads to write.")
 
-CAPTURE = Capture(("weights", "entropy", "max_logit"))
-
-
-class Reader(NamedTuple):
-    """A language model, and a function from a text to its ids and their names."""
-
-    model: Any
-    variables: Any
-    read: Callable[[str], tuple[Sequence[int], list[str]]]
-
 
 def main(argv: Sequence[str]) -> None:
     """Write the page, and the picture."""
@@ -57,98 +37,14 @@ def main(argv: Sequence[str]) -> None:
             raise RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
         workdir, model = WORKDIR.value, MODEL.value
         if workdir is not None and model is None:
-            reader = open_run(workdir, DATA.value, TOKENIZER.value)
+            reader = heads.open_run(workdir, DATA.value, TOKENIZER.value)
         elif model is not None and workdir is None:
-            reader = open_folder(model)
+            reader = heads.open_folder(model)
         else:
             raise RunError("give --workdir, a run, or --model, a Hugging Face folder")
-        write(reader, PROMPT.value, BESIDE.value, OUT.value, PNG.value)
+        heads.write(reader, PROMPT.value, BESIDE.value, OUT.value, PNG.value)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-
-
-def open_run(workdir: str | Path, data: str | None = None, tokenizer: str | None = None) -> Reader:
-    """Return the model of a run of the text task.
-
-    Raises:
-      ValueError: if there is no such run.
-    """
-    run, task = finished.open_run(workdir, data, tokenizer)
-    if not isinstance(task, Text):
-        raise RunError(f"{run.path} was trained on {run.config.task!r}; give a run of 'text'")
-    params = finished.load(run, task).params
-    if run.config.seeds > 1:
-        params = jax.tree.map(lambda x: x[0], params)
-
-    def read(text: str) -> tuple[Sequence[int], list[str]]:
-        ids = task.vocabulary.encode(text.encode())[-task.config.length :].tolist()
-        if isinstance(task.vocabulary, Bytes):
-            return ids, [bytes([token]).decode("ascii", "backslashreplace") for token in ids]
-        return ids, [task.vocabulary.stream(np.array([], np.int32))(token) for token in ids]
-
-    return Reader(task.model, {"params": params}, read)
-
-
-def open_folder(folder: str) -> Reader:
-    """Return the language model of a Hugging Face folder.
-
-    Raises:
-      ValueError: if it holds no language model.
-    """
-    path = Path(folder).expanduser()
-    model, variables, encode, decode = pretrained.open_model(path)
-    if not isinstance(model, LanguageModel):
-        raise RunError(f"{path} must hold a decoder, got a {type(model).__name__}; give another")
-
-    def read(text: str) -> tuple[Sequence[int], list[str]]:
-        ids = encode(text)
-        return ids, [decode([token]) for token in ids]
-
-    return Reader(model, variables, read)
-
-
-def write(reader: Reader, prompt: str, beside: str | None, out: str, png: str | None) -> None:
-    """Write the page of one or two prompts, and the picture of the first.
-
-    Raises:
-      ValueError: if the prompts differ in their number of tokens, or the page would be too large.
-    """
-    apply = functools.partial(
-        analysis.watch(reader.model, CAPTURE).apply, deterministic=True, mutable="intermediates"
-    )
-    texts = (prompt,) if beside is None else (prompt, beside)
-    read = {text: reader.read(text) for text in texts}
-    tokens = {text: names for text, (_, names) in read.items()}
-    batches = {text: jnp.asarray([ids], jnp.int32) for text, (ids, _) in read.items()}
-    runs = {text: jax.jit(apply)(reader.variables, batch)[1] for text, batch in batches.items()}
-    attribution = attribute(reader.model, reader.variables, batches[prompt])
-    scores = analysis.detect(reader.model, reader.variables, batches[prompt], deterministic=True)
-    analysis.report(out, runs, tokens, attribution=attribution, scores=scores)
-    print(out)
-    if png is not None:
-        plots.heads(runs[prompt], tokens[prompt]).savefig(png)
-        print(png)
-
-
-def attribute(model: Any, variables: Any, batch: jax.Array) -> list[np.ndarray]:
-    """Return d logit / d factor of each head's output [heads] by layer, for the largest next logit.
-
-    Source: Michel et al., "Are Sixteen Heads Really Better than One?", 2019.
-    """
-    ones = {}
-    for name, x in edits.names(model, variables, batch, deterministic=True).items():
-        if name.endswith("attention_z"):
-            shape = (*x.shape[:-4], 1, 1, x.shape[-2], 1)
-            ones[name] = edits.Edit(jnp.ones(shape), jnp.zeros(shape))
-    attached = edits.attach(model, variables, ones, batch, deterministic=True)
-
-    @jax.jit
-    def logit(changes: Any, variables: Any) -> jax.Array:
-        changed = {**variables, "edits": changes}
-        return model.apply(changed, batch, deterministic=True)[0, -1].max()
-
-    gradients = jax.grad(logit)(attached["edits"], variables)
-    return [x.ravel() for x in sown.find(gradients, "attention_z/keep", 3).values()]
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ FILES = sorted((ROOT / "experiments").rglob("*.py"))
 # Each folder, or file at the top, may import those before it, and none after.
 LAYERS = (
     "", "libtpu", "phases", "command", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
-    "finished", "reports", "responses", "pretrained", "convert", "generate", "look", "report",
-    "train", "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "ring_orders",
-    "studies",
+    "finished", "reports", "responses", "pretrained", "convert", "generate", "heads", "look",
+    "report", "train", "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table",
+    "flex_registers", "ring_orders", "studies",
 )  # fmt: skip
 MAINTAINERS = {
-    "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "ring_orders", "studies",
+    "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "flex_registers",
+    "ring_orders", "studies",
 }  # fmt: skip
 # The files that a user reads to know how the layer is trained, and their lines at most.
 TRAINER = {

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import look
+from experiments import heads
 from experiments.runs.failures import RunError
 from flax_mha import Capture, analysis, interop
 from flax_mha.layer import sown
@@ -40,7 +40,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_a_folder_is_shown_on_two_prompts(qwen: Path, tmp_path: Path) -> None:
     out, png = tmp_path / "look.html", tmp_path / "heads.png"
-    look.write(look.open_folder(str(qwen)), "12 7 40", "12 9 40", str(out), str(png))
+    heads.write(heads.open_folder(str(qwen)), "12 7 40", "12 9 40", str(out), str(png))
     data = read(out)
     assert data["runs"] == ["12 7 40", "12 9 40"]
     assert [names[0] for names in data["tokens"]] == [["12", "7", "40"], ["12", "9", "40"]]
@@ -64,7 +64,7 @@ def test_a_folder_is_shown_on_two_prompts(qwen: Path, tmp_path: Path) -> None:
 def test_attribution_is_the_slope_of_the_logit_in_a_head_mask(qwen: Path) -> None:
     model, variables = interop.load(qwen)
     batch = jnp.array([[12, 7, 40, 3]], jnp.int32)
-    found = look.attribute(model, variables, batch)
+    found = heads.attribute(model, variables, batch)
     top = int(model.apply(variables, batch)[0, -1].argmax())
 
     @jax.jit
@@ -81,9 +81,9 @@ def test_attribution_is_the_slope_of_the_logit_in_a_head_mask(qwen: Path) -> Non
 
 def test_what_cannot_be_shown_is_refused(qwen: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="choose prompts of the same number of tokens"):
-        look.write(look.open_folder(str(qwen)), "1 2 3", "1 2", str(tmp_path / "x.html"), None)
+        heads.write(heads.open_folder(str(qwen)), "1 2 3", "1 2", str(tmp_path / "x.html"), None)
     with pytest.raises(RunError, match="must hold a decoder, got a"):
-        look.open_folder(str(folder_of(BERT, tmp_path / "bert")))
+        heads.open_folder(str(folder_of(BERT, tmp_path / "bert")))
 
 
 @pytest.mark.parametrize("scan", [False, True])
