@@ -75,6 +75,7 @@ def stacked(params: Any) -> Any:
     return {**params, "decoder": {**rest, "layers": joined}}
 
 
+@pytest.mark.slow
 def test_scan_and_remat_change_no_loss_or_gradient(config: ConfigDict) -> None:
     params = jax.jit(tasks.make(config).init)(jax.random.key(0))
     loss, gradient = loss_and_gradient(config, params)

@@ -54,6 +54,7 @@ def head_edit(head: int) -> Edit:
     return Edit(keep=jnp.ones((N, 1)).at[head].set(0))
 
 
+@pytest.mark.slow
 def test_steps_with_edits_are_the_whole_sequence_with_them() -> None:
     values = random_variables(LAYER, X)
     changes = {
@@ -134,6 +135,7 @@ def test_weights_of_a_variant_with_its_own_attention_are_no_point() -> None:
         edits.attach(layer, values, {"attention_weights": Edit(keep=0)}, X)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_edits_on_a_mesh_have_the_values_and_gradients_of_one_device(kind: str) -> None:
     layer = MultiHeadAttention(8, num_kv_heads=4, mask=masks.Causal())

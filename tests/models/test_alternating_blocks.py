@@ -88,7 +88,7 @@ def test_each_layer_takes_its_own_head_mask(scan: bool) -> None:
         assert error(apply(params, X, head_mask=pruned), whole) > 1e-4
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_decoding_matches_full_forward(scan: bool) -> None:
     """Rings for the windows, full caches for the other layers."""

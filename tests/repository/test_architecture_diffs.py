@@ -119,6 +119,7 @@ def test_documented_changes_are_short() -> None:
     assert all(diff.count("\n") <= 60 for diff in DIFFS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git, to apply a diff")
 def test_documented_changes_apply_and_work(tmp_path: Path) -> None:
     cases = []

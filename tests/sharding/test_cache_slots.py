@@ -90,7 +90,7 @@ def test_sharded_slots_match_one_device(name: str, rules: str, kind: str) -> Non
     assert key.addressable_shards[0].data.shape[-2] == slots
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["grouped", "latent", "int8"])
 def test_prompt_longer_than_a_shard_matches_one_device(name: str, kind: str) -> None:
