@@ -87,7 +87,7 @@ def test_failures_knows_every_imported_package() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module.partition(".")[0])
     # The benchmark's peers are measured if installed, and skipped otherwise.
-    peers = {"torch", "equinox", "haiku", "keras", "tokamax", "libtpu"}
+    peers = {"torch", "equinox", "haiku", "keras", "tokamax", "fa4_jax", "libtpu"}
     ours = {"experiments", "configs", "mpl_toolkits"}
     assert found - set(sys.stdlib_module_names) - peers - ours <= failures.PACKAGES
 
