@@ -16,6 +16,8 @@ from tests.support import oracle, plain_attention
 # A kernel for several platforms has a name for each. The first word is the kernel's own.
 PLATFORMS = {"flex": "tpu", "flex on Hopper": "hopper_memory", "splash": "tpu", "cudnn": "nvidia"}
 EVERY = (*KERNELS, "decode", *PLATFORMS)
+# An interpreted kernel is slow: it takes each third or sixth case, and all with the grid.
+EACH = {name: 1 if name in KERNELS else 3 for name in EVERY} | {"flex on Hopper": 6}
 # Relative to the norm: what no kernel is asked to be better than. In half precision no gradient,
 # though it be float32 as that of a bias, need be better than half a unit in the last place; in
 # float16, where gradients of small weights have few digits left, than a unit.
@@ -30,13 +32,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Create the grid's cases only if a marker expression asks for them."""
     if "case" not in metafunc.fixturenames:
         return
-    # Interpreted kernels are slow: they take every third case, and all with the grid.
     grid = "grid" in metafunc.config.option.markexpr
     found: list[Any] = [
-        (case, kernel, (pytest.mark.grid,) if n % 3 and kernel not in KERNELS else ())
+        (case, kernel, (pytest.mark.grid,) if n % EACH[kernel] else ())
         for n, case in enumerate(cases.ordinary())
         for kernel in EVERY
-        if grid or kernel in KERNELS or n % 3 == 0
+        if grid or n % EACH[kernel] == 0
     ]
     if grid:
         marks = (pytest.mark.grid,)
@@ -156,7 +157,8 @@ def test_cases_cover_all_combinations(strength: int, some: Any) -> None:
 
 def test_interpreted_kernels_meet_every_value() -> None:
     for n, (factor, values) in enumerate(cases.FACTORS.items()):
-        assert {case[n] for case in cases.ordinary()[::3]} == {*values}, factor
+        for step in {*EACH.values()}:
+            assert {case[n] for case in cases.ordinary()[::step]} == {*values}, factor
 
 
 def test_there_are_enough_cases() -> None:
