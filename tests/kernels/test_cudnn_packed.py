@@ -142,7 +142,6 @@ def test_packed_lse_cotangents_and_sinks_match_reference(nvidia, with_out: bool)
     jax.tree.map(close, got, want)
 
 
-@pytest.mark.slow
 def test_vmap_of_packed_documents_matches_loop(nvidia) -> None:
     """Over documents, and over keys only."""
     *qkv, _ = arrays(T, T, 4, "bfloat16")
@@ -167,8 +166,7 @@ def test_vmap_of_packed_documents_matches_loop(nvidia) -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_packed_documents_on_mesh_match_one_device(nvidia, kind: str) -> None:
     """Rows over one axis, heads over another. The documents of a row stay with it."""
     qkv = arrays(T, T, 4, "bfloat16")[:3]
