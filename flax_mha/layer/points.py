@@ -6,7 +6,6 @@ Addition", 2023 (steering).
 """
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -28,19 +27,26 @@ FEATURES = ("batch", "norm_length", None)
 # A function that is called with each point: the module, the name, the tensor, and True if edited.
 visitor = jax.make_user_context(None)
 
-# The masks of the pairs whose weights calls read, by name.
-_PAIRS: contextvars.ContextVar[Mapping[str, Any] | None]
-_PAIRS = contextvars.ContextVar("pairs", default=None)
+
+@dataclasses.dataclass(eq=False)
+class _Pairs:
+    """Masks of pairs by name. It equals itself alone, so that JAX traces anew for other masks."""
+
+    masks: Mapping[str, Any]
+
+
+_reader = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def reading_pairs(pairs: Mapping[str, Any]) -> Iterator[None]:
     """Let layers called in this context read the mean weights on pairs, as `attention_pairs`."""
-    token = _PAIRS.set(pairs)
+    value = _Pairs(pairs)
     try:
-        yield
+        with _reader(value):
+            yield
     finally:
-        _PAIRS.reset(token)
+        value.masks = {}  # JAX's caches keep the value, and must keep no arrays.
 
 
 class Edit(ScoreMod):
@@ -118,7 +124,7 @@ class Points:
     @property
     def pairs(self) -> Mapping[str, Any]:
         """The masks of pairs whose mean weights the call reads, by name."""
-        return _PAIRS.get() or {}
+        return {} if _reader.value is None else _reader.value.masks
 
     @property
     def is_active(self) -> bool:
