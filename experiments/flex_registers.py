@@ -1,10 +1,10 @@
 """The table of the kernels for Hopper in docs/absent-machine.md, by NVIDIA's compiler, with no GPU.
 
     python -m experiments.flex_registers                 # an H200, bfloat16, no mask: minutes
-    python -m experiments.flex_registers --dtype=float16 --mask=causal --heads=64,128
+    python -m experiments.flex_registers --dtype=float16 --call=causal --heads=64,128
 
-Each line is one kernel at one head size, without scores of your own: the registers that a consumer
-and the producer may use, the bytes that spill, the shared memory, the rows that are loaded at a
+Each line is one kernel at one head size, of a call without a mask, with a causal one, or with `all`
+of: segments, a soft cap, ALiBi, T5, a bias and dropout. It has the registers that a consumer and the producer may use, the bytes that spill, the shared memory, the rows that are loaded at a
 time and the buffers for them. Beside it is the number of scores per nanosecond at which the tensor
 cores, the memory, or the exponentials are at their limits. These limits are arithmetic. Nothing is
 run or timed. It needs the wheels of the extra gpu-compile, and `ptxas` (nvidia-cuda-nvcc).
@@ -42,11 +42,13 @@ class Found(NamedTuple):
       name: the kernel's name.
       spilled: the bytes of registers that are stored to memory.
       shared: the bytes of shared memory.
+      size: the rows that are loaded at a time, and the buffers for them.
     """
 
     name: str
     spilled: int
     shared: int
+    size: Any
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--mask", choices=("none", "causal"), default="none")
+    parser.add_argument("--call", choices=("plain", "causal", "all"), default="plain")
     parser.add_argument("--heads", default=",".join(map(str, HEADS)), help="features, with commas")
     flags = parser.parse_args(argv)
     ptxas = _ptxas()
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit("error: needs ptxas; pip install --no-deps nvidia-cuda-nvcc")
     print("| " + " | ".join(HEADER) + " |\n" + "|---" * len(HEADER) + "|")
     for features in map(int, flags.heads.split(",")):
-        for found in compiled(features, flags.dtype, flags.mask, ptxas):
+        for found in compiled(features, flags.dtype, flags.call, ptxas):
             print(line(found, features), flush=True)
 
 
@@ -74,14 +76,14 @@ def _ptxas() -> str | None:
     return next((str(x) for x in wheels.glob("*/bin/ptxas")), shutil.which("ptxas"))
 
 
-def compiled(features: int, dtype: str, mask: str, ptxas: str) -> Iterator[Found]:
+def compiled(features: int, dtype: str, call: str, ptxas: str) -> Iterator[Found]:
     """Yield each kernel of a call and its gradients, compiled for an H200."""
     with tempfile.TemporaryDirectory() as folder:
         # Mosaic writes its programs there. They are compiled as a whole, because the compiler
         # ignores the registers that a warpgroup asks for in a program that is linked later.
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        _compile(features, dtype, mask)
+        sizes = _compile(features, dtype, call)
         for path in sorted(Path(folder).glob("*.ptx")):
             command = [ptxas, "-arch=sm_90a", "-v", str(path), "-o", os.devnull]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
@@ -91,39 +93,54 @@ def compiled(features: int, dtype: str, mask: str, ptxas: str) -> Iterator[Found
             shared = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text())
             assert spilled is not None
             assert shared is not None
-            yield Found(name.removeprefix("flex_"), int(spilled[1]), int(shared[1]))
+            yield Found(name.removeprefix("flex_"), int(spilled[1]), int(shared[1]), sizes[name])
 
 
-def _compile(features: int, dtype: str, mask: str) -> None:
+def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
+    """Compile a call and its gradients, and return the sizes of each kernel."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from experiments.plan import gpus
-    from flax_mha import dot_product_attention, masks
+    from flax_mha import dot_product_attention, masks, scores
+    from flax_mha.kernels.flex.hopper import kernels
 
     mesh = jax.sharding.Mesh(np.array(gpus.of("h200", 1)), ("x",))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     q, k = (
         jax.ShapeDtypeStruct((1, T, heads, features), dtype, sharding=whole) for heads in (N, K)
     )
+    given: dict[str, Any] = {} if call == "plain" else {"mask": masks.Causal()}
+    if call == "all":
+        mods = scores.SoftCap(1.5), scores.Alibi(), scores.RelativeBias(jnp.ones((N, 32)))
+        given = {
+            "mask": masks.Causal() & masks.Segments(jnp.zeros((1, T), jnp.int32)), "scores": mods,
+            "bias": jnp.ones((T, T)), "dropout_rate": 0.3, "dropout_rng": jax.random.key(0),
+        }  # fmt: skip
+    sizes, run = {}, kernels.run
+
+    def noted(call: Any, x: Any, by_query: bool, size: Any, name: str, *rest: Any) -> Any:
+        sizes[name] = size
+        return run(call, x, by_query, size, name, *rest)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
-        given = masks.Causal() if mask == "causal" else None
-        out = dot_product_attention(q, k, v, mask=given, kernel="flex")
+        out = dot_product_attention(q, k, v, kernel="flex", **given)
         return jnp.sum(out.astype(jnp.float32))
 
+    kernels.run = noted
     with jax.set_mesh(mesh):
         jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
+    kernels.run = run
+    return sizes
 
 
 def line(found: Found, features: int) -> str:
     """Return the line of a kernel, with its limits in scores per nanosecond."""
     from experiments.counts.chips import GPUS
     from experiments.plan.gpus import TARGETS
-    from flax_mha.kernels.flex.hopper import block, kernels
+    from flax_mha.kernels.flex.hopper import block
 
-    size = (kernels.FORWARD if found.name == "forward" else kernels.BACKWARD)[features]
     target = TARGETS["h200"]
     chip = GPUS[target.name]
     by_matmuls = chip.flops / (2 * MATMULS[found.name] * features) / 1e9
@@ -132,7 +149,7 @@ def line(found: Found, features: int) -> str:
     by_exponentials = EXPONENTIALS * target.cores * target.clock
     cells = (
         f"`{found.name}`", features, "{} / {}".format(*block.REGISTERS), found.spilled,
-        f"{found.shared // 1024} KiB", f"{size.step} × {size.stages}", f"{by_matmuls:,.0f}",
+        f"{found.shared // 1024} KiB", f"{found.size.step} × {found.size.stages}", f"{by_matmuls:,.0f}",
         f"{by_loads:,.0f}", f"{by_exponentials:,.0f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"

@@ -45,8 +45,12 @@ def test_registers_table_names_missing_compiler(monkeypatch) -> None:
 @pytest.mark.skipif(private_jax.missing("flex.hopper") is not None, reason="needs Mosaic GPU")
 def test_registers_table_has_the_limits_of_a_kernel() -> None:
     """989 teraflops, 2 matmuls of 2·64 operations per score; 16 exponentials on 132 cores."""
-    cells = flex_registers.line(flex_registers.Found("forward", 8, 2**17), 64).split(" | ")
+    from flax_mha.kernels.flex.hopper.block import Size
+
+    found = flex_registers.Found("forward", 8, 2**17, Size(128, 3))
+    cells = flex_registers.line(found, 64).split(" | ")
     assert cells[:2] == ["| `forward`", "64"]
     assert cells[3:5] == ["8", "128 KiB"]
+    assert cells[5] == "128 × 3"
     assert cells[6] == f"{989e12 / (4 * 64) / 1e9:,.0f}"
     assert cells[8] == f"{16 * 132 * 1.98:,.0f} |"

@@ -3,6 +3,7 @@
 import functools
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -62,12 +63,19 @@ def hopper_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mosaic = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     how = mosaic.InterpretGPUParams(detect_races=True, on_race="raise")
     monkeypatch.setattr(mosaic, "kernel", functools.partial(mosaic.kernel, interpret=how))
+    sync = importlib.import_module("flax_mha.kernels.flex.hopper.sync")
+    # The interpreter has no rule for an accumulator that does not start at 0.
+    monkeypatch.setattr(sync, "multiply", functools.partial(_sum_of_product, sync.multiply))
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     yield
     package = "jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks"
     importlib.import_module(package).reset_gpu_interpret_mode_state()
+
+
+def _sum_of_product(multiply: Any, a: Any, b: Any, start: Any = None) -> jax.Array:
+    return multiply(a, b) if start is None else start + multiply(a, b)
 
 
 @pytest.fixture

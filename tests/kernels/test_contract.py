@@ -16,8 +16,14 @@ from tests.support import oracle, plain_attention
 # A kernel for several platforms has a name for each. The first word is the kernel's own.
 PLATFORMS = {"flex": "tpu", "flex on Hopper": "hopper_memory", "splash": "tpu", "cudnn": "nvidia"}
 EVERY = (*KERNELS, "decode", *PLATFORMS)
-# An interpreted kernel is slow: it takes each third or sixth case, and all with the grid.
-EACH = {name: 1 if name in KERNELS else 3 for name in EVERY} | {"flex on Hopper": 6}
+# An interpreted kernel is slow: it takes each third case, and all with the grid.
+EACH = {name: 1 if name in KERNELS else 3 for name in EVERY}
+# The interpreter for Hopper takes a millisecond for each access to memory, so that its time grows
+# with rows and tiles. It gets fewer of both: still several tiles, full, partial and empty ones.
+SMALLER = {
+    "2x129x129": "1x129x129", "2x257x257": "1x257x257", "1x600x600": "1x129x257",
+    "2x257x129": "1x257x129", "2x100x300": "1x100x300",
+}  # fmt: skip
 # Relative to the norm: what no kernel is asked to be better than. In half precision no gradient,
 # though it be float32 as that of a bias, need be better than half a unit in the last place; in
 # float16, where gradients of small weights have few digits left, than a unit.
@@ -126,6 +132,8 @@ def device(kernel: str, request: pytest.FixtureRequest) -> None:
 @pytest.mark.sampled(0.02)
 @pytest.mark.usefixtures("device")
 def test_kernel_matches_oracle(case: Case, kernel: str) -> None:
+    if stands_in(kernel) == "hopper_memory":
+        case = case._replace(size=SMALLER.get(case.size, case.size))
     problem = problem_of(case)
     if reason := refusal(kernel, problem, case.given == "traced"):
         pytest.skip(f"{kernel} refuses: {reason}")

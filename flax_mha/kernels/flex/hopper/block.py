@@ -22,7 +22,7 @@ from flax_mha.kernels.flex.tile import FlexCall, Tile
 BLOCK, ROW = 128, 64
 # The consumers of a block, and the registers of a consumer and the producer. All warpgroups
 # together have 512 of them per thread of one warpgroup.
-CONSUMERS, REGISTERS = BLOCK // ROW, (232, 40)
+CONSUMERS, REGISTERS = BLOCK // ROW, (240, 24)
 
 
 class Size(NamedTuple):

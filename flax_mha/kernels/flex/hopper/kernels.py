@@ -24,15 +24,21 @@ TOGETHER = 64
 # The sizes of kernels by the features of a head.
 FORWARD = {64: Size(128, 3), 128: Size(128, 2), 192: Size(32, 4), 256: Size(32, 4)}
 BACKWARD = {64: Size(64, 2), 128: Size(64, 2), 192: Size(32, 2), 256: Size(32, 2)}
-# The most operations of a mask and a score on a tile of 128 columns. More would lack registers.
-SIMPLE = 24
+# The most operations of masks and scores for which these sizes are made, the operations beyond that
+# need as many registers as all else, those that dropout counts for, and the least step.
+SIMPLE, DOUBLE, DROPOUT, LEAST = 24, 32, 24, 16
 
 
 def _size(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
-    """Return the sizes for heads of these features, smaller if the scores are complex."""
+    """Return the sizes for heads of these features, with a smaller step for complex scores.
+
+    A tile's registers are in proportion to the step. What a score adds to them is an estimate.
+    """
     size = sizes[features]
-    is_complex = call.masked.operations > SIMPLE or call.spec(call.leaves).dropout is not None
-    return size._replace(step=min(size.step, 64)) if is_complex else size
+    more = max(0, call.masked.operations - SIMPLE)
+    more += 0 if call.spec(call.leaves).dropout is None else DROPOUT
+    most = size.step * DOUBLE // (DOUBLE + more)
+    return size._replace(step=max(LEAST, 1 << most.bit_length() - 1))
 
 
 def _widths(features: int, size: Size) -> list[int]:

@@ -74,10 +74,15 @@ def load_once(pairs: Iterable[tuple[Any, Any]], barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def multiply(a: Any, b: Any) -> jax.Array:
-    """Return a·b in float32, of arrays in shared memory. Both can be overwritten afterwards."""
+def multiply(a: Any, b: Any, start: jax.Array | None = None) -> jax.Array:
+    """Return start + a·b in float32, of arrays in shared memory. Both can be overwritten afterwards.
+
+    The product is added in the registers of `start`: one of its own would take as many again.
+    """
 
     def product(acc: Any) -> jax.Array:
+        if start is not None:
+            acc[...] = start
         plgpu.wgmma(acc, a, b)
         return acc[...]  # This waits for the matmul.
 
@@ -95,10 +100,10 @@ def add_product(
     plgpu.commit_smem()
     found, start = [], 0
     for y in sums:
-        width = y.shape[1]
-        product = multiply(buffer, b.at[:, pl.ds(start, width)])
-        found.append(y + product if scale is None else y * scale(y.shape) + product)
-        start += width
+        columns = b.at[:, pl.ds(start, y.shape[1])]
+        y = y if scale is None else y * scale(y.shape)
+        found.append(multiply(buffer, columns, y))
+        start += y.shape[1]
     return found
 
 
