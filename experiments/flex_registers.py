@@ -4,8 +4,9 @@
     python -m experiments.flex_registers --dtype=float16 --call=causal --heads=64,128
 
 Each line is one kernel at one head size, of a call without a mask, with a causal one, or with `all`
-of: segments, a soft cap, ALiBi, T5, a bias and dropout. It has the registers that a consumer and the producer may use, the bytes that spill, the shared memory, the rows that are loaded at a
-time and the buffers for them. Beside it is the number of scores per nanosecond at which the tensor
+of: segments, a soft cap, ALiBi, T5, a bias and dropout. It has the registers that a consumer and
+the producer may use, the bytes that spill, the shared memory, the rows that are loaded at a time
+and the buffers for them. Beside it is the number of scores per nanosecond at which the tensor
 cores, the memory, or the exponentials are at their limits. These limits are arithmetic. Nothing is
 run or timed. It needs the wheels of the extra gpu-compile, and `ptxas` (nvidia-cuda-nvcc).
 """
@@ -118,7 +119,9 @@ def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
             "mask": masks.Causal() & masks.Segments(jnp.zeros((1, T), jnp.int32)), "scores": mods,
             "bias": jnp.ones((T, T)), "dropout_rate": 0.3, "dropout_rng": jax.random.key(0),
         }  # fmt: skip
-    sizes, run = {}, kernels.run
+    sizes: dict[str, Any] = {}
+    module: Any = kernels
+    run = module.run
 
     def noted(call: Any, x: Any, by_query: bool, size: Any, name: str, *rest: Any) -> Any:
         sizes[name] = size
@@ -128,10 +131,10 @@ def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
         out = dot_product_attention(q, k, v, kernel="flex", **given)
         return jnp.sum(out.astype(jnp.float32))
 
-    kernels.run = noted
+    module.run = noted
     with jax.set_mesh(mesh):
         jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
-    kernels.run = run
+    module.run = run
     return sizes
 
 
@@ -149,8 +152,8 @@ def line(found: Found, features: int) -> str:
     by_exponentials = EXPONENTIALS * target.cores * target.clock
     cells = (
         f"`{found.name}`", features, "{} / {}".format(*block.REGISTERS), found.spilled,
-        f"{found.shared // 1024} KiB", f"{found.size.step} × {found.size.stages}", f"{by_matmuls:,.0f}",
-        f"{by_loads:,.0f}", f"{by_exponentials:,.0f}",
+        f"{found.shared // 1024} KiB", f"{found.size.step} × {found.size.stages}",
+        f"{by_matmuls:,.0f}", f"{by_loads:,.0f}", f"{by_exponentials:,.0f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 

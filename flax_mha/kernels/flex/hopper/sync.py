@@ -75,7 +75,7 @@ def load_once(pairs: Iterable[tuple[Any, Any]], barrier: Any) -> None:
 
 
 def multiply(a: Any, b: Any, start: jax.Array | None = None) -> jax.Array:
-    """Return start + a·b in float32, of arrays in shared memory. Both can be overwritten afterwards.
+    """Return start + a·b in float32, of arrays in shared memory, which can be overwritten then.
 
     The product is added in the registers of `start`: one of its own would take as many again.
     """
