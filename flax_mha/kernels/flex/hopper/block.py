@@ -37,16 +37,12 @@ class Size(NamedTuple):
     stages: int
 
     @property
-    def width(self) -> int:
-        """The columns of a product of weights: more would take more registers."""
-        return min(self.step, 64)
-
-    @property
     def transforms(self) -> tuple[Any, ...]:
         """The layout of all matrices in shared memory: a matmul's factors must have the same."""
         tiling: Any = plgpu.TilingTransform
         swizzle: Any = plgpu.SwizzleTransform
-        return tiling((8, self.width)), swizzle(2 * self.width)
+        width = min(self.step, 64)
+        return tiling((8, width)), swizzle(2 * width)
 
 
 def hidden_zero(start: jax.Array) -> jax.Array:

@@ -1,8 +1,6 @@
 """The kernels of flex for Hopper: forward, and the gradients of queries, keys and values."""
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,15 +39,10 @@ def _size(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
     return size._replace(step=max(LEAST, 1 << most.bit_length() - 1))
 
 
-def _widths(features: int, size: Size) -> list[int]:
-    return [size.width] * (features // size.width)
-
-
-def _store(out: Any, block: BlockTiles, first: Any, parts: Sequence[jax.Array]) -> None:
-    """Store the parts of the columns of a warpgroup's result, from registers."""
-    for n, y in enumerate(parts):
-        at = out.at[block.r, block.h, pl.ds(first, ROW), pl.ds(n * y.shape[1], y.shape[1])]
-        plgpu.store(at, y.astype(out.dtype), optimized=False)
+def _store(out: Any, block: BlockTiles, first: Any, y: jax.Array) -> None:
+    """Store a warpgroup's result, from registers."""
+    at = out.at[block.r, block.h, pl.ds(first, ROW)]
+    plgpu.store(at, y.astype(out.dtype), optimized=False)
 
 
 def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -65,7 +58,7 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
         (keys, values), (out, stats) = rings, outputs
 
         def step(masked: bool, number: Any, g: Any, start: Any, carry: Any) -> Any:
-            top, total, outs = carry
+            top, total, sums = carry
             s = multiply(own(0, start), keys.wait(number).transpose((1, 0)))
             keys.release(number)
             tile = block.tile(masked, g, first, start)
@@ -73,20 +66,18 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
             new = jnp.maximum(top, s.max(-1))
             p, old = jnp.exp2(s - spread(new, 0, shape)), jnp.exp2(top - new)
             total = total * old + p.sum(-1)
-            rescale = functools.partial(spread, old, 0)
-            outs = add_product(outs, tile.drop(p), buffer, values.wait(number), rescale)
+            sums = sums * spread(old, 0, sums.shape)
+            sums = add_product(sums, tile.drop(p), buffer, values.wait(number))
             values.release(number)
-            return new, total, outs
+            return new, total, sums
 
         top = softmax.begin(zeros(ROW))
         total = zeros(ROW)
         if x.sinks is not None:
             top, total = zeros(ROW) + more[0][0, block.h, 0, 0] * LOG2E, zeros(ROW) + 1.0
-        outs = [zeros(ROW, width) for width in _widths(Hv, size)]
-        _, (top, total, outs) = block.each(step, (top, total, outs))
+        _, (top, total, sums) = block.each(step, (top, total, zeros(ROW, Hv)))
         share = 1 / softmax.divisor(total)
-        outs = [call.gain(y) * spread(share, 0, y.shape) for y in outs]
-        _store(out, block, first, outs)
+        _store(out, block, first, call.gain(sums) * spread(share, 0, sums.shape))
         for n, y in enumerate((top / LOG2E, total)):
             plgpu.store(stats.at[block.r, block.h, n, pl.ds(first, ROW)], y, optimized=False)
 
@@ -116,7 +107,7 @@ def _query_gradient(
     call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any
 ) -> jax.Array:
     size = _size(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
-    shape, widths = (ROW, size.step), _widths(q.shape[-1], size)
+    shape = (ROW, size.step)
 
     def body(
         block: BlockTiles, first: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
@@ -139,7 +130,7 @@ def _query_gradient(
             rings[0].release(number)
             return sums
 
-        sums = block.each(step, [zeros(ROW, width) for width in widths])[1]
+        sums = block.each(step, zeros(ROW, q.shape[-1]))[1]
         _store(outputs[0], block, first, sums)
 
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
@@ -154,7 +145,6 @@ def _key_gradients(
     size = _size(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     shape = (ROW, size.step)
     wanted = [y for y, name in ((k, "k"), (v, "v")) if name in of]
-    widths = [_widths(y.shape[-1], size) for y in wanted]
 
     def body(
         block: BlockTiles, first: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
@@ -176,11 +166,9 @@ def _key_gradients(
                 ring.release(number)
             return found
 
-        begin = [[zeros(ROW, width) for width in some] for some in widths]
-        sums = block.each(step, begin)[1]
-        for name, out, parts in zip(of, outputs, sums, strict=True):
-            parts = [call.gain(y) if name == "v" else y for y in parts]
-            _store(out, block, first, parts)
+        sums = block.each(step, [zeros(ROW, y.shape[-1]) for y in wanted])[1]
+        for name, out, y in zip(of, outputs, sums, strict=True):
+            _store(out, block, first, call.gain(y) if name == "v" else y)
 
     outputs = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in wanted]
     given = [k, v] if "k" in of else [k], [q, dout], [stats]

@@ -8,7 +8,7 @@ because the tensor cores read shared memory behind the program's back: they see 
 stores, and a buffer that is released too early is overwritten while they read it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -89,22 +89,11 @@ def multiply(a: Any, b: Any, start: jax.Array | None = None) -> jax.Array:
     return pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def add_product(
-    sums: Sequence[jax.Array], weights: jax.Array, buffer: Any, b: Any, scale: Any = None
-) -> list[jax.Array]:
-    """Return sums·scale + weights·b, by way of a buffer in shared memory.
-
-    Each of the sums has some columns. One product at a time keeps the number of registers low.
-    """
+def add_product(sums: jax.Array, weights: jax.Array, buffer: Any, b: Any) -> jax.Array:
+    """Return sums + weights·b, by way of a buffer in shared memory."""
     buffer[...] = weights.astype(buffer.dtype)
     plgpu.commit_smem()
-    found, start = [], 0
-    for y in sums:
-        columns = b.at[:, pl.ds(start, y.shape[1])]
-        y = y if scale is None else y * scale(y.shape)
-        found.append(multiply(buffer, columns, y))
-        start += y.shape[1]
-    return found
+    return multiply(buffer, b, sums)
 
 
 def producer_and_consumers(
