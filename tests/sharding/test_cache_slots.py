@@ -136,7 +136,7 @@ def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     assert [one.bytes for one in sent[0]] == [one.bytes for one in sent[1]]
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_on_sharded_slots_match_one_device(kind: str) -> None:
     """A cache as a value: overflow, truncate, fork, arrays over the slots, gradients."""
