@@ -51,7 +51,7 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
     heads = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
     if isinstance(model, nnx.Module):
         return _prune_nnx(model, heads, repeat_kv)
-    return _prune_linen(model, *variables, heads, repeat_kv)
+    return _prune_linen(model, variables[0], heads, repeat_kv)
 
 
 def _prune_linen(model: Any, variables: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:

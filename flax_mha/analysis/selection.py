@@ -136,15 +136,10 @@ def keep(
             raise ValueError(f"heads of {owner} must be in 0 … {N - 1}, got {unknown}; change them")
         rows.append(np.setdiff1d(np.arange(N), heads))
     counts = [len(row) for row in rows]
-    if not all(counts):
+    if len({*counts}) > 1 or not counts[0]:
         raise ValueError(
-            f"{owner} must keep one of its {N} heads, got all to remove; leave one, or the layer "
-            f"out"
-        )
-    if len({*counts}) > 1:
-        raise ValueError(
-            f"{owner} must keep as many heads in each layer under scan, got {counts}; remove as "
-            f"many from each, or unstack the layers and set scan=False"
+            f"{owner} must keep a head, and as many in each layer under scan, got {counts}; remove "
+            f"fewer, or unstack the layers and set scan=False"
         )
     groups = {int(n) for row in rows for n in np.bincount(row // (N // K)) if n}
     size = math.gcd(*groups)
