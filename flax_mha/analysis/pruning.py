@@ -85,7 +85,7 @@ class _Pruner:
         if path not in self.removed:
             self.kept[path] = Heads("", [np.arange(N).reshape(K, -1)], N, K, 1, N)
             return layer
-        table = layer.table(2 * N, 2 * N, 2 * N)  # For its names, which are of any size.
+        table = layer.table(2 * N, 2 * N, 2 * N)
         own, removed = _under(path, self.params), self.removed[path]
         fields, own, self.kept[path] = _without(path, layer, table, own, removed, self.repeat_kv)
         self.params |= {(*path, *name): x for name, x in own.items()}
@@ -134,13 +134,7 @@ def _without(
 ) -> tuple[dict[str, Any], dict[Path, Any], Heads]:
     """Return the new fields of a layer, its parameters, and the heads that it keeps.
 
-    Args:
-      path: the layer's path.
-      layer: the linen or nnx layer.
-      table: the table of its parameters, of any sizes.
-      arrays: its parameters.
-      removed: the heads to remove.
-      repeat_kv: True to repeat key/value heads.
+    The table of its parameters has the names of their axes. Its sizes are not used.
     """
     owner, query = "/".join(path) or "the layer", ("query", "kernel")
     axes = _score_axes(layer.scores)
@@ -149,12 +143,9 @@ def _without(
             axes[name, "kernel"], axes[name, "bias"] = entry.names, entry.names[len(entry.inputs) :]
         elif isinstance(entry, ArrayEntry):
             axes[name,] = entry.names
-    _check_layer(owner, layer, [x[0] for x in axes if x[1:] == ("kernel",) and x not in arrays])
-    if unknown := ["/".join(x) for x in arrays if x not in axes and x[0] not in table]:
-        raise ValueError(
-            f"{owner} must have the parameters of its class alone, got {unknown} too, whose axes "
-            f"of heads are not known; merge them into the others, or leave them out"
-        )
+    missing = [name for name, *leaf in axes if leaf == ["kernel"] and (name, *leaf) not in arrays]
+    unknown = ["/".join(x) for x in arrays if x not in axes and x[0] not in table]
+    _check_layer(owner, layer, missing, unknown)
     shapes = {name: np.shape(meta.unbox(x)) for name, x in arrays.items()}
     # The first kernel with an axis of features has those of inputs_q.
     D = next(shapes[x][-len(names)] for x, names in axes.items() if names[:1] == ("embed",))
@@ -171,12 +162,13 @@ def _without(
     return fields, {name: heads.take(x, axes.get(name, ())) for name, x in arrays.items()}, heads
 
 
-def _check_layer(owner: str, layer: Any, missing: Sequence[str]) -> None:
+def _check_layer(owner: str, layer: Any, missing: Sequence[str], unknown: Sequence[str]) -> None:
     """Check that a layer can lose heads."""
     kind, heads = type(layer).__name__, layer.capture and layer.capture.heads
     for is_wrong, rule in (
         (layer.mixes_heads, f"not mix its heads, as {kind} does"),
         (missing, f"have parameters for {missing}, got none: it reads those of another layer"),
+        (unknown, f"have the parameters of its class alone, got {unknown} too: merge them"),
         (not layer.project_out, "have project_out=True, or its output would have fewer features"),
         (heads, f"capture all heads, got {heads}, which would have other numbers"),
     ):

@@ -113,15 +113,9 @@ class Heads:
 def keep(
     owner: str, removed: Any, N: int, K: int, layers: Sequence[int], repeat_kv: bool
 ) -> list[np.ndarray]:
-    """Return the heads that each layer keeps, as `Heads.kept`.
+    """Return `Heads.kept` without the heads `removed`, which may be a dict by layer.
 
-    Args:
-      owner: the layer's path.
-      removed: indices of heads, or a dict of them by layer.
-      N: the number of query heads.
-      K: the number of key/value heads.
-      layers: the sizes of the axes of layers under scan; none for one layer.
-      repeat_kv: True if several rows may be of the same key/value head.
+    With `repeat_kv` several rows may be of the same key/value head.
     """
     steps = range(math.prod(layers))
     by_step = removed if isinstance(removed, Mapping) else dict.fromkeys(steps, removed)
