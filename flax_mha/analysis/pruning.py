@@ -10,10 +10,10 @@ from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha import linen, masks
-from flax_mha import nnx as nnx_layers
 from flax_mha.analysis.selection import Heads, keep
 from flax_mha.analysis.watching import rebuild
 from flax_mha.base import checks
+from flax_mha.layer.edits import attention_layers
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import as_scores, learned
@@ -204,11 +204,7 @@ def _under(path: Path, flat: Mapping[Path, Any]) -> dict[Path, Any]:
 def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
     """Return a copy of an nnx model without the heads."""
     model = nnx.clone(model)
-    layers = {
-        tuple(map(str, path)): layer
-        for path, layer in nnx.iter_modules(model)
-        if isinstance(layer, nnx_layers.MultiHeadAttention)
-    }
+    layers = dict(attention_layers(model))
     _check_paths(heads, layers)
     for path, removed in heads.items():
         layer = layers[path]
