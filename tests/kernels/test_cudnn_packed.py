@@ -48,7 +48,7 @@ def traced(mask: Mask) -> Mask:
     return jax.tree.map(jnp.asarray, mask)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
@@ -142,6 +142,7 @@ def test_packed_lse_cotangents_and_sinks_match_reference(nvidia, with_out: bool)
     jax.tree.map(close, got, want)
 
 
+@pytest.mark.slow
 def test_vmap_of_packed_documents_matches_loop(nvidia) -> None:
     """Over documents, and over keys only."""
     *qkv, _ = arrays(T, T, 4, "bfloat16")
@@ -165,8 +166,9 @@ def test_vmap_of_packed_documents_matches_loop(nvidia) -> None:
     )))  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_packed_documents_on_mesh_match_one_device(nvidia, kind: str) -> None:
     """Rows over one axis, heads over another. The documents of a row stay with it."""
     qkv = arrays(T, T, 4, "bfloat16")[:3]
