@@ -10,11 +10,11 @@ from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha import linen, masks
-from flax_mha.analysis.selection import Heads, keep
+from flax_mha.analysis.selection import Kept, keep
 from flax_mha.analysis.watching import rebuild
 from flax_mha.base import checks
-from flax_mha.layer.edits import attention_layers
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
+from flax_mha.layer.standard import attention_layers
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import as_scores, learned
 
@@ -72,7 +72,7 @@ class _Pruner:
     params: dict[Path, Any]
     removed: Mapping[Path, Any]
     repeat_kv: bool
-    kept: dict[Path, Heads] = dataclasses.field(default_factory=dict)
+    kept: dict[Path, Kept] = dataclasses.field(default_factory=dict)
 
     def change(self, module: Any, path: Path) -> Any:
         """Return a layer or a stack without the heads, and None for other modules."""
@@ -83,7 +83,7 @@ class _Pruner:
     def _layer(self, layer: Any, path: Path) -> Any:
         N, K = layer.num_heads, layer.num_kv_heads or layer.num_heads
         if path not in self.removed:
-            self.kept[path] = Heads("", [np.arange(N).reshape(K, -1)], N, K, 1, N)
+            self.kept[path] = Kept("", [np.arange(N).reshape(K, -1)], N, K, 1, N)
             return layer
         table = layer.table(2 * N, 2 * N, 2 * N)
         own, removed = _under(path, self.params), self.removed[path]
@@ -119,8 +119,8 @@ class _Pruner:
         fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0]}
         if any(is_smaller):
             layers = [self.kept[(*path, *name, "attention")] for name in names]
-            kept = [row for each in layers for row in each.kept]
-            heads = dataclasses.replace(layers[0], owner=owner, kept=kept)
+            rows = [row for layer in layers for row in layer.rows]
+            heads = dataclasses.replace(layers[0], owner=owner, rows=rows)
             fields["scores"] = heads.select(as_scores(stack.scores))
             for name, axes in _score_axes(stack.scores).items():
                 if "heads" in axes:
@@ -131,7 +131,7 @@ class _Pruner:
 
 def _without(
     path: Path, layer: Any, table: Table, arrays: Mapping[Path, Any], removed: Any, repeat_kv: bool
-) -> tuple[dict[str, Any], dict[Path, Any], Heads]:
+) -> tuple[dict[str, Any], dict[Path, Any], Kept]:
     """Return the new fields of a layer, its parameters, and the heads that it keeps.
 
     The table of its parameters has the names of their axes. Its sizes are not used.
@@ -152,10 +152,10 @@ def _without(
     N, K, H, _ = layer.sizes(D)
     at = len(shapes[query]) - len(axes[query])
     layers, count = shapes[query][:at], shapes[query][at + axes[query].index("heads")]
-    kept = keep(owner, removed, N, K, layers, repeat_kv)
-    heads = Heads(owner, kept, N, K, H, count, layers)
+    rows = keep(owner, removed, N, K, layers, repeat_kv)
+    heads = Kept(owner, rows, N, K, H, count, layers)
     fields = {
-        "num_heads": kept[0].size, "num_kv_heads": len(kept[0]),
+        "num_heads": rows[0].size, "num_kv_heads": len(rows[0]),
         "head_dim": H, "qkv_features": None, "scores": heads.select(as_scores(layer.scores)),
         "mask": None if layer.mask is None else heads.select(masks.as_mask(layer.mask)),
     }  # fmt: skip

@@ -29,12 +29,12 @@ _JOINED = (masks.And, masks.Or, masks.Not)
 
 
 @dataclasses.dataclass
-class Heads:
+class Kept:
     """The heads that a layer keeps, or each of several layers under scan or in a stack.
 
     Attributes:
       owner: the path of the layer or of the stack.
-      kept: int [K', G'] of each layer, the heads in a row for each key/value head.
+      rows: int [K', G'] for each layer, the heads in a row for each key/value head.
       N: the number of query heads.
       K: the number of key/value heads.
       H: the features of a head.
@@ -43,7 +43,7 @@ class Heads:
     """
 
     owner: str
-    kept: Sequence[np.ndarray]
+    rows: Sequence[np.ndarray]
     N: int
     K: int
     H: int
@@ -52,7 +52,7 @@ class Heads:
 
     def index(self, size: int, is_kv: bool = False) -> np.ndarray:
         """Return the indices [*layers, n] along an axis of r·N heads, or of r·K if `is_kv`."""
-        k, g = (x[..., None, :] for x in np.divmod(np.stack(self.kept), self.N // self.K))
+        k, g = (x[..., None, :] for x in np.divmod(np.stack(self.rows), self.N // self.K))
         r = size // (self.K if is_kv else self.N)
         k = k * r + np.arange(r)[:, None]
         index: np.ndarray = k[..., 0] if is_kv else k * (self.N // self.K) + g
@@ -66,14 +66,14 @@ class Heads:
                 x = jax.tree.map(functools.partial(_take, index=index, axis=axis), x)
         return x
 
-    def shared(self, name: str) -> "Heads":
+    def shared(self, name: str) -> "Kept":
         """Return the heads of each layer, after a check that layers with the same `name` agree."""
-        if len({(x.shape, *x.ravel()) for x in self.kept}) > 1:
+        if len({(x.shape, *x.ravel()) for x in self.rows}) > 1:
             raise ValueError(
                 f"layers that share {name} in {self.owner} must lose the same heads; remove the "
                 f"same from each, or give each layer its own"
             )
-        return dataclasses.replace(self, kept=self.kept[:1], layers=())
+        return dataclasses.replace(self, rows=self.rows[:1], layers=())
 
     def select(self, tree: Any) -> Any:
         """Return masks and scores for these heads. Those without heads stay as they are."""
@@ -113,7 +113,7 @@ class Heads:
 def keep(
     owner: str, removed: Any, N: int, K: int, layers: Sequence[int], repeat_kv: bool
 ) -> list[np.ndarray]:
-    """Return `Heads.kept` without the heads `removed`, which may be a dict by layer.
+    """Return `Kept.rows` without the heads `removed`, which may be a dict by layer.
 
     With `repeat_kv` several rows may be of the same key/value head.
     """
