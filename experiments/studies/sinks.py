@@ -9,7 +9,7 @@ the trigger. A head has to look back at triggers alone. Elsewhere it has nothing
 
 There the softmax gives 0.26 of its weight to the first token after 800 steps (3 seeds: 0.18 to
 0.32), and 0.003 at triggers; a learned sink 0.07, a sink of 0 0.09 (one seed: 0.33), sigmoid 0.01,
-softpick 0.05. Losses and largest scores are alike. It takes two to three minutes of CPU time.
+softpick 0.05. Losses and largest scores are alike. It takes about two minutes of CPU time.
 """
 
 import functools
