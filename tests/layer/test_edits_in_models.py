@@ -263,6 +263,19 @@ def test_scores_are_read_without_a_softmax(normalizer: str) -> None:
     )
 
 
+@pytest.mark.parametrize("normalizer", ["sigmoid", "softpick"])
+def test_weights_are_edited_without_a_softmax(normalizer: str) -> None:
+    """Half of the weights give half of the heads' outputs."""
+    layer, half = LAYER.clone(normalizer=normalizer), Edit(keep=0.5)
+    values = random_variables(layer, X)
+    of_weights, of_z = (
+        layer.apply({**values, "edits": {f"attention_{name}": half}}, X)
+        for name in ("weights", "z")
+    )
+    assert oracle.error(of_weights, of_z) < 1e-6
+    assert oracle.error(of_z, layer.apply(values, X)) > 1e-3
+
+
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 def test_scores_are_edited_inside_kernels(kernel: str) -> None:
     values = random_variables(LAYER, X)
