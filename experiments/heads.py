@@ -86,7 +86,7 @@ def write(reader: Reader, prompt: str, beside: str | None, out: str, png: str | 
     runs = {text: jax.jit(apply)(reader.variables, batch)[1] for text, batch in batches.items()}
     attribution = attribute(reader.model, reader.variables, batches[prompt])
     scores = analysis.detect(reader.model, reader.variables, batches[prompt], deterministic=True)
-    analysis.report(out, runs, tokens, attribution=attribution, scores=scores)
+    analysis.report(out, runs, tokens, scores={"attribution": attribution, **scores})
     print(out)
     if png is not None:
         plots.heads(runs[prompt], tokens[prompt]).savefig(png)

@@ -9,7 +9,7 @@ the trigger. A head has to look back at triggers alone. Elsewhere it has nothing
 
 There the softmax gives 0.26 of its weight to the first token after 800 steps (3 seeds: 0.18 to
 0.32), and 0.003 at triggers; a learned sink 0.07, a sink of 0 0.09 (one seed: 0.33), sigmoid 0.01,
-softpick 0.05. Losses and largest scores are alike. It takes two to three minutes of CPU time.
+softpick 0.05. Losses and largest scores are alike. It takes about two minutes of CPU time.
 """
 
 import functools
@@ -24,7 +24,6 @@ from experiments.tasks.task import Batch, Metrics, Params
 from experiments.trainer.loop import one_model
 from flax_mha import Capture, Decoder, DecoderBlock, LanguageModel, MultiHeadAttention
 from flax_mha.analysis import watch
-from flax_mha.kernels.normalizers import OTHERS
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 
@@ -103,15 +102,11 @@ def measure(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
     `share` of the first one in it.
     """
     batch = draw(key, 64)
-    normalizer = model.decoder.first.attention.normalizer
-    source = "scores" if normalizer in OTHERS else "weights"  # Others have no weights to capture.
-    watched = watch(model, Capture((source, "max_logit")))
+    watched = watch(model, Capture(("weights", "max_logit")))
     logits, sown = watched.apply({"params": params}, batch["tokens"], mutable="intermediates")
     loss, _ = base.Labelled(model, LENGTH).scores(logits, batch)
     sown = sown["intermediates"]["decoder"]["layers_0"]["attention"]
-    weights, top = (sown[f"attention_{name}"][0] for name in (source, "max_logit"))
-    if normalizer in OTHERS:
-        weights = OTHERS[normalizer](weights, jnp.tri(LENGTH, dtype=bool))
+    weights, top = (sown[f"attention_{name}"][0] for name in ("weights", "max_logit"))
     first, total = (x[:, :, 8:].mean(1) for x in (weights[..., 0], weights.sum(-1)))
     copied = batch["tokens"][:, 8:] < TRIGGERS
     return {

@@ -23,17 +23,8 @@ from experiments.studies import base
 from experiments.tasks import text
 from experiments.tasks.task import Batch, Metrics, Params
 from experiments.trainer.loop import TrainState
-from flax_mha import (
-    Capture,
-    Decoder,
-    DecoderBlock,
-    LanguageModel,
-    MultiHeadAttention,
-    QKNorm,
-    muon_dimensions,
-    qk_clip,
-)
-from flax_mha.models import TokenEmbedding
+from flax_mha import Capture, DecoderBlock, MultiHeadAttention, QKNorm, muon_dimensions, qk_clip
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
@@ -54,10 +45,8 @@ class Variant(NamedTuple):
 
 def make_variants() -> dict[str, Variant]:
     """Return the variants by name. Muon's updates have the root mean square of Adam's, 0.2."""
-    clip, shapes = (
-        optax.clip_by_global_norm(1.0),
-        {"muon_weight_dimension_numbers": muon_dimensions},
-    )
+    clip = optax.clip_by_global_norm(1.0)
+    shapes = {"muon_weight_dimension_numbers": muon_dimensions}
     adam = optax.chain(clip, optax.adam(1.0, b2=0.95))
     muon = optax.chain(clip, contrib.muon(1.0, adam_b2=0.95, consistent_rms=0.2, **shapes))
     return {

@@ -35,18 +35,9 @@ class Factored(struct.PyTreeNode):
     left: jax.Array
     right: jax.Array
 
-    # Makes `ndarray @ factored` call `__rmatmul__`.
-    __array_ufunc__ = None
-
-    def __matmul__(self, other: "Factored | jax.Array") -> "Factored | jax.Array":
-        """Return the product with another, factored, or with an array."""
-        if isinstance(other, Factored):
-            return Factored(self.left, (self.right @ other.left) @ other.right)
-        return self.left @ (self.right @ other)
-
-    def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        """Return x · left · right for rows x [..., D]."""
-        return (x @ self.left) @ self.right
+    def __matmul__(self, other: "Factored") -> "Factored":
+        """Return the product with another, factored."""
+        return Factored(self.left, (self.right @ other.left) @ other.right)
 
     @property
     def T(self) -> "Factored":
@@ -60,18 +51,13 @@ class Factored(struct.PyTreeNode):
     def svd(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return u [..., D, r], the singular values s [..., r] and vh [..., r, D']."""
         # Of two QR decompositions only the product of the triangles, [r, r], needs an SVD.
-        q, r = jnp.linalg.qr(self.left)
-        p, t = jnp.linalg.qr(self.T.left)
+        (q, r), (p, t) = (jnp.linalg.qr(x.left) for x in (self, self.T))
         u, s, vh = jnp.linalg.svd(r @ jnp.swapaxes(t, -1, -2), full_matrices=False)
         return q @ u, s, vh @ jnp.swapaxes(p, -1, -2)
 
-    def singular_values(self) -> jax.Array:
-        """Return the singular values [..., r], in descending order."""
-        return self.svd()[1]
-
     def norm(self) -> jax.Array:
         """Return the Frobenius norm [...]."""
-        r, t = (jnp.linalg.qr(x, mode="r") for x in (self.left, self.T.left))
+        r, t = (jnp.linalg.qr(x.left, mode="r") for x in (self, self.T))
         return jnp.linalg.norm(r @ jnp.swapaxes(t, -1, -2), axis=(-2, -1))
 
 
@@ -84,11 +70,10 @@ def parameters(variables: Mapping[str, Any], path: str, layer: int | None = None
       layer: the index among layers under `nn.scan`, which are stacked on a leading axis.
     """
     part: Any = meta.unbox(variables.get("params", variables))
-    for n, name in enumerate(names := path.split("/")):
+    for name in path.split("/"):
         if name not in part:
             raise ValueError(
-                f"path must name parameters, got {path!r}; {'/'.join(names[:n]) or 'the model'} "
-                f"has {sorted(part)}"
+                f"path must name parameters, got {path!r}; {name!r} is none of {sorted(part)}"
             )
         part = part[name]
     return part if layer is None else jax.tree.map(lambda x: x[layer], part)
@@ -114,8 +99,7 @@ def qk(
     """
     _check(layer, p, ("query", "key"), ("qk_norm", "normalize_qk"))
     q, k = (_fold(p[name], norm, biases) for name in ("query", "key"))
-    if layer.rotary is not None:
-        rotary = layer.rotary
+    if (rotary := layer.rotary) is not None:
         if not isinstance(rotary, Rotary) or isinstance(rotary.scaling, Growing):
             raise ValueError(
                 f"rotary must depend on i − j alone, as positions.Rotary() does, got {rotary!r}; "
@@ -161,9 +145,8 @@ def composition(kind: str, earlier: Factored, later: Factored) -> jax.Array:
     """
     # ‖W_QK W_OVᵀ‖ = ‖W_OV W_QKᵀ‖.
     later = checks.choice("kind", kind, {"q": later, "k": later.T, "v": later})
-    r, t = (jnp.linalg.qr(x, mode="r") for x in (earlier.left, later.T.left))
-    middle = jnp.einsum("nrd,mds->nmrs", earlier.right, later.left)
-    products = jnp.einsum("nir,nmrs,mjs->nmij", r, middle, t)
+    r, t = (jnp.linalg.qr(x.left, mode="r") for x in (earlier, later.T))
+    products = jnp.einsum("nir,nrd,mds,mjs->nmij", r, earlier.right, later.left, t)
     norms = earlier.norm()[:, None] * later.norm()[None]
     return jnp.linalg.norm(products, axis=(-2, -1)) / norms
 

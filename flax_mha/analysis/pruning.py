@@ -1,27 +1,24 @@
 """Models without some of their attention heads."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from flax_mha import linen
-from flax_mha import nnx as nnx_layers
-from flax_mha.analysis.selection import check_shared, heads_to_keep, index_of, select, take
+from flax_mha import linen, masks
+from flax_mha.analysis.selection import Kept, keep
 from flax_mha.analysis.watching import rebuild
 from flax_mha.base import checks
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
+from flax_mha.layer.standard import attention_layers
 from flax_mha.models.stacks import Stack
-from flax_mha.scores import ScoreMod, TransformerXL, as_scores, learned
+from flax_mha.scores import as_scores, learned
 
 Path: TypeAlias = tuple[str, ...]
-Index: TypeAlias = np.ndarray
 
 
 def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
@@ -45,26 +42,37 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
         The error has the reason.
       TypeError: if heads are not indices.
     """
+    *variables, heads = args
+    if not isinstance(heads, Mapping):
+        raise TypeError(
+            f"heads must be a dict of indices by path, got {checks.describe(heads)}; give "
+            f"{{'layers_0/attention': (1, 3)}}, say, or {{'': (1, 3)}} for a bare layer"
+        )
+    heads = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
     if isinstance(model, nnx.Module):
-        return _prune_nnx(model, *args, repeat_kv=repeat_kv)
-    variables, heads = args
-    pruner = _Pruner(flatten_dict(variables["params"]), _by_path(heads), repeat_kv)
+        return _prune_nnx(model, heads, repeat_kv)
+    return _prune_linen(model, variables[0], heads, repeat_kv)
+
+
+def _prune_linen(model: Any, variables: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
+    """Return a linen model without the heads, and its variables."""
+    pruner = _Pruner(flatten_dict(variables["params"]), heads, repeat_kv)
     model = rebuild(model, pruner.change)
-    _check_paths(pruner.heads, pruner.kept)
+    _check_paths(heads, pruner.kept)
     for name in variables.keys() - {"params"}:
-        if any(_under(path, flatten_dict(variables[name])) for path in pruner.heads):
+        if any(_under(path, flatten_dict(variables[name])) for path in heads):
             raise ValueError(f"variables must have no {name!r} of pruned layers; leave it out")
     return model, {**variables, "params": unflatten_dict(pruner.params)}
 
 
 @dataclasses.dataclass
 class _Pruner:
-    """The changes of a linen model. `kept` indexes the heads of each layer, None for all."""
+    """The changes of a linen model, and the heads that each layer keeps."""
 
     params: dict[Path, Any]
-    heads: Mapping[Path, Any]
+    removed: Mapping[Path, Any]
     repeat_kv: bool
-    kept: dict[Path, Index | None] = dataclasses.field(default_factory=dict)
+    kept: dict[Path, Kept] = dataclasses.field(default_factory=dict)
 
     def change(self, module: Any, path: Path) -> Any:
         """Return a layer or a stack without the heads, and None for other modules."""
@@ -73,11 +81,12 @@ class _Pruner:
         return self._layer(module, path) if isinstance(module, linen.MultiHeadAttention) else None
 
     def _layer(self, layer: Any, path: Path) -> Any:
-        self.kept[path] = None
-        if path not in self.heads:
+        N, K = layer.num_heads, layer.num_kv_heads or layer.num_heads
+        if path not in self.removed:
+            self.kept[path] = Kept("", [np.arange(N).reshape(K, -1)], N, K, 1, N)
             return layer
-        table = layer.table(*[2 * layer.num_heads] * 3)  # For its names, which are of any size.
-        own, removed = _under(path, self.params), self.heads[path]
+        table = layer.table(2 * N, 2 * N, 2 * N)
+        own, removed = _under(path, self.params), self.removed[path]
         fields, own, self.kept[path] = _without(path, layer, table, own, removed, self.repeat_kv)
         self.params |= {(*path, *name): x for name, x in own.items()}
         if layer.num_kv_heads is None:
@@ -100,79 +109,66 @@ class _Pruner:
                 f"the layers of {owner} must fill the steps of its scan to lose heads, got {count} "
                 f"in steps of {size}; unstack the layers, and set scan=False"
             )
-        kept = [self.kept.get((*path, *name, "attention")) for name in names]
-        if any(kept[i] is not None for i in stack.kv_from or () if i is not None):
+        is_smaller = [new[name].attention is not old[name].attention for name in names]
+        if any(is_smaller[i] for i in stack.kv_from or () if i is not None):
             raise ValueError(
                 f"layers of {owner} must keep the keys and values that others read (kv_from); "
                 f"remove heads from layers that share none"
             )
         block = tuple(new.values())
         fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0]}
-        if stack.scores and any(x is not None for x in kept):
-            index, layer, N = _common(kept), block[0].attention, stack.first.attention.num_heads
-            total = 0 if index is None else N * len(index) // layer.num_heads
-            made = _scores(owner, stack.scores, N, layer.head_dim or 1, total, index)
-            fields["scores"], axes = made
-            for name, names_of in axes.items():
-                if "heads" in names_of:
-                    check_shared(owner, name[0], index)
-                at = (*path, *name)
-                self.params[at] = _along(self.params[at], names_of, lambda *_: index)
+        if any(is_smaller):
+            layers = [self.kept[(*path, *name, "attention")] for name in names]
+            rows = [row for layer in layers for row in layer.rows]
+            heads = dataclasses.replace(layers[0], owner=owner, rows=rows)
+            fields["scores"] = heads.select(as_scores(stack.scores))
+            for name, axes in _score_axes(stack.scores).items():
+                if "heads" in axes:
+                    at = (*path, *name)
+                    self.params[at] = heads.shared(name[0]).take(self.params[at], axes)
         return stack.clone(**fields)
 
 
 def _without(
     path: Path, layer: Any, table: Table, arrays: Mapping[Path, Any], removed: Any, repeat_kv: bool
-) -> tuple[dict[str, Any], dict[Path, Any], Index]:
-    """Return a layer's new fields and parameters, and the index of its heads [*layers, n].
+) -> tuple[dict[str, Any], dict[Path, Any], Kept]:
+    """Return the new fields of a layer, its parameters, and the heads that it keeps.
 
-    Args:
-      path: the layer's path.
-      layer: the linen or nnx layer.
-      table: the table of its parameters, of any sizes.
-      arrays: its parameters.
-      removed: the heads to remove.
-      repeat_kv: True to repeat key/value heads.
+    The table of its parameters has the names of their axes. Its sizes are not used.
     """
     owner, query = "/".join(path) or "the layer", ("query", "kernel")
-    axes: dict[Path, Sequence[str | None]] = {}
+    axes = _score_axes(layer.scores)
     for name, entry in table.items():
         if isinstance(entry, LinearEntry):
             axes[name, "kernel"], axes[name, "bias"] = entry.names, entry.names[len(entry.inputs) :]
         elif isinstance(entry, ArrayEntry):
             axes[name,] = entry.names
-    _check_layer(owner, layer, [x[0] for x in axes if x[1:] == ("kernel",) and x not in arrays])
-    shapes = {name: np.shape(meta.unbox(arrays[name])) for name in axes if name in arrays}
+    missing = [name for name, *leaf in axes if leaf == ["kernel"] and (name, *leaf) not in arrays]
+    unknown = ["/".join(x) for x in arrays if x not in axes and x[0] not in table]
+    _check_layer(owner, layer, missing, unknown)
+    shapes = {name: np.shape(meta.unbox(x)) for name, x in arrays.items()}
     # The first kernel with an axis of features has those of inputs_q.
     D = next(shapes[x][-len(names)] for x, names in axes.items() if names[:1] == ("embed",))
     N, K, H, _ = layer.sizes(D)
     at = len(shapes[query]) - len(axes[query])
     layers, count = shapes[query][:at], shapes[query][at + axes[query].index("heads")]
-    kept = heads_to_keep(owner, removed, N, K, layers, repeat_kv)
-    index_for = functools.partial(index_of, kept, N, K)
-    index = index_for(count)
-    same = _common([index])
-    scores, learned_axes = _scores(owner, layer.scores, N, H, count, same)
-    axes |= learned_axes
-    if unknown := ["/".join(x) for x in arrays if x not in axes and x[0] not in table]:
-        raise ValueError(
-            f"{owner} must have the parameters of its class alone, got {unknown} too, whose axes "
-            f"of heads are not known; merge them into the others, or leave them out"
-        )
+    rows = keep(owner, removed, N, K, layers, repeat_kv)
+    heads = Kept(owner, rows, N, K, H, count, layers)
     fields = {
-        "num_heads": kept.shape[-2] * kept.shape[-1], "num_kv_heads": kept.shape[-2],
-        "head_dim": H, "qkv_features": None, "scores": scores,
-        "mask": None if layer.mask is None else select(owner, layer.mask, same, count),
+        "num_heads": rows[0].size, "num_kv_heads": len(rows[0]),
+        "head_dim": H, "qkv_features": None, "scores": heads.select(as_scores(layer.scores)),
+        "mask": None if layer.mask is None else heads.select(masks.as_mask(layer.mask)),
     }  # fmt: skip
-    return fields, {x: _along(y, axes.get(x, ()), index_for) for x, y in arrays.items()}, index
+    return fields, {name: heads.take(x, axes.get(name, ())) for name, x in arrays.items()}, heads
 
 
-def _check_layer(owner: str, layer: Any, missing: Sequence[str]) -> None:
+def _check_layer(owner: str, layer: Any, missing: Sequence[str], unknown: Sequence[str]) -> None:
     """Check that a layer can lose heads."""
     kind, heads = type(layer).__name__, layer.capture and layer.capture.heads
     for is_wrong, rule in (
         (layer.mixes_heads, f"not mix its heads, as {kind} does"),
         (missing, f"have parameters for {missing}, got none: it reads those of another layer"),
+        (unknown, f"have the parameters of its class alone, got {unknown} too: merge them"),
         (not layer.project_out, "have project_out=True, or its output would have fewer features"),
         (heads, f"capture all heads, got {heads}, which would have other numbers"),
     ):
@@ -180,54 +176,15 @@ def _check_layer(owner: str, layer: Any, missing: Sequence[str]) -> None:
             raise ValueError(f"a layer that loses heads must {rule}; keep all heads of {owner}")
 
 
-def _scores(
-    owner: str, scores: Any, N: int, H: int, count: int, index: Index | None
-) -> tuple[tuple[ScoreMod, ...], dict[Path, Sequence[str | None]]]:
-    """Return scores for the heads of an index, and the axes of their parameters."""
+def _score_axes(scores: Any) -> dict[Path, Sequence[str | None]]:
+    """Return the logical names of the axes of the parameters of scores, by path."""
     axes: dict[Path, Sequence[str | None]] = {}
 
     def make(name: str, shape: Any, names: Any, *_: Any) -> Any:
         axes[name,] = names
-        return np.zeros(shape, np.float32)
 
-    # A default number of features would change with that of heads.
-    scores = [
-        mod.replace(features=mod.features or N * H) if isinstance(mod, TransformerXL) else mod
-        for mod in as_scores(scores)
-    ]
-    made = zip(scores, learned(scores, N, H, make), strict=True)
-    return tuple(
-        select(owner, mod, index, count) if mod is new or jax.tree.leaves(mod) else mod
-        for mod, new in made
-    ), axes
-
-
-def _along(x: Any, names: Sequence[str | None], index_for: Callable[..., Any]) -> Any:
-    """Return an array, perhaps boxed, for some of the heads along its axes of heads."""
-    for axis, name in enumerate(names, -len(names)):
-        if name in ("heads", "kv_heads"):
-            index = index_for(np.shape(meta.unbox(x))[axis], name == "kv_heads")
-            x = jax.tree.map(functools.partial(take, index=index, axis=axis), x)
-    return x
-
-
-def _common(indices: Sequence[Index | None]) -> Index | None:
-    """Return the index [n] of all layers, None if it differs."""
-    rows = {
-        None if row is None else tuple(row)
-        for x in indices
-        for row in ([None] if x is None else x.reshape(-1, x.shape[-1]))
-    }
-    return None if None in rows or len(rows) > 1 else np.array(rows.pop())
-
-
-def _by_path(heads: Any) -> dict[Path, Any]:
-    if not isinstance(heads, Mapping):
-        raise TypeError(
-            f"heads must be a dict of indices by path, got {checks.describe(heads)}; give "
-            f"{{'layers_0/attention': (1, 3)}}, say, or {{'': (1, 3)}} for a bare layer"
-        )
-    return {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
+    learned(scores, 1, 1, make)
+    return axes
 
 
 def _check_paths(heads: Mapping[Path, Any], layers: Iterable[Path]) -> None:
@@ -244,20 +201,17 @@ def _under(path: Path, flat: Mapping[Path, Any]) -> dict[Path, Any]:
     return {name[len(path) :]: x for name, x in flat.items() if name[: len(path)] == path}
 
 
-def _prune_nnx(model: Any, heads: Any, *, repeat_kv: bool) -> Any:
+def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
     """Return a copy of an nnx model without the heads."""
-    model, chosen = nnx.clone(model), _by_path(heads)
-    layers = {
-        tuple(map(str, path)): layer
-        for path, layer in nnx.iter_modules(model)
-        if isinstance(layer, nnx_layers.MultiHeadAttention)
-    }
-    _check_paths(chosen, layers)
-    for path, removed in chosen.items():
-        layer, owner = layers[path], "/".join(path) or "the layer"
+    model = nnx.clone(model)
+    layers = dict(attention_layers(model))
+    _check_paths(heads, layers)
+    for path, removed in heads.items():
+        layer = layers[path]
         if layer.kv is not None or layer.edits is not None:
             raise ValueError(
-                f"{owner} must have no cache and no edits, got some; set kv and edits to None"
+                f"{'/'.join(path) or 'the layer'} must have no cache and no edits, got some; set "
+                f"kv and edits to None"
             )
         own, table = nnx.to_pure_dict(nnx.state(layer, nnx.Param)), dict(layer._entries)
         fields, new, _ = _without(path, layer, table, flatten_dict(own), removed, repeat_kv)
@@ -268,10 +222,6 @@ def _prune_nnx(model: Any, heads: Any, *, repeat_kv: bool) -> Any:
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
                 shape, at = new[name, "kernel"].shape, len(entry.inputs)
-                table[name] = dataclasses.replace(entry, inputs=shape[:at], features=shape[at:])
                 projection = getattr(layer, name)
                 projection.in_features, projection.out_features = shape[:at], shape[at:]
-            elif isinstance(entry, ArrayEntry):
-                table[name] = dataclasses.replace(entry, shape=new[name,].shape)
-        layer._entries = tuple(table.items())
     return model

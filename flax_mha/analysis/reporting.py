@@ -18,8 +18,8 @@ _LIMIT = 2_000_000  # bytes
 
 def report(
     path: str | Path, runs: Mapping[str, Any], tokens: Names | None = None,
-    kv_tokens: Names | None = None, *, attribution: Any = None,
-    scores: Mapping[str, Any] | None = None, title: str = "Attention heads",
+    kv_tokens: Names | None = None, *, scores: Mapping[str, Any] | None = None,
+    title: str = "Attention heads",
 ) -> None:  # fmt: skip
     """Write a page that shows the attention weights of every head, in one run or in two.
 
@@ -33,8 +33,8 @@ def report(
         The largest `attention_max_logit` of each head is shown if the tree has them.
       tokens: T names of the queries, or a dict of them by run.
       kv_tokens: S names of the keys, or a dict of them by run (default: `tokens`).
-      attribution: a number for each head, [layers, heads] or a list by layer.
-      scores: more such numbers by name; or those that `detect` returns.
+      scores: a number for each head, [layers, heads] or a list by layer, by name; and those that
+        `detect` returns.
       title: the title of the page.
 
     Raises:
@@ -54,10 +54,9 @@ def report(
         {"name": layer, "shape": shape, "sides": [_sides(layer, shape, each) for each in names]}
         for layer, shape in shapes[0].items()
     ]
-    scores = {**({} if attribution is None else {"attribution": attribution}), **(scores or {})}
     scale, weights = _pack(found)
     data = {"title": title, "runs": [*runs], "tokens": names, "layers": layers, "scale": scale}
-    data |= {"measures": _measures([*runs.values()], found, scores), "weights": weights}
+    data |= {"measures": _measures([*runs.values()], found, scores or {}), "weights": weights}
     # Without "<", no token can end the script that holds the data.
     text = json.dumps(data, default=list).replace("<", r"\u003c")
     template = resources.files("flax_mha.analysis").joinpath("report.html").read_text("utf-8")

@@ -1,17 +1,18 @@
-"""Selection of some heads in arrays, masks and scores."""
+"""The heads that layers keep, and their parts of arrays, masks and scores."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax.core import meta
 
 from flax_mha import masks, scores
 from flax_mha.base import checks
-from flax_mha.base.trees import tree_nodes
-from flax_mha.masks.base import Not, Or, as_mask
 
 # The axis of heads, from the end, of the arrays in masks and scores.
 _AXES: dict[type, dict[str, int]] = {
@@ -20,126 +21,137 @@ _AXES: dict[type, dict[str, int]] = {
     scores.Relative: {"table": -3},
     scores.TransformerXL: {"content_bias": -2, "position_bias": -2, "kernel": -2},
 }  # fmt: skip
-# Without heads, as far as the masks that they join.
 _WITHOUT_HEADS = (
-    masks.And, Or, Not, masks.Causal, masks.Dilated, masks.Documents, masks.Keys, masks.Lengths,
-    masks.Neighborhood, masks.Prefix, masks.Segments, masks.Window, scores.SoftCap,
+    masks.Causal, masks.Dilated, masks.Documents, masks.Keys, masks.Lengths, masks.Neighborhood,
+    masks.Prefix, masks.Segments, masks.Window, scores.SoftCap,
 )  # fmt: skip
+_JOINED = (masks.And, masks.Or, masks.Not)
 
 
-def heads_to_keep(
-    name: str, removed: Any, N: int, K: int, layers: Sequence[int], repeat_kv: bool
-) -> np.ndarray:
-    """Return the heads to keep of a layer, int [*layers, K', G'], a row for each key/value head.
+@dataclasses.dataclass
+class Kept:
+    """The heads that a layer keeps, or each of several layers under scan or in a stack.
 
-    Args:
-      name: the layer's path.
-      removed: indices of heads, or a dict of them by layer.
+    Attributes:
+      owner: the path of the layer or of the stack.
+      rows: int [K', G'] for each layer, the heads in a row for each key/value head.
       N: the number of query heads.
       K: the number of key/value heads.
-      layers: the sizes of the axes of layers under scan; none for one layer.
-      repeat_kv: True if several rows may be of the same key/value head.
+      H: the features of a head.
+      count: the heads of the scores, r·N: r·K key/value heads in a row, each read by N/K in a row.
+      layers: the sizes of the axes of layers; none for one layer.
+    """
+
+    owner: str
+    rows: Sequence[np.ndarray]
+    N: int
+    K: int
+    H: int
+    count: int
+    layers: Sequence[int] = ()
+
+    def index(self, size: int, is_kv: bool = False) -> np.ndarray:
+        """Return the indices [*layers, n] along an axis of r·N heads, or of r·K if `is_kv`."""
+        k, g = (x[..., None, :] for x in np.divmod(np.stack(self.rows), self.N // self.K))
+        r = size // (self.K if is_kv else self.N)
+        k = k * r + np.arange(r)[:, None]
+        index: np.ndarray = k[..., 0] if is_kv else k * (self.N // self.K) + g
+        return index.reshape(*self.layers, -1)
+
+    def take(self, x: Any, names: Sequence[str | None]) -> Any:
+        """Return the part of an array, perhaps boxed, whose last axes have logical names."""
+        for axis, name in enumerate(names, -len(names)):
+            if name in ("heads", "kv_heads"):
+                index = self.index(np.shape(meta.unbox(x))[axis], name == "kv_heads")
+                x = jax.tree.map(functools.partial(_take, index=index, axis=axis), x)
+        return x
+
+    def shared(self, name: str) -> "Kept":
+        """Return the heads of each layer, after a check that layers with the same `name` agree."""
+        if len({(x.shape, *x.ravel()) for x in self.rows}) > 1:
+            raise ValueError(
+                f"layers that share {name} in {self.owner} must lose the same heads; remove the "
+                f"same from each, or give each layer its own"
+            )
+        return dataclasses.replace(self, rows=self.rows[:1], layers=())
+
+    def select(self, tree: Any) -> Any:
+        """Return masks and scores for these heads. Those without heads stay as they are."""
+
+        def is_leaf(x: Any) -> bool:
+            return isinstance(x, masks.Mask | scores.ScoreMod) and not isinstance(x, _JOINED)
+
+        return jax.tree.map(self._select, tree, is_leaf=is_leaf)
+
+    def _select(self, x: Any) -> Any:
+        name = type(x).__name__
+        if isinstance(x, _WITHOUT_HEADS):
+            return x
+        if isinstance(x, masks.PerHead):
+            index = self.shared(name).index(self.count)
+            return x.replace(masks=tuple(self.select(masks.as_mask(x.masks[i])) for i in index))
+        if isinstance(x, masks.Predicate | scores.Score):
+            return _renumbered(x, self.shared(name).index(self.count))
+        if type(x) not in _AXES:
+            raise ValueError(
+                f"masks and scores of {self.owner} must be of flax_mha, got {name}, whose heads "
+                f"are not known; write it as masks.Predicate or scores.Score"
+            )
+        # Defaults of the number of heads would change with it.
+        if isinstance(x, scores.Alibi) and x.slopes is None:
+            x = x.replace(slopes=scores.alibi_slopes(self.count))
+        if isinstance(x, scores.TransformerXL):
+            x = x.replace(features=x.features or self.N * self.H)
+        arrays = {field: (getattr(x, field), axis) for field, axis in _AXES[type(x)].items()}
+        return x.replace(**{
+            field: _take(array, self.shared(name).index(self.count), axis)
+            for field, (array, axis) in arrays.items()
+            if np.ndim(array) >= -axis and np.shape(array)[axis] > 1
+        })  # fmt: skip
+
+
+def keep(
+    owner: str, removed: Any, N: int, K: int, layers: Sequence[int], repeat_kv: bool
+) -> list[np.ndarray]:
+    """Return `Kept.rows` without the heads `removed`, which may be a dict by layer.
+
+    With `repeat_kv` several rows may be of the same key/value head.
     """
     steps = range(math.prod(layers))
     by_step = removed if isinstance(removed, Mapping) else dict.fromkeys(steps, removed)
     if unknown := [*{*by_step} - {*steps}]:
         raise ValueError(
-            f"heads of {name} must be by layers 0 … {steps[-1]}, got {unknown}; change the layers"
+            f"heads of {owner} must be by layers 0 … {steps[-1]}, got {unknown}; change the layers"
         )
     rows = []
     for step in steps:
-        heads = checks.sizes(f"heads of {name}", by_step.get(step, ()))
+        heads = checks.sizes(f"heads of {owner}", by_step.get(step, ()))
         if unknown := [head for head in heads if head >= N]:
-            raise ValueError(f"heads of {name} must be in 0 … {N - 1}, got {unknown}; change them")
-        rows.append([head for head in range(N) if head not in heads])
+            raise ValueError(f"heads of {owner} must be in 0 … {N - 1}, got {unknown}; change them")
+        rows.append(np.setdiff1d(np.arange(N), heads))
     counts = [len(row) for row in rows]
-    if not all(counts):
+    if len({*counts}) > 1 or not counts[0]:
         raise ValueError(
-            f"{name} must keep one of its {N} heads, got all to remove; leave one, or the layer out"
+            f"{owner} must keep a head, and as many in each layer under scan, got {counts}; remove "
+            f"fewer, or unstack the layers and set scan=False"
         )
-    if len({*counts}) > 1:
-        raise ValueError(
-            f"{name} must keep as many heads in each layer under scan, got {counts}; remove as "
-            f"many from each, or unstack the layers and set scan=False"
-        )
-    groups = {int(n) for row in rows for n in np.bincount(np.array(row) // (N // K)) if n}
+    groups = {int(n) for row in rows for n in np.bincount(row // (N // K)) if n}
     size = math.gcd(*groups)
     if groups != {size} and not repeat_kv:
         raise ValueError(
-            f"key/value heads of {name} must keep as many query heads each, or none, got "
+            f"key/value heads of {owner} must keep as many query heads each, or none, got "
             f"{sorted(groups)}; give repeat_kv=True to repeat keys and values"
         )
-    return np.array(rows).reshape(*layers, -1, size)
+    return [row.reshape(-1, size) for row in rows]
 
 
-def index_of(kept: np.ndarray, N: int, K: int, size: int, is_kv: bool = False) -> np.ndarray:
-    """Return the indices [*layers, n] of heads along an axis of r·N heads, or r·K if `is_kv`.
-
-    Each head has r entries, as in differential attention: r key/value heads in a row, each read by
-    N/K query heads in a row.
-    """
-    k, g = (x[..., None, :] for x in np.divmod(kept, N // K))
-    r = size // (K if is_kv else N)
-    k = k * r + np.arange(r)[:, None]
-    index: np.ndarray = k[..., 0] if is_kv else k * (N // K) + g
-    return index.reshape(*kept.shape[:-2], -1)
-
-
-def take(x: Any, index: np.ndarray, axis: int) -> Any:
+def _take(x: Any, index: np.ndarray, axis: int) -> Any:
     """Return the entries of an index [*layers, n] along an axis of x, counted from the end."""
-
-    def pick(x: Any, index: Any) -> Any:
-        return x[(..., index, *[slice(None)] * (-axis - 1))]
-
-    for _ in index.shape[:-1]:
-        pick = jax.vmap(pick)
-    return pick(x, index)
-
-
-def check_shared(owner: str, name: str, index: np.ndarray | None) -> np.ndarray:
-    """Return the index of the heads, after a check that layers that share `name` keep the same."""
-    if index is None:
-        raise ValueError(
-            f"layers that share {name} in {owner} must lose the same heads; remove the same from "
-            f"each, or give each layer its own"
-        )
-    return index
-
-
-def select(owner: str, x: Any, index: np.ndarray | None, count: int) -> Any:
-    """Return a mask or score for the heads of an index [n] of its `count` heads.
-
-    The index is None if the heads differ between layers that share x. A mask or score without heads
-    is returned as it is.
-    """
-    x = x if isinstance(x, scores.ScoreMod) else as_mask(x)
-    nodes = [node for node in tree_nodes(x) if isinstance(node, masks.Mask | scores.ScoreMod)]
-    if all(isinstance(node, _WITHOUT_HEADS) for node in nodes):
-        return x
-    again = functools.partial(select, owner, index=index, count=count)
-    name = type(x).__name__
-    if isinstance(x, Not):
-        return Not(again(x.mask))
-    if isinstance(x, masks.And | Or):
-        return x.replace(masks=tuple(map(again, x.masks)))
-    index = check_shared(owner, name, index)
-    if isinstance(x, masks.PerHead):
-        return x.replace(masks=tuple(again(x.masks[i]) for i in index))
-    if isinstance(x, masks.Predicate | scores.Score):
-        return _renumbered(x, index)
-    if type(x) not in _AXES:
-        raise ValueError(
-            f"masks and scores of {owner} must be of flax_mha, got {name}, whose heads are not "
-            f"known; write it as masks.Predicate or scores.Score"
-        )
-    if isinstance(x, scores.Alibi) and x.slopes is None:
-        x = x.replace(slopes=scores.alibi_slopes(count))
-    arrays = {field: (getattr(x, field), axis) for field, axis in _AXES[type(x)].items()}
-    return x.replace(**{
-        field: take(array, index, axis)
-        for field, (array, axis) in arrays.items()
-        if np.ndim(array) >= -axis and np.shape(array)[axis] > 1
-    })  # fmt: skip
+    *layers, n = index.shape
+    before, after = x.ndim + axis - len(layers), -axis - 1
+    index = index.reshape(*layers, *[1] * before, n, *[1] * after)
+    # Arrays of NumPy stay static.
+    return (np if isinstance(x, np.ndarray) else jnp).take_along_axis(x, index, axis)
 
 
 def _renumbered(x: Any, index: np.ndarray) -> Any:
@@ -149,4 +161,4 @@ def _renumbered(x: Any, index: np.ndarray) -> Any:
     def of_heads(*args: Any) -> Any:
         return fn(*args[:at], args[-1][args[at]], *args[at + 1 : -1])
 
-    return x.replace(fn=of_heads, args=(*x.args, jax.numpy.asarray(index)))
+    return x.replace(fn=of_heads, args=(*x.args, jnp.asarray(index)))

@@ -7,8 +7,8 @@ import flax.linen as nn
 from flax import nnx
 
 from flax_mha import linen
-from flax_mha import nnx as nnx_layers
 from flax_mha.kernels import Capture
+from flax_mha.layer.standard import attention_layers
 
 
 def watch(model: Any, capture: Capture | None) -> Any:
@@ -24,10 +24,8 @@ def watch(model: Any, capture: Capture | None) -> Any:
     """
     if isinstance(model, nnx.Module):
         copy = nnx.merge(*nnx.split(model))
-        layers = [
-            x for _, x in nnx.iter_modules(copy) if isinstance(x, nnx_layers.MultiHeadAttention)
-        ]
-        for layer in layers:
+        layers = attention_layers(copy)
+        for _, layer in layers:
             layer.capture = capture
         is_changed = bool(layers)
     else:

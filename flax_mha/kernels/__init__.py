@@ -87,7 +87,7 @@ def dot_product_attention(
         or both, as in "ring:blockwise". On one device a strategy has no effect.
       precision: the precision of matmuls. See `jax.lax.Precision`.
       normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". See
-        `flax_mha.kernels.normalizers`. Only the softmax has an lse, weights and entropy to return.
+        `flax_mha.kernels.normalizers`. Only the softmax has an lse and entropy to return.
       return_weights: True to also return the weights [*B, N, T, S], before dropout.
       return_residuals: True to also return lse [*B, N, T] in float32, the logarithm of the sum of
         the exponentials of the scores, −∞ for a fully masked query.
@@ -109,7 +109,7 @@ def dot_product_attention(
     checks.flag("return_weights", return_weights)
     checks.flag("return_residuals", return_residuals)
     capture = as_capture(capture)
-    _check_lse(spec.normalizer, return_weights, return_residuals, capture)
+    _check_lse(spec.normalizer, return_residuals, capture)
     _, name = choose.parse_kernel(kernel)
     reads = return_weights or return_residuals or bool(capture)
     call_spec = spec.replace(invalid=None, reads_lse=reads, exact_lse=return_residuals)
@@ -136,11 +136,9 @@ def dot_product_attention(
 ARGUMENTS = names_of(dot_product_attention)
 
 
-def _check_lse(normalizer: str, weights: bool, lse: bool, capture: Capture | None) -> None:
-    """Check that a call without a softmax asks for no lse and no values derived from it."""
-    names = set() if capture is None else {*capture.what} - {"max_logit", "scores"}
-    names |= {"weights"} if weights else set()
-    names |= {"lse"} if lse else set()
+def _check_lse(normalizer: str, lse: bool, capture: Capture | None) -> None:
+    """Check that a call without a softmax asks for no lse and no entropy."""
+    names = {"lse", "entropy"} & {*(capture.what if capture else ()), *(["lse"] if lse else [])}
     if normalizer != SOFTMAX and names:
         raise ValueError(
             f"normalizer must be 'softmax' to return {', '.join(sorted(names))}, got "

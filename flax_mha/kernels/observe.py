@@ -1,6 +1,7 @@
 """Values of a call's softmax, computed beside the kernel that computes the output.
 
-With s the scores of one query (after `scores`, bias and mask) and p their softmax:
+With s the scores of one query (after `scores`, bias and mask) and p their softmax, or the weights
+of another of `normalizers`, which has no lse and no entropy:
 
     weights    p_j = exp(s_j − lse)
     lse        log Σ_j exp(s_j)
@@ -34,6 +35,7 @@ from flax_mha.base.coordinates import Array, At, map_score_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import reference
 from flax_mha.kernels.capture import Capture
+from flax_mha.kernels.normalizers import OTHERS
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY
@@ -94,12 +96,8 @@ def _compute(
         captured["scores"] = reference.scores(q, k, spec.replace(mask=None), at)[0]
     if "weights" in names:
         score, allowed = reference.scores(q, k, spec, at)
-        shift = jnp.where(lse == -jnp.inf, 0.0, lse)
-        weights = jnp.exp(score - shift)
-        if allowed is not None:
-            # If lse is NaN, all weights are NaN, also of masked keys.
-            weights = jnp.where(allowed, weights, 0.0 * shift)
-        captured["weights"] = weights.astype(dtype)
+        normalize = OTHERS.get(spec.normalizer, functools.partial(_softmax, lse))
+        captured["weights"] = normalize(score, allowed).astype(dtype)
     if "entropy" in names:
         summary = functools.partial(_summarize, sinks=spec.sinks)
         captured["entropy"], captured["max_logit"] = _map_blocks(summary, q, k, spec, at)
@@ -107,6 +105,14 @@ def _compute(
         # Without the entropy's exponentials this takes a third of the time.
         (captured["max_logit"],) = _map_blocks(_max_score, q, k, spec, at)
     return {name: captured[name] for name in names}
+
+
+def _softmax(lse: jax.Array, score: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """Return the weights of scores with an lse [*B, N, T, 1]."""
+    shift = jnp.where(lse == -jnp.inf, 0.0, lse)
+    weights = jnp.exp(score - shift)
+    # If lse is NaN, all weights are NaN, also of masked keys.
+    return weights if allowed is None else jnp.where(allowed, weights, 0.0 * shift)
 
 
 def _map_arrays(fn: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
 from flax_mha.layer.points import COLLECTION, Edit, visitor
-from flax_mha.layer.standard import Attention
+from flax_mha.layer.standard import attention_layers
 
 __all__ = ["Edit", "Edits", "attach", "detach", "names", "sweep"]
 
@@ -76,7 +76,7 @@ def names(model: Any, *args: Any, **kwargs: Any) -> _Names:
 
         def call(state: Any, *inputs: Any) -> Any:
             copy: Any = nnx.merge(definition, state)
-            for path, layer in _layers(copy):
+            for path, layer in attention_layers(copy):
                 layer.path = path
             return copy(*inputs, **kwargs)
 
@@ -224,13 +224,7 @@ def _store(
 
 def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
     """Set the edits of an nnx model, in place of earlier ones."""
-    for path, layer in _layers(model):
+    for path, layer in attention_layers(model):
         parts = {name.rpartition("/"): edit for name, edit in edits.items()}
         own = {name: edit for (module, _, name), edit in parts.items() if module == "/".join(path)}
         layer.edits = nnx.data(Edits(own) if own else None)
-
-
-def _layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the attention layers of an nnx model, with their paths."""
-    modules = nnx.iter_modules(model)
-    return [(tuple(map(str, path)), x) for path, x in modules if isinstance(x, Attention)]

@@ -26,7 +26,10 @@ from flax_mha.variants import common
 class TalkingHeads(Attention):
     """The fields, parameters and computation of talking-heads attention, for linen and nnx."""
 
-    mixes_heads = True
+    @property
+    def mixes_heads(self) -> bool:
+        """True."""
+        return True
 
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""

@@ -96,7 +96,7 @@ def test_an_nnx_layer_and_scanned_layers_have_circuits_too() -> None:
     stacked = {"params": {"layers": {"attention": jax.tree.map(lambda x: np.stack([0 * x, x]), p)}}}
     one = analysis.parameters(stacked, "layers/attention", 1)
     jax.tree.map(np.testing.assert_array_equal, analysis.qk(linen, one, distance=3), want)
-    with pytest.raises(ValueError, match=r"layers has \['attention'\]"):
+    with pytest.raises(ValueError, match=r"'mlp' is none of \['attention'\]"):
         analysis.parameters(stacked, "layers/mlp")
 
 
@@ -107,13 +107,9 @@ def test_factored_matrices_have_the_values_of_whole_ones() -> None:
     np.testing.assert_allclose((a @ b).dense(), whole @ other, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(a.T.dense(), np.swapaxes(whole, -1, -2), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(a.norm(), np.linalg.norm(whole, axis=(-1, -2)), rtol=1e-5)
-    values = np.linalg.svd(whole, compute_uv=False)[:, :2]
-    np.testing.assert_allclose(a.singular_values(), values, rtol=1e-5)
     u, s, vh = a.svd()
+    np.testing.assert_allclose(s, np.linalg.svd(whole, compute_uv=False)[:, :2], rtol=1e-5)
     np.testing.assert_allclose((u * s[:, None]) @ vh, whole, rtol=1e-4, atol=1e-5)
-    rows = RNG.normal(size=(3, 4, 7)).astype(np.float32)
-    np.testing.assert_allclose(rows @ a, rows @ whole, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(a @ jnp.asarray(rows[0].T), whole @ rows[0].T, rtol=1e-4, atol=1e-4)
 
 
 def test_no_matrix_of_all_features_is_formed() -> None:

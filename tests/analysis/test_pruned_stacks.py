@@ -194,7 +194,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (PLAIN, {"": (4,)}, "heads of the layer must be in 0 … 3, got [4]"),
     (PLAIN, {"": (-1,)}, "heads of the layer must be in 0"),
     (PLAIN, {"": range(4)}, "must be a tuple of sizes"),
-    (PLAIN, {"": (0, 1, 2, 3)}, "the layer must keep one of its 4 heads, got all to remove"),
+    (PLAIN, {"": (0, 1, 2, 3)}, "the layer must keep a head, and as many in each"),
     (PLAIN, {"": {1: (0,)}}, "heads of the layer must be by layers 0 … 0, got [1]"),
     (PLAIN, {"attention": (0,)}, "got ['attention']; give some of\n  ''"),
     (MLP(8), {"": (0,)}, "attention layers in the model's fields, got ['']; give some of\n  none"),
@@ -212,7 +212,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ),
     (
         in_scan(PLAIN), {"layers/attention": {0: (1,)}},
-        "as many heads in each layer under scan, got [3, 4]; remove as many from each, or unstack",
+        "as many in each layer under scan, got [3, 4]; remove fewer, or unstack",
     ),
     (in_scan(PLAIN, size=2, count=3), {"layers/block_0/attention": (1,)}, "fill the steps of its"),
     (

@@ -58,8 +58,8 @@ def test_each_head_has_its_entropy_max_logit_and_given_numbers(tmp_path: Path) -
     max_logit = RNG.normal(size=(1, 2, 5))
     max_logit[0, :, 0] = max_logit[0, 1] = -np.inf
     run["intermediates"]["layers_0"]["attention"]["attention_max_logit"] = (max_logit,)
-    given = {"induction": [[0.5, 0.25]]}
-    report(tmp_path / "page.html", {"a": run}, attribution=np.array([[-1.0, 2]]), scores=given)
+    given = {"attribution": np.array([[-1.0, 2]]), "induction": [[0.5, 0.25]]}
+    report(tmp_path / "page.html", {"a": run}, scores=given)
     data, _ = read(tmp_path / "page.html")
     found = {x["name"]: x["values"] for x in data["measures"]}
     w = weights[0].astype(np.float64)
@@ -142,7 +142,11 @@ def test_twelve_layers_of_twelve_heads_and_64_tokens_fit(runs: int, tmp_path: Pa
         ({"a": draw(1, 3, 3), "b": draw(1, 4, 4)}, {}, r"got .*'b': .*4.*; choose prompts"),
         ({"a": draw(1, 3, 3)}, {"tokens": "ab"}, r"name the 3 queries and 3 keys of .*\[2, 2\]"),
         ({"a": draw(1, 3, 4)}, {"tokens": "abc"}, r"3 queries and 4 keys of the layer, got"),
-        ({"a": draw(2, 3, 3)}, {"attribution": [[1.0]]}, r"attribution must .*\(2,\).*\(1,\)"),
+        (
+            {"a": draw(2, 3, 3)},
+            {"scores": {"attribution": [[1.0]]}},
+            r"attribution must .*\(2,\).*\(1,\)",
+        ),
         ({"a": draw(2, 3, 3)}, {"scores": {"x": []}}, r"x must have a number for each head"),
         ({"a": -draw(2, 3, 3)}, {}, "weights must be finite and not negative"),
         ({"a": np.full((1, 3, 3), np.nan)}, {}, "weights must be finite and not negative"),

@@ -84,6 +84,7 @@ def test_shared_kv_matches_formula() -> None:
         assert np.vdot(grad, way) == pytest.approx(slope, rel=1e-4, abs=1e-3), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_heads_match_one_device(kind: str) -> None:
     def loss(variables: Any, x: jax.Array) -> jax.Array:

@@ -91,6 +91,7 @@ def test_two_half_batches_make_the_update_of_one(config: ConfigDict) -> None:
         assert_close(state.params, start.params)
 
 
+@pytest.mark.slow
 def test_accumulation_leaves_out_gradients_that_are_not_finite(config: ConfigDict) -> None:
     optimizer, rate = make_optimizer(config)
     params = {"kernel": jnp.ones(3)}

@@ -91,6 +91,7 @@ def test_scan_and_remat_change_no_loss_or_gradient(config: ConfigDict) -> None:
         )
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_beside_float32_parameters(config: ConfigDict) -> None:
     params = jax.jit(tasks.make(config).init)(jax.random.key(0))
     loss, _ = loss_and_gradient(config, params)
@@ -153,6 +154,7 @@ def test_ends_of_a_text_may_cut_a_character(tokenizer: str) -> None:
         words.encode(b"a\xffb")
 
 
+@pytest.mark.slow
 def test_bits_per_byte_count_bytes_with_a_tokenizer(
     config: ConfigDict, tokenizer: str, tmp_path: Path
 ) -> None:

@@ -70,7 +70,7 @@ def test_ids_prompt_generates_ids(qwen: Path) -> None:
     assert said(qwen, "12 7 40", max_new_tokens=5, beams=2) == " ".join(map(str, wide))
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_eos_is_not_printed(qwen: Path, several: bool, tmp_path: Path) -> None:
     """The config names one eos token, or several."""

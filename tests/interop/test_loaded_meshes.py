@@ -44,7 +44,7 @@ def results(module: nn.Module, variables: Any) -> tuple[Any, Any]:
 
 
 # One of them on both kinds of mesh, the others on one each.
-@pytest.mark.sampled(0.25)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("llama", "Auto"), ("llama", "Explicit"), ("gpt-oss", "Explicit"), ("bert", "Auto")],

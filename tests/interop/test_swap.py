@@ -82,6 +82,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_swapped_model_has_bitwise_equal_parameters() -> None:
     model = Model()
     ours = interop.swap(model)

@@ -119,7 +119,7 @@ IN_PARTS = {
 }
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_capture_in_blocks_matches_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block leaves out the keys that none of its queries may see."""

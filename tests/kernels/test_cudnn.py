@@ -254,7 +254,7 @@ def test_nan_without_mask_spreads_as_in_reference(nvidia, operand: int, biased: 
         close(got, want)
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.7, np.float32(0.7), jnp.float32(0.5)], ids=str)
 def test_cudnn_scale_matches_oracle(nvidia, scale) -> None:
     """A number is passed to cuDNN. An array multiplies the queries and takes a gradient."""

@@ -43,12 +43,7 @@ MASKS: dict[str, Mask] = {
 }
 
 
-def traced(mask: Mask) -> Mask:
-    """Convert the mask's arrays to JAX arrays, which are traced inside a jit."""
-    return jax.tree.map(jnp.asarray, mask)
-
-
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
@@ -56,7 +51,7 @@ def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
     known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
     masks = [MASKS[name]]
     if not ("ids" in name or name == "windows"):
-        masks.append(traced(MASKS[name]))
+        masks.append(jax.tree.map(jnp.asarray, MASKS[name]))  # traced inside a jit
     for mask in masks:
         check("cudnn", arrays(T, T, K, "bfloat16"), known, lambda _, m=mask: {"mask": m}, {})
 
@@ -126,7 +121,7 @@ def test_document_does_not_affect_others(nvidia) -> None:
 @pytest.mark.parametrize("with_out", [False, True])
 def test_packed_lse_cotangents_and_sinks_match_reference(nvidia, with_out: bool) -> None:
     *qkv, cotangent = arrays(T, T, 4, "bfloat16")
-    mask = Causal() & traced(Documents(LENGTHS)) & Lengths(jnp.array([33, 21]))
+    mask = Causal() & Documents(jnp.asarray(LENGTHS)) & Lengths(jnp.array([33, 21]))
     dlse = jnp.asarray(np.random.default_rng(0).normal(size=(B, N, T)), jnp.float32)
     sinks = jnp.array([-1.0, 0.0, 0.5, 2.0])
 
@@ -142,6 +137,7 @@ def test_packed_lse_cotangents_and_sinks_match_reference(nvidia, with_out: bool)
     jax.tree.map(close, got, want)
 
 
+@pytest.mark.slow
 def test_vmap_of_packed_documents_matches_loop(nvidia) -> None:
     """Over documents, and over keys only."""
     *qkv, _ = arrays(T, T, 4, "bfloat16")
@@ -165,8 +161,9 @@ def test_vmap_of_packed_documents_matches_loop(nvidia) -> None:
     )))  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_packed_documents_on_mesh_match_one_device(nvidia, kind: str) -> None:
     """Rows over one axis, heads over another. The documents of a row stay with it."""
     qkv = arrays(T, T, 4, "bfloat16")[:3]

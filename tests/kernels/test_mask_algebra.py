@@ -69,6 +69,7 @@ LATTICES = [
 ]
 
 
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize(("name", "given_as"), LATTICES)
 def test_kernels_match_oracle_on_structured_masks(name: str, given_as: str) -> None:
     """Dilated windows, neighborhoods, documents and chosen blocks."""

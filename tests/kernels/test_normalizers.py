@@ -122,7 +122,6 @@ def test_other_kernels_refuse_normalizers() -> None:
     [
         ({"normalizer": "relu"}, "normalizer must be one of"),
         ({"normalizer": "sigmoid", "sinks": np.ones(N, np.float32)}, "sinks take weight in a soft"),
-        ({"normalizer": "sigmoid", "return_weights": True}, "must be 'softmax' to return weights"),
         ({"normalizer": "softpick", "return_residuals": True}, "must be 'softmax' to return lse"),
         (
             {"normalizer": "sigmoid", "capture": Capture(("entropy",))},
@@ -135,12 +134,19 @@ def test_invalid_combinations_raise(call: dict[str, Any], words: str) -> None:
         dot_product_attention(Q, KEYS, V, **call)
 
 
-def test_max_logit_is_captured() -> None:
-    _, seen = dot_product_attention(
-        Q, KEYS, V, normalizer="sigmoid", capture=Capture(("max_logit",))
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_the_largest_score_are_captured(name: str) -> None:
+    capture = Capture(("weights", "max_logit"), heads=(2, 0), queries=(3, 1))
+    allowed = np.tri(T, S, 1, dtype=bool)
+    _, whole, seen = dot_product_attention(
+        Q, KEYS, V, mask=allowed, normalizer=name, capture=capture, return_weights=True
     )
-    s = np.einsum("btnh,bsnh->bnts", Q, np.repeat(KEYS, N // K, -2)) / np.sqrt(H)
-    assert error(seen["max_logit"], s.max(-1)) < 2e-6
+    s = np.einsum("btnh,bsnh->bnts", float64(Q), np.repeat(float64(KEYS), N // K, -2)) / np.sqrt(H)
+    wanted = weights(name, s, allowed)
+    assert error(whole, wanted) < 2e-6
+    assert error(seen["weights"], wanted[:, [2, 0]][:, :, [3, 1]]) < 2e-6
+    top = np.where(allowed, s, -np.inf).max(-1)
+    assert error(seen["max_logit"], top[:, [2, 0]][:, :, [3, 1]]) < 2e-6
 
 
 def test_ring_refuses_normalizers() -> None:

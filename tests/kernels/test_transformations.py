@@ -75,7 +75,7 @@ def test_vmap_over_any_arguments(kernel: str, mapped: tuple[str, ...]) -> None:
     assert_close(got, [jnp.stack(x) for x in zip(*each, strict=True)])
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 def test_vmap_over_masks(kernel: str) -> None:
     """Each row has its own lengths and positions, which are traced."""
     x = arrays(3)

@@ -142,7 +142,7 @@ def test_vector_scores_in_one_tile_match_formula(kernel: str, kind: str) -> None
     close(got, want)
 
 
-@pytest.mark.sampled(0.12)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("traced", [False, True])
 def test_vector_scores_in_many_tiles_match_formula(kind: str, traced: bool) -> None:

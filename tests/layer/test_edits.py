@@ -204,6 +204,7 @@ def test_an_edit_of_bfloat16_keeps_gradients_in_float32() -> None:
 BLOCK_POINTS = ("resid_pre", "resid_mid", "resid_post", "mlp_out")
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
 def test_blocks_have_their_points_under_remat_and_scan(scan: bool) -> None:
     names = (*BLOCK_POINTS, "mlp_pre", "embed", "z")

@@ -73,6 +73,7 @@ def test_steps_with_edits_are_the_whole_sequence_with_them() -> None:
     np.testing.assert_allclose(jnp.concatenate(outs, 1), want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_an_edit_with_an_axis_of_tokens_is_for_calls_of_as_many() -> None:
     cached, values = LAYER.clone(decode=True), random_variables(LAYER, X)
     changes = {"attention_z": Edit(add=RNG.normal(size=(T, 1, 1)))}
@@ -106,6 +107,7 @@ def test_keys_of_a_stored_memory_were_edited_when_it_was_made() -> None:
         layer.apply({**values, **made, "edits": edit}, X[:, 1:2], mutable="cache")
 
 
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_have_points_whose_heads_can_be_removed(name: str) -> None:
     layer = VARIANTS[name].clone(capture=Capture(("q", "k", "v", "z", "out", "result")))
@@ -135,7 +137,7 @@ def test_weights_of_a_variant_with_its_own_attention_are_no_point() -> None:
         edits.attach(layer, values, {"attention_weights": Edit(keep=0)}, X)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_edits_on_a_mesh_have_the_values_and_gradients_of_one_device(kind: str) -> None:
     layer = MultiHeadAttention(8, num_kv_heads=4, mask=masks.Causal())
@@ -259,6 +261,19 @@ def test_scores_are_read_without_a_softmax(normalizer: str) -> None:
     np.testing.assert_array_equal(
         *(s["intermediates"]["attention_scores"][0] for s in (sown, expected))
     )
+
+
+@pytest.mark.parametrize("normalizer", ["sigmoid", "softpick"])
+def test_weights_are_edited_without_a_softmax(normalizer: str) -> None:
+    """Half of the weights give half of the heads' outputs."""
+    layer, half = LAYER.clone(normalizer=normalizer), Edit(keep=0.5)
+    values = random_variables(layer, X)
+    of_weights, of_z = (
+        layer.apply({**values, "edits": {f"attention_{name}": half}}, X)
+        for name in ("weights", "z")
+    )
+    assert oracle.error(of_weights, of_z) < 1e-6
+    assert oracle.error(of_z, layer.apply(values, X)) > 1e-3
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])

@@ -90,6 +90,7 @@ def test_exported_kernels_match_formula(kernel: str, large: bool) -> None:
     assert max(map(error, grads, derived[:3])) < 1e-5
 
 
+@pytest.mark.slow
 def test_exported_layer_block_and_model_match() -> None:
     block = EncoderBlock(LAYER, 16)
     model = LanguageModel(

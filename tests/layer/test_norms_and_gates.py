@@ -120,7 +120,7 @@ def test_nnx_layer_equals_linen_layer(norm: str, gate: str) -> None:
     np.testing.assert_allclose(found, jax.jit(module.apply)(params, X), atol=1e-6)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_padding_does_not_reach_gradients_under_scan(dtype: str) -> None:
     """Gradients are finite."""

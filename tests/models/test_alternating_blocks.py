@@ -44,7 +44,7 @@ def stacked(params: Any, layers: int, several: int) -> Any:
     return found
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [6, 8])
 def test_alternating_blocks_match_their_sequence(layers: int) -> None:
     """The loop equals the blocks one by one, the scan equals the loop, gradients included."""

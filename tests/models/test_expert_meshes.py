@@ -70,7 +70,7 @@ def on_one_device(method: str) -> Any:
 
 
 # All pairs of these occur, not their whole product.
-@pytest.mark.sampled(0.12)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize(
     ("name", "kind", "method"),
     pairs(name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
@@ -134,6 +134,7 @@ def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     }
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("name", ["the tokens' axis", "an own axis"])
 def test_device_needs_the_memory_of_its_share(name: str, method: str, optimized: None) -> None:
     """With rows for all choices of all tokens, each array of hidden features would take 16 MiB."""

@@ -113,6 +113,7 @@ def by_hand() -> tuple[Any, Any, Any]:
 MODELS = {"linen": linen, "nnx": nnx_model, "by hand": by_hand}
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_matches_greedy_without_cache(name: str) -> None:
     step, (variables, cache), whole = MODELS[name]()
@@ -133,6 +134,7 @@ def test_beams_score_no_less_than_greedy(name: str) -> None:
     assert (np.asarray(wide.scores) >= np.asarray(one.scores) - 1e-5).all()
 
 
+@pytest.mark.slow
 def test_ragged_prompts_generate_as_if_alone() -> None:
     step, (variables, cache), whole = linen()
     found = generate(

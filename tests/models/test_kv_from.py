@@ -72,7 +72,8 @@ def test_decoding_matches_full_forward() -> None:
     assert error(actual, np.asarray(expected)) < 5e-6
 
 
-@pytest.mark.parametrize("lengths", [(5, 5), pytest.param((5, 3), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 3)])
 def test_ragged_prompts_generate_as_if_alone(lengths: tuple[int, int]) -> None:
     prompt, count, sizes = TOKENS[:, :5], 4, np.array(lengths)
     actual = flax_mha.generate(MODEL, parameters(), prompt, max_new_tokens=count, lengths=sizes)
@@ -115,6 +116,7 @@ def test_step_does_not_copy_cache() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < size
 
 
+@pytest.mark.slow
 def test_scan_and_remat_match_loop() -> None:
     """Pairs of layers as in cross-layer attention, with gradients, and one layer left over."""
     table = (None, 0, None, 2, None)

@@ -122,10 +122,8 @@ def test_stored_activations_spare_products() -> None:
     assert counts["mlp_hidden",] == counts[True]
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["blockwise", *(pytest.param(x, marks=pytest.mark.slow) for x in ("reference", "auto"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["blockwise", "reference", "auto"])
 def test_names_change_no_program(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = MultiHeadAttention(2, kernel=kernel)
     module = Decoder(1, DecoderBlock(layer, 8, remat=kernel == "blockwise"))

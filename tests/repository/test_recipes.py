@@ -12,6 +12,8 @@ import pytest
 from tests.support import oracle, pages
 from tests.support.oracle import error, float64
 
+pytestmark = pytest.mark.slow
+
 Scope = dict[str, Any]
 PAGES = ("docs/recipes.md", "docs/scores.md", "docs/positions.md", "docs/look-inside.md")
 # Float32 rounds at 6e-8; the sums here have up to 512 terms.

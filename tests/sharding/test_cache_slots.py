@@ -1,5 +1,6 @@
 """A cache with slots over a mesh axis: each device attends to its own, and all merge by lse."""
 
+import functools
 from typing import Any
 
 import jax
@@ -62,16 +63,24 @@ def decode(layer: Any, variables: Any, x: jax.Array, pieces: tuple[int, ...], le
     return jax.device_get(outs), variables["cache"]
 
 
-def check(name: str, rules: str, kind: str, x: jax.Array, pieces: tuple[int, ...]) -> Any:
-    """Decode on a mesh as on one device, from rows of different lengths to full slots."""
-    layer, lengths = LAYERS[name].clone(decode=True), pieces[0] * jnp.array([1.0, 0.5, 0, 0.8])
+@functools.cache
+def on_one_device(name: str, pieces: tuple[int, ...]) -> Any:
+    """Return a layer, its variables, the arguments of `decode`, and its result on one device."""
+    layer, rows = LAYERS[name].clone(decode=True), np.random.default_rng(5)
+    x = jnp.asarray(rows.normal(size=(B, sum(pieces), X.shape[-1])), jnp.float32)
+    lengths = (pieces[0] * jnp.array([1.0, 0.5, 0, 0.8])).astype(jnp.int32)
     variables = layer.init(KEY, x)
     variables |= {"params": randomized(variables["params"])}
-    args = x, pieces, lengths.astype(jnp.int32)
-    expected, _ = decode(layer, variables, *args)
+    args = x, pieces, lengths
+    return layer, variables, args, decode(layer, variables, *args)[0]
+
+
+def check(name: str, rules: str, kind: str, pieces: tuple[int, ...]) -> Any:
+    """Decode on a mesh as on one device, from rows of different lengths to full slots."""
+    layer, variables, args, expected = on_one_device(name, pieces)
     _, leave = on(kind, *RULES[rules])
     try:
-        placed = jax.device_put(variables, sharding.of(layer.init, KEY, x))
+        placed = jax.device_put(variables, sharding.of(layer.init, KEY, args[0]))
         actual, held = decode(layer, placed, *args)
     finally:
         leave()
@@ -84,7 +93,7 @@ def check(name: str, rules: str, kind: str, x: jax.Array, pieces: tuple[int, ...
     ("name", "rules", "kind"), pairs(name=[*LAYERS], rules=[*RULES], kind=[*KINDS])
 )
 def test_sharded_slots_match_one_device(name: str, rules: str, kind: str) -> None:
-    key = check(name, rules, kind, X, (6, 1, 1, 8))
+    key = check(name, rules, kind, (6, 1, 1, 8))
     slots = {"own axis": 8, "axis of groups": 8, "axis of heads": 4, "whole": 16}[rules]
     slots = 7 if name == "ring buffer" else slots
     assert key.addressable_shards[0].data.shape[-2] == slots
@@ -95,8 +104,7 @@ def test_sharded_slots_match_one_device(name: str, rules: str, kind: str) -> Non
 @pytest.mark.parametrize("name", ["grouped", "latent", "int8"])
 def test_prompt_longer_than_a_shard_matches_one_device(name: str, kind: str) -> None:
     """A first prompt, one that goes on, tokens, and tokens beyond the last slot."""
-    x = jnp.asarray(RNG.normal(size=(B, 160, 32)), jnp.float32)
-    check(name, "own axis", kind, x, (70, 66, 1, 23))
+    check(name, "own axis", kind, (70, 66, 1, 23))
 
 
 @pytest.mark.sampled(0.3)
@@ -128,7 +136,7 @@ def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     assert [one.bytes for one in sent[0]] == [one.bytes for one in sent[1]]
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_on_sharded_slots_match_one_device(kind: str) -> None:
     """A cache as a value: overflow, truncate, fork, arrays over the slots, gradients."""

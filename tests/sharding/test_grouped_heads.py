@@ -1,5 +1,6 @@
 """Key/value heads fewer than devices: groups of devices share a head."""
 
+import functools
 from typing import Any
 
 import jax
@@ -110,10 +111,9 @@ def randomized(params: Any) -> Any:
     return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape) / 4, x.dtype), params)
 
 
-@pytest.mark.sampled(0.05)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None:
+@functools.cache
+def on_one_device(name: str) -> Any:
+    """Return a layer, its parameters, a gradient with outputs, and its result on one device."""
     layer = LAYERS[name]
     params = randomized(layer.init(KEY, X))
 
@@ -122,16 +122,24 @@ def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None
         return jnp.sum(jnp.sin(3 * out)), out
 
     gradient = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
-    expected = gradient(params, X)
+    return layer, params, gradient, gradient(params, X)
+
+
+@pytest.mark.sampled(0.05)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None:
+    layer, params, gradient, expected = on_one_device(name)
     _, leave = on(kind, GROUPED, (1, 4, 2))
     try:
         placed = jax.device_put(params, sharding.of(layer.init, KEY, X))
         actual = jax.device_get(gradient(placed, X))
     finally:
         leave()
+    # Some gradients are sums whose terms, as large as other gradients, nearly cancel.
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        # Gradients of the keys' biases are 0, but for rounding.
-        assert np.abs(a - b).max() < BACKWARD * max(10, np.abs(b).max())
+        assert np.abs(a - b).max() < BACKWARD * largest
 
 
 @pytest.mark.parametrize("kind", KINDS)

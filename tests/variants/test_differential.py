@@ -72,6 +72,7 @@ def test_sharded_heads_match_one_device(kind: str) -> None:
     check_on_mesh(layer(num_kv_heads=4), X, kind, decodes=False)
 
 
+@pytest.mark.slow
 def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
     """With lengths and a head_mask."""
     head_mask = np.array([1.0, 0.0, 0.5, 1.0], np.float32)

@@ -146,6 +146,7 @@ def test_nan_in_hidden_tokens_changes_nothing() -> None:
     assert error(steps[REAL], wanted[REAL]) < 5e-6
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("steps", [None, (3, 1, 6)])
 def test_document_does_not_affect_others(steps: Any) -> None:
     """Tokens that see NaN are NaN. Tokens of other documents are unchanged."""
@@ -202,7 +203,7 @@ def test_sharded_layer_matches_one_device(kind: str, rules: Any) -> None:
     check_on_mesh(layer(num_kv_heads=4), x, kind, rules)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_model_generates_like_full_forward(scan: bool) -> None:
     check_generation(layer(), D, scan, norm="rmsnorm", gated=True)

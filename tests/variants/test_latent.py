@@ -95,13 +95,13 @@ def test_options_and_cache_dtypes(cache: str) -> None:
     assert error(found, out) < {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.03}[cache]
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_heads_match_one_device(kind: str) -> None:
     check_on_mesh(layer(), X, kind)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_model_generates_like_full_forward(scan: bool) -> None:
     check_generation(layer(mask=None), D, scan, norm="rmsnorm", gated=True)

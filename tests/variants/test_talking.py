@@ -112,7 +112,7 @@ def test_initial_layer_equals_multi_head_attention(across: bool) -> None:
     assert error(actual[1], wanted[1]) < 5e-6
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_decoding_matches_full_forward(dtype: str) -> None:
     cached = layer(decode=True, cache=CacheConfig(dtype=dtype))
