@@ -30,7 +30,7 @@ SIMPLE, DOUBLE, DROPOUT, LEAST = 24, 32, 24, 16
 def _size(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
     """Return the sizes for heads of these features, with a smaller step for complex scores.
 
-    A tile's registers are in proportion to the step. What a score adds to them is an estimate.
+    A tile takes registers in proportion to the step. The registers of a score are an estimate.
     """
     size = sizes[features]
     more = max(0, call.masked.operations - SIMPLE)
