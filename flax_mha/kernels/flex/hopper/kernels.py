@@ -27,7 +27,7 @@ BACKWARD = {64: Size(64, 2), 128: Size(64, 2), 192: Size(32, 2), 256: Size(32, 2
 SIMPLE, DOUBLE, DROPOUT, LEAST = 24, 32, 24, 16
 
 
-def _size(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
+def size_of(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
     """Return the sizes for heads of these features, with a smaller step for complex scores.
 
     A tile takes registers in proportion to the step. The registers of a score are an estimate.
@@ -49,7 +49,7 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
     """Return out in a dtype, and each query's maximum and sum of exponentials. See `Machine`."""
     q, k, v = padded(x.q), padded(x.k), padded(x.v)
     Hv = v.shape[-1]
-    size = _size(FORWARD, max(q.shape[-1], Hv), call)
+    size = size_of(FORWARD, max(q.shape[-1], Hv), call)
     shape = (ROW, size.step)
 
     def body(
@@ -106,7 +106,7 @@ def _gradient(
 def _query_gradient(
     call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any
 ) -> jax.Array:
-    size = _size(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
+    size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     shape = (ROW, size.step)
 
     def body(
@@ -142,7 +142,7 @@ def _key_gradients(
     call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any, of: str
 ) -> list[jax.Array]:
     """Return the gradients of keys and values, or only those that `of` names, `k` and `v`."""
-    size = _size(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
+    size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     shape = (ROW, size.step)
     wanted = [y for y, name in ((k, "k"), (v, "v")) if name in of]
 

@@ -29,11 +29,7 @@ from flax_mha.kernels.flex.hopper.block import (
     entry_at,
     hidden_zero,
 )
-from flax_mha.kernels.flex.hopper.sync import (
-    BufferRing,
-    load_once,
-    producer_and_consumers,
-)
+from flax_mha.kernels.flex.hopper.sync import BufferRing, load_once, producer_and_consumers
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.tile_plan import make_visit_lists
 from flax_mha.masks.tiles import is_static
