@@ -22,7 +22,7 @@ EACH = {name: 1 if name in KERNELS else 3 for name in EVERY}
 # with rows and tiles. It gets fewer of both: still several tiles, full, partial and empty ones.
 SMALLER = {
     "2x129x129": "1x129x129", "2x257x257": "1x257x257", "1x600x600": "1x129x257",
-    "2x257x129": "1x257x129", "2x100x300": "1x100x300",
+    "2x257x129": "1x257x129", "2x100x300": "1x100x300", "2x2x64x129": "2x1x64x129",
 }  # fmt: skip
 # Relative to the norm: what no kernel is asked to be better than. In half precision no gradient,
 # though it be float32 as that of a bias, need be better than half a unit in the last place; in
