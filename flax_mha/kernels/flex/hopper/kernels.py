@@ -28,7 +28,7 @@ BACKWARD = {64: Size(64, 2), 128: Size(64, 2), 192: Size(32, 2), 256: Size(32, 2
 SIMPLE = 24
 
 
-def _size(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
+def size_of(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
     """Return the sizes for heads of these features, smaller if the scores are complex."""
     size = sizes[features]
     is_complex = call.masked.operations > SIMPLE or call.spec(call.leaves).dropout is not None
@@ -50,7 +50,7 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
     """Return out in a dtype, and each query's maximum and sum of exponentials. See `Machine`."""
     q, k, v = padded(x.q), padded(x.k), padded(x.v)
     Hv = v.shape[-1]
-    size = _size(FORWARD, max(q.shape[-1], Hv), call)
+    size = size_of(FORWARD, max(q.shape[-1], Hv), call)
     shape = (ROW, size.step)
 
     def body(
@@ -109,7 +109,7 @@ def _gradient(
 def _query_gradient(
     call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any
 ) -> jax.Array:
-    size = _size(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
+    size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     shape, widths = (ROW, size.step), _widths(q.shape[-1], size)
 
     def body(
@@ -145,7 +145,7 @@ def _key_gradients(
     call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any, of: str
 ) -> list[jax.Array]:
     """Return the gradients of keys and values, or only those that `of` names, `k` and `v`."""
-    size = _size(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
+    size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     shape = (ROW, size.step)
     wanted = [y for y, name in ((k, "k"), (v, "v")) if name in of]
     widths = [_widths(y.shape[-1], size) for y in wanted]
@@ -183,8 +183,8 @@ def _key_gradients(
 
 def gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, list[None]]:
-    """Return the gradients of q, k and v; those of leaves come from elsewhere. See `Machine`."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of q, k and v. See `Machine`."""
     q, k, v, wide = map(padded, (x.q, x.k, x.v, dout))
     together = max(q.shape[-1], v.shape[-1]) <= TOGETHER
     found: list[jax.Array] = []
@@ -193,4 +193,4 @@ def gradients(
     (dk, dv), dq = found, _query_gradient(call, x, q, k, v, wide, stats)
     pairs = zip((dq, dk, dv), (x.q, x.k, x.v), strict=True)
     dq, dk, dv = (y[..., : like.shape[-1]] for y, like in pairs)
-    return dq, dk, dv, [None] * len(x.leaves)
+    return dq, dk, dv
