@@ -24,7 +24,6 @@ import numpy as np
 from flax_mha.base import private_jax, shapes
 from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import blockwise
 from flax_mha.kernels.flex.core import Arrays, core
 from flax_mha.kernels.flex.tile import Machine
 from flax_mha.kernels.flex.traced import PRECISIONS, Traced, trace
@@ -91,49 +90,12 @@ def _attend(
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
     )  # fmt: skip
-    given = result
     if result is not None:
         out, lse = (heads_first(x, T) for x in (result[0], shapes.by_query(result[1])))
         result = out.astype(q.dtype), lse[..., 0]
     out, lse = core(call, result, operands)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
-    found = out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
-    if call.machine.learns or not any(operand.is_learned for operand in call.leaves):
-        return found
-    if spec.sinks is not None:
-        spec = spec.replace(sinks=jax.lax.stop_gradient(spec.sinks))
-    return _learn((q, k, v, spec), given, found)
-
-
-@jax.custom_vjp
-def _learn(
-    call: tuple[Any, Any, Any, AttentionSpec], given: Result | None, found: Result
-) -> Result:
-    """Return the result, whose gradients reach the arrays of masks and scores in XLA, tile by tile.
-
-    XLA removes the pass if they are not needed. It computes the output again, if none was given: δ
-    must cancel with products of weights that are not rounded.
-    """
-    del call, given
-    return found
-
-
-def _learn_backward(
-    residuals: tuple[tuple[Any, Any, Any, AttentionSpec], Result | None], cotangents: Result
-) -> tuple[Any, None, Result]:
-    (*qkv, spec), given = residuals
-    # In float32, because XLA would round the gradients of scores before it sums them.
-    (q, k, v), (dout, dlse) = (x.astype(jnp.float32) for x in qkv), cotangents
-
-    def again(spec: AttentionSpec) -> Result:
-        lowered: Any = blockwise.lower(q, k, v, spec, Platform("gpu"))
-        return lowered() if given is None else lowered((given[0].astype(jnp.float32), given[1]))
-
-    (dspec,) = jax.vjp(again, spec)[1]((dout.astype(jnp.float32), dlse))
-    return (None, None, None, dspec), None, cotangents
-
-
-_learn.defvjp(lambda call, given, found: (found, (call, given)), _learn_backward)
+    return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
 
 
 def _tile_states(spec: AttentionSpec, dims: Dims, plan: Plan, table: int) -> Array:

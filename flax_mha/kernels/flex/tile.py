@@ -24,7 +24,6 @@ class Machine(NamedTuple):
       missing: the reason why a `Function` cannot run in a kernel, or None. The second argument
         tells which of its first arguments are no arrays over the scores.
       run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
-      learns: True if `gradients` has those of leaves.
       forward: out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′].
       gradients: the gradients of q, k, v and leaves, from `Arrays`, the cotangent of out, and
         [R, N, 3, T′]: the maximum, 1/sum, and δ of `softmax.gradient_inputs`.
@@ -35,7 +34,6 @@ class Machine(NamedTuple):
     table: int
     missing: Callable[[Function, Sequence[bool]], str | None]
     run: Callable[..., Any]
-    learns: bool
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     gradients: Callable[..., tuple[Any, Any, Any, list[Any]]]
 

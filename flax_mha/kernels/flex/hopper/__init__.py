@@ -9,7 +9,8 @@ from flax_mha.base import shapes
 from flax_mha.kernels import gpus
 from flax_mha.kernels.flex.hopper.block import BLOCK
 from flax_mha.kernels.flex.hopper.fragments import call, missing
-from flax_mha.kernels.flex.hopper.kernels import FORWARD, forward, gradients
+from flax_mha.kernels.flex.hopper.kernels import FORWARD, forward
+from flax_mha.kernels.flex.hopper.leaves import gradients
 from flax_mha.kernels.flex.tile import Machine
 from flax_mha.kernels.spec import Platform
 from flax_mha.sharding.shard_map import varying
@@ -35,5 +36,5 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str 
 
 MACHINE = Machine(
     check=_check, blocks=lambda dims: (BLOCK, BLOCK), table=2**22, missing=missing, run=call,
-    learns=False, forward=forward, gradients=gradients,
+    forward=forward, gradients=gradients,
 )  # fmt: skip

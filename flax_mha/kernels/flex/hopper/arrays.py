@@ -28,10 +28,24 @@ class LazyTable(NamedTuple):
     Attributes:
       shape: the shape.
       entry: the entry at an index, a sequence of numbers.
+      is_any: True if the index may be of tiles too.
     """
 
     shape: tuple[int, ...]
     entry: Callable[[Sequence[Any]], Any]
+    is_any: bool = False
+
+
+def one_hot(shape: tuple[int, ...], number: Any) -> LazyTable:
+    """Return a table of zeros with a 1 at the entry of this number, in C order."""
+
+    def entry(index: Sequence[Any]) -> Any:
+        at: Any = 0
+        for i, n in zip(index, shape, strict=True):
+            at = at * n + i
+        return (at == number).astype(jnp.float32)
+
+    return LazyTable(shape, entry, is_any=True)
 
 
 class IndexColumns(NamedTuple):
@@ -102,4 +116,4 @@ def reshape_table(x: LazyTable, shape: Sequence[int]) -> LazyTable:
         kept = (i for i, n in zip(index, shape, strict=True) if n > 1)
         return x.entry([next(kept) if n > 1 else 0 for n in x.shape])
 
-    return LazyTable(tuple(shape), entry)
+    return LazyTable(tuple(shape), entry, x.is_any)

@@ -38,28 +38,44 @@ def call(function: Function, *args: Any) -> Any:
 
 
 def call_with_slope(function: Function, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the result, and its derivative with respect to the last argument that is float.
+    """Return the result, and its derivative with respect to the last argument that is float."""
+    variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
+    at = max(n for n, v in enumerate(variables) if v.aval.dtype == jnp.float32)
+    out, (slope,) = call_with_slopes(function, args, at, [jnp.float32(1)])
+    return out, slope
+
+
+def call_with_slopes(
+    function: Function, args: Sequence[Any], at: int, tangents: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """Return the result, and its derivatives along tangents of an argument: numbers, or tables.
 
     JAX differentiates the function as it was traced. In a kernel it would emit operations that
     Mosaic GPU lacks.
     """
     variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
-    at = max(n for n, v in enumerate(variables) if v.aval.dtype == jnp.float32)
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
     consts = len(function.jaxpr.constvars)
 
-    def both(*given: Any) -> Any:
+    def both(given: Any, tangents: Any) -> Any:
         def score(x: Any) -> Any:
             values = [*given[:at], x, *given[at + 1 :]]
             closed = core.ClosedJaxpr(function.jaxpr, values[:consts])
             return core.jaxpr_as_fun(closed)(*values[consts:])[0]
 
-        return jax.jvp(score, (given[at],), (jnp.ones_like(given[at]),))
+        # One pass per tangent, of which the compiler keeps what they share once.
+        found = [jax.jvp(score, (given[at],), (tangent,)) for tangent in tangents]
+        return found[0][0], [slope for _, slope in found]
 
-    traced = jax.make_jaxpr(both)(*avals)
+    traced = jax.make_jaxpr(both)(avals, [avals[at]] * len(tangents))
     placed = [_place(x, v) for x, v in zip(args, variables, strict=True)]
-    out, slope = _run(traced.jaxpr, [*traced.consts, *placed])
-    return as_spread(out).x, as_spread(slope).x
+    placed += [_place(_like(x, variables[at]), variables[at]) for x in tangents]
+    out, *slopes = (as_spread(x).x for x in _run(traced.jaxpr, [*traced.consts, *placed]))
+    return out, slopes
+
+
+def _like(x: Any, var: Any) -> Any:
+    return x if isinstance(x, LazyTable) else x.astype(var.aval.dtype)
 
 
 def missing(function: Function, whole: Sequence[bool]) -> str | None:
@@ -71,8 +87,15 @@ def missing(function: Function, whole: Sequence[bool]) -> str | None:
     tables = [n < len(whole) and whole[n] and x.size > 1 for n, x in enumerate(variables)]
 
     def trial(*args: Any) -> Any:
-        given = zip(args, variables, tables, strict=True)
-        return call_with_slope(function, [_constant(x, a) if t else x for x, a, t in given])
+        trios = zip(args, variables, tables, strict=True)
+        given = [_constant(x, a) if t else x for x, a, t in trios]
+        slopes: list[Any] = []
+        for at, (aval, is_table) in enumerate(zip(variables, tables, strict=True)):
+            if jnp.issubdtype(aval.dtype, jnp.floating):
+                one = jnp.float32(1)
+                tangent = _constant(one, aval) if is_table else one
+                slopes.append(call_with_slopes(function, given, at, [tangent]))
+        return slopes
 
     shapes = [() if x.size == 1 or t else (64, 64) for x, t in zip(variables, tables, strict=True)]
     pairs = zip(shapes, variables, strict=True)
@@ -91,9 +114,7 @@ def _place(x: Any, var: Any) -> Spread | LazyTable:
     shape = var.aval.shape
     if isinstance(x, LazyTable):
         return (
-            LazyTable(shape, arrays.reshape_table(x, shape).entry)
-            if math.prod(shape) > 1
-            else arrays.as_number(x, shape)
+            arrays.reshape_table(x, shape) if math.prod(shape) > 1 else arrays.as_number(x, shape)
         )
     axes = tuple(a if n > 1 else "" for a, n in zip("qk", shape, strict=False))
     return Spread(x, axes if jnp.ndim(x) else ("",) * len(shape))

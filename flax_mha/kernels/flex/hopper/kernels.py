@@ -177,8 +177,8 @@ def _key_gradients(
 
 def gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, list[None]]:
-    """Return the gradients of q, k and v; those of leaves come from elsewhere. See `Machine`."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of q, k and v. See `Machine`."""
     q, k, v, wide = map(padded, (x.q, x.k, x.v, dout))
     together = max(q.shape[-1], v.shape[-1]) <= TOGETHER
     found: list[jax.Array] = []
@@ -187,4 +187,4 @@ def gradients(
     (dk, dv), dq = found, _query_gradient(call, x, q, k, v, wide, stats)
     pairs = zip((dq, dk, dv), (x.q, x.k, x.v), strict=True)
     dq, dk, dv = (y[..., : like.shape[-1]] for y, like in pairs)
-    return dq, dk, dv, [None] * len(x.leaves)
+    return dq, dk, dv

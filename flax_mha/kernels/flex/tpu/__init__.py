@@ -10,5 +10,5 @@ MACHINE = Machine(
     blocks=tpu.blocks,
     table=2**16,  # in scalar memory
     missing=lambda function, whole: missing_operation(function),
-    run=call, learns=True, forward=forward, gradients=gradients,
+    run=call, forward=forward, gradients=gradients,
 )  # fmt: skip

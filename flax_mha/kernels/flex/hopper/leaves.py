@@ -1,0 +1,157 @@
+"""The gradients of learned arrays of masks and scores, in kernels for Hopper.
+
+A score's derivative with respect to an array over the scores is a tile. With respect to an entry of
+a table it is a tile too, and the entries are taken a few at a time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flax_mha.kernels import softmax
+from flax_mha.kernels.flex.core import Arrays
+from flax_mha.kernels.flex.hopper import kernels
+from flax_mha.kernels.flex.hopper.arrays import one_hot
+from flax_mha.kernels.flex.hopper.block import BLOCK, ROW, BlockTiles, zeros
+from flax_mha.kernels.flex.hopper.fragments import call_with_slopes
+from flax_mha.kernels.flex.hopper.launch import padded, run
+from flax_mha.kernels.flex.hopper.sync import multiply
+from flax_mha.kernels.flex.tile import FlexCall
+from flax_mha.masks import EMPTY
+
+# The entries of a table whose gradients are summed together, in registers.
+CHUNK = 16
+
+
+def gradients(
+    call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
+    """Return the gradients of q, k, v and the learned leaves. See `Machine`."""
+    learned = [
+        _leaf(call, x, n, dout, stats).astype(y.dtype) if operand.is_learned else None
+        for n, (operand, y) in enumerate(zip(call.leaves, x.leaves, strict=True))
+    ]
+    return *kernels.gradients(call, x, dout, stats), learned
+
+
+def _leaf(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) -> jax.Array:
+    """Return the gradient of a leaf, summed over the rows and heads that share it."""
+    operand, leaf = call.leaves[n], x.leaves[n]
+    dims = call.plan.dims
+    # With keys of its own, each query head has a block of the grid of its own.
+    x = x._replace(k=jnp.repeat(x.k, dims.G, 1), v=jnp.repeat(x.v, dims.G, 1))
+    call = call._replace(plan=call.plan._replace(dims=dims._replace(K=dims.N)))
+    if operand.layout == "tile":
+        return _sum_tiles(call, x, n, dout, stats)
+    if operand.layout != "whole":
+        found = _pass(call, x, n, dout, stats)
+        found = found if operand.layout != "one" else found.sum(-1, keepdims=True)
+        axes = tuple(axis for axis in (0, 1) if leaf.shape[axis] == 1)
+        return found.sum(axes, keepdims=True)
+
+    def some(first: jax.Array) -> jax.Array:
+        return _pass(call, x, n, dout, stats, first[None]).sum((0, 1, 3))
+
+    entries = lax.map(some, jnp.arange(0, leaf.size, CHUNK, dtype=jnp.int32))
+    return entries.reshape(-1)[: leaf.size].reshape(leaf.shape)
+
+
+def _sum_tiles(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) -> jax.Array:
+    """Return the gradient of a leaf of queries × keys, in memory of its size.
+
+    Rows and heads that share it are taken one after the other.
+    """
+    leaf = x.leaves[n]
+    shared = [size == 1 for size in leaf.shape[:2]]
+    counts = [size if alone else 1 for size, alone in zip(x.q.shape, shared, strict=False)]
+
+    def part(y: Any, at: Sequence[Any]) -> Any:
+        for axis, (start, alone) in enumerate(zip(at, shared, strict=True)):
+            if alone and y.shape[axis] > 1:
+                y = lax.dynamic_slice_in_dim(y, start, 1, axis)
+        return y
+
+    def add(number: Any, total: jax.Array) -> jax.Array:
+        at = lax.div(number, jnp.int32(counts[1])), lax.rem(number, jnp.int32(counts[1]))
+        leaves = [
+            y if operand.layout == "whole" else part(y, at)
+            for operand, y in zip(call.leaves, x.leaves, strict=True)
+        ]
+        states, rows = part(x.states, at), part(x.rows[:, None], at)[:, 0]
+        heads = part(x.heads[None], at)[0]
+        q, k, v = (part(y, at) for y in (x.q, x.k, x.v))
+        here = x._replace(
+            q=q, k=k, v=v, leaves=leaves, states=states, rows=rows, heads=heads, sinks=None
+        )
+        found = _pass(call, here, n, part(dout, at), part(stats, at))
+        # Nothing was written to empty tiles.
+        is_visited = jnp.repeat(jnp.repeat(states > EMPTY, BLOCK, -1), BLOCK, -2)
+        return total + jnp.where(is_visited, found, 0.0)
+
+    return lax.fori_loop(0, counts[0] * counts[1], add, jnp.zeros(leaf.shape, jnp.float32))
+
+
+def _pass(
+    call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array, first: Any = None
+) -> jax.Array:
+    """Return the gradient of a leaf for each row and head: [R, N, 1 | T′, S′], or of some entries.
+
+    One number stands as a sum for each query, [R, N, 1, T′], and so do `CHUNK` entries of a table
+    from `first`, [R, N, CHUNK, T′].
+    """
+    q, k, v, dout = map(padded, (x.q, x.k, x.v, dout))
+    layout, shape = call.leaves[n].layout, call.leaves[n].shape
+    by_query = layout != "row"
+    size = kernels.size_of(kernels.BACKWARD, max(q.shape[-1], v.shape[-1]), call)
+    box, sums = (ROW, size.step), 1 if first is None else CHUNK
+
+    def body(
+        block: BlockTiles, start: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
+    ) -> None:
+        line = more[0].at[block.r, block.h]
+        tangents: list[Any] = [jnp.float32(1)]
+        if first is not None:
+            tangents = [one_hot(shape, more[1][0] + c) for c in range(sums)]
+
+        def numbers(other: Any) -> list[jax.Array]:
+            at, axis = (start, 0) if by_query else (other, 1)
+            return [block.numbers(line.at[c], at, axis, box) for c in range(3)]
+
+        def step(masked: bool, number: Any, g: Any, other: Any, carry: Any) -> Any:
+            a, b = (ring.wait(number) for ring in rings)
+            dot = multiply(own(0, other), a.transpose((1, 0)))
+            dp = multiply(own(1, other), b.transpose((1, 0)))
+            for ring in rings:
+                ring.release(number)
+            tile = block.tile(masked, g, start, other)
+            function, args = tile.function(dot, tile.leaves)
+            at = len(function.jaxpr.constvars) + n
+            s, slopes = call_with_slopes(function, args, at, tangents)
+            top, share, delta = numbers(other)
+            s = jnp.broadcast_to(s, box)
+            p = jnp.where(s == -jnp.inf, 0.0, jnp.exp2((s - top) * kernels.LOG2E) * share)
+            ds = softmax.gradient(p, call.gain(tile.drop(dp)), delta)
+            of_tile = [ds * slope.astype(jnp.float32) for slope in slopes]
+            if layout != "tile":
+                return [y + d.sum(-1) for y, d in zip(carry, of_tile, strict=True)]
+            out = outputs[0].at[block.r, block.h, pl.ds(start, ROW), pl.ds(other, size.step)]
+            plgpu.store(out, of_tile[0], optimized=False)
+            return carry
+
+        begin = [] if layout == "tile" else [zeros(ROW) for _ in range(sums)]
+        found = block.each(step, begin)[1]
+        for c, y in enumerate(found):
+            out = outputs[0].at[block.r, block.h, c, pl.ds(start, ROW)]
+            plgpu.store(out, y, optimized=False)
+
+    (R, N, T), S = q.shape[:3], k.shape[2]
+    last = (T, S) if layout == "tile" else (sums, T if by_query else S)
+    given = ([q, dout], [k, v]) if by_query else ([k, v], [q, dout])
+    more = [stats] if first is None else [stats, first]
+    output = jax.ShapeDtypeStruct((R, N, *last), jnp.float32)
+    return run(call, x, by_query, size, "flex_dleaves", *given, more, [output], body)[0]
