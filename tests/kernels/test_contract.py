@@ -16,8 +16,8 @@ from tests.support import oracle, plain_attention
 # A kernel for several platforms has a name for each. The first word is the kernel's own.
 PLATFORMS = {"flex": "tpu", "flex on Hopper": "hopper_memory", "splash": "tpu", "cudnn": "nvidia"}
 EVERY = (*KERNELS, "decode", *PLATFORMS)
-# All take every case with the grid. Otherwise interpreted kernels, which are slow, and `checkpointed`,
-# whose tiles are those of `blockwise`, take each third, and `reference` each second.
+# All take every case with the grid. Otherwise interpreted kernels, which are slow, and
+# `checkpointed`, whose tiles are those of `blockwise`, take each third, `reference` each second.
 EACH = dict.fromkeys(EVERY, 3) | {"blockwise": 1, "reference": 2}
 # The interpreter for Hopper takes a millisecond for each access to memory, so that its time grows
 # with rows and tiles. It gets fewer of both: still several tiles, full, partial and empty ones.
