@@ -31,11 +31,12 @@ def programs(features: int) -> dict[str, Any]:
     """Return the jaxpr of each kernel of a call and its gradients."""
     q, k = (jax.ShapeDtypeStruct((1, 256, n, features), jnp.bfloat16) for n in (2, 1))
 
-    def loss(q: Any, k: Any, v: Any) -> Any:
-        lowered: Any = flex.lower(*bind_call(q, k, v, mask=Lengths(jnp.array([200]))), H200)
+    def loss(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+        call = {"mask": Lengths(jnp.array([200])), "scores": (Alibi(slopes),)}
+        lowered: Any = flex.lower(*bind_call(q, k, v, **call), H200)
         return lowered()[0].astype(jnp.float32).sum()
 
-    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k)
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3)))(q, k, k, jnp.ones(2))
     return dict(barriers.kernels(jaxpr.jaxpr))
 
 
@@ -47,7 +48,10 @@ def broken(features: int = 64) -> set[str]:
 @needs_mosaic
 @pytest.mark.parametrize(
     ("features", "names"),
-    [(64, "flex_forward flex_dkv flex_dq"), (256, "flex_forward flex_dk flex_dv flex_dq")],
+    [
+        (64, "flex_forward flex_dkv flex_dq flex_dleaves"),
+        (256, "flex_forward flex_dk flex_dv flex_dq flex_dleaves"),
+    ],
 )
 def test_kernels_commit_wait_and_release_in_order(features: int, names: str) -> None:
     found = programs(features)
@@ -175,6 +179,37 @@ CALLS: dict[str, tuple[Any, dict[str, tuple[int, ...]], tuple[int, int]]] = {
 def test_gradients_of_all_arrays_match_reference_on_hopper(hopper_memory, name: str) -> None:
     call, shapes, features = CALLS[name]
     args = call, arrays(130, 200, *features), learned(**shapes)
+    close(pulled("flex", *args), pulled("reference", *args), 2**-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 260, 300), (2, 1, 260, 300), (1, 2, 260, 300), (2, 2, 260, 300), (1, 2, 260, 1),
+        (2, 1, 260, 1), (1, 2, 1, 300), (2, 1, 1, 300), (1, 2, 1, 1), (2, 1, 1, 1),
+    ],
+)  # fmt: skip
+def test_gradients_of_biases_sum_over_what_shares_them_on_hopper(
+    hopper_memory, shape: tuple[int, ...], rate: float
+) -> None:
+    """With empty tiles, whose gradients are 0, and a slope that the bias passes through."""
+
+    def call(x: Any) -> dict[str, Any]:
+        dropout = {"dropout_rate": rate, "dropout_rng": jax.random.key(7)} if rate else {}
+        return {"mask": Causal(), "bias": x["b"], "scores": (SoftCap(2.0),), **dropout}
+
+    args = call, arrays(260, 300, 8, 8, b=2), learned(b=shape)
+    got, want = pulled("flex", *args), pulled("reference", *args)
+    close(got, want, 2**-6)
+    assert float(jnp.abs(want[1][3]["b"]).max()) > 0
+
+
+@pytest.mark.slow
+def test_gradients_of_large_tables_take_several_passes_on_hopper(hopper_memory) -> None:
+    call = lambda x: {"mask": Causal(), "scores": (RelativeBias(x["t"]),)}  # noqa: E731
+    args = call, arrays(130, 200, 8, 8), learned(t=(2, 20))
     close(pulled("flex", *args), pulled("reference", *args), 2**-6)
 
 

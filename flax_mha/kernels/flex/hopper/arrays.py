@@ -36,13 +36,17 @@ class LazyTable(NamedTuple):
     is_any: bool = False
 
 
-def one_hot(shape: tuple[int, ...], number: Any) -> LazyTable:
-    """Return a table of zeros with a 1 at the entry of this number, in C order."""
+def one_hot(shape: tuple[int, ...], axes: Sequence[int], number: Any, others: list) -> LazyTable:
+    """Return a table of zeros, with 1 where the index along some axes has this number, in C order.
+
+    Each index along the other axes is appended to `others`.
+    """
 
     def entry(index: Sequence[Any]) -> Any:
+        others.append([i for axis, i in enumerate(index) if axis not in axes])
         at: Any = 0
-        for i, n in zip(index, shape, strict=True):
-            at = at * n + i
+        for axis in axes:
+            at = at * shape[axis] + index[axis]
         return (at == number).astype(jnp.float32)
 
     return LazyTable(shape, entry, is_any=True)

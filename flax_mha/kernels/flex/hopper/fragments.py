@@ -5,6 +5,7 @@ A mask or score function is traced once, for one tile. In a kernel its arrays ar
 selections among a table's entries. Branches are selections too.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,27 +84,55 @@ def missing(function: Function, whole: Sequence[bool]) -> str | None:
 
     `whole` tells which of the first arguments are no arrays over the scores.
     """
-    variables = [x.aval for x in (*function.jaxpr.constvars, *function.jaxpr.invars)]
-    tables = [n < len(whole) and whole[n] and x.size > 1 for n, x in enumerate(variables)]
-
-    def trial(*args: Any) -> Any:
-        trios = zip(args, variables, tables, strict=True)
-        given = [_constant(x, a) if t else x for x, a, t in trios]
-        slopes: list[Any] = []
-        for at, (aval, is_table) in enumerate(zip(variables, tables, strict=True)):
-            if jnp.issubdtype(aval.dtype, jnp.floating):
-                one = jnp.float32(1)
-                tangent = _constant(one, aval) if is_table else one
-                slopes.append(call_with_slopes(function, given, at, [tangent]))
-        return slopes
-
-    shapes = [() if x.size == 1 or t else (64, 64) for x, t in zip(variables, tables, strict=True)]
-    pairs = zip(shapes, variables, strict=True)
+    variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
+    floats = [n for n, x in enumerate(variables) if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+    tables = _tables(variables, whole)
     try:
-        jax.eval_shape(trial, *(jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in pairs))
+        for at in floats:
+            one: Any = jnp.float32(1)
+            _try(function, tables, at, _constant(one, variables[at].aval) if tables[at] else one)
     except UnsupportedPrimitive as error:
         return str(error)
     return None
+
+
+def tile_axes(
+    function: Function, whole: Sequence[bool], at: int, shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the axes of a table that tiles index, or all axes if not one look-up alone reads it.
+
+    `at` is its number among the arguments, and `shape` its shape in the kernel. An index along
+    another axis is a number, the same in the whole tile: a head's, say.
+    """
+    found: list[tuple[int, ...]] = []
+
+    def entry(index: Sequence[Any]) -> Any:
+        found.append(tuple(axis for axis, i in enumerate(index) if jnp.ndim(i)))
+        return jnp.float32(0)
+
+    tables = _tables((*function.jaxpr.constvars, *function.jaxpr.invars), whole)
+    _try(function, tables, at, LazyTable(shape, entry, is_any=True))
+    return found[0] if len(found) == 1 else tuple(range(len(shape)))
+
+
+def _tables(variables: Sequence[Any], whole: Sequence[bool]) -> list[bool]:
+    flags = itertools.chain(whole, itertools.repeat(False))
+    return [is_whole and x.aval.size > 1 for x, is_whole in zip(variables, flags, strict=False)]
+
+
+def _try(function: Function, tables: Sequence[bool], at: int, tangent: Any) -> None:
+    """Trace a function and a derivative as in a kernel."""
+    variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
+
+    def both(*args: Any) -> Any:
+        trios = zip(args, variables, tables, strict=True)
+        given = [_constant(x, var.aval) if is_table else x for x, var, is_table in trios]
+        return call_with_slopes(function, given, at, [tangent])
+
+    pairs = zip(variables, tables, strict=True)
+    shapes = [() if x.aval.size == 1 or is_table else (64, 64) for x, is_table in pairs]
+    avals = zip(shapes, variables, strict=True)
+    jax.eval_shape(both, *(jax.ShapeDtypeStruct(shape, x.aval.dtype) for shape, x in avals))
 
 
 def _constant(x: Any, aval: Any) -> LazyTable:
@@ -158,7 +187,9 @@ def _broadcast(eqn: Any, x: Any) -> Any:
     if isinstance(x, arrays.IndexColumns):
         raise UnsupportedPrimitive(eqn.primitive.name)
     if isinstance(x, LazyTable) and math.prod(x.shape) > 1:
-        return LazyTable(shape, lambda index: arrays.entry_of(x, [index[d] for d in dims]))
+        return LazyTable(
+            shape, lambda index: arrays.entry_of(x, [index[d] for d in dims]), x.is_any
+        )
     axes, x = [""] * len(shape), as_spread(x)
     for d, axis in zip(dims, x.axes, strict=True):
         axes[d] = axis
@@ -196,7 +227,7 @@ def _slice(eqn: Any, x: Any, *starts: Any) -> Any:
         ]
         return x.entry([b + i * s for b, i, s in zip(first, index, steps, strict=True)])
 
-    found = LazyTable(to, entry)
+    found = LazyTable(to, entry, x.is_any)
     return arrays.as_number(found, to) if math.prod(to) == 1 else found
 
 

@@ -4,11 +4,13 @@ A score's derivative with respect to an array over the scores is a tile. With re
 a table it is a tile too, and the entries are taken a few at a time.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,7 +20,7 @@ from flax_mha.kernels.flex.core import Arrays
 from flax_mha.kernels.flex.hopper import kernels
 from flax_mha.kernels.flex.hopper.arrays import one_hot
 from flax_mha.kernels.flex.hopper.block import BLOCK, ROW, BlockTiles, zeros
-from flax_mha.kernels.flex.hopper.fragments import call_with_slopes
+from flax_mha.kernels.flex.hopper.fragments import call_with_slopes, tile_axes
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import multiply
 from flax_mha.kernels.flex.tile import FlexCall
@@ -48,17 +50,35 @@ def _leaf(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) 
     call = call._replace(plan=call.plan._replace(dims=dims._replace(K=dims.N)))
     if operand.layout == "tile":
         return _sum_tiles(call, x, n, dout, stats)
-    if operand.layout != "whole":
-        found = _pass(call, x, n, dout, stats)
-        found = found if operand.layout != "one" else found.sum(-1, keepdims=True)
-        axes = tuple(axis for axis in (0, 1) if leaf.shape[axis] == 1)
-        return found.sum(axes, keepdims=True)
+    if operand.layout == "whole":
+        return _sum_entries(call, x, n, dout, stats)
+    found = _pass(call, x, n, dout, stats)
+    found = found if operand.layout != "one" else found.sum(-1, keepdims=True)
+    axes = tuple(axis for axis in (0, 1) if leaf.shape[axis] == 1)
+    return found.sum(axes, keepdims=True)
 
-    def some(first: jax.Array) -> jax.Array:
-        return _pass(call, x, n, dout, stats, first[None]).sum((0, 1, 3))
 
-    entries = lax.map(some, jnp.arange(0, leaf.size, CHUNK, dtype=jnp.int32))
-    return entries.reshape(-1)[: leaf.size].reshape(leaf.shape)
+def _sum_entries(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) -> jax.Array:
+    """Return the gradient of a table. Each row and head has sums for the entries that it reads."""
+    shape, consts = x.leaves[n].shape, len(call.masked.jaxpr.constvars)
+    whole = [True] * consts + [y.layout == "whole" for y in call.leaves]
+    axes = tile_axes(call.masked, whole, consts + n, shape)
+    others = [axis for axis in range(len(shape)) if axis not in axes]
+    count = math.prod(shape[axis] for axis in axes)
+
+    def some(first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = _pass(call, x, n, dout, stats, (axes, first))
+        return found[:, :, :CHUNK].sum(-1), found[:, :, CHUNK:].max(-1)
+
+    sums, index = lax.map(some, jnp.arange(0, count, CHUNK, dtype=jnp.int32))
+    R, N = sums.shape[1:3]
+    sums = jnp.moveaxis(sums, 0, 2).reshape(R * N, -1)[:, :count]
+    index = index[0].reshape(R * N, -1).astype(jnp.int32)
+    at = [jnp.zeros(R * N, jnp.int32), *index.T]
+    order = (*others, *axes)
+    table = jnp.zeros((1, *(shape[axis] for axis in others), count), jnp.float32)
+    table = table.at[tuple(at)].add(sums).reshape([shape[axis] for axis in order])
+    return table.transpose(np.argsort(order))
 
 
 def _sum_tiles(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) -> jax.Array:
@@ -97,26 +117,25 @@ def _sum_tiles(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Ar
 
 
 def _pass(
-    call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array, first: Any = None
+    call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array, entries: Any = None
 ) -> jax.Array:
     """Return the gradient of a leaf for each row and head: [R, N, 1 | T′, S′], or of some entries.
 
-    One number stands as a sum for each query, [R, N, 1, T′], and so do `CHUNK` entries of a table
-    from `first`, [R, N, CHUNK, T′].
+    One number stands as a sum for each query, [R, N, 1, T′]. So do `CHUNK` entries of a table, of
+    axes and from a number on that `entries` has, [R, N, CHUNK + others, T′]. The last ones are the
+    indices along the other axes.
     """
     q, k, v, dout = map(padded, (x.q, x.k, x.v, dout))
     layout, shape = call.leaves[n].layout, call.leaves[n].shape
     by_query = layout != "row"
     size = kernels.size_of(kernels.BACKWARD, max(q.shape[-1], v.shape[-1]), call)
-    box, sums = (ROW, size.step), 1 if first is None else CHUNK
+    axes, first = entries or ((), None)
+    box, sums = (ROW, size.step), 1 if entries is None else CHUNK + len(shape) - len(axes)
 
     def body(
         block: BlockTiles, start: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
     ) -> None:
         line = more[0].at[block.r, block.h]
-        tangents: list[Any] = [jnp.float32(1)]
-        if first is not None:
-            tangents = [one_hot(shape, more[1][0] + c) for c in range(sums)]
 
         def numbers(other: Any) -> list[jax.Array]:
             at, axis = (start, 0) if by_query else (other, 1)
@@ -130,7 +149,10 @@ def _pass(
                 ring.release(number)
             tile = block.tile(masked, g, start, other)
             function, args = tile.function(dot, tile.leaves)
-            at = len(function.jaxpr.constvars) + n
+            at, others = len(function.jaxpr.constvars) + n, list[Any]()
+            tangents: list[Any] = [jnp.float32(1)]
+            if entries is not None:
+                tangents = [one_hot(shape, axes, more[1][0] + c, others) for c in range(CHUNK)]
             s, slopes = call_with_slopes(function, args, at, tangents)
             top, share, delta = numbers(other)
             s = jnp.broadcast_to(s, box)
@@ -138,7 +160,9 @@ def _pass(
             ds = softmax.gradient(p, call.gain(tile.drop(dp)), delta)
             of_tile = [ds * slope.astype(jnp.float32) for slope in slopes]
             if layout != "tile":
-                return [y + d.sum(-1) for y, d in zip(carry, of_tile, strict=True)]
+                found = [y + d.sum(-1) for y, d in zip(carry, of_tile, strict=False)]
+                index = others[0] if sums > len(found) else []
+                return found + [zeros(ROW) + jnp.asarray(i).astype(jnp.float32) for i in index]
             out = outputs[0].at[block.r, block.h, pl.ds(start, ROW), pl.ds(other, size.step)]
             plgpu.store(out, of_tile[0], optimized=False)
             return carry
@@ -152,6 +176,6 @@ def _pass(
     (R, N, T), S = q.shape[:3], k.shape[2]
     last = (T, S) if layout == "tile" else (sums, T if by_query else S)
     given = ([q, dout], [k, v]) if by_query else ([k, v], [q, dout])
-    more = [stats] if first is None else [stats, first]
+    more = [stats] if entries is None else [stats, first[None]]
     output = jax.ShapeDtypeStruct((R, N, *last), jnp.float32)
     return run(call, x, by_query, size, "flex_dleaves", *given, more, [output], body)[0]
