@@ -151,7 +151,7 @@ def _pass(
             function, args = tile.function(dot, tile.leaves)
             at, others = len(function.jaxpr.constvars) + n, list[Any]()
             tangents: list[Any] = [jnp.float32(1)]
-            if entries is not None:
+            if first is not None:
                 tangents = [one_hot(shape, axes, more[1][0] + c, others) for c in range(CHUNK)]
             s, slopes = call_with_slopes(function, args, at, tangents)
             top, share, delta = numbers(other)
@@ -176,6 +176,6 @@ def _pass(
     (R, N, T), S = q.shape[:3], k.shape[2]
     last = (T, S) if layout == "tile" else (sums, T if by_query else S)
     given = ([q, dout], [k, v]) if by_query else ([k, v], [q, dout])
-    more = [stats] if entries is None else [stats, first[None]]
+    more = [stats] if first is None else [stats, first[None]]
     output = jax.ShapeDtypeStruct((R, N, *last), jnp.float32)
     return run(call, x, by_query, size, "flex_dleaves", *given, more, [output], body)[0]
