@@ -183,37 +183,6 @@ def test_gradients_of_all_arrays_match_reference_on_hopper(hopper_memory, name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 1, 260, 300), (2, 1, 260, 300), (1, 2, 260, 300), (2, 2, 260, 300), (1, 2, 260, 1),
-        (2, 1, 260, 1), (1, 2, 1, 300), (2, 1, 1, 300), (1, 2, 1, 1), (2, 1, 1, 1),
-    ],
-)  # fmt: skip
-def test_gradients_of_biases_sum_over_what_shares_them_on_hopper(
-    hopper_memory, shape: tuple[int, ...], rate: float
-) -> None:
-    """With empty tiles, whose gradients are 0, and a slope that the bias passes through."""
-
-    def call(x: Any) -> dict[str, Any]:
-        dropout = {"dropout_rate": rate, "dropout_rng": jax.random.key(7)} if rate else {}
-        return {"mask": Causal(), "bias": x["b"], "scores": (SoftCap(2.0),), **dropout}
-
-    args = call, arrays(260, 300, 8, 8, b=2), learned(b=shape)
-    got, want = pulled("flex", *args), pulled("reference", *args)
-    close(got, want, 2**-6)
-    assert float(jnp.abs(want[1][3]["b"]).max()) > 0
-
-
-@pytest.mark.slow
-def test_gradients_of_large_tables_take_several_passes_on_hopper(hopper_memory) -> None:
-    call = lambda x: {"mask": Causal(), "scores": (RelativeBias(x["t"]),)}  # noqa: E731
-    args = call, arrays(130, 200, 8, 8), learned(t=(2, 20))
-    close(pulled("flex", *args), pulled("reference", *args), 2**-6)
-
-
-@pytest.mark.slow
 def test_fully_masked_queries_give_zero_on_hopper(hopper_memory) -> None:
     call = lambda x: {"mask": np.zeros((130, 130), bool), "scores": (Alibi(x["s"]),)}  # noqa: E731
     (out, _), grads = pulled("flex", call, arrays(130, 130, 8, 8), learned(s=(2,)))

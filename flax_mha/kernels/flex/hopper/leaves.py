@@ -23,7 +23,7 @@ from flax_mha.kernels.flex.hopper.block import BLOCK, ROW, BlockTiles, zeros
 from flax_mha.kernels.flex.hopper.fragments import call_with_slopes, tile_axes
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import multiply
-from flax_mha.kernels.flex.tile import FlexCall
+from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.masks import EMPTY
 
 # The entries of a table whose gradients are summed together, in registers.
@@ -130,39 +130,30 @@ def _pass(
     by_query = layout != "row"
     size = kernels.size_of(kernels.BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     axes, first = entries or ((), None)
-    box, sums = (ROW, size.step), 1 if entries is None else CHUNK + len(shape) - len(axes)
+    sums = 1 if first is None else CHUNK + len(shape) - len(axes)
 
     def body(
         block: BlockTiles, start: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
     ) -> None:
-        line = more[0].at[block.r, block.h]
-
-        def numbers(other: Any) -> list[jax.Array]:
-            at, axis = (start, 0) if by_query else (other, 1)
-            return [block.numbers(line.at[c], at, axis, box) for c in range(3)]
-
         def step(masked: bool, number: Any, g: Any, other: Any, carry: Any) -> Any:
             a, b = (ring.wait(number) for ring in rings)
             dot = multiply(own(0, other), a.transpose((1, 0)))
             dp = multiply(own(1, other), b.transpose((1, 0)))
             for ring in rings:
                 ring.release(number)
-            tile = block.tile(masked, g, start, other)
-            function, args = tile.function(dot, tile.leaves)
-            at, others = len(function.jaxpr.constvars) + n, list[Any]()
-            tangents: list[Any] = [jnp.float32(1)]
+            index, tangents = list[Any](), list[Any]([jnp.float32(1)])
             if first is not None:
-                tangents = [one_hot(shape, axes, more[1][0] + c, others) for c in range(CHUNK)]
-            s, slopes = call_with_slopes(function, args, at, tangents)
-            top, share, delta = numbers(other)
-            s = jnp.broadcast_to(s, box)
-            p = jnp.where(s == -jnp.inf, 0.0, jnp.exp2((s - top) * kernels.LOG2E) * share)
-            ds = softmax.gradient(p, call.gain(tile.drop(dp)), delta)
-            of_tile = [ds * slope.astype(jnp.float32) for slope in slopes]
+                tangents = [one_hot(shape, axes, more[1][0] + c, index) for c in range(CHUNK)]
+            tile, (line, axis) = block.tile(masked, g, start, other), (start, 0)
+            if not by_query:
+                line, axis = other, 1
+            rows = more[0].at[block.r, block.h]
+            stats = [block.numbers(rows.at[c], line, axis, (ROW, size.step)) for c in range(3)]
+            of_tile = _slopes(tile, n, tangents, dot, dp, *stats)
             if layout != "tile":
                 found = [y + d.sum(-1) for y, d in zip(carry, of_tile, strict=False)]
-                index = others[0] if sums > len(found) else []
-                return found + [zeros(ROW) + jnp.asarray(i).astype(jnp.float32) for i in index]
+                others = index[0] if sums > len(found) else []
+                return found + [zeros(ROW) + jnp.asarray(i).astype(jnp.float32) for i in others]
             out = outputs[0].at[block.r, block.h, pl.ds(start, ROW), pl.ds(other, size.step)]
             plgpu.store(out, of_tile[0], optimized=False)
             return carry
@@ -179,3 +170,16 @@ def _pass(
     more = [stats] if first is None else [stats, first[None]]
     output = jax.ShapeDtypeStruct((R, N, *last), jnp.float32)
     return run(call, x, by_query, size, "flex_dleaves", *given, more, [output], body)[0]
+
+
+def _slopes(
+    tile: Tile, n: int, tangents: Sequence[Any], dot: jax.Array, dp: jax.Array, top: jax.Array,
+    share: jax.Array, delta: jax.Array,
+) -> list[jax.Array]:  # fmt: skip
+    """Return the derivatives of the loss along tangents of a leaf, a tile each."""
+    function, args = tile.function(dot, tile.leaves)
+    s, slopes = call_with_slopes(function, args, len(function.jaxpr.constvars) + n, tangents)
+    s = jnp.broadcast_to(s, dot.shape)
+    p = jnp.where(s == -jnp.inf, 0.0, jnp.exp2((s - top) * kernels.LOG2E) * share)
+    ds = softmax.gradient(p, tile.call.gain(tile.drop(dp)), delta)
+    return [ds * slope.astype(jnp.float32) for slope in slopes]
