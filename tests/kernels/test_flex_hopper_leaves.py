@@ -11,7 +11,6 @@ from flax_mha.masks import Causal, Predicate, Segments
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 from tests.kernels.test_flex_hopper import arrays, close, learned, needs_mosaic, pulled
 
-
 IDS = np.sort(np.random.default_rng(1).integers(0, 3, (1, 200)))
 PACKED = Causal() & Segments(jnp.asarray(IDS[:, :130]), jnp.asarray(IDS))
 
