@@ -4,10 +4,9 @@
 
 Memory is O(T + S), except for the arrays of masks and scores. Empty tiles are skipped, forward and
 backward, and the mask is evaluated only in partial tiles. Masks and score functions, user-defined
-ones included, run in the kernel, and so do the derivatives of scores. The backward
-pass recomputes the scores from the saved maximum and sum, once for dq, once for dk and dv, and once
-for the learned arrays of each layout over the scores. If rows and heads share a bias of
-queries × keys, its gradient is summed in the kernel. XLA removes the passes that are not needed.
+ones included, run in the kernel, and so do the derivatives of scores. The backward pass recomputes
+the scores from the saved maximum and sum: for dq, for dk and dv, and for the learned arrays, in
+memory of their own size. XLA removes the passes that are not needed.
 
 Sources: Dao, "FlashAttention-2", 2023; Dong et al., "Flex Attention", 2024, for the idea; Milakov
 and Gimelshein, "Online normalizer calculation for softmax", 2018.

@@ -1,7 +1,8 @@
 """The gradients of learned arrays of masks and scores, in kernels for Hopper.
 
 A score's derivative with respect to an array over the scores is a tile. With respect to an entry of
-a table it is a tile too, and the entries are taken a few at a time.
+a table it is a tile too, which is not 0 where the score reads this entry. Entries are taken a few
+at a time.
 """
 
 import math
@@ -144,11 +145,9 @@ def _pass(
             index, tangents = list[Any](), list[Any]([jnp.float32(1)])
             if first is not None:
                 tangents = [one_hot(shape, axes, more[1][0] + c, index) for c in range(CHUNK)]
-            tile, (line, axis) = block.tile(masked, g, start, other), (start, 0)
-            if not by_query:
-                line, axis = other, 1
-            rows = more[0].at[block.r, block.h]
-            stats = [block.numbers(rows.at[c], line, axis, (ROW, size.step)) for c in range(3)]
+            line, (at, axis) = more[0].at[block.r, block.h], (start, 0) if by_query else (other, 1)
+            stats = [block.numbers(line.at[c], at, axis, (ROW, size.step)) for c in range(3)]
+            tile = block.tile(masked, g, start, other)
             of_tile = _slopes(tile, n, tangents, dot, dp, *stats)
             if layout != "tile":
                 found = [y + d.sum(-1) for y, d in zip(carry, of_tile, strict=False)]
