@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
 from flax_mha.layer.points import COLLECTION, Edit, visitor
-from flax_mha.layer.standard import attention_layers
+from flax_mha.layer.standard import Attention
 
 __all__ = ["Edit", "Edits", "attach", "detach", "names", "sweep"]
 
@@ -228,3 +228,9 @@ def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
         parts = {name.rpartition("/"): edit for name, edit in edits.items()}
         own = {name: edit for (module, _, name), edit in parts.items() if module == "/".join(path)}
         layer.edits = nnx.data(Edits(own) if own else None)
+
+
+def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
+    """Return the attention layers of an nnx model, with their paths."""
+    modules = nnx.iter_modules(model)
+    return [(tuple(map(str, path)), x) for path, x in modules if isinstance(x, Attention)]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import flax.linen as nn
 import jax
-from flax import nnx
 from flax.typing import Initializer
 
 from flax_mha.base import checks, shapes
@@ -189,12 +188,6 @@ class Attention(Fields):
         """
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
         return core.attend(p, self, heads, call, cache)
-
-
-def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the attention layers of an nnx model, with their paths."""
-    modules = nnx.iter_modules(model)
-    return [(tuple(map(str, path)), x) for path, x in modules if isinstance(x, Attention)]
 
 
 @functools.lru_cache(maxsize=256, typed=True)

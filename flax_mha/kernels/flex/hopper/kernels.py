@@ -175,7 +175,7 @@ def _key_gradients(
     return run(call, x, False, size, f"flex_d{of}", *given, outputs, body)
 
 
-def gradients(
+def matrix_gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v. See `Machine`."""

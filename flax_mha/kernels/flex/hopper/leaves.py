@@ -18,10 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flax_mha.kernels import softmax
 from flax_mha.kernels.flex.core import Arrays
-from flax_mha.kernels.flex.hopper import kernels
 from flax_mha.kernels.flex.hopper.arrays import one_hot
 from flax_mha.kernels.flex.hopper.block import BLOCK, ROW, BlockTiles, zeros
 from flax_mha.kernels.flex.hopper.fragments import call_with_slopes, tile_axes
+from flax_mha.kernels.flex.hopper.kernels import BACKWARD, LOG2E, matrix_gradients, size_of
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import multiply
 from flax_mha.kernels.flex.tile import FlexCall, Tile
@@ -39,7 +39,7 @@ def gradients(
         _leaf(call, x, n, dout, stats).astype(y.dtype) if operand.is_learned else None
         for n, (operand, y) in enumerate(zip(call.leaves, x.leaves, strict=True))
     ]
-    return *kernels.gradients(call, x, dout, stats), learned
+    return *matrix_gradients(call, x, dout, stats), learned
 
 
 def _leaf(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) -> jax.Array:
@@ -129,7 +129,7 @@ def _pass(
     q, k, v, dout = map(padded, (x.q, x.k, x.v, dout))
     layout, shape = call.leaves[n].layout, call.leaves[n].shape
     by_query = layout != "row"
-    size = kernels.size_of(kernels.BACKWARD, max(q.shape[-1], v.shape[-1]), call)
+    size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     axes, first = entries or ((), None)
     sums = 1 if first is None else CHUNK + len(shape) - len(axes)
 
@@ -179,6 +179,6 @@ def _slopes(
     function, args = tile.function(dot, tile.leaves)
     s, slopes = call_with_slopes(function, args, len(function.jaxpr.constvars) + n, tangents)
     s = jnp.broadcast_to(s, dot.shape)
-    p = jnp.where(s == -jnp.inf, 0.0, jnp.exp2((s - top) * kernels.LOG2E) * share)
+    p = jnp.where(s == -jnp.inf, 0.0, jnp.exp2((s - top) * LOG2E) * share)
     ds = softmax.gradient(p, tile.call.gain(tile.drop(dp)), delta)
     return [ds * slope.astype(jnp.float32) for slope in slopes]
