@@ -30,7 +30,6 @@ from flax_mha.variants import (
 )
 from tests.kernels.cases import pairs
 from tests.support.meshes import (
-    BACKWARD,
     GROUPED,
     KEY,
     KINDS,
@@ -113,33 +112,34 @@ def randomized(params: Any) -> Any:
 
 @functools.cache
 def on_one_device(name: str) -> Any:
-    """Return a layer, its parameters, a gradient with outputs, and its result on one device."""
-    layer = LAYERS[name]
-    params = randomized(layer.init(KEY, X))
+    """Return a layer, its arguments, a gradient with outputs, and its result, all in float64."""
+    layer = LAYERS[name].clone(dtype=jnp.float64, param_dtype=jnp.float64)
+    x = jnp.asarray(X, jnp.float64)
+    params = randomized(layer.init(KEY, x))
 
     def loss(params: Any, x: jax.Array) -> Any:
         out = layer.apply(params, x)
         return jnp.sum(jnp.sin(3 * out)), out
 
     gradient = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
-    return layer, params, gradient, gradient(params, X)
+    return layer, (params, x), gradient, gradient(params, x)
 
 
 @pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None:
-    layer, params, gradient, expected = on_one_device(name)
-    _, leave = on(kind, GROUPED, (1, 4, 2))
-    try:
-        placed = jax.device_put(params, sharding.of(layer.init, KEY, X))
-        actual = jax.device_get(gradient(placed, X))
-    finally:
-        leave()
-    # Some gradients are sums whose terms, as large as other gradients, nearly cancel.
-    largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+    """In float64: some gradients are sums whose terms cancel but for their rounding."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        layer, (params, x), gradient, expected = on_one_device(name)
+        _, leave = on(kind, GROUPED, (1, 4, 2))
+        try:
+            placed = jax.device_put(params, sharding.of(layer.init, KEY, x))
+            actual = jax.device_get(gradient(placed, x))
+        finally:
+            leave()
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert np.abs(a - b).max() < BACKWARD * largest
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", KINDS)
