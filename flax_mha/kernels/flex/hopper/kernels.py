@@ -22,8 +22,8 @@ TOGETHER = 64
 # The sizes of kernels by the features of a head.
 FORWARD = {64: Size(128, 3), 128: Size(128, 2), 192: Size(32, 4), 256: Size(32, 4)}
 BACKWARD = {64: Size(64, 2), 128: Size(64, 2), 192: Size(32, 2), 256: Size(32, 2)}
-# The most operations of masks and scores for which these sizes are made, the operations beyond that
-# need as many registers as all else, those that dropout counts for, and the least step.
+# These sizes are for masks and scores of at most SIMPLE operations. DOUBLE more need as many
+# registers as all else. Dropout counts as DROPOUT operations. No step is below LEAST.
 SIMPLE, DOUBLE, DROPOUT, LEAST = 24, 32, 24, 16
 
 
