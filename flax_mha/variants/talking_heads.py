@@ -28,7 +28,7 @@ class TalkingHeads(Attention):
 
     @property
     def mixes_heads(self) -> bool:
-        """True."""
+        """True: learned matrices mix the heads."""
         return True
 
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:

@@ -28,12 +28,12 @@ class LazyTable(NamedTuple):
     Attributes:
       shape: the shape.
       entry: the entry at an index, a sequence of numbers.
-      is_any: True if the index may be of tiles too.
+      takes_tiles: True if an index may be a tile of numbers too.
     """
 
     shape: tuple[int, ...]
     entry: Callable[[Sequence[Any]], Any]
-    is_any: bool = False
+    takes_tiles: bool = False
 
 
 def one_hot(shape: tuple[int, ...], axes: Sequence[int], number: Any, others: list) -> LazyTable:
@@ -49,7 +49,7 @@ def one_hot(shape: tuple[int, ...], axes: Sequence[int], number: Any, others: li
             at = at * shape[axis] + index[axis]
         return (at == number).astype(jnp.float32)
 
-    return LazyTable(shape, entry, is_any=True)
+    return LazyTable(shape, entry, takes_tiles=True)
 
 
 class IndexColumns(NamedTuple):
@@ -120,4 +120,4 @@ def reshape_table(x: LazyTable, shape: Sequence[int]) -> LazyTable:
         kept = (i for i, n in zip(index, shape, strict=True) if n > 1)
         return x.entry([next(kept) if n > 1 else 0 for n in x.shape])
 
-    return LazyTable(tuple(shape), entry, x.is_any)
+    return LazyTable(tuple(shape), entry, x.takes_tiles)

@@ -111,17 +111,18 @@ def tile_axes(
         return jnp.float32(0)
 
     tables = _tables((*function.jaxpr.constvars, *function.jaxpr.invars), whole)
-    _try(function, tables, at, LazyTable(shape, entry, is_any=True))
+    _try(function, tables, at, LazyTable(shape, entry, takes_tiles=True))
     return found[0] if len(found) == 1 else tuple(range(len(shape)))
 
 
 def _tables(variables: Sequence[Any], whole: Sequence[bool]) -> list[bool]:
+    """Return which arguments are tables of several entries."""
     flags = itertools.chain(whole, itertools.repeat(False))
     return [is_whole and x.aval.size > 1 for x, is_whole in zip(variables, flags, strict=False)]
 
 
 def _try(function: Function, tables: Sequence[bool], at: int, tangent: Any) -> None:
-    """Trace a function and a derivative as in a kernel."""
+    """Trace a function and a derivative as in a kernel, which raises if the kernel lacks either."""
     variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
 
     def both(*args: Any) -> Any:
@@ -188,7 +189,7 @@ def _broadcast(eqn: Any, x: Any) -> Any:
         raise UnsupportedPrimitive(eqn.primitive.name)
     if isinstance(x, LazyTable) and math.prod(x.shape) > 1:
         return LazyTable(
-            shape, lambda index: arrays.entry_of(x, [index[d] for d in dims]), x.is_any
+            shape, lambda index: arrays.entry_of(x, [index[d] for d in dims]), x.takes_tiles
         )
     axes, x = [""] * len(shape), as_spread(x)
     for d, axis in zip(dims, x.axes, strict=True):
@@ -227,7 +228,7 @@ def _slice(eqn: Any, x: Any, *starts: Any) -> Any:
         ]
         return x.entry([b + i * s for b, i, s in zip(first, index, steps, strict=True)])
 
-    found = LazyTable(to, entry, x.is_any)
+    found = LazyTable(to, entry, x.takes_tiles)
     return arrays.as_number(found, to) if math.prod(to) == 1 else found
 
 

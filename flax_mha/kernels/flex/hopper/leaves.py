@@ -122,9 +122,9 @@ def _pass(
 ) -> jax.Array:
     """Return the gradient of a leaf for each row and head: [R, N, 1 | T′, S′], or of some entries.
 
-    One number stands as a sum for each query, [R, N, 1, T′]. So do `CHUNK` entries of a table, of
-    axes and from a number on that `entries` has, [R, N, CHUNK + others, T′]. The last ones are the
-    indices along the other axes.
+    The gradient of one number is summed over the keys of each query, [R, N, 1, T′]. `entries` has
+    axes of a table and the number of a first entry along them. Then there are `CHUNK` such sums,
+    and the indices along the other axes: [R, N, CHUNK + others, T′].
     """
     q, k, v, dout = map(padded, (x.q, x.k, x.v, dout))
     layout, shape = call.leaves[n].layout, call.leaves[n].shape

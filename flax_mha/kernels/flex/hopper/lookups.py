@@ -58,7 +58,7 @@ def _lookup(table: LazyTable, indices: dict[int, Any]) -> Any:
         jnp.clip(indices[n], 0, size - 1) if size > 1 and n not in wide else 0
         for n, size in enumerate(table.shape)
     ]
-    if table.is_any:
+    if table.takes_tiles:
         return table.entry([indices[n] if n in wide else i for n, i in enumerate(at)])
     number: Any = 0
     for axis in wide:
