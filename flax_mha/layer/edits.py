@@ -20,7 +20,7 @@ from flax_mha.base.trees import combine, partition
 from flax_mha.layer.points import COLLECTION, Edit, visitor
 from flax_mha.layer.standard import Attention
 
-__all__ = ["Edit", "Edits", "attach", "detach", "names", "sweep"]
+__all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep"]
 
 
 class Edits(nnx.Variable[Any]):
@@ -231,6 +231,10 @@ def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
 
 
 def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the attention layers of an nnx model, with their paths."""
+    """Return the attention layers of an nnx model, each with its path.
+
+    >>> for path, layer in attention_layers(model):
+    ...     layer.capture = flax_mha.Capture(("weights",))
+    """
     modules = nnx.iter_modules(model)
     return [(tuple(map(str, path)), x) for path, x in modules if isinstance(x, Attention)]

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import flax_mha
+import flax_mha.nnx
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, interop
 from tests.repository.test_reference import directives, found
 from tests.repository.test_security import CONFIG
@@ -81,6 +83,11 @@ def of_derivatives() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_nnx() -> dict[str, Any]:
+    layer = flax_mha.nnx.MultiHeadAttention(8, 64, rngs=nnx.Rngs(0))
+    return {"flax_mha": flax_mha, "model": nnx.Sequential(layer, nnx.relu)}
+
+
 def of_block(kind: Any) -> dict[str, Any]:
     return {"block": kind(MultiHeadAttention(8), 64)}
 
@@ -88,6 +95,7 @@ def of_block(kind: Any) -> dict[str, Any]:
 # The names that an example uses beside public ones.
 GIVEN: dict[str, Any] = {
     "flax_mha.cache": lambda: dict.fromkeys("qkv", jnp.ones((2, 3, 4, 8))),
+    "flax_mha.layer.edits.attention_layers": of_nnx,
     "flax_mha.layer.qk_clip.qk_clip": of_clip,
     "flax_mha.interop": of_interop,
     "flax_mha.kernels.any_derivative": of_derivatives,
