@@ -43,6 +43,7 @@ def scores(model: Any, *args: Any) -> dict[str, jax.Array]:
     return found
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_other_tokens_have_their_own_scores(kind: str) -> None:
     model: Any = LinenJitted() if kind == "linen" else Jitted(nnx.Rngs(0))

@@ -172,6 +172,7 @@ def test_ring_remembers_overwritten_tokens_over_two_truncations() -> None:
             close(out[:, 0], expected[:, cuts[-1]])
 
 
+@pytest.mark.slow
 def test_int8_ring_takes_prompt_longer_than_itself() -> None:
     """Old and new tokens keep their own scales, as in a full cache."""
 

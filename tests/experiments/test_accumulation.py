@@ -72,6 +72,7 @@ def test_seeds_accumulate_each_as_alone(config: ConfigDict, sizes: tuple[int, ..
         assert_close(jax.tree.map(lambda x, i=i: x[i], together.params), alone.params)
 
 
+@pytest.mark.slow
 def test_two_half_batches_make_the_update_of_one(config: ConfigDict) -> None:
     task = tasks.make(config)
     batches = [next(iter(task.batches(seed, 8, np.arange(8)))) for seed in range(2)]

@@ -105,7 +105,8 @@ def changes(path: Path, flips: int) -> Iterator[tuple[str, bytes | None]]:
     yield "gone", None
 
 
-@pytest.mark.parametrize("flips", [1, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flips", [1, 16])
 def test_changed_file_never_alters_loaded_state(
     folder: Path, flips: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +251,7 @@ def test_checksum_depends_on_every_bit_and_index(
     assert sums(a) != sums(b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [0, 2**18])
 def test_checksum_does_not_depend_on_sharding(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrity, "_SMALL", small)

@@ -104,6 +104,7 @@ def test_processes_with_different_settings_refuse(config: ConfigDict, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_process_without_peers_reports_it(tmp_path: Path) -> None:
     with together(
         1, tmp_path / "logs", f"--workdir={tmp_path / 'run'}", "--start_timeout=2",

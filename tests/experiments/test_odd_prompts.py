@@ -51,6 +51,7 @@ def test_start_beyond_vocabulary_raises(changed: Callable[..., Path]) -> None:
         said(changed("t5", decoder_start_token_id=50), "1 2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, [], 10**9, [10**9]])
 def test_eos_outside_vocabulary_never_ends_the_text(
     value: Any, changed: Callable[..., Path]
@@ -137,6 +138,7 @@ def test_padding_of_tokenizer_is_ignored(changed: Callable[..., Path]) -> None:
     assert said(changed(tokenizer=tokenizer.to_str().encode()), "b", max_new_tokens=2) == ""
 
 
+@pytest.mark.slow
 def test_commands_fail_in_one_line(changed: Callable[..., Path]) -> None:
     """With exit code 1, and no traceback."""
     folder = changed(hidden_size="32")

@@ -126,6 +126,7 @@ def test_command_prints_before_it_loads_jax() -> None:
     assert not {"jax", "numpy", "flax", "rich", "matplotlib"} & set(imported)
 
 
+@pytest.mark.slow
 def test_run_prints_its_phases(
     config: ConfigDict, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,7 @@ def test_too_large_depth_extrapolates_its_needs(
     assert (caught.value.needs, caught.value.has) == (100 + 320, 50)
 
 
+@pytest.mark.slow
 def test_remedies_come_in_order_of_cost(
     decoder: ConfigDict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def written(folder: Path, ids: list[int], count: int, **options: Any) -> list[in
     return np.asarray(found.tokens[0]).tolist()
 
 
+@pytest.mark.slow
 def test_ids_prompt_generates_ids(qwen: Path) -> None:
     want = written(qwen, [12, 7, 40], 5)
     assert said(qwen, "12 7 40", max_new_tokens=5) == " ".join(map(str, want))
@@ -84,6 +85,7 @@ def test_eos_is_not_printed(qwen: Path, several: bool, tmp_path: Path) -> None:
     assert said(tmp_path, "1 2 3", max_new_tokens=24) == " ".join(map(str, tokens[:at]))
 
 
+@pytest.mark.slow
 def test_t5_generates_from_its_start_token(tmp_path: Path) -> None:
     folder = folder_of(T5, tmp_path / "t5")
     want = written(folder, [5, 3, 9], 4, start=0)

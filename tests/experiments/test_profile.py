@@ -29,6 +29,7 @@ with profile.tracing(Path(sys.argv[1]), "2:3", 0) as trace:
 """
 
 
+@pytest.mark.slow
 def test_trace_of_steps_names_the_parts_of_the_layer(tmp_path: Path) -> None:
     # In a subprocess, on the CPU only: a libtpu newer than jaxlib crashes the profiler.
     done = subprocess.run(

@@ -224,6 +224,7 @@ def test_help_creates_no_files(command: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "word", "message"),
     [

@@ -43,6 +43,7 @@ def test_random_sets_have_as_many_of_the_other_heads(number: int, count: int) ->
     assert len(np.unique(sets[1:], axis=0)) > 1 or count == 6
 
 
+@pytest.mark.slow
 def test_a_model_whose_heads_are_means_sees_no_other_token() -> None:
     model = base.attention_only(2, 2, 8, 5)
     tokens = jax.random.randint(jax.random.key(0), (4, 6), 0, 5)

@@ -113,6 +113,7 @@ def test_swapped_model_has_equal_outputs(way: Any, calls: list[Any]) -> None:
     assert len(calls) == 4
 
 
+@pytest.mark.slow
 def test_swapped_model_has_equal_gradients() -> None:
     model = Model(1)
     variables = made()

@@ -94,6 +94,7 @@ def twice(attend: Any, q: jax.Array) -> dict[str, Any]:
 SCATTERED = BlockSparse(np.tile(np.array([[0, 5]], np.int32), (1, 1, 25, 1)), 8, 8)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     "mask",
     [Segments(jnp.zeros((1, 200), jnp.int32)), Lengths(jnp.array([5])), SCATTERED],

@@ -48,7 +48,7 @@ def traced(blocks: np.ndarray) -> jax.Array:
 SIZES = [(96, 128, 16, 32), (90, 101, 17, 23), (40, 70, 1, 5), (7, 50, 3, 16)]
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize(
     ("kernel", "sizes"),
     [(kernel, sizes) for kernel in ("reference", "blockwise") for sizes in SIZES]
@@ -190,7 +190,7 @@ def test_chosen_blocks_under_vmap_and_scan() -> None:
 
 
 # Strategies on a mesh, with shards that cut blocks; rows and heads are sharded too.
-@pytest.mark.sampled(0.1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     ("way", "rules"),

@@ -18,6 +18,7 @@ PLATFORMS = {"flex": "tpu", "flex on Hopper": "hopper_memory", "splash": "tpu", 
 EVERY = (*KERNELS, "decode", *PLATFORMS)
 # All take every case with the grid. Otherwise interpreted kernels, which are slow, and
 # `checkpointed`, whose tiles are those of `blockwise`, take each third, `reference` each second.
+# A case interpreted for Hopper takes too long for the fast tests, which have one of their own.
 EACH = dict.fromkeys(EVERY, 3) | {"blockwise": 1, "reference": 2}
 # The interpreter for Hopper takes a millisecond for each access to memory, so that its time grows
 # with rows and tiles. It gets fewer of both: still several tiles, full, partial and empty ones.
@@ -35,13 +36,19 @@ GRADIENTS = {"float32": 1e-5, "bfloat16": 2**-8, "float16": 2**-10}
 CANCELLED = 1e-6
 
 
+def _marks(kernel: str, n: int) -> tuple[Any, ...]:
+    if n % EACH[kernel]:
+        return (pytest.mark.grid,)
+    return (pytest.mark.slow,) if kernel == "flex on Hopper" else ()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Create the grid's cases only if a marker expression asks for them."""
     if "case" not in metafunc.fixturenames:
         return
     grid = "grid" in metafunc.config.option.markexpr
     found: list[Any] = [
-        (case, kernel, (pytest.mark.grid,) if n % EACH[kernel] else ())
+        (case, kernel, _marks(kernel, n))
         for n, case in enumerate(cases.ordinary())
         for kernel in EVERY
         if grid or n % EACH[kernel] == 0

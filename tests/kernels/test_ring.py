@@ -133,6 +133,7 @@ def test_devices_skip_empty_steps_of_traced_masks(
     assert passes(both, "blockwise", 4, monkeypatch, call) == [blocks] * 2
 
 
+@pytest.mark.slow
 def test_cudnn_ring_runs_no_second_forward(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra backward pass for the lse runs only if the lse is returned."""
     n, blocks = 4, 10
@@ -238,6 +239,7 @@ def test_gradients_are_summed_in_float32(strategy: str, dtype: str) -> None:
     assert max(a / b for a, b in zip(over, alone, strict=True)) < 1.5, (over, alone)
 
 
+@pytest.mark.slow
 def test_cudnn_ring_with_bias_matches_reference(nvidia) -> None:
     """The bias hides keys of a block from some queries, and all keys from one."""
     bias = np.random.default_rng(5).normal(size=(4, 64, 64))

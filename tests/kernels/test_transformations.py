@@ -204,6 +204,7 @@ def test_gradients_of_gradients_match_reference(kernel: str) -> None:
     assert_close(twice(kernel), twice("reference"))
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_under_traced_masks(kernel: str) -> None:
     """JAX can't reverse loops of unknown length. The error names the kernels without them."""
     x = arrays(2)

@@ -28,6 +28,7 @@ class Stranger(nn.Module):
         return scanned(MultiHeadAttention(N, name="attention"), x, None)[0]
 
 
+@pytest.mark.slow
 def test_edits_reach_a_layer_whose_scan_drops_collections() -> None:
     model = Stranger()
     values = variables(model, X)

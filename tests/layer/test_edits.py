@@ -87,6 +87,7 @@ def named(changes: Mapping[str, Edit]) -> dict[str, Edit]:
     return {f"attention_{name}": edit for name, edit in changes.items()}
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", [*POINTS, "all"])
 def test_an_edited_layer_is_the_layer_changed_by_hand(name: str, kind: str) -> None:
@@ -98,6 +99,7 @@ def test_an_edited_layer_is_the_layer_changed_by_hand(name: str, kind: str) -> N
     assert oracle.error(out, expected(values["params"], X, changes, kind)) < 3e-6
 
 
+@pytest.mark.slow
 def test_nnx_gives_the_outputs_and_gradients_of_linen() -> None:
     layer = LAYERS["rotary"]
     values = variables(layer, X)

@@ -32,6 +32,7 @@ B, N, M, D = 2, 5, 7, 8
 X = jnp.ones((1, 4, D))
 LAYER = MultiHeadAttention(2, num_kv_heads=1, rotary=Rotary())
 TOKENS = jnp.ones((1, 4), int)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("checkpointed", "decode")]
 
 
 def exported(
@@ -66,7 +67,7 @@ def attended(kernel: str) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed", "decode"])
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", *SLOW])
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported_kernels_match_formula(kernel: str, large: bool) -> None:
     """Outputs and gradients, for one tile and for many."""

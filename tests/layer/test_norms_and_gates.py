@@ -60,6 +60,7 @@ def expected(params: Any, x: np.ndarray, norm: QKNorm | None) -> np.ndarray:
     )
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(("norm", "gate"), list(itertools.product(NORMS, GATES)))
 def test_norms_and_gates_match_formula(norm: str, gate: str | None) -> None:
     module = layer(norm, gate)

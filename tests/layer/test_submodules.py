@@ -59,7 +59,7 @@ def test_capture_intermediates_matches_flax(inputs: tuple[jax.Array, ...]) -> No
     chex.assert_trees_all_close(actual, expected, atol=1e-5)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_intercepted_calls_take_effect_as_in_flax(change: str) -> None:
     def both(layer: nn.Module, name: str) -> Any:
@@ -122,7 +122,7 @@ def test_tabulate_shows_each_projection() -> None:
         assert f" {name} " in table
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_intercepted_calls_send_no_more_over_mesh(optimized, kind: str) -> None:
     """A gradient sends 2·B·T·D, whether a value is observed, doubled or left alone."""

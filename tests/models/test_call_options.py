@@ -87,6 +87,7 @@ def test_options_table_is_complete() -> None:
     assert set(GIVEN) == set(LayerOptions.__annotations__)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_argument_reaches_the_layer(kind: type[nn.Module], arrived: list[Any]) -> None:
     built, x = model(kind)

@@ -134,7 +134,7 @@ def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     }
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["the tokens' axis", "an own axis"])
 def test_device_needs_the_memory_of_its_share(name: str, method: str, optimized: None) -> None:
     """With rows for all choices of all tokens, each array of hidden features would take 16 MiB."""

@@ -65,6 +65,7 @@ def compiled(module: Experts) -> Any:
     return jax.jit(lambda *args: module.apply(*args))
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("name", KINDS_OF)
 def test_experts_match_formula(name: str, method: None) -> None:
     params = parameters(KINDS_OF[name])

@@ -113,7 +113,7 @@ def by_hand() -> tuple[Any, Any, Any]:
 MODELS = {"linen": linen, "nnx": nnx_model, "by hand": by_hand}
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_matches_greedy_without_cache(name: str) -> None:
     step, (variables, cache), whole = MODELS[name]()

@@ -64,6 +64,7 @@ def decoding(decoder: Decoder) -> Decoder:
     return decoder.copy(block=tuple(inner))
 
 
+@pytest.mark.slow
 def test_decoding_matches_full_forward() -> None:
     """A prompt of several tokens, then two, then one."""
     params = {"params": parameters()["params"]["decoder"]}

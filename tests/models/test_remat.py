@@ -52,14 +52,13 @@ def stored(fn: Callable[..., Any], *args: Any, capsys: pytest.CaptureFixture) ->
     ), report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "scan"),
     [
-        (("z", "lse", "offload:mlp_pre"), True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            (True, True), (("z", "lse"), False), (remat.NAMES, True), ((), False),
-            (["q", "offload:z"], False), (jax.checkpoint_policies.dots_saveable, False),
-        )),
+        (("z", "lse", "offload:mlp_pre"), True), (True, True), (("z", "lse"), False),
+        (remat.NAMES, True), ((), False), (["q", "offload:z"], False),
+        (jax.checkpoint_policies.dots_saveable, False),
     ],
 )  # fmt: skip
 def test_policies_change_no_gradient(policy: Any, scan: bool) -> None:
@@ -109,6 +108,7 @@ def test_names_are_those_of_the_program(capsys: pytest.CaptureFixture) -> None:
     assert {*re.findall(r"name\[name=(\w+)\]", text)} == {*remat.NAMES}
 
 
+@pytest.mark.slow
 def test_stored_activations_spare_products() -> None:
     params = parameters()
 

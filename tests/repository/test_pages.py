@@ -32,8 +32,8 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
 SLOW_NAMES = (
-    "circuits", "decoding", "edit", "find-a-circuit", "fine-tune", "interop", "kernels", "nnx",
-    "own", "performance", "shard-it", "sharding", "variants",
+    "circuits", "coming-from-pytorch", "decoding", "edit", "find-a-circuit", "fine-tune", "interop",
+    "kernels", "masks", "models", "nnx", "own", "performance", "shard-it", "sharding", "variants",
 )  # fmt: skip
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
 

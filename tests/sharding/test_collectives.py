@@ -100,7 +100,7 @@ SENT: dict[str, tuple[MultiHeadAttention, dict[str, int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.28)
+@pytest.mark.sampled(0.14)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SENT)
 def test_joined_projections_send_the_minimum(optimized, name: str, kind: str) -> None:
@@ -267,6 +267,7 @@ def test_ulysses_sends_queries_keys_values_and_output(optimized: None) -> None:
     assert whole < both <= 2 * whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_usp_sends_within_groups_and_between_them(optimized: None, kind: str) -> None:
     """Groups of u = 4 exchange heads, r = 2 groups pass keys and values of a head each.

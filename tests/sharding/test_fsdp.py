@@ -86,7 +86,7 @@ def test_layers_match_one_device(name: str, kind: str) -> None:
         assert error(a, b) < 2 * BACKWARD
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_is_left_to_xla_on_cpus(kind: str) -> None:
     """XLA:CPU aborts the process at the reduce-scattered gradients of bfloat16."""
@@ -163,7 +163,7 @@ def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
     }
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> None:
     """The rule for `embed` is missing, or names an axis of devices with the same rows."""

@@ -125,7 +125,7 @@ def on_one_device(name: str) -> Any:
     return layer, (params, x), gradient, gradient(params, x)
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None:
@@ -142,8 +142,8 @@ def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(("K", "shape"), [(4, (1, 4, 2)), (2, (1, 2, 4))])
 def test_gradients_of_shared_heads_are_summed_over_their_group(
     optimized, K: int, shape: tuple[int, ...], kind: str

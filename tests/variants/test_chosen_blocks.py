@@ -89,6 +89,7 @@ def test_choices_use_only_visible_keys(fields: dict[str, Any]) -> None:
     assert error(found, expected(params["params"], X, **fields, mask=table)) < 5e-6
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     ("fields", "lengths"),
     [

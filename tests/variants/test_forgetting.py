@@ -124,6 +124,7 @@ REAL = np.ones((2, T), bool)
 REAL[0, [0, 4]] = REAL[1, 7:9] = False
 
 
+@pytest.mark.slow
 def test_nan_in_hidden_tokens_changes_nothing() -> None:
     """NaN of hidden tokens reaches no output, gradient or step: their gates are 1."""
     module = layer(mask=masks.Keys(REAL), kernel="blockwise")
@@ -164,6 +165,7 @@ def test_document_does_not_affect_others(steps: Any) -> None:
     assert error(found[:, finite], out[:, finite]) < 5e-6
 
 
+@pytest.mark.slow
 def test_nan_gate_gives_nan_output() -> None:
     params = drawn(layer(), X)
     params["params"]["forget_gate"]["kernel"][3, 1] = np.nan
