@@ -3,8 +3,9 @@
     python -m experiments.flex_registers                 # an H200, bfloat16, no mask: minutes
     python -m experiments.flex_registers --dtype=float16 --call=causal --heads=64,128
 
-Each line is one kernel at one head size, of a call without a mask, with a causal one, or with `all`
-of: segments, a soft cap, ALiBi, T5, a bias and dropout. It has the registers that a consumer and
+Each line is one kernel at one head size, of a call without a mask, with a causal one, with it and
+relative positions as keys (`vectors`), or with `all` of: segments, a soft cap, ALiBi, T5, a bias
+and dropout. It has the registers that a consumer and
 the producer may use, the bytes that spill, the shared memory, the rows that are loaded at a time
 and the buffers for them. Beside it is the number of scores per nanosecond at which the tensor
 cores, the memory, or the exponentials are at their limits. These limits are arithmetic. Nothing is
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--call", choices=("plain", "causal", "all"), default="plain")
+    parser.add_argument("--call", choices=("plain", "causal", "vectors", "all"), default="plain")
     parser.add_argument("--heads", default=",".join(map(str, HEADS)), help="features, with commas")
     flags = parser.parse_args(argv)
     ptxas = _ptxas()
@@ -112,17 +113,19 @@ def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
     q, k = (
         jax.ShapeDtypeStruct((1, T, heads, features), dtype, sharding=whole) for heads in (N, K)
     )
-    learned: dict[str, Any] = {}
-    if call == "all":
-        shapes = {"slopes": (N,), "table": (N, 32), "bias": (T, T)}
-        learned = {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)
-            for name, shape in shapes.items()
-        }
+    shapes: dict[str, Any] = {
+        "vectors": {"table": (33, features)},
+        "all": {"slopes": (N,), "table": (N, 32), "bias": (T, T)},
+    }
+    learned = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)
+        for name, shape in shapes.get(call, {}).items()
+    }
 
     def given(slopes: Any = None, table: Any = None, bias: Any = None) -> dict[str, Any]:
         if call != "all":
-            return {} if call == "plain" else {"mask": masks.Causal()}
+            relative = {"scores": (scores.Relative(table),)} if call == "vectors" else {}
+            return {} if call == "plain" else {"mask": masks.Causal(), **relative}
         mods = scores.SoftCap(1.5), scores.Alibi(slopes), scores.RelativeBias(table)
         return {
             "mask": masks.Causal() & masks.Segments(jnp.zeros((1, T), jnp.int32)), "scores": mods,

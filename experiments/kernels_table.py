@@ -35,7 +35,7 @@ from flax_mha.masks import (
     Segments,
     Window,
 )  # fmt: skip
-from flax_mha.scores import Alibi, Relative, RelativeBias, Score, SoftCap
+from flax_mha.scores import Alibi, Relative, RelativeBias, Score, SoftCap, TransformerXL
 
 # Without `decode`, which only refuses many queries in addition.
 KERNELS = tuple(name for name in kernels.KERNELS if name != "decode")
@@ -115,7 +115,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`RelativeBias` (T5)": {"scores": (RelativeBias(_zeros(N, 32)),)},
     "`SoftCap`": {"scores": (SoftCap(50.0),)},
     "`Score`, your own": {"scores": (Score(_shrunk),)},
-    "`Relative`, `TransformerXL`, …": {"scores": (Relative(_zeros(33, 64)),)},
+    "`Relative`": {"scores": (Relative(_zeros(33, 64)),)},
+    "`TransformerXL`": {
+        "scores": (TransformerXL(_zeros(N, 64), _zeros(N, 64), _zeros(N * 64, N, 64)),)
+    },
     "`sinks`": {"sinks": _zeros(N)},
     "`scale`, traced": {"scale": jax.device_put(np.float32(0.1))},
     "`normalizer`, no softmax": {"normalizer": "sigmoid"},

@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
         other keys, without sinks.
       stored: True if it reads `Stored` keys and values.
       normalizes: True if it supports other normalizers than the softmax.
-      vectors: True if it supports scores of query and key vectors.
+      vectors: True if it supports scores of query and key vectors, or the platforms where it does.
       symbolic: True if it supports symbolic sizes of `jax.export`.
       limit: the derivatives it supports, see `derivatives.Limit`; None for all.
     """
@@ -68,7 +68,7 @@ class Kernel(NamedTuple):
     takes_result: bool = False
     stored: bool = False
     normalizes: bool = False
-    vectors: bool = False
+    vectors: bool | tuple[str, ...] = False
     symbolic: bool = False
     limit: derivatives.Limit | None = None
 
@@ -84,7 +84,8 @@ class Kernel(NamedTuple):
             return Refusal("has not every derivative, which any_derivative() asks for")
         if spec.normalizer != SOFTMAX and not self.normalizes:
             return Refusal(f"has the softmax alone, got normalizer={spec.normalizer!r}")
-        if spec.vectors and not self.vectors:
+        has_vectors = self.vectors is True or (self.vectors and platform.name in self.vectors)
+        if spec.vectors and not has_vectors:
             names = ", ".join(type(mod).__name__ for mod in spec.scores if mod.vectors)
             return Refusal(f"has no scores that see queries and keys, got {names}")
         if not self.symbolic and symbols.is_symbolic(*q.shape, *k.shape):
@@ -107,7 +108,14 @@ KERNELS: dict[str, Kernel] = {
     for kernel in (
         Kernel("cudnn", ("gpu",), "NVIDIA GPUs", takes_result=True, limit="first"),
         Kernel("splash", ("tpu",), "TPU", limit="first"),
-        Kernel("flex", ("tpu", "gpu"), "TPU and NVIDIA GPUs", takes_result=True, limit="first"),
+        Kernel(
+            "flex",
+            ("tpu", "gpu"),
+            "TPU and NVIDIA GPUs",
+            takes_result=True,
+            vectors=("gpu",),
+            limit="first",
+        ),
         Kernel("blockwise", takes_result=True, vectors=True, symbolic=True, limit="inner"),
         Kernel("checkpointed", vectors=True, symbolic=True),
         Kernel("reference", normalizes=True, vectors=True, symbolic=True),

@@ -15,7 +15,7 @@ from flax_mha.base import private_jax
 from flax_mha.kernels import choose, flex
 from flax_mha.kernels.bind import bind_call
 from flax_mha.masks import Causal, Lengths, Predicate
-from flax_mha.scores import Alibi, Relative, Score
+from flax_mha.scores import Alibi, Score
 from tests.support import barriers, oracle
 
 H200 = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
@@ -248,7 +248,6 @@ def test_auto_takes_flex_only_on_gpus_that_have_run_its_contract(monkeypatch) ->
          {"scores": (Score(lambda s, *_: jnp.sort(s)),)}),
         (r"score: gt of queries with keys",
          {"scores": (Score(lambda s, b, n, i, j: jnp.where(i.reshape(1, -1) > j, s, 0)),)}),
-        (r"has no scores that see queries and keys", {"scores": (Relative(jnp.ones((3, 64))),)}),
     ],
 )  # fmt: skip
 def test_flex_refuses_on_hopper_with_reason(reason: str, call: dict[str, Any]) -> None:

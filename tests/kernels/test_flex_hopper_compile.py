@@ -15,8 +15,9 @@ from experiments.plan import gpus
 from flax_mha import dot_product_attention
 from flax_mha.base import private_jax
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
-from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
+from flax_mha.scores import Alibi, Relative, RelativeBias, Score, SoftCap
 from tests.kernels.test_flex_hopper_leaves import user_score
+from tests.kernels.test_flex_hopper_vectors import disentangled
 
 LACKING = gpus.lacking() or private_jax.missing("flex.hopper")
 pytestmark = [
@@ -36,6 +37,13 @@ CALLS: dict[str, tuple[Any, tuple[tuple[int, ...], ...], int, str]] = {
     "bias, sinks, dropout": (
         lambda bias, sinks: {"mask": Lengths(IDS[:, 0]), "bias": bias, "sinks": sinks, **DROPOUT},
         ((T, T), (N,)), 64, "float16",
+    ),
+    "vectors": (
+        lambda t, keys, queries: {
+            "mask": Causal(),
+            "scores": (Relative(t), Score(disentangled, (keys, queries), vectors=True)),
+        },
+        ((33, 64), (N, 6, 64), (N, 6, 64)), 64, "bfloat16",
     ),
     "functions": (
         lambda w, t: {

@@ -21,8 +21,8 @@ class Machine(NamedTuple):
       check: the reason why no call with these q, k and v can run on a platform, or None.
       blocks: the most queries and keys of a tile.
       table: the most entries of a table of tiles.
-      missing: the reason why a `Function` cannot run in a kernel, or None. The second argument
-        tells which of its first arguments are no arrays over the scores.
+      missing: the reason why a `Function` cannot run in a kernel, or None, given the layouts of its
+        first arguments.
       run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
       forward: out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′].
       gradients: the gradients of q, k, v and leaves, from `Arrays`, the cotangent of out, and
@@ -32,7 +32,7 @@ class Machine(NamedTuple):
     check: Callable[[jax.Array, jax.Array, jax.Array, Platform], str | None]
     blocks: Callable[[Dims], tuple[int, int]]
     table: int
-    missing: Callable[[Function, Sequence[bool]], str | None]
+    missing: Callable[[Function, Sequence[Operand]], str | None]
     run: Callable[..., Any]
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     gradients: Callable[..., tuple[Any, Any, Any, list[Any]]]

@@ -9,6 +9,7 @@ from jax import lax
 
 from flax_mha.base.coordinates import At, is_score_array
 from flax_mha.base.shapes import Dims
+from flax_mha.kernels.flex import vectors
 from flax_mha.kernels.flex.function import DTYPES, Function
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Machine
@@ -38,40 +39,44 @@ class Traced(NamedTuple):
     leaves: list[Any]
 
 
-def trace(spec: AttentionSpec, dims: Dims, machine: Machine) -> Traced | str:
+def trace(
+    spec: AttentionSpec, dims: Dims, machine: Machine, q: jax.Array, k: jax.Array
+) -> Traced | str:
     """Return the functions of a call, or the reason why they cannot run in a kernel."""
     plan = _divide(spec, dims, machine)
     if plan.nq * plan.nk > machine.table:
         return (
             f"divides scores into at most {machine.table} tiles, T·S = {dims.T}·{dims.S} need more"
         )
+    if spec.vectors:
+        divided = vectors.divide(spec, dims, plan, q, k)
+        if isinstance(divided, str):
+            return divided
+        spec = divided
     spec = spec.replace(sinks=None, row_ids=None, head_ids=None)
     if spec.dropout is not None:
         seed = spec.dropout.seed
         spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))
     arrays, tree = jax.tree.flatten(spec)
-    over_scores = [is_score_array(x) for x in jax.tree.leaves(spec, is_leaf=is_score_array)]
-    for x, is_over in zip(arrays, over_scores, strict=True):
-        if not is_over and (jnp.ndim(x) > 2 or jnp.size(x) > WHOLE):
+    leaves = [Operand.of(x, plan) for x in jax.tree.leaves(spec, is_leaf=is_score_array)]
+    for x, operand in zip(arrays, leaves, strict=True):
+        if operand.layout == "whole" and (jnp.ndim(x) > 2 or jnp.size(x) > WHOLE):
             return (
                 f"takes arguments of masks and scores of at most two axes and {WHOLE} entries, "
                 f"got {jnp.shape(x)}"
             )
-    leaves = [Operand.of(x, is_over, plan) for x, is_over in zip(arrays, over_scores, strict=True)]
     blocks = [
-        jax.ShapeDtypeStruct(operand.shape if is_over else jnp.shape(x), operand.dtype)
-        for operand, x, is_over in zip(leaves, arrays, over_scores, strict=True)
+        jax.ShapeDtypeStruct(jnp.shape(x) if y.layout == "whole" else y.shape, y.dtype)
+        for x, y in zip(arrays, leaves, strict=True)
     ]
-    traced = _trace_functions(
-        jax.tree.unflatten(tree, blocks), plan, machine, [not x for x in over_scores]
-    )
+    traced = _trace_functions(jax.tree.unflatten(tree, blocks), plan, machine, leaves)
     if isinstance(traced, str):
         return traced
     (plain, first), (masked, second) = traced
     closed = [*first, *second]
     call = FlexCall(
         machine, plan, (plan.nk, plan.nq), (True, True), plain, masked, len(first),
-        tuple(Operand.of(x, False, plan) for x in closed), tuple(leaves), tree,
+        tuple(Operand.of(x, plan) for x in closed), tuple(leaves), tree,
         spec.mask is not None, PRECISIONS[spec.precision],
     )  # fmt: skip
     return Traced(call, closed, arrays)
@@ -93,7 +98,7 @@ def _divide(spec: AttentionSpec, dims: Dims, machine: Machine) -> Plan:
 
 
 def _trace_functions(
-    tile: AttentionSpec, plan: Plan, machine: Machine, whole: list[bool]
+    tile: AttentionSpec, plan: Plan, machine: Machine, leaves: list[Operand]
 ) -> tuple[tuple[Function, list], tuple[Function, list]] | str:
     """Trace the scores of a tile, without and with the mask, and return the closed-over arrays."""
 
@@ -122,7 +127,8 @@ def _trace_functions(
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"
-        if lacking := machine.missing(function, [True] * len(consts) + whole):
+        closed = [Operand.of(x, plan) for x in consts]
+        if lacking := machine.missing(function, [*closed, *leaves]):
             return f"its compiler lacks an operation of a mask or a score: {lacking}"
         functions.append((function, consts))
     return functions[0], functions[1]

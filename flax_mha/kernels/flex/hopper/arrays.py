@@ -29,11 +29,14 @@ class LazyTable(NamedTuple):
       shape: the shape.
       entry: the entry at an index, a sequence of numbers.
       takes_tiles: True if an index may be a tile of numbers too.
+      side: `q` or `k` if each query or key has a row of its own, the first axis. An entry is a tile
+        of the entries of all its rows then.
     """
 
     shape: tuple[int, ...]
     entry: Callable[[Sequence[Any]], Any]
     takes_tiles: bool = False
+    side: str = ""
 
 
 def one_hot(shape: tuple[int, ...], axes: Sequence[int], number: Any, others: list) -> LazyTable:
@@ -120,4 +123,5 @@ def reshape_table(x: LazyTable, shape: Sequence[int]) -> LazyTable:
         kept = (i for i, n in zip(index, shape, strict=True) if n > 1)
         return x.entry([next(kept) if n > 1 else 0 for n in x.shape])
 
-    return LazyTable(tuple(shape), entry, x.takes_tiles)
+    side = x.side if x.shape == tuple(shape) else ""
+    return LazyTable(tuple(shape), entry, x.takes_tiles, side)

@@ -177,8 +177,13 @@ class BlockTiles(NamedTuple):
         if operand.layout == "tile":
             part = line.at[pl.ds(own, ROW), pl.ds(other, self.size.step)]
             return typed(plgpu.load(part, layout=TILE, optimized=False))
-        is_own = (operand.layout == "column") == self.by_query
-        return typed(self.numbers(line.at[0], own if is_own else other, 0 if is_own else 1, shape))
+        is_own = operand.layout.startswith("column") == self.by_query
+        at = (own, 0, shape) if is_own else (other, 1, shape)
+        if operand.side:
+            zero = hidden_zero(other)
+            read = lambda i: self.numbers(line.at[i[1] + zero], *at)  # noqa: E731
+            return LazyTable(operand.shape, read, side=operand.side)
+        return typed(self.numbers(line.at[0], *at))
 
     def numbers(self, line: Any, start: Any, axis: int, shape: tuple[int, int]) -> jax.Array:
         """Return the numbers of a line of global memory, per row or per column, as a tile."""

@@ -20,6 +20,7 @@ from flax_mha.kernels.flex.hopper import arrays
 from flax_mha.kernels.flex.hopper.arrays import LazyTable, Spread, as_spread, merge_axes
 from flax_mha.kernels.flex.hopper.composed import COMPOSED
 from flax_mha.kernels.flex.hopper.lookups import gather, join
+from flax_mha.kernels.flex.operand import Operand
 
 _NAMES = """
     abs add and atan2 clamp clz convert_element_type copy div eq erf exp exp2 ge gt
@@ -79,25 +80,25 @@ def _like(x: Any, var: Any) -> Any:
     return x if isinstance(x, LazyTable) else x.astype(var.aval.dtype)
 
 
-def missing(function: Function, whole: Sequence[bool]) -> str | None:
+def missing(function: Function, operands: Sequence[Operand]) -> str | None:
     """Return the name of an operation that kernels lack, or their derivatives, or None.
 
-    `whole` tells which of the first arguments are no arrays over the scores.
+    `operands` are the layouts of the first arguments.
     """
     variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
     floats = [n for n, x in enumerate(variables) if jnp.issubdtype(x.aval.dtype, jnp.floating)]
-    tables = _tables(variables, whole)
+    tables = _tables(variables, operands)
     try:
         for at in floats:
-            one: Any = jnp.float32(1)
-            _try(function, tables, at, _constant(one, variables[at].aval) if tables[at] else one)
+            one, table = jnp.float32(1), tables[at]
+            _try(function, tables, at, _constant(one, variables[at].aval, table) if table else one)
     except UnsupportedPrimitive as error:
         return str(error)
     return None
 
 
 def tile_axes(
-    function: Function, whole: Sequence[bool], at: int, shape: tuple[int, ...]
+    function: Function, operands: Sequence[Operand], at: int, shape: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Return the axes of a table that tiles index, or all axes if not one look-up alone reads it.
 
@@ -110,34 +111,34 @@ def tile_axes(
         found.append(tuple(axis for axis, i in enumerate(index) if jnp.ndim(i)))
         return jnp.float32(0)
 
-    tables = _tables((*function.jaxpr.constvars, *function.jaxpr.invars), whole)
+    tables = _tables((*function.jaxpr.constvars, *function.jaxpr.invars), operands)
     _try(function, tables, at, LazyTable(shape, entry, takes_tiles=True))
     return found[0] if len(found) == 1 else tuple(range(len(shape)))
 
 
-def _tables(variables: Sequence[Any], whole: Sequence[bool]) -> list[bool]:
-    """Return which arguments are tables of several entries."""
-    flags = itertools.chain(whole, itertools.repeat(False))
-    return [is_whole and x.aval.size > 1 for x, is_whole in zip(variables, flags, strict=False)]
+def _tables(variables: Sequence[Any], operands: Sequence[Operand]) -> list[Operand | None]:
+    """Return the layouts of arguments that are tables of several entries, and None for others."""
+    pairs = itertools.zip_longest(variables, operands)
+    return [y if y and y.is_table and x.aval.size > 1 else None for x, y in pairs]
 
 
-def _try(function: Function, tables: Sequence[bool], at: int, tangent: Any) -> None:
+def _try(function: Function, tables: Sequence[Operand | None], at: int, tangent: Any) -> None:
     """Trace a function and a derivative as in a kernel, which raises if the kernel lacks either."""
     variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
 
     def both(*args: Any) -> Any:
         trios = zip(args, variables, tables, strict=True)
-        given = [_constant(x, var.aval) if is_table else x for x, var, is_table in trios]
+        given = [_constant(x, var.aval, table) if table else x for x, var, table in trios]
         return call_with_slopes(function, given, at, [tangent])
 
     pairs = zip(variables, tables, strict=True)
-    shapes = [() if x.aval.size == 1 or is_table else (64, 64) for x, is_table in pairs]
+    shapes = [() if x.aval.size == 1 or table else (64, 64) for x, table in pairs]
     avals = zip(shapes, variables, strict=True)
     jax.eval_shape(both, *(jax.ShapeDtypeStruct(shape, x.aval.dtype) for shape, x in avals))
 
 
-def _constant(x: Any, aval: Any) -> LazyTable:
-    return LazyTable(aval.shape, lambda index: x)
+def _constant(x: Any, aval: Any, operand: Operand) -> LazyTable:
+    return LazyTable(aval.shape, lambda index: x, side=operand.side)
 
 
 def _place(x: Any, var: Any) -> Spread | LazyTable:
@@ -211,6 +212,11 @@ def _reshape(eqn: Any, x: Any) -> Any:
     return Spread(x.x, tuple(next(remaining) if n > 1 else "" for n in after))
 
 
+def _transpose(eqn: Any, x: Any) -> Spread:
+    x = as_spread(x)
+    return Spread(x.x, tuple(x.axes[d] for d in eqn.params["permutation"]))
+
+
 def _slice(eqn: Any, x: Any, *starts: Any) -> Any:
     shape, to = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     begin = [as_spread(s).x for s in starts] or list(eqn.params["start_indices"])
@@ -259,5 +265,5 @@ _RULES: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast, "reshape": _reshape, "squeeze": _reshape, "reshard": _reshape,
     "expand_dims": _reshape, "slice": _slice, "dynamic_slice": _slice,
     "gather": gather, "concatenate": join, "cond": _branch, "custom_jvp_call": _custom,
-    "iota": _iota,
+    "iota": _iota, "transpose": _transpose,
 }  # fmt: skip

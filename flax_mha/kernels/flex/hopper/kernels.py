@@ -23,7 +23,8 @@ TOGETHER = 64
 FORWARD = {64: Size(128, 3), 128: Size(128, 2), 192: Size(32, 4), 256: Size(32, 4)}
 BACKWARD = {64: Size(64, 2), 128: Size(64, 2), 192: Size(32, 2), 256: Size(32, 2)}
 # These sizes are for masks and scores of at most SIMPLE operations. DOUBLE more need as many
-# registers as all else. Dropout counts as DROPOUT operations. No step is below LEAST.
+# registers as all else. Dropout counts as DROPOUT operations, and each number that a query or key
+# has of its own as one. No step is below LEAST.
 SIMPLE, DOUBLE, DROPOUT, LEAST = 24, 32, 24, 16
 
 
@@ -34,6 +35,7 @@ def size_of(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
     """
     size = sizes[features]
     more = max(0, call.masked.operations - SIMPLE)
+    more += sum(x.shape[-1] for x in call.leaves if x.side)
     more += 0 if call.spec(call.leaves).dropout is None else DROPOUT
     most = size.step * DOUBLE // (DOUBLE + more)
     return size._replace(step=max(LEAST, 1 << most.bit_length() - 1))

@@ -51,6 +51,8 @@ def _leaf(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) 
     call = call._replace(plan=call.plan._replace(dims=dims._replace(K=dims.N)))
     if operand.layout == "tile":
         return _sum_tiles(call, x, n, dout, stats)
+    if operand.side:
+        return _sum_numbers(call, x, n, dout, stats)
     if operand.layout == "whole":
         return _sum_entries(call, x, n, dout, stats)
     found = _pass(call, x, n, dout, stats)
@@ -61,9 +63,8 @@ def _leaf(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) 
 
 def _sum_entries(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) -> jax.Array:
     """Return the gradient of a table. Each row and head has sums for the entries that it reads."""
-    shape, consts = x.leaves[n].shape, len(call.masked.jaxpr.constvars)
-    whole = [True] * consts + [y.layout == "whole" for y in call.leaves]
-    axes = tile_axes(call.masked, whole, consts + n, shape)
+    shape, closed = x.leaves[n].shape, call.closed[call.num_plain :]
+    axes = tile_axes(call.masked, [*closed, *call.leaves], len(closed) + n, shape)
     others = [axis for axis in range(len(shape)) if axis not in axes]
     count = math.prod(shape[axis] for axis in axes)
 
@@ -80,6 +81,17 @@ def _sum_entries(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.
     table = jnp.zeros((1, *(shape[axis] for axis in others), count), jnp.float32)
     table = table.at[tuple(at)].add(sums).reshape([shape[axis] for axis in order])
     return table.transpose(np.argsort(order))
+
+
+def _sum_numbers(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) -> jax.Array:
+    """Return the gradient of several numbers for each query or key, [R, N, E, T′ | S′]."""
+    R, N, E, length = x.leaves[n].shape
+
+    def some(first: jax.Array) -> jax.Array:
+        return _pass(call, x, n, dout, stats, ((1,), first))
+
+    found = lax.map(some, jnp.arange(0, E, CHUNK, dtype=jnp.int32))
+    return jnp.moveaxis(found, 0, 2).reshape(R, N, -1, length)[:, :, :E]
 
 
 def _sum_tiles(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Array) -> jax.Array:
@@ -127,11 +139,13 @@ def _pass(
     and the indices along the other axes: [R, N, CHUNK + others, T′].
     """
     q, k, v, dout = map(padded, (x.q, x.k, x.v, dout))
-    layout, shape = call.leaves[n].layout, call.leaves[n].shape
-    by_query = layout != "row"
+    operand = call.leaves[n]
+    layout, shape = operand.layout, operand.shape
+    by_query = layout not in ("row", "rows")
     size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     axes, first = entries or ((), None)
-    sums = 1 if first is None else CHUNK + len(shape) - len(axes)
+    others = 0 if operand.side else len(shape) - len(axes)
+    sums = 1 if first is None else CHUNK + others
 
     def body(
         block: BlockTiles, start: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
@@ -144,7 +158,8 @@ def _pass(
                 ring.release(number)
             index, tangents = list[Any](), list[Any]([jnp.float32(1)])
             if first is not None:
-                tangents = [one_hot(shape, axes, more[1][0] + c, index) for c in range(CHUNK)]
+                hot = (one_hot(shape, axes, more[1][0] + c, index) for c in range(CHUNK))
+                tangents = [table._replace(side=operand.side) for table in hot]
             line, (at, axis) = more[0].at[block.r, block.h], (start, 0) if by_query else (other, 1)
             stats = [block.numbers(line.at[c], at, axis, (ROW, size.step)) for c in range(3)]
             tile = block.tile(masked, g, start, other)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,11 +26,14 @@ def gather(eqn: Any, table: Any, index: Any) -> Any:
     """Look up entries of a table by an index for each axis."""
     shape, out, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval, eqn.params
     numbers, mode = params["dimension_numbers"], params["mode"]
-    if sorted(numbers.start_index_map) != list(range(len(shape))) or numbers.offset_dims:
+    order, rows = numbers.start_index_map, tuple(numbers.operand_batching_dims)
+    if sorted((*rows, *order)) != list(range(len(shape))) or numbers.offset_dims:
         raise UnsupportedPrimitive("gather")
     columns = [as_spread(x) for x in _columns(index, eqn.invars[1])]
+    if rows:
+        table, shape = _of_rows(table, rows, numbers, [x.axes for x in columns]), (1, *shape[1:])
     found: dict[int, Any] = {}
-    for axis, x in zip(numbers.start_index_map, columns, strict=True):
+    for axis, x in zip(order, columns, strict=True):
         i = x.x.astype(jnp.int32)
         clipped = mode == lax.GatherScatterMode.CLIP
         found[axis] = jnp.clip(i, 0, shape[axis] - 1) if clipped else i
@@ -44,7 +48,18 @@ def gather(eqn: Any, table: Any, index: Any) -> Any:
             inside = inside & (i >= 0) & (i < shape[axis])
         value = where(inside, value, jnp.asarray(fill, value.dtype))
     axes = [x.axes if len(x.axes) == out.ndim else x.axes[:-1] for x in columns]
-    return Spread(value, merge_axes("gather", axes, out.ndim))
+    merged = merge_axes("gather", axes, out.ndim)
+    return Spread(value, (table.side, *merged[1:]) if rows else merged)
+
+
+def _of_rows(table: Any, rows: tuple[int, ...], numbers: Any, axes: Sequence[Any]) -> LazyTable:
+    """Return a table whose rows belong to queries or keys as one row, which has tiles for all."""
+    is_rowwise = rows == tuple(numbers.start_indices_batching_dims) == (0,)
+    if not is_rowwise or not isinstance(table, LazyTable) or not table.side:
+        raise UnsupportedPrimitive("gather with rows")
+    if any(x[0] not in ("", table.side) or table.side in x[1:] for x in axes):
+        raise UnsupportedPrimitive("gather of queries with keys")
+    return table._replace(shape=(1, *table.shape[1:]))
 
 
 def _lookup(table: LazyTable, indices: dict[int, Any]) -> Any:

@@ -9,6 +9,6 @@ MACHINE = Machine(
     check=lambda q, k, v, platform: tpu.check(q, k, v),
     blocks=tpu.blocks,
     table=2**16,  # in scalar memory
-    missing=lambda function, whole: missing_operation(function),
+    missing=lambda function, operands: missing_operation(function),
     run=call, forward=forward, gradients=gradients,
 )  # fmt: skip
