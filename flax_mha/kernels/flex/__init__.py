@@ -49,7 +49,7 @@ def lower(
         return Refusal(reason)
     if spec.precision not in PRECISIONS:
         return Refusal(f"has the precisions default and highest, got {spec.precision}")
-    traced = trace(spec, shapes.Dims.of(q, k, v), machine, q, k)
+    traced = trace(q, k, spec, shapes.Dims.of(q, k, v), machine)
     if isinstance(traced, str):
         return Refusal(traced)
     if platform.not_partitionable:

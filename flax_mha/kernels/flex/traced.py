@@ -40,7 +40,7 @@ class Traced(NamedTuple):
 
 
 def trace(
-    spec: AttentionSpec, dims: Dims, machine: Machine, q: jax.Array, k: jax.Array
+    q: jax.Array, k: jax.Array, spec: AttentionSpec, dims: Dims, machine: Machine
 ) -> Traced | str:
     """Return the functions of a call, or the reason why they cannot run in a kernel."""
     plan = _divide(spec, dims, machine)

@@ -63,24 +63,24 @@ def divide(
         return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
     at = At(*avals(jnp.int32, (1, 1), (1, 1), (bq, 1), (1, bk)))
-    s, *vectors = avals(jnp.float32, (bq, bk), (bq, dims.H), (bk, dims.H))
-    closed = jax.make_jaxpr(scores)(tiles, at, s, *vectors)
+    s, *of_tile = avals(jnp.float32, (bq, bk), (bq, dims.H), (bk, dims.H))
+    closed = jax.make_jaxpr(scores)(tiles, at, s, *of_tile)
     jaxpr = closed.jaxpr
-    sources = ["s" if is_score_array(x) else "" for x in arrays]
-    of = _sources(jaxpr, [*sources, "", "", "i", "j", "s", "q", "k"])
-    kept, needed = _needed(jaxpr, of, (bq, bk))
+    letters = ["s" if is_score_array(x) else "" for x in arrays]
+    sources = _sources(jaxpr, [*letters, "", "", "i", "j", "s", "q", "k"])
+    kept, needed = _needed(jaxpr, sources, (bq, bk))
     if any(map(_is_product, kept)):
         return "multiplies no vectors in scores, got a score with products of queries and keys"
     numbers, results = list[ScoreArray](), list[Any]()
-    for side, x in (("q", q), ("k", k)):
-        found = [var for var in of if var in needed and _side(of[var]) == side]
+    for side, vectors in (("q", q), ("k", k)):
+        found = [x for x, letters in sources.items() if x in needed and _side(letters) == side]
         for var in found:
             if not _fits(var.aval.shape, plan.block_q if side == "q" else plan.block_k):
                 shown = var.aval.str_short()
                 return f"a score reads {shown} of a tile's {side}, more than numbers of each"
-        own = [eqn for eqn in jaxpr.eqns if of[eqn.outvars[0]] <= {*_PLACES[side]}]
+        own = [eqn for eqn in jaxpr.eqns if sources[eqn.outvars[0]] <= {*_LETTERS[side]}]
         program = _part(closed, eqns=own, outvars=found)
-        numbers += _run(program, spec, dims, plan, side, x, arrays) if found else []
+        numbers += _run(program, spec, dims, plan, side, vectors, arrays) if found else []
         results += found
     read = [var in needed for var in jaxpr.invars[: len(arrays)]]
     invars = [var for var, is_read in zip(jaxpr.invars, read, strict=False) if is_read]
@@ -96,17 +96,18 @@ def _part(closed: Any, **changes: Any) -> Any:
     return core.ClosedJaxpr(closed.jaxpr.replace(**changes, debug_info=unnamed), closed.consts)
 
 
-# The inputs of the operations on one side alone: its vectors, and its positions.
-_PLACES = {"q": "qi", "k": "kj"}
+# The inputs of the operations on one side alone, as letters: its vectors, and its positions.
+_LETTERS = {"q": "qi", "k": "kj"}
 
 
 def _sources(jaxpr: Any, inputs: Sequence[str]) -> dict[Any, set[str]]:
     """Return the inputs that each variable depends on, given a letter for each input."""
-    of: dict[Any, set[str]] = {var: set() for var in jaxpr.constvars}
-    of |= {var: {*name} for var, name in zip(jaxpr.invars, inputs, strict=True)}
+    found: dict[Any, set[str]] = {var: set() for var in jaxpr.constvars}
+    found |= {var: {*letter} for var, letter in zip(jaxpr.invars, inputs, strict=True)}
     for eqn in jaxpr.eqns:
-        of |= dict.fromkeys(eqn.outvars, set().union(*(of[x] for x in _variables(eqn.invars))))
-    return of
+        read = set[str]().union(*(found[x] for x in _variables(eqn.invars)))
+        found |= dict.fromkeys(eqn.outvars, read)
+    return found
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
@@ -115,18 +116,18 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 
 def _side(sources: set[str]) -> str | None:
     """Return the side that operations are on alone, `q` or `k`, or None."""
-    return next((n for n, own in _PLACES.items() if n in sources and sources <= {*own}), None)
+    return next((n for n, own in _LETTERS.items() if n in sources and sources <= {*own}), None)
 
 
 def _needed(
-    jaxpr: Any, of: dict[Any, set[str]], tile: tuple[int, int]
+    jaxpr: Any, sources: dict[Any, set[str]], tile: tuple[int, int]
 ) -> tuple[list[Any], set[Any]]:
     """Return the operations that the kernel runs, and the variables that they read."""
     kept, needed = list[Any](), {*_variables(jaxpr.outvars)}
     for eqn in reversed(jaxpr.eqns):
         # A number of each query that was spread over a tile is one number in the kernel too.
         is_spread = eqn.outvars[0].aval.shape == tile and eqn.primitive.name != "dot_general"
-        if needed & {*eqn.outvars} and (is_spread or not _side(of[eqn.outvars[0]])):
+        if needed & {*eqn.outvars} and (is_spread or not _side(sources[eqn.outvars[0]])):
             kept.insert(0, eqn)
             needed |= {*_variables(eqn.invars)}
     return kept, needed
