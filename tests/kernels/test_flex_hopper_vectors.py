@@ -55,11 +55,16 @@ CALLS: dict[str, tuple[Any, dict[str, tuple[int, ...]], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_scores_of_vectors_match_reference_on_hopper(hopper_memory, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [*((name, (60, 140)) for name in CALLS), ("gates", (1, 40)), ("gates", (40, 1))],
+)
+def test_scores_of_vectors_match_reference_on_hopper(
+    hopper_memory, name: str, lengths: tuple[int, int]
+) -> None:
     """Out, lse and the gradients of q, k, v and the learned arrays."""
     scores, shapes, given = CALLS[name]
-    args = lambda x: {"scores": scores(x), **given}, arrays(60, 140, 8, 8), learned(**shapes)
+    args = lambda x: {"scores": scores(x), **given}, arrays(*lengths, 8, 8), learned(**shapes)
     close(pulled("flex", *args), pulled("reference", *args), 2**-6)
 
 

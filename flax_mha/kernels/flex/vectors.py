@@ -44,7 +44,12 @@ class Divided(ScoreMod):
         leaves: list[Any] = jax.tree.leaves((self.arrays, self.numbers))
         given = [*leaves[: len(self.arrays)], *at, score, *leaves[len(self.arrays) :]]
         pairs = zip(given, self.program.jaxpr.invars, strict=True)
-        return core.jaxpr_as_fun(self.program)(*(x.reshape(v.aval.shape) for x, v in pairs))[0]
+        return core.jaxpr_as_fun(self.program)(*(_shaped(x, v.aval.shape) for x, v in pairs))[0]
+
+
+def _shaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return an array of a tile in a shape. One query or key alone has one number for the tile."""
+    return x.reshape(shape) if x.size == math.prod(shape) else jnp.broadcast_to(x, shape)
 
 
 def divide(
