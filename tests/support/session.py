@@ -44,19 +44,29 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 
 # Before pytest itself deselects slow tests.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark most cases of sampled tests as slow, and skip tests without their accelerator."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark most cases of sampled tests as slow, and skip tests without their accelerator.
+
+    Cases beyond the share `slow` are left out, unless a marker expression asks for the grid.
+    """
+    grid = set[pytest.Item]()
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, several in cases.items():
-        (share,) = several[0].get_closest_marker("sampled").args
+        marker = several[0].get_closest_marker("sampled")
         # The same in every run, and spread over the factors of a table.
-        kept = random.Random(name).sample(several, math.ceil(len(several) * share))
-        for item in several:
-            if item not in kept:
-                item.add_marker(pytest.mark.slow)
+        kept = random.Random(name).sample(several, math.ceil(len(several) * marker.args[0]))
+        others = [item for item in several if item not in kept]
+        count = math.ceil(len(others) * marker.kwargs.get("slow", 1))
+        slow = random.Random(name).sample(others, count)
+        for item in others:
+            item.add_marker(pytest.mark.slow if item in slow else pytest.mark.grid)
+        grid |= {*others} - {*slow}
+    if "grid" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=grid)
+        items[:] = [item for item in items if item not in grid]
     platform = jax.default_backend()
     for item in items:
         for needed in ("gpu", "tpu"):
