@@ -5,11 +5,11 @@
 
 Each line is one kernel at one head size, of a call without a mask, with a causal one, with it and
 relative positions as keys (`vectors`), or with `all` of: segments, a soft cap, ALiBi, T5, a bias
-and dropout. It has the registers that a consumer and
-the producer may use, the bytes that spill, the shared memory, the rows that are loaded at a time
-and the buffers for them. Beside it is the number of scores per nanosecond at which the tensor
-cores, the memory, or the exponentials are at their limits. These limits are arithmetic. Nothing is
-run or timed. It needs the wheels of the extra gpu-compile, and `ptxas` (nvidia-cuda-nvcc).
+and dropout. It has the registers that a consumer and the producer may use, the bytes that spill,
+the shared memory, the rows that are loaded at a time and the buffers for them. Beside it is the
+number of scores per nanosecond at which the tensor cores, the memory, or the exponentials are at
+their limits. These limits are arithmetic. Nothing is run or timed. It needs the wheels of the extra
+gpu-compile, and `ptxas` (nvidia-cuda-nvcc).
 """
 
 import argparse

@@ -102,6 +102,7 @@ NAMES: dict[str, tuple[Name, ...]] = {
         *_names(_PALLAS + ".tpu", "VMEM"),
     ),
     "flex.hopper": (
+        *_names("jax.extend.core", "ClosedJaxpr DebugInfo.arg_names Jaxpr.replace Literal"),
         *_names("jax.extend.core", "jaxpr_as_fun"),
         *_names(_PALLAS, "ds loop run_scoped when"),
         Name(_PALLAS + ".mosaic_gpu", "kernel", (

@@ -75,7 +75,7 @@ def divide(
     sources = _sources(jaxpr, [*letters, "", "", "i", "j", "s", "q", "k"])
     kept, needed = _needed(jaxpr, sources, (bq, bk))
     if any(map(_is_product, kept)):
-        return "multiplies no vectors in scores, got a score with products of queries and keys"
+        return "has no matmuls in scores, except of queries alone or keys alone"
     numbers, results = list[ScoreArray](), list[Any]()
     for side, vectors in (("q", q), ("k", k)):
         found = [x for x, letters in sources.items() if x in needed and _side(letters) == side]

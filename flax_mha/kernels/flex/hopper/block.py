@@ -180,9 +180,10 @@ class BlockTiles(NamedTuple):
         is_own = operand.layout.startswith("column") == self.by_query
         at = (own, 0, shape) if is_own else (other, 1, shape)
         if operand.side:
-            zero = hidden_zero(other)
-            read = lambda i: self.numbers(line.at[i[1] + zero], *at)  # noqa: E731
-            return LazyTable(operand.shape, read, side=operand.side)
+            zero, side = hidden_zero(other), operand.side
+            return LazyTable(
+                operand.shape, lambda i: self.numbers(line.at[i[1] + zero], *at), side=side
+            )
         return typed(self.numbers(line.at[0], *at))
 
     def numbers(self, line: Any, start: Any, axis: int, shape: tuple[int, int]) -> jax.Array:
