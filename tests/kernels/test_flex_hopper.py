@@ -136,6 +136,21 @@ def test_flex_matches_reference_on_hopper(hopper_memory) -> None:
     close(pulled("flex", *args), pulled("reference", *args))
 
 
+@pytest.mark.slow
+def test_interpreter_finds_a_race(hopper_memory, monkeypatch) -> None:
+    """A buffer is filled again while a kernel still reads it."""
+
+    def fill(self: Any, step: jax.Array, source: Any) -> None:
+        slot = self._slot(step)
+        plgpu.copy_gmem_to_smem(source, self.buffers.at[slot], self.ready.at[slot])
+
+    monkeypatch.setattr(sync.BufferRing, "fill", fill)
+    for name in ("drain", "release"):
+        monkeypatch.setattr(sync.BufferRing, name, lambda self, step: None)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        pulled("flex", lambda x: {}, arrays(130, 600, 8, 8), {})
+
+
 def learned(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:
     rng = np.random.default_rng(2)
     return {n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()}
