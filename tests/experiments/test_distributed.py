@@ -81,7 +81,7 @@ def test_two_processes_train_stop_and_resume_as_one(config: ConfigDict, tmp_path
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("kernel", "heads", "sizes", "shown"),
     [

@@ -52,7 +52,7 @@ def losses(result: loop.Result) -> np.ndarray:
     return np.asarray([row["loss"] for row in result.rows if row["split"] == "train"])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "sizes",
     [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 4, 1), (2, 1, 2), (1, 2, 4), (8, 1, 1), (1, 8, 1)],

@@ -208,14 +208,14 @@ def test_model_within_memory_is_accepted(config: ConfigDict) -> None:
     _checked(config)
 
 
-SLOW = pytest.mark.slow
 HELP = (
-    "generate", "look", "convert", "plan", "benchmark", "gpu_day", "kernels_memory",
+    "train", "generate", "look", "convert", "plan", "benchmark", "gpu_day", "kernels_memory",
     "kernels_table",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["train", *(pytest.param(name, marks=SLOW) for name in HELP)])
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize("command", HELP)
 def test_help_creates_no_files(command: str, tmp_path: Path) -> None:
     done = _call(command, "--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -224,23 +224,23 @@ def test_help_creates_no_files(command: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("command", "word", "message"),
     [
         ("train", "--profile=abc", "--profile must be a number of steps"),
         ("plan", "--topology=v5e:0x0", "--topology must be a generation of TPUs"),
-        pytest.param("train", "--start_timeout=-1", "--start_timeout must be", marks=SLOW),
-        pytest.param("train", "--start_timeout=x", "--start_timeout=x: invalid", marks=SLOW),
-        pytest.param("train", "--workdir=", "--workdir must name a folder", marks=SLOW),
-        pytest.param("train", "--worker=a", "Unknown command line flag 'worker'", marks=SLOW),
-        pytest.param("train", "--config.report_to=foo", "config.report_to must", marks=SLOW),
-        pytest.param("train", "--config.steps=abc", "config.steps must be", marks=SLOW),
-        pytest.param("plan", "--config.steps=abc", "config.steps must be", marks=SLOW),
-        pytest.param("plan", "--workdir=", "--workdir must name a folder", marks=SLOW),
-        pytest.param("plan", "--most=0", "flag --most=0", marks=SLOW),
-        pytest.param("generate", "--seed=-1", "flag --seed=-1", marks=SLOW),
-        pytest.param("convert", "a", "must be two folders, SRC DST, got", marks=SLOW),
+        ("train", "--start_timeout=-1", "--start_timeout must be"),
+        ("train", "--start_timeout=x", "--start_timeout=x: invalid"),
+        ("train", "--workdir=", "--workdir must name a folder"),
+        ("train", "--worker=a", "Unknown command line flag 'worker'"),
+        ("train", "--config.report_to=foo", "config.report_to must"),
+        ("train", "--config.steps=abc", "config.steps must be"),
+        ("plan", "--config.steps=abc", "config.steps must be"),
+        ("plan", "--workdir=", "--workdir must name a folder"),
+        ("plan", "--most=0", "flag --most=0"),
+        ("generate", "--seed=-1", "flag --seed=-1"),
+        ("convert", "a", "must be two folders, SRC DST, got"),
     ],
 )
 def test_commands_refuse_in_one_line(command: str, word: str, message: str, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_commands_refuse_in_one_line(command: str, word: str, message: str, tmp_
     assert not list(tmp_path.iterdir())
 
 
-@SLOW
+@pytest.mark.slow
 def test_kernels_table_takes_no_arguments(tmp_path: Path) -> None:
     done = _call("kernels_table", "now", cwd=tmp_path)
     assert done.returncode == 2

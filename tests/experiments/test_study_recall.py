@@ -52,7 +52,7 @@ def test_bytes_of_caches_are_those_of_the_docs() -> None:
     assert recall.count_bytes(KINDS["latent rank 16"]) == layers(1, recall.LENGTH, (16 + 8) * 4)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", [name for name in KINDS if "int8" not in name])
 def test_decoding_answers_as_the_whole_row(name: str, optimized: None) -> None:
     kind, batch = KINDS[name], recall.draw(jax.random.key(1), 64)

@@ -148,7 +148,7 @@ def test_forward_mode_matches_differences(name: str) -> None:
 
 
 # Half of the ways on every other call, the other half on those between.
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("name", "half"), [*zip(CALLS, itertools.cycle((0, 1)))])
 def test_first_and_second_derivatives_match_differences(name: str, half: int) -> None:
     posed = Posed(*CALLS[name])

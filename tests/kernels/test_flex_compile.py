@@ -141,6 +141,7 @@ def test_options_compile(tpu, name: str) -> None:
     compiled("v5e", 1000, 64, *CALLS[name], dtype)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("which", ["v5e 256", "v5p 256", "v6e 256", "v5e 512"])
 def test_largest_blocks_fit_in_memory(tpu, which: str) -> None:
     def call(ids, slopes):

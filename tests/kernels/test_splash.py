@@ -204,7 +204,7 @@ def test_splash_under_vmap_remat_and_scan_matches_batch(tpu, batch: tuple[int, .
         jax.tree.map(close, both(attend, q, k, v, segments), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("mapped", ["q", "k", "v", "sinks", "lengths", "qk", "qkv"])
 def test_vmap_over_any_arguments(tpu, mapped: str) -> None:
     """Some operands have the axis, the others are shared."""
@@ -238,7 +238,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("mask", [Causal() & Window(60), Prefix(9) & Lengths(jnp.array([150, 9]))])
 def test_splash_positions_match_oracle(tpu, positions: str, mask: Mask) -> None:
@@ -263,7 +263,7 @@ def test_splash_takes_traced_positions_for_lengths(tpu) -> None:
     check("splash", operands, {"allowed": allowed}, lambda _: call, {})
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("mask", ["packed", "lengths and segments", "table"])
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.0, 1.0, -2.0, 5.0])])
 def test_splash_on_mesh_matches_one_device(tpu, mask: str, sinks) -> None:

@@ -99,6 +99,7 @@ def test_options_compile(tpu, case: str) -> None:
     compiled("v5e", 1000, 4, 2, 64, attend)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("generation", "H"), [("v5e", 256), ("v5p", 256), ("v6e", 256), ("v5e", 512)]
 )

@@ -142,7 +142,7 @@ def test_vector_scores_in_one_tile_match_formula(kernel: str, kind: str) -> None
     close(got, want)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("traced", [False, True])
 def test_vector_scores_in_many_tiles_match_formula(kind: str, traced: bool) -> None:
@@ -234,7 +234,7 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", ["relative_of_heads", "xl"])
 @pytest.mark.parametrize("way", WAYS)
 def test_vector_scores_on_meshes_match_formula(way: str, kind: str) -> None:

@@ -70,7 +70,7 @@ def on_one_device(method: str) -> Any:
 
 
 # All pairs of these occur, not their whole product.
-@pytest.mark.sampled(0.06, slow=0.5)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize(
     ("name", "kind", "method"),
     pairs(name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),

@@ -67,7 +67,7 @@ def gradients(model: nn.Module) -> Any:
     return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
 
 
-@pytest.mark.sampled(0.05, slow=0.5)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_match_one_device(name: str, kind: str) -> None:

@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # The same in every run, and spread over the factors of a table.
         kept = random.Random(name).sample(several, math.ceil(len(several) * marker.args[0]))
         others = [item for item in several if item not in kept]
-        count = math.ceil(len(others) * marker.kwargs.get("slow", 1))
+        count = math.ceil(len(others) * marker.kwargs.get("slow", 0.5))
         slow = random.Random(name).sample(others, count)
         for item in others:
             item.add_marker(pytest.mark.slow if item in slow else pytest.mark.grid)
