@@ -4,10 +4,12 @@ import os
 
 import pytest
 
-# Before any import of jax, which reads these once.
+# Before any import of jax, which reads these once. Processes that tests start inherit them.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# Tests compile much and compute little. Tests that read compiled programs turn it on again.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:

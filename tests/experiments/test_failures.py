@@ -36,7 +36,7 @@ def call(
     command: str, *arguments: str, under: Sequence[str] = (), **env: str
 ) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    inherited |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
+    inherited |= {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [*under, sys.executable, "-m", f"experiments.{command}", *arguments],
         cwd=ROOT, env=inherited | env, capture_output=True, text=True, check=False,

@@ -21,7 +21,7 @@ def report(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "experiments.report", *arguments], cwd=ROOT, capture_output=True,
         text=True, timeout=300, check=False,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
 
 

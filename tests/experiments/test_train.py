@@ -26,7 +26,6 @@ SMALL = (
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env = {name: value for name, value in env.items() if "TPU" not in name}
-    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compilation takes most of the time
     return subprocess.run(
         [sys.executable, "-m", "experiments.train", *arguments],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False,

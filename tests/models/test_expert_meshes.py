@@ -153,7 +153,7 @@ def test_device_needs_the_memory_of_its_share(name: str, method: str, optimized:
     assert temporaries < 16 * 2**20
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("count", [2, 4])
 def test_experts_over_processes_match_one_device(count: int, tmp_path: Path) -> None:
     for told in processes.run_together("tests.models.expert_process", count, tmp_path / "logs"):

@@ -24,8 +24,6 @@ if importlib.util.find_spec("jax_cuda13_plugin") and not Path("/dev/nvidiactl").
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Tests compile much and compute little. Tests that read compiled programs turn it on again.
-jax.config.update("jax_disable_most_optimizations", True)
 # Every run tries the same examples: a failure is a fact, not a matter of luck.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25)
 settings.load_profile("repeatable")
@@ -59,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # The same in every run, and spread over the factors of a table.
         kept = random.Random(name).sample(several, math.ceil(len(several) * marker.args[0]))
         others = [item for item in several if item not in kept]
-        count = math.ceil(len(others) * marker.kwargs.get("slow", 0.5))
+        count = math.ceil(len(others) * marker.kwargs.get("slow", 0.3))
         slow = random.Random(name).sample(others, count)
         for item in others:
             item.add_marker(pytest.mark.slow if item in slow else pytest.mark.grid)
