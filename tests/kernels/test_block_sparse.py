@@ -190,7 +190,7 @@ def test_chosen_blocks_under_vmap_and_scan() -> None:
 
 
 # Strategies on a mesh, with shards that cut blocks; rows and heads are sharded too.
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     ("way", "rules"),

@@ -57,7 +57,7 @@ def close(actual, wanted, atol: float = 2e-5) -> None:
 DEFINED = pairs(kernel=KERNELS, K=(4, 1), mask=(*MASKS,), extras=(*EXTRAS,))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("kernel", "K", "mask", "extras"), DEFINED)
 def test_captured_values_match_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
     q, k, v, _ = arrays(T, S, K)
@@ -147,7 +147,7 @@ RUNS = {"short": (30, True), "eager": (30, False), "long": (600, True)}
 
 
 # All pairs of these occur, not their whole product.
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("kernel", "dtype", "name"),
     pairs(kernel=KERNELS, dtype=("float32", "bfloat16"), name=(*RUNS,)),

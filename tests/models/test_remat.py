@@ -52,7 +52,7 @@ def stored(fn: Callable[..., Any], *args: Any, capsys: pytest.CaptureFixture) ->
     ), report
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("policy", "scan"),
     [

@@ -88,7 +88,7 @@ def check(name: str, rules: str, kind: str, pieces: tuple[int, ...]) -> Any:
     return held["kv"].key
 
 
-@pytest.mark.sampled(0, slow=0.4)
+@pytest.mark.sampled(0, slow=0.25)
 @pytest.mark.parametrize(
     ("name", "rules", "kind"), pairs(name=[*LAYERS], rules=[*RULES], kind=[*KINDS])
 )

@@ -90,7 +90,7 @@ def test_strategies_match_one_device(way: str, kind: str, name: str) -> None:
     compare(attention(way, call), operands(S, K), kind, FOUR, specs)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("way", "kind", "name", "shape"),
     [

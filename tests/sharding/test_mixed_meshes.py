@@ -63,7 +63,7 @@ def test_auto_and_explicit_axes_trace(name: str, kind: str) -> None:
     assert dx.shape == y.shape == X.shape
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("name", CASES)
 def test_auto_and_explicit_axes_match_one_device(name: str, kind: str) -> None:
