@@ -137,7 +137,7 @@ def device(kernel: str, request: pytest.FixtureRequest) -> None:
         request.getfixturevalue(platform)
 
 
-@pytest.mark.sampled(0.02, slow=0.5)
+@pytest.mark.sampled(0.02)
 @pytest.mark.usefixtures("device")
 def test_kernel_matches_oracle(case: Case, kernel: str) -> None:
     if stands_in(kernel) == "hopper_memory":

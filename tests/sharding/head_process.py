@@ -72,14 +72,14 @@ def train(variables: Any, x: Any) -> Any:
 def decode(layer: MultiHeadAttention, variables: Any, x: Any) -> Any:
     """Return the outputs of a prompt with rows of different lengths, four steps, and the cache."""
 
-    @functools.partial(jax.jit, static_argnums=(2, 3))
-    def step(variables: Any, x: Any, first: int, end: int) -> Any:
-        lengths = LENGTHS if first == 0 else None
-        return layer.apply(variables, x[:, first:end], lengths=lengths, mutable=["cache"])
+    @functools.partial(jax.jit, static_argnames="is_first")
+    def step(variables: Any, x: Any, is_first: bool) -> Any:
+        lengths = LENGTHS if is_first else None
+        return layer.apply(variables, x, lengths=lengths, mutable=["cache"])
 
     outs = []
     for first, end in ((0, 6), (6, 7), (7, 8), (8, 13), (13, 14)):
-        out, new = step(variables, x, first, end)
+        out, new = step(variables, x[:, first:end], is_first=first == 0)
         variables = variables | new
         outs.append(out)
     return outs, variables["cache"]

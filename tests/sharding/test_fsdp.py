@@ -188,7 +188,7 @@ def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> Non
     assert same == [True, True, True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu")
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_reduce_scattered_on_tpu(optimized: None, kind: str) -> None:

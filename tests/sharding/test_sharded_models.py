@@ -101,7 +101,7 @@ def without_a_mesh(name: str) -> tuple[Any, Any]:
     return params, model_loss(name)(params, inputs)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("name", "kind"), [("encoder", "Explicit"), *KIND.items()])
 def test_models_on_meshes_match_one_device(name: str, kind: str) -> None:
     model, inputs, rules = MODELS[name]

@@ -94,7 +94,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", LAYERS)
 def test_attention_learns_recall(name: str, optimized: None) -> None:
     assert accuracy(LAYERS[name]()) > 0.95
