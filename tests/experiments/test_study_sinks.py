@@ -78,7 +78,6 @@ def test_a_short_run_draws_its_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "sinks.png"
-    monkeypatch.setattr(sinks, "KINDS", dict([*sinks.KINDS.items()][2::2]))
     monkeypatch.setattr(sys, "argv", ["sinks", "--steps=4", "--seeds=2", f"--figure={path}"])
     sinks.main()
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "|" in line]

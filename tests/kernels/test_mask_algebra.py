@@ -22,7 +22,7 @@ LENGTHS = st.integers(1, 300)
 
 # Each example compiles: shrinking one would take minutes.
 @pytest.mark.slow
-@settings(max_examples=5, phases=[Phase.generate])
+@settings(max_examples=8, phases=[Phase.generate])
 @given(
     expressions(MASKS),
     LENGTHS,
