@@ -24,7 +24,7 @@ EACH = dict.fromkeys(EVERY, 3) | {"blockwise": 1, "reference": 2}
 # with rows and tiles. It gets fewer of both: still several tiles, full, partial and empty ones.
 SMALLER = {
     "2x129x129": "1x129x129", "2x257x257": "1x257x257", "1x600x600": "1x129x257",
-    "2x257x129": "1x257x129", "2x100x300": "1x100x300",
+    "2x257x129": "1x257x129",
 }  # fmt: skip
 # Relative to the norm: what no kernel is asked to be better than. In half precision no gradient,
 # though it be float32 as that of a bias, need be better than half a unit in the last place; in

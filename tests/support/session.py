@@ -45,9 +45,9 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark most cases of sampled tests as slow, and skip tests without their accelerator.
 
-    Cases beyond the share `slow` are left out, unless a marker expression asks for the grid.
+    Slow ones beyond the share `slow` are left out, unless a marker expression speaks of the grid.
     """
-    grid = set[pytest.Item]()
+    left_out = set[pytest.Item]()
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled"):
@@ -58,13 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = random.Random(name).sample(several, math.ceil(len(several) * marker.args[0]))
         others = [item for item in several if item not in kept]
         count = math.ceil(len(others) * marker.kwargs.get("slow", 0.3))
-        slow = random.Random(name).sample(others, count)
         for item in others:
-            item.add_marker(pytest.mark.slow if item in slow else pytest.mark.grid)
-        grid |= {*others} - {*slow}
+            item.add_marker(pytest.mark.slow)
+        left_out |= {*others} - {*random.Random(name).sample(others, count)}
     if "grid" not in config.option.markexpr:
-        config.hook.pytest_deselected(items=grid)
-        items[:] = [item for item in items if item not in grid]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     platform = jax.default_backend()
     for item in items:
         for needed in ("gpu", "tpu"):
