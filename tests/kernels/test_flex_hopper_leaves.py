@@ -16,10 +16,11 @@ PACKED = Causal() & Segments(jnp.asarray(IDS[:, :130]), jnp.asarray(IDS))
 
 
 def user_score(s, row, head, i, j, w, t):
-    """Look up arrays by head and distance, in functions that are composed of others."""
+    """Look up arrays by head and distance, in functions that are composed of others, and branch."""
     near = jnp.clip(j - i, -2, 2) + 2
     wave = jnp.cos((i - j + head + row).astype(s.dtype)) + jnp.floor(s / 4) + jnp.expm1(s / 9)
-    return s * (1 + w * jnp.tanh(wave)) + t[head, near] + t[0, 1] + jax.nn.relu(s)
+    wave = jax.lax.cond(w > 9, jnp.sin, lambda wave: w * jnp.tanh(wave), wave)
+    return s * (1 + wave) + t[head, near] + t[0, 1] + jax.checkpoint(jax.nn.relu)(s)
 
 
 # Each call as a function of learned arrays, their shapes, and the features of q and v.

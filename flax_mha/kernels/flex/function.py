@@ -9,7 +9,7 @@ from jax.extend import core
 
 # The dtypes of closed-over arrays.
 DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32", "uint32", "bool")))
-CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "checkpoint"))
+CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "remat2"))
 
 
 class Function(NamedTuple):

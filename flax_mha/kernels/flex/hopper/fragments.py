@@ -59,21 +59,41 @@ def call_with_slopes(
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
     consts = len(function.jaxpr.constvars)
 
-    def both(given: Any, tangents: Any) -> Any:
+    def both(given: Any, tangent: Any) -> Any:
         def score(x: Any) -> Any:
             values = [*given[:at], x, *given[at + 1 :]]
             closed = core.ClosedJaxpr(function.jaxpr, values[:consts])
             return core.jaxpr_as_fun(closed)(*values[consts:])[0]
 
-        # One pass per tangent, of which the compiler keeps what they share once.
-        found = [jax.jvp(score, (given[at],), (tangent,)) for tangent in tangents]
-        return found[0][0], [slope for _, slope in found]
+        return jax.jvp(score, (given[at],), (tangent,))
 
-    traced = jax.make_jaxpr(both)(avals, [avals[at]] * len(tangents))
+    traced = jax.make_jaxpr(both)(avals, avals[at])
     placed = [_place(x, v) for x, v in zip(args, variables, strict=True)]
-    placed += [_place(_like(x, variables[at]), variables[at]) for x in tangents]
-    out, *slopes = (as_spread(x).x for x in _run(traced.jaxpr, [*traced.consts, *placed]))
+    rules, elementwise = _reusing_results()
+    out, slopes = None, []
+    for x in tangents:
+        tangent = _place(_like(x, variables[at]), variables[at])
+        given = [*traced.consts, *placed, tangent]
+        out, slope = (as_spread(x).x for x in walk(traced.jaxpr, given, rules, elementwise))
+        slopes.append(slope)
     return out, slopes
+
+
+def _reusing_results() -> tuple[dict[str, Callable], Callable]:
+    """Return the rules of operations, which return an earlier result for the same inputs again."""
+    found: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def reuse(rule: Callable) -> Callable:
+        def apply(eqn: Any, *inputs: Any) -> Any:
+            key = (id(eqn), *map(id, inputs))
+            if key not in found:
+                # With the inputs, or others could get their ids.
+                found[key] = rule(eqn, *inputs), inputs
+            return found[key][0]
+
+        return apply
+
+    return {name: reuse(rule) for name, rule in _RULES.items()}, reuse(_elementwise)
 
 
 def _like(x: Any, var: Any) -> Any:
