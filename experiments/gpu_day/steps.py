@@ -16,7 +16,7 @@ CONTRACT = (
     "tests/kernels/test_cudnn_lowering.py", "tests/kernels/test_cudnn_packed.py",
     "tests/kernels/test_contract.py", "tests/kernels/test_extremes.py",
 )  # fmt: skip
-# All cases of cuDNN; an ordinary run leaves most of them out.
+# Each third case of cuDNN, of which an ordinary run leaves most out.
 ORACLE = ("tests/kernels/test_contract.py", "-m", "not grid", "-k", "cudnn")
 # The same of flex, which `auto` takes once they pass.
 FLEX = ("tests/kernels/test_contract.py", "-m", "not grid", "-k", "Hopper")

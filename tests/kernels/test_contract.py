@@ -20,8 +20,8 @@ EVERY = (*KERNELS, "decode", *PLATFORMS)
 # `checkpointed`, whose tiles are those of `blockwise`, take each third, `reference` each second.
 # A case interpreted for Hopper takes too long for the fast tests, which have one of their own.
 EACH = dict.fromkeys(EVERY, 3) | {"blockwise": 1, "reference": 2}
-# The interpreter for Hopper takes a millisecond for each access to memory, so that its time grows
-# with rows and tiles. It gets fewer tiles: still several, full, partial and empty ones.
+# The interpreter for Hopper calls Python for each access to memory, so that its time grows with
+# rows and tiles. It gets fewer tiles: still several, full, partial and empty ones.
 SMALLER = {"2x257x257": "2x129x257", "1x600x600": "1x129x257"}
 # Relative to the norm: what no kernel is asked to be better than. In half precision no gradient,
 # though it be float32 as that of a bias, need be better than half a unit in the last place; in

@@ -16,10 +16,11 @@ PACKED = Causal() & Segments(jnp.asarray(IDS[:, :130]), jnp.asarray(IDS))
 
 
 def user_score(s, row, head, i, j, w, t):
-    """Look up arrays by head and distance, in functions that are composed of others, and branch."""
+    """Look up arrays by head and distance, branch, and call functions composed of others."""
     near = jnp.clip(j - i, -2, 2) + 2
     wave = jnp.cos((i - j + head + row).astype(s.dtype)) + jnp.floor(s / 4) + jnp.expm1(s / 9)
-    wave = jax.lax.cond(w > 9, jnp.sin, lambda wave: w * jnp.tanh(wave), wave)
+    branches = [jnp.sin, lambda wave: w * jnp.tanh(wave), jnp.cos]
+    wave = jax.lax.switch((w < 9).astype(jnp.int32), branches, wave)
     return s * (1 + wave) + t[head, near] + t[0, 1] + jax.checkpoint(jax.nn.relu)(s)
 
 

@@ -45,7 +45,7 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark most cases of sampled tests as slow, and skip tests without their accelerator.
 
-    Slow ones beyond the share `slow` are left out, unless a marker expression speaks of the grid.
+    Of those, all beyond the share `slow` are left out, unless the marker expression names `grid`.
     """
     left_out = set[pytest.Item]()
     cases = defaultdict(list)

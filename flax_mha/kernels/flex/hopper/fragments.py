@@ -69,7 +69,8 @@ def call_with_slopes(
 
     traced = jax.make_jaxpr(both)(avals, avals[at])
     placed = [_place(x, v) for x, v in zip(args, variables, strict=True)]
-    rules, elementwise = _reusing_results()
+    # Operations that do not depend on the tangent are done once for all tangents.
+    rules, elementwise = _remembering_rules()
     out, slopes = None, []
     for x in tangents:
         tangent = _place(_like(x, variables[at]), variables[at])
@@ -79,21 +80,21 @@ def call_with_slopes(
     return out, slopes
 
 
-def _reusing_results() -> tuple[dict[str, Callable], Callable]:
-    """Return the rules of operations, which return an earlier result for the same inputs again."""
+def _remembering_rules() -> tuple[dict[str, Callable], Callable]:
+    """Return the rules of operations, which remember their results for the same inputs."""
     found: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
-    def reuse(rule: Callable) -> Callable:
+    def remember(rule: Callable) -> Callable:
         def apply(eqn: Any, *inputs: Any) -> Any:
             key = (id(eqn), *map(id, inputs))
             if key not in found:
-                # With the inputs, or others could get their ids.
+                # The inputs are kept too: the id of a freed object may be given to another.
                 found[key] = rule(eqn, *inputs), inputs
             return found[key][0]
 
         return apply
 
-    return {name: reuse(rule) for name, rule in _RULES.items()}, reuse(_elementwise)
+    return {name: remember(rule) for name, rule in _RULES.items()}, remember(_elementwise)
 
 
 def _like(x: Any, var: Any) -> Any:
