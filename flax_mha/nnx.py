@@ -1,4 +1,3 @@
-# Over 300 lines: half of them describe fields and arguments.
 """The nnx layers: they make parameters, hold caches, and call the functions of `layer`."""
 
 import dataclasses

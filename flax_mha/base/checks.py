@@ -1,4 +1,3 @@
-# Over 300 lines: many small functions, one for each kind of argument.
 """Checks of argument values: each returns the value in its final form, or raises an error.
 
 - A check takes the argument's name first; a `remedy` ends the error.

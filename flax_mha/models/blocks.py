@@ -1,4 +1,3 @@
-# Over 300 lines: a third of them describe fields and arguments.
 """Transformer blocks: attention layers and an MLP as branches, with norms and residuals."""
 
 from collections.abc import Callable

@@ -1,4 +1,3 @@
-# Over 300 lines: one table, a row for each mistake.
 """Every user mistake raises an error that states the rule, the value and the remedy."""
 
 import subprocess

@@ -1,4 +1,3 @@
-# Over 300 lines: a formula for each field, and the laws they share.
 """The layer's features beyond Flax's, against its formula in NumPy float64, and its laws."""
 
 import functools

@@ -90,7 +90,6 @@ def room(name: str) -> str:
 
 def test_rooms_list_every_folder_and_module() -> None:
     assert {room(name) for name in MODULES} == {*ROOMS, ""}
-    assert len(ROOMS) <= 14
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -144,11 +143,10 @@ def test_package_does_not_import_experiments_or_assert(path: Path) -> None:
         assert not isinstance(node, ast.Assert)
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_functions_stay_small() -> None:
     others = (path for name in ("experiments", "tests") for path in (ROOT / name).rglob("*.py"))
     for path in [*FILES, *sorted(others)]:
         text = path.read_text()
-        assert text.count("\n") <= 300 or "# Over 300 lines:" in text, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 doc = ast.get_docstring(node, clean=False) or ""

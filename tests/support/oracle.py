@@ -1,4 +1,3 @@
-# Over 300 lines: short functions, one definition each, that call one another.
 """The expected results in NumPy float64, written from the definitions.
 
 It imports neither jax nor flax_mha, so that no mistake is made twice. The letters are the papers':
