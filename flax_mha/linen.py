@@ -9,11 +9,10 @@ import jax
 from flax.typing import Initializer
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks
 from flax_mha.base.arguments import check_known, with_options
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import Memory, as_cache_config, collection, sources
-from flax_mha.cache.sources import Shared
+from flax_mha.cache import KVCache, Memory, as_cache_config, collection, sources
 from flax_mha.layer import core, points
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
@@ -65,8 +64,8 @@ class MultiHeadAttention(Attention, nn.Module):
       decode: True to keep keys and values in the collection `cache` (see `flax_mha.cache`). `init`
         with an input of the full length makes room for that many tokens. Each `apply` appends its
         tokens (one or more), and each token attends to itself and those before. Beyond the
-        capacity the output is NaN. Cross-attention keeps the keys and values of inputs_k, and
-        attends to them again where none are given.
+        capacity the output is NaN. The keys and values of an encoder are kept by
+        `kv=cache.Encoded(inputs_k)`.
       cache: the format of the cache, such as `CacheConfig(dtype="int8")`.
       normalize_qk: True for a LayerNorm without bias on each head's queries and keys (ViT-22B).
       qk_norm: another norm of queries and keys, such as `QKNorm("rmsnorm")`.
@@ -133,27 +132,31 @@ class MultiHeadAttention(Attention, nn.Module):
 
         Args:
           inputs_q: the inputs of the queries [*B, T, D].
-          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention).
+          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention). Given,
+            they are tokens of another sequence, whatever array they are; with `decode` other
+            inputs of the tokens of inputs_q, whose keys are appended.
           inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
           mask: a mask that joins the field `mask`, or an array of bools that broadcasts to
             [*B, N, T, S], True where a query may see a key: [T, S] with two axes, [N, T, S] with
             three. A mask of keys [*B, S] is `masks.Keys(array)`.
           bias: an array that is added to the scores; broadcasts to [*B, N, T, S].
           scores: more functions of the scores, after those of the field.
-          positions: the positions of the tokens for `rotary`, int [T] or [*B, T], or a pair of
-            these for queries and keys (default: 0 … T−1, in decoding continued). Masks always
-            count tokens in the order given.
+          positions: the positions of the tokens of inputs_q for `rotary`, int [T] or [*B, T], or a
+            pair of these for queries and keys (default: 0 … T−1, in decoding continued). Keys of
+            another sequence are at 0 … S−1. Masks always count tokens in the order given.
           head_mask: factors of the heads' outputs, [N] or [*B, N]: 0 prunes a head.
           lengths: the number of real tokens of inputs_q in each example, int [*B], from the first
             on (default: all). The others neither attend nor are attended to, and are not kept.
-            Their values, NaN included, reach neither outputs nor gradients.
+            Their values, NaN included, reach neither outputs nor gradients. Keys of another
+            sequence are hidden by the mask, such as `masks.Lengths(n)`.
           order: the place in the sequence of each token, int [T], if the tokens are given in
             another order, such as `sharding.zigzag(T, 8)`. Masks, scores, dropout and, without
             `positions`, `rotary` go by it. Arrays in masks follow the order of the tokens given.
           kv: keys and values in place of inputs_k: another layer's, as `return_kv` gives them, or
             a pair of [*B, S, K, H] and [*B, S, K, Hv]. Where the other layer decodes, they are
             those of its cache, and this layer keeps none. A linen layer that is initialized with
-            them has no parameters for keys and values.
+            them has no parameters for keys and values. Or `cache.Encoded(inputs_k)`, an encoder's
+            output, whose keys and values a layer that decodes computes once and keeps.
           deterministic: True for no dropout; may be given in the constructor instead.
           sow_weights: True to sow the weights [*B, N, T, S] into `intermediates/attention_weights`,
             as `capture=Capture(("weights",))` does.
@@ -171,19 +174,14 @@ class MultiHeadAttention(Attention, nn.Module):
         check_known(type(self).__name__, options, LayerOptions.__annotations__)
         kv = options.get("kv")
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
-            if kv is None:
-                is_cross = inputs_k is not None and inputs_k is not inputs_q
-                cache = self._cache(is_cross)
-            else:
-                cache = sources.as_source(kv, inputs_k, inputs_v)
-            if isinstance(cache, Memory | Shared):
-                shapes.check_inputs(inputs_q, inputs_q, inputs_q)
-            else:
-                inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
-            inputs = (inputs_q, inputs_k, inputs_v)
-            table = self.checked_table(*(0 if x is None else x.shape[-1] for x in inputs))
+            config = as_cache_config(self.cache) if self.decode else None
+            inputs_k, inputs_v, cache = sources.resolve_call(
+                kv, inputs_q, inputs_k, inputs_v, config, self._kept()
+            )
+            D, of_kv = inputs_q.shape[-1], sources.projected(inputs_q, inputs_k, inputs_v, cache)
+            table = self.checked_table(D, *(0 if x is None else x.shape[-1] for x in of_kv))
             call = self._make_call(
-                options, with_parameters(self, self.scores, self, inputs_q.shape[-1]),
+                options, with_parameters(self, self.scores, self, D),
                 self._dropout_rng(options), points.of_module(self, prefix="attention_"),
                 self.is_mutable_collection("intermediates"), return_weights,
             )  # fmt: skip
@@ -209,15 +207,13 @@ class MultiHeadAttention(Attention, nn.Module):
         ).weights(entry.inputs)  # fmt: skip
 
     @nn.nowrap
-    def _cache(self, is_cross: bool) -> core.Source:
-        """Return the cache of earlier calls, the config of a new one, or None without `decode`."""
-        if not self.decode:
-            return None
-        for name in ("kv",) if is_cross else ("kv", "memory"):
+    def _kept(self) -> KVCache | Memory | None:
+        """Return the cache of earlier calls, or None if there is none."""
+        for name in ("kv", "memory") if self.decode else ():
             if self.has_variable("cache", name):
-                cache: core.Source = self.get_variable("cache", name)
+                cache: KVCache | Memory = self.get_variable("cache", name)
                 return cache
-        return as_cache_config(self.cache)
+        return None
 
     @nn.nowrap
     def _dropout_rng(self, options: LayerOptions) -> jax.Array | None:

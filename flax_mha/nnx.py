@@ -11,10 +11,10 @@ from flax.core import FrozenDict
 from flax.typing import Dtype, Initializer
 
 from flax_mha import linen, masks
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks
 from flax_mha.base.arguments import InitSignature, check_known, described_as, with_options
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import KVCache, as_cache_config, sources
+from flax_mha.cache import CacheConfig, KVCache, Memory, as_cache_config, sources
 from flax_mha.layer import core
 from flax_mha.layer.edits import Edits
 from flax_mha.layer.linear import Linear, answer
@@ -243,15 +243,18 @@ class MultiHeadAttention(Attention, nnx.Module):
         """
         check_known(type(self).__name__, options, NnxOptions.__annotations__)
         kv, decode = options.get("kv"), options.get("decode")
-        cache: core.Source = None
-        if kv is not None:
-            cache = sources.as_source(kv, inputs_k, inputs_v)
-            shapes.check_inputs(inputs_q, inputs_q, inputs_q)
-        else:
-            inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
-            if self.decode if decode is None else decode:
-                cache = self._cache()
-        self._check_features(inputs_q, inputs_k, inputs_v)
+        decode = self.decode if decode is None else decode
+        inputs_k, inputs_v, cache = sources.resolve_call(
+            kv, inputs_q, inputs_k, inputs_v, as_cache_config(self.cache) if decode else None,
+            None if self.kv is None else self.kv.get_value(),
+        )  # fmt: skip
+        if isinstance(cache, CacheConfig):
+            raise ValueError(
+                "decode=True needs a cache, and there is none; call init_cache(x.shape) of inputs "
+                "[*B, S, D] as long as all tokens together"
+            )
+        of_kv = sources.projected(inputs_q, inputs_k, inputs_v, cache)
+        self._check_features(inputs_q, *of_kv)
         if checks.flag("is_causal", options.get("is_causal", False)):
             options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
@@ -262,8 +265,8 @@ class MultiHeadAttention(Attention, nnx.Module):
             Points(self, edits, collection=nnx.Intermediate), is_captured, return_weights,
         )  # fmt: skip
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
-        if output.cache is not None and self.kv is not None:
-            self.kv.set_value(output.cache)
+        if output.cache is not None:
+            self._keep(output.cache)
         return core.returned(output, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
@@ -285,7 +288,7 @@ class MultiHeadAttention(Attention, nnx.Module):
         # The computation makes the cache it needs. Compiled, it computes nothing else.
         def empty() -> Any:
             x = jnp.zeros(shape, self.param_dtype)
-            return self.compute(self._parameters(), x, x, x, Call(), config).cache
+            return self.compute(self._parameters(), x, None, None, Call(), config).cache
 
         self.kv = nnx.Cache(jax.jit(empty)())
 
@@ -313,13 +316,11 @@ class MultiHeadAttention(Attention, nnx.Module):
             dtype = as_cache_config(self.cache).dtype or self.dtype
             self.init_cache((*batch, max_length, self.in_features), dtype)
 
-    def _cache(self) -> KVCache:
+    def _keep(self, cache: KVCache | Memory) -> None:
         if self.kv is None:
-            raise ValueError(
-                "decode=True needs a cache, and there is none; call init_cache(x.shape) of inputs "
-                "[*B, S, D] as long as all tokens together"
-            )
-        return self.kv.get_value()
+            self.kv = nnx.Cache(cache)
+        else:
+            self.kv.set_value(cache)
 
     def _check_features(self, *inputs: Any) -> None:
         if not self.in_kv_features and inputs[1] is not None:

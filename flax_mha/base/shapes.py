@@ -83,23 +83,14 @@ def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
     return Dims.of(q, k, v)
 
 
-def resolve_inputs(
-    q: jax.Array, k: jax.Array | None, v: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Fill in the default inputs of keys and values, and check the shapes."""
-    if k is None:
-        if v is not None:
-            raise ValueError(
-                "inputs_v needs inputs_k, got None; to use one array for both, give it as inputs_k"
-            )
-        k = q
+def check_inputs(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None:
+    """Check that a layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·], or None for some."""
+    if k is None and v is not None:
+        raise ValueError(
+            "inputs_v needs inputs_k, got None; to use one array for both, give it as inputs_k"
+        )
+    k = q if k is None else k
     v = k if v is None else v
-    check_inputs(q, k, v)
-    return k, v
-
-
-def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """Check that a layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
     named = {"inputs_q": q, "inputs_k": k, "inputs_v": v}
     for name, x in named.items():
         checks.floating(name, x)

@@ -15,4 +15,5 @@ from flax_mha.cache.config import CacheConfig as CacheConfig
 from flax_mha.cache.config import as_cache_config as as_cache_config
 from flax_mha.cache.extended import Extended as Extended
 from flax_mha.cache.kv_cache import KVCache as KVCache
+from flax_mha.cache.sources import Encoded as Encoded
 from flax_mha.cache.storage import Memory as Memory

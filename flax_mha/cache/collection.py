@@ -61,7 +61,9 @@ def truncate(collection: Collection, lengths: jax.Array | int) -> Collection:
 
 
 def reset(collection: Collection) -> Collection:
-    """Return the collection with empty caches. The encoder's keys and values stay until replaced.
+    """Return the collection with empty caches, and positions from 0 on.
+
+    The encoder's keys and values stay until replaced.
 
     Raises:
       ValueError, TypeError: if the collection has no cache.
@@ -88,8 +90,8 @@ def free(collection: Any) -> jax.Array:
     return functools.reduce(jnp.minimum, (x.min(range(x.ndim - 1)) for x in room))
 
 
-def _truncate_by(lengths: jax.Array | int) -> Callable[[Slots], Slots]:
-    return lambda cache: cache.truncate(lengths) if isinstance(cache, KVCache) else cache
+def _truncate_by(lengths: jax.Array | int) -> Callable[[Any], Slots]:
+    return lambda cache: cache.truncate(lengths)
 
 
 def _map(name: str, fn: Callable[[Slots], Slots], collection: Any) -> Any:

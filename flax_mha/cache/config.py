@@ -3,13 +3,11 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax.typing import Dtype
 
 from flax_mha import masks
 from flax_mha.base import checks
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.cache.storage import Memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +57,6 @@ class CacheConfig:
             tuple(B), self.slots or S, K, H, v.shape[-1], dtype=self.dtype or k.dtype,
             window=self.window(mask),
         )  # fmt: skip
-
-    def memory(self, k: jax.Array, v: jax.Array) -> Memory:
-        """Return keys [*B, S, K, H] and values [*B, S, K, Hv] as stored for later calls."""
-        return Memory.of(k, v, jnp.dtype(self.dtype or k.dtype))
 
 
 def as_cache_config(config: CacheConfig | None) -> CacheConfig:

@@ -91,13 +91,6 @@ class KVCache(Slots, struct.PyTreeNode):
         """The number of slots, S."""
         return self.key.shape[-2]
 
-    def next_positions(self, T: int) -> jax.Array:
-        """Return the positions of the next T tokens of each row, int32 [*B, T]."""
-        if not symbols.is_symbolic(T):
-            checks.integer("T", T)
-        index = jnp.arange(T, dtype=jnp.int32)
-        return self.length[..., None] + shapes.lead(index, self.length.ndim + 1)
-
     def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None) -> Self:
         """Append T ≥ 1 tokens to each row, or its first `lengths` tokens, and return the cache.
 
@@ -207,15 +200,7 @@ class KVCache(Slots, struct.PyTreeNode):
           ValueError, TypeError: if lengths are not integers, have another shape, or are negative.
             A traced negative length gives an overflowed row.
         """
-        keep, batch = checks.integers("lengths", lengths), self.length.shape
-        if keep.shape != batch[len(batch) - keep.ndim :]:
-            raise ValueError(
-                f"lengths must be one number or have shape [*B] = {batch}, got {keep.shape}; "
-                f"give one number for each row of the batch"
-            )
-        remedy = "give the number of tokens to keep, such as length - 1 to drop one"
-        checks.within("lengths", keep, None, remedy)
-        keep = jnp.asarray(shapes.lead(keep, len(batch)))
+        keep = self.kept_lengths(lengths)
         length, written = jnp.minimum(self.length, keep), self.written
         if self.window is None or written is None:
             lost = (self.length >= NO_POSITION) & (length > 0)
@@ -260,10 +245,7 @@ class KVCache(Slots, struct.PyTreeNode):
     ) -> tuple[Memory, Self]:
         """Return the new tokens in stored form, and the cache with them."""
         self._check(key, value)
-        T = key.shape[-3]
-        count = jnp.full_like(self.length, T)
-        if lengths is not None:
-            count = jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
+        count = self.count(key.shape[-3], lengths)
         length = self.length + count
         tokens = Memory.of(key, value, self.key.dtype)
 
@@ -275,7 +257,7 @@ class KVCache(Slots, struct.PyTreeNode):
 
         slots = vars(jax.tree.map(put, self._memory, tokens))
         written = None if self.written is None else jnp.maximum(self.written, length)
-        return tokens, self.replace(**slots, length=length, written=written)
+        return tokens, self.replace(**slots | {"length": length, "written": written})
 
     def _check(self, key: Any, value: Any) -> None:
         """Check that keys and values have the same number of tokens, and fit the slots."""

@@ -1,5 +1,6 @@
 """The keys and values that a layer attends to: of this call, a cache, or another layer."""
 
+import dataclasses
 from typing import Any, TypeAlias
 
 import jax
@@ -48,20 +49,128 @@ class KeyValue(struct.PyTreeNode):
         return masks.combine(mask, masks.Lengths(kv_lengths, q_lengths))
 
 
+class Encoded(struct.PyTreeNode):
+    """Inputs of keys and values from another sequence, such as an encoder's output, to be kept.
+
+    As the argument `kv` of a layer that decodes, it makes the layer compute these keys and values
+    once. Later calls attend to them, with `Encoded()` or without `kv`. Without `decode` it is the
+    same as `inputs_k` and `inputs_v`.
+
+    Attributes:
+      inputs_k: the inputs of the keys [*B, S, D'], or None for the keys and values that are kept.
+      inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
+    """
+
+    inputs_k: Any = None
+    inputs_v: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class NewMemory:
+    """A `Memory` to make of a call's keys and values.
+
+    Attributes:
+      config: the format of the stored keys and values.
+      replaced: the memory that it replaces, whose queries go on; None for the first.
+    """
+
+    config: CacheConfig
+    replaced: Memory | None
+
+    def make(self, k: jax.Array, v: jax.Array) -> Memory:
+        """Return keys [*B, S, K, H] and values [*B, S, K, Hv] as stored for later calls."""
+        memory = Memory.of(k, v, jnp.dtype(self.config.dtype or k.dtype))
+        zeros = jnp.zeros(k.shape[:-3], jnp.int32)
+        return memory.replace(length=zeros if self.replaced is None else self.replaced.length)
+
+
 # The keys and values of a layer; of a layer that decodes, with the tokens of its cache.
 Shared: TypeAlias = KeyValue | Extended
 # The keys and values of earlier calls or other layers, or the config of a cache to create.
-Source: TypeAlias = KVCache | Memory | CacheConfig | Shared | None
-Given: TypeAlias = Shared | tuple[Any, Any]
+Source: TypeAlias = KVCache | Memory | CacheConfig | NewMemory | Shared | None
+Given: TypeAlias = Shared | Encoded | tuple[Any, Any]
 
 
-def as_source(kv: Given, k: Any, v: Any) -> Shared:
-    """Return the argument `kv`, which replaces the inputs k and v, as `KeyValue` or `Extended`."""
-    if k is not None or v is not None:
+def resolve_call(
+    kv: Given | None, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+    config: CacheConfig | None, kept: KVCache | Memory | None,
+) -> tuple[jax.Array | None, jax.Array | None, Source]:  # fmt: skip
+    """Return the inputs of keys and values, and the source of those that need none.
+
+    Only this function decides what the queries of a layer's call attend to. It follows from the
+    arguments that are given and from the cache that exists. The inputs are None for those of the
+    queries, or if a source has the keys and values.
+
+    Args:
+      kv: the argument of the call.
+      x_q: the inputs of the queries [*B, T, D].
+      x_k: the inputs of the keys [*B, S, D'], or None.
+      x_v: the inputs of the values [*B, S, D''], or None.
+      config: the format of a new cache; None for a layer that does not decode.
+      kept: the cache of earlier calls, or None.
+    """
+    if kv is not None and (x_k is not None or x_v is not None):
         raise ValueError(
             "kv are keys and values themselves, got inputs_k or inputs_v beside them; give one or "
             "the other"
         )
+    if isinstance(kv, Encoded):
+        x_k, x_v = kv.inputs_k, kv.inputs_v
+    shapes.check_inputs(x_q, x_k, x_v)
+    x_v = x_k if x_v is None else x_v
+    if kv is not None and not isinstance(kv, Encoded):
+        return None, None, _as_source(kv)
+    if config is None:
+        if kv is not None and x_k is None:
+            raise ValueError(
+                "Encoded() stands for keys and values that a layer has kept, got it without "
+                "decode=True; give Encoded(inputs_k)"
+            )
+        return x_k, x_v, None
+    if isinstance(kept, KVCache) or (kept is None and kv is None):
+        return x_k, x_v, _own_tokens(kv, x_q, x_k, config if kept is None else kept)
+    if x_k is None and kept is None:
+        raise ValueError(
+            "Encoded() stands for keys and values that the layer has kept, got no earlier call; "
+            "give Encoded(inputs_k) first"
+        )
+    if x_k is None:
+        return None, None, kept
+    if kv is None:
+        raise ValueError(
+            "the layer's cache holds an encoder's keys and values, got inputs_k; give "
+            "kv=cache.Encoded(inputs_k) to replace them, or leave inputs_k out"
+        )
+    return x_k, x_v, NewMemory(config, kept)
+
+
+def projected(
+    x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None, source: Source
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the inputs that keys and values are computed from, None if the source has them."""
+    is_self_attention = x_k is None and not isinstance(source, Memory | Shared)
+    return (x_q, x_q) if is_self_attention else (x_k, x_v)
+
+
+def _own_tokens(
+    kv: Encoded | None, x_q: jax.Array, x_k: jax.Array | None, cache: KVCache | CacheConfig
+) -> KVCache | CacheConfig:
+    """Return the cache that a call's tokens are appended to, one key for each query."""
+    if kv is not None:
+        raise ValueError(
+            "the layer's cache holds the tokens of earlier calls, got kv=Encoded(...); give "
+            "an encoder's output to a layer of its own"
+        )
+    if x_k is not None and x_k.shape[-2] != x_q.shape[-2]:
+        raise ValueError(
+            f"a layer that decodes appends a key for each query, got {x_q.shape[-2]} queries and "
+            f"{x_k.shape[-2]} keys; give kv=cache.Encoded(inputs_k) to keep an encoder's keys"
+        )
+    return cache
+
+
+def _as_source(kv: Any) -> Shared:
+    """Return the argument `kv` as `KeyValue` or `Extended`."""
     if isinstance(kv, tuple) and len(kv) == 2:
         for name, x in zip(("keys", "values"), kv, strict=True):
             checks.floating(f"kv's {name}", x)
@@ -69,8 +178,8 @@ def as_source(kv: Given, k: Any, v: Any) -> Shared:
     if isinstance(kv, Shared):
         return kv
     raise TypeError(
-        f"kv must be the kv that a layer returns with return_kv=True, or a pair (keys, values), "
-        f"got {checks.describe(kv)}; give one of these"
+        f"kv must be the kv that a layer returns with return_kv=True, a pair (keys, values), or "
+        f"cache.Encoded(inputs_k), got {checks.describe(kv)}; give one of these"
     )
 
 
@@ -102,23 +211,30 @@ def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Arr
 
 
 def open_source(
-    cache: Source, k: Any, v: Any, is_self_attention: bool, mask: masks.MaskLike | None,
-    lengths: jax.Array | None, is_ordered: bool,
+    cache: Source, k: Any, v: Any, T: int, mask: masks.MaskLike | None,
+    lengths: jax.Array | None, same_tokens: bool, is_ordered: bool,
 ) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
     """Return the keys and values that a call attends to, and the cache after it.
 
-    `cache` is the cache of earlier calls, another layer's keys and values, or a `CacheConfig`. The
-    config creates an empty cache in self-attention (keys and queries of the same tokens), else a
-    cache of this call's k and v [*B, S, K, ·]. They are None to attend to the cache. The layer's
-    mask determines the window of a ring buffer. `lengths`, int [*B], are the numbers of real keys,
-    or None.
+    Args:
+      cache: the source, as `resolve_call` returns it. A `CacheConfig` creates an empty cache.
+      k: the keys of the call [*B, S, K, H], or None to attend to those of the source.
+      v: the values of the call [*B, S, K, Hv], or None.
+      T: the number of queries.
+      mask: the mask of the layer, which determines the window of a ring buffer.
+      lengths: int [*B], the number of real queries of each row, or None for all.
+      same_tokens: True if the keys are those of the queries' tokens.
+      is_ordered: True if the call has an `order`.
     """
     if isinstance(cache, Shared):
         return cache, None
     if isinstance(cache, KVCache):
         return cache.extended(k, v, lengths)
-    if isinstance(cache, CacheConfig):
-        cache = cache.empty(k, v, mask) if is_self_attention else cache.memory(k, v)
-    if isinstance(cache, Memory):
-        k, v = cache.stored()
-    return KeyValue(k, v, lengths, is_ordered), cache
+    if isinstance(cache, Memory | NewMemory):
+        memory = cache if isinstance(cache, Memory) else cache.make(k, v)
+        # As with an empty cache, the first call makes room, and its tokens are not counted.
+        if isinstance(cache, Memory) or cache.replaced is not None:
+            memory = memory.replace(length=memory.length + memory.count(T, lengths))
+        return KeyValue(*memory.stored()), memory
+    new = None if cache is None else cache.empty(k, v, mask)
+    return KeyValue(k, v, lengths if same_tokens else None, is_ordered), new

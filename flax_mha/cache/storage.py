@@ -1,7 +1,7 @@
 """Keys and values in slots, heads first: encoding, writing, reading and reordering."""
 
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 
 from flax_mha import sharding
-from flax_mha.base import checks, symbols
+from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.kernels.stored import Stored
@@ -28,6 +28,7 @@ class Slots:
     value: jax.Array
     key_scale: jax.Array | None
     value_scale: jax.Array | None
+    length: Any
 
     @property
     def names(self) -> LogicalNames:
@@ -39,6 +40,31 @@ class Slots:
         pairs = (self.key, self.key_scale), (self.value, self.value_scale)
         key, value = (_as_stored(*pair, self.names[2] or "length") for pair in pairs)
         return key, value
+
+    def next_positions(self, T: int) -> jax.Array:
+        """Return the positions of the next T queries of each row, int32 [*B, T]."""
+        if not symbols.is_symbolic(T):
+            checks.integer("T", T)
+        index = jnp.arange(T, dtype=jnp.int32)
+        return self.length[..., None] + shapes.lead(index, self.length.ndim + 1)
+
+    def count(self, T: int, lengths: jax.Array | None) -> jax.Array:
+        """Return the number of real tokens of a call of T tokens in each row, int32 [*B]."""
+        if lengths is None:
+            return jnp.full_like(self.length, T)
+        return jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
+
+    def kept_lengths(self, lengths: Any) -> jax.Array:
+        """Check the `lengths` of `truncate`, int or int [*B], and return them as int32 [*B|1]."""
+        keep, batch = checks.integers("lengths", lengths), self.length.shape
+        if keep.shape != batch[len(batch) - keep.ndim :]:
+            raise ValueError(
+                f"lengths must be one number or have shape [*B] = {batch}, got {keep.shape}; "
+                f"give one number for each row of the batch"
+            )
+        remedy = "give the number of tokens to keep, such as length - 1 to drop one"
+        checks.within("lengths", keep, None, remedy)
+        return jnp.asarray(shapes.lead(keep, len(batch)))
 
     def fork(self, rows: jax.Array) -> Self:
         """Return the cache with some rows of the batch: beams, or copies for best-of-n.
@@ -65,17 +91,26 @@ class Slots:
 class Memory(Slots, struct.PyTreeNode):
     """Stored keys and values of tokens, heads first, such as an encoder's, projected once.
 
+    Queries attend to them call by call, and continue at their own positions.
+
     Attributes:
       key: [*B, K, S, H].
       value: [*B, K, S, Hv].
       key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
       value_scale: the scales of int8 values, float32 [*B, K, S]; else None.
+      length: int32 [*B], the number of queries so far: the position of the next one; None if no
+        queries are counted.
     """
 
     key: jax.Array
     value: jax.Array
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
+    length: Any = None
+
+    def truncate(self, lengths: jax.Array | int) -> Self:
+        """Return the same keys and values, with at most the first `lengths` queries counted."""
+        return self.replace(length=jnp.minimum(self.length, self.kept_lengths(lengths)))
 
     @classmethod
     def of(cls, key: jax.Array, value: jax.Array, dtype: jnp.dtype) -> Self:

@@ -55,13 +55,13 @@ def attention(
         arrays `sinks` and `score_scale`. All but `query` may be missing.
       settings: the settings of the layer.
       x_q: the inputs of the queries [*B, T, D].
-      x_k: the inputs of the keys [*B, S, D']; x_q in self-attention; None to attend to the cache.
-      x_v: the inputs of the values [*B, S, D''], or None.
+      x_k: the inputs of the keys [*B, S, D']; None for x_q, or if the source has keys.
+      x_v: the inputs of the values [*B, S, D''] (default: those of the keys).
       call: the other arguments.
-      cache: a cache, to which these tokens are appended; keys and values of an encoder or another
-        layer, to attend to; or the `CacheConfig` of a cache to make. In self-attention that one is
-        empty, with room for as many tokens as these; in cross-attention it has these keys and
-        values.
+      cache: the source, as `sources.resolve_call` returns it: a cache, to which these tokens are
+        appended; the `CacheConfig` of an empty one to make, with room for as many tokens as these;
+        keys and values of an encoder, or a `NewMemory` to keep these for later; keys and values of
+        another layer; or None.
     """
     heads = project_heads(p, settings, x_q, x_k, x_v, call, cache)
     return attend(p, settings, heads, call, cache)
@@ -96,19 +96,20 @@ def attend(
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
-    own_lengths = call.lengths if heads.is_self_attention else None
     source, cache = sources.open_source(
-        cache, k, v, heads.is_self_attention, settings.mask, own_lengths, heads.order is not None
-    )
+        cache, k, v, q.shape[-3], settings.mask, call.lengths, heads.same_tokens,
+        heads.order is not None,
+    )  # fmt: skip
     if call.points is not None:
         head_points.edit_scores(call.points, arguments, q, source.key.shape[-3])
     with jax.named_scope("kernel"):
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
             arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
-            places = {"q_positions": heads.order, "kv_positions": heads.order}
+            q_positions = heads.order if heads.q_positions is None else heads.q_positions
+            places = {"q_positions": q_positions, "kv_positions": heads.order}
             result = attention(q, source.key, source.value, **places, **arguments)
-            if call.points is not None and (heads.is_self_attention or is_shared):
+            if call.points is not None and (heads.same_tokens or is_shared):
                 # A sink is part of the sum over all keys, and of no pair.
                 qkv, call_of_kernel = (q, source.key, source.value), arguments | places
                 head_points.read_pairs(call.points, attention, qkv, call_of_kernel, {"sinks": None})

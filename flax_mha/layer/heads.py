@@ -9,8 +9,8 @@ import numpy as np
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
-from flax_mha.cache import Extended, KVCache
-from flax_mha.cache.sources import KeyValue, Source
+from flax_mha.cache import CacheConfig, Extended, KVCache, Memory, sources
+from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source
 from flax_mha.layer import padding
 from flax_mha.layer.linear import Linear, fused
 from flax_mha.layer.settings import Call, Settings
@@ -26,7 +26,8 @@ class Heads(NamedTuple):
       v: the values [*B, S, K, Hv], or None.
       gate: the factor of the heads' outputs, before the sigmoid, or None.
       order: the place of each token in the sequence, as `Call.order`.
-      is_self_attention: True if keys and queries come from the same array.
+      q_positions: the positions of the queries in masks and scores (default: order).
+      same_tokens: True if keys and queries are of the same tokens.
       beside: the outputs of other projections that were computed in the same product.
     """
 
@@ -35,7 +36,8 @@ class Heads(NamedTuple):
     v: Any
     gate: jax.Array | None = None
     order: Array | None = None
-    is_self_attention: bool = True
+    q_positions: Array | None = None
+    same_tokens: bool = True
     beside: tuple[jax.Array, ...] = ()
 
 
@@ -48,11 +50,16 @@ def project_heads(
     Arguments are as in `core.attention`, and `beside`: more projections of x_q, each to [N, ·], to
     compute in the same product.
     """
-    is_self_attention = x_k is x_q
-    whole = isinstance(cache, KeyValue) or (is_self_attention and cache is None)
-    order = check_order(call.order, whole, x_q.shape[-2])
-    if call.lengths is not None:
-        x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
+    if isinstance(cache, NewMemory):
+        cache = cache.replaced
+    is_whole = isinstance(cache, KeyValue) or (x_k is None and cache is None)
+    order = check_order(call.order, is_whole, x_q.shape[-2])
+    appends = isinstance(cache, KVCache | CacheConfig)
+    same_tokens = appends or (x_k is None and not isinstance(cache, Memory | Shared))
+    if appends:
+        x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
+    x_q = padding.cleared(x_q, call.lengths, order)
+    x_k, x_v = sources.projected(x_q, x_k, x_v, cache)
     with jax.named_scope("project"):  # These names are what profiles show.
         q, k, v, gate, products = project(p, x_q, x_k, x_v, beside)
     norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary
@@ -60,10 +67,11 @@ def project_heads(
         q, k = norm(p, q, k)
     if settings.rotary is not None or call.positions is not None:
         with jax.named_scope("rotate"):
-            q, k = turn(settings.rotary, q, k, call.positions, order, cache)
+            q, k = turn(settings.rotary, q, k, call.positions, order, cache, same_tokens)
     if "query_ln" in p and norms_after:
         q, k = norm(p, q, k)
-    return Heads(q, k, v, gate, order, is_self_attention, products)
+    q_positions = cache.next_positions(q.shape[-3]) if isinstance(cache, Memory) else None
+    return Heads(q, k, v, gate, order, q_positions, same_tokens, products)
 
 
 def project(
@@ -72,7 +80,8 @@ def project(
 ) -> tuple[jax.Array, Any, Any, jax.Array | None, tuple[jax.Array, ...]]:  # fmt: skip
     """Return queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], gates, and `beside`.
 
-    Without x_k there are no keys and values. Projections of one input share a product if they can.
+    Without x_k there are no keys and values. Projections of the same array share a product if they
+    can, which changes the speed and no result.
     """
     gates = [p["output_gate"]] if "output_gate" in p else []
     of_q = (p["query"], *beside, *gates)
@@ -99,10 +108,12 @@ def norm(p: Mapping[str, Any], q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
 def turn(
     rotary: Rotation | None, q: jax.Array, k: jax.Array | None,
     positions: jax.Array | tuple[jax.Array, jax.Array] | None, order: Array | None, cache: Any,
+    same_tokens: bool = True,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Return queries and keys, rotated by `positions` (of both, or a pair), or by their places.
+    """Return queries and keys, rotated by `positions`, or by their places in the sequence.
 
-    The keys are None where a cache holds them, rotated.
+    One array of positions is that of the queries, and of keys of the `same_tokens`. The keys are
+    None where a cache holds them, rotated.
 
     Raises:
       ValueError: if positions are given without a rotation, or an image grid has too few places.
@@ -116,9 +127,9 @@ def turn(
         return q, k
     q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
     if order is not None:
-        q_pos = k_pos = jnp.asarray(order)
-    if isinstance(cache, KVCache):
-        q_pos = k_pos = cache.next_positions(q.shape[-3])
+        q_pos = jnp.asarray(order)
+    if isinstance(cache, KVCache | Memory):
+        q_pos = cache.next_positions(q.shape[-3])
     if isinstance(cache, Extended):
         q_pos = cache.q_positions
     if positions is None and isinstance(rotary, Axial):
@@ -127,9 +138,9 @@ def turn(
             rotary.check(np.arange(0 if x is None else x.shape[-3]))
     if isinstance(positions, tuple) and len(positions) == 2:
         q_pos, k_pos = positions
-    elif positions is not None:
-        k_pos = positions if q_pos.shape[-1] == k_pos.shape[-1] else k_pos
-        q_pos = positions
+    else:
+        q_pos = q_pos if positions is None else positions
+        k_pos = q_pos if same_tokens else k_pos
     return _rotate(rotary, q, q_pos), None if k is None else _rotate(rotary, k, k_pos)
 
 

@@ -16,11 +16,11 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
     multiplies all its inputs, and 0·NaN is NaN.
 
     Args:
-      x: the features [*B, T, D].
+      x: the features [*B, T, D], or None.
       lengths: the number of real tokens of each example, int [*B], or None for all.
       order: the place of each token in the sequence, int [T], or None for 0 … T−1.
     """
-    if lengths is None:
+    if x is None or lengths is None:
         return x
     shapes.check_features("x", x)
     lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
@@ -33,12 +33,3 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
 
     # Without names the result is sharded as x is.
     return sharding.auto(clear, (), x, lengths, order)
-
-
-def cleared_inputs(q: Any, k: Any, v: Any, lengths: Any, order: Any) -> tuple[Any, ...]:
-    """Return a layer's inputs, cleared by `cleared` where they are the array of the queries."""
-    real = cleared(q, lengths, order)
-    if k is not q:
-        return real, k, v
-    # Keep one array one, so that its projections share a product.
-    return real, real, real if v is q else cleared(v, lengths, order)

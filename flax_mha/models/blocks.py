@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.cache.sources import Shared
+from flax_mha.cache.sources import Encoded, Shared
 from flax_mha.layer import padding, points, settings
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import remat
@@ -257,7 +257,8 @@ class DecoderBlock(Block):
         x ← x + mlp(norm(x))
 
     With `decode=True` in its layers, the block continues from the cached tokens (see
-    `MultiHeadAttention`). Pass the memory only to the call that creates the cache.
+    `MultiHeadAttention`). Pass the memory only to the call that creates the cache: its keys and
+    values are kept.
 
     Attributes:
       cross_attention: the layer that attends to the memory, an encoder's output (default: None, for
@@ -314,10 +315,6 @@ class DecoderBlock(Block):
                 "memory, memory_mask and memory_lengths are for cross_attention, which is None; "
                 "set it to a MultiHeadAttention, or drop them"
             )
-        if cross is not None and memory is None and not cross.decode:
-            raise ValueError(
-                "cross_attention needs a memory to attend to, got None; give the encoder's output"
-            )
         if memory_lengths is not None:
             memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
             memory = None if memory is None else padding.cleared(memory, memory_lengths)
@@ -329,5 +326,5 @@ class DecoderBlock(Block):
                 # Split the key, or both layers would drop the same weights.
                 key = checks.key("dropout_rng", shared["dropout_rng"])
                 options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
-            calls["cross_attention"] = {"inputs_k": memory, "mask": memory_mask, **shared}
+            calls["cross_attention"] = {"kv": Encoded(memory), "mask": memory_mask, **shared}
         return self.run(x, calls, return_kv)

@@ -43,7 +43,7 @@ class ChosenBlocks(Attention):
 
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
-        common.check_inputs("attention to chosen blocks", x_q, x_k, x_v)
+        common.check_inputs("attention to chosen blocks", x_k, cache)
         self._check_call(call, cache)
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(p, x_q, x_k, x_v, call, cache)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from flax_mha.base.coordinates import Array, At, map_score_arrays, whole
 from flax_mha.base.shapes import Dims
+from flax_mha.cache import Memory
+from flax_mha.cache.sources import Shared, Source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.masks.base import Mask, evaluate, resolve
 
@@ -21,9 +23,9 @@ def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = F
             raise ValueError(f"{what} has no {name}, got {getattr(layer, name)!r}; leave it out")
 
 
-def check_inputs(what: str, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
-    """Check that keys and values have the inputs of the queries."""
-    if x_k is not x_q or x_v is not x_q:
+def check_inputs(what: str, x_k: jax.Array | None, cache: Source) -> None:
+    """Check that keys and values are of the inputs of the queries."""
+    if x_k is not None or isinstance(cache, Memory | Shared):
         raise ValueError(f"{what} is self-attention, got inputs_k or kv; leave it out")
 
 

@@ -30,9 +30,9 @@ class Differential(Attention):
 
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
-        common.check_inputs("differential attention", x_q, x_k, x_v)
+        common.check_inputs("differential attention", x_k, cache)
         K = self.num_kv_heads or self.num_heads
-        heads = core.project_heads(p, self, x_q, x_q, x_q, call, cache)
+        heads = core.project_heads(p, self, x_q, None, None, call, cache)
         v = sharding.auto(functools.partial(_of_both, K), sharding.KV_HEADS, heads.v)
 
         def norm(x: jax.Array) -> jax.Array:

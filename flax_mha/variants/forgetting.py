@@ -37,12 +37,12 @@ class Forgetting(Attention):
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         without_vectors("forgetting attention", call.scores)
-        common.check_inputs("forgetting attention", x_q, x_k, x_v)
+        common.check_inputs("forgetting attention", x_k, cache)
         x, bad = sharding.auto(_cleaned, ((), ()), x_q)
         gate = p["forget_gate"]
         # A projection to heads of one feature, which shares a product with the others.
         gate = gate.replace(kernel=gate.kernel[..., None], names=(*gate.names, None))
-        heads = core.project_heads(p, self, x, x, x, call, cache, [gate])
+        heads = core.project_heads(p, self, x, None, None, call, cache, [gate])
         q, v, order = heads.q, heads.v, heads.order
         k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
         heads, z = heads._replace(k=k), heads.beside[0][..., 0]

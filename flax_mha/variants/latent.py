@@ -36,10 +36,10 @@ class Latent(Attention):
 
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
-        common.check_inputs("latent attention", x_q, x_k, x_v)
+        common.check_inputs("latent attention", x_k, cache)
         without_vectors("latent attention", call.scores)
         order = core.check_order(call.order, cache is None, x_q.shape[-2])
-        x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
+        x = padding.cleared(x_q, call.lengths, order)
         q = p["query"](x if self.q_rank is None else p["query_norm"](p["query_down"](x)))
         R = self.rope_dim
         H = q.shape[-1] - R
