@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import sharding
+from flax_mha.base import checks
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.cache.storage import AnySlots, Slots, map_by_names
+from flax_mha.cache.storage import AnySlots, Memory, Slots, map_by_names
 from flax_mha.sharding import LogicalNames
 
 # A tree of caches, such as `variables['cache']` or all variables.
@@ -29,6 +30,49 @@ def constrain_cache(slots: AnySlots) -> AnySlots:
         return sharding.name(sharding.constrain(x, all_names), all_names)
 
     return map_by_names(constrain, slots)
+
+
+def restore(cache: Any, window: int | None = None) -> KVCache | Memory:
+    """Return a layer's cache, also from the plain dict that it was saved as.
+
+    Args:
+      cache: a `KVCache` or a `Memory`, or the fields of one by name, as msgpack,
+        `flax.serialization.to_state_dict` and pure dicts of nnx have them.
+      window: the window of the layer's ring buffer, which is not saved; None without one.
+
+    Raises:
+      TypeError: if it is neither.
+      ValueError: if arrays are missing or do not fit, or do not fit the window.
+    """
+    kept = cache
+    for cls in (KVCache, Memory) if isinstance(cache, Mapping) else ():
+        static: dict[str, Any] = {"window": window} if cls is KVCache else {}
+        if {*cache} == cls.__dataclass_fields__.keys() - static.keys():
+            kept = jax.tree.map(jnp.asarray, cls(**cache, **static))
+    if not isinstance(kept, KVCache | Memory):
+        found = f"a dict of {[*cache]}" if isinstance(cache, Mapping) else checks.describe(cache)
+        raise TypeError(
+            f"a layer's cache must be a flax_mha.cache.KVCache or Memory, or a dict of its fields, "
+            f"got {found}; start from an empty one, of init or init_cache"
+        )
+    arrays = {name: (x.shape, x.dtype) for name, x in vars(kept).items() if hasattr(x, "shape")}
+    (shape, dtype), (other, _) = (arrays.get(name, ((), None)) for name in ("key", "value"))
+    expected = {"key": (shape, dtype), "value": ((*shape[:-1], *other[-1:]), dtype)}
+    rows, window = (shape[:-3], jnp.int32), getattr(kept, "window", None)
+    if dtype == jnp.int8:
+        expected |= dict.fromkeys(("key_scale", "value_scale"), (shape[:-1], jnp.float32))
+    if isinstance(kept, KVCache) or "length" in arrays:
+        expected["length"] = rows
+    if window is not None:
+        expected["written"] = rows
+    if arrays != expected or len(shape) < 3 or (window is not None and window >= shape[-2]):
+        raise ValueError(
+            f"a layer's cache must have keys and values [*B, K, S, ·] of one dtype, int32 lengths "
+            f"[*B], float32 scales [*B, K, S] if it is int8, and in a ring buffer `written` [*B] "
+            f"and more slots than the window, got {arrays} and a window of {window}; restore all "
+            f"arrays of a cache, into a layer with the same mask and CacheConfig"
+        )
+    return kept
 
 
 def fork(collection: Collection, rows: jax.Array) -> Collection:
