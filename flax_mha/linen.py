@@ -209,11 +209,10 @@ class MultiHeadAttention(Attention, nn.Module):
     @nn.nowrap
     def _kept(self) -> KVCache | Memory | None:
         """Return the cache of earlier calls, or None if there is none."""
-        for name in ("kv", "memory") if self.decode else ():
-            if self.has_variable("cache", name):
-                cache: KVCache | Memory = self.get_variable("cache", name)
-                return cache
-        return None
+        held = self.variables.get("cache") if self.decode else None
+        if not held or (self.is_initializing() and not collection.NAMES & {*held}):
+            return None
+        return collection.find_cache(held, as_cache_config(self.cache).window(self.mask))
 
     @nn.nowrap
     def _dropout_rng(self, options: LayerOptions) -> jax.Array | None:

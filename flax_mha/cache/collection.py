@@ -17,6 +17,8 @@ from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.storage import AnySlots, Memory, Slots, map_by_names
 from flax_mha.sharding import LogicalNames
 
+# The names of a layer's cache in the collection.
+NAMES = frozenset({"kv", "memory"})
 # A tree of caches, such as `variables['cache']` or all variables.
 Collection = TypeVar("Collection")
 
@@ -73,6 +75,24 @@ def restore(cache: Any, window: int | None = None) -> KVCache | Memory:
             f"arrays of a cache, into a layer with the same mask and CacheConfig"
         )
     return kept
+
+
+def find_cache(held: Mapping[str, Any], window: int | None) -> KVCache | Memory:
+    """Return the one cache among the variables of a layer, restored with the layer's window."""
+    names = NAMES & {*held}
+    if len(names) != 1:
+        raise TypeError(
+            f"a layer's collection 'cache' must have one of {sorted(NAMES)}, got {sorted(held)}; "
+            f"start from an empty one, which init with decode=True returns"
+        )
+    (name,) = names
+    cache = restore(held[name], window)
+    if isinstance(cache, KVCache) != (name == "kv"):
+        raise TypeError(
+            f"a layer's cache must be a KVCache under kv or a Memory under memory, got a "
+            f"{type(cache).__name__} under {name}; restore it under its own name"
+        )
+    return cache
 
 
 def fork(collection: Collection, rows: jax.Array) -> Collection:

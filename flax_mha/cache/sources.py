@@ -24,12 +24,15 @@ class KeyValue(struct.PyTreeNode):
       value: [*B, S, K, Hv].
       lengths: int [*B], the number of real tokens of each row; None for all.
       ordered: True if the call had an `order`.
+      q_positions: int32 [*B, T], the positions of queries that continue those of earlier calls;
+        None for 0 … T−1, or the call's order.
     """
 
     key: Any
     value: Any
     lengths: jax.Array | None = None
     ordered: bool = struct.field(pytree_node=False, default=False)
+    q_positions: Any = None
 
     def mask_padding(
         self, q: jax.Array, mask: masks.MaskLike | None, lengths: jax.Array | None
@@ -46,6 +49,8 @@ class KeyValue(struct.PyTreeNode):
 
         kv_lengths = as_lengths(self.lengths, self.key.shape[-3])
         q_lengths = as_lengths(lengths, q.shape[-3])
+        if self.q_positions is not None:
+            q_lengths = q_lengths + self.q_positions[..., 0]
         return masks.combine(mask, masks.Lengths(kv_lengths, q_lengths))
 
 
@@ -232,9 +237,11 @@ def open_source(
         return cache.extended(k, v, lengths)
     if isinstance(cache, Memory | NewMemory):
         memory = cache if isinstance(cache, Memory) else cache.make(k, v)
-        # As with an empty cache, the first call makes room, and its tokens are not counted.
-        if isinstance(cache, Memory) or cache.replaced is not None:
-            memory = memory.replace(length=memory.length + memory.count(T, lengths))
-        return KeyValue(*memory.stored()), memory
+        key, value = memory.stored()
+        if isinstance(cache, NewMemory) and cache.replaced is None:
+            # As with an empty cache, the first call makes room, and its tokens are not counted.
+            return KeyValue(key, value), memory
+        source = KeyValue(key, value, q_positions=memory.next_positions(T))
+        return source, memory.replace(length=memory.length + memory.count(T, lengths))
     new = None if cache is None else cache.empty(k, v, mask)
     return KeyValue(k, v, lengths if same_tokens else None, is_ordered), new

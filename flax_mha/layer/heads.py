@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
-from flax_mha.cache import CacheConfig, Extended, KVCache, Memory, sources
+from flax_mha.cache import CacheConfig, KVCache, Memory, sources
 from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source
 from flax_mha.layer import padding
 from flax_mha.layer.linear import Linear, fused
@@ -26,7 +26,6 @@ class Heads(NamedTuple):
       v: the values [*B, S, K, Hv], or None.
       gate: the factor of the heads' outputs, before the sigmoid, or None.
       order: the place of each token in the sequence, as `Call.order`.
-      q_positions: the positions of the queries in masks and scores (default: order).
       same_tokens: True if keys and queries are of the same tokens.
       beside: the outputs of other projections that were computed in the same product.
     """
@@ -36,7 +35,6 @@ class Heads(NamedTuple):
     v: Any
     gate: jax.Array | None = None
     order: Array | None = None
-    q_positions: Array | None = None
     same_tokens: bool = True
     beside: tuple[jax.Array, ...] = ()
 
@@ -70,8 +68,7 @@ def project_heads(
             q, k = turn(settings.rotary, q, k, call.positions, order, cache, same_tokens)
     if "query_ln" in p and norms_after:
         q, k = norm(p, q, k)
-    q_positions = cache.next_positions(q.shape[-3]) if isinstance(cache, Memory) else None
-    return Heads(q, k, v, gate, order, q_positions, same_tokens, products)
+    return Heads(q, k, v, gate, order, same_tokens, products)
 
 
 def project(
@@ -130,7 +127,7 @@ def turn(
         q_pos = jnp.asarray(order)
     if isinstance(cache, KVCache | Memory):
         q_pos = cache.next_positions(q.shape[-3])
-    if isinstance(cache, Extended):
+    if isinstance(cache, Shared) and cache.q_positions is not None:
         q_pos = cache.q_positions
     if positions is None and isinstance(rotary, Axial):
         # Positions may be traced, but T tokens need T places from any start.

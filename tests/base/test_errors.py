@@ -743,7 +743,7 @@ MODELS: list[Case] = [
     module("decoder block: memory for nobody", ValueError,
            r"memory, memory_mask and memory_lengths are for cross_attention, which is None; set",
            DecoderBlock(ATTENTION, 16), X, X),
-    module("decoder block: no memory", ValueError, r"needs a memory.*got None; give the enc", CROSS,
+    module("decoder block: no memory", ValueError, r"without decode=True; give Encoded\(i", CROSS,
            X),
     module("decoder block: one layer twice", ValueError, r"must be two modules.*layer.copy\(\)",
            DecoderBlock(ATTENTION, 16, cross_attention=ATTENTION), X, X),

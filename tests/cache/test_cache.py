@@ -180,16 +180,17 @@ def test_int8_rounding_is_within_half_a_step(seed: int, size: float) -> None:
 def test_cross_attention_projects_memory_once(dtype: str | None) -> None:
     memory, mask = X[:, :7, :8] * 2, Lengths(jnp.array([7, 4]))
     layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache=CacheConfig(dtype))
-    shapes = jax.eval_shape(layer.init, KEY, X, memory)
+    shapes = jax.eval_shape(lambda: layer.init(KEY, X, kv=cache.Encoded(memory)))
     params = {"params": random_like(shapes["params"])}
     assert set(shapes["cache"]) == {"memory"}
     expected = jax.jit(layer.clone(decode=False).apply)(params, X, memory, mask=mask)
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes["cache"])
-    begin = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
-    first, new = begin({**params, "cache": empty}, X[:, :5], memory, mask=mask)
-    # The cache stays constant from here, so it need not be mutable.
-    step = jax.jit(lambda x: layer.apply({**params, **new}, x, mask=mask))
-    outs = [first, *(step(X[:, t : t + 1]) for t in range(5, T))]
+    step = jax.jit(functools.partial(layer.apply, mask=mask, mutable=["cache"]))
+    out, new = step({**params, "cache": empty}, X[:, :5], kv=cache.Encoded(memory))
+    outs = [out]
+    for t in range(5, T):
+        out, new = step({**params, **new}, X[:, t : t + 1])
+        outs.append(out)
     close(jnp.concatenate(outs, 1), expected, CLOSE if dtype is None else 1e-2)
     close(cache.fork(new["cache"], jnp.array([1]))["memory"].key, new["cache"]["memory"].key[1:])
 

@@ -22,6 +22,7 @@ from flax_mha import (
     sharding,
     variants,
 )  # fmt: skip
+from flax_mha.cache import Encoded
 from flax_mha.layer.edits import Edit
 from tests.support import oracle
 from tests.support.decoding import cache_of
@@ -98,7 +99,9 @@ def test_keys_of_a_stored_memory_were_edited_when_it_was_made() -> None:
     plain = layer.clone(decode=False)
     values = random_variables(plain, X, MEMORY)
     edit = {"attention_k": Edit(RNG.normal(size=(N, 1)))}
-    out, made = layer.apply({**values, "edits": edit}, X[:, :1], MEMORY, mutable="cache")
+    out, made = layer.apply(
+        {**values, "edits": edit}, X[:, :1], kv=Encoded(MEMORY), mutable="cache"
+    )
     want = plain.apply({**values, "edits": edit}, X, MEMORY)
     np.testing.assert_allclose(out, want[:, :1], rtol=1e-5, atol=1e-5)
     out, _ = layer.apply({**values, **made}, X[:, 1:2], mutable="cache")

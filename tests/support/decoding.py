@@ -7,18 +7,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from flax_mha.cache import Encoded
+
 KEY = jax.random.key(0, impl="unsafe_rbg")
 
 
-def cache_of(layer: nn.Module, *inputs: Any) -> Any:
+def cache_of(layer: nn.Module, *inputs: Any, **call: Any) -> Any:
     """Return the empty cache of a layer with decode=True."""
     # XLA removes the unused parameters: they are neither drawn nor compiled.
-    return jax.jit(lambda *inputs: layer.init(KEY, *inputs)["cache"])(*inputs)
+    return jax.jit(lambda inputs, call: layer.init(KEY, *inputs, **call)["cache"])(inputs, call)
 
 
 def decoded(
     layer: nn.Module, params: Any, x: Any, steps: Sequence[int] | None = None,
-    memory: Sequence[Any] = (), positions: Any = None,
+    memory: Any = None, positions: Any = None,
 ) -> jax.Array:  # fmt: skip
     """Return the outputs of a layer with decode=True for all of x.
 
@@ -27,20 +29,21 @@ def decoded(
       params: its variables without a cache.
       x: the inputs [*B, T, D].
       steps: the number of tokens in each call (default: one each).
-      memory: inputs_k of the first call; the others get none.
+      memory: inputs of keys that the first call keeps for the others, for cross-attention.
       positions: the tokens' positions [T].
     """
 
     @jax.jit
-    def step(cache: Any, x: Any, memory: Any, where: Any) -> Any:
+    def step(cache: Any, x: Any, kv: Any, where: Any) -> Any:
         more = {} if where is None else {"positions": where}
-        return layer.apply({**params, "cache": cache}, x, *memory, **more, mutable=["cache"])
+        return layer.apply({**params, "cache": cache}, x, kv=kv, **more, mutable=["cache"])
 
-    cache, outs, at = cache_of(layer, x, *memory), [], 0
+    encoded = None if memory is None else Encoded(memory)
+    cache, outs, at = cache_of(layer, x, kv=encoded), [], 0
     for count in steps or (1,) * x.shape[-2]:
         part = slice(at, at + count)
         where = None if positions is None else positions[part]
-        out, new = step(cache, x[..., part, :], memory if at == 0 else (), where)
+        out, new = step(cache, x[..., part, :], encoded if at == 0 else None, where)
         cache, at = new["cache"], at + count
         outs.append(out)
     return jnp.concatenate(outs, -2)

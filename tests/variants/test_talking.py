@@ -98,7 +98,7 @@ def test_initial_layer_equals_multi_head_attention(across: bool) -> None:
         )
         assert error(actual, wanted) < 5e-6
         held, plainly = (
-            decoded(m.clone(decode=True), v, X, (4, 6), (memory,))
+            decoded(m.clone(decode=True), v, X, (4, 6), memory)
             for m, v in ((ours, both), (plain, variables))
         )
         assert error(held, plainly) < 5e-6

@@ -1,0 +1,194 @@
+"""The meaning of a call: its arguments and the cache say it, never the identity of arrays."""
+
+import functools
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import CacheConfig, Decoder, DecoderBlock, MultiHeadAttention, cache, masks, scores
+from flax_mha.cache import Encoded
+from flax_mha.positions import Rotary
+from tests.support.oracle import random_like
+
+KEY = jax.random.key(0)
+X, MEMORY = (
+    np.random.default_rng(n).normal(size=(2, T, 16)).astype(np.float32) for n, T in ((0, 6), (1, 7))
+)
+LENGTHS = np.array([6, 3])
+# Wrappers under which both arguments of layer(x, x) are other objects than outside.
+LAYERS: dict[str, Any] = {
+    "plain": MultiHeadAttention, "remat": nn.remat(MultiHeadAttention),
+    "jit": nn.jit(MultiHeadAttention),
+}  # fmt: skip
+POSITIONAL: dict[str, dict[str, Any]] = {
+    "rotary": {"rotary": Rotary()}, "alibi": {"scores": (scores.Alibi(),)},
+    "bias": {"scores": (scores.RelativeBias(buckets=8),)}, "window": {"mask": masks.Window(2, 2)},
+    "causal": {"mask": masks.Causal()}, "nothing": {},
+}  # fmt: skip
+
+
+def close(got: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(got, wanted, atol=3e-6, rtol=0)
+
+
+def variables(layer: nn.Module, *inputs: Any, **call: Any) -> Any:
+    """Return random parameters of a layer, without a cache."""
+    shapes = jax.eval_shape(lambda: layer.init(KEY, *inputs, **call))
+    return {"params": random_like(shapes["params"])}
+
+
+def run(layer: nn.Module, v: Any, *inputs: Any, **call: Any) -> tuple[jax.Array, Any]:
+    out, new = layer.apply(v, *inputs, **call, mutable="cache")
+    return out, {**v, **new}
+
+
+def test_lengths_and_positions_are_of_the_queries_whichever_arrays_come() -> None:
+    layer = MultiHeadAttention(2, rotary=Rotary())
+    v = variables(layer, X)
+    call = functools.partial(layer.apply, v, lengths=LENGTHS, positions=np.arange(6) + 3)
+    same, other = call(X, X), call(X, X.copy())
+    np.testing.assert_array_equal(same, other)
+    close(jax.jit(call)(X, X), same)
+    # Keys of another sequence are all there, at 0 … S−1.
+    apart = (np.arange(6) + 3, np.arange(6))
+    wanted = layer.apply(v, X, X, positions=apart, mask=masks.Lengths([6, 6], LENGTHS))
+    close(same, wanted)
+    own = layer.apply(v, X, lengths=LENGTHS, positions=np.arange(6) + 3)
+    assert abs(own - same).max() > 0.1
+
+
+def test_the_number_of_keys_does_not_decide_where_they_are() -> None:
+    layer = MultiHeadAttention(2, rotary=Rotary())
+    v = variables(layer, X)
+    call = functools.partial(layer.apply, v, X, positions=np.arange(6) + 10)
+    close(call(MEMORY[:, :6]), call(MEMORY, mask=masks.Keys(np.arange(7) < 6)))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_decoding_appends_inputs_k(name: str) -> None:
+    layer = LAYERS[name](2, decode=True, rotary=Rotary())
+    plain = MultiHeadAttention(2, rotary=Rotary(), mask=masks.Causal())
+    v = variables(plain, X)
+    wanted = plain.apply(v, X)
+    held = {**v, "cache": layer.init(KEY, X, X)["cache"]}
+    assert [*held["cache"]] == ["kv"]
+    for t in range(6):
+        token = X[:, t : t + 1]
+        out, held = run(layer, held, token, 1 * token)
+        close(out[:, 0], wanted[:, t])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_decoding_counts_lengths_of_inputs_k(name: str) -> None:
+    layer = LAYERS[name](2, decode=True)
+    v = layer.init(KEY, X)
+    bad = X.copy()
+    bad[1, 3:] = np.nan
+    out, held = run(layer, v, bad, bad.copy(), lengths=LENGTHS)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(held["cache"]["kv"].length, LENGTHS)
+
+
+def test_nnx_decoding_counts_lengths_of_inputs_k() -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(2, 16, rngs=nnx.Rngs(0))
+    layer.init_cache(X.shape)
+    nnx.jit(lambda layer, q, k: layer(q, k, decode=True, lengths=LENGTHS))(layer, X, X)
+    np.testing.assert_array_equal(layer.cache_index, LENGTHS)
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_queries_to_kept_keys_continue(name: str) -> None:
+    layer = MultiHeadAttention(2, **POSITIONAL[name])
+    v = variables(layer, X, MEMORY)
+    wanted = layer.apply(v, X, MEMORY)
+    cached = layer.clone(decode=True)
+    out, held = run(cached, v, X[:, :2], kv=Encoded(MEMORY))
+    # The first call makes room, and its tokens are not counted.
+    close(out, wanted[:, :2])
+    out, counted = run(cached, held, X[:, :3], lengths=np.array([3, 1]))
+    close(out[0], wanted[0, :3])
+    close(out[1, :1], wanted[1, :1])
+    following = np.stack([X[0, 3:5], X[1, 1:3]])
+    out, _ = run(cached, counted, following, lengths=np.array([1, 2]))
+    close(out[0, :1], wanted[0, 3:4])
+    close(out[1], wanted[1, 1:3])
+    # Keys that are given again replace the others, and queries continue.
+    out, _ = run(cached, counted, following, kv=Encoded(MEMORY))
+    close(out[0], wanted[0, 3:5])
+    kept = cache.truncate(counted["cache"], 2)["memory"]
+    np.testing.assert_array_equal(kept.length, [2, 1])
+    np.testing.assert_array_equal(cache.reset(counted["cache"])["memory"].length, 0)
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_nnx_queries_to_kept_keys_continue(name: str) -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(2, 16, **POSITIONAL[name], rngs=nnx.Rngs(0))
+    wanted = layer(X, MEMORY)
+    layer(X[:, :1], kv=Encoded(MEMORY), decode=True)
+    close(layer(X[:, :4], decode=True), wanted[:, :4])
+    close(layer(X[:, 4:], kv=Encoded(), decode=True), wanted[:, 4:])
+
+
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_decoder_keeps_its_memory_and_continues(scan: bool) -> None:
+    def model(decode: bool) -> Decoder:
+        layer, cross = (
+            MultiHeadAttention(2, decode=decode, rotary=Rotary(), scores=some)
+            for some in ((), (scores.Alibi(),))
+        )
+        return Decoder(2, DecoderBlock(layer, 8, cross_attention=cross), scan=scan)
+
+    plain, cached = model(False), model(True)
+    v = variables(plain, X, MEMORY)
+    wanted = plain.apply(v, X, MEMORY)
+    _, held = run(cached, v, X, MEMORY)
+    step = jax.jit(functools.partial(run, cached))
+    for t in range(4):
+        out, held = step(held, X[:, t : t + 1])
+        close(out[:, 0], wanted[:, t])
+    back = cache.truncate(held["cache"], 2)
+    close(step({**v, "cache": back}, X[:, 2:3])[0][:, 0], wanted[:, 2])
+
+
+def test_encoded_inputs_are_inputs_k_without_decoding() -> None:
+    layer = MultiHeadAttention(2)
+    v = variables(layer, X, MEMORY)
+    for inputs in ((MEMORY,), (MEMORY, 2 * MEMORY)):
+        encoded = layer.apply(v, X, kv=Encoded(*inputs))
+        np.testing.assert_array_equal(encoded, layer.apply(v, X, *inputs))
+
+
+JUNK: dict[str, Any] = {
+    "none": {"kv": None}, "flax": {"cached_key": X, "cached_value": X, "cache_index": 0},
+    "two": {"kv": None, "memory": None}, "array": {"kv": X}, "name": {"keys": X},
+    "memory": {"kv": cache.Memory(X[:, None], X[:, None], length=jnp.asarray(LENGTHS, jnp.int32))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JUNK)
+def test_a_cache_of_another_kind_is_an_error(name: str) -> None:
+    layer = MultiHeadAttention(2, decode=True)
+    v = variables(MultiHeadAttention(2), X)
+    with pytest.raises(TypeError, match=r"a layer's c.*must (be|have)"):
+        run(layer, {**v, "cache": JUNK[name]}, X[:, :1])
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"mask": masks.Window(2, 0), "cache": CacheConfig(slots=4)}]
+)
+def test_a_plain_dict_of_a_cache_continues(fields: dict[str, Any]) -> None:
+    layer = MultiHeadAttention(2, decode=True, **fields)
+    _, held = run(layer, layer.init(KEY, X), X[:, :3])
+    raw = nn.FrozenDict(jax.tree.map(np.asarray, jax.device_get(held)))
+    for plain in (
+        flax.serialization.msgpack_restore(flax.serialization.to_bytes(held)),
+        flax.serialization.to_state_dict(held), raw,
+    ):  # fmt: skip
+        np.testing.assert_array_equal(*(run(layer, w, X[:, 3:4])[0] for w in (plain, held)))
