@@ -246,7 +246,7 @@ class MultiHeadAttention(Attention, nnx.Module):
         decode = self.decode if decode is None else decode
         inputs_k, inputs_v, cache = sources.resolve_call(
             kv, inputs_q, inputs_k, inputs_v, as_cache_config(self.cache) if decode else None,
-            None if self.kv is None else self.kv.get_value(),
+            self.kv.get_value() if decode and self.kv is not None else None,
         )  # fmt: skip
         if isinstance(cache, CacheConfig):
             raise ValueError(

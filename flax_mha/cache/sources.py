@@ -125,20 +125,15 @@ def resolve_call(
     x_v = x_k if x_v is None else x_v
     if kv is not None and not isinstance(kv, Encoded):
         return None, None, _as_source(kv)
+    if kv is not None and x_k is None and kept is None:
+        raise ValueError(
+            "Encoded() stands for keys and values that a layer with decode=True has kept, got none; "
+            "give Encoded(inputs_k) first"
+        )
     if config is None:
-        if kv is not None and x_k is None:
-            raise ValueError(
-                "Encoded() stands for keys and values that a layer has kept, got it without "
-                "decode=True; give Encoded(inputs_k)"
-            )
         return x_k, x_v, None
     if isinstance(kept, KVCache) or (kept is None and kv is None):
         return x_k, x_v, _own_tokens(kv, x_q, x_k, config if kept is None else kept)
-    if x_k is None and kept is None:
-        raise ValueError(
-            "Encoded() stands for keys and values that the layer has kept, got no earlier call; "
-            "give Encoded(inputs_k) first"
-        )
     if x_k is None:
         return None, None, kept
     if kv is None:

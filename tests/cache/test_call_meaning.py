@@ -168,9 +168,7 @@ def test_encoded_inputs_are_inputs_k_without_decoding() -> None:
 def test_a_cache_says_which_calls_it_takes() -> None:
     layer = MultiHeadAttention(2, decode=True)
     tokens, encoded = layer.init(KEY, X), layer.init(KEY, X, kv=Encoded(MEMORY))
-    with pytest.raises(
-        ValueError, match=r"holds an encoder's keys .*, got inputs_k; give kv="
-    ):
+    with pytest.raises(ValueError, match=r"holds an encoder's keys .*, got inputs_k; give kv="):
         run(layer, encoded, X[:, :1], X[:, :1])
     with pytest.raises(ValueError, match=r"holds the tokens of earlier calls, got kv=Encoded"):
         run(layer, tokens, X[:, :1], kv=Encoded(MEMORY))
