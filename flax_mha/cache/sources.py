@@ -127,7 +127,7 @@ def resolve_call(
         return None, None, _as_source(kv)
     if kv is not None and x_k is None and kept is None:
         raise ValueError(
-            "Encoded() stands for keys and values that a layer with decode=True has kept, got none; "
+            "Encoded() stands for keys and values that a layer that decodes has kept, got none; "
             "give Encoded(inputs_k) first"
         )
     if config is None:

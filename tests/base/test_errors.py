@@ -167,7 +167,7 @@ KERNEL: list[Case] = [
     layer("decoding: more keys than queries", ValueError,
           r"appends a key for each query, got 4 queries and 3 keys; give kv=cache.Encoded\(inp",
           X, X[:, :3], decode=True),
-    layer("encoded: nothing kept", ValueError, r"has kept, got none; give Encoded\(inputs_k\) first",
+    layer("encoded: nothing kept", ValueError, r"has kept, got none; give Encoded\(inputs_k",
           decode=True, call={"kv": cache.Encoded()}),
     layer("encoded: beside inputs_k", ValueError, "got inputs_k or inputs_v beside them; give one",
           X, X, call={"kv": cache.Encoded(X)}),
