@@ -80,13 +80,10 @@ def attend(
     q = sharding.constrain(q, sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-    if call.points is not None:
-        q = call.points("q", q, sharding.HEADS)
-        of_keys = functools.partial(call.points, axes=sharding.KV_HEADS, num_heads=q.shape[-2])
-        if k is not None:
-            k, v = of_keys("k", k), of_keys("v", v)
-        elif isinstance(cache, KeyValue):
-            cache = cache.replace(key=of_keys("k", cache.key), value=of_keys("v", cache.value))
+    q = q if call.points is None else call.points("q", q, sharding.HEADS)
+    if isinstance(cache, KVCache):
+        k, v = head_points.edit_keys(call.points, q, k, v)
+        k, v = (k, v) if heads.kept is None else heads.kept(k, v)
     q = checkpoint_name(q, "q")
     if k is not None:
         k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
@@ -101,7 +98,8 @@ def attend(
         heads.order is not None,
     )  # fmt: skip
     if call.points is not None:
-        head_points.edit_scores(call.points, arguments, q, source.key.shape[-3])
+        source = head_points.edit_source(call.points, q, source, is_shared)
+        head_points.edit_scores(call.points, arguments, q, source)
     with jax.named_scope("kernel"):
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)

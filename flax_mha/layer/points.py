@@ -7,7 +7,7 @@ Addition", 2023 (steering).
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import flax.linen as nn
@@ -80,6 +80,11 @@ class Edit(ScoreMod):
                 f"`{name}` of the edit {path}", np.shape(x), shape, "the tensor",
                 "give one number, or an array that broadcasts to it",
             )  # fmt: skip
+
+    @property
+    def is_over_keys(self) -> bool:
+        """True if an array has an axis of keys."""
+        return any(np.shape(x)[-1:] > (1,) for x in (self.keep, self.add))
 
     def bind(self, dims: shapes.Dims) -> Self:
         """Return the edit for scores of these sizes."""
@@ -160,6 +165,12 @@ class Points:
         if self.reads is not None and name in self.reads.what:
             self.sow(name, self.reads.pick(x, axes, num_heads))
         return x
+
+    def refuse(self, names: Sequence[str], reason: str, remedy: str) -> None:
+        """Refuse edits of some points in a call that cannot apply them."""
+        found = [self.path(self.prefix + x) for x in names if self.prefix + x in self.edits]
+        if found:
+            raise ValueError(f"edits of {found} must be of a call without {reason}; {remedy}")
 
     def sow(self, name: str, x: Any) -> None:
         """Sow a tensor, or a tree of them, in the module."""
