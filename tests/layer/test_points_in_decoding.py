@@ -4,7 +4,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -169,7 +168,7 @@ def test_keys_of_another_layer_that_decodes_are_read_but_not_edited() -> None:
     _, steps = layer.apply(values, X, kv=kv, mutable="intermediates")
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-6), read, steps)
     changed = {**values, "edits": {"attention_v": Edit(0)}}
-    with pytest.raises(ValueError, match="attention_v.* without kv of a layer that decodes"):
+    with pytest.raises(ValueError, match=r"attention_v.* without kv of a layer that decodes"):
         layer.apply(changed, X, kv=kv)
 
 
