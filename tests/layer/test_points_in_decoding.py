@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from flax_mha import CacheConfig, Capture, MultiHeadAttention, edits, masks, positions, variants
+from flax_mha.cache import Encoded
 from flax_mha.layer.edits import Edit
 from tests.support import oracle
-from tests.support.decoding import cache_of
+from tests.support.decoding import KEY, cache_of
 
 B, T, D, N, S = 2, 6, 16, 4, 5
 RNG = np.random.default_rng(0)
@@ -47,7 +48,7 @@ REFUSED = {"latent": ("k", "v", "weights"), "forgetting": ("weights",)}
 
 
 def random_variables(layer: nn.Module, *inputs: Any) -> Any:
-    return oracle.random_like(jax.eval_shape(layer.init, jax.random.key(0), *inputs))
+    return oracle.random_like(jax.eval_shape(layer.init, KEY, *inputs))
 
 
 def changes(layer: nn.Module, values: Any, name: str, *inputs: Any) -> list[tuple[str, Any]]:
@@ -99,24 +100,24 @@ def check(name: str, layer: nn.Module, memory: Any = None) -> None:
     inputs = (X,) if memory is None else (X, memory)
     values = random_variables(layer, *inputs)
     cached = layer.clone(decode=True)
-    empty = cache_of(cached, *inputs)
+    encoded = {} if memory is None else {"kv": Encoded(memory)}
+    empty = jax.jit(lambda: cached.init(KEY, X, **encoded)["cache"])()
 
     @jax.jit
     def whole(changed: Any) -> Any:
         return layer.apply({**values, "edits": changed}, *inputs, mutable="intermediates")
 
     @jax.jit
-    def step(changed: Any, cache: Any, *inputs: Any) -> Any:
+    def step(changed: Any, cache: Any, x: Any, more: Any) -> Any:
         variables = {**values, "edits": changed, "cache": cache}
-        return cached.apply(variables, *inputs, mutable=["cache", "intermediates"])
+        return cached.apply(variables, x, **more, mutable=["cache", "intermediates"])
 
     is_ring = getattr(layer, "cache", None) is RING["cache"]
     for message, changed in changes(layer, values, name, *inputs):
         want, read = whole(changed)
         cache, outs, steps = empty, [], []
         for start, stop in ((0, 3), (3, 4), (4, 5), (5, 6)):
-            more = () if memory is None or start else (memory,)
-            out, new = step(changed, cache, X[:, start:stop], *more)
+            out, new = step(changed, cache, X[:, start:stop], {} if start else encoded)
             cache = new["cache"]
             outs.append(out)
             steps.append(new["intermediates"])
@@ -126,13 +127,13 @@ def check(name: str, layer: nn.Module, memory: Any = None) -> None:
         compare(read["intermediates"], steps, tolerance, is_ring, memory is not None)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_points_of_steps_are_those_of_the_whole_sequence(name: str) -> None:
     check(name, LAYERS[name])
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CROSS)
 def test_points_of_steps_with_a_memory_are_those_of_the_whole_sequence(name: str) -> None:
     check(name, CROSS[name], MEMORY)
@@ -141,7 +142,7 @@ def test_points_of_steps_with_a_memory_are_those_of_the_whole_sequence(name: str
 @pytest.mark.parametrize("name", ["latent", "forgetting"])
 def test_edits_that_decoding_cannot_apply_are_refused(name: str) -> None:
     cached = LAYERS[name].clone(decode=True)
-    variables = cached.init(jax.random.key(0), X)
+    variables = jax.eval_shape(cached.init, KEY, X)
     for point in REFUSED[name]:
         changed = {**variables, "edits": {f"attention_{point}": Edit(0.5)}}
         with pytest.raises(ValueError, match=f"edits .*attention_{point}"):
@@ -150,13 +151,14 @@ def test_edits_that_decoding_cannot_apply_are_refused(name: str) -> None:
 
 def test_arrays_over_keys_are_refused_in_a_ring_buffer() -> None:
     cached = LAYERS["ring"].clone(decode=True)
-    variables = cached.init(jax.random.key(0), X)
+    variables = jax.eval_shape(cached.init, KEY, X)
     for point, message in (("weights", "without a ring buffer"), ("scores", "in a ring buffer")):
         changed = {**variables, "edits": {f"attention_{point}": Edit(np.ones(5))}}
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(lambda v: cached.apply(v, X[:, :1], mutable="cache"), changed)
 
 
+@pytest.mark.slow
 def test_keys_of_another_layer_that_decodes_are_read_but_not_edited() -> None:
     layer = MultiHeadAttention(N, mask=CAUSAL, capture=Capture(("k", "v")))
     cached = layer.clone(decode=True)
