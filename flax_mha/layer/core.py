@@ -162,9 +162,9 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
         }  # fmt: skip
     if call.attention is not None:
         arguments["attention"] = call.attention
-    elif settings.attention_fn is not None:
+    elif settings.custom_attention is not None:
         arguments["attention"] = functools.partial(
-            custom_attention.run, settings.attention_fn, dtype=settings.dtype,
+            custom_attention.run, settings.custom_attention, dtype=settings.dtype,
             force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.sower,
         )  # fmt: skip
     return arguments

@@ -10,7 +10,7 @@ import jax
 from flax.typing import Initializer
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_renamed
+from flax_mha.base.arguments import InitSignature, check_renamed
 from flax_mha.cache import as_cache_config
 from flax_mha.kernels.capture import as_capture
 from flax_mha.layer import core
@@ -48,6 +48,8 @@ class Attention(Fields):
             """Refuse the names that fields had in earlier releases."""
             check_renamed(cls.__name__, fields)
             return super().__new__(cls)
+
+        __signature__ = InitSignature()
 
     @property
     def mixes_heads(self) -> bool:
@@ -98,7 +100,7 @@ class Attention(Fields):
           return_weights: True to return the weights.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
-        points.reads = captured(self.capture, sow_weights, is_captured, self.attention_fn)
+        points.reads = captured(self.capture, sow_weights, is_captured, self.custom_attention)
         named = {name: options[name] for name in _OF_CALL if name in options}
         named |= {
             "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,
