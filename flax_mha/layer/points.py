@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from flax_mha import sharding
-from flax_mha.base import shapes
+from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import At, ScoreArray
 from flax_mha.kernels import Capture
 from flax_mha.scores import ScoreMod
@@ -202,3 +202,18 @@ def of_module(module: nn.Module, reads: Capture | None = None, prefix: str = "")
     edits = {name: edit for name, edit in values if isinstance(edit, Edit)}
     reads = reads if module.is_mutable_collection("intermediates") else None
     return Points(module, edits, prefix, reads=reads)
+
+
+def is_collected(module: nn.Module, is_wanted: bool) -> bool:
+    """Return True if a module's intermediates are collected. Warn if they are lost on the way."""
+    if module.is_mutable_collection("intermediates"):
+        return True
+    # Flax has no public way to the modules around a transformation.
+    around = getattr(getattr(nn.module, "_context", None), "module_stack", ())
+    scopes = [module.scope for module in around if module is not None and module.scope is not None]
+    if is_wanted and any(scope.is_mutable_collection("intermediates") for scope in scopes):
+        checks.warn(
+            f"the capture of {'/'.join(module.path)} is lost, for a transformation around it passes "
+            f"no intermediates; give nn.scan variable_axes={{'intermediates': 0}}, for example"
+        )
+    return False
