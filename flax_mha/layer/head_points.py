@@ -68,7 +68,7 @@ def edit_source(points: Points, q: jax.Array, source: Shared, is_shared: bool) -
         k, v = edit_keys(points, q, source.key, source.value)
         return source.replace(key=k, value=v)
     if is_shared:
-        points.refuse(("k", "v"), "kv of a layer that decodes", "edit them in that layer")
+        points.refuse("kv", "kv of a layer that decodes; edit that layer")
         edit_keys(points, q, *source.new)
     return source
 
@@ -85,9 +85,12 @@ def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, source:
     if "attention" not in arguments:
         edit = points.edit("weights", scores.update(dtype=q.dtype))
         if edit is not None:
-            if getattr(source, "window", None) is not None and edit.is_over_keys:
-                reason = "a ring buffer, whose slots are not positions"
-                points.refuse(("weights",), reason, "give `keep` and `add` no axis of keys")
+            is_over_keys = any(np.shape(x)[-1:] > (1,) for x in (edit.keep, edit.add))
+            if is_over_keys and getattr(source, "window", None) is not None:
+                raise ValueError(
+                    f"an edit of {points.path('attention_weights')} must have no axis of keys in a "
+                    f"ring buffer, whose slots are not positions, got one; give a cache without it"
+                )
             arguments["attention"] = functools.partial(_attend_with_weights, edit)
 
 
@@ -156,7 +159,7 @@ def _attend_with_weights(
     out, values = dot_product_attention(
         q, k, v, capture=Capture(("weights",), both.tolist()), **call
     )
-    of_mask = {name: call.get(name) for name in ("mask", "q_positions", "kv_positions")}
+    of_mask: Any = {name: call.get(name) for name in ("mask", "q_positions", "kv_positions")}
     spec = bind_call(q, k, v, **of_mask)[-1]
 
     def change(

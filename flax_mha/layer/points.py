@@ -7,7 +7,7 @@ Addition", 2023 (steering).
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import flax.linen as nn
@@ -80,11 +80,6 @@ class Edit(ScoreMod):
                 f"`{name}` of the edit {path}", np.shape(x), shape, "the tensor",
                 "give one number, or an array that broadcasts to it",
             )  # fmt: skip
-
-    @property
-    def is_over_keys(self) -> bool:
-        """True if an array has an axis of keys."""
-        return any(np.shape(x)[-1:] > (1,) for x in (self.keep, self.add))
 
     def bind(self, dims: shapes.Dims) -> Self:
         """Return the edit for scores of these sizes."""
@@ -166,11 +161,11 @@ class Points:
             self.sow(name, self.reads.pick(x, axes, num_heads))
         return x
 
-    def refuse(self, names: Sequence[str], reason: str, remedy: str) -> None:
-        """Refuse edits of some points in a call that cannot apply them."""
-        found = [self.path(self.prefix + x) for x in names if self.prefix + x in self.edits]
-        if found:
-            raise ValueError(f"edits of {found} must be of a call without {reason}; {remedy}")
+    def refuse(self, names: str, reason: str) -> None:
+        """Refuse edits of points with names of one letter in a call that cannot apply them."""
+        if found := [x for x in names if self.prefix + x in self.edits]:
+            path = self.path(self.prefix + found[0])
+            raise ValueError(f"an edit of {path} needs a call without {reason}")
 
     def sow(self, name: str, x: Any) -> None:
         """Sow a tensor, or a tree of them, in the module."""
@@ -212,8 +207,9 @@ def is_collected(module: nn.Module, is_wanted: bool) -> bool:
     around = getattr(getattr(nn.module, "_context", None), "module_stack", ())
     scopes = [module.scope for module in around if module is not None and module.scope is not None]
     if is_wanted and any(scope.is_mutable_collection("intermediates") for scope in scopes):
+        path = "/".join(module.path)
         checks.warn(
-            f"the capture of {'/'.join(module.path)} is lost, for a transformation around it passes "
-            f"no intermediates; give nn.scan variable_axes={{'intermediates': 0}}, for example"
+            f"the capture of {path} is lost, because a transformation around it passes no "
+            f"intermediates; give nn.scan variable_axes={{'intermediates': 0}}, for example"
         )
     return False

@@ -57,8 +57,7 @@ class Latent(Attention):
             heads = heads._replace(k=_joined(k, r), v=v)
         if isinstance(cache, KVCache):
             if call.points is not None:
-                reason = "a cache of latents, which has no keys and values"
-                call.points.refuse(("k", "v"), reason, "edit `out` or `z`, or give all tokens")
+                call.points.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
             absorbed = functools.partial(_absorbed, p["key"], p["value"])
             call = dataclasses.replace(call, attention=absorbed)
             heads = heads._replace(kept=lambda k, v: (r, c))
