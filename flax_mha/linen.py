@@ -171,7 +171,7 @@ class MultiHeadAttention(Attention, nn.Module):
           ValueError: if sizes do not fit.
           TypeError: if a dtype is not supported.
         """
-        check_known(type(self).__name__, options, LayerOptions.__annotations__)
+        check_known(type(self).__name__, options, LayerOptions.__annotations__, of_layer=True)
         kv = options.get("kv")
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None

@@ -246,7 +246,7 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
           ValueError: if sizes do not fit, or there is no cache to decode with.
           TypeError: if a dtype is not supported.
         """
-        check_known(type(self).__name__, options, NnxOptions.__annotations__)
+        check_known(type(self).__name__, options, NnxOptions.__annotations__, of_layer=True)
         kv, decode = options.get("kv"), options.get("decode")
         decode = self.decode if decode is None else decode
         inputs_k, inputs_v, cache = sources.resolve_call(

@@ -20,36 +20,40 @@ _RENAMED = {
     "use_out_bias": 'use_bias=("out",), with the names of all projections that have a bias',
 }
 
-# Arguments of Flax's layers that must be None, and the remedies.
+# Arguments of Flax's layers that must be None, by their remedies.
 _NONE_ALONE = {
-    **dict.fromkeys(
-        ("qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls"),
-        "keep Flax's layer, with attention_fn=flax_mha.attention_fn",
+    "keep Flax's layer, with attention_fn=flax_mha.attention_fn": (
+        "qkv_dot_general out_dot_general qkv_dot_general_cls out_dot_general_cls"
     ),
-    "qk_attn_weights_einsum_cls": "give attention_fn, a function with that einsum",
-    "attn_weights_value_einsum_cls": "give attention_fn, a function with that einsum",
-    **dict.fromkeys(("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), "give dtype"),
-    **dict.fromkeys(("out_sharding", "qkv_sharding"), "set nn.logical_axis_rules"),
-    "input_positions": "give positions",
-    "inputs_kv": "give inputs_k",
+    "keep Flax's function where an einsum is to be replaced": (
+        "einsum_dot_general qk_attn_weights_einsum attn_weights_value_einsum einsum"
+    ),
+    "give attention_fn": "qk_attn_weights_einsum_cls attn_weights_value_einsum_cls",
+    "give dtype": "qkv_promote_dtype out_promote_dtype ln_promote_dtype",
+    "set nn.logical_axis_rules": "out_sharding qkv_sharding",
+    "give positions": "input_positions",
+    "give inputs_k": "inputs_kv",
 }
+_REMEDIES = {name: remedy for remedy, names in _NONE_ALONE.items() for name in names.split()}
 
 
-def check_renamed(owner: str, given: Mapping[str, Any]) -> None:
+def check_given(owner: str, given: Mapping[str, Any]) -> None:
     """Refuse names of earlier releases, and values of arguments that Flax's layers alone have."""
     for name, value in given.items():
         if name in _RENAMED:
             raise TypeError(f"{owner} no longer takes {name}; write {_RENAMED[name]}")
-        if name in _NONE_ALONE and value is not None:
+        if name in _REMEDIES and value is not None:
             got = type(value).__name__
-            raise TypeError(f"{owner} takes {name}=None alone, got {got}; {_NONE_ALONE[name]}")
+            raise TypeError(f"{owner} takes {name}=None alone, got {got}; {_REMEDIES[name]}")
 
 
-def check_known(owner: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse arguments that a function does not have, with its arguments in the error."""
-    check_renamed(owner, given)
+def check_known(
+    owner: str, given: Mapping[str, Any], known: Collection[str], of_layer: bool = False
+) -> None:
+    """Refuse arguments that a function does not have. A layer ignores None for those of Flax."""
+    check_given(owner, given)
     for name in given:
-        if name not in known and name not in _NONE_ALONE:
+        if name not in known and not (of_layer and name in _REMEDIES):
             raise TypeError(f"{owner} takes no {name}; give one of {sorted(known)}")
 
 

@@ -23,7 +23,6 @@ from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
 from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
-from flax_mha.layer.settings import captured as captured
 from flax_mha.scores import as_scores
 
 

@@ -165,25 +165,3 @@ class Call:
     return_weights: bool = False
     points: Points | None = None
     sower: Any = None
-
-
-def captured(
-    capture: Capture | None, sow_weights: bool, is_captured: bool, custom_attention: Any
-) -> Capture | None:
-    """Return the internals to capture in a call, or None.
-
-    Args:
-      capture: the field of the layer.
-      sow_weights: the argument of the call.
-      is_captured: True if intermediates are collected.
-      custom_attention: the function of the layer, which sows weights by itself, or None.
-    """
-    if custom_attention is not None:
-        return capture
-    if not is_captured:
-        return None
-    if sow_weights and capture is None:
-        return Capture(("weights",))
-    if sow_weights and capture is not None and "weights" not in capture.what:
-        return dataclasses.replace(capture, what=(*capture.what, "weights"))
-    return capture
