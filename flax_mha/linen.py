@@ -183,8 +183,7 @@ class MultiHeadAttention(Attention, nn.Module):
             call = self._make_call(
                 options, with_parameters(self, self.scores, self, D),
                 self._dropout_rng(options), points.of_module(self, prefix="attention_"),
-                points.is_collected(self, bool(self.capture or options.get("sow_weights"))),
-                return_weights,
+                self.is_mutable_collection("intermediates"), return_weights,
             )  # fmt: skip
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)

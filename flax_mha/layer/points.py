@@ -181,6 +181,17 @@ class Points:
             )
         return x
 
+    def warn_if_lost(self) -> None:
+        """Warn if a transformation around this module alone drops its intermediates."""
+        # Flax has no public way to the modules around a transformation.
+        around = getattr(getattr(nn.module, "_context", None), "module_stack", ())
+        scopes = [getattr(module, "scope", None) for module in around]
+        if any(scope and scope.is_mutable_collection("intermediates") for scope in scopes):
+            checks.warn(
+                f"the capture of {self.path('')[:-1]} is lost, because a transformation around it "
+                f"passes no intermediates; give nn.scan variable_axes={{'intermediates': 0}}, say"
+            )
+
     def path(self, name: str) -> str:
         """Return the path of a name, without that of an nnx module, which does not know it."""
         return "/".join((*getattr(self.module, "path", ()), name))
@@ -197,19 +208,3 @@ def of_module(module: nn.Module, reads: Capture | None = None, prefix: str = "")
     edits = {name: edit for name, edit in values if isinstance(edit, Edit)}
     reads = reads if module.is_mutable_collection("intermediates") else None
     return Points(module, edits, prefix, reads=reads)
-
-
-def is_collected(module: nn.Module, is_wanted: bool) -> bool:
-    """Return True if a module's intermediates are collected. Warn if they are lost on the way."""
-    if module.is_mutable_collection("intermediates"):
-        return True
-    # Flax has no public way to the modules around a transformation.
-    around = getattr(getattr(nn.module, "_context", None), "module_stack", ())
-    scopes = [module.scope for module in around if module is not None and module.scope is not None]
-    if is_wanted and any(scope.is_mutable_collection("intermediates") for scope in scopes):
-        path = "/".join(module.path)
-        checks.warn(
-            f"the capture of {path} is lost, because a transformation around it passes no "
-            f"intermediates; give nn.scan variable_axes={{'intermediates': 0}}, for example"
-        )
-    return False

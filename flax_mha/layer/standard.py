@@ -104,6 +104,8 @@ class Attention(Fields):
             names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
             reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
         points.reads = reads if is_captured or is_custom else None
+        if (reads or sow_weights) and not is_captured and isinstance(self, nn.Module):
+            points.warn_if_lost()
         named = {name: options[name] for name in _OF_CALL if name in options}
         named |= {
             "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,

@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+import flax_mha
 from flax_mha import CacheConfig, Capture, MultiHeadAttention, edits, masks, positions, variants
 from flax_mha.cache import Encoded
 from flax_mha.layer.edits import Edit
@@ -186,3 +188,14 @@ def test_scores_of_a_long_prompt_are_those_of_the_cache() -> None:
     _, read = layer.clone(decode=False).apply(variables, x, mutable="intermediates")
     want = read["intermediates"]["attention_scores"][0]
     np.testing.assert_allclose(got[..., :70], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["q", "scores", "z"])
+def test_edits_of_steps_in_nnx_are_those_of_the_whole_sequence(point: str) -> None:
+    layer = flax_mha.nnx.ForgettingAttention(N, D, num_kv_heads=2, rngs=nnx.Rngs(0))
+    layer.init_cache(X.shape)
+    edits.attach(layer, {f"attention_{point}": Edit(0.5, 0.3)}, X)
+    want = layer(X)
+    outs = [layer(X[:, i:j], decode=True) for i, j in ((0, 4), (4, 5), (5, 6))]
+    np.testing.assert_allclose(np.concatenate(outs, 1), want, rtol=1e-4, atol=1e-4)
