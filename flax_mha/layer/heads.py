@@ -1,6 +1,6 @@
 """From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,8 @@ class Heads(NamedTuple):
       order: the place of each token in the sequence, as `Call.order`.
       same_tokens: True if keys and queries are of the same tokens.
       beside: the outputs of other projections that were computed in the same product.
+      kept: a function from k and v to those that a cache keeps (default: the same). Reads and edits
+        are of k and v.
     """
 
     q: jax.Array
@@ -37,6 +39,7 @@ class Heads(NamedTuple):
     order: Array | None = None
     same_tokens: bool = True
     beside: tuple[jax.Array, ...] = ()
+    kept: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
 
 def project_heads(
