@@ -5,12 +5,16 @@
 """
 
 import dataclasses
+import dis
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping
+from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
+import jax
 from flax import nnx
 
 import flax_mha.nnx
@@ -20,25 +24,8 @@ from flax_mha.linen import MultiHeadAttention
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
 _FLAX_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
-# The fields that both libraries' layers have, in linen and in nnx.
-_FIELDS = (
-    "num_heads", "dtype", "param_dtype", "qkv_features", "out_features", "broadcast_dropout",
-    "dropout_rate", "deterministic", "precision", "kernel_init", "out_kernel_init", "bias_init",
-    "out_bias_init", "use_bias", "decode", "normalize_qk", "force_fp32_for_softmax",
-)  # fmt: skip
-_FIELDS_NNX = (
-    "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
-    "dtype", "param_dtype", "broadcast_dropout", "dropout_rate", "deterministic", "precision",
-    "decode", "normalize_qk", "use_bias",
-)  # fmt: skip
-# Fields that replace Flax's matmuls, for example by quantized ones; they have no counterpart here.
-_MATMULS = (
-    "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
-    "qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls",
-)  # fmt: skip
-# User-defined promotions of dtypes in nnx.
-_PROMOTIONS = ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype")
-_ARGUMENTS = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
+# Keeps functions that `nn.jit` traced in a swapped model apart from those of others.
+_swapping = jax.make_user_context(None)
 
 
 def swap(model: Model, **fields: Any) -> Model:
@@ -47,38 +34,57 @@ def swap(model: Model, **fields: Any) -> Model:
     Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention`, also as the base of
     `nn.SelfAttention` and of other classes, is computed by a `flax_mha.MultiHeadAttention` with
     the same fields. Each `nnx.MultiHeadAttention`, but no subclass, becomes one of `flax_mha.nnx`.
-    Dropout draws other weights, and decoding uses this package's cache, which `init` (in nnx
-    `init_cache`) creates as before.
+    Models in `nnx.bridge.ToNNX` and `nnx.bridge.ToLinen` are swapped too. Dropout draws other
+    weights, and decoding uses this package's cache, which `init` (in nnx `init_cache`) creates as
+    before. A warning names attention that stays as it is: a layer with a `__call__` of its own, or
+    code that names Flax's function `dot_product_attention`.
 
     Args:
       model: a linen or nnx module.
       **fields: more fields for each layer, such as `kernel="blockwise"`.
 
     Returns:
-      In linen, a module of a subclass of the model's class, with the same fields; in nnx, a model
-      that shares its parameters with the given one.
+      In linen, a module of a subclass of the model's class, with the same fields, which equals
+      that of an equal model; in nnx, a model that shares its parameters with the given one.
 
     Raises:
       TypeError: if the model is no module, or if a layer has user-defined matmuls or promotions
         such as `qkv_dot_general` or `qkv_promote_dtype`. In linen the first call raises it.
     """
+    _warn.cache_clear()
     if isinstance(model, nnx.Module):
         return cast(Model, nnx.recursive_map(functools.partial(_convert_nnx, fields), model))
     if isinstance(model, nn.Module):
-        return _intercept_linen(model, fields)
+        return cast(Model, _make_linen(type(model), fields, _values(model)))
     raise TypeError(
         f"model must be a module of linen or nnx, got {checks.describe(model)}; give Model()"
     )
 
 
-def _intercept_linen(model: Any, fields: dict[str, Any]) -> Any:
-    """Return a copy of the model, of a subclass whose methods intercept calls of Flax's layer."""
-    cls = type(model)
+def _values(model: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(model) if field.init]
+    return {name: getattr(model, name) for name in names if name != "parent"}
+
+
+def _make_linen(cls: Any, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """Return a swapped model of a class, with the values of its fields."""
+    items = sorted(fields.items())
+    try:
+        return _subclass(cls, *items)(**values)
+    except TypeError:  # Fields without a hash, such as a mask with arrays.
+        return _subclass.__wrapped__(cls, *items)(**values)
+
+
+@functools.cache
+def _subclass(cls: Any, *fields: tuple[str, Any]) -> Any:
+    """Return a subclass of a model's class whose methods intercept calls of Flax's layer."""
+    interceptor = functools.partial(_call, dict(fields))
 
     def intercept(method: Callable[..., Any]) -> Callable[..., Any]:
+        @nn.nowrap
         @functools.wraps(method)
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            with nn.intercept_methods(functools.partial(_call, fields)):
+            with _swapping(subclass if fields else True), nn.intercept_methods(interceptor):
                 return method(*args, **kwargs)
 
         return intercepted
@@ -88,59 +94,108 @@ def _intercept_linen(model: Any, fields: dict[str, Any]) -> Any:
     # These two also call functions that are no methods of the model: apply(…, method=function).
     methods += ["apply", "init_with_output"]
     entries = {name: intercept(getattr(cls, name)) for name in methods}
-    subclass = type(cls.__name__, (cls,), entries | {"__module__": cls.__module__})
-    names = [field.name for field in dataclasses.fields(cls) if field.init]
-    return subclass(**{name: getattr(model, name) for name in names if name != "parent"})
+    entries |= {name: getattr(cls, name) for name in ("__module__", "__eq__", "__hash__")}
+    # Pickle finds no such class by its name.
+    entries["__reduce__"] = nn.nowrap(lambda m: (_make_linen, (cls, dict(fields), _values(m))))
+    subclass = type(cls.__name__, (cls,), entries)
+    return subclass
 
 
-class _Substitute(MultiHeadAttention):
-    """A layer in the scope of the Flax layer that it replaces."""
-
-    @nn.compact
-    def call_in_place(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the layer without `__call__`, whose outputs Flax would capture twice."""
-        return cast(Any, MultiHeadAttention.__call__).__wrapped__(self, *args, **kwargs)
-
-
-def _call(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Call the substitute of a Flax layer in its scope, and any other method as it is."""
-    flax_layer = context.module
-    if inspect.unwrap(context.orig_method.func) is not _FLAX_CALL:
-        return call(*args, **kwargs)
-    options = {name: getattr(flax_layer, name) for name in _FIELDS} | _attention_fn(flax_layer, nn)
-    return _Substitute(**options | fields, parent=flax_layer.scope).call_in_place(*args, **kwargs)
+def _call(fields: Any, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Compute a call of a Flax layer by this package, and any other call as it is."""
+    module, method = context.module, inspect.unwrap(context.orig_method.func)
+    if method is _FLAX_CALL:
+        return _call_layer(module, fields, *args, **kwargs)
+    if isinstance(module, nnx.bridge.ToLinen):
+        make, convert = module.nnx_class, functools.partial(_convert_nnx, fields)
+        swapped = lambda *args, **kwargs: nnx.recursive_map(convert, make(*args, **kwargs))  # noqa: E731
+        object.__setattr__(module, "nnx_class", swapped)
+    output = call(*args, **kwargs)
+    is_layer = isinstance(module, nn.MultiHeadDotProductAttention)
+    is_own = is_layer and context.method_name == "__call__" and "_is_swapped" not in vars(module)
+    _warn(type(module), getattr(module.scope, "path", ()), is_own, method)
+    return output
 
 
-def _convert_nnx(fields: dict[str, Any], path: Any, node: Any) -> Any:
+def _call_layer(flax_layer: Any, fields: Any, *args: Any, inputs_kv: Any = None, **kw: Any) -> Any:
+    """Compute a call of a Flax layer by a layer of this package in the same scope."""
+    if inputs_kv is not None:
+        if any(x is not None for x in (*args[1:], kw.get("inputs_k"), kw.get("inputs_v"))):
+            raise ValueError(
+                "inputs_kv must be given alone, got inputs_k or inputs_v too; leave inputs_kv out"
+            )
+        kw["inputs_k"] = inputs_kv
+    options = _options(flax_layer, nn.MultiHeadDotProductAttention, MultiHeadAttention) | fields
+    layer = MultiHeadAttention(**options | {"parent": flax_layer.scope, "name": None})
+    # The call that runs, and whose output Flax captures, is the Flax layer's: it makes parameters.
+    object.__setattr__(layer, "param", flax_layer.param)
+    object.__setattr__(flax_layer, "_is_swapped", True)
+    return cast(Any, MultiHeadAttention.__call__).__wrapped__(layer, *args, **kw)
+
+
+def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:
     """Return a layer of `flax_mha.nnx` with the node's parameters, if it is a Flax layer."""
-    if type(node) is not nnx.MultiHeadAttention:
+    if not isinstance(node, nnx.Module):
         return node
-    for name in _PROMOTIONS:
-        if getattr(node, name) is not _ARGUMENTS[name].default:
-            raise TypeError(f"swap can't replace a layer with {name}; keep Flax's layer there")
-    options = {name: getattr(node, name) for name in _FIELDS_NNX} | _attention_fn(node, nnx)
+    if type(node) is not nnx.MultiHeadAttention:
+        methods = [inspect.unwrap(f) for f in vars(type(node)).values() if callable(f)]
+        _warn(type(node), path, isinstance(node, nnx.MultiHeadAttention), *methods)
+        for name, value in [*vars(node).items()]:
+            if isinstance(value, nn.Module):  # For example in `nnx.bridge.ToNNX`.
+                setattr(node, name, _make_linen(type(value), fields, _values(value)))
+        return node
     cls = flax_mha.nnx.MultiHeadAttention
+    options = _options(node, nnx.MultiHeadAttention, cls) | fields
     # Allocate no parameters, as the node's take their place.
-    layer = nnx.eval_shape(lambda: cls(**options | fields, rngs=nnx.Rngs(0)))
-    for name in ("query", "key", "value", "out"):
-        linear = getattr(node, name)
-        if type(linear) is nnx.LinearGeneral:
+    layer = nnx.eval_shape(lambda: cls(**options | {"rngs": nnx.Rngs(0)}))
+    for name in ("query", "key", "value", "out", "query_ln", "key_ln", "rngs"):
+        child = getattr(node, name)
+        if type(child) is nnx.LinearGeneral:
             projection = getattr(layer, name)
-            projection.kernel, projection.bias = linear.kernel, linear.bias
+            projection.kernel, projection.bias = child.kernel, child.bias
         else:
-            setattr(layer, name, linear)
-    for name in ("query_ln", "key_ln", "rngs"):
-        setattr(layer, name, getattr(node, name))
+            setattr(layer, name, child)
     return layer
 
 
-def _attention_fn(layer: Any, library: Any) -> dict[str, Any]:
-    """Return a layer's attention function as an option, unless it is Flax's default."""
-    for name in _MATMULS:
-        if getattr(layer, name, None) is not None:
+def _options(layer: Any, theirs: type, ours: type) -> dict[str, Any]:
+    """Return a Flax layer's values of the options that both classes have."""
+    known = inspect.signature(ours.__init__).parameters
+    values = {}
+    for name, parameter in inspect.signature(theirs.__init__).parameters.items():
+        value = getattr(layer, name, parameter.default)
+        is_default = value is parameter.default
+        if name in known and hasattr(layer, name) and not (name == "attention_fn" and is_default):
+            values[name] = value
+        elif name not in known and not is_default:
             raise TypeError(
-                f"swap can't replace a layer with {name}, as this package computes matmuls by "
-                f"einsum; leave it out, or keep Flax's layer"
+                f"swap can't replace a layer with {name}, which this package's layer does not "
+                f"have; leave it out, or keep Flax's layer"
             )
-    is_default = layer.attention_fn is library.dot_product_attention
-    return {} if is_default else {"attention_fn": layer.attention_fn}
+    return values
+
+
+@functools.lru_cache(2**12)
+def _warn(cls: type, path: tuple[Any, ...], is_own_layer: bool, *methods: Any) -> None:
+    """Warn once of attention that `swap` leaves: a layer's own code, or Flax's function."""
+    own = [f for f in methods if inspect.isfunction(f) and not f.__module__.startswith("flax.")]
+    if is_own_layer or any(_names_function(f.__code__, f.__globals__) for f in own):
+        left = "a subclass of Flax's layer" if is_own_layer else "Flax's dot_product_attention"
+        checks.warn(
+            f"swap leaves {left} in {cls.__name__} at '{'/'.join(map(str, path))}' as it is; call "
+            f"flax_mha.dot_product_attention there"
+        )
+
+
+def _names_function(code: CodeType, space: Mapping[str, Any]) -> bool:
+    """Return True if code, with global names in a space, names Flax's attention function."""
+    value: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL":
+            value = space.get(step.argval)
+        elif step.opname != "EXTENDED_ARG":
+            value = vars(value).get(step.argval) if isinstance(value, ModuleType) else None
+        path = f"{getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
+        if re.match(r"flax\..*\.dot_product_attention", path):
+            return True
+    return any(_names_function(c, space) for c in code.co_consts if isinstance(c, CodeType))
