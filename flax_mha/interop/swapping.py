@@ -8,8 +8,7 @@ import dataclasses
 import dis
 import functools
 import inspect
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
@@ -68,11 +67,10 @@ def _values(model: Any) -> dict[str, Any]:
 
 def _make_linen(cls: Any, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     """Return a swapped model of a class, with the values of its fields."""
-    items = sorted(fields.items())
     try:
-        return _subclass(cls, *items)(**values)
+        return _subclass(cls, *sorted(fields.items()))(**values)
     except TypeError:  # Fields without a hash, such as a mask with arrays.
-        return _subclass.__wrapped__(cls, *items)(**values)
+        return _subclass.__wrapped__(cls, *fields.items())(**values)
 
 
 @functools.cache
@@ -93,10 +91,10 @@ def _subclass(cls: Any, *fields: tuple[str, Any]) -> Any:
     methods = [name for name in public if inspect.isfunction(inspect.getattr_static(cls, name))]
     # These two also call functions that are no methods of the model: apply(…, method=function).
     methods += ["apply", "init_with_output"]
-    entries = {name: intercept(getattr(cls, name)) for name in methods}
-    entries |= {name: getattr(cls, name) for name in ("__module__", "__eq__", "__hash__")}
+    entries = {name: getattr(cls, name) for name in ("__module__", "__eq__", "__hash__")}
     # Pickle finds no such class by its name.
     entries["__reduce__"] = nn.nowrap(lambda m: (_make_linen, (cls, dict(fields), _values(m))))
+    entries |= {name: intercept(getattr(cls, name)) for name in methods}
     subclass = type(cls.__name__, (cls,), entries)
     return subclass
 
@@ -106,14 +104,16 @@ def _call(fields: Any, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     module, method = context.module, inspect.unwrap(context.orig_method.func)
     if method is _FLAX_CALL:
         return _call_layer(module, fields, *args, **kwargs)
-    if isinstance(module, nnx.bridge.ToLinen):
+    if is_bridge := isinstance(module, nnx.bridge.ToLinen):
         make, convert = module.nnx_class, functools.partial(_convert_nnx, fields)
-        swapped = lambda *args, **kwargs: nnx.recursive_map(convert, make(*args, **kwargs))  # noqa: E731
+        swapped = lambda *args, **kw: nnx.recursive_map(convert, make(*args, **kw))  # noqa: E731
         object.__setattr__(module, "nnx_class", swapped)
     output = call(*args, **kwargs)
-    is_layer = isinstance(module, nn.MultiHeadDotProductAttention)
-    is_own = is_layer and context.method_name == "__call__" and "_is_swapped" not in vars(module)
-    _warn(type(module), getattr(module.scope, "path", ()), is_own, method)
+    if is_bridge:
+        object.__setattr__(module, "nnx_class", make)
+    is_own = isinstance(module, nn.MultiHeadDotProductAttention) and method.__name__ == "__call__"
+    is_own = is_own and "_is_swapped" not in vars(module)
+    _warn(is_own, type(module).__name__, getattr(module.scope, "path", ()), method)
     return output
 
 
@@ -138,11 +138,11 @@ def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:
     if not isinstance(node, nnx.Module):
         return node
     if type(node) is not nnx.MultiHeadAttention:
-        methods = [inspect.unwrap(f) for f in vars(type(node)).values() if callable(f)]
-        _warn(type(node), path, isinstance(node, nnx.MultiHeadAttention), *methods)
+        methods = map(inspect.unwrap, filter(callable, vars(type(node)).values()))
+        _warn(isinstance(node, nnx.MultiHeadAttention), type(node).__name__, path, *methods)
         for name, value in [*vars(node).items()]:
             if isinstance(value, nn.Module):  # For example in `nnx.bridge.ToNNX`.
-                setattr(node, name, _make_linen(type(value), fields, _values(value)))
+                setattr(node, name, swap(value, **fields))
         return node
     cls = flax_mha.nnx.MultiHeadAttention
     options = _options(node, nnx.MultiHeadAttention, cls) | fields
@@ -158,44 +158,38 @@ def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:
     return layer
 
 
-def _options(layer: Any, theirs: type, ours: type) -> dict[str, Any]:
+def _options(layer: Any, theirs: Any, ours: Any) -> dict[str, Any]:
     """Return a Flax layer's values of the options that both classes have."""
-    known = inspect.signature(ours.__init__).parameters
-    values = {}
-    for name, parameter in inspect.signature(theirs.__init__).parameters.items():
-        value = getattr(layer, name, parameter.default)
-        is_default = value is parameter.default
-        if name in known and hasattr(layer, name) and not (name == "attention_fn" and is_default):
-            values[name] = value
-        elif name not in known and not is_default:
-            raise TypeError(
-                f"swap can't replace a layer with {name}, which this package's layer does not "
-                f"have; leave it out, or keep Flax's layer"
-            )
-    return values
+    flax, known = (inspect.signature(cls.__init__).parameters for cls in (theirs, ours))
+    values = {name: getattr(layer, name) for name in flax if hasattr(layer, name)}
+    given = {name for name, value in values.items() if value is not flax[name].default}
+    for name in given - known.keys():
+        raise TypeError(f"swap can't replace a layer with {name}; unset it, or keep Flax's layer")
+    # Flax's default function would run in place of the kernels.
+    return {
+        name: values[name] for name in values.keys() & (known.keys() - {"attention_fn"} | given)
+    }
 
 
 @functools.lru_cache(2**12)
-def _warn(cls: type, path: tuple[Any, ...], is_own_layer: bool, *methods: Any) -> None:
-    """Warn once of attention that `swap` leaves: a layer's own code, or Flax's function."""
+def _warn(is_own_layer: bool, cls: str, path: tuple[Any, ...], *methods: Any) -> None:
+    """Warn once of attention that stays: a layer of own code, or Flax's function in methods."""
     own = [f for f in methods if inspect.isfunction(f) and not f.__module__.startswith("flax.")]
     if is_own_layer or any(_names_function(f.__code__, f.__globals__) for f in own):
         left = "a subclass of Flax's layer" if is_own_layer else "Flax's dot_product_attention"
-        checks.warn(
-            f"swap leaves {left} in {cls.__name__} at '{'/'.join(map(str, path))}' as it is; call "
-            f"flax_mha.dot_product_attention there"
-        )
+        where = f"{cls} at '{'/'.join(map(str, path))}'"
+        checks.warn(f"swap leaves {left} in {where}; call flax_mha.dot_product_attention there")
 
 
-def _names_function(code: CodeType, space: Mapping[str, Any]) -> bool:
-    """Return True if code, with global names in a space, names Flax's attention function."""
+def _names_function(code: CodeType, names: Mapping[str, Any]) -> bool:
+    """Return True if code with these global names mentions Flax's attention function."""
     value: Any = None
     for step in dis.get_instructions(code):
         if step.opname == "LOAD_GLOBAL":
-            value = space.get(step.argval)
+            value = names.get(step.argval)
         elif step.opname != "EXTENDED_ARG":
             value = vars(value).get(step.argval) if isinstance(value, ModuleType) else None
-        path = f"{getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
-        if re.match(r"flax\..*\.dot_product_attention", path):
+        name = getattr(value, "__name__", "") if inspect.isfunction(value) else ""
+        if name.startswith("dot_product_attention") and value.__module__.startswith("flax."):
             return True
-    return any(_names_function(c, space) for c in code.co_consts if isinstance(c, CodeType))
+    return any(_names_function(c, names) for c in code.co_consts if isinstance(c, CodeType))
