@@ -33,18 +33,17 @@ def swap(model: Model, **fields: Any) -> Model:
     Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention`, also as the base of
     `nn.SelfAttention` and of other classes, is computed by a `flax_mha.MultiHeadAttention` with
     the same fields. Each `nnx.MultiHeadAttention`, but no subclass, becomes one of `flax_mha.nnx`.
-    Models in `nnx.bridge.ToNNX` and `nnx.bridge.ToLinen` are swapped too. Dropout draws other
-    weights, and decoding uses this package's cache, which `init` (in nnx `init_cache`) creates as
-    before. A warning names attention that stays as it is: a layer with a `__call__` of its own, or
-    code that names Flax's function `dot_product_attention`.
+    So are those in `nnx.bridge`. Dropout draws other weights, and decoding uses this package's
+    cache, which `init` (in nnx `init_cache`) creates as before. A warning names attention that
+    stays as it is: a subclass with code of its own, or uses of Flax's `dot_product_attention`.
 
     Args:
       model: a linen or nnx module.
       **fields: more fields for each layer, such as `kernel="blockwise"`.
 
     Returns:
-      In linen, a module of a subclass of the model's class, with the same fields, which equals
-      that of an equal model; in nnx, a model that shares its parameters with the given one.
+      In linen, a module of a subclass of the model's class, with the same fields, equal for equal
+      models; in nnx, a model that shares its parameters with the given one.
 
     Raises:
       TypeError: if the model is no module, or if a layer has user-defined matmuls or promotions
@@ -163,7 +162,7 @@ def _options(layer: Any, theirs: Any, ours: Any) -> dict[str, Any]:
     flax, known = (inspect.signature(cls.__init__).parameters for cls in (theirs, ours))
     values = {name: getattr(layer, name) for name in flax if hasattr(layer, name)}
     given = {name for name, value in values.items() if value is not flax[name].default}
-    for name in given - known.keys():
+    for name in sorted(given - known.keys()):
         raise TypeError(f"swap can't replace a layer with {name}; unset it, or keep Flax's layer")
     # Flax's default function would run in place of the kernels.
     return {
