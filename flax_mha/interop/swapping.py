@@ -5,12 +5,15 @@
 """
 
 import dataclasses
+import dis
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
+import jax
 from flax import nnx
 
 import flax_mha.nnx
@@ -20,6 +23,8 @@ from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
 _FLAX_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
+# Keeps functions that `nn.jit` traced in a swapped model apart from those of others.
+_swapping = jax.make_user_context(None)
 
 
 def swap(model: Model, **fields: Any) -> Model:
@@ -28,38 +33,55 @@ def swap(model: Model, **fields: Any) -> Model:
     Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention`, also as the base of
     `nn.SelfAttention` and of other classes, is computed by a `flax_mha.MultiHeadAttention` with
     the same fields. Each `nnx.MultiHeadAttention`, but no subclass, becomes one of `flax_mha.nnx`.
-    Dropout draws other weights, and decoding uses this package's cache, which `init` (in nnx
-    `init_cache`) creates as before.
+    So are those in `nnx.bridge`. Dropout draws other weights, and decoding uses this package's
+    cache, which `init` (in nnx `init_cache`) creates as before. A warning names attention that
+    stays as it is: a subclass with code of its own, or uses of Flax's `dot_product_attention`.
 
     Args:
       model: a linen or nnx module.
       **fields: more fields for each layer, such as `kernel="blockwise"`.
 
     Returns:
-      In linen, a module of a subclass of the model's class, with the same fields; in nnx, a model
-      that shares its parameters with the given one.
+      In linen, a module of a subclass of the model's class, with the same fields, equal for equal
+      models; in nnx, a model that shares its parameters with the given one.
 
     Raises:
       TypeError: if the model is no module, or if a layer has user-defined matmuls or promotions
         such as `qkv_dot_general` or `qkv_promote_dtype`. In linen the first call raises it.
     """
+    _warn.cache_clear()
     if isinstance(model, nnx.Module):
         return cast(Model, nnx.recursive_map(functools.partial(_convert_nnx, fields), model))
     if isinstance(model, nn.Module):
-        return _intercept_linen(model, fields)
+        return cast(Model, _make_linen(type(model), fields, _values(model)))
     raise TypeError(
         f"model must be a module of linen or nnx, got {checks.describe(model)}; give Model()"
     )
 
 
-def _intercept_linen(model: Any, fields: dict[str, Any]) -> Any:
-    """Return a copy of the model, of a subclass whose methods intercept calls of Flax's layer."""
-    cls = type(model)
+def _values(model: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(model) if field.init]
+    return {name: getattr(model, name) for name in names if name != "parent"}
+
+
+def _make_linen(cls: Any, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """Return a swapped model of a class, with the values of its fields."""
+    try:
+        return _subclass(cls, *sorted(fields.items()))(**values)
+    except TypeError:  # Fields without a hash, such as a mask with arrays.
+        return _subclass.__wrapped__(cls, *fields.items())(**values)
+
+
+@functools.cache
+def _subclass(cls: Any, *fields: tuple[str, Any]) -> Any:
+    """Return a subclass of a model's class whose methods intercept calls of Flax's layer."""
+    interceptor = functools.partial(_call, dict(fields))
 
     def intercept(method: Callable[..., Any]) -> Callable[..., Any]:
+        @nn.nowrap
         @functools.wraps(method)
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            with nn.intercept_methods(functools.partial(_call, fields)):
+            with _swapping(subclass if fields else True), nn.intercept_methods(interceptor):
                 return method(*args, **kwargs)
 
         return intercepted
@@ -68,47 +90,70 @@ def _intercept_linen(model: Any, fields: dict[str, Any]) -> Any:
     methods = [name for name in public if inspect.isfunction(inspect.getattr_static(cls, name))]
     # These two also call functions that are no methods of the model: apply(…, method=function).
     methods += ["apply", "init_with_output"]
-    entries = {name: intercept(getattr(cls, name)) for name in methods}
-    subclass = type(cls.__name__, (cls,), entries | {"__module__": cls.__module__})
-    names = [field.name for field in dataclasses.fields(cls) if field.init]
-    return subclass(**{name: getattr(model, name) for name in names if name != "parent"})
+    entries = {name: getattr(cls, name) for name in ("__module__", "__eq__", "__hash__")}
+    # Pickle finds no such class by its name.
+    entries["__reduce__"] = nn.nowrap(lambda m: (_make_linen, (cls, dict(fields), _values(m))))
+    entries |= {name: intercept(getattr(cls, name)) for name in methods}
+    subclass = type(cls.__name__, (cls,), entries)
+    return subclass
 
 
-class _Substitute(MultiHeadDotProductAttention):
-    """A layer in the scope of the Flax layer that it replaces."""
+def _call(fields: Any, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Compute a call of a Flax layer by this package, and any other call as it is."""
+    module, method = context.module, inspect.unwrap(context.orig_method.func)
+    if method is _FLAX_CALL:
+        return _call_layer(module, fields, *args, **kwargs)
+    if is_bridge := isinstance(module, nnx.bridge.ToLinen):
+        make, convert = module.nnx_class, functools.partial(_convert_nnx, fields)
+        swapped = lambda *args, **kw: nnx.recursive_map(convert, make(*args, **kw))  # noqa: E731
+        object.__setattr__(module, "nnx_class", swapped)
+    output = call(*args, **kwargs)
+    if is_bridge:
+        object.__setattr__(module, "nnx_class", make)
+    is_own = isinstance(module, nn.MultiHeadDotProductAttention) and method.__name__ == "__call__"
+    is_own = is_own and "_is_swapped" not in vars(module)
+    _warn(is_own, type(module).__name__, getattr(module.scope, "path", ()), method)
+    return output
 
-    @nn.compact
-    def call_in_place(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the layer without `__call__`, whose outputs Flax would capture twice."""
-        return cast(Any, MultiHeadAttention.__call__).__wrapped__(self, *args, **kwargs)
 
-
-def _call(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Call the substitute of a Flax layer in its scope, and any other method as it is."""
-    flax_layer = context.module
-    if inspect.unwrap(context.orig_method.func) is not _FLAX_CALL:
-        return call(*args, **kwargs)
+def _call_layer(flax_layer: Any, fields: Any, *args: Any, inputs_kv: Any = None, **kw: Any) -> Any:
+    """Compute a call of a Flax layer by a layer of this package in the same scope."""
+    if inputs_kv is not None:
+        if any(x is not None for x in (*args[1:], kw.get("inputs_k"), kw.get("inputs_v"))):
+            raise ValueError(
+                "inputs_kv must be given alone, got inputs_k or inputs_v too; leave inputs_kv out"
+            )
+        kw["inputs_k"] = inputs_kv
     options = _options(flax_layer, nn.MultiHeadDotProductAttention) | fields
-    return _Substitute(**options, parent=flax_layer.scope).call_in_place(*args, **kwargs)
+    layer = MultiHeadDotProductAttention(**options | {"parent": flax_layer.scope, "name": None})
+    # The call that runs, and whose output Flax captures, is the Flax layer's: it makes parameters.
+    object.__setattr__(layer, "param", flax_layer.param)
+    object.__setattr__(flax_layer, "_is_swapped", True)
+    return cast(Any, MultiHeadAttention.__call__).__wrapped__(layer, *args, **kw)
 
 
-def _convert_nnx(fields: dict[str, Any], path: Any, node: Any) -> Any:
+def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:
     """Return a layer of `flax_mha.nnx` with the node's parameters, if it is a Flax layer."""
-    if type(node) is not nnx.MultiHeadAttention:
+    if not isinstance(node, nnx.Module):
         return node
-    options = _options(node, nnx.MultiHeadAttention) | fields
+    if type(node) is not nnx.MultiHeadAttention:
+        methods = map(inspect.unwrap, filter(callable, vars(type(node)).values()))
+        _warn(isinstance(node, nnx.MultiHeadAttention), type(node).__name__, path, *methods)
+        for name, value in [*vars(node).items()]:
+            if isinstance(value, nn.Module):  # For example in `nnx.bridge.ToNNX`.
+                setattr(node, name, swap(value, **fields))
+        return node
     cls = flax_mha.nnx.MultiHeadAttention
+    options = _options(node, nnx.MultiHeadAttention) | fields
     # Allocate no parameters, as the node's take their place.
-    layer = nnx.eval_shape(lambda: cls(**options, rngs=nnx.Rngs(0)))
-    for name in ("query", "key", "value", "out"):
-        linear = getattr(node, name)
-        if type(linear) is nnx.LinearGeneral:
+    layer = nnx.eval_shape(lambda: cls(**options | {"rngs": nnx.Rngs(0)}))
+    for name in ("query", "key", "value", "out", "query_ln", "key_ln", "rngs"):
+        child = getattr(node, name)
+        if type(child) is nnx.LinearGeneral:
             projection = getattr(layer, name)
-            projection.kernel, projection.bias = linear.kernel, linear.bias
+            projection.kernel, projection.bias = child.kernel, child.bias
         else:
-            setattr(layer, name, linear)
-    for name in ("query_ln", "key_ln", "rngs"):
-        setattr(layer, name, getattr(node, name))
+            setattr(layer, name, child)
     return layer
 
 
@@ -119,3 +164,27 @@ def _options(layer: Any, cls: Any) -> dict[str, Any]:
     values = {name: getattr(layer, name, default) for name, default in defaults.items()}
     others = ("self", "parent", "name", "rngs")
     return {n: x for n, x in values.items() if n not in others and x is not defaults[n]}
+
+
+@functools.lru_cache(2**12)
+def _warn(is_own_layer: bool, cls: str, path: tuple[Any, ...], *methods: Any) -> None:
+    """Warn once of attention that stays: a layer of own code, or Flax's function in methods."""
+    own = [f for f in methods if inspect.isfunction(f) and not f.__module__.startswith("flax.")]
+    if is_own_layer or any(_names_function(f.__code__, f.__globals__) for f in own):
+        left = "a subclass of Flax's layer" if is_own_layer else "Flax's dot_product_attention"
+        where = f"{cls} at '{'/'.join(map(str, path))}'"
+        checks.warn(f"swap leaves {left} in {where}; call flax_mha.dot_product_attention there")
+
+
+def _names_function(code: CodeType, names: Mapping[str, Any]) -> bool:
+    """Return True if code with these global names mentions Flax's attention function."""
+    value: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL":
+            value = names.get(step.argval)
+        elif step.opname != "EXTENDED_ARG":
+            value = vars(value).get(step.argval) if isinstance(value, ModuleType) else None
+        name = getattr(value, "__name__", "") if inspect.isfunction(value) else ""
+        if name.startswith("dot_product_attention") and value.__module__.startswith("flax."):
+            return True
+    return any(_names_function(c, names) for c in code.co_consts if isinstance(c, CodeType))

@@ -99,6 +99,7 @@ def _taken(fn: Function, call: dict[str, Any], needed: set[str]) -> dict[str, An
             f"attention_fn must take {' and '.join(sorted(missing))}, which this call has, got a "
             f"function of {', '.join(parameters)}; give it those parameters"
         )
-    named = {name: value for name, value in call.items() if name in parameters}
+    # Flax's layer gives no `bias`, and `module` only to sow: a partial function may hold them.
+    names = needed | (parameters.keys() & call.keys() - {"bias", "module"})
     # Flax's layer gives nothing to **kwargs: a mask would be dropped in silence.
-    return named | {name: call[name] for name in needed}
+    return {name: call[name] for name in names}

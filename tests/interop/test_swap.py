@@ -1,6 +1,8 @@
 """Models of Flax's layers, swapped for ours: nothing else changes."""
 
 import functools
+import pickle
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -15,8 +17,7 @@ from flax_mha import interop
 from flax_mha.layer import core
 from tests.support.oracle import error, random_like
 
-# Flax deprecates SelfAttention.
-pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(SelfAttention|The inputs_kv):DeprecationWarning")
 D = 16
 X = np.random.default_rng(0).normal(size=(2, 9, D)).astype(np.float32)
 CAUSAL = np.tril(np.ones((2, 1, 9, 9), np.float32))
@@ -152,16 +153,17 @@ def test_swapped_model_decodes_like_full_forward() -> None:
             mask = None if self.decode else CAUSAL
             return x + nn.MultiHeadDotProductAttention(4, decode=self.decode)(x, mask=mask)
 
-    variables = Decoder().init(KEY, X)
+    variables = jax.jit(Decoder().init)(KEY, X)
     ours = interop.swap(Decoder(decode=True))
-    cache = ours.init(KEY, X)["cache"]
+    cache = jax.jit(ours.init)(KEY, X)["cache"]
     step = jax.jit(lambda cache, x: ours.apply({**variables, "cache": cache}, x, mutable="cache"))
     outs = []
     for t in range(X.shape[1]):
         out, new = step(cache, X[:, t : t + 1])
         cache = new["cache"]
         outs.append(out)
-    assert error(jnp.concatenate(outs, 1), np.asarray(Decoder().apply(variables, X))) < 2e-6
+    expected = jax.jit(Decoder().apply)(variables, X)
+    assert error(jnp.concatenate(outs, 1), np.asarray(expected)) < 2e-6
 
 
 class Nnx(nnx.Module):
@@ -192,6 +194,186 @@ def test_swap_of_nnx_model_shares_parameters(calls: list[Any]) -> None:
     assert type(interop.swap(model.last)) is flax_mha.nnx.MultiHeadAttention
 
 
+class Cross(nn.Module):
+    """A model of one layer that is called as Flax took its inputs at first."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.MultiHeadDotProductAttention(2, name="layer")(x, inputs_kv=x[:, ::-2])
+
+
+def test_inputs_kv_are_keys_and_values() -> None:
+    variables = random_like(jax.eval_shape(Cross().init, KEY, X))
+    ours = jax.jit(interop.swap(Cross()).apply)(variables, X)
+    expected = jax.jit(Cross().apply)(variables, X)
+    assert error(ours, np.asarray(expected)) < 2e-6
+
+
+def test_tabulate_shows_the_same_rows() -> None:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(3)(nn.SelfAttention(2)(x))
+
+    def rows(model: nn.Module) -> list[str]:
+        wide = {"width": 200, "force_terminal": False}
+        table = model.tabulate(KEY, X, show_repeated=True, console_kwargs=wide)
+        return table.replace("DenseGeneral", "Projection  ").splitlines()
+
+    assert rows(interop.swap(Model())) == rows(Model())
+
+
+def test_every_output_is_captured_once() -> None:
+    variables = jax.eval_shape(Cross().init, KEY, X)
+
+    def captured(model: nn.Module) -> Any:
+        call = functools.partial(model.apply, capture_intermediates=lambda *_: True)
+        return jax.eval_shape(call, variables, X)
+
+    assert captured(interop.swap(Cross())) == captured(Cross())
+
+
+def test_swaps_of_equal_models_are_equal() -> None:
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def init(model: nn.Module) -> Any:
+        traced.append(model)
+        return model.init(KEY, X)
+
+    swap = functools.partial(interop.swap, kernel="reference")
+    for model in (swap(Cross()), swap(Cross()), swap(Cross()).clone()):
+        jax.eval_shape(init, model)
+    assert len(traced) == 1
+    others = [Cross(), interop.swap(Cross()), swap(Model(1)), swap(Cross(), scale=1.0)]
+    assert all(swap(Cross()) != other for other in others)
+    # Fields that have no hash: a model equals itself.
+    masked = interop.swap(Cross(), mask=np.ones((9, 5), bool))
+    assert masked == masked.clone()
+
+
+def test_swapped_model_pickles(calls: list[Any]) -> None:
+    ours = interop.swap(Model(1), kernel="reference")
+    loaded = pickle.loads(pickle.dumps(ours))
+    assert loaded == ours
+    jax.eval_shape(loaded.init, KEY, X)
+    assert [settings.kernel for _, settings, *_ in calls] == ["reference"] * 4
+
+
+Jitted = nn.jit(Doubled)
+
+
+class UsesJitted(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return Jitted(2)(x)
+
+
+def test_programs_of_nn_jit_are_kept_apart(calls: list[Any]) -> None:
+    variables = jax.eval_shape(UsesJitted().init, KEY, X)
+    numbers = []
+    for model in (UsesJitted(), interop.swap(UsesJitted()), UsesJitted()):
+        jax.eval_shape(model.apply, variables, X)
+        numbers.append(len(calls))
+    assert numbers == [0, 1, 1]
+
+
+class WithOwnCode(nn.MultiHeadDotProductAttention):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(D)(x)
+
+
+class NamesFunction(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        heads = nn.DenseGeneral((2, 8))(x)
+        return (lambda x: nn.dot_product_attention(x, x, x))(heads).reshape(x.shape)
+
+
+class NamesOther(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        heads = nn.DenseGeneral((2, 8))(x)
+        return jax.nn.dot_product_attention(heads, heads, heads).reshape(x.shape)
+
+
+class WithOwnCodeNnx(nnx.MultiHeadAttention):
+    def __call__(self, x: Any, **_: Any) -> Any:
+        weights = nnx.dot_product_attention(*3 * [self.query(x)])
+        return weights.reshape(x.shape)
+
+
+class NamesFunctionNnx(nnx.Module):
+    def __init__(self) -> None:
+        self.part = nnx.List([WithOwnCodeNnx(2, D, rngs=nnx.Rngs(0))])
+
+    def __call__(self, x: Any) -> Any:
+        return nnx.dot_product_attention(x, x, self.part[0](x))
+
+
+@pytest.mark.parametrize(
+    ("layer", "left"),
+    [
+        (WithOwnCode(2), ["a subclass of Flax's layer in WithOwnCode at 'inner'"]),
+        (nn.remat(NamesFunction)(), ["Flax's dot_product_attention in NamesFunction at 'inner'"]),
+        (NamesOther(), []),
+        (Doubled(2), []),
+        (NamesFunctionNnx(), ["a subclass of Flax's layer in WithOwnCodeNnx at 'part/0'",
+                              "Flax's dot_product_attention in NamesFunctionNnx at ''"]),
+    ],
+    ids=lambda x: type(x).__name__,
+)  # fmt: skip
+def test_warning_names_attention_that_stays(layer: Any, left: list[str]) -> None:
+    """Warn once for each call of `swap`."""
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            if isinstance(layer, nnx.Module):
+                interop.swap(layer)
+            else:
+                ours = interop.swap(Outer(layer))
+                jax.eval_shape(ours.apply, jax.eval_shape(ours.init, KEY, X), X)
+        names = [str(w.message).partition(";")[0] for w in told]
+        assert names == [f"swap leaves {name}" for name in left]
+        assert all(w.filename == __file__ for w in told)
+
+
+class Mixed(nnx.Module):
+    """An nnx model with a linen model in it."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.MultiHeadAttention(2, D, decode=False, rngs=rngs)
+        self.linen = nnx.bridge.ToNNX(nn.SelfAttention(2), rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.linen(self.layer(x))
+
+
+def test_linen_in_nnx_is_swapped(calls: list[Any]) -> None:
+    plain = nnx.bridge.lazy_init(Mixed(nnx.Rngs(0)), X)
+    ours = interop.swap(plain)
+    run = nnx.jit(lambda model: model(X))
+    expected = np.asarray(run(plain))
+    assert not calls
+    assert error(run(ours), expected) < 2e-6
+    assert len(calls) == 2
+    assert nnx.graphdef(ours) == nnx.graphdef(interop.swap(plain))
+
+
+def test_nnx_in_linen_is_swapped(calls: list[Any]) -> None:
+    arguments = {"args": (2, D), "kwargs": {"decode": False}}
+    plain = Outer(nnx.bridge.ToLinen(nnx.MultiHeadAttention, **arguments))
+    variables = random_like(jax.eval_shape(plain.init, KEY, X))
+    expected = np.asarray(jax.jit(plain.apply)(variables, X))
+    assert not calls
+    ours = interop.swap(plain)
+    assert error(jax.jit(ours.apply)(variables, X), expected) < 2e-6
+    assert len(calls) == 1
+    trees = [jax.tree.structure(jax.eval_shape(m.init, KEY, X)) for m in (plain, ours)]
+    assert trees[0] == trees[1]
+
+
 def product(*args: Any, **kwargs: Any) -> Any:
     return jax.lax.dot_general(*args, **kwargs)
 
@@ -207,8 +389,10 @@ def product(*args: Any, **kwargs: Any) -> Any:
                                                      rngs=nnx.Rngs(0))), "out_dot_general=None al"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, qkv_promote_dtype=product,
                                                      rngs=nnx.Rngs(0))), "qkv_promote_dtype=None "),
+        (lambda: interop.swap(nn.MultiHeadDotProductAttention(2)).init(KEY, X, X, inputs_kv=X),
+         "inputs_kv must be given alone, got inputs_k or inputs_v too; leave"),
     ],
 )  # fmt: skip
 def test_unsupported_models_raise(wrong: Any, told: str) -> None:
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises((TypeError, ValueError), match=told):
         wrong()

@@ -104,6 +104,14 @@ def test_our_function_takes_options_by_partial() -> None:
     assert error(out, ours.apply(params, X)) < OUTPUT
 
 
+def test_bias_of_a_partial_function_stays() -> None:
+    function = functools.partial(nn.dot_product_attention, bias=jnp.asarray(normal(1, 2, 5, 5)))
+    plain = Flax(2, attention_fn=function)
+    params = params_of(Flax(2))
+    ours = MultiHeadAttention(2, attention_fn=function)
+    assert error(*(jax.jit(m.apply)(params, X) for m in (ours, plain))) < OUTPUT
+
+
 @pytest.mark.slow
 def test_flax_function_in_our_layer() -> None:
     """With every kind of mask, grouped heads and a bias. In decoding, and with sown weights."""
