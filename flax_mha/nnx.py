@@ -1,11 +1,15 @@
 """The nnx layers: they make parameters, hold caches, and call the functions of `layer`."""
 
 import dataclasses
+import functools
+import inspect
+import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.core import FrozenDict
 from flax.typing import Dtype, Initializer
@@ -14,13 +18,13 @@ from flax_mha import linen, masks
 from flax_mha.base import checks
 from flax_mha.base.arguments import InitSignature, check_known, described_as, with_options
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache, Memory, as_cache_config, sources
+from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
 from flax_mha.layer import core
-from flax_mha.layer.edits import Edits
+from flax_mha.layer.edits import Edit, Edits
 from flax_mha.layer.linear import Linear, answer
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
 from flax_mha.layer.points import Points
-from flax_mha.layer.settings import Call, CallOptions
+from flax_mha.layer.settings import ZEROS, Call, CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import LogicalNames
@@ -33,6 +37,10 @@ from flax_mha.variants.talking_heads import TalkingHeads
 _NOTHING: Mapping[str, Any] = FrozenDict()
 # Parameters that a layer may lack.
 _MAYBE = ("key", "value", "query_ln", "key_ln", "output_gate", "out", "sinks", "score_scale")
+# Attributes that are trees, and the variables that hold their arrays.
+_TREES: dict[str, Any] = {
+    "mask": nnx.Variable, "scores": nnx.Variable, "edits": Edits, "kv": nnx.Cache
+}  # fmt: skip
 
 
 class NnxOptions(CallOptions, total=False):
@@ -43,7 +51,61 @@ class NnxOptions(CallOptions, total=False):
     is_causal: bool
 
 
-class Projection(nnx.LinearGeneral):
+class Tabulated(nnx.Module):
+    """The base class of modules that stay whole if `nnx.tabulate` fails."""
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute, and give a copy that nnx tabulates a class of its own.
+
+            `nnx.tabulate` replaces public methods of the class, and leaves them so if it fails.
+            """
+            if name == "_nnx_tabulate_id":
+                cls = type(self)
+                methods = inspect.getmembers(cls, inspect.isfunction)
+                # The steps of a call are no calls of modules: as properties, they have no rows.
+                hidden = {
+                    name: property(functools.partial(types.MethodType, fn))
+                    for name, fn in methods
+                    if fn.__module__.startswith("flax_mha.") and not name.startswith("_")
+                }
+                own = type(cls)(cls.__name__, (cls,), hidden | {"__module__": cls.__module__})
+                object.__setattr__(self, "__class__", own)
+            super().__setattr__(name, value)
+
+
+class Kept:
+    """The cache of a layer, read and replaced like the value of a variable."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def get_value(self) -> Any:
+        """Return the cache."""
+        return collection.restore(_plain(vars(self._layer)["kv"]))
+
+    def set_value(self, cache: Any) -> None:
+        """Replace the cache."""
+        self._layer.kv = cache
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _is_field(x: Any) -> bool:
+    return x is None or _is_variable(x)
+
+
+def _plain(tree: Any) -> Any:
+    """Return a tree with the values of its variables."""
+    return jax.tree.map(
+        lambda x: x.get_value() if _is_variable(x) else x, tree, is_leaf=_is_variable
+    )
+
+
+class Projection(Tabulated, nnx.LinearGeneral):
     """Flax's `nnx.LinearGeneral`, which the layer may compute together with others.
 
     Attributes:
@@ -72,7 +134,7 @@ class Projection(nnx.LinearGeneral):
 
 @described_as(linen.MultiHeadAttention)
 @dataclasses.dataclass(eq=False, repr=False)
-class MultiHeadAttention(Attention, nnx.Module):
+class MultiHeadAttention(Attention, Tabulated):
     """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
@@ -145,16 +207,14 @@ class MultiHeadAttention(Attention, nnx.Module):
         N, K, H, Hv = self.sizes(D)
         self.num_kv_heads, self.head_dim, self.v_head_dim, self.qkv_features = K, H, Hv, N * H
         self.cache = as_cache_config(self.cache)
-        self.scores = nnx.data(as_scores(self.scores))
-        # A tuple, so that the layer's definition can be hashed.
-        self._entries = tuple(table.items())
+        self.scores = as_scores(self.scores)
         for name in _MAYBE:
             setattr(self, name, nnx.data(None))
         self.kv: nnx.Cache | None = nnx.data(None)
-        self.edits: Edits | None = nnx.data(None)
+        self.edits: dict[str, Edit] | None = nnx.data(None)
         metadata = {"query_ln": query_ln, "key_ln": key_ln}
         outs = (out_kernel or kernel, out_bias or bias)
-        for name, entry in self._entries:
+        for name, entry in table.items():
             if isinstance(entry, LinearEntry):
                 metadata_of = outs if entry.is_out else (kernel, bias)
                 setattr(self, name, self._projection(entry, rngs, *metadata_of))
@@ -174,12 +234,61 @@ class MultiHeadAttention(Attention, nnx.Module):
 
         learned(self.scores, N, H, make)
         # Arrays come after those of the scores, as in linen.
-        for name, entry in self._entries:
+        for name, entry in table.items():
             if isinstance(entry, ArrayEntry):
                 make(name, entry.shape, entry.names, entry.init, entry.is_random)
+                table[name] = dataclasses.replace(entry, init=ZEROS)
+        # Functions are equal to themselves alone, and many cannot be pickled. Flax keeps none too.
+        for name in ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init"):
+            setattr(self, name, None)
+        # A tuple, so that the layer's definition can be hashed.
+        self._entries = tuple(table.items())
         # The name of Flax's layer, which is an argument of this one too.
         kept = rngs.dropout.fork() if keep_rngs and self.dropout_rate > 0 else None
         self.rngs = kept  # type: ignore[attr-defined]
+
+    if not TYPE_CHECKING:
+
+        def __getattribute__(self, name: str) -> Any:
+            """Return an attribute, and of a tree of variables their values."""
+            value = super().__getattribute__(name)
+            if name == "kv" and value is not None:
+                return Kept(self)
+            return _plain(value) if name in _TREES else value
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute, with a variable for each array of a tree.
+
+            So nnx finds and updates each array by its path.
+            """
+            held = vars(self).get(name)
+            super().__setattr__(name, value)
+            if name in _TREES:
+                new, vars(self)[name] = vars(self)[name], held
+                vars(self)[name] = new if new is None else self._hold(name, new, held)
+
+    def _hold(self, name: str, tree: Any, held: Any) -> Any:
+        """Return a tree with a variable for each array, `held` itself for a cache of its form."""
+        kind = _TREES[name]
+        if name == "kv":
+            tree = tree.get_value() if hasattr(tree, "get_value") else tree
+            is_saved = isinstance(tree, Mapping)
+            window = as_cache_config(self.cache).window(self.mask) if is_saved else None
+            cache = collection.restore(tree, window)
+            if jax.tree.structure(held, _is_field) == jax.tree.structure(cache, _is_field):
+                jax.tree.map(nnx.Variable.set_value, held, cache, is_leaf=_is_field)
+                return held
+            # A variable for each field, None too: the names tell a `KVCache` from a `Memory`. For
+            # `flax_mha.cache.truncate` of a state it has the window.
+            window = getattr(cache, "window", None)
+            static = {} if window is None else {"window": window}
+            return jax.tree.map(lambda x: kind(x, **static), cache, is_leaf=_is_field)
+        if name == "edits":
+            tree = jax.tree.map(jnp.asarray, _plain(tree))
+        return jax.tree.map(
+            lambda x: kind(x) if isinstance(x, jax.Array | np.ndarray) else x, tree,
+            is_leaf=_is_variable,
+        )  # fmt: skip
 
     def _projection(self, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Any) -> Projection:
         kernel_init, bias_init = self.initializers(entry)
@@ -227,7 +336,7 @@ class MultiHeadAttention(Attention, nnx.Module):
             instead.
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
-            `nnx.Intermediate`.
+            `nnx.Intermediate`. Outside of `nnx.capture` they stay in the layer until `nnx.pop`.
           decode: True to append these tokens, of any number, to the cache, and to attend to all so
             far, causally (default: the layer's `decode`).
           is_causal: True to see no later key; decoding always is.
@@ -257,16 +366,16 @@ class MultiHeadAttention(Attention, nnx.Module):
         self._check_features(inputs_q, *of_kv)
         if checks.flag("is_causal", options.get("is_causal", False)):
             options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
-        # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
-        is_captured = hasattr(self, "__captures__")
-        edits = {} if self.edits is None else self.edits.get_value()
+        # Outside of `nnx.capture`, of which nnx has no public sign, it stays in the layer.
+        is_captured = hasattr(self, "__captures__") or options.get("sow_weights", False)
+        points = Points(self, self.edits or {}, collection=nnx.Intermediate)
         call = self._make_call(
-            options, self._learned(), self._dropout_rng(options),
-            Points(self, edits, collection=nnx.Intermediate), is_captured, return_weights,
+            options, self._learned(), self._dropout_rng(options), points, is_captured,
+            return_weights,
         )  # fmt: skip
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
-            self._keep(output.cache)
+            self.kv = output.cache
         return core.returned(output, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
@@ -290,7 +399,7 @@ class MultiHeadAttention(Attention, nnx.Module):
             x = jnp.zeros(shape, self.param_dtype)
             return self.compute(self._parameters(), x, None, None, Call(), config).cache
 
-        self.kv = nnx.Cache(jax.jit(empty)())
+        self.kv = jax.jit(empty)()
 
     def set_view(
         self,
@@ -315,12 +424,6 @@ class MultiHeadAttention(Attention, nnx.Module):
             batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
             dtype = as_cache_config(self.cache).dtype or self.dtype
             self.init_cache((*batch, max_length, self.in_features), dtype)
-
-    def _keep(self, cache: KVCache | Memory) -> None:
-        if self.kv is None:
-            self.kv = nnx.Cache(cache)
-        else:
-            self.kv.set_value(cache)
 
     def _check_features(self, *inputs: Any) -> None:
         if not self.in_kv_features and inputs[1] is not None:
