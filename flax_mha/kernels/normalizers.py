@@ -13,7 +13,6 @@ Sources: Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Sel
 Zuhri et al., "Softpick: No Attention Sink, No Massive Activations with Rectified Softmax", 2025.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 
 def sigmoid(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """Return the sigmoid weights of scores [*B, N, T, S]."""
-    p = jax.nn.sigmoid(s - math.log(s.shape[-1]))
+    p = jax.nn.sigmoid(s - jnp.log(jnp.asarray(s.shape[-1], s.dtype)))
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
 
