@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import inspect
-import types
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,61 +49,69 @@ class NnxOptions(CallOptions, total=False):
     is_causal: bool
 
 
-class Tabulated(nnx.Module):
-    """The base class of modules that stay whole if `nnx.tabulate` fails."""
+class Kept(NamedTuple):
+    """The cache of a layer, read and replaced like the value of a variable."""
+
+    get_value: Callable[[], Any]
+    set_value: Callable[[Any], None]
+
+
+class Module(nnx.Module):
+    """A module with a variable for each array of its trees, which nnx updates by its path."""
 
     if not TYPE_CHECKING:
 
+        def __getattribute__(self, name: str) -> Any:
+            """Return an attribute, and of a tree of variables the values."""
+            value = super().__getattribute__(name)
+            if name == "kv" and value is not None:
+                get = functools.partial(collection.restore, nnx.as_pure(value))
+                return Kept(get, functools.partial(setattr, self, name))
+            return nnx.as_pure(value) if name in _TREES else value
+
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute, and give a copy that nnx tabulates a class of its own.
-
-            `nnx.tabulate` replaces public methods of the class, and leaves them so if it fails.
-            """
+            """Set an attribute."""
             if name == "_nnx_tabulate_id":
+                # `nnx.tabulate` replaces methods of this copy's class, and leaves them if it fails.
+                # As a property, `compute` is no call of a module, and has no row.
                 cls = type(self)
-                methods = inspect.getmembers(cls, inspect.isfunction)
-                # The steps of a call are no calls of modules: as properties, they have no rows.
-                hidden = {
-                    name: property(functools.partial(types.MethodType, fn))
-                    for name, fn in methods
-                    if fn.__module__.startswith("flax_mha.") and not name.startswith("_")
-                }
-                own = type(cls)(cls.__name__, (cls,), hidden | {"__module__": cls.__module__})
+                hidden = property(lambda self: functools.partial(cls.compute, self))
+                own = type(cls)(cls.__name__, (cls,), {"compute": hidden})
                 object.__setattr__(self, "__class__", own)
+            held = vars(self).get(name)
             super().__setattr__(name, value)
+            if name in _TREES:
+                tree, vars(self)[name] = vars(self)[name], held
+                vars(self)[name] = None if tree is None else _hold(self, name, tree, held)
 
 
-class Kept:
-    """The cache of a layer, read and replaced like the value of a variable."""
+def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
+    """Return a tree with a variable for each array, `held` itself for a cache of the same form."""
+    kind, static = _TREES[name], {}
+    if name == "kv":
+        tree = tree.get_value() if hasattr(tree, "get_value") else tree
+        is_saved = isinstance(tree, Mapping)
+        window = as_cache_config(layer.cache).window(layer.mask) if is_saved else None
+        tree = collection.restore(tree, window)
+        if jax.tree.structure(held, _is_field) == jax.tree.structure(tree, _is_field):
+            jax.tree.map(nnx.Variable.set_value, held, tree, is_leaf=_is_field)
+            return held
+        # For `flax_mha.cache.truncate` of a state.
+        static = {"window": tree.window} if getattr(tree, "window", None) is not None else {}
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
+    def variable(x: Any) -> Any:
+        # Each field of a cache is one: their names tell a `KVCache` from a `Memory`.
+        is_array = isinstance(x, jax.Array | np.ndarray) or (x is None and name == "kv")
+        return kind(x, **static) if is_array else x
 
-    def get_value(self) -> Any:
-        """Return the cache."""
-        return collection.restore(_plain(vars(self._layer)["kv"]))
-
-    def set_value(self, cache: Any) -> None:
-        """Replace the cache."""
-        self._layer.kv = cache
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
+    return jax.tree.map(variable, tree, is_leaf=_is_field)
 
 
 def _is_field(x: Any) -> bool:
-    return x is None or _is_variable(x)
+    return x is None or isinstance(x, nnx.Variable)
 
 
-def _plain(tree: Any) -> Any:
-    """Return a tree with the values of its variables."""
-    return jax.tree.map(
-        lambda x: x.get_value() if _is_variable(x) else x, tree, is_leaf=_is_variable
-    )
-
-
-class Projection(Tabulated, nnx.LinearGeneral):
+class Projection(Module, nnx.LinearGeneral):
     """Flax's `nnx.LinearGeneral`, which the layer may compute together with others.
 
     Attributes:
@@ -134,7 +140,7 @@ class Projection(Tabulated, nnx.LinearGeneral):
 
 @described_as(linen.MultiHeadAttention)
 @dataclasses.dataclass(eq=False, repr=False)
-class MultiHeadAttention(Attention, Tabulated):
+class MultiHeadAttention(Attention, Module):
     """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
@@ -238,57 +244,13 @@ class MultiHeadAttention(Attention, Tabulated):
             if isinstance(entry, ArrayEntry):
                 make(name, entry.shape, entry.names, entry.init, entry.is_random)
                 table[name] = dataclasses.replace(entry, init=ZEROS)
-        # Functions are equal to themselves alone, and many cannot be pickled. Flax keeps none too.
-        for name in ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init"):
-            setattr(self, name, None)
+        # Two functions are never equal, and few can be pickled. Flax keeps none either.
+        self.kernel_init = self.out_kernel_init = self.bias_init = self.out_bias_init = None
         # A tuple, so that the layer's definition can be hashed.
         self._entries = tuple(table.items())
         # The name of Flax's layer, which is an argument of this one too.
         kept = rngs.dropout.fork() if keep_rngs and self.dropout_rate > 0 else None
         self.rngs = kept  # type: ignore[attr-defined]
-
-    if not TYPE_CHECKING:
-
-        def __getattribute__(self, name: str) -> Any:
-            """Return an attribute, and of a tree of variables their values."""
-            value = super().__getattribute__(name)
-            if name == "kv" and value is not None:
-                return Kept(self)
-            return _plain(value) if name in _TREES else value
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute, with a variable for each array of a tree.
-
-            So nnx finds and updates each array by its path.
-            """
-            held = vars(self).get(name)
-            super().__setattr__(name, value)
-            if name in _TREES:
-                new, vars(self)[name] = vars(self)[name], held
-                vars(self)[name] = new if new is None else self._hold(name, new, held)
-
-    def _hold(self, name: str, tree: Any, held: Any) -> Any:
-        """Return a tree with a variable for each array, `held` itself for a cache of its form."""
-        kind = _TREES[name]
-        if name == "kv":
-            tree = tree.get_value() if hasattr(tree, "get_value") else tree
-            is_saved = isinstance(tree, Mapping)
-            window = as_cache_config(self.cache).window(self.mask) if is_saved else None
-            cache = collection.restore(tree, window)
-            if jax.tree.structure(held, _is_field) == jax.tree.structure(cache, _is_field):
-                jax.tree.map(nnx.Variable.set_value, held, cache, is_leaf=_is_field)
-                return held
-            # A variable for each field, None too: the names tell a `KVCache` from a `Memory`. For
-            # `flax_mha.cache.truncate` of a state it has the window.
-            window = getattr(cache, "window", None)
-            static = {} if window is None else {"window": window}
-            return jax.tree.map(lambda x: kind(x, **static), cache, is_leaf=_is_field)
-        if name == "edits":
-            tree = jax.tree.map(jnp.asarray, _plain(tree))
-        return jax.tree.map(
-            lambda x: kind(x) if isinstance(x, jax.Array | np.ndarray) else x, tree,
-            is_leaf=_is_variable,
-        )  # fmt: skip
 
     def _projection(self, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Any) -> Projection:
         kernel_init, bias_init = self.initializers(entry)
@@ -369,10 +331,8 @@ class MultiHeadAttention(Attention, Tabulated):
         # Outside of `nnx.capture`, of which nnx has no public sign, it stays in the layer.
         is_captured = hasattr(self, "__captures__") or options.get("sow_weights", False)
         points = Points(self, self.edits or {}, collection=nnx.Intermediate)
-        call = self._make_call(
-            options, self._learned(), self._dropout_rng(options), points, is_captured,
-            return_weights,
-        )  # fmt: skip
+        options_of = (options, self._learned(), self._dropout_rng(options))
+        call = self._make_call(*options_of, points, is_captured, return_weights)
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
             self.kv = output.cache

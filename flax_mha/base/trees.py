@@ -29,12 +29,11 @@ class Struct(struct.PyTreeNode):
 
 
 def _encode(x: Any) -> Any:
-    """Return a static value that JSON has not."""
     with contextlib.suppress(TypeError):
         return {"dtype": jnp.dtype(x).name}
     raise TypeError(
-        f"a tree that an exported program takes must have numbers, strings and dtypes as static "
-        f"fields, got {x!r}; keep this tree in the function, and export arrays as arguments"
+        f"static fields of an exported program's arguments must be numbers, strings or dtypes, got "
+        f"{x!r}; keep this mask or score in the function"
     )
 
 

@@ -22,9 +22,7 @@ NAMES = frozenset({"kv", "memory"})
 # A tree of caches, such as `variables['cache']` or all variables.
 Collection = TypeVar("Collection")
 # The caches by the names of their arrays.
-_KINDS: dict[frozenset[str], Any] = {
-    frozenset(cls.__dataclass_fields__) - {"window"}: cls for cls in (KVCache, Memory)
-}
+_KINDS = {frozenset(x.__dataclass_fields__) - {"window"}: x for x in (KVCache, Memory)}
 
 
 def constrain_cache(slots: AnySlots) -> AnySlots:
@@ -52,7 +50,8 @@ def restore(cache: Any, window: int | None = None) -> KVCache | Memory:
     """
     kept = cache
     if isinstance(cache, Mapping) and (cls := _KINDS.get(frozenset(cache))):
-        values = {name: x.get_value() if _is_variable(x) else x for name, x in cache.items()}
+        # Variables of nnx, which is slow to import, have `get_value`.
+        values = {name: getattr(x, "get_value", lambda x=x: x)() for name, x in cache.items()}
         static = {"window": getattr(cache["key"], "window", window)} if cls is KVCache else {}
         kept = jax.tree.map(jnp.asarray, cls(**values, **static))
     if not isinstance(kept, KVCache | Memory):
@@ -167,12 +166,10 @@ def _map(name: str, fn: Callable[[Slots], Slots], collection: Any) -> Any:
     _caches(name, collection)
 
     def apply(x: Any) -> Any:
-        if not isinstance(x, Mapping):
-            return fn(x) if _is_cache(x) else x
-        new = vars(fn(restore(x)))
-        return {
-            name: y.replace(new[name]) if _is_variable(y) else new[name] for name, y in x.items()
-        }
+        new = fn(restore(x)) if _is_cache(x) else x
+        if not _is_cache(x) or isinstance(x, Slots) or not hasattr(x["key"], "replace"):
+            return new
+        return {name: variable.replace(vars(new)[name]) for name, variable in x.items()}
 
     return jax.tree.map(apply, collection, is_leaf=_is_cache)
 
@@ -196,8 +193,3 @@ def _caches(name: str, collection: Any) -> list[Slots]:
 
 def _is_cache(x: Any) -> bool:
     return isinstance(x, Slots) or (isinstance(x, Mapping) and frozenset(x) in _KINDS)
-
-
-def _is_variable(x: Any) -> bool:
-    """Return True if x is a variable of nnx, which is slow to import."""
-    return hasattr(x, "get_value")

@@ -227,7 +227,7 @@ def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
     for path, layer in attention_layers(model):
         parts = {name.rpartition("/"): edit for name, edit in edits.items()}
         own = {name: edit for (module, _, name), edit in parts.items() if module == "/".join(path)}
-        layer.edits = own or None
+        layer.edits = jax.tree.map(jnp.asarray, own) or None
 
 
 def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:

@@ -40,13 +40,11 @@ class Forgetting(Attention):
         common.check_inputs("forgetting attention", x_k, cache)
         x, bad = sharding.auto(_cleaned, ((), ()), x_q)
         gate = p["forget_gate"]
-        beside = []
-        if gate.kernel is not None:
-            # A projection to heads of one feature, which shares a product with the others.
-            kernel, names = gate.kernel[..., None], (*gate.names, None)
-            beside = [gate.replace(kernel=kernel, names=names, module=None)]
-        heads = core.project_heads(p, self, x, None, None, call, cache, beside)
-        z = gate.show(x, heads.beside[0][..., 0] if beside else None)
+        # A projection to heads of one feature, which shares a product with the others.
+        names = (*gate.names, None)
+        beside = gate.replace(kernel=gate.kernel[..., None], names=names, module=None)
+        heads = core.project_heads(p, self, x, None, None, call, cache, [beside])
+        z = gate.show(x, heads.beside[0][..., 0])
         q, v, order = heads.q, heads.v, heads.order
         k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
         heads = heads._replace(k=k)

@@ -160,12 +160,15 @@ OPERATIONS: dict[str, Callable[[Any, str], Any]] = {
     "tree": lambda m, _: jax.tree.map(lambda x: x, m),
     "view": lambda m, _: viewed(m),
 }  # fmt: skip
+FAST = ("plain", "mask", "scores", "cache", "sown")
 # A pure dict has typed keys and tuples, which msgpack has not.
 UNSAVED = {"dropout": ("save",), "sown": ("save",)}
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # Flax's own layer warns too.
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STATES]
+)
 def test_operations_keep_the_output(name: str) -> None:
     call = STATES[name][3]
     x = X[:, 3:4] if "decode" in call else X
@@ -185,3 +188,109 @@ def test_operations_keep_the_output(name: str) -> None:
         same = nnx.state(layer)
         assert jax.tree.structure(same) == jax.tree.structure(state), operation
         np.testing.assert_array_equal(output(same), expected, err_msg=operation)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ring", "int8 cache", "memory")]
+
+
+@pytest.mark.parametrize("name", ["cache", *SLOW])
+def test_cache_is_set_from_plain_dicts(name: str) -> None:
+    layer, other = make(name, 0), make(name, 1)
+    held = layer.kv.get_value()
+    plain = flax.serialization.to_state_dict(held)
+    for saved in (
+        held,
+        nnx.Cache(held),
+        plain,
+        flax.serialization.msgpack_restore(flax.serialization.to_bytes(held)),
+        nnx.to_pure_dict(nnx.state(layer))["kv"],
+        nnx.state(layer)["kv"],
+    ):
+        other.kv = None
+        other.kv = saved
+        got = other.kv.get_value()
+        assert jax.tree.structure(got) == jax.tree.structure(held)
+        jax.tree.map(np.testing.assert_array_equal, got, held)
+    cleared = held.reset() if hasattr(held, "reset") else held
+    other.kv.set_value(cleared)
+    jax.tree.map(np.testing.assert_array_equal, other.kv.get_value(), cleared)
+    for wrong in (plain | {"key": None}, {"cached_key": 1.0}, 3, [held]):
+        with pytest.raises((TypeError, ValueError), match=r"a layer's cache must .* got"):
+            other.kv = wrong
+        jax.tree.map(np.testing.assert_array_equal, other.kv.get_value(), cleared)
+
+
+@pytest.mark.parametrize("name", ["cache", *SLOW[:2]])
+def test_functions_of_collections_take_states(name: str) -> None:
+    layer = make(name, 0)
+    graph, state = nnx.split(layer)
+    held = layer.kv.get_value()
+    for new, expected in (
+        (cache.fork(state, np.array([1, 1, 0])), held.fork(np.array([1, 1, 0]))),
+        (cache.truncate(state, 3), held.truncate(3)),
+        (cache.reset(state), held.reset()),
+    ):
+        got = nnx.merge(graph, new).kv.get_value()
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+    np.testing.assert_array_equal(cache.free(state), held.free())
+
+
+def test_layers_of_one_mask_hold_their_own_arrays() -> None:
+    mask = masks.Keys(np.arange(T) < 4)
+    one, other = (
+        flax_mha.nnx.MultiHeadAttention(N, D, mask=mask, rngs=nnx.Rngs(0)) for _ in range(2)
+    )
+    nnx.update(one, nnx.State({"mask": {"real": nnx.Variable(np.arange(T) < 2)}}))
+    assert one.mask.real.sum() == 2
+    assert mask.real.sum() == other.mask.real.sum() == 4
+    assert isinstance(one.mask, masks.Keys)
+    np.testing.assert_array_equal(one(X), other(X, mask=masks.Keys(np.arange(T) < 2)))
+
+
+@pytest.mark.parametrize("cls", ["MultiHeadAttention", "ForgettingAttention"])
+def test_failed_tabulate_leaves_the_class_as_it_was(cls: str) -> None:
+    kind = getattr(flax_mha.nnx, cls)
+    layer = kind(N, D, rngs=nnx.Rngs(0))
+    expected = layer(X)
+    with pytest.raises(ValueError, match="must have 16 features"):
+        nnx.tabulate(layer, X[..., :3])
+    np.testing.assert_array_equal(layer(X), expected)
+    np.testing.assert_array_equal(kind(N, D, rngs=nnx.Rngs(0))(X), expected)
+    assert type(layer) is kind
+    assert "compute" not in nnx.tabulate(layer, X)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_sown_weights_are_popped_as_from_flax_layer() -> None:
+    popped = []
+    for kind in (nnx.MultiHeadAttention, flax_mha.nnx.MultiHeadAttention):
+        layer = kind(N, D, rngs=nnx.Rngs(0), decode=False)
+        layer(X, sow_weights=True)
+        popped.append(nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)))
+        assert not nnx.to_pure_dict(nnx.state(layer, nnx.Intermediate))
+    theirs, ours = popped
+    assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
+    np.testing.assert_allclose(ours["attention_weights"][0], theirs["attention_weights"][0], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["mask", "scores"])
+def test_layers_work_as_linen_modules(name: str) -> None:
+    cls, fields, *_ = STATES[name]
+    module = nnx.bridge.to_linen(getattr(flax_mha.nnx, cls), N, D, **fields)
+    variables = module.init(jax.random.key(0), X)
+    layer = make(name, 0)
+    nnx.update(layer, nnx.State(flax.core.unfreeze(variables["params"])))
+    np.testing.assert_allclose(module.apply(variables, X), layer(X), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_with_initializers_of_their_own_share_a_definition() -> None:
+    """Equal functions that were made twice are not equal, so a layer keeps none."""
+    layers = (
+        flax_mha.nnx.MultiHeadAttention(
+            N, D, kernel_init=nnx.initializers.normal(0.02), rngs=nnx.Rngs(0)
+        )
+        for _ in range(2)
+    )
+    one, other = map(nnx.graphdef, layers)
+    assert one == other
