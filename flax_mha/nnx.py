@@ -93,7 +93,7 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
         is_saved = isinstance(tree, Mapping)
         window = as_cache_config(layer.cache).window(layer.mask) if is_saved else None
         tree = collection.restore(tree, window)
-        if jax.tree.structure(held, _is_field) == jax.tree.structure(tree, _is_field):
+        if len({jax.tree.structure(x, _is_field) for x in (held, tree)}) == 1:
             jax.tree.map(nnx.Variable.set_value, held, tree, is_leaf=_is_field)
             return held
         # For `flax_mha.cache.truncate` of a state.
@@ -216,7 +216,7 @@ class MultiHeadAttention(Attention, Module):
         self.scores = as_scores(self.scores)
         for name in _MAYBE:
             setattr(self, name, nnx.data(None))
-        self.kv: nnx.Cache | None = nnx.data(None)
+        self.kv: Any = nnx.data(None)
         self.edits: dict[str, Edit] | None = nnx.data(None)
         metadata = {"query_ln": query_ln, "key_ln": key_ln}
         outs = (out_kernel or kernel, out_bias or bias)
@@ -245,7 +245,8 @@ class MultiHeadAttention(Attention, Module):
                 make(name, entry.shape, entry.names, entry.init, entry.is_random)
                 table[name] = dataclasses.replace(entry, init=ZEROS)
         # Two functions are never equal, and few can be pickled. Flax keeps none either.
-        self.kernel_init = self.out_kernel_init = self.bias_init = self.out_bias_init = None
+        for name in ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init"):
+            setattr(self, name, None)
         # A tuple, so that the layer's definition can be hashed.
         self._entries = tuple(table.items())
         # The name of Flax's layer, which is an argument of this one too.

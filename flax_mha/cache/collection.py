@@ -22,7 +22,7 @@ NAMES = frozenset({"kv", "memory"})
 # A tree of caches, such as `variables['cache']` or all variables.
 Collection = TypeVar("Collection")
 # The caches by the names of their arrays.
-_KINDS = {frozenset(x.__dataclass_fields__) - {"window"}: x for x in (KVCache, Memory)}
+_KINDS: Any = {frozenset(x.__dataclass_fields__) - {"window"}: x for x in (KVCache, Memory)}
 
 
 def constrain_cache(slots: AnySlots) -> AnySlots:
