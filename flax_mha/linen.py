@@ -58,7 +58,8 @@ class MultiHeadAttention(Attention, nn.Module):
       attention_fn: a function with the signature of `nn.dot_product_attention`, which computes
         attention instead of the kernels, fully masked queries included. It is called as Flax's
         layer calls it: keys and values are repeated to N heads, and the mask is one array of
-        bools. An option that it has no parameter for is an error (default: the kernels).
+        bools. An option that it has no parameter for is an error (default:
+        `flax_mha.attention_fn`, which stands for the kernels, as does None).
       force_fp32_for_softmax: an argument for `attention_fn`. The softmax of the kernels is always
         in float32; sown weights are in the dtype of the computation.
       decode: True to keep keys and values in the collection `cache` (see `flax_mha.cache`). `init`
@@ -95,7 +96,6 @@ class MultiHeadAttention(Attention, nn.Module):
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
-    num_heads: int
     _: dataclasses.KW_ONLY
     qkv_features: int | None = None
     out_features: int | None = None
@@ -171,7 +171,7 @@ class MultiHeadAttention(Attention, nn.Module):
           ValueError: if sizes do not fit.
           TypeError: if a dtype is not supported.
         """
-        check_known(type(self).__name__, options, LayerOptions.__annotations__)
+        check_known(type(self).__name__, options, LayerOptions.__annotations__, of_layer=True)
         kv = options.get("kv")
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None

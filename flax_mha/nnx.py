@@ -14,7 +14,7 @@ from flax.typing import Dtype, Initializer
 
 from flax_mha import linen, masks
 from flax_mha.base import checks
-from flax_mha.base.arguments import InitSignature, check_known, described_as, with_options
+from flax_mha.base.arguments import check_known, described_as, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
 from flax_mha.layer import core
@@ -138,9 +138,21 @@ class Projection(Module, nnx.LinearGeneral):
         )  # fmt: skip
 
 
+@dataclasses.dataclass(eq=False, repr=False)
+class _Sizes:
+    """The fields that may be given by position."""
+
+    num_heads: int
+    in_features: int
+    qkv_features: int | None = None
+    out_features: int | None = None
+    num_kv_heads: int | None = None
+    in_kv_features: int | None = None
+
+
 @described_as(linen.MultiHeadAttention)
 @dataclasses.dataclass(eq=False, repr=False)
-class MultiHeadAttention(Attention, Module):
+class MultiHeadAttention(Attention, _Sizes, Module):
     """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
@@ -174,12 +186,6 @@ class MultiHeadAttention(Attention, Module):
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
-    num_heads: int
-    in_features: int
-    qkv_features: int | None = None
-    out_features: int | None = None
-    num_kv_heads: int | None = None
-    in_kv_features: int | None = None
     _: dataclasses.KW_ONLY
     broadcast_dropout: bool = True
     kernel_init: Initializer = nnx.nn.linear.default_kernel_init
@@ -195,7 +201,6 @@ class MultiHeadAttention(Attention, Module):
     out_bias_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
     query_ln_scale_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
     key_ln_scale_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
-    __signature__ = InitSignature()
 
     def __post_init__(
         self, rngs: nnx.Rngs, keep_rngs: bool, kernel: Mapping[str, Any],
@@ -313,7 +318,7 @@ class MultiHeadAttention(Attention, Module):
           ValueError: if sizes do not fit, or there is no cache to decode with.
           TypeError: if a dtype is not supported.
         """
-        check_known(type(self).__name__, options, NnxOptions.__annotations__)
+        check_known(type(self).__name__, options, NnxOptions.__annotations__, of_layer=True)
         kv, decode = options.get("kv"), options.get("decode")
         decode = self.decode if decode is None else decode
         inputs_k, inputs_v, cache = sources.resolve_call(

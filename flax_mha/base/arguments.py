@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -20,19 +20,40 @@ _RENAMED = {
     "use_out_bias": 'use_bias=("out",), with the names of all projections that have a bias',
 }
 
+# Arguments of Flax's layers that must be None, by their remedies.
+_NONE_ALONE = {
+    "keep Flax's layer, with attention_fn=flax_mha.attention_fn": (
+        "qkv_dot_general out_dot_general qkv_dot_general_cls out_dot_general_cls"
+    ),
+    "keep Flax's function where an einsum is to be replaced": (
+        "einsum_dot_general qk_attn_weights_einsum attn_weights_value_einsum einsum"
+    ),
+    "give attention_fn": "qk_attn_weights_einsum_cls attn_weights_value_einsum_cls",
+    "give dtype": "qkv_promote_dtype out_promote_dtype ln_promote_dtype",
+    "set nn.logical_axis_rules": "out_sharding qkv_sharding",
+    "give positions": "input_positions",
+    "give inputs_k": "inputs_kv",
+}
+_REMEDIES = {name: remedy for remedy, names in _NONE_ALONE.items() for name in names.split()}
 
-def check_renamed(owner: str, names: Iterable[str]) -> None:
-    """Refuse names of earlier releases, with the new name in the error."""
-    for name in names:
+
+def check_given(owner: str, given: Mapping[str, Any]) -> None:
+    """Refuse names of earlier releases, and values of arguments that Flax's layers alone have."""
+    for name, value in given.items():
         if name in _RENAMED:
             raise TypeError(f"{owner} no longer takes {name}; write {_RENAMED[name]}")
+        if name in _REMEDIES and value is not None:
+            got = type(value).__name__
+            raise TypeError(f"{owner} takes {name}=None alone, got {got}; {_REMEDIES[name]}")
 
 
-def check_known(owner: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that a function does not have, with its arguments in the error."""
-    check_renamed(owner, names)
-    for name in names:
-        if name not in known:
+def check_known(
+    owner: str, given: Mapping[str, Any], known: Collection[str], of_layer: bool = False
+) -> None:
+    """Refuse arguments that a function does not have. A layer ignores None for those of Flax."""
+    check_given(owner, given)
+    for name in given:
+        if name not in known and not (of_layer and name in _REMEDIES):
             raise TypeError(f"{owner} takes no {name}; give one of {sorted(known)}")
 
 
@@ -79,14 +100,14 @@ def _with(keywords: Iterable[inspect.Parameter]) -> Callable[[Function], Functio
 
 
 class InitSignature:
-    """A descriptor for `__signature__`: the signature of `__init__`, if a metaclass hides it."""
+    """A descriptor for `__signature__`: that of `__init__`, without arguments that must be None."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         if instance is not None:
             raise AttributeError("__signature__")  # An instance has that of `__call__`.
         signature = inspect.signature(owner.__init__)  # type: ignore[misc]
         _, *parameters = signature.parameters.values()
-        return inspect.Signature(parameters)
+        return inspect.Signature([p for p in parameters if p.annotation is not None])
 
 
 def described_as(other: Any) -> Callable[[Described], Described]:

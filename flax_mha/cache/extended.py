@@ -77,10 +77,9 @@ class Extended(Struct):
             return attend_causally(q, kv, mask, call, self.window, **positions)
 
         capture = as_capture(call.get("capture"))
-        has_weights = capture is not None and "weights" in capture.what
-        has_weights = has_weights or call.get("return_weights", False) is True
-        # `attention` may sow, which `lax.cond` does not allow.
-        needs_cache = has_weights or "attention" in call
+        # Weights and scores have an axis of slots. `attention` may sow, which `lax.cond` forbids.
+        over_keys = capture is not None and not {"weights", "scores"}.isdisjoint(capture.what)
+        needs_cache = over_keys or call.get("return_weights", False) is True or "attention" in call
         if symbols.at_most(T, decode.QUERIES) or needs_cache or key_arrays(q, kv, mask, call):
             result = attend_cache()
         else:
@@ -127,7 +126,7 @@ def key_arrays(
         parts.append(Bias(call["bias"]))
     if mask is not None:
         parts.append(masks.as_mask(mask))
-    dims = shapes.attention_dims(q, *kv)
+    dims = shapes.Dims.of(q, *kv)
     bound = [part.bind(dims) for part in parts]
     leaves = jax.tree.leaves(bound, is_leaf=lambda x: isinstance(x, ScoreArray))
     return [x.array.shape for x in leaves if isinstance(x, ScoreArray) and x.array.shape[-1] > 1]

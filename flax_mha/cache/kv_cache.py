@@ -175,8 +175,8 @@ class KVCache(Slots, Struct):
             visible = jax.tree.map(lambda *x: jnp.concatenate(x, axis), self._memory, tokens)
             k_positions = jnp.concatenate([self._positions(), q_positions], axis=-1)
         extended = Extended(
-            *visible.stored(), tokens.stored(), q_positions, k_positions, new.length,
-            new._lost(q_positions), ragged=lengths is not None, window=self.window,
+            *visible.stored(self.slots), tokens.stored(self.slots), q_positions, k_positions,
+            new.length, new._lost(q_positions), ragged=lengths is not None, window=self.window,
         )  # fmt: skip
         return extended, new
 

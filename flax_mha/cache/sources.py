@@ -103,9 +103,9 @@ def resolve_call(
 ) -> tuple[jax.Array | None, jax.Array | None, Source]:  # fmt: skip
     """Return the inputs of keys and values, and the source of those that need none.
 
-    Only this function decides what the queries of a layer's call attend to. It follows from the
-    arguments that are given and from the cache that exists. The inputs are None for those of the
-    queries, or if a source has the keys and values.
+    The meaning of a layer's call is decided here alone: by the arguments that are given, and the
+    cache that exists. The inputs are None for those of the queries, or if a source has the keys and
+    values.
 
     Args:
       kv: the argument of the call.

@@ -35,10 +35,10 @@ class Slots:
         """The logical names of the last axes of keys. Scales and lengths have the first of them."""
         return "batch", "kv_heads", None, None
 
-    def stored(self) -> tuple[Stored, Stored]:
-        """Return keys and values in the form that kernels read, [*B, S, K, ·]."""
+    def stored(self, total: int | None = None) -> tuple[Stored, Stored]:
+        """Return keys and values in the form that kernels read, [*B, S, K, ·], of `total` slots."""
         pairs = (self.key, self.key_scale), (self.value, self.value_scale)
-        key, value = (_as_stored(*pair, self.names[2] or "length") for pair in pairs)
+        key, value = (_as_stored(*pair, self.names[2] or "length", total) for pair in pairs)
         return key, value
 
     def next_positions(self, T: int) -> jax.Array:
@@ -197,10 +197,10 @@ def _encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None
     return jnp.clip(steps, -127, 127).astype(jnp.int8), scale
 
 
-def _as_stored(x: jax.Array, scale: jax.Array | None, slots: str) -> Stored:
+def _as_stored(x: jax.Array, scale: jax.Array | None, slots: str, total: int | None) -> Stored:
     """Return slots [*B, K, S, F] and scales [*B, K, S] in the form of kernels, [*B, S, K, ·]."""
     scale = None if scale is None else jnp.swapaxes(scale[..., None], -3, -2)
-    return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32, slots)
+    return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32, slots, total)
 
 
 def _check_rows(rows: Integers, batch: Shape) -> Integers:

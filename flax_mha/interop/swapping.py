@@ -15,30 +15,11 @@ from flax import nnx
 
 import flax_mha.nnx
 from flax_mha.base import checks
-from flax_mha.linen import MultiHeadAttention
+from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
 _FLAX_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
-# The fields that both libraries' layers have, in linen and in nnx.
-_FIELDS = (
-    "num_heads", "dtype", "param_dtype", "qkv_features", "out_features", "broadcast_dropout",
-    "dropout_rate", "deterministic", "precision", "kernel_init", "out_kernel_init", "bias_init",
-    "out_bias_init", "use_bias", "decode", "normalize_qk", "force_fp32_for_softmax",
-)  # fmt: skip
-_FIELDS_NNX = (
-    "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
-    "dtype", "param_dtype", "broadcast_dropout", "dropout_rate", "deterministic", "precision",
-    "decode", "normalize_qk", "use_bias",
-)  # fmt: skip
-# Fields that replace Flax's matmuls, for example by quantized ones; they have no counterpart here.
-_MATMULS = (
-    "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
-    "qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls",
-)  # fmt: skip
-# User-defined promotions of dtypes in nnx.
-_PROMOTIONS = ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype")
-_ARGUMENTS = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
 
 
 def swap(model: Model, **fields: Any) -> Model:
@@ -93,7 +74,7 @@ def _intercept_linen(model: Any, fields: dict[str, Any]) -> Any:
     return subclass(**{name: getattr(model, name) for name in names if name != "parent"})
 
 
-class _Substitute(MultiHeadAttention):
+class _Substitute(MultiHeadDotProductAttention):
     """A layer in the scope of the Flax layer that it replaces."""
 
     @nn.compact
@@ -107,21 +88,18 @@ def _call(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: An
     flax_layer = context.module
     if inspect.unwrap(context.orig_method.func) is not _FLAX_CALL:
         return call(*args, **kwargs)
-    options = {name: getattr(flax_layer, name) for name in _FIELDS} | _attention_fn(flax_layer, nn)
-    return _Substitute(**options | fields, parent=flax_layer.scope).call_in_place(*args, **kwargs)
+    options = _options(flax_layer, nn.MultiHeadDotProductAttention) | fields
+    return _Substitute(**options, parent=flax_layer.scope).call_in_place(*args, **kwargs)
 
 
 def _convert_nnx(fields: dict[str, Any], path: Any, node: Any) -> Any:
     """Return a layer of `flax_mha.nnx` with the node's parameters, if it is a Flax layer."""
     if type(node) is not nnx.MultiHeadAttention:
         return node
-    for name in _PROMOTIONS:
-        if getattr(node, name) is not _ARGUMENTS[name].default:
-            raise TypeError(f"swap can't replace a layer with {name}; keep Flax's layer there")
-    options = {name: getattr(node, name) for name in _FIELDS_NNX} | _attention_fn(node, nnx)
+    options = _options(node, nnx.MultiHeadAttention) | fields
     cls = flax_mha.nnx.MultiHeadAttention
     # Allocate no parameters, as the node's take their place.
-    layer = nnx.eval_shape(lambda: cls(**options | fields, rngs=nnx.Rngs(0)))
+    layer = nnx.eval_shape(lambda: cls(**options, rngs=nnx.Rngs(0)))
     for name in ("query", "key", "value", "out"):
         linear = getattr(node, name)
         if type(linear) is nnx.LinearGeneral:
@@ -134,13 +112,10 @@ def _convert_nnx(fields: dict[str, Any], path: Any, node: Any) -> Any:
     return layer
 
 
-def _attention_fn(layer: Any, library: Any) -> dict[str, Any]:
-    """Return a layer's attention function as an option, unless it is Flax's default."""
-    for name in _MATMULS:
-        if getattr(layer, name, None) is not None:
-            raise TypeError(
-                f"swap can't replace a layer with {name}, as this package computes matmuls by "
-                f"einsum; leave it out, or keep Flax's layer"
-            )
-    is_default = layer.attention_fn is library.dot_product_attention
-    return {} if is_default else {"attention_fn": layer.attention_fn}
+def _options(layer: Any, cls: Any) -> dict[str, Any]:
+    """Return a Flax layer's fields but those of the defaults of its class, which are ours too."""
+    parameters = inspect.signature(cls.__init__).parameters
+    defaults = {name: p.default for name, p in parameters.items()}
+    values = {name: getattr(layer, name, default) for name, default in defaults.items()}
+    others = ("self", "parent", "name", "rngs")
+    return {n: x for n, x in values.items() if n not in others and x is not defaults[n]}

@@ -94,6 +94,7 @@ def bind_call(
         scale=dims.H**-0.5 if scale is None else _check_scale(scale),
         precision=precision,
         normalizer=normalizer,
+        total=k.total if isinstance(k, Stored) else None,
         invalid=invalid,
     )
     if bound is not None:

@@ -6,8 +6,9 @@
 | `"sigmoid"` | 1 / (1 + exp(−sⱼ + log S)) |
 | `"softpick"` | max(exp(sⱼ) − 1, 0) / (Σ abs(exp(s) − 1) + 10⁻⁸) |
 
-Sums run over the keys that the mask allows. S is the number of all keys of the call, in decoding
-the number of slots of the cache. Only `reference` computes the last two.
+Sums run over the keys that the mask allows. S is the number of all keys of the call. With a cache
+it is the number of its slots, for a prompt, a step and a ring buffer alike. Only `reference`
+computes the last two.
 
 Sources: Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024;
 Zuhri et al., "Softpick: No Attention Sink, No Massive Activations with Rectified Softmax", 2025.
@@ -19,13 +20,14 @@ import jax
 import jax.numpy as jnp
 
 
-def sigmoid(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """Return the sigmoid weights of scores [*B, N, T, S]."""
-    p = jax.nn.sigmoid(s - jnp.log(jnp.asarray(s.shape[-1], s.dtype)))
+def sigmoid(s: jax.Array, allowed: jax.Array | None, total: int | None) -> jax.Array:
+    """Return the sigmoid weights of scores [*B, N, T, S], with `total` in place of S if given."""
+    S = s.shape[-1] if total is None else total
+    p = jax.nn.sigmoid(s - jnp.log(jnp.asarray(S, s.dtype)))
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
 
-def softpick(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
+def softpick(s: jax.Array, allowed: jax.Array | None, _: int | None = None) -> jax.Array:
     """Return the softpick weights of scores [*B, N, T, S]."""
     # Divide numerator and denominator by exp(top). A top below 0 would make exp(−top) overflow.
     top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=0.0))
@@ -39,7 +41,7 @@ def softpick(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
 
 
 SOFTMAX = "softmax"
-OTHERS: dict[str, Callable[[jax.Array, jax.Array | None], jax.Array]] = {
+OTHERS: dict[str, Callable[[jax.Array, jax.Array | None, int | None], jax.Array]] = {
     "sigmoid": sigmoid,
     "softpick": softpick,
 }

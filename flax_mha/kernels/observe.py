@@ -96,8 +96,11 @@ def _compute(
         captured["scores"] = reference.scores(q, k, spec.replace(mask=None), at)[0]
     if "weights" in names:
         score, allowed = reference.scores(q, k, spec, at)
-        normalize = OTHERS.get(spec.normalizer, functools.partial(_softmax, lse))
-        captured["weights"] = normalize(score, allowed).astype(dtype)
+        if spec.normalizer in OTHERS:
+            weights = OTHERS[spec.normalizer](score, allowed, spec.total)
+        else:
+            weights = _softmax(lse, score, allowed)
+        captured["weights"] = weights.astype(dtype)
     if "entropy" in names:
         summary = functools.partial(_summarize, sinks=spec.sinks)
         captured["entropy"], captured["max_logit"] = _map_blocks(summary, q, k, spec, at)

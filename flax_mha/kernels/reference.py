@@ -45,7 +45,7 @@ def attend(
         k, v = move_nan_to_keys(k, v)
     logits, allowed = scores(q, k, spec, at)
     if spec.normalizer != SOFTMAX:
-        weights = OTHERS[spec.normalizer](logits, allowed)
+        weights = OTHERS[spec.normalizer](logits, allowed, spec.total)
         out = _apply_weights(weights, v, spec, at, logits.dtype)
         lse = jnp.full(out.shape[:-1], jnp.nan)
         return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)

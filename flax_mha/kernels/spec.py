@@ -81,6 +81,7 @@ class AttentionSpec(struct.PyTreeNode):
       reads_lse: False if the lse is not read, so that a kernel may return 0.
       exact_lse: True if the caller reads the lse, so that it must be exact.
       normalizer: the function from scores to weights. See `normalizers`.
+      total: the number of slots of a cache, which `normalizers` count (default: S).
       piece: the number of tokens in a piece, if pieces are in any order: a larger tile is hardly
         ever empty. None if tokens are contiguous.
     """
@@ -99,6 +100,7 @@ class AttentionSpec(struct.PyTreeNode):
     reads_lse: bool = struct.field(pytree_node=False, default=True)
     exact_lse: bool = struct.field(pytree_node=False, default=False)
     normalizer: str = struct.field(pytree_node=False, default=SOFTMAX)
+    total: int | None = struct.field(pytree_node=False, default=None)
     piece: int | None = struct.field(pytree_node=False, default=None)
 
     def at(self, dims: Dims) -> At:

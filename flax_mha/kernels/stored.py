@@ -20,12 +20,14 @@ class Stored(Struct):
       dtype: the dtype that kernels read.
       slots: the logical name of S: "cache_length" for the slots of a cache, which the rules may
         shard; "length" for tokens.
+      total: the number of slots of the cache, if S is another (default: S).
     """
 
     values: jax.Array
     scale: jax.Array | None
     dtype: Any = struct.field(pytree_node=False)
     slots: str = struct.field(pytree_node=False, default="length")
+    total: int | None = struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> Shape:

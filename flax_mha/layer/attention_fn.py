@@ -17,7 +17,7 @@ from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import described_as
+from flax_mha.base.arguments import check_given, described_as
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.bind import bind_call
 
@@ -67,11 +67,11 @@ def attention_fn(
       ValueError, TypeError: as `dot_product_attention`; if an einsum is given.
     """
     del force_fp32_for_softmax
-    _refuse(
-        "leave out attention_fn where the products are to be replaced",
-        einsum_dot_general=einsum_dot_general, qk_attn_weights_einsum=qk_attn_weights_einsum,
-        attn_weights_value_einsum=attn_weights_value_einsum,
-    )  # fmt: skip
+    einsums = {
+        "einsum_dot_general": einsum_dot_general, "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }  # fmt: skip
+    check_given("attention_fn", einsums)
     query, key, value = _promote(promote_dtype, dtype, query=query, key=key, value=value)
     if not deterministic:
         call |= {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
@@ -114,8 +114,8 @@ def dot_product_attention_weights(  # noqa: D417
       ValueError, TypeError: as `dot_product_attention`; if an einsum is given.
     """
     del force_fp32_for_softmax
-    remedy = "use nn.dot_product_attention_weights where the product is to be replaced"
-    _refuse(remedy, einsum_dot_general=einsum_dot_general, einsum=einsum)
+    einsums = {"einsum_dot_general": einsum_dot_general, "einsum": einsum}
+    check_given("dot_product_attention_weights", einsums)
     query, key = _promote(None, dtype, query=query, key=key)
     call |= {"mask": masks.combine(masks.Causal(), mask) if is_causal else mask, "bias": bias}
     values = jnp.zeros_like(key[..., :1])  # Not used.
@@ -131,16 +131,6 @@ def dot_product_attention_weights(  # noqa: D417
         broadcast_dropout=broadcast_dropout,
     )[-1]  # fmt: skip
     return spec.scale_kept(spec.apply_dropout(weights, spec.at(shapes.Dims.of(query, key, values))))
-
-
-def _refuse(remedy: str, **einsums: Function | None) -> None:
-    """Refuse functions that would replace the einsums of Flax."""
-    for name, function in einsums.items():
-        if function is not None:
-            raise ValueError(
-                f"{name} must be None, for kernels have no einsum to replace, got {function!r}; "
-                f"{remedy}"
-            )
 
 
 def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array) -> Any:

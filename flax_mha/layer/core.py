@@ -23,7 +23,6 @@ from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
 from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
-from flax_mha.layer.settings import captured as captured
 from flax_mha.scores import as_scores
 
 
@@ -80,13 +79,10 @@ def attend(
     q = sharding.constrain(q, sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-    if call.points is not None:
-        q = call.points("q", q, sharding.HEADS)
-        of_keys = functools.partial(call.points, axes=sharding.KV_HEADS, num_heads=q.shape[-2])
-        if k is not None:
-            k, v = of_keys("k", k), of_keys("v", v)
-        elif isinstance(cache, KeyValue):
-            cache = cache.replace(key=of_keys("k", cache.key), value=of_keys("v", cache.value))
+    q = q if call.points is None else call.points("q", q, sharding.HEADS)
+    if isinstance(cache, KVCache):
+        k, v = head_points.edit_keys(call.points, q, k, v)
+        k, v = (k, v) if heads.kept is None else heads.kept(k, v)
     q = checkpoint_name(q, "q")
     if k is not None:
         k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
@@ -101,7 +97,8 @@ def attend(
         heads.order is not None,
     )  # fmt: skip
     if call.points is not None:
-        head_points.edit_scores(call.points, arguments, q, source.key.shape[-3])
+        source = head_points.edit_source(call.points, q, source, is_shared)
+        head_points.edit_scores(call.points, arguments, q, source)
     with jax.named_scope("kernel"):
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
@@ -164,9 +161,9 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
         }  # fmt: skip
     if call.attention is not None:
         arguments["attention"] = call.attention
-    elif settings.attention_fn is not None:
+    elif settings.custom_attention is not None:
         arguments["attention"] = functools.partial(
-            custom_attention.run, settings.attention_fn, dtype=settings.dtype,
+            custom_attention.run, settings.custom_attention, dtype=settings.dtype,
             force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.sower,
         )  # fmt: skip
     return arguments

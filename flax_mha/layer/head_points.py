@@ -11,13 +11,17 @@ from flax.linen.dtypes import promote_dtype
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
+from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.kernels import Capture, dot_product_attention, observe
+from flax_mha.kernels.bind import bind_call
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.stored import dequantize
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.points import FEATURES, Edit, Points
 from flax_mha.masks import combine
+from flax_mha.masks.base import evaluate
 from flax_mha.scores import Bias
 
 
@@ -45,10 +49,34 @@ def edit_result(points: Points, linear: Linear | None, x: jax.Array, out: jax.Ar
     return sharding.auto(add, FEATURES, shares, linear.bias)
 
 
-def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, S: int) -> None:
-    """Put edits of scores and weights into the arguments of attention from q to S keys."""
+def edit_keys(points: Points | None, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
+    """Apply the points of keys and values, perhaps `Stored`, for queries [*B, T, N, H]."""
+    if points is None:
+        return k, v
+
+    def edit(name: str, x: Any) -> Any:
+        read = dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x)
+        y = points(name, read, sharding.KV_HEADS, q.shape[-2])
+        return y if points.prefix + name in points.edits else x
+
+    return edit("k", k), edit("v", v)
+
+
+def edit_source(points: Points, q: jax.Array, source: Shared, is_shared: bool) -> Shared:
+    """Apply the points of the keys and values of a call, unless a cache got them edited."""
+    if isinstance(source, KeyValue):
+        k, v = edit_keys(points, q, source.key, source.value)
+        return source.replace(key=k, value=v)
+    if is_shared:
+        points.refuse("kv", "kv of a layer that decodes; edit that layer")
+        edit_keys(points, q, *source.new)
+    return source
+
+
+def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, source: Shared) -> None:
+    """Put edits of scores and weights into the arguments of attention from q to a source."""
     *B, T, N, _ = q.shape
-    scores = jax.ShapeDtypeStruct((*B, N, T, S), shapes.wide(q.dtype))
+    scores = jax.ShapeDtypeStruct((*B, N, T, source.key.shape[-3]), shapes.wide(q.dtype))
     edit = points.edit("scores", scores)
     if edit is not None:
         bias = arguments.pop("bias")
@@ -57,6 +85,12 @@ def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, S: int)
     if "attention" not in arguments:
         edit = points.edit("weights", scores.update(dtype=q.dtype))
         if edit is not None:
+            is_over_keys = any(np.shape(x)[-1:] > (1,) for x in (edit.keep, edit.add))
+            if is_over_keys and getattr(source, "window", None) is not None:
+                raise ValueError(
+                    f"an edit of {points.path('attention_weights')} must have no axis of keys in a "
+                    f"ring buffer, whose slots are not positions, got one; give a cache without it"
+                )
             arguments["attention"] = functools.partial(_attend_with_weights, edit)
 
 
@@ -125,9 +159,16 @@ def _attend_with_weights(
     out, values = dot_product_attention(
         q, k, v, capture=Capture(("weights",), both.tolist()), **call
     )
+    of_mask: Any = {name: call.get(name) for name in ("mask", "q_positions", "kv_positions")}
+    spec = bind_call(q, k, v, **of_mask)[-1]
 
-    def change(out: jax.Array, w: jax.Array, v: jax.Array, edit: Edit) -> tuple[jax.Array, ...]:
+    def change(
+        out: jax.Array, w: jax.Array, v: jax.Array, edit: Edit, spec: AttentionSpec
+    ) -> tuple[jax.Array, ...]:
         new, v = edit(w[..., edited, :, :]), jnp.take(v, heads // dims.G, -2)
+        if spec.mask is not None:  # Masked pairs stay so.
+            allowed = jnp.asarray(evaluate(spec.mask, spec.at(dims)))
+            new = jnp.where(observe.pick(allowed, heads, None), new, 0.0)
         # A weight of 0 hides a value that is not finite.
         bad = jnp.swapaxes(~jnp.isfinite(v).all(-1), -1, -2)[..., None, :]
         seen = jnp.where((new != 0) & bad, jnp.nan, new)
@@ -136,7 +177,7 @@ def _attend_with_weights(
         return out, w.at[..., edited, :, :].set(new)
 
     layouts = (sharding.HEADS, ("batch", None, "length", None))
-    out, w = sharding.auto(change, layouts, out, values["weights"], dequantize(v), edit)
+    out, w = sharding.auto(change, layouts, out, values["weights"], dequantize(v), edit, spec)
     result = [out, w] if return_weights else [out]
     if capture is None:
         return tuple(result)

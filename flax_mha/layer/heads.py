@@ -1,6 +1,6 @@
 """From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
-from flax_mha.cache import CacheConfig, KVCache, Memory, sources
+from flax_mha.cache import CacheConfig, KVCache, Memory
 from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source
 from flax_mha.layer import padding
 from flax_mha.layer.linear import Linear, fused
@@ -28,6 +28,8 @@ class Heads(NamedTuple):
       order: the place of each token in the sequence, as `Call.order`.
       same_tokens: True if keys and queries are of the same tokens.
       beside: the outputs of other projections that were computed in the same product.
+      kept: a function from k and v to those that a cache keeps (default: the same). Reads and edits
+        are of k and v.
     """
 
     q: jax.Array
@@ -37,6 +39,7 @@ class Heads(NamedTuple):
     order: Array | None = None
     same_tokens: bool = True
     beside: tuple[jax.Array, ...] = ()
+    kept: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
 
 def project_heads(
@@ -52,12 +55,14 @@ def project_heads(
         cache = cache.replaced
     is_whole = isinstance(cache, KeyValue) or (x_k is None and cache is None)
     order = check_order(call.order, is_whole, x_q.shape[-2])
-    appends = isinstance(cache, KVCache | CacheConfig)
-    same_tokens = appends or (x_k is None and not isinstance(cache, Memory | Shared))
-    if appends:
-        x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
-    x_q = padding.cleared(x_q, call.lengths, order)
-    x_k, x_v = sources.projected(x_q, x_k, x_v, cache)
+    is_self_attention = x_k is None and not isinstance(cache, Memory | Shared)
+    same_tokens = is_self_attention or isinstance(cache, KVCache | CacheConfig)
+    if call.lengths is not None:
+        x_q = padding.cleared(x_q, call.lengths, order)
+        if same_tokens:
+            x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
+    if is_self_attention:
+        x_k = x_v = x_q
     with jax.named_scope("project"):  # These names are what profiles show.
         q, k, v, gate, products = project(p, x_q, x_k, x_v, beside)
     norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from flax_mha import sharding
-from flax_mha.base import shapes
+from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import At, ScoreArray
 from flax_mha.kernels import Capture
 from flax_mha.scores import ScoreMod
@@ -161,6 +161,12 @@ class Points:
             self.sow(name, self.reads.pick(x, axes, num_heads))
         return x
 
+    def refuse(self, names: str, reason: str) -> None:
+        """Refuse edits of points with names of one letter in a call that cannot apply them."""
+        if found := [x for x in names if self.prefix + x in self.edits]:
+            path = self.path(self.prefix + found[0])
+            raise ValueError(f"an edit of {path} needs a call without {reason}")
+
     def sow(self, name: str, x: Any) -> None:
         """Sow a tensor, or a tree of them, in the module."""
         self.module.sow(self.collection, self.prefix + name, x)
@@ -174,6 +180,17 @@ class Points:
                 f"{[*map(self.path, unseen)]}; flax_mha.edits.names lists those of a model"
             )
         return x
+
+    def warn_if_lost(self) -> None:
+        """Warn if a transformation around this module alone drops its intermediates."""
+        # Flax has no public way to the modules around a transformation.
+        around = getattr(getattr(nn.module, "_context", None), "module_stack", ())
+        scopes = [getattr(module, "scope", None) for module in around]
+        if any(scope and scope.is_mutable_collection("intermediates") for scope in scopes):
+            checks.warn(
+                f"the capture of {self.path('')[:-1]} is lost, because a transformation around it "
+                f"passes no intermediates; give nn.scan variable_axes={{'intermediates': 0}}, say"
+            )
 
     def path(self, name: str) -> str:
         """Return the path of a name, without that of an nnx module, which does not know it."""

@@ -16,6 +16,7 @@ from flax_mha.cache import CacheConfig
 from flax_mha.cache.sources import Given
 from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.layer.attention_fn import attention_fn
 from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
@@ -67,6 +68,8 @@ class Settings:
     Layers of linen and nnx inherit from it, so that the functions of `core` take them.
     """
 
+    # First, so that a subclass may give any later field another default.
+    num_heads: int = dataclasses.field(kw_only=False)
     dtype: Dtype | None = None
     precision: PrecisionLike = None
     rotary: Rotation | None = None
@@ -75,10 +78,15 @@ class Settings:
     kernel: KernelName = "auto"
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
-    attention_fn: Callable[..., Any] | None = None
+    attention_fn: Callable[..., Any] | None = attention_fn
     force_fp32_for_softmax: bool = False
     qk_norm: QKNorm | None = None
     normalizer: str = SOFTMAX
+
+    @property
+    def custom_attention(self) -> Callable[..., Any] | None:
+        """The function that computes attention instead of the kernels, or None."""
+        return None if self.attention_fn is attention_fn else self.attention_fn
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -101,6 +109,13 @@ class Fields(Settings):
     sinks: bool = False
     capture: Capture | None = None
     gate: str | None = None
+    # Fields of Flax's layers, see `base.arguments`.
+    qkv_dot_general: None = None
+    out_dot_general: None = None
+    qkv_dot_general_cls: None = None
+    out_dot_general_cls: None = None
+    qk_attn_weights_einsum_cls: None = None
+    attn_weights_value_einsum_cls: None = None
 
 
 class CallOptions(TypedDict, total=False):
@@ -150,25 +165,3 @@ class Call:
     return_weights: bool = False
     points: Points | None = None
     sower: Any = None
-
-
-def captured(
-    capture: Capture | None, sow_weights: bool, is_captured: bool, attention_fn: Any
-) -> Capture | None:
-    """Return the internals to capture in a call, or None.
-
-    Args:
-      capture: the field of the layer.
-      sow_weights: the argument of the call.
-      is_captured: True if intermediates are collected.
-      attention_fn: the field of the layer. Such a function sows weights by itself.
-    """
-    if attention_fn is not None:
-        return capture
-    if not is_captured:
-        return None
-    if sow_weights and capture is None:
-        return Capture(("weights",))
-    if sow_weights and capture is not None and "weights" not in capture.what:
-        return dataclasses.replace(capture, what=(*capture.what, "weights"))
-    return capture

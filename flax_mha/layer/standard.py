@@ -10,9 +10,9 @@ import jax
 from flax.typing import Initializer
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_renamed
+from flax_mha.base.arguments import InitSignature, check_given
 from flax_mha.cache import as_cache_config
-from flax_mha.kernels.capture import as_capture
+from flax_mha.kernels.capture import Capture, as_capture
 from flax_mha.layer import core
 from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
@@ -22,7 +22,6 @@ from flax_mha.layer.settings import (
     ZEROS,
     Call,
     Fields,
-    captured,
     gate_features,
     has_bias,
     learns_scale,
@@ -45,9 +44,11 @@ class Attention(Fields):
     if not TYPE_CHECKING:  # Type checkers and editors show the fields.
 
         def __new__(cls, *args: Any, **fields: Any) -> Self:
-            """Refuse the names that fields had in earlier releases."""
-            check_renamed(cls.__name__, fields)
+            """Refuse earlier names of fields, and values that only Flax's layers take."""
+            check_given(cls.__name__, fields)
             return super().__new__(cls)
+
+        __signature__ = InitSignature()
 
     @property
     def mixes_heads(self) -> bool:
@@ -98,7 +99,13 @@ class Attention(Fields):
           return_weights: True to return the weights.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
-        points.reads = captured(self.capture, sow_weights, is_captured, self.attention_fn)
+        reads, is_custom = self.capture, self.custom_attention is not None
+        if sow_weights and not is_custom:  # Such a function sows them by itself.
+            names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
+            reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
+        points.reads = reads if is_captured or is_custom else None
+        if (reads or sow_weights) and not is_captured and isinstance(self, nn.Module):
+            points.warn_if_lost()
         named = {name: options[name] for name in _OF_CALL if name in options}
         named |= {
             "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,

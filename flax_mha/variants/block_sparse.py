@@ -53,7 +53,7 @@ class ChosenBlocks(Attention):
         checks.positive(block=self.block, count=self.count, query_block=self.query_block)
         if self.share and isinstance(self.scale, str):
             raise ValueError(f"share has a number for scale, got {self.scale!r}; give one")
-        if self.attention_fn is not None:
+        if self.custom_attention is not None:
             raise ValueError("blocks are chosen for our kernels, got attention_fn; leave it out")
         return super().table(D, Dk, Dv)
 

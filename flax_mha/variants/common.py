@@ -19,7 +19,7 @@ def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = F
     if isinstance(layer.scale, str) and not learns_scale:
         raise ValueError(f"{what} has a number for scale, got {layer.scale!r}; give one")
     for name in absent:
-        if getattr(layer, name):
+        if getattr(layer, "custom_attention" if name == "attention_fn" else name):
             raise ValueError(f"{what} has no {name}, got {getattr(layer, name)!r}; leave it out")
 
 

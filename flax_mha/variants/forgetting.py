@@ -58,13 +58,16 @@ class Forgetting(Attention):
         c = sharding.auto(_summed, _OF_TOKENS, gates, order, last)
         if self.scale is None:  # Padded queries have more features.
             call = dataclasses.replace(call, scale=q.shape[-1] ** -0.5)
-        kept = sharding.auto(_joined, sharding.KV_HEADS, k, c)
+
+        def kept(k: Any, v: Any) -> tuple[Any, Any]:
+            return sharding.auto(_joined, sharding.KV_HEADS, k, c), v
+
         if isinstance(cache, KVCache):
             _check_dtype(cache.key.dtype)
-            # As many features as the keys, 0 where the keys have c.
-            q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, kept.shape[-1] - q.shape[-1])])
-            heads = heads._replace(q=q, k=kept)
-            call = dataclasses.replace(call, attention=functools.partial(_attend, c))
+            scores = (*call.scores, _Forget(c))
+            attention = functools.partial(_attend, c)
+            call = dataclasses.replace(call, scores=scores, attention=attention)
+            heads = heads._replace(kept=kept)
             return core.attend(p, self, heads, call, cache)._replace(kv=None)
         mask = masks.combine(masks.Causal(), call.mask)
         call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
@@ -72,7 +75,7 @@ class Forgetting(Attention):
         made = None
         if isinstance(cache, CacheConfig):
             _check_dtype(cache.dtype or k.dtype)
-            made = cache.empty(kept, v, self.mask)
+            made = cache.empty(*kept(k, v), self.mask)
         return output._replace(cache=made, kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
@@ -103,14 +106,15 @@ class ForgettingAttention(Forgetting, MultiHeadAttention):
 
 
 class _Forget(ScoreMod):
-    """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N]."""
+    """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N], None in a cache."""
 
     q: Any
-    k: Any
+    k: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        q, k = (jnp.swapaxes(x, -1, -2) for x in (self.q, self.k))
-        return self.replace(q=ScoreArray(q[..., None]), k=ScoreArray(k[..., None, :]))
+        q = ScoreArray(jnp.swapaxes(self.q, -1, -2)[..., None])
+        k = self.k if self.k is None else ScoreArray(jnp.swapaxes(self.k, -1, -2)[..., None, :])
+        return self.replace(q=q, k=k)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         # Subtract first: the score plus a large sum would lose digits.
@@ -120,7 +124,9 @@ class _Forget(ScoreMod):
 def _attend(of_q: jax.Array, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
     """Compute attention to keys with c in their last features."""
     of_k = sharding.auto(_kept, ("batch", k.slots, "kv_heads"), k.values, of_q)
-    scores = (*call.pop("scores", ()), _Forget(of_q, of_k))
+    scores = [x.replace(k=of_k) if isinstance(x, _Forget) else x for x in call.pop("scores")]
+    # As many features as the keys, 0 where the keys have c.
+    q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, k.shape[-1] - q.shape[-1])])
     return dot_product_attention(q, k, v, scores=scores, **call)
 
 

@@ -51,12 +51,17 @@ class Latent(Attention):
         if self.scale is None:
             call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]
+        heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order)
+        if call.points is not None or not isinstance(cache, KVCache):
+            k, v = fused(latent, (p["key"], p["value"]))
+            heads = heads._replace(k=_joined(k, r), v=v)
         if isinstance(cache, KVCache):
-            absorbed = functools.partial(_absorbed, q[..., :H], p["key"], p["value"])
+            if call.points is not None:
+                call.points.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
+            absorbed = functools.partial(_absorbed, p["key"], p["value"])
             call = dataclasses.replace(call, attention=absorbed)
-            return core.attend(p, self, core.Heads(q_rope, r, c), call, cache)._replace(kv=None)
-        k, v = fused(latent, (p["key"], p["value"]))
-        heads = core.Heads(_joined(q[..., :H], q_rope), _joined(k, r), v, order=order)
+            heads = heads._replace(kept=lambda k, v: (r, c))
+            return core.attend(p, self, heads, call, cache)._replace(kv=None)
         output = core.attend(p, self, heads, call, None)
         empty = cache.empty(r, c, self.mask) if isinstance(cache, CacheConfig) else None
         return output._replace(cache=empty, kv=None)
@@ -117,11 +122,10 @@ class MultiHeadLatentAttention(Latent, MultiHeadAttention):
     """
 
 
-def _absorbed(
-    q: jax.Array, key: Linear, value: Linear, q_rope: jax.Array, r: Stored, c: Stored, **call: Any
-) -> Any:
+def _absorbed(key: Linear, value: Linear, q: jax.Array, r: Stored, c: Stored, **call: Any) -> Any:
     """Compute attention to latents in a cache: keys [c, r] and values c, of one head for all."""
     rotated, latent = dequantize(r), dequantize(c)
+    q, q_rope = jnp.split(q, [q.shape[-1] - r.shape[-1]], -1)
     q = _product("...tnh,rnh->...tnr", key, q)
     k, v = (_with_bias(linear, latent).astype(q.dtype) for linear in (key, value))
     q, k = _joined(q, q_rope), jnp.concatenate([k, rotated.astype(q.dtype)], -1)

@@ -402,10 +402,16 @@ LAYER: list[Case] = [
           attention_fn=lambda q, k, v: q, call={"sow_weights": True}),
     layer("attention_fn: shape", ValueError, r"must give \[\*B, T, N, Hv.*float32 \(2, 4, 2\)",
           attention_fn=lambda q, k, v: q[..., 0]),
+    ("a field of Flax", lambda: MultiHeadAttention(2, qkv_dot_general=jax.lax.dot_general),
+     TypeError, r"qkv_dot_general=None alone, got function; keep Flax's layer"),
+    layer("an argument of Flax", TypeError, r"out_sharding=None alone, got P.*; set nn.logical",
+          call={"out_sharding": jax.P()}),
+    ("attention: an argument of Flax", lambda: dot_product_attention(Q, Q, Q, out_sharding=None),
+     TypeError, r"dot_product_attention takes no out_sharding; give one of"),
     ("attention_fn: einsum", lambda: attention_fn(Q, Q, Q, qk_attn_weights_einsum=jnp.einsum),
-     ValueError, r"qk_attn_weights_einsum must be None.*leave out attention_fn"),
+     TypeError, r"qk_attn_weights_einsum=None alone, got function; keep Flax's function"),
     *[(f"weights: {name}", lambda name=name: dot_product_attention_weights(Q, Q, **{name: max}),
-       ValueError, rf"{name} must be None.*use nn.dot_product_attention_weights")
+       TypeError, rf"takes {name}=None alone, got builtin.*; keep Flax's function")
       for name in ("einsum", "einsum_dot_general")],
     layer("mask field", TypeError, r"Mask or a bool array, got str", mask="causal"),
     layer("kernel", ValueError, r"'auto' or one of .*got 'flash'", kernel="flash"),

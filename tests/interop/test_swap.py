@@ -202,11 +202,11 @@ def product(*args: Any, **kwargs: Any) -> Any:
         (lambda: interop.swap(3), "a module of linen or nnx, got 3"),
         (lambda: interop.swap(Model), "a module of linen or nnx, got <class"),
         (lambda: interop.swap(nn.MultiHeadDotProductAttention(2, qkv_dot_general=product))
-         .init(KEY, X), "a layer with qkv_dot_general"),
+         .init(KEY, X), "takes qkv_dot_general=None alone"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, out_dot_general=product,
-                                                     rngs=nnx.Rngs(0))), "with out_dot_general"),
+                                                     rngs=nnx.Rngs(0))), "out_dot_general=None al"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, qkv_promote_dtype=product,
-                                                     rngs=nnx.Rngs(0))), "with qkv_promote_dtype"),
+                                                     rngs=nnx.Rngs(0))), "qkv_promote_dtype=None "),
     ],
 )  # fmt: skip
 def test_unsupported_models_raise(wrong: Any, told: str) -> None:

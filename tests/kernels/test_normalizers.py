@@ -1,5 +1,6 @@
 """Alternatives to the softmax: formulas in float64, gradients, and kernels that refuse them."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +11,15 @@ import pytest
 from flax import nnx
 
 import flax_mha
-from flax_mha import Capture, MultiHeadAttention, dot_product_attention, explain, masks, sharding
+from flax_mha import (
+    CacheConfig,
+    Capture,
+    MultiHeadAttention,
+    dot_product_attention,
+    explain,
+    masks,
+    sharding,
+)  # fmt: skip
 from flax_mha.kernels import KERNELS
 from flax_mha.scores import SoftCap
 from tests.support.decoding import decoded
@@ -84,6 +93,30 @@ def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
             values.append((expected(name, *given, allowed) * cotangent).sum())
         slope = (values[0] - values[1]) / 2e-6
         assert abs(np.vdot(grad, step) - slope) < 1e-4 * np.abs(grad * step).sum()
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("window", [None, 2])
+def test_sigmoid_counts_the_slots_of_a_cache(window: int | None) -> None:
+    """For prompts of 1, 3 and 70 tokens, in a ring buffer too, which is then read with them."""
+    tokens, slots = 72, 72 if window is None else 4
+    mask = masks.Causal() if window is None else masks.Window(window, 0)
+    layer = MultiHeadAttention(
+        N, normalizer="sigmoid", mask=mask, capture=Capture(("weights",)),
+        cache=CacheConfig(slots=None if window is None else slots),
+    )  # fmt: skip
+    x = RNG.normal(size=(1, tokens, 16)).astype(np.float32)
+    params = random_like(jax.eval_shape(layer.init, KEY, x))
+    _, read = jax.jit(functools.partial(layer.apply, mutable="intermediates"))(params, x)
+    s = float64(read["intermediates"]["attention_weights"][0])
+    # From σ(s − log S) to σ(s − log slots).
+    p = np.where(s > 0, 1 / (1 + (1 / np.where(s > 0, s, 1) - 1) * slots / tokens), 0)
+    values = np.einsum("btd,dnh->btnh", x, float64(params["params"]["value"]["kernel"]))
+    z = np.einsum("bnts,bsnh->btnh", p, values + float64(params["params"]["value"]["bias"]))
+    out = np.einsum("btnh,nhd->btd", z, float64(params["params"]["out"]["kernel"]))
+    wanted = out + float64(params["params"]["out"]["bias"])
+    for steps in ((1, 1, 1, 69), (3, 69), (70, 1, 1)):
+        assert error(decoded(layer.clone(decode=True), params, x, steps), wanted) < 2e-6
 
 
 @pytest.mark.sampled(0.5)

@@ -17,15 +17,35 @@ from tests.layer.test_edits import LAYERS, B, D, H, K, N, T, X, named, variables
 
 
 class Stranger(nn.Module):
-    """A model of somebody else, whose scan passes only parameters."""
+    """A model of somebody else, whose scan passes only parameters, unless it is told of more."""
+
+    capture: Capture | None = None
+    sow_weights: bool = False
+    passes: tuple[str, ...] = ("params",)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         def step(layer: nn.Module, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return x + layer(x), None
+            return x + layer(x, sow_weights=self.sow_weights), None
 
-        scanned = nn.scan(step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-        return scanned(MultiHeadAttention(N, name="attention"), x, None)[0]
+        axes = dict.fromkeys(self.passes, 0)
+        scanned = nn.scan(step, variable_axes=axes, split_rngs={"params": True}, length=3)
+        layer = MultiHeadAttention(N, name="attention", capture=self.capture)
+        return scanned(layer, x, None)[0]
+
+
+@pytest.mark.parametrize("asked", [{"capture": Capture(("z",))}, {"sow_weights": True}])
+def test_a_capture_that_a_scan_drops_is_a_warning(asked: dict[str, Any]) -> None:
+    def sown(model: nn.Module, mutable: Any) -> Any:
+        return jax.eval_shape(lambda v: model.apply(v, X, mutable=mutable)[1], values)
+
+    values = jax.eval_shape(Stranger(**asked).init, jax.random.key(0), X)
+    with pytest.warns(UserWarning, match="capture of attention is lost.* give nn.scan"):
+        assert not sown(Stranger(**asked), "intermediates")
+    # Not wanted, or not lost.
+    assert not sown(Stranger(), "intermediates")
+    assert not sown(Stranger(**asked), "cache")
+    assert sown(Stranger(**asked, passes=("params", "intermediates")), "intermediates")
 
 
 @pytest.mark.slow

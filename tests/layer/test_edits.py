@@ -74,7 +74,7 @@ def expected(params: Any, x: np.ndarray, changes: Mapping[str, Edit], kind: str)
     total = weights.sum(-1, keepdims=True)
     if "sinks" in params:
         total = total + np.exp(oracle.float64(params["sinks"]))[:, None, None]
-    weights = change("weights", weights / total)
+    weights = np.where(allowed, change("weights", weights / total), 0)  # A mask is never undone.
     z = change("z", np.einsum("bnts,bsnh->btnh", weights, v))
     if "output_gate" in params:
         z = z / (1 + np.exp(-oracle.project(params["output_gate"], x)))

@@ -1,5 +1,6 @@
 """The fields of a layer: shown by its signature, and checked once for equal values."""
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
@@ -117,3 +119,85 @@ def test_each_argument_is_described(cls: Any) -> None:
         doc = inspect.getdoc(thing) or ""
         names = set(inspect.signature(thing).parameters) - {"self", "parent", "name"}
         assert not {name for name in names if f"\n  {name}: " not in doc}
+
+
+THEIRS = (
+    (flax.linen.MultiHeadDotProductAttention, flax_mha.MultiHeadDotProductAttention),
+    (flax.linen.SelfAttention, SelfAttention),
+    (flax.nnx.MultiHeadAttention, nnx.MultiHeadAttention),
+)
+
+
+def made(cls: Any, *args: Any, **fields: Any) -> Any:
+    """Return a layer of linen or nnx with 2 heads, on inputs of 8 features."""
+    if issubclass(cls, flax.nnx.Module):
+        return cls(2, 8, *args, rngs=flax.nnx.Rngs(0), **fields)
+    return cls(2, *args, **fields)
+
+
+def result(layer: Any, **call: Any) -> jax.Array:
+    if isinstance(layer, flax.nnx.Module):
+        return layer(X, **call)
+    return layer.init_with_output(jax.random.key(0), X, **call)[0]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), THEIRS)
+def test_each_none_of_flax_is_taken_and_other_values_are_refused(theirs: Any, ours: Any) -> None:
+    of_class, of_call = (
+        [p for p in inspect.signature(x).parameters.values() if p.name not in ("self", "parent")]
+        for x in (theirs.__init__, theirs.__call__)
+    )
+    # Flax 0.12.8 has not all.
+    call = {p.name: None for p in of_call if p.default is None} | {"input_positions": None}
+    layer = made(ours, **{p.name: None for p in of_class if p.default is None})
+    assert result(layer, **call).shape == X.shape
+    alone = [p.name for p in of_class if p.name.endswith(("_general", "_cls", "_promote_dtype"))]
+    for name in alone:
+        with pytest.raises(TypeError, match=f"{ours.__name__} takes {name}=None alone, got .*; "):
+            made(ours, **{name: jax.lax.dot_general})
+    for name in ("inputs_kv", "out_sharding", "qkv_sharding", "input_positions"):
+        with pytest.raises(TypeError, match=f"takes {name}=None alone, got ndarray; "):
+            result(layer, **{name: X})
+    assert len(alone) >= 6
+
+
+@pytest.mark.parametrize("cls", [MultiHeadAttention, SelfAttention, variants.TalkingHeadsAttention])
+def test_a_subclass_may_give_fields_other_defaults(cls: Any) -> None:
+    class Half(cls):
+        dtype: Any = jnp.bfloat16
+        use_bias: bool = False
+
+    class Two(Half):
+        num_heads: int = 2
+        extra: int = 3
+
+    assert result(Half(2)).dtype == result(Two()).dtype == jnp.bfloat16
+    assert (Half(4).num_heads, Two(4).num_heads, Two(dtype=X.dtype).dtype) == (4, 4, X.dtype)
+    assert not Two().use_bias
+
+
+@pytest.mark.parametrize("cls", [nnx.MultiHeadAttention, nnx.TalkingHeadsAttention])
+def test_a_subclass_in_nnx_may_give_fields_other_defaults(cls: Any) -> None:
+    @dataclasses.dataclass(eq=False)
+    class Half(cls):
+        dtype: Any = jnp.bfloat16
+        num_kv_heads: int = 1
+
+    layer = made(Half, 4)
+    assert result(layer).dtype == jnp.bfloat16
+    assert (layer.qkv_features, layer.num_kv_heads) == (4, 1)
+    with pytest.raises(TypeError, match="no longer takes cache_dtype"):
+        made(Half, cache_dtype="int8")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), THEIRS)
+def test_a_subclass_may_call_attention_fn(theirs: Any, ours: Any) -> None:
+    q = np.random.default_rng(0).normal(size=(2, 4, 2, 4)).astype(np.float32)
+    layer = made(ours)
+    out = layer.attention_fn(q, q, q, mask=np.tri(4, dtype=bool)[None, None])
+    want = made(theirs).attention_fn(q, q, q, mask=np.tri(4, dtype=bool)[None, None])
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    assert layer.custom_attention is None
+    # The kernels take what a function cannot.
+    assert result(made(ours, sinks=True, attention_fn=flax_mha.attention_fn)).shape == X.shape
+    assert result(made(ours, sinks=True, attention_fn=None)).shape == X.shape

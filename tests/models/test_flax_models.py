@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import MultiHeadAttention, MultiHeadDotProductAttention
+from flax_mha import MultiHeadAttention, MultiHeadDotProductAttention, attention_fn
 from tests.layer.test_flax_parity import GRADIENT, OUTPUT, lenient
 from tests.support.oracle import error, random_like
 
@@ -137,22 +137,16 @@ def test_cached_decoding_matches_flax(lift: str) -> None:
     assert error(outs[1], outs[0]) < 2 * OUTPUT
 
 
-DEPRECATED = {
-    "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
-    "qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls",
-}  # fmt: skip
-
-
 def test_layer_has_every_flax_field_with_its_default() -> None:
     theirs, ours = (
         {field.name: field.default for field in dataclasses.fields(layer)}
         for layer in (nn.MultiHeadDotProductAttention, MultiHeadDotProductAttention)
     )
-    for name in theirs.keys() - DEPRECATED - {"parent", "attention_fn"}:
+    for name in theirs.keys() - {"parent"}:
         default = ours[name]
         same = default == theirs[name] or (callable(default) and callable(theirs[name]))
         assert same, name
-    assert ours["attention_fn"] is None  # None selects flax_mha's kernels.
+    assert ours["attention_fn"] is attention_fn  # It stands for flax_mha's kernels.
 
 
 def test_fields_must_be_named() -> None:

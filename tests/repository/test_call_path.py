@@ -35,7 +35,7 @@ def test_call_path_seldom_returns_to_a_file() -> None:
     assert {"layer/core.py", "layer/linear.py", "kernels/choose.py", "kernels/reference.py"} <= set(
         stays
     )
-    assert len(stays) - len(set(stays)) <= 10, "\n".join(stays)
+    assert len(stays) - len(set(stays)) <= 12, "\n".join(stays)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
