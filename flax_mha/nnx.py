@@ -1,11 +1,13 @@
 """The nnx layers: they make parameters, hold caches, and call the functions of `layer`."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.core import FrozenDict
 from flax.typing import Dtype, Initializer
@@ -14,13 +16,13 @@ from flax_mha import linen, masks
 from flax_mha.base import checks
 from flax_mha.base.arguments import check_known, described_as, with_options
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache, Memory, as_cache_config, sources
+from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
 from flax_mha.layer import core
-from flax_mha.layer.edits import Edits
+from flax_mha.layer.edits import Edit, Edits
 from flax_mha.layer.linear import Linear, answer
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
 from flax_mha.layer.points import Points
-from flax_mha.layer.settings import Call, CallOptions
+from flax_mha.layer.settings import ZEROS, Call, CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import LogicalNames
@@ -33,6 +35,10 @@ from flax_mha.variants.talking_heads import TalkingHeads
 _NOTHING: Mapping[str, Any] = FrozenDict()
 # Parameters that a layer may lack.
 _MAYBE = ("key", "value", "query_ln", "key_ln", "output_gate", "out", "sinks", "score_scale")
+# Attributes that are trees, and the variables that hold their arrays.
+_TREES: dict[str, Any] = {
+    "mask": nnx.Variable, "scores": nnx.Variable, "edits": Edits, "kv": nnx.Cache
+}  # fmt: skip
 
 
 class NnxOptions(CallOptions, total=False):
@@ -43,7 +49,69 @@ class NnxOptions(CallOptions, total=False):
     is_causal: bool
 
 
-class Projection(nnx.LinearGeneral):
+class Kept(NamedTuple):
+    """The cache of a layer, read and replaced like the value of a variable."""
+
+    get_value: Callable[[], Any]
+    set_value: Callable[[Any], None]
+
+
+class Module(nnx.Module):
+    """A module with a variable for each array of its trees, which nnx updates by its path."""
+
+    if not TYPE_CHECKING:
+
+        def __getattribute__(self, name: str) -> Any:
+            """Return an attribute, and of a tree of variables the values."""
+            value = super().__getattribute__(name)
+            if name == "kv" and value is not None:
+                get = functools.partial(collection.restore, nnx.as_pure(value))
+                return Kept(get, functools.partial(setattr, self, name))
+            return nnx.as_pure(value) if name in _TREES else value
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute."""
+            if name == "_nnx_tabulate_id":
+                # `nnx.tabulate` replaces methods of this copy's class, and leaves them if it fails.
+                # As a property, `compute` is no call of a module, and has no row.
+                cls = type(self)
+                hidden = property(lambda self: functools.partial(cls.compute, self))
+                own = type(cls)(cls.__name__, (cls,), {"compute": hidden})
+                object.__setattr__(self, "__class__", own)
+            held = vars(self).get(name)
+            super().__setattr__(name, value)
+            if name in _TREES:
+                tree, vars(self)[name] = vars(self)[name], held
+                vars(self)[name] = None if tree is None else _hold(self, name, tree, held)
+
+
+def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
+    """Return a tree with a variable for each array, `held` itself for a cache of the same form."""
+    kind, static = _TREES[name], {}
+    if name == "kv":
+        tree = tree.get_value() if hasattr(tree, "get_value") else tree
+        is_saved = isinstance(tree, Mapping)
+        window = as_cache_config(layer.cache).window(layer.mask) if is_saved else None
+        tree = collection.restore(tree, window)
+        if len({jax.tree.structure(x, _is_field) for x in (held, tree)}) == 1:
+            jax.tree.map(nnx.Variable.set_value, held, tree, is_leaf=_is_field)
+            return held
+        # For `flax_mha.cache.truncate` of a state.
+        static = {"window": tree.window} if getattr(tree, "window", None) is not None else {}
+
+    def variable(x: Any) -> Any:
+        # Each field of a cache is one: their names tell a `KVCache` from a `Memory`.
+        is_array = isinstance(x, jax.Array | np.ndarray) or (x is None and name == "kv")
+        return kind(x, **static) if is_array else x
+
+    return jax.tree.map(variable, tree, is_leaf=_is_field)
+
+
+def _is_field(x: Any) -> bool:
+    return x is None or isinstance(x, nnx.Variable)
+
+
+class Projection(Module, nnx.LinearGeneral):
     """Flax's `nnx.LinearGeneral`, which the layer may compute together with others.
 
     Attributes:
@@ -84,7 +152,7 @@ class _Sizes:
 
 @described_as(linen.MultiHeadAttention)
 @dataclasses.dataclass(eq=False, repr=False)
-class MultiHeadAttention(Attention, _Sizes, nnx.Module):
+class MultiHeadAttention(Attention, _Sizes, Module):
     """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
@@ -150,16 +218,14 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
         N, K, H, Hv = self.sizes(D)
         self.num_kv_heads, self.head_dim, self.v_head_dim, self.qkv_features = K, H, Hv, N * H
         self.cache = as_cache_config(self.cache)
-        self.scores = nnx.data(as_scores(self.scores))
-        # A tuple, so that the layer's definition can be hashed.
-        self._entries = tuple(table.items())
+        self.scores = as_scores(self.scores)
         for name in _MAYBE:
             setattr(self, name, nnx.data(None))
-        self.kv: nnx.Cache | None = nnx.data(None)
-        self.edits: Edits | None = nnx.data(None)
+        self.kv: Any = nnx.data(None)
+        self.edits: dict[str, Edit] | None = nnx.data(None)
         metadata = {"query_ln": query_ln, "key_ln": key_ln}
         outs = (out_kernel or kernel, out_bias or bias)
-        for name, entry in self._entries:
+        for name, entry in table.items():
             if isinstance(entry, LinearEntry):
                 metadata_of = outs if entry.is_out else (kernel, bias)
                 setattr(self, name, self._projection(entry, rngs, *metadata_of))
@@ -179,9 +245,15 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
 
         learned(self.scores, N, H, make)
         # Arrays come after those of the scores, as in linen.
-        for name, entry in self._entries:
+        for name, entry in table.items():
             if isinstance(entry, ArrayEntry):
                 make(name, entry.shape, entry.names, entry.init, entry.is_random)
+                table[name] = dataclasses.replace(entry, init=ZEROS)
+        # Two functions are never equal, and few can be pickled. Flax keeps none either.
+        for name in ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init"):
+            setattr(self, name, None)
+        # A tuple, so that the layer's definition can be hashed.
+        self._entries = tuple(table.items())
         # The name of Flax's layer, which is an argument of this one too.
         kept = rngs.dropout.fork() if keep_rngs and self.dropout_rate > 0 else None
         self.rngs = kept  # type: ignore[attr-defined]
@@ -232,7 +304,7 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             instead.
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
-            `nnx.Intermediate`.
+            `nnx.Intermediate`. Outside of `nnx.capture` they stay in the layer until `nnx.pop`.
           decode: True to append these tokens, of any number, to the cache, and to attend to all so
             far, causally (default: the layer's `decode`).
           is_causal: True to see no later key; decoding always is.
@@ -262,16 +334,14 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
         self._check_features(inputs_q, *of_kv)
         if checks.flag("is_causal", options.get("is_causal", False)):
             options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
-        # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
-        is_captured = hasattr(self, "__captures__")
-        edits = {} if self.edits is None else self.edits.get_value()
-        call = self._make_call(
-            options, self._learned(), self._dropout_rng(options),
-            Points(self, edits, collection=nnx.Intermediate), is_captured, return_weights,
-        )  # fmt: skip
+        # Outside of `nnx.capture`, of which nnx has no public sign, it stays in the layer.
+        is_captured = hasattr(self, "__captures__") or options.get("sow_weights", False)
+        points = Points(self, self.edits or {}, collection=nnx.Intermediate)
+        options_of = (options, self._learned(), self._dropout_rng(options))
+        call = self._make_call(*options_of, points, is_captured, return_weights)
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
-            self._keep(output.cache)
+            self.kv = output.cache
         return core.returned(output, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
@@ -295,7 +365,7 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             x = jnp.zeros(shape, self.param_dtype)
             return self.compute(self._parameters(), x, None, None, Call(), config).cache
 
-        self.kv = nnx.Cache(jax.jit(empty)())
+        self.kv = jax.jit(empty)()
 
     def set_view(
         self,
@@ -320,12 +390,6 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
             dtype = as_cache_config(self.cache).dtype or self.dtype
             self.init_cache((*batch, max_length, self.in_features), dtype)
-
-    def _keep(self, cache: KVCache | Memory) -> None:
-        if self.kv is None:
-            self.kv = nnx.Cache(cache)
-        else:
-            self.kv.set_value(cache)
 
     def _check_features(self, *inputs: Any) -> None:
         if not self.in_kv_features and inputs[1] is not None:

@@ -218,7 +218,7 @@ def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
         nnx.update(layer, nnx.State(unflatten_dict(new)))
         fields["qkv_features"] = fields["num_heads"] * fields["head_dim"]
         for name, x in fields.items():
-            setattr(layer, name, nnx.data(x) if name in ("mask", "scores") else x)
+            setattr(layer, name, x)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
                 shape, at = new[name, "kernel"].shape, len(entry.inputs)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from flax_mha.base.shapes import Dims, lead
 from flax_mha.base.symbols import count_up
+from flax_mha.base.trees import Struct
 
 Array: TypeAlias = jax.Array | np.ndarray
 
@@ -31,7 +31,7 @@ class At(NamedTuple):
     k: Array
 
 
-class Node(struct.PyTreeNode):
+class Node(Struct):
     """A tree of arrays, the base of masks and scores. Subclasses need no fields."""
 
     if TYPE_CHECKING:  # Flax does not annotate these.
@@ -40,7 +40,7 @@ class Node(struct.PyTreeNode):
         def __init_subclass__(cls, **kwargs: Any) -> None: ...
 
 
-class ScoreArray(struct.PyTreeNode):
+class ScoreArray(Struct):
     """An array over the scores, [*B|1, N|1, T|1, S|1]. A tile of scores reads a tile of it."""
 
     array: Any

@@ -1,13 +1,46 @@
-"""Tools for trees: partition leaves, list nodes, and trace functions of trees once."""
+"""Tools for trees: export, partition leaves, list nodes, and trace functions of trees once."""
 
+import contextlib
 import functools
+import json
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import jax.export
 import jax.numpy as jnp
+from flax import struct
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
+
+
+class Struct(struct.PyTreeNode):
+    """A frozen tree of arrays, which exported programs may take and return."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register the subclass as a tree, and its static fields as JSON for `jax.export`."""
+        super().__init_subclass__(**kwargs)
+        with contextlib.suppress(ValueError):  # A notebook defines a class again.
+            jax.export.register_pytree_node_serialization(
+                cls, serialized_name=f"{cls.__module__}.{cls.__qualname__}",
+                serialize_auxdata=lambda static: json.dumps(static, default=_encode).encode(),
+                deserialize_auxdata=lambda data: _decode(json.loads(data)),
+            )  # fmt: skip
+
+
+def _encode(x: Any) -> Any:
+    with contextlib.suppress(TypeError):
+        return {"dtype": jnp.dtype(x).name}
+    raise TypeError(
+        f"static fields of an exported program's arguments must be numbers, strings or dtypes, got "
+        f"{x!r}; keep this mask or score in the function"
+    )
+
+
+def _decode(x: Any) -> Any:
+    if isinstance(x, dict):
+        return jnp.dtype(x["dtype"])
+    return tuple(map(_decode, x)) if isinstance(x, list) else x
 
 
 def partition(

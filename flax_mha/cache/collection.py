@@ -21,6 +21,8 @@ from flax_mha.sharding import LogicalNames
 NAMES = frozenset({"kv", "memory"})
 # A tree of caches, such as `variables['cache']` or all variables.
 Collection = TypeVar("Collection")
+# The caches by the names of their arrays.
+_KINDS: Any = {frozenset(x.__dataclass_fields__) - {"window"}: x for x in (KVCache, Memory)}
 
 
 def constrain_cache(slots: AnySlots) -> AnySlots:
@@ -39,7 +41,7 @@ def restore(cache: Any, window: int | None = None) -> KVCache | Memory:
 
     Args:
       cache: a `KVCache` or a `Memory`, or the fields of one by name, as msgpack,
-        `flax.serialization.to_state_dict` and pure dicts of nnx have them.
+        `flax.serialization.to_state_dict`, and the states and pure dicts of nnx have them.
       window: the window of the layer's ring buffer, which is not saved; None without one.
 
     Raises:
@@ -47,10 +49,11 @@ def restore(cache: Any, window: int | None = None) -> KVCache | Memory:
       ValueError: if arrays are missing or do not fit, or do not fit the window.
     """
     kept = cache
-    for cls in (KVCache, Memory) if isinstance(cache, Mapping) else ():
-        static: dict[str, Any] = {"window": window} if cls is KVCache else {}
-        if {*cache} == cls.__dataclass_fields__.keys() - static.keys():
-            kept = jax.tree.map(jnp.asarray, cls(**cache, **static))
+    if isinstance(cache, Mapping) and (cls := _KINDS.get(frozenset(cache))):
+        # Variables of nnx, which is slow to import, have `get_value`.
+        values = {name: getattr(x, "get_value", lambda x=x: x)() for name, x in cache.items()}
+        static = {"window": getattr(cache["key"], "window", window)} if cls is KVCache else {}
+        kept = jax.tree.map(jnp.asarray, cls(**values, **static))
     if not isinstance(kept, KVCache | Memory):
         found = f"a dict of {[*cache]}" if isinstance(cache, Mapping) else checks.describe(cache)
         raise TypeError(
@@ -161,7 +164,14 @@ def _truncate_by(lengths: jax.Array | int) -> Callable[[Any], Slots]:
 def _map(name: str, fn: Callable[[Slots], Slots], collection: Any) -> Any:
     """Apply fn to all caches of a collection, for the public function `name`."""
     _caches(name, collection)
-    return jax.tree.map(lambda x: fn(x) if _is_cache(x) else x, collection, is_leaf=_is_cache)
+
+    def apply(x: Any) -> Any:
+        new = fn(restore(x)) if _is_cache(x) else x
+        if not _is_cache(x) or isinstance(x, Slots) or not hasattr(x["key"], "replace"):
+            return new
+        return {name: variable.replace(vars(new)[name]) for name, variable in x.items()}
+
+    return jax.tree.map(apply, collection, is_leaf=_is_cache)
 
 
 def _caches(name: str, collection: Any) -> list[Slots]:
@@ -171,7 +181,8 @@ def _caches(name: str, collection: Any) -> list[Slots]:
             f"{name} needs the collection of a model's caches, got {type(collection).__name__}; "
             f"give variables['cache'], or call the method of a KVCache"
         )
-    caches = [x for x in jax.tree.leaves(collection, is_leaf=_is_cache) if _is_cache(x)]
+    leaves = jax.tree.leaves(collection, is_leaf=_is_cache)
+    caches: list[Slots] = [restore(x) for x in leaves if _is_cache(x)]
     if not caches:
         raise ValueError(
             f"{name} needs a collection with the cache of a layer, got one of {[*collection]}; "
@@ -181,4 +192,4 @@ def _caches(name: str, collection: Any) -> list[Slots]:
 
 
 def _is_cache(x: Any) -> bool:
-    return isinstance(x, Slots)
+    return isinstance(x, Slots) or (isinstance(x, Mapping) and frozenset(x) in _KINDS)

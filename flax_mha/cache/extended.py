@@ -11,6 +11,7 @@ from flax_mha import masks
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.arguments import check_known
 from flax_mha.base.coordinates import ScoreArray
+from flax_mha.base.trees import Struct
 from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention
 from flax_mha.kernels.capture import as_capture
 from flax_mha.kernels.stored import Stored
@@ -21,7 +22,7 @@ from flax_mha.scores import Bias, ScoreMod
 _ARGUMENTS = ARGUMENTS | {"attention"}
 
 
-class Extended(struct.PyTreeNode):
+class Extended(Struct):
     """The keys and values that the queries of T new tokens attend to: cached and new tokens.
 
     Attributes:

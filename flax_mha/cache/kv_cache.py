@@ -10,12 +10,13 @@ from flax.typing import Dtype
 from flax_mha import masks
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
+from flax_mha.base.trees import Struct
 from flax_mha.cache.extended import Extended, attend_causally, nan_where_lost
 from flax_mha.cache.storage import NO_POSITION, Memory, Slots, write
 from flax_mha.sharding import LogicalNames
 
 
-class KVCache(Slots, struct.PyTreeNode):
+class KVCache(Slots, Struct):
     """The keys and values of earlier tokens. Each row of the batch has its own length.
 
     Without a window, slot j holds the token at position j. With a window, the slots are a ring

@@ -10,13 +10,14 @@ from flax import struct
 from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
+from flax_mha.base.trees import Struct
 from flax_mha.cache.config import CacheConfig
 from flax_mha.cache.extended import Extended
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.storage import Memory
 
 
-class KeyValue(struct.PyTreeNode):
+class KeyValue(Struct):
     """The keys and values of one call of a layer, after normalization and rotary embedding.
 
     Attributes:
@@ -54,7 +55,7 @@ class KeyValue(struct.PyTreeNode):
         return masks.combine(mask, masks.Lengths(kv_lengths, q_lengths))
 
 
-class Encoded(struct.PyTreeNode):
+class Encoded(Struct):
     """Inputs of keys and values from another sequence, such as an encoder's output, to be kept.
 
     As the argument `kv` of a layer that decodes, it makes the layer compute these keys and values

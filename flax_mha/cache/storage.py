@@ -6,12 +6,12 @@ from typing import Any, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
+from flax_mha.base.trees import Struct
 from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import LogicalNames, rules
 
@@ -88,7 +88,7 @@ class Slots:
         return map_by_names(lambda x, names: sharding.auto(take, names, x, indices), self)
 
 
-class Memory(Slots, struct.PyTreeNode):
+class Memory(Slots, Struct):
     """Stored keys and values of tokens, heads first, such as an encoder's, projected once.
 
     Queries attend to them call by call, and continue at their own positions.

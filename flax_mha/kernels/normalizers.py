@@ -14,7 +14,6 @@ Sources: Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Sel
 Zuhri et al., "Softpick: No Attention Sink, No Massive Activations with Rectified Softmax", 2025.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -23,7 +22,8 @@ import jax.numpy as jnp
 
 def sigmoid(s: jax.Array, allowed: jax.Array | None, total: int | None) -> jax.Array:
     """Return the sigmoid weights of scores [*B, N, T, S], with `total` in place of S if given."""
-    p = jax.nn.sigmoid(s - math.log(total or s.shape[-1]))
+    S = s.shape[-1] if total is None else total
+    p = jax.nn.sigmoid(s - jnp.log(jnp.asarray(S, s.dtype)))
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
 

@@ -6,9 +6,10 @@ import jax
 from flax import struct
 
 from flax_mha.base.shapes import Shape
+from flax_mha.base.trees import Struct
 
 
-class Stored(struct.PyTreeNode):
+class Stored(Struct):
     """An array of keys or values, stored in another dtype. A kernel reads it block by block.
 
         x = values · scale

@@ -24,7 +24,7 @@ __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sw
 
 
 class Edits(nnx.Variable[Any]):
-    """The edits of an nnx layer, a dict by name; `nnx.DiffState(0, Edits)` selects them."""
+    """An array of an edit of an nnx layer; `nnx.DiffState(0, Edits)` selects all of them."""
 
 
 class _Names(dict[str, jax.ShapeDtypeStruct]):
@@ -227,7 +227,7 @@ def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
     for path, layer in attention_layers(model):
         parts = {name.rpartition("/"): edit for name, edit in edits.items()}
         own = {name: edit for (module, _, name), edit in parts.items() if module == "/".join(path)}
-        layer.edits = nnx.data(Edits(own) if own else None)
+        layer.edits = jax.tree.map(jnp.asarray, own) or None
 
 
 def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import struct
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, blocks
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.base import Mask
@@ -54,7 +54,7 @@ class BlockSparse(Mask):
         }
         checks.positive(**sizes)
         indices = checks.integers("BlockSparse.blocks", self.blocks)
-        nq = -(-dims.T // self.query_block)
+        nq = (dims.T + self.query_block - 1) // self.query_block
         if indices.ndim < 2 or not 1 <= indices.shape[-1] <= MAX_BLOCKS:
             raise ValueError(
                 f"BlockSparse.blocks must have shape [*B, N, {nq}, k], of k from 1 to {MAX_BLOCKS} "
@@ -68,7 +68,7 @@ class BlockSparse(Mask):
             f"blocks of a key/value head by jnp.repeat(blocks, N // K, axis=-3)",
         )  # fmt: skip
         indices = shapes.lead(_unique(indices), len(dims.logits))
-        if indices.shape[-2] > 1:
+        if not symbols.at_most(indices.shape[-2], 1):
             xp: Any = np if is_static(indices) else jnp
             *lead, nq, k = indices.shape
             indices = xp.broadcast_to(indices[..., None, :], (*lead, nq, self.query_block, k))
@@ -86,7 +86,8 @@ class BlockSparse(Mask):
         count: Any = 0
         for x in self.blocks:
             # Take one of the queries with the same blocks. All shards have the same length.
-            step = math.gcd(self.query_block, tiles.block_q, x.array.shape[-2])
+            T = x.array.shape[-2]
+            step = 1 if symbols.is_symbolic(T) else math.gcd(self.query_block, tiles.block_q, T)
             indices = blocks(x.array[..., ::step, :], -2, tiles.block_q // step)
             count = count + ((indices >= first) & (indices <= last)).astype(np.int32)
         return tile_state((count > 0).any(-2), (count > last - first).all(-2))
@@ -140,11 +141,11 @@ def top_blocks(
     if causal:
         _check_count(count, query_block, key_block, positions is None)
         if positions is None:
-            positions = np.arange(nq, dtype=np.int32) * query_block
+            positions = symbols.count_up(nq) * query_block
         at = shapes.per_token("positions", positions, (*scores.shape[:-3], nq), "nq")
         at = shapes.lead(at[..., None, :, None], scores.ndim)
         first, last = at // key_block, (at + query_block - 1) // key_block
-        block = shapes.lead(np.arange(nk, dtype=np.int32), scores.ndim)
+        block = shapes.lead(symbols.count_up(nk), scores.ndim)
         # Local blocks get +∞, so that they come before scores of +∞ and NaN.
         finfo_max = jnp.finfo(scores.dtype).max
         scores = jnp.where(scores < finfo_max, scores, finfo_max)
@@ -155,6 +156,10 @@ def top_blocks(
         remedy = "give a bool for each block of queries and each block of keys"
         shapes.check_broadcasts("visible", visible.shape, scores.shape, "the scores", remedy)
         scores = jnp.where(shapes.lead(visible, scores.ndim), scores, -jnp.inf)
+    if symbols.is_symbolic(nk):
+        # There may be fewer blocks than `count`.
+        more = [(0, 0)] * (scores.ndim - 1) + [(0, count)]
+        scores, nk = jnp.pad(scores, more, constant_values=-jnp.inf), count
     best, indices = _top_k(scores, min(count, nk), query_block)
     mask = BlockSparse(jnp.where(best == -jnp.inf, -1, indices), query_block, key_block)
     return Causal() & mask if causal else mask

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array, At, tiles_of, whole
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels import dot_product_attention
@@ -138,17 +138,20 @@ class ChosenBlocks(Attention):
             return self._sums(s) / jnp.maximum(count, 1.0), count > 0
 
         starts = jnp.arange(0, at.q.shape[-2], self.query_block)
-        together = max(1, _SCORES // max(1, math.prod(B) * N * S))
+        together = None  # One by one, if sizes are symbolic.
+        if not symbols.is_symbolic(*B, S, nq):
+            together = min(nq, max(1, _SCORES // max(1, math.prod(B) * N * S)))
         results = jax.lax.map(
-            lambda x: score(*x), (starts, jnp.moveaxis(q, -3, 0)), batch_size=min(together, nq)
+            lambda x: score(*x), (starts, jnp.moveaxis(q, -3, 0)), batch_size=together
         )
         scores, visible = (jnp.moveaxis(x, 0, -2) for x in results)
         return scores, visible
 
     def _sums(self, x: jax.Array) -> jax.Array:
         """Return the sum of each block of keys, of x [..., S]: [..., nk]."""
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.block)])
-        return x.reshape(*x.shape[:-1], -1, self.block).sum(-1)
+        S, nk = x.shape[-1], -(-x.shape[-1] // self.block)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, nk * self.block - S)])
+        return x.reshape(*x.shape[:-1], nk, self.block).sum(-1)
 
     def _check_call(self, call: Call, cache: core.Source) -> None:
         if call.order is not None:

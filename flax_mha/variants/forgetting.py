@@ -41,11 +41,13 @@ class Forgetting(Attention):
         x, bad = sharding.auto(_cleaned, ((), ()), x_q)
         gate = p["forget_gate"]
         # A projection to heads of one feature, which shares a product with the others.
-        gate = gate.replace(kernel=gate.kernel[..., None], names=(*gate.names, None))
-        heads = core.project_heads(p, self, x, None, None, call, cache, [gate])
+        names = (*gate.names, None)
+        beside = gate.replace(kernel=gate.kernel[..., None], names=names, module=None)
+        heads = core.project_heads(p, self, x, None, None, call, cache, [beside])
+        z = gate.show(x, heads.beside[0][..., 0])
         q, v, order = heads.q, heads.v, heads.order
         k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
-        heads, z = heads._replace(k=k), heads.beside[0][..., 0]
+        heads = heads._replace(k=k)
         dims, positions, last = shapes.Dims.of(q, k, v), order, None
         if isinstance(cache, KVCache):
             dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)

@@ -1,6 +1,9 @@
 """Programs of `jax.export` with symbolic batch and lengths, against NumPy in float64."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ import pytest
 from jax import export
 
 from flax_mha import (
+    CacheConfig,
     Capture,
     DecoderBlock,
     EncoderBlock,
@@ -20,6 +24,8 @@ from flax_mha import (
     dot_product_attention,
     explain,
     masks,
+    scores,
+    variants,
 )
 from flax_mha.models import Decoder, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
@@ -146,3 +152,85 @@ def test_gpu_and_tpu_kernels_refuse_symbolic_sizes(platform: str, kernels: tuple
     assert found.chosen == "blockwise"
     for name in kernels:
         assert found.refused[name].startswith("needs static sizes, got q (b, n, 2, 64)")
+
+
+NEW: dict[str, Any] = {
+    "sigmoid": MultiHeadAttention(2, normalizer="sigmoid"),
+    "chosen": variants.ChosenBlocksAttention(2, block=2, count=2),
+    "chosen by blocks": variants.ChosenBlocksAttention(2, block=2, count=9, query_block=2),
+}
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in [*NEW][2:]]
+
+
+@pytest.mark.parametrize("name", [*NEW][:2] + MORE)
+def test_exported_layers_of_other_kinds_match(name: str) -> None:
+    """Outputs and gradients are those of the same sizes as numbers."""
+    layer = NEW[name]
+    variables = random_like(jax.eval_shape(layer.init, KEY, X))
+
+    def call(x: jax.Array) -> Any:
+        out, vjp = jax.vjp(lambda x: layer.apply(variables, x), x)
+        return out, *vjp(out)
+
+    x = normal(B, 7, D)
+    for actual, expected in zip(exported(call, "b, n, 8")(x), jax.jit(call)(x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def saved(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return the results of an exported program, by way of its bytes."""
+    pytest.importorskip("flatbuffers")
+    return export.deserialize(export.export(jax.jit(fn))(*args).serialize()).call(*args)
+
+
+def test_exported_programs_take_and_return_caches_masks_and_scores() -> None:
+    layer = MultiHeadAttention(
+        2, decode=True, cache=CacheConfig("int8", slots=3), mask=masks.Window(2, 0)
+    )
+    x = jnp.asarray(normal(B, 4, D))
+    variables = jax.jit(layer.init)(KEY, x)
+
+    def step(variables: Any, x: jax.Array) -> Any:
+        return layer.apply(variables, x, return_kv=True, mutable="cache")
+
+    (out, kv), held = saved(step, variables, x[:, :1])
+    (expected, _), new = jax.jit(step)(variables, x[:, :1])
+    np.testing.assert_array_equal(out, expected)
+    assert jax.tree.structure(held) == jax.tree.structure(new)
+    assert held["cache"]["kv"].window == kv.window == 2
+    q = x.reshape(B, 4, 2, 4)
+    mask = masks.Neighborhood((2, 2), (1, 2)) | masks.Segments(jnp.arange(4) // 3)
+    mods = (scores.SoftCap(5.0), scores.RelativeBias(jnp.ones((2, 32))))
+
+    def attend(mask: Any, mods: Any) -> Any:
+        return dot_product_attention(q, q, q, mask=mask, scores=mods), mask
+
+    out, same = saved(attend, mask, mods)
+    np.testing.assert_array_equal(out, jax.jit(attend)(mask, mods)[0])
+    assert jax.tree.structure(same) == jax.tree.structure(mask)
+
+
+def test_functions_in_arguments_of_exported_programs_are_an_error() -> None:
+    mask = masks.Predicate(lambda row, head, i, j: i >= j)
+    with pytest.raises(TypeError, match=r"must be numbers, strings or dtypes, got <func.*; keep"):
+        saved(lambda mask: 0.0, mask)
+
+
+READ = """
+import sys, jax, numpy as np, flax_mha.cache
+exported = jax.export.deserialize(open(sys.argv[1], "rb").read())
+cache = flax_mha.cache.KVCache.empty((2,), 4, 2, 4, window=2)
+q = np.ones((2, 1, 2, 4), np.float32)
+print(exported.call(cache, q)[1].window)
+"""
+
+
+@pytest.mark.slow
+def test_exported_programs_are_read_in_a_fresh_process(tmp_path: Path) -> None:
+    pytest.importorskip("flatbuffers")
+    held, q = cache.KVCache.empty((2,), 4, 2, 4, window=2), jnp.ones((2, 1, 2, 4))
+    program = export.export(jax.jit(lambda held, q: held.extend(q, q, q)))(held, q)
+    (tmp_path / "program").write_bytes(program.serialize())
+    command = [sys.executable, "-c", READ, str(tmp_path / "program")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "2"

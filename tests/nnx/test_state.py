@@ -1,0 +1,296 @@
+"""The state of nnx layers: every kind of it goes through every operation of nnx, unchanged."""
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import treescope
+from flax import nnx
+
+import flax_mha.nnx
+from flax_mha import CacheConfig, cache, edits, masks, scores
+from flax_mha.positions import Rotary
+
+B, T, D, N = 2, 6, 16, 2
+RNG = np.random.default_rng(0)
+X = jax.device_put(RNG.normal(size=(B, T, D)).astype(np.float32))
+TABLE = RNG.normal(size=(N, T, T)).astype(np.float32)
+DECODE = {"decode": True}
+
+
+def decoding(tokens: int, encoded: bool = False) -> Callable[[Any], None]:
+    """Return a function that gives a layer a cache with some tokens."""
+
+    def change(layer: Any) -> None:
+        if encoded:
+            layer(X[:, :1], kv=cache.Encoded(X), decode=True)
+        else:
+            layer.init_cache((B, T, D))
+        if tokens:
+            nnx.jit(lambda layer: layer(X[:, :tokens], decode=True))(layer)
+
+    return change
+
+
+def sow(layer: Any) -> None:
+    layer(X, sow_weights=True)
+
+
+def edit(layer: Any) -> None:
+    edits.attach(layer, {"attention_z": edits.Edit(0.5, TABLE[:1, 0, :1])}, X)
+
+
+# The class, fields, a change of the new layer, and arguments of the call.
+STATES: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
+    "plain": ("MultiHeadAttention", {"normalize_qk": True}, None, {}),
+    "mask": ("MultiHeadAttention", {"mask": masks.Keys(np.arange(T) < 4)}, None, {}),
+    "masks": (
+        "MultiHeadAttention",
+        {"mask": masks.Causal() & masks.Segments(jnp.arange(T) // 3) | (np.eye(T) > 0)}, None, {},
+    ),
+    "table": ("MultiHeadAttention", {"mask": jnp.tri(T, dtype=bool)}, None, {}),
+    "scores": (
+        "MultiHeadAttention",
+        {"scores": (scores.Bias(TABLE), scores.RelativeBias(), scores.Alibi(jnp.ones(N))),
+         "sinks": True, "scale": "learned", "gate": "head"}, None, {},
+    ),
+    "empty cache": ("MultiHeadAttention", {"rotary": Rotary()}, decoding(0), DECODE),
+    "cache": ("MultiHeadAttention", {}, decoding(3), DECODE),
+    "int8 cache": ("MultiHeadAttention", {"cache": CacheConfig("int8")}, decoding(3), DECODE),
+    "ring": (
+        "MultiHeadAttention", {"cache": CacheConfig(slots=3), "mask": masks.Window(2, 0)},
+        decoding(3), DECODE,
+    ),
+    "memory": ("MultiHeadAttention", {}, decoding(0, True), DECODE),
+    "sown": ("MultiHeadAttention", {}, sow, {}),
+    "edits": ("MultiHeadAttention", {}, edit, {}),
+    "dropout": ("MultiHeadAttention", {"dropout_rate": 0.5}, None, {"deterministic": False}),
+    "latent": (
+        "MultiHeadLatentAttention",
+        {"kv_rank": 4, "rope_dim": 4, "head_dim": 4, "rotary": Rotary()}, decoding(3), DECODE,
+    ),
+    "differential": ("DifferentialAttention", {}, decoding(3), DECODE),
+    "forgetting": ("ForgettingAttention", {}, decoding(3), DECODE),
+    "talking heads": ("TalkingHeadsAttention", {}, None, {}),
+    "chosen blocks": ("ChosenBlocksAttention", {"block": 2, "count": 2}, None, {}),
+}  # fmt: skip
+
+
+@functools.cache
+def parts(name: str, seed: int) -> Any:
+    cls, fields, change, _ = STATES[name]
+    layer = getattr(flax_mha.nnx, cls)(N, D, **fields, rngs=nnx.Rngs(seed))
+    if change is not None:
+        change(layer)
+    return nnx.split(layer)
+
+
+def make(name: str, seed: int) -> Any:
+    return nnx.merge(*parts(name, seed))
+
+
+def replaced(layer: Any, other: Any, is_saved: bool = False) -> Any:
+    """Return the other layer with the state of a layer, which goes through a pure dict."""
+    kind = nnx.Not(nnx.RngState) if is_saved else ...
+    pure = nnx.to_pure_dict(nnx.state(layer, kind))
+    if is_saved:
+        pure = flax.serialization.msgpack_restore(flax.serialization.to_bytes(pure))
+    state = nnx.state(other, kind)
+    nnx.replace_by_pure_dict(state, pure)
+    nnx.update(other, state)
+    return other
+
+
+def updated(layer: Any, other: Any) -> Any:
+    nnx.update(other, nnx.state(layer))
+    return other
+
+
+def tabulated(layer: Any, name: str) -> Any:
+    nnx.tabulate(layer, X[:, :1] if "decode" in STATES[name][3] else X, **STATES[name][3])
+    return layer
+
+
+def scanned(layer: Any) -> Any:
+    return nnx.scan(lambda m, _: (m, 0), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(
+        layer, jnp.zeros(2)
+    )[0]
+
+
+def shown(layer: Any) -> Any:
+    assert "query" in repr(layer)
+    assert "query" in repr(nnx.state(layer))
+    assert "query" in treescope.render_to_text(layer)
+    return layer
+
+
+def mapped(layer: Any) -> Any:
+    """Return one of two layers that were stacked, and mapped over."""
+    graph, state = nnx.split(layer)
+    two = nnx.merge(graph, jax.tree.map(lambda x: jnp.stack([x, x]), state))
+    same = nnx.vmap(lambda m: m)(two)
+    return nnx.merge(graph, jax.tree.map(lambda x: x[1], nnx.state(same)))
+
+
+def viewed(layer: Any) -> Any:
+    layer.kernel = "reference"
+    return nnx.view(layer, decode=layer.decode, batch_size=B, max_length=T)
+
+
+OPERATIONS: dict[str, Callable[[Any, str], Any]] = {
+    "update": lambda m, name: updated(m, make(name, 1)),
+    "replace": lambda m, name: replaced(m, make(name, 1)),
+    "save": lambda m, name: replaced(m, make(name, 1), is_saved=True),
+    "merge": lambda m, _: nnx.merge(*nnx.split(m)),
+    "clone": lambda m, _: nnx.clone(m),
+    "deepcopy": lambda m, _: copy.deepcopy(m),
+    "pickle": lambda m, _: pickle.loads(pickle.dumps(m)),
+    "tabulate": tabulated,
+    "jit": lambda m, _: nnx.jit(lambda m: m)(m),
+    "scan": lambda m, _: scanned(m),
+    "vmap": lambda m, _: mapped(m),
+    "show": lambda m, _: shown(m),
+    "tree": lambda m, _: jax.tree.map(lambda x: x, m),
+    "view": lambda m, _: viewed(m),
+}  # fmt: skip
+FAST = ("plain", "mask", "scores", "cache", "sown")
+# A pure dict has typed keys and tuples, which msgpack has not.
+UNSAVED = {"dropout": ("save",), "sown": ("save",)}
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # Flax's own layer warns too.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STATES]
+)
+def test_operations_keep_the_output(name: str) -> None:
+    call = STATES[name][3]
+    x = X[:, 3:4] if "decode" in call else X
+
+    @jax.jit
+    def output(state: Any) -> jax.Array:
+        return nnx.merge(graph, state)(x, **call)
+
+    graph, state = parts(name, 0)
+    expected = output(state)
+    assert hash(graph) == hash(nnx.graphdef(make(name, 1)))
+    assert graph == nnx.graphdef(make(name, 1))
+    for operation, apply in OPERATIONS.items():
+        if operation in UNSAVED.get(name, ()):
+            continue
+        layer = apply(nnx.merge(graph, state), name)
+        same = nnx.state(layer)
+        assert jax.tree.structure(same) == jax.tree.structure(state), operation
+        np.testing.assert_array_equal(output(same), expected, err_msg=operation)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ring", "int8 cache", "memory")]
+
+
+@pytest.mark.parametrize("name", ["cache", *SLOW])
+def test_cache_is_set_from_plain_dicts(name: str) -> None:
+    layer, other = make(name, 0), make(name, 1)
+    held = layer.kv.get_value()
+    plain = flax.serialization.to_state_dict(held)
+    for saved in (
+        held,
+        nnx.Cache(held),
+        plain,
+        flax.serialization.msgpack_restore(flax.serialization.to_bytes(held)),
+        nnx.to_pure_dict(nnx.state(layer))["kv"],
+        nnx.state(layer)["kv"],
+    ):
+        other.kv = None
+        other.kv = saved
+        got = other.kv.get_value()
+        assert jax.tree.structure(got) == jax.tree.structure(held)
+        jax.tree.map(np.testing.assert_array_equal, got, held)
+    cleared = held.reset() if hasattr(held, "reset") else held
+    other.kv.set_value(cleared)
+    jax.tree.map(np.testing.assert_array_equal, other.kv.get_value(), cleared)
+    for wrong in (plain | {"key": None}, {"cached_key": 1.0}, 3, [held]):
+        with pytest.raises((TypeError, ValueError), match=r"a layer's cache must .* got"):
+            other.kv = wrong
+        jax.tree.map(np.testing.assert_array_equal, other.kv.get_value(), cleared)
+
+
+@pytest.mark.parametrize("name", ["cache", *SLOW[:2]])
+def test_functions_of_collections_take_states(name: str) -> None:
+    layer = make(name, 0)
+    graph, state = nnx.split(layer)
+    held = layer.kv.get_value()
+    for new, expected in (
+        (cache.fork(state, np.array([1, 1, 0])), held.fork(np.array([1, 1, 0]))),
+        (cache.truncate(state, 3), held.truncate(3)),
+        (cache.reset(state), held.reset()),
+    ):
+        got = nnx.merge(graph, new).kv.get_value()
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+    np.testing.assert_array_equal(cache.free(state), held.free())
+
+
+def test_layers_of_one_mask_hold_their_own_arrays() -> None:
+    mask = masks.Keys(np.arange(T) < 4)
+    one, other = (
+        flax_mha.nnx.MultiHeadAttention(N, D, mask=mask, rngs=nnx.Rngs(0)) for _ in range(2)
+    )
+    nnx.update(one, nnx.State({"mask": {"real": nnx.Variable(np.arange(T) < 2)}}))
+    assert one.mask.real.sum() == 2
+    assert mask.real.sum() == other.mask.real.sum() == 4
+    assert isinstance(one.mask, masks.Keys)
+    np.testing.assert_array_equal(one(X), other(X, mask=masks.Keys(np.arange(T) < 2)))
+
+
+@pytest.mark.parametrize("cls", ["MultiHeadAttention", "ForgettingAttention"])
+def test_failed_tabulate_leaves_the_class_as_it_was(cls: str) -> None:
+    kind = getattr(flax_mha.nnx, cls)
+    layer = kind(N, D, rngs=nnx.Rngs(0))
+    expected = layer(X)
+    with pytest.raises(ValueError, match="must have 16 features"):
+        nnx.tabulate(layer, X[..., :3])
+    np.testing.assert_array_equal(layer(X), expected)
+    np.testing.assert_array_equal(kind(N, D, rngs=nnx.Rngs(0))(X), expected)
+    assert type(layer) is kind
+    assert "compute" not in nnx.tabulate(layer, X)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_sown_weights_are_popped_as_from_flax_layer() -> None:
+    popped = []
+    for kind in (nnx.MultiHeadAttention, flax_mha.nnx.MultiHeadAttention):
+        layer = kind(N, D, rngs=nnx.Rngs(0), decode=False)
+        layer(X, sow_weights=True)
+        popped.append(nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)))
+        assert not nnx.to_pure_dict(nnx.state(layer, nnx.Intermediate))
+    theirs, ours = popped
+    assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
+    np.testing.assert_allclose(ours["attention_weights"][0], theirs["attention_weights"][0], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["mask", "scores"])
+def test_layers_work_as_linen_modules(name: str) -> None:
+    cls, fields, *_ = STATES[name]
+    module = nnx.bridge.to_linen(getattr(flax_mha.nnx, cls), N, D, **fields)
+    variables = module.init(jax.random.key(0), X)
+    layer = make(name, 0)
+    nnx.update(layer, nnx.State(flax.core.unfreeze(variables["params"])))
+    np.testing.assert_allclose(module.apply(variables, X), layer(X), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_with_initializers_of_their_own_share_a_definition() -> None:
+    """Equal functions that were made twice are not equal, so a layer keeps none."""
+    layers = (
+        flax_mha.nnx.MultiHeadAttention(
+            N, D, kernel_init=nnx.initializers.normal(0.02), rngs=nnx.Rngs(0)
+        )
+        for _ in range(2)
+    )
+    one, other = map(nnx.graphdef, layers)
+    assert one == other
