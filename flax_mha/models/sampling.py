@@ -37,19 +37,38 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
     _check_logits(logits)
-    if hasattr(p, "dtype"):
-        shape = checks.floating("top_p", p).shape
-        if shape:
-            raise ValueError(f"top_p must be one number, got shape {shape}; vmap for several")
-        p = jnp.asarray(p, logits.dtype)
-    elif not 0 < checks.number("top_p", p) <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {p}; 1 keeps all tokens")
+    p = _share("top_p", p, logits.dtype)
     order = jnp.argsort(logits, axis=-1, descending=True)
     likely = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     before = jnp.cumsum(likely, axis=-1) - likely
     first = jax.lax.broadcasted_iota(jnp.int32, before.shape, before.ndim - 1) == 0
     kept = (before < p) | first
     return jnp.where(jnp.take_along_axis(kept, _ranks(logits), axis=-1), logits, -jnp.inf)
+
+
+def min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
+    """Keep tokens of at least p times the highest probability, and set all other logits to −∞.
+
+    Args:
+      logits: [*B, V].
+      p: the share of the highest probability, in (0, 1].
+
+    Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
+    """
+    _check_logits(logits)
+    least = logits.max(-1, keepdims=True) + jnp.log(_share("min_p", p, logits.dtype))
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def _share(name: str, p: Any, dtype: Any) -> jax.Array:
+    """Check a share in (0, 1], and return it as an array of this dtype."""
+    if hasattr(p, "dtype"):
+        shape = checks.floating(name, p).shape
+        if shape:
+            raise ValueError(f"{name} must be one number, got shape {shape}; vmap for several")
+    elif not 0 < checks.number(name, p) <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {p}; leave it out to keep all tokens")
+    return jnp.asarray(p, dtype)
 
 
 def _check_logits(logits: jax.Array) -> None:
@@ -65,41 +84,47 @@ def _ranks(logits: jax.Array) -> jax.Array:
 
 
 class Sampling(struct.PyTreeNode):
-    """A sampling rule: divide logits by the temperature, keep top_k, then top_p, and draw.
+    """A sampling rule: divide logits by the temperature, keep top_k, top_p, min_p, and draw.
 
     Attributes:
       temperature: the divisor of logits; None for the most likely token (greedy).
       top_k: the number of tokens to keep; None for all.
       top_p: the probability to keep; None for all tokens.
+      min_p: the least share of the highest probability; None for all tokens.
     """
 
     temperature: Any = None
     top_k: int | None = struct.field(pytree_node=False, default=None)
     top_p: Any = None
+    min_p: Any = None
 
     @classmethod
-    def checked(cls, temperature: float, top_k: int | None, top_p: float | None) -> Self:
+    def checked(
+        cls, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None = None
+    ) -> Self:
         """Check a user's numbers, and return their rule.
 
         Args:
           temperature: the divisor of logits; 0 for greedy choice.
           top_k: the number of tokens to keep.
           top_p: the probability to keep.
+          min_p: the least share of the highest probability.
         """
         if checks.number("temperature", temperature) < 0:
             raise ValueError(
                 f"temperature must be at least 0 and finite, got {temperature}; 0 is greedy"
             )
-        if top_p is not None and not 0 < checks.number("top_p", top_p) <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}; None keeps all tokens")
+        shares = [
+            None if p is None else _share(name, checks.number(name, p), jnp.float32)
+            for name, p in (("top_p", top_p), ("min_p", min_p))
+        ]
         checks.optional(top_k=top_k)
-        if not temperature and (top_k, top_p) != (None, None):
+        if not temperature and (top_k, top_p, min_p) != (None, None, None):
             raise ValueError(
-                f"top_k and top_p must be None with temperature=0, which takes the most likely "
-                f"token, got {top_k} and {top_p}; set a temperature, or drop them"
+                f"top_k, top_p and min_p must be None with temperature=0, which takes the most "
+                f"likely token, got {top_k}, {top_p} and {min_p}; set a temperature, or drop them"
             )
-        scalar = None if top_p is None else jnp.float32(top_p)
-        return cls(jnp.float32(temperature) if temperature else None, top_k, scalar)
+        return cls(jnp.float32(temperature) if temperature else None, top_k, *shares)
 
     def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         """Draw tokens int32 [B] from logits [B, V].
@@ -114,7 +139,8 @@ class Sampling(struct.PyTreeNode):
         def limit(logits: jax.Array, rule: Self) -> jax.Array:
             logits = logits / rule.temperature
             logits = logits if rule.top_k is None else top_k(logits, rule.top_k)
-            return logits if rule.top_p is None else top_p(logits, rule.top_p)
+            logits = logits if rule.top_p is None else top_p(logits, rule.top_p)
+            return logits if rule.min_p is None else min_p(logits, rule.min_p)
 
         limited = sharding.auto(limit, ("batch", None), logits, self)
         # The argmax of logits with Gumbel noise is a sample of their softmax.
