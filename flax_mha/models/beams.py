@@ -47,7 +47,8 @@ class BeamSearch(struct.PyTreeNode):
                 f"length_penalty must leave max_new_tokens={most} ** length_penalty a number of "
                 f"float32, got {length_penalty}; give one nearer to 0"
             )
-        if not isinstance(early_stopping, bool) and early_stopping != "never":
+        never = isinstance(early_stopping, str) and early_stopping == "never"
+        if not (never or isinstance(early_stopping, bool)):
             raise ValueError(
                 f"early_stopping must be True, False or 'never', got {early_stopping!r}; False "
                 f"stops by an estimate"
@@ -72,7 +73,9 @@ class BeamSearch(struct.PyTreeNode):
           new ended ones; and `over`.
         """
         (_, beams, V), most = log_p.shape, live.tokens.shape[-1]
-        # A missing candidate stays missing, even if its log-probabilities are NaN.
+        # A missing candidate stays missing, even if its log-probabilities are NaN. Another's NaN
+        # shows: top_k takes a NaN first, but only one without a sign.
+        log_p = jnp.where(jnp.isnan(log_p), jnp.nan, log_p)
         is_missing = live.scores[..., None] == -jnp.inf
         total = jnp.where(is_missing, -jnp.inf, live.scores[..., None] + log_p)
         # Each eos may end all of them, and then as many must be left.

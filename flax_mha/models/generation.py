@@ -71,13 +71,13 @@ def generate(
       top_k: the number of most likely tokens to draw from (default: all).
       top_p: the total probability of the most likely tokens to draw from (default: all).
       min_p: the least probability to draw, as a share of the highest one (default: 0).
-      beams: the number of candidates in a beam search, which returns the ended one with the highest
-        score: log-probability / length ** length_penalty.
-      length_penalty: the exponent, 0 for the log-probability alone (as `transformers`, whose default
-        is 1). The length counts new tokens. A positive one prefers longer sequences.
-      early_stopping: the end of a beam search, as in `transformers`. True: as soon as there are
-        `beams` ended candidates. False: when the best other one scores no better than all of
-        these at its present length. "never": when it can't at any length.
+      beams: the number of candidates of a beam search. It returns the ended one with the highest
+        score, log-probability / length ** length_penalty. The length counts new tokens.
+      length_penalty: a number; above 0 it favors longer sequences. (Its default in `transformers`
+        is 1.)
+      early_stopping: the rule that ends a beam search, as in `transformers`. True: `beams`
+        candidates have ended. False: no other candidate has a higher score than all of these, at
+        its present length. "never": nor at any length.
       capacity: the number of cache slots (default: as many as needed). A fixed number serves
         prompts of several lengths.
       callback: a function callback(step, tokens), called after each step with int32 [B], which are

@@ -136,13 +136,16 @@ class Sampling(struct.PyTreeNode):
         if self.temperature is None or key is None:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-        def limit(logits: jax.Array, rule: Self) -> jax.Array:
-            logits = logits / rule.temperature
-            logits = logits if rule.top_k is None else top_k(logits, rule.top_k)
-            logits = logits if rule.top_p is None else top_p(logits, rule.top_p)
-            return logits if rule.min_p is None else min_p(logits, rule.min_p)
-
-        limited = sharding.auto(limit, ("batch", None), logits, self)
+        limited = sharding.auto(
+            lambda logits, rule: rule.limit(logits), ("batch", None), logits, self
+        )
         # The argmax of logits with Gumbel noise is a sample of their softmax.
         noise = jax.random.gumbel(key, limited.shape, limited.dtype)
         return jnp.argmax(limited + sharding.like(noise, limited), axis=-1).astype(jnp.int32)
+
+    def limit(self, logits: jax.Array) -> jax.Array:
+        """Divide logits [*B, V] by the temperature, and set those of excluded tokens to −∞."""
+        logits = logits if self.temperature is None else logits / self.temperature
+        logits = logits if self.top_k is None else top_k(logits, self.top_k)
+        logits = logits if self.top_p is None else top_p(logits, self.top_p)
+        return logits if self.min_p is None else min_p(logits, self.min_p)
