@@ -35,9 +35,7 @@ MIN_P = flags.DEFINE_float("min_p", None, "Draw from those with this share of th
 SEED = flags.DEFINE_integer("seed", 0, "Of the draws.", lower_bound=0, upper_bound=2**32 - 1)
 NEW = flags.DEFINE_integer("max_new_tokens", None, "How many at most (default: the task's).")
 BEAMS = flags.DEFINE_integer("beams", 1, "Candidates that a beam search follows.")
-PENALTY = flags.DEFINE_float(
-    "length_penalty", 0.0, "Score beams by log-probability / length ** this."
-)
+PENALTY = flags.DEFINE_float("length_penalty", 0.0, "Beams count log-probability / length ** this.")
 EARLY = flags.DEFINE_enum("early_stopping", "false", ["false", "true", "never"], "End of a search.")
 
 
@@ -50,8 +48,8 @@ def main(argv: Sequence[str]) -> None:
         options: dict[str, Any] = {
             "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
             "min_p": MIN_P.value, "max_new_tokens": NEW.value, "beams": BEAMS.value,
-            "length_penalty": PENALTY.value,
-            "early_stopping": {"false": False, "true": True}.get(EARLY.value, "never"), "rng": jax.random.key(SEED.value),
+            "length_penalty": PENALTY.value, "rng": jax.random.key(SEED.value),
+            "early_stopping": EARLY.value if EARLY.value == "never" else EARLY.value == "true",
         }  # fmt: skip
         workdir, model = WORKDIR.value, MODEL.value
         if workdir is not None and model is None:

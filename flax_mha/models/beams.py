@@ -69,16 +69,16 @@ class BeamSearch(struct.PyTreeNode):
           eos: the tokens that end a sequence.
 
         Returns:
-          The parents among the given candidates and the tokens, of the new live ones; these; the
-          new ended ones; and `over`.
+          For the new live candidates, their parents among `live` and their tokens, [B, beams]; then
+          the new `live`, `ended` and `over`.
         """
         (_, beams, V), most = log_p.shape, live.tokens.shape[-1]
-        # A missing candidate stays missing, even if its log-probabilities are NaN. Another's NaN
-        # shows: top_k takes a NaN first, but only one without a sign.
+        # A missing candidate stays missing, even if its log-probabilities are NaN. Another NaN
+        # must show in the result: top_k takes a NaN first, if it has no sign.
         log_p = jnp.where(jnp.isnan(log_p), jnp.nan, log_p)
         is_missing = live.scores[..., None] == -jnp.inf
         total = jnp.where(is_missing, -jnp.inf, live.scores[..., None] + log_p)
-        # Each eos may end all of them, and then as many must be left.
+        # Each eos may end all candidates, and then as many must remain.
         count = min((1 + max(1, len(eos))) * beams, beams * V)
         total, flat = jax.lax.top_k(total.reshape(-1, beams * V), count)
         parents, tokens = flat // V, flat % V
@@ -92,7 +92,7 @@ class BeamSearch(struct.PyTreeNode):
         parents, tokens, live = _take((parents, tokens, found), order)
         live = live._replace(scores=total)
 
-        # Only the first `beams` may end: the others were kept to continue.
+        # Only the first `beams` may end. The others are there to continue.
         may_end = stops & ~over[:, :1] & (jnp.arange(count) < beams)[None]
         scores = jnp.where(may_end, self._normalize(found.scores, found.lengths), -jnp.inf)
         every = jax.tree.map(
@@ -105,13 +105,12 @@ class BeamSearch(struct.PyTreeNode):
         return log_p / lengths.astype(log_p.dtype) ** self.length_penalty
 
     def _is_over(self, live: Candidates, ended: Candidates) -> jax.Array:
-        """Return bool [B, 1], True where no live candidate is expected to displace an ended one."""
+        """Return bool [B, 1], True if no live candidate is expected to displace an ended one."""
         grows, never = self.length_penalty > 0, self.early_stopping == "never"
         most = live.tokens.shape[-1]
         lengths = jnp.where(grows & never, most, live.lengths)
         hoped = self._normalize(live.scores, lengths)[:, :1]
-        # An exact bound ends the search at the best ended candidate. Otherwise it is an estimate,
-        # which must fall below the worst one.
+        # Compare a bound with the best ended candidate, but an estimate with the worst one.
         exact = ~grows | never
         over = hoped <= jnp.where(exact, ended.scores[:, :1], ended.scores[:, -1:])
         is_full = ended.scores[:, -1:] > -jnp.inf

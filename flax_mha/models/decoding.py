@@ -138,7 +138,7 @@ def begin(
     found, live = Candidates(texts, jnp.zeros_like(at), jnp.zeros(R, jnp.float32)), None
     if beams > 1:
         # All beams of a prompt are equal at first, so there is only the first one.
-        live = found._replace(scores=jnp.where(jnp.arange(R) % beams == 0, 0.0, -jnp.inf))
+        live = found._replace(scores=jnp.where(jnp.arange(R) % beams == 0, found.scores, -jnp.inf))
         found = found._replace(scores=found.scores - jnp.inf)
     found, live = jax.tree.map(_constrain, (found, live))
     state = State(jnp.int32(0), found, live, at, at, at < 0, cache, memory_lengths)

@@ -4,8 +4,8 @@ import io
 import re
 from pathlib import Path
 
-import pytest
 import jax
+import pytest
 from ml_collections import ConfigDict
 from rich.console import Console
 
