@@ -211,7 +211,6 @@ KERNEL: list[Case] = [
     *kernel("Lengths shape", ValueError,
             r"Lengths.kv must.*\(2,\) or \[\*B, T\] = \(2, 4\), got \(3,\); "
             r"give one", mask=masks.Lengths(IDS[:3])),
-    *kernel("Lengths scalar", ValueError, r"Lengths.kv must.*got \(\)", mask=masks.Lengths(3)),
     *kernel("Lengths dtype", TypeError, r"Lengths.kv must be integers, got float32; cast",
             mask=masks.Lengths(ones(2))),
     *kernel("Lengths q", ValueError, r"Lengths.q must.*\(2,\), got \(2, 4\)",
