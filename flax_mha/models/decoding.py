@@ -232,8 +232,10 @@ def _choose_beams(request: Request, state: State, log_p: jax.Array, rule: BeamSe
         parents += request.beams * jnp.arange(len(parents))[:, None]
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), [parents, *new])
 
-    per_row, candidates = ("batch",), Candidates(("batch", None), ("batch",), ("batch",))
-    names = [per_row, per_row, candidates, candidates, per_row]
+    row: Any = ("batch",)
+    texts: Any = ("batch", None)
+    candidates = Candidates(texts, row, row)
+    names = [row, row, candidates, candidates, row]
     rows, token, live, found, done = sharding.auto(
         extend, names, log_p, state.live, state.found, state.done, rule
     )

@@ -75,9 +75,9 @@ def generate(
         score, log-probability / length ** length_penalty. The length counts new tokens.
       length_penalty: a number; above 0 it favors longer sequences. (Its default in `transformers`
         is 1.)
-      early_stopping: the rule that ends a beam search, as in `transformers`. True: `beams`
-        candidates have ended. False: no other candidate has a higher score than all of these, at
-        its present length. "never": nor at any length.
+      early_stopping: the rule that ends a beam search, as in `transformers`. True: as soon as
+        `beams` candidates have ended. False: when no live one scores higher than the worst of
+        these, at its present length. "never": when none could at any length.
       capacity: the number of cache slots (default: as many as needed). A fixed number serves
         prompts of several lengths.
       callback: a function callback(step, tokens), called after each step with int32 [B], which are

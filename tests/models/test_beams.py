@@ -111,7 +111,7 @@ def markov(variables: Any, cache: Any, tokens: Any, positions: Any) -> Any:
 
 
 def test_ended_candidate_survives_better_live_ones() -> None:
-    """Its p = .30 is overtaken by .36 and .34 for one step. The best longer text has .08."""
+    """An end of p = .30 is overtaken by .36 and .34 for one step. Longer texts have .08 at most."""
     p = np.full((V, V), 0.2)
     p[0], p[2], p[3] = (0, 0.30, 0.36, 0.34, 0), (0.22, 0.18, 0.2, 0.2, 0.2), 0.2
     with np.errstate(divide="ignore"):
