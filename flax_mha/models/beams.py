@@ -1,4 +1,4 @@
-"""Beam search: the best candidates that continue each prompt, and the best that have ended."""
+"""Beam search: live candidates for each prompt, and apart from them those that have ended."""
 
 import functools
 import math
@@ -11,13 +11,14 @@ from flax import struct
 from flax_mha.base import checks
 
 
-class Candidates(NamedTuple):
-    """R token sequences, `beams` consecutive ones for each prompt, best first.
+class Generated(NamedTuple):
+    """The result of `generate`.
 
     Attributes:
-      tokens: [R, max_new_tokens].
-      lengths: [R], the number of generated tokens.
-      scores: [R], see `BeamSearch`; −∞ for no candidate.
+      tokens: int32 [B, max_new_tokens], padded with the first eos after the end of a sequence.
+      lengths: int32 [B], the number of tokens up to and including eos.
+      scores: float32 [B], the sum of the log-probabilities of these tokens under the model, without
+        temperature, top_k, top_p and min_p. With beams it is divided by lengths ** length_penalty.
     """
 
     tokens: jax.Array
@@ -26,15 +27,7 @@ class Candidates(NamedTuple):
 
 
 class BeamSearch(struct.PyTreeNode):
-    """A rule of beam search, that of `transformers`.
-
-    The score of a live candidate is its log-probability, and the score of an ended one is
-    log-probability / length ** length_penalty. Live ones never displace ended ones.
-
-    Attributes:
-      length_penalty: the exponent.
-      early_stopping: False, True or "never", see `generate`.
-    """
+    """A rule of beam search, with the meaning of `transformers`; see `generate`."""
 
     length_penalty: jax.Array
     early_stopping: bool | str = struct.field(pytree_node=False)
@@ -47,84 +40,68 @@ class BeamSearch(struct.PyTreeNode):
                 f"length_penalty must leave max_new_tokens={most} ** length_penalty a number of "
                 f"float32, got {length_penalty}; give one nearer to 0"
             )
-        never = isinstance(early_stopping, str) and early_stopping == "never"
-        if not (never or isinstance(early_stopping, bool)):
+        if repr(early_stopping) not in ("False", "True", "'never'"):
             raise ValueError(
-                f"early_stopping must be True, False or 'never', got {early_stopping!r}; False "
-                f"stops by an estimate"
+                f"early_stopping must be True, False or 'never', got {early_stopping!r}"
             )
         return cls(jnp.float32(length_penalty), early_stopping)
 
-    def extend(
-        self, log_p: jax.Array, live: Candidates, ended: Candidates, over: jax.Array,
-        eos: tuple[int, ...],
-    ) -> tuple[jax.Array, jax.Array, Candidates, Candidates, jax.Array]:  # fmt: skip
-        """Extend the live candidates of B prompts by a token.
-
-        Args:
-          log_p: float32 [B, beams, V], the log-probabilities of the token.
-          live: the live candidates [B, beams].
-          ended: the best candidates that have ended.
-          over: bool [B, beams], True for a prompt whose search is over.
-          eos: the tokens that end a sequence.
-
-        Returns:
-          For the new live candidates, their parents among `live` and their tokens, [B, beams]; then
-          the new `live`, `ended` and `over`.
-        """
-        (_, beams, V), most = log_p.shape, live.tokens.shape[-1]
-        # A missing candidate stays missing, even if its log-probabilities are NaN. Another NaN
-        # must show in the result: top_k takes a NaN first, if it has no sign.
-        log_p = jnp.where(jnp.isnan(log_p), jnp.nan, log_p)
-        is_missing = live.scores[..., None] == -jnp.inf
-        total = jnp.where(is_missing, -jnp.inf, live.scores[..., None] + log_p)
-        # Each eos may end all candidates, and then as many must remain.
-        count = min((1 + max(1, len(eos))) * beams, beams * V)
-        total, flat = jax.lax.top_k(total.reshape(-1, beams * V), count)
-        parents, tokens = flat // V, flat % V
-        found = _take(live, parents)
-        is_next = jnp.arange(most)[None, None] == found.lengths[..., None]
-        texts = jnp.where(is_next, tokens[..., None], found.tokens)
-        found = Candidates(texts, found.lengths + 1, total)
-        stops = ends(tokens, eos) | (found.lengths == most)
-
-        total, order = jax.lax.top_k(jnp.where(stops, -jnp.inf, total), beams)
-        parents, tokens, live = _take((parents, tokens, found), order)
-        live = live._replace(scores=total)
-
-        # Only the first `beams` may end. The others are there to continue.
-        may_end = stops & ~over[:, :1] & (jnp.arange(count) < beams)[None]
-        scores = jnp.where(may_end, self._normalize(found.scores, found.lengths), -jnp.inf)
-        every = jax.tree.map(
-            lambda *x: jnp.concatenate(x, axis=1), ended, found._replace(scores=scores)
-        )
-        ended = _take(every, jax.lax.top_k(every.scores, beams)[1])
-        return parents, tokens, live, ended, over | self._is_over(live, ended)
-
-    def _normalize(self, log_p: jax.Array, lengths: jax.Array) -> jax.Array:
+    def normalize(self, log_p: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Return the score of a candidate that ends with this log-probability and length."""
         return log_p / lengths.astype(log_p.dtype) ** self.length_penalty
 
-    def _is_over(self, live: Candidates, ended: Candidates) -> jax.Array:
-        """Return bool [B, 1], True if no live candidate is expected to displace an ended one."""
-        grows, never = self.length_penalty > 0, self.early_stopping == "never"
-        most = live.tokens.shape[-1]
-        lengths = jnp.where(grows & never, most, live.lengths)
-        hoped = self._normalize(live.scores, lengths)[:, :1]
-        # Compare a bound with the best ended candidate, but an estimate with the worst one.
-        exact = ~grows | never
-        over = hoped <= jnp.where(exact, ended.scores[:, :1], ended.scores[:, -1:])
-        is_full = ended.scores[:, -1:] > -jnp.inf
-        return over | is_full if self.early_stopping is True else over
+
+def extend(
+    beams: int, eos: tuple[int, ...], log_p: jax.Array, live: Generated, ended: Generated,
+    over: jax.Array, rule: BeamSearch,
+) -> list[Any]:  # fmt: skip
+    """Extend live candidates by a token with log-probabilities [R, V].
+
+    Candidates are R rows, `beams` for each prompt, best first. A score is −∞ if there is none, and
+    a live one is not normalized. The search for a prompt may be `over` [R].
+
+    Returns:
+      For each new live candidate its parent and token; and the new `live`, `ended` and `over`.
+    """
+    log_p, live, ended, over = jax.tree.map(
+        lambda x: x.reshape(-1, beams, *x.shape[1:]), (log_p, live, ended, over)
+    )
+    V, most = log_p.shape[-1], live.tokens.shape[-1]
+    # top_k takes a NaN first, if it has no sign. That of a missing candidate must not count.
+    log_p = jnp.where(jnp.isnan(log_p), jnp.nan, log_p)
+    scores = live.scores[..., None]
+    total = jnp.where(scores == -jnp.inf, scores, scores + log_p).reshape(-1, beams * V)
+    # Each eos may end all candidates, and then as many must remain.
+    total, flat = jax.lax.top_k(total, min((1 + max(1, len(eos))) * beams, beams * V))
+    parents, token = flat // V, flat % V
+    tokens, lengths, _ = _take(live, parents)
+    tokens = jnp.where(jnp.arange(most)[None, None] == lengths[..., None], token[..., None], tokens)
+    found = Generated(tokens, lengths + 1, total)
+    stops = ends(token, eos) | (found.lengths == most)
+
+    total, order = jax.lax.top_k(jnp.where(stops, -jnp.inf, total), beams)
+    parents, token, live = _take((parents, token, found), order)
+    live = live._replace(scores=total)
+    # Only the first `beams` may end. The others are there to continue.
+    new = jax.tree.map(lambda x: x[:, :beams], found)
+    scores = jnp.where(stops[:, :beams] & ~over, rule.normalize(new.scores, new.lengths), -jnp.inf)
+    every = jax.tree.map(lambda *x: jnp.concatenate(x, 1), ended, new._replace(scores=scores))
+    ended = _take(every, jax.lax.top_k(every.scores, beams)[1])
+
+    # A bound of live scores ends the search at the best ended one, but an estimate at the worst.
+    never, worst = rule.early_stopping == "never", ended.scores[:, -1:]
+    lengths = jnp.where((rule.length_penalty > 0) & never, most, live.lengths)
+    rival = jnp.where((rule.length_penalty <= 0) | never, ended.scores[:, :1], worst)
+    over |= rule.normalize(live.scores, lengths)[:, :1] <= rival
+    over |= (worst > -jnp.inf) & (rule.early_stopping is True)
+    rows = parents + beams * jnp.arange(len(parents))[:, None]
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), [rows, token, live, ended, over])
 
 
 def ends(tokens: jax.Array, eos: tuple[int, ...]) -> jax.Array:
     """Return True for each token that is one of `eos`."""
-    return functools.reduce(lambda any_, end: any_ | (tokens == end), eos, tokens < 0)
+    return functools.reduce(lambda found, end: found | (tokens == end), eos, tokens < 0)
 
 
-def _take(candidates: Any, index: jax.Array) -> Any:
-    """Take candidates [B, n, …] at the indices [B, m] of each prompt."""
-    return jax.tree.map(
-        lambda x: jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1),
-        candidates,
-    )
+# Take candidates [B, n, …] at the indices [B, m] of each prompt.
+_take = jax.vmap(lambda tree, index: jax.tree.map(lambda x: x[index], tree))

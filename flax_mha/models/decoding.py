@@ -14,7 +14,7 @@ from flax import struct
 from flax_mha import cache as caches
 from flax_mha import sharding
 from flax_mha.base import shapes
-from flax_mha.models.beams import BeamSearch, Candidates, ends
+from flax_mha.models.beams import BeamSearch, Generated, ends, extend
 from flax_mha.models.models import LanguageModel, Translator
 from flax_mha.models.sampling import Sampling
 
@@ -70,8 +70,8 @@ class State(struct.PyTreeNode):
     """
 
     step: jax.Array
-    found: Candidates
-    live: Candidates | None
+    found: Generated
+    live: Generated | None
     last: jax.Array
     at: jax.Array
     done: jax.Array
@@ -135,7 +135,7 @@ def begin(
         )
     R = len(at)
     texts = jnp.full((R, request.max_new_tokens), (request.eos or (0,))[0], jnp.int32)
-    found, live = Candidates(texts, jnp.zeros_like(at), jnp.zeros(R, jnp.float32)), None
+    found, live = Generated(texts, jnp.zeros_like(at), jnp.zeros(R, jnp.float32)), None
     if beams > 1:
         # All beams of a prompt are equal at first, so there is only the first one.
         live = found._replace(scores=jnp.where(jnp.arange(R) % beams == 0, found.scores, -jnp.inf))
@@ -171,11 +171,10 @@ def ended(request: Request, state: State) -> jax.Array:
     return (state.step == request.max_new_tokens) | jnp.all(state.done)
 
 
-def best(request: Request, found: Candidates) -> Candidates:
+def best(request: Request, found: Generated) -> Generated:
     """Return the best candidate of each prompt, [B, …], from all candidates [R, …]."""
-    if request.beams == 1:
-        return found
-    return jax.tree.map(lambda x: _take(x, jnp.arange(0, len(x), request.beams)), found)
+    first = jnp.arange(0, len(found.scores), request.beams)
+    return found if request.beams == 1 else jax.tree.map(lambda x: _take(x, first), found)
 
 
 def _read(
@@ -212,7 +211,7 @@ def _choose(
     gained = jnp.where(state.done, 0.0, jnp.sum(log_p, axis=-1, where=chosen))
     is_step = jnp.arange(request.max_new_tokens)[None] == state.step
     tokens, lengths, scores = state.found
-    found = Candidates(
+    found = Generated(
         jnp.where(is_step, token[:, None], tokens), lengths + (~state.done).astype(jnp.int32),
         scores + gained,
     )  # fmt: skip
@@ -224,21 +223,12 @@ def _choose(
 
 def _choose_beams(request: Request, state: State, log_p: jax.Array, rule: BeamSearch) -> State:
     """Choose the best continuations of a prompt's live candidates."""
-
-    def extend(*rows_and_rule: Any) -> Any:
-        *rows, rule = rows_and_rule
-        prompts = jax.tree.map(lambda x: x.reshape(-1, request.beams, *x.shape[1:]), rows)
-        parents, *new = rule.extend(*prompts, request.eos or ())
-        parents += request.beams * jnp.arange(len(parents))[:, None]
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), [parents, *new])
-
-    row: Any = ("batch",)
-    texts: Any = ("batch", None)
-    candidates = Candidates(texts, row, row)
-    names = [row, row, candidates, candidates, row]
+    row, text = jax.tree.map(lambda n: ("batch",) + (None,) * n, (0, 1))
+    candidates = Generated(text, row, row)
     rows, token, live, found, done = sharding.auto(
-        extend, names, log_p, state.live, state.found, state.done, rule
-    )
+        functools.partial(extend, request.beams, request.eos or ()),
+        [row, row, candidates, candidates, row], log_p, state.live, state.found, state.done, rule,
+    )  # fmt: skip
     return state.replace(
         step=state.step + 1, found=found, live=live, last=token, at=state.at + 1, done=done,
         cache=caches.fork(state.cache, rows),

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,28 +13,13 @@ from flax_mha.base import checks, shapes
 from flax_mha.cache.collection import free
 from flax_mha.layer.settings import check_module
 from flax_mha.models import decoding
-from flax_mha.models.beams import BeamSearch
+from flax_mha.models.beams import BeamSearch, Generated
 from flax_mha.models.decoding import Model, Own, Request
 from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.models import Translator
 from flax_mha.models.sampling import Sampling
 
 Callback = Callable[[int, np.ndarray], None]
-
-
-class Generated(NamedTuple):
-    """The result of `generate`.
-
-    Attributes:
-      tokens: int32 [B, max_new_tokens], padded with the first eos after the end of a sequence.
-      lengths: int32 [B], the number of tokens up to and including eos.
-      scores: float32 [B], the sum of the log-probabilities of these tokens under the model, without
-        temperature, top_k, top_p and min_p. With beams it is divided by lengths ** length_penalty.
-    """
-
-    tokens: jax.Array
-    lengths: jax.Array
-    scores: jax.Array
 
 
 def generate(
@@ -92,8 +77,9 @@ def generate(
     _check_model(model, start)
     prompt, lengths, target = _check_call(model, variables, cache, prompt, lengths)
     checks.positive(max_new_tokens=max_new_tokens, beams=beams)
-    rule: decoding.Rule = Sampling.checked(temperature, top_k, top_p, min_p)
+    sampling = Sampling.checked(temperature, top_k, top_p, min_p)
     search = BeamSearch.checked(length_penalty, early_stopping, max_new_tokens)
+    rule = search if beams > 1 else sampling
     if beams > 1 and (temperature or callback):
         raise ValueError(
             f"temperature and callback must be left out with beams={beams}, whose tokens are not "
@@ -101,10 +87,9 @@ def generate(
         )
     if beams == 1 and (length_penalty or early_stopping):
         raise ValueError(
-            f"length_penalty and early_stopping must be left out with beams=1, which searches for "
-            f"nothing, got {length_penalty} and {early_stopping}; give more beams, or drop them"
+            f"length_penalty and early_stopping must be left out with beams=1, got "
+            f"{length_penalty} and {early_stopping}; give more beams, or drop them"
         )
-    rule = search if beams > 1 else rule
     if rng is not None:
         checks.key("rng", rng)
     starts, ends = _ids("start", start, target), _ids("eos", eos, target)
@@ -131,7 +116,7 @@ def generate(
         while not decoding.ended(request, state):
             state = decoding.advance(request, weights, state, rule, rng)
             callback(int(state.step) - 1, np.asarray(state.last))
-    return Generated(*decoding.best(request, state.found))
+    return decoding.best(request, state.found)
 
 
 def _ids(name: str, ids: Any, vocabulary: int) -> tuple[int, ...] | None:

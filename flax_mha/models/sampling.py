@@ -38,12 +38,9 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
     """
     _check_logits(logits)
     p = _share("top_p", p, logits.dtype)
-    order = jnp.argsort(logits, axis=-1, descending=True)
-    likely = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
-    before = jnp.cumsum(likely, axis=-1) - likely
-    first = jax.lax.broadcasted_iota(jnp.int32, before.shape, before.ndim - 1) == 0
-    kept = (before < p) | first
-    return jnp.where(jnp.take_along_axis(kept, _ranks(logits), axis=-1), logits, -jnp.inf)
+    likely = jnp.sort(jax.nn.softmax(logits, axis=-1), axis=-1, descending=True)
+    count = jnp.sum(jnp.cumsum(likely, axis=-1) - likely < p, axis=-1, keepdims=True)
+    return jnp.where(_ranks(logits) < jnp.maximum(count, 1), logits, -jnp.inf)
 
 
 def min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
@@ -102,29 +99,23 @@ class Sampling(struct.PyTreeNode):
     def checked(
         cls, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None = None
     ) -> Self:
-        """Check a user's numbers, and return their rule.
-
-        Args:
-          temperature: the divisor of logits; 0 for greedy choice.
-          top_k: the number of tokens to keep.
-          top_p: the probability to keep.
-          min_p: the least share of the highest probability.
-        """
+        """Check a user's numbers, and return their rule. Temperature 0 is greedy."""
         if checks.number("temperature", temperature) < 0:
             raise ValueError(
                 f"temperature must be at least 0 and finite, got {temperature}; 0 is greedy"
             )
-        shares = [
-            None if p is None else _share(name, checks.number(name, p), jnp.float32)
-            for name, p in (("top_p", top_p), ("min_p", min_p))
-        ]
+        given = {"top_p": top_p, "min_p": min_p}
+        shares = {
+            name: _share(name, checks.number(name, p), jnp.float32)
+            for name, p in given.items() if p is not None
+        }  # fmt: skip
         checks.optional(top_k=top_k)
         if not temperature and (top_k, top_p, min_p) != (None, None, None):
             raise ValueError(
                 f"top_k, top_p and min_p must be None with temperature=0, which takes the most "
                 f"likely token, got {top_k}, {top_p} and {min_p}; set a temperature, or drop them"
             )
-        return cls(jnp.float32(temperature) if temperature else None, top_k, *shares)
+        return cls(jnp.float32(temperature) if temperature else None, top_k, **shares)
 
     def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         """Draw tokens int32 [B] from logits [B, V].
