@@ -117,11 +117,12 @@ def test_ended_candidate_survives_better_live_ones() -> None:
     with np.errstate(divide="ignore"):
         log_p = np.log(p).astype(np.float32)
     prompt, eos = np.zeros((3, 1), int), (1,)
-    call = {"cache": EMPTY, "max_new_tokens": NEW, "eos": eos, "beams": 3}
+    call = {"cache": EMPTY, "max_new_tokens": NEW, "eos": eos, "beams": 2}
     found = generate(markov, log_p, prompt, **call)
     check(found, [((1,), np.log(0.30))] * 3, eos)
     # By length, a longer text of p = .36 · .22 · .36 · .22 · .36 is worth more.
-    found = jax.jit(lambda v: generate(markov, v, prompt, length_penalty=2.0, **call))(log_p)
+    call |= {"length_penalty": 2.0, "early_stopping": "never"}
+    found = jax.jit(lambda v: generate(markov, v, prompt, **call))(log_p)
     mean = np.log([0.36, 0.22, 0.36, 0.22, 0.36]).sum() / 25
     check(found, [((2, 0, 2, 0, 2), mean)] * 3, eos)
 
@@ -149,7 +150,7 @@ def test_tokens_without_probability_and_nan_are_not_hidden() -> None:
     one = np.full((V, V), -np.inf, np.float32)
     one[np.arange(V), [2, 1, 3, 1, 1]] = 0  # 0 → 2 → 3 → 1
     prompt = np.zeros((3, 1), int)
-    call = {"cache": EMPTY, "max_new_tokens": NEW, "eos": 1, "beams": 3}
+    call = {"cache": EMPTY, "max_new_tokens": NEW, "eos": (1,), "beams": 2}
     check(generate(markov, one, prompt, **call), [((2, 3, 1), 0.0)] * 3, (1,))
     one[3] = -np.inf
     assert np.isnan(generate(markov, one, prompt, **call).scores).all()
