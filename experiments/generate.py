@@ -31,9 +31,12 @@ PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translat
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
 TOP_K = flags.DEFINE_integer("top_k", None, "Draw from so many most likely tokens only.")
 TOP_P = flags.DEFINE_float("top_p", None, "Draw from the most likely that have this probability.")
+MIN_P = flags.DEFINE_float("min_p", None, "Draw from those with this share of the highest one.")
 SEED = flags.DEFINE_integer("seed", 0, "Of the draws.", lower_bound=0, upper_bound=2**32 - 1)
 NEW = flags.DEFINE_integer("max_new_tokens", None, "How many at most (default: the task's).")
 BEAMS = flags.DEFINE_integer("beams", 1, "Candidates that a beam search follows.")
+PENALTY = flags.DEFINE_float("length_penalty", 0.0, "Beams count log-probability / length ** this.")
+EARLY = flags.DEFINE_enum("early_stopping", "false", ["false", "true", "never"], "End of a search.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,8 +47,9 @@ def main(argv: Sequence[str]) -> None:
             raise RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
         options: dict[str, Any] = {
             "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
-            "max_new_tokens": NEW.value, "beams": BEAMS.value,
-            "rng": jax.random.key(SEED.value),
+            "min_p": MIN_P.value, "max_new_tokens": NEW.value, "beams": BEAMS.value,
+            "length_penalty": PENALTY.value, "rng": jax.random.key(SEED.value),
+            "early_stopping": EARLY.value if EARLY.value == "never" else EARLY.value == "true",
         }  # fmt: skip
         workdir, model = WORKDIR.value, MODEL.value
         if workdir is not None and model is None:

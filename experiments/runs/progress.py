@@ -66,9 +66,8 @@ def bar(steps: int, start: int, console: Console) -> Iterator[Callable[[int, str
 class Speed:
     """The speed of the steps, and the time until the last one.
 
-    The share of the chips' peak (MFU) counts the operations of matrix products in the compiled
-    step, as the planner does, recomputation included. It is left out where the table of
-    chips lacks the devices, such as on CPUs.
+    The share of the chips' peak (MFU) counts the operations that the model needs, see `flops`. It
+    is left out where the table of chips lacks the devices, such as on CPUs.
 
     Args:
       program: the run's `experiments.trainer.mesh.Program`.
@@ -111,10 +110,18 @@ def peak(program: Any) -> float:
 
 
 def flops(program: Any, state: Any, batch: Any) -> int:
-    """Return the operations of a step's matrix products on one device."""
-    traced = program.step.trace(state, batch)
+    """Return the operations of matmuls that a training step needs, on one device.
+
+    These are three times the operations of the loss, because each matmul has two in the backward
+    pass. Recomputation, by `remat` or within a kernel, is left out.
+
+    Source: Chowdhery et al., "PaLM", 2022, appendix B.
+    """
+    loss = program.task.loss
+    loss = jax.vmap(loss) if program.config.seeds > 1 else loss
+    traced = jax.jit(loss).trace(state.params, batch, state.key)
     text = traced.lower().compile().as_text()
-    return work.flops(Module(text)) + work.pallas_flops(traced.jaxpr.jaxpr)
+    return 3 * (work.flops(Module(text)) + work.pallas_flops(traced.jaxpr.jaxpr))
 
 
 def duration(seconds: float) -> str:

@@ -15,11 +15,11 @@ _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
     alignment_heads begin_of_text_token_id bos_token_id is_multilingual lang_to_id language
     max_initial_timestamp_index max_length max_new_tokens no_timestamps_token_id output_scores
     output_logits pad_token_id prev_sot_token_id return_dict_in_generate return_timestamps task
-    task_to_id temperature top_k top_p trust_remote_code
+    task_to_id temperature top_k top_p min_p trust_remote_code
 """) | {
     "diversity_penalty": 0.0, "early_stopping": False, "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
-    "guidance_scale": 1.0, "length_penalty": 1.0, "min_length": 0, "min_p": 0.0,
+    "guidance_scale": 1.0, "length_penalty": 1.0, "min_length": 0,
     "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1, "num_return_sequences": 1,
     "remove_invalid_values": False, "renormalize_logits": False, "repetition_penalty": 1.0,
     "typical_p": 1.0,
@@ -29,8 +29,9 @@ _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
 def generation(path: str | Path) -> dict[str, Any]:
     """Return the arguments of `flax_mha.generate` from a folder's files.
 
-    These are `eos` and `start`, and for a model that samples `temperature`, `top_k` and `top_p`. A
-    warning names settings that `generate` does not support, such as a repetition penalty.
+    These are `eos` and `start`; to sample, `temperature`, `top_k`, `top_p` and `min_p`; to search,
+    `beams`, `length_penalty` and `early_stopping`. A warning names settings that `generate` does
+    not support, such as a repetition penalty.
 
     Args:
       path: a folder with `config.json`, and in newer folders `generation_config.json`.
@@ -55,7 +56,11 @@ def generation(path: str | Path) -> dict[str, Any]:
         # The defaults of transformers.
         arguments["temperature"] = settings.get("temperature", 1.0)
         arguments["top_k"] = settings.get("top_k", 50) or None
-        arguments |= {"top_p": settings["top_p"]} if "top_p" in settings else {}
+        arguments |= {name: settings[name] for name in ("top_p", "min_p") if settings.get(name)}
+    elif settings.get("num_beams", 1) > 1:
+        arguments["beams"] = settings["num_beams"]
+        arguments["length_penalty"] = settings.get("length_penalty", 1.0)
+        arguments["early_stopping"] = settings.get("early_stopping", False)
     if unread := settings.unread(neutral.among(_NEUTRAL)):
         warnings.warn(
             f"{_FILE} has settings that generate has no argument for: {', '.join(sorted(unread))}",

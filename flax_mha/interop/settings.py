@@ -117,7 +117,7 @@ _BY_RULE: dict[Rule, str] = {
     ),
     _LENGTH: "max_source_positions",
     _or_list(_LENGTH, 2): "image_size img_size patch_size",
-    _COUNT: "max_window_layers num_classes num_register_tokens reg_tokens",
+    _COUNT: "max_window_layers num_beams num_classes num_register_tokens reg_tokens",
     _SPAN: (
         "decoder_start_token_id max_position_embeddings original_max_position_embeddings "
         "pad_token_id relative_attention_max_distance sliding_window top_k"

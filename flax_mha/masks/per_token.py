@@ -18,9 +18,10 @@ class Lengths(Mask):
     """A mask of padding: the first `kv` keys are real, j < kv.
 
     Attributes:
-      kv: int [*B], the number of real keys; or [*B, T], for each query (the `valid_lens` of d2l).
-      q: int [*B], the number of real queries (default: all). The others are fully masked, so their
-        output is 0.
+      kv: int or int [*B], the number of real keys; or [*B, T], for each query (the `valid_lens` of
+        d2l).
+      q: int or int [*B], the number of real queries (default: all). The others are fully masked, so
+        their output is 0.
     """
 
     kv: Any
@@ -186,9 +187,6 @@ class Prefix(Mask):
     length: Any
 
     def bind(self, dims: Dims) -> Self:
-        if jnp.ndim(self.length) == 0:
-            length = shapes.lead(checks.integers("Prefix.length", self.length), len(dims.logits))
-            return self.replace(length=ScoreArray(length))
         return self.replace(length=_as_scores("Prefix.length", self.length, dims))
 
     def allowed(self, at: At) -> Array:
@@ -201,9 +199,11 @@ class Prefix(Mask):
 
 
 def _as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
-    """Reshape lengths [*B], or per query [*B, T], to [*B, 1, 1|T, 1]."""
+    """Reshape lengths [], [*B], or per query [*B, T], to [*B|1, 1, 1|T, 1]."""
     lengths = checks.integers(name, lengths)
-    expected = {"[*B]": dims.B} | ({"[*B, T]": (*dims.B, dims.T)} if per_query else {})
+    if not lengths.ndim:
+        return ScoreArray(shapes.lead(lengths, len(dims.logits)))
+    expected = {"[]": (), "[*B]": dims.B} | ({"[*B, T]": (*dims.B, dims.T)} if per_query else {})
     remedy = "give one length for each example of the batch"
     shapes.check_shape(name, lengths, expected, remedy)
     queries = lengths.shape[len(dims.B) :] or (1,)

@@ -14,6 +14,7 @@ from flax import struct
 from flax_mha import cache as caches
 from flax_mha import sharding
 from flax_mha.base import shapes
+from flax_mha.models.beams import BeamSearch, Generated, ends, extend
 from flax_mha.models.models import LanguageModel, Translator
 from flax_mha.models.sampling import Sampling
 
@@ -22,6 +23,7 @@ from flax_mha.models.sampling import Sampling
 Step = Callable[..., tuple[jax.Array, Any]]
 Own = LanguageModel | Translator
 Model = Own | Step
+Rule = Sampling | BeamSearch
 
 
 def takes_lengths(step: Step) -> bool:
@@ -39,7 +41,7 @@ class Request:
       capacity: the number of cache slots.
       start: the tokens that a target begins with, or None.
       eos: the tokens that end a sequence; the first one fills the rest of it.
-      beams: the number of beams.
+      beams: the number of live candidates of each prompt in a beam search; 1 for no search.
       rules: the logical axis rules of the call, which compiled code depends on.
     """
 
@@ -57,23 +59,22 @@ class State(struct.PyTreeNode):
 
     Attributes:
       step: the number of generated tokens.
-      tokens: [R, max_new_tokens], the generated tokens.
+      found: the generated tokens; in a beam search the ended candidates.
+      live: the other candidates of a beam search, which `last`, `at` and `cache` belong to; or
+        None.
       last: [R], the newest token.
       at: [R], the position of the newest token.
-      done: [R], True for a sequence that has ended.
-      lengths: [R], the number of generated tokens up to the end.
-      scores: [R], the log-probability of the generated tokens.
+      done: [R], True for a sequence, or a prompt's search, that has ended.
       cache: the model's cache.
       memory_lengths: [R], the lengths of the encoder's output; None without one.
     """
 
     step: jax.Array
-    tokens: jax.Array
+    found: Generated
+    live: Generated | None
     last: jax.Array
     at: jax.Array
     done: jax.Array
-    lengths: jax.Array
-    scores: jax.Array
     cache: Any
     memory_lengths: jax.Array | None
 
@@ -95,7 +96,7 @@ def _with_cache(block: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def begin(
-    request: Request, variables: Any, prompt: jax.Array, lengths: jax.Array, sampling: Sampling,
+    request: Request, variables: Any, prompt: jax.Array, lengths: jax.Array, rule: Rule,
     rng: Any, cache: Any = None,
 ) -> State:  # fmt: skip
     """Create a cache if there is none, read the prompt, and choose the first token."""
@@ -133,46 +134,47 @@ def begin(
             lambda x: _take(x, owners), (logits, at, memory_lengths)
         )
     R = len(at)
-    # All beams of a prompt are equal at first, so only the first one gets a finite score.
-    scores = jnp.where(jnp.arange(R) % beams == 0, 0.0, -jnp.inf).astype(jnp.float32)
-    chosen = jnp.full((R, request.max_new_tokens), (request.eos or (0,))[0], jnp.int32)
-    state = State(
-        jnp.int32(0), _constrain(chosen), at, at, at < 0, jnp.zeros_like(at), _constrain(scores),
-        cache, memory_lengths,
-    )  # fmt: skip
-    return _choose(request, state, logits, sampling, rng)
+    texts = jnp.full((R, request.max_new_tokens), (request.eos or (0,))[0], jnp.int32)
+    found, live = Generated(texts, jnp.zeros_like(at), jnp.zeros(R, jnp.float32)), None
+    if beams > 1:
+        # All beams of a prompt are equal at first, so there is only the first one.
+        live = found._replace(scores=jnp.where(jnp.arange(R) % beams == 0, found.scores, -jnp.inf))
+        found = found._replace(scores=found.scores - jnp.inf)
+    found, live = jax.tree.map(_constrain, (found, live))
+    state = State(jnp.int32(0), found, live, at, at, at < 0, cache, memory_lengths)
+    return _choose(request, state, logits, rule, rng)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def advance(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
+def advance(request: Request, variables: Any, state: State, rule: Rule, rng: Any) -> State:
     """Read the newest token, and choose the next."""
     logits, cache = _read(
         request, variables, state.cache, state.last[:, None],
         at=jnp.zeros_like(state.at), positions=state.at[:, None],
         memory_lengths=state.memory_lengths,
     )  # fmt: skip
-    return _choose(request, state.replace(cache=cache), logits, sampling, rng)
+    return _choose(request, state.replace(cache=cache), logits, rule, rng)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def finish(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
+def finish(request: Request, variables: Any, state: State, rule: Rule, rng: Any) -> State:
     """Advance until all sequences have ended."""
     return jax.lax.while_loop(
         lambda state: ~ended(request, state),
-        lambda state: advance(request, variables, state, sampling, rng),
+        lambda state: advance(request, variables, state, rule, rng),
         state,
     )
 
 
 def ended(request: Request, state: State) -> jax.Array:
     """Return True if all sequences have ended."""
-    # The best beam comes first, and scores only fall, so no other beam can overtake it.
-    return (state.step == request.max_new_tokens) | jnp.all(best(request, state.done))
+    return (state.step == request.max_new_tokens) | jnp.all(state.done)
 
 
-def best(request: Request, x: jax.Array) -> jax.Array:
-    """Return the best beam of each prompt, [B, …], from all beams [R, …]."""
-    return x if request.beams == 1 else _take(x, jnp.arange(0, len(x), request.beams))
+def best(request: Request, found: Generated) -> Generated:
+    """Return the best candidate of each prompt, [B, …], from all candidates [R, …]."""
+    first = jnp.arange(0, len(found.scores), request.beams)
+    return found if request.beams == 1 else jax.tree.map(lambda x: _take(x, first), found)
 
 
 def _read(
@@ -196,50 +198,40 @@ def _read(
 
 
 def _choose(
-    request: Request, state: State, logits: jax.Array, sampling: Sampling, rng: jax.Array | None
+    request: Request, state: State, logits: jax.Array, rule: Rule, rng: jax.Array | None
 ) -> State:
-    log_p = jax.nn.log_softmax(logits, axis=-1)
-    if request.beams > 1:
-        return _choose_beams(request, state, log_p)
+    """Choose the next token of each sequence."""
+    eos, log_p = request.eos or (), jax.nn.log_softmax(logits, axis=-1).astype(jnp.float32)
+    if isinstance(rule, BeamSearch):
+        return _choose_beams(request, state, log_p, rule)
     key = None if rng is None else jax.random.fold_in(rng, state.step)
-    token = sampling.choose(key, logits)
-    if request.eos is not None:
-        token = jnp.where(state.done, request.eos[0], token)
+    token = rule.choose(key, logits)
+    token = jnp.where(state.done, eos[0], token) if eos else token
     chosen = jnp.arange(logits.shape[-1])[None] == token[:, None]
-    gained = jnp.sum(log_p, axis=-1, where=chosen)
-    return _append(request, state, token, jnp.where(state.done, 0.0, gained) + state.scores)
-
-
-def _choose_beams(request: Request, state: State, log_p: jax.Array) -> State:
-    """Choose the best continuations of a prompt's beams, best first."""
-    beams, V = request.beams, log_p.shape[-1]
-
-    def rank(log_p: jax.Array, done: jax.Array, scores: jax.Array) -> list[jax.Array]:
-        if request.eos is not None:
-            # A beam that has ended continues with eos at no cost.
-            stay = jnp.where(jnp.arange(V)[None] == request.eos[0], 0.0, -jnp.inf)
-            log_p = jnp.where(done[:, None], stay, log_p)
-        total = (scores[:, None] + log_p).reshape(-1, beams * V)
-        scores, flat = jax.lax.top_k(total, beams)
-        rows = flat // V + beams * jnp.arange(len(flat))[:, None]
-        return [x.reshape(-1) for x in (rows, flat % V, scores)]
-
-    names = [("batch",)] * 3
-    rows, token, scores = sharding.auto(rank, names, log_p, state.done, state.scores)
-    state = state.replace(
-        tokens=_take(state.tokens, rows), done=_take(state.done, rows),
-        lengths=_take(state.lengths, rows), cache=caches.fork(state.cache, rows),
-    )  # fmt: skip
-    return _append(request, state, token, scores)
-
-
-def _append(request: Request, state: State, token: jax.Array, scores: jax.Array) -> State:
+    gained = jnp.where(state.done, 0.0, jnp.sum(log_p, axis=-1, where=chosen))
     is_step = jnp.arange(request.max_new_tokens)[None] == state.step
-    done = functools.reduce(lambda done, eos: done | (token == eos), request.eos or (), state.done)
+    tokens, lengths, scores = state.found
+    found = Generated(
+        jnp.where(is_step, token[:, None], tokens), lengths + (~state.done).astype(jnp.int32),
+        scores + gained,
+    )  # fmt: skip
     return state.replace(
-        step=state.step + 1, last=token, at=state.at + 1, done=done, scores=scores,
-        tokens=jnp.where(is_step, token[:, None], state.tokens),
-        lengths=state.lengths + (~state.done).astype(jnp.int32),
+        step=state.step + 1, found=found, last=token, at=state.at + 1,
+        done=state.done | ends(token, eos),
+    )  # fmt: skip
+
+
+def _choose_beams(request: Request, state: State, log_p: jax.Array, rule: BeamSearch) -> State:
+    """Choose the best continuations of a prompt's live candidates."""
+    row, text = jax.tree.map(lambda n: ("batch",) + (None,) * n, (0, 1))
+    candidates = Generated(text, row, row)
+    rows, token, live, found, done = sharding.auto(
+        functools.partial(extend, request.beams, request.eos or ()),
+        [row, row, candidates, candidates, row], log_p, state.live, state.found, state.done, rule,
+    )  # fmt: skip
+    return state.replace(
+        step=state.step + 1, found=found, live=live, last=token, at=state.at + 1, done=done,
+        cache=caches.fork(state.cache, rows),
     )  # fmt: skip
 
 

@@ -1,9 +1,8 @@
 """Text generation: read a prompt once, then generate token by token with a cache."""
 
-import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,6 +13,7 @@ from flax_mha.base import checks, shapes
 from flax_mha.cache.collection import free
 from flax_mha.layer.settings import check_module
 from flax_mha.models import decoding
+from flax_mha.models.beams import BeamSearch, Generated
 from flax_mha.models.decoding import Model, Own, Request
 from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.models import Translator
@@ -22,28 +22,14 @@ from flax_mha.models.sampling import Sampling
 Callback = Callable[[int, np.ndarray], None]
 
 
-class Generated(NamedTuple):
-    """The result of `generate`.
-
-    Attributes:
-      tokens: int32 [B, max_new_tokens], padded with the first eos after the end of a sequence.
-      lengths: int32 [B], the number of tokens up to and including eos.
-      scores: float32 [B], the log-probability of these tokens under the model, without temperature,
-        top_k and top_p.
-    """
-
-    tokens: jax.Array
-    lengths: jax.Array
-    scores: jax.Array
-
-
 def generate(
     model: Model, variables: Mapping[str, Any], prompt: jax.Array, *, max_new_tokens: int,
     lengths: jax.Array | None = None, start: int | Sequence[int] | None = None,
     eos: int | Sequence[int] | None = None, rng: jax.Array | None = None,
     temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
-    beams: int = 1, capacity: int | None = None, callback: Callback | None = None,
-    cache: Any = None,
+    min_p: float | None = None, beams: int = 1, length_penalty: float = 0.0,
+    early_stopping: bool | str = False, capacity: int | None = None,
+    callback: Callback | None = None, cache: Any = None,
 ) -> Generated:  # fmt: skip
     """Generate tokens that continue or translate each prompt.
 
@@ -69,8 +55,14 @@ def generate(
       temperature: the divisor of logits before a draw; 0 takes the most likely token.
       top_k: the number of most likely tokens to draw from (default: all).
       top_p: the total probability of the most likely tokens to draw from (default: all).
-      beams: the number of candidates in a beam search, which returns the one with the highest sum
-        of log-probabilities.
+      min_p: the least probability to draw, as a share of the highest one (default: 0).
+      beams: the number of candidates of a beam search. It returns the ended one with the highest
+        score, log-probability / length ** length_penalty. The length counts new tokens.
+      length_penalty: a number; above 0 it favors longer sequences. (Its default in `transformers`
+        is 1.)
+      early_stopping: the rule that ends a beam search, as in `transformers`. True: as soon as
+        `beams` candidates have ended. False: when no live one scores higher than the worst of
+        these, at its present length. "never": when none could at any length.
       capacity: the number of cache slots (default: as many as needed). A fixed number serves
         prompts of several lengths.
       callback: a function callback(step, tokens), called after each step with int32 [B], which are
@@ -85,11 +77,18 @@ def generate(
     _check_model(model, start)
     prompt, lengths, target = _check_call(model, variables, cache, prompt, lengths)
     checks.positive(max_new_tokens=max_new_tokens, beams=beams)
-    sampling = Sampling.checked(temperature, top_k, top_p)
+    sampling = Sampling.checked(temperature, top_k, top_p, min_p)
+    search = BeamSearch.checked(length_penalty, early_stopping, max_new_tokens)
+    rule = search if beams > 1 else sampling
     if beams > 1 and (temperature or callback):
         raise ValueError(
             f"temperature and callback must be left out with beams={beams}, whose tokens are not "
             f"drawn, and change until the end; drop them, or use beams=1"
+        )
+    if beams == 1 and (length_penalty or early_stopping):
+        raise ValueError(
+            f"length_penalty and early_stopping must be left out with beams=1, got "
+            f"{length_penalty} and {early_stopping}; give more beams, or drop them"
         )
     if rng is not None:
         checks.key("rng", rng)
@@ -109,16 +108,15 @@ def generate(
     weights: Any = variables
     if cache is None:
         weights = {name: value for name, value in variables.items() if name != "cache"}
-    state = decoding.begin(request, weights, prompt, lengths, sampling, rng, cache)
+    state = decoding.begin(request, weights, prompt, lengths, rule, rng, cache)
     if callback is None:
-        state = decoding.finish(request, weights, state, sampling, rng)
+        state = decoding.finish(request, weights, state, rule, rng)
     else:
         callback(0, np.asarray(state.last))
         while not decoding.ended(request, state):
-            state = decoding.advance(request, weights, state, sampling, rng)
+            state = decoding.advance(request, weights, state, rule, rng)
             callback(int(state.step) - 1, np.asarray(state.last))
-    best = functools.partial(decoding.best, request)
-    return Generated(best(state.tokens), best(state.lengths), best(state.scores))
+    return decoding.best(request, state.found)
 
 
 def _ids(name: str, ids: Any, vocabulary: int) -> tuple[int, ...] | None:

@@ -37,19 +37,35 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
     _check_logits(logits)
+    p = _share("top_p", p, logits.dtype)
+    likely = jnp.sort(jax.nn.softmax(logits, axis=-1), axis=-1, descending=True)
+    count = jnp.sum(jnp.cumsum(likely, axis=-1) - likely < p, axis=-1, keepdims=True)
+    return jnp.where(_ranks(logits) < jnp.maximum(count, 1), logits, -jnp.inf)
+
+
+def min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
+    """Keep tokens of at least p times the highest probability, and set all other logits to −∞.
+
+    Args:
+      logits: [*B, V].
+      p: the share of the highest probability, in (0, 1].
+
+    Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
+    """
+    _check_logits(logits)
+    least = logits.max(-1, keepdims=True) + jnp.log(_share("min_p", p, logits.dtype))
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def _share(name: str, p: Any, dtype: Any) -> jax.Array:
+    """Check a share in (0, 1], and return it as an array of this dtype."""
     if hasattr(p, "dtype"):
-        shape = checks.floating("top_p", p).shape
+        shape = checks.floating(name, p).shape
         if shape:
-            raise ValueError(f"top_p must be one number, got shape {shape}; vmap for several")
-        p = jnp.asarray(p, logits.dtype)
-    elif not 0 < checks.number("top_p", p) <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {p}; 1 keeps all tokens")
-    order = jnp.argsort(logits, axis=-1, descending=True)
-    likely = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
-    before = jnp.cumsum(likely, axis=-1) - likely
-    first = jax.lax.broadcasted_iota(jnp.int32, before.shape, before.ndim - 1) == 0
-    kept = (before < p) | first
-    return jnp.where(jnp.take_along_axis(kept, _ranks(logits), axis=-1), logits, -jnp.inf)
+            raise ValueError(f"{name} must be one number, got shape {shape}; vmap for several")
+    elif not 0 < checks.number(name, p) <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {p}; leave it out to keep all tokens")
+    return jnp.asarray(p, dtype)
 
 
 def _check_logits(logits: jax.Array) -> None:
@@ -65,41 +81,41 @@ def _ranks(logits: jax.Array) -> jax.Array:
 
 
 class Sampling(struct.PyTreeNode):
-    """A sampling rule: divide logits by the temperature, keep top_k, then top_p, and draw.
+    """A sampling rule: divide logits by the temperature, keep top_k, top_p, min_p, and draw.
 
     Attributes:
       temperature: the divisor of logits; None for the most likely token (greedy).
       top_k: the number of tokens to keep; None for all.
       top_p: the probability to keep; None for all tokens.
+      min_p: the least share of the highest probability; None for all tokens.
     """
 
     temperature: Any = None
     top_k: int | None = struct.field(pytree_node=False, default=None)
     top_p: Any = None
+    min_p: Any = None
 
     @classmethod
-    def checked(cls, temperature: float, top_k: int | None, top_p: float | None) -> Self:
-        """Check a user's numbers, and return their rule.
-
-        Args:
-          temperature: the divisor of logits; 0 for greedy choice.
-          top_k: the number of tokens to keep.
-          top_p: the probability to keep.
-        """
+    def checked(
+        cls, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None = None
+    ) -> Self:
+        """Check a user's numbers, and return their rule. Temperature 0 is greedy."""
         if checks.number("temperature", temperature) < 0:
             raise ValueError(
                 f"temperature must be at least 0 and finite, got {temperature}; 0 is greedy"
             )
-        if top_p is not None and not 0 < checks.number("top_p", top_p) <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}; None keeps all tokens")
+        given = {"top_p": top_p, "min_p": min_p}
+        shares = {
+            name: _share(name, checks.number(name, p), jnp.float32)
+            for name, p in given.items() if p is not None
+        }  # fmt: skip
         checks.optional(top_k=top_k)
-        if not temperature and (top_k, top_p) != (None, None):
+        if not temperature and (top_k, top_p, min_p) != (None, None, None):
             raise ValueError(
-                f"top_k and top_p must be None with temperature=0, which takes the most likely "
-                f"token, got {top_k} and {top_p}; set a temperature, or drop them"
+                f"top_k, top_p and min_p must be None with temperature=0, which takes the most "
+                f"likely token, got {top_k}, {top_p} and {min_p}; set a temperature, or drop them"
             )
-        scalar = None if top_p is None else jnp.float32(top_p)
-        return cls(jnp.float32(temperature) if temperature else None, top_k, scalar)
+        return cls(jnp.float32(temperature) if temperature else None, top_k, **shares)
 
     def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         """Draw tokens int32 [B] from logits [B, V].
@@ -111,12 +127,16 @@ class Sampling(struct.PyTreeNode):
         if self.temperature is None or key is None:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-        def limit(logits: jax.Array, rule: Self) -> jax.Array:
-            logits = logits / rule.temperature
-            logits = logits if rule.top_k is None else top_k(logits, rule.top_k)
-            return logits if rule.top_p is None else top_p(logits, rule.top_p)
-
-        limited = sharding.auto(limit, ("batch", None), logits, self)
+        limited = sharding.auto(
+            lambda logits, rule: rule.limit(logits), ("batch", None), logits, self
+        )
         # The argmax of logits with Gumbel noise is a sample of their softmax.
         noise = jax.random.gumbel(key, limited.shape, limited.dtype)
         return jnp.argmax(limited + sharding.like(noise, limited), axis=-1).astype(jnp.int32)
+
+    def limit(self, logits: jax.Array) -> jax.Array:
+        """Divide logits [*B, V] by the temperature, and set those of excluded tokens to −∞."""
+        logits = logits if self.temperature is None else logits / self.temperature
+        logits = logits if self.top_k is None else top_k(logits, self.top_k)
+        logits = logits if self.top_p is None else top_p(logits, self.top_p)
+        return logits if self.min_p is None else min_p(logits, self.min_p)

@@ -37,8 +37,21 @@ def test_folder_gives_sampling_settings(tmp_path: Path) -> None:
     assert told(tmp_path, own | {"do_sample": True}) == drawn
     own = {"do_sample": True, "top_k": 0}
     assert told(tmp_path, own) == {"temperature": 1.0, "top_k": None}
+    own = {"do_sample": True, "top_k": 0, "min_p": 0.1, "num_beams": 1}
+    assert told(tmp_path, own) == {"temperature": 1.0, "top_k": None, "min_p": 0.1}
+    assert told(tmp_path, {"min_p": 0.1}) == {}
     with pytest.raises(ValueError, match="top_p must be a positive number up to 1, got 2"):
         told(tmp_path, {"do_sample": True, "top_p": 2})
+
+
+def test_folder_gives_beam_search_settings(tmp_path: Path) -> None:
+    """With the defaults of `transformers`. Beams that are drawn are not supported."""
+    found = {"beams": 4, "length_penalty": 1.0, "early_stopping": False}
+    assert told(tmp_path, {"num_beams": 4}) == found
+    own = {"num_beams": 2, "length_penalty": 0.5, "early_stopping": "never"}
+    assert told(tmp_path, own) == {"beams": 2, "length_penalty": 0.5, "early_stopping": "never"}
+    with pytest.warns(UserWarning, match="num_beams=4$"):
+        assert "beams" not in told(tmp_path, {"num_beams": 4, "do_sample": True})
 
 
 def test_unsupported_generation_settings_warn(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The calls of the kernels' contract: a table of factors, and rows that cover it.
 
 The product of the factors has far more rows than could run. Mistakes need two or three factors to
-meet, so the ordinary suite covers every pair of values, and the grid every triple.
+meet, so the ordinary rows cover every pair of values, and those of the grid every triple. Without
+the grid, each kernel runs only a part of the ordinary rows, see `test_contract`.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Every kernel on every covered case, forward and every gradient, against the float64 oracle."""
+"""Kernels on the cases of `cases`, forward and every gradient, against the float64 oracle."""
 
 from typing import Any
 

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention
-from flax_mha.masks import Documents
+from flax_mha.masks import Causal, Documents, Lengths, Window
 from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import Problem, pose
 from tests.kernels.scenes import MASKS, Scene
@@ -92,3 +93,37 @@ def test_documents_follow_positions(lengths: Any) -> None:
     q, k, v = (x[:, order] for x in (q, k, v))
     found = dot_product_attention(q, k, v, mask=mask, q_positions=order, kv_positions=order)
     np.testing.assert_allclose(found, wanted[:, order], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "platform", "dtype"),
+    [
+        ("blockwise", None, "float32"),
+        *(pytest.param(*row, marks=pytest.mark.slow)
+          for row in [("reference", None, "float32"), ("flex", "tpu", "float32"),
+                      ("splash", "tpu", "float32"), ("cudnn", "nvidia", "bfloat16")]),
+    ],
+)  # fmt: skip
+def test_one_length_holds_for_every_example(
+    kernel: str, platform: str | None, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    """As a static or a traced number, alone and in other masks."""
+    if platform is not None:
+        request.getfixturevalue(platform)
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 2, 64), dtype)
+
+    @jax.jit
+    def run(n: Any, each: Any) -> Any:
+        def attend(q: Any, n: Any) -> jax.Array:
+            masks = [Causal() & Lengths(n, 2 * n)]
+            if kernel not in ("cudnn", "splash"):
+                masks.append(Causal() & (Window(left=2) | Lengths(n)))
+            return sum(dot_product_attention(q, k, v, mask=m, kernel=kernel) for m in masks)
+
+        return [jax.value_and_grad(lambda q, n: (attend(q, n) ** 2).sum())(q, n)
+                for n in (40, n, each)]  # fmt: skip
+
+    static, traced, expected = run(40, jnp.array([40, 40]))
+    for found in (static, traced):
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)

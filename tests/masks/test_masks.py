@@ -83,6 +83,7 @@ ATOMS: dict[str, tuple[Mask, Rule]] = {
         lambda b, n, i, j: (j <= i, abs(i - j) <= 1, j > i)[n],
     ),
     "lengths": (Lengths(KV), lambda b, n, i, j: j < KV[b]),
+    "lengths_of_all": (Lengths(3, q=np.int32(4)), lambda b, n, i, j: j < 3 and i < 4),
     "lengths_per_query": (Lengths(KV_PER_QUERY), lambda b, n, i, j: j < KV_PER_QUERY[b, i]),
     "lengths_of_both": (Lengths(KV, q=Q), lambda b, n, i, j: j < KV[b] and i < Q[b]),
     "chosen": (Chosen(CHOSEN, 2, 2), lambda b, n, i, j: j // 2 in CHOSEN[b, n, i // 2]),

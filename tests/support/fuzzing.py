@@ -169,7 +169,8 @@ BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm"
 THROUGH = {f"call_{name}": values for name, values in (SEEN | STANDS | TRAINED).items()}
 STANDING = {name: THROUGH[name] for name in sorted(THROUGH) if name != "call_bias"}
 RULES = {"eos": (0,), "rng": (KEY,), "temperature": (1.0,), "top_k": (2,), "top_p": (0.9,),
-         "beams": (2,), "capacity": (12,), "lengths": (np.array([1, 4]), [2, 2])}  # fmt: skip
+         "min_p": (0.1,), "beams": (2,), "length_penalty": (1.0,), "early_stopping": ("never",),
+         "capacity": (12,), "lengths": (np.array([1, 4]), [2, 2])}  # fmt: skip
 NEW = {"q": QKV["q"], "key": QKV["k"], "value": QKV["v"]}
 
 # By name: the frequency, the function, its required arguments, and its optional ones.
@@ -254,6 +255,7 @@ TARGETS: dict[str, Target] = {
                                 "prompt": TOKENS, "max_new_tokens": 2}, RULES),
     "top_k": (1, sampling.top_k, {"logits": np.ones((B, 5), np.float32), "k": 2}, {}),
     "top_p": (1, sampling.top_p, {"logits": np.ones((B, 5), np.float32), "p": 0.5}, {}),
+    "min_p": (1, sampling.min_p, {"logits": np.ones((B, 5), np.float32), "p": 0.5}, {}),
     "zigzag": (1, sharding.zigzag, {"length": 16, "devices": 4}, {}),
     "balanced": (1, sharding.balanced, {"lengths": [5, 11], "devices": 4, "tile": 2},
                  {"mask": (flax_mha.masks.Window(3, 2),)}),

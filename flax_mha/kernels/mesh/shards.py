@@ -1,8 +1,8 @@
 """Attention on shards: each device of the ambient mesh runs a kernel on its part of a call.
 
-Batch rows and heads are sharded by the logical axis rules (see `flax_mha.sharding`). Each device
-runs a plain kernel inside `jax.shard_map`, so kernels never see a mesh. If `length` is sharded, a
-call uses one of the context-parallel `STRATEGIES`, see `strategies`.
+Batch rows and heads are sharded by the logical axis rules (see `flax_mha.sharding`). Inside
+`jax.shard_map`, each device runs a kernel on its own arrays, as without a mesh. If `length` is
+sharded, a call uses one of the context-parallel `STRATEGIES`, see `strategies`.
 """
 
 import functools
