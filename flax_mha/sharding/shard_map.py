@@ -1,9 +1,63 @@
 """`jax.shard_map` on all supported versions of JAX."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from flax_mha.base import private_jax
+from flax_mha.sharding.rules import keep_axes
+
+
+class MappedAxes(NamedTuple):
+    """The mesh axes that enclosing `jax.vmap`s map over, which are not available inside.
+
+    Attributes:
+      explicit: Explicit axes, over which the mapped arrays are sharded.
+      spmd: the axes of `spmd_axis_name`.
+    """
+
+    explicit: frozenset[str] = frozenset()
+    spmd: frozenset[str] = frozenset()
+
+    @classmethod
+    def current(cls) -> "MappedAxes":
+        """Return the axes of this trace, which JAX has no public way to read."""
+        if private_jax.missing("vmap"):
+            return cls()
+        from jax._src import core
+
+        env, mesh = core.get_axis_env(), jax.sharding.get_abstract_mesh()
+        free = {*mesh.auto_axes, *mesh.explicit_axes}
+        return cls(env.explicit_mesh_axis_names & free, env.spmd_axis_names & free)
+
+
+def ambient_mesh() -> AbstractMesh:
+    """Return the ambient mesh. Axes that `jax.vmap` maps over are Manual, as in `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    mapped = frozenset().union(*MappedAxes.current())
+    return mesh.update_axis_types(dict.fromkeys(mapped, AxisType.Manual)) if mapped else mesh
+
+
+def put_on_mesh(x: jax.Array) -> jax.Array:
+    """Return x with a type on the ambient mesh, inside a `jax.vmap` over an Explicit axis.
+
+    `jax.sharding.reshard` does this too, but JAX does not transpose it there.
+    """
+    if not MappedAxes.current().explicit or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return jax.lax.squeeze(jax.lax.broadcast(x, (1,), out_sharding=PartitionSpec()), (0,))
+
+
+def run_auto(fn: Callable[..., Any], specs: Any, *args: Any) -> Any:
+    """Return fn(*args), with Auto axes in place of all Explicit ones, sharded by `specs`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = jax.tree.map(lambda spec: keep_axes(spec, mesh.explicit_axes), specs)
+    inside = jax.sharding.auto_axes(fn, axes=mesh.explicit_axes, out_sharding=specs)
+    # Inside `jax.shard_map` over other axes, JAX allows no residuals with Auto axes, and does not
+    # run the function outside jit.
+    return (jax.checkpoint(jax.jit(inside)) if mesh.manual_axes else inside)(*jax.tree.map(put_on_mesh, args))
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -28,8 +82,13 @@ def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any,
     `ins` and `outs` are the PartitionSpecs of the arrays and of the result. On Explicit axes, the
     arrays are already sharded by `ins`.
     """
+    mesh, mapped = jax.sharding.get_abstract_mesh(), MappedAxes.current()
+    if not mapped.explicit.isdisjoint(mesh.explicit_axes):
+        # JAX has no rules for many operations that `jax.vmap` maps over an Explicit axis.
+        return run_auto(lambda *args: run_on_shards(fn, manual, ins, outs, *args), outs, *args)
     if not manual:
         return fn(*args)
+    manual = manual | mapped.spmd
     # Inside the caller's `jax.shard_map` with check_vma, gradients need the check here too.
     checked = any(varying(x) for x in jax.tree.leaves(args))
     if checked:
@@ -38,7 +97,6 @@ def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any,
     shards = jax.shard_map(
         fn, axis_names=manual, in_specs=tuple(ins), out_specs=outs, check_vma=checked
     )
-    mesh = jax.sharding.get_abstract_mesh()
     # With other axes left, JAX 0.10 runs it only inside jit.
     shards = shards if manual == {*mesh.axis_names} else jax.jit(shards)
     return shards(*args)

@@ -59,9 +59,8 @@ class Division(NamedTuple):
         keys = k.slots if isinstance(k, Stored) else "length"
         of_keys = ("batch", keys, "kv_heads", "head_dim")
         by_rule = sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, of_keys)
-        mesh = jax.sharding.get_abstract_mesh()
-        manual = layout.manual_axes(by_rule, mesh)
-        if not manual:
+        mesh, manual = shard_map.ambient_mesh(), layout.manual_axes(by_rule)
+        if not manual and not jax.sharding.get_abstract_mesh().explicit_axes:
             return None
         *batch, length, heads, _ = rules.fill_unconstrained(by_rule[0], layout.spec_of(q))
         *_, of_slots, kv_heads, _ = by_rule[1]
