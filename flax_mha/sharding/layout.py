@@ -171,7 +171,8 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return run(*args)
-    is_replicated = initializing.value or not nn.get_logical_axis_rules()
+    is_named = any(map(any, jax.tree.leaves(names, is_leaf=_is_names)))
+    is_replicated = is_named and (initializing.value or not nn.get_logical_axis_rules())
     arrays, static = partition(args, is_array)
     if is_replicated and any(any(spec_of(x)) for x in jax.tree.leaves(arrays)):
         raise ValueError(

@@ -204,7 +204,7 @@ def _shard_call(
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
         attend = functools.partial(attend_ring, devices, attend)
         if spec.q_pos is not None:
-            size = piece_size(dims.T // division.devices, spec.q_pos.array)
+            size = piece_size(dims.T // division.devices, division.devices, spec.q_pos.array)
             spec = spec.replace(piece=size)
     sinks = spec.sinks
     by_key = by_ring or division.slots is not None
