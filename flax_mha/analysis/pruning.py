@@ -116,7 +116,8 @@ class _Pruner:
                 f"remove heads from layers that share none"
             )
         block = tuple(new.values())
-        fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0]}
+        # Layers that filled no step of a scan would fill one of fewer blocks.
+        fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0], "scan": steps > 0}
         if any(is_smaller):
             layers = [self.kept[(*path, *name, "attention")] for name in names]
             rows = [row for layer in layers for row in layer.rows]
@@ -221,7 +222,8 @@ def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
             setattr(layer, name, nnx.data(x) if name in ("mask", "scores") else x)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
-                shape, at = new[name, "kernel"].shape, len(entry.inputs)
+                # Without the axes of layers under scan.
+                shape, at = new[name, "kernel"].shape[-len(entry.names) :], len(entry.inputs)
                 projection = getattr(layer, name)
                 projection.in_features, projection.out_features = shape[:at], shape[at:]
     return model
