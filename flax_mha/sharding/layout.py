@@ -121,7 +121,6 @@ def local(
       outs: a pair (shape, names) for the result, or a list of pairs.
       *args: the arrays.
     """
-    mesh = ambient_mesh()
     several = isinstance(outs, list)
     inputs = [(x.shape, n) for x, n in zip(args, names, strict=True)]
     # An array without batch axes has fewer axes than names.

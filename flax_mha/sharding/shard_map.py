@@ -26,9 +26,9 @@ class MappedAxes(NamedTuple):
         """Return the axes of this trace, which JAX has no public way to read."""
         if private_jax.missing("vmap"):
             return cls()
-        from jax._src import core
+        from jax._src import core as tracing
 
-        env, mesh = core.get_axis_env(), jax.sharding.get_abstract_mesh()
+        env, mesh = tracing.get_axis_env(), jax.sharding.get_abstract_mesh()
         free = {*mesh.auto_axes, *mesh.explicit_axes}
         return cls(env.explicit_mesh_axis_names & free, env.spmd_axis_names & free)
 
@@ -55,9 +55,11 @@ def run_auto(fn: Callable[..., Any], specs: Any, *args: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     specs = jax.tree.map(lambda spec: keep_axes(spec, mesh.explicit_axes), specs)
     inside = jax.sharding.auto_axes(fn, axes=mesh.explicit_axes, out_sharding=specs)
-    # Inside `jax.shard_map` over other axes, JAX allows no residuals with Auto axes, and does not
-    # run the function outside jit.
-    return (jax.checkpoint(jax.jit(inside)) if mesh.manual_axes else inside)(*jax.tree.map(put_on_mesh, args))
+    if mesh.manual_axes:
+        # Inside `jax.shard_map` over other axes, JAX allows no residuals with Auto axes, and does
+        # not run the function outside jit.
+        inside = jax.checkpoint(jax.jit(inside))
+    return inside(*jax.tree.map(put_on_mesh, args))
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -83,7 +85,7 @@ def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any,
     arrays are already sharded by `ins`.
     """
     mesh, mapped = jax.sharding.get_abstract_mesh(), MappedAxes.current()
-    if not mapped.explicit.isdisjoint(mesh.explicit_axes):
+    if not frozenset().union(*mapped).isdisjoint(mesh.explicit_axes):
         # JAX has no rules for many operations that `jax.vmap` maps over an Explicit axis.
         return run_auto(lambda *args: run_on_shards(fn, manual, ins, outs, *args), outs, *args)
     if not manual:
