@@ -116,7 +116,7 @@ class _Pruner:
                 f"remove heads from layers that share none"
             )
         block = tuple(new.values())
-        # Layers that filled no step of a scan would fill one of fewer blocks.
+        # With fewer blocks, layers that filled no step of a scan would fill one.
         fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0], "scan": steps > 0}
         if any(is_smaller):
             layers = [self.kept[(*path, *name, "attention")] for name in names]
@@ -222,7 +222,6 @@ def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
             setattr(layer, name, nnx.data(x) if name in ("mask", "scores") else x)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
-                # Without the axes of layers under scan.
                 shape, at = new[name, "kernel"].shape[-len(entry.names) :], len(entry.inputs)
                 projection = getattr(layer, name)
                 projection.in_features, projection.out_features = shape[:at], shape[at:]

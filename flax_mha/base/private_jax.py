@@ -124,9 +124,8 @@ NAMES: dict[str, tuple[Name, ...]] = {
         *_names("jax.interpreters.mlir", "register_lowering"),
     ),
     "any_derivative": _names("jax.experimental.xla_metadata", "set_xla_metadata"),
-    "vmap": (
-        Name("jax._src.core", "get_axis_env", ("*",)),
-        *_names("jax._src.core", "AxisEnv.explicit_mesh_axis_names AxisEnv.spmd_axis_names"),
+    "vmap": _names(
+        "jax._src.core", "get_axis_env AxisEnv.explicit_mesh_axis_names AxisEnv.spmd_axis_names"
     ),
 }  # fmt: skip
 

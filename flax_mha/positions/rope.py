@@ -43,16 +43,10 @@ def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float 
         R = 2 * theta.shape[-1]
         rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
         cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
-        if interleaved:
-            x1, x2 = rotated[..., ::2], rotated[..., 1::2]
-        else:
-            x1, x2 = rotated[..., : R // 2], rotated[..., R // 2 :]
-        pairs = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-        if interleaved:
-            rotated = jnp.stack(pairs, axis=-1).reshape(rotated.shape)
-        else:
-            rotated = jnp.concatenate(pairs, axis=-1)
-        return jnp.concatenate([rotated.astype(x.dtype), unrotated], axis=-1)
+        join = jnp.stack if interleaved else jnp.concatenate
+        x1, x2 = (rotated[..., i::2] for i in (0, 1)) if interleaved else jnp.split(rotated, 2, -1)
+        pairs = join((x1 * cos - x2 * sin, x2 * cos + x1 * sin), axis=-1).reshape(rotated.shape)
+        return jnp.concatenate([pairs.astype(x.dtype), unrotated], axis=-1)
 
     return sharding.auto(rotate, (), x, theta)
 

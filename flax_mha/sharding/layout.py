@@ -12,14 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mha.base import checks
 from flax_mha.base.trees import combine, is_array, partition
-from flax_mha.sharding import rules
-from flax_mha.sharding.shard_map import (
-    MappedAxes,
-    ambient_mesh,
-    put_on_mesh,
-    run_auto,
-    run_on_shards,
-)
+from flax_mha.sharding import rules, shard_map
 
 # True while `init` traces: activations are then not sharded, because they are not used.
 initializing = jax.make_user_context(False)
@@ -39,7 +32,7 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
     Raises:
       ValueError: if the rules do not fit the mesh or the sizes of x.
     """
-    mesh = ambient_mesh()
+    mesh = shard_map.ambient_mesh()
     if not nn.get_logical_axis_rules() or initializing.value:
         return x
     if mesh.empty:
@@ -62,7 +55,7 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
       shape: the array's shape.
       names: the logical names of its last axes.
     """
-    mesh = ambient_mesh()
+    mesh = shard_map.ambient_mesh()
     free = (*mesh.auto_axes, *mesh.explicit_axes)
     if math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
         return PartitionSpec(*[rules.UNCONSTRAINED] * len(shape))
@@ -77,11 +70,11 @@ def manual_axes(specs: Iterable[PartitionSpec]) -> set[str]:
     XLA may have sharded unconstrained axes over Auto mesh axes without an entry in a spec. They
     stay Auto inside, except axes of size 1, because Mosaic kernels do not run under Auto axes.
     """
-    mesh, parts = ambient_mesh(), [part for spec in specs for part in spec]
+    mesh, parts = shard_map.ambient_mesh(), [part for spec in specs for part in spec]
     named = {axis for part in parts for axis in rules.unpack_entry(part)}
     unknown = any(part is rules.UNCONSTRAINED for part in parts)
     axes = {*mesh.explicit_axes, *(a for a in mesh.auto_axes if a in named or not unknown)}
-    axes |= MappedAxes.current().spmd
+    axes |= shard_map.mapped_axes()[1]
     return axes and axes | {a for a in mesh.auto_axes if mesh.shape[a] == 1}
 
 
@@ -96,16 +89,16 @@ def constrain_auto(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Reshard x over Explicit axes, as `jax.shard_map` requires of its inputs."""
-    explicit = ambient_mesh().explicit_axes
+    explicit = shard_map.ambient_mesh().explicit_axes
     if not explicit:
         return x
     spec = rules.fill_unconstrained(rules.keep_axes(spec, explicit), spec_of(x))
-    return jax.sharding.reshard(put_on_mesh(x), spec)
+    return jax.sharding.reshard(shard_map.put_on_mesh(x), spec)
 
 
 def spec_of(x: jax.Array) -> PartitionSpec:
     """Return the `PartitionSpec` of x over Explicit axes, with an entry for each axis."""
-    explicit = ambient_mesh().explicit_axes
+    explicit = shard_map.ambient_mesh().explicit_axes
     spec = rules.keep_axes(jax.typeof(x).sharding.spec, explicit)
     return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
 
@@ -140,14 +133,12 @@ def local(
     ]
     ins, out_specs = full[: len(args)], full[len(args) :]
     outs = out_specs if several else out_specs[0]
-    return run_on_shards(fn, manual_axes(specs), ins, outs, *map(reshard, args, ins))
+    return shard_map.run_on_shards(fn, manual_axes(specs), ins, outs, *map(reshard, args, ins))
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
     """Reshard x over Explicit axes as another array of the same shape."""
-    if not ambient_mesh().explicit_axes:
-        return x
-    return jax.sharding.reshard(x, spec_of(other))
+    return reshard(x, spec_of(other))
 
 
 def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
@@ -163,7 +154,7 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
         sharded as that axis of the first array.
       *args: trees of arrays.
     """
-    mesh = ambient_mesh()
+    mesh = shard_map.ambient_mesh()
 
     def run(*args: Any) -> Any:
         return jax.tree.map(lambda n, x: constrain(x, n), names, fn(*args), is_leaf=_is_names)
@@ -192,7 +183,7 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         shapes = jax.eval_shape(lambda x: fn(*combine(x, static)), plain)
     specs = jax.tree.map(spec, names, shapes, is_leaf=_is_names)
-    return run_auto(lambda x: run(*combine(x, static)), specs, arrays)
+    return shard_map.run_auto(lambda x: run(*combine(x, static)), specs, arrays)
 
 
 def _is_names(x: Any) -> bool:

@@ -72,9 +72,8 @@ def balanced(
       devices: n, the number of devices of the ring.
       mask: the mask within documents, static and the same in all rows, such as
         `masks.Causal() & masks.Window(1024)`; None for a causal one.
-      tile: the number of tokens of a piece. By default it is 512 or 256, if each device gets 16
-        pieces and 4 for each device, and 128 otherwise. If the order is traced, kernels on a ring
-        use tiles of the default size.
+      tile: the number of tokens of a piece (default: 512 or 256 if that leaves each device 16
+        pieces and 4·n, else 128). If the order is traced, kernels on a ring use the default.
 
     Returns:
       The positions of the tokens, int32 [T].
@@ -107,9 +106,6 @@ def balanced(
 def piece_size(length: int, devices: int, positions: Array | None = None) -> int:
     """Return the number of tokens of a piece of a device's tokens.
 
-    In each step of a ring the busiest device counts, so more devices need more pieces each. With
-    4 for each device, its work is at most 1.1 of the mean for packed documents.
-
     Args:
       length: the number of tokens of a device.
       devices: the number of devices.
@@ -117,8 +113,9 @@ def piece_size(length: int, devices: int, positions: Array | None = None) -> int
         they are traced, or None, it is the default of `balanced`.
     """
     if positions is None or isinstance(positions, jax.Array):
-        pieces = max(16, 4 * devices)
-        return next((s for s in (512, 256) if length % s == 0 and pieces * s <= length), 128)
+        # The work of the busiest device is then about 1.1 of the mean, for packed documents.
+        least = max(16, 4 * devices)
+        return next((s for s in (512, 256) if length % s == 0 and least * s <= length), 128)
     steps = np.diff(np.asarray(positions)[..., 0]).reshape(-1, positions.shape[-2] - 1)
     starts = np.flatnonzero((steps != 1).any(0)) + 1
     return max(math.gcd(length, *starts.tolist()), 128)

@@ -1,7 +1,7 @@
 """`jax.shard_map` on all supported versions of JAX."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -10,42 +10,26 @@ from flax_mha.base import private_jax
 from flax_mha.sharding.rules import keep_axes
 
 
-class MappedAxes(NamedTuple):
-    """The mesh axes that enclosing `jax.vmap`s map over, which are not available inside.
+def mapped_axes() -> tuple[set[str], set[str]]:
+    """Return the axes that `jax.vmap` maps over: Explicit ones, and those of `spmd_axis_name`."""
+    if private_jax.missing("vmap"):
+        return set(), set()
+    from jax._src import core as tracing
 
-    Attributes:
-      explicit: Explicit axes, over which the mapped arrays are sharded.
-      spmd: the axes of `spmd_axis_name`.
-    """
-
-    explicit: frozenset[str] = frozenset()
-    spmd: frozenset[str] = frozenset()
-
-    @classmethod
-    def current(cls) -> "MappedAxes":
-        """Return the axes of this trace, which JAX has no public way to read."""
-        if private_jax.missing("vmap"):
-            return cls()
-        from jax._src import core as tracing
-
-        env, mesh = tracing.get_axis_env(), jax.sharding.get_abstract_mesh()
-        free = {*mesh.auto_axes, *mesh.explicit_axes}
-        return cls(env.explicit_mesh_axis_names & free, env.spmd_axis_names & free)
+    env, mesh = tracing.get_axis_env(), jax.sharding.get_abstract_mesh()
+    free = {*mesh.auto_axes, *mesh.explicit_axes}
+    return free & env.explicit_mesh_axis_names, free & env.spmd_axis_names
 
 
 def ambient_mesh() -> AbstractMesh:
     """Return the ambient mesh. Axes that `jax.vmap` maps over are Manual, as in `jax.shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    mapped = frozenset().union(*MappedAxes.current())
-    return mesh.update_axis_types(dict.fromkeys(mapped, AxisType.Manual)) if mapped else mesh
+    mapped = dict.fromkeys(set().union(*mapped_axes()), AxisType.Manual)
+    return jax.sharding.get_abstract_mesh().update_axis_types(mapped)
 
 
 def put_on_mesh(x: jax.Array) -> jax.Array:
-    """Return x with a type on the ambient mesh, inside a `jax.vmap` over an Explicit axis.
-
-    `jax.sharding.reshard` does this too, but JAX does not transpose it there.
-    """
-    if not MappedAxes.current().explicit or not jax.typeof(x).sharding.mesh.empty:
+    """Return x on the ambient mesh. JAX transposes no reshard to it inside `jax.vmap`."""
+    if not mapped_axes()[0] or not jax.typeof(x).sharding.mesh.empty:
         return x
     return jax.lax.squeeze(jax.lax.broadcast(x, (1,), out_sharding=PartitionSpec()), (0,))
 
@@ -56,8 +40,7 @@ def run_auto(fn: Callable[..., Any], specs: Any, *args: Any) -> Any:
     specs = jax.tree.map(lambda spec: keep_axes(spec, mesh.explicit_axes), specs)
     inside = jax.sharding.auto_axes(fn, axes=mesh.explicit_axes, out_sharding=specs)
     if mesh.manual_axes:
-        # Inside `jax.shard_map` over other axes, JAX allows no residuals with Auto axes, and does
-        # not run the function outside jit.
+        # Inside `jax.shard_map`, JAX allows no residuals with Auto axes, and runs it only in jit.
         inside = jax.checkpoint(jax.jit(inside))
     return inside(*jax.tree.map(put_on_mesh, args))
 
@@ -84,13 +67,13 @@ def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any,
     `ins` and `outs` are the PartitionSpecs of the arrays and of the result. On Explicit axes, the
     arrays are already sharded by `ins`.
     """
-    mesh, mapped = jax.sharding.get_abstract_mesh(), MappedAxes.current()
-    if not frozenset().union(*mapped).isdisjoint(mesh.explicit_axes):
-        # JAX has no rules for many operations that `jax.vmap` maps over an Explicit axis.
+    mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
+    if (explicit | spmd).intersection(mesh.explicit_axes):
+        # JAX maps few operations over an Explicit axis.
         return run_auto(lambda *args: run_on_shards(fn, manual, ins, outs, *args), outs, *args)
     if not manual:
         return fn(*args)
-    manual = manual | mapped.spmd
+    manual = manual | spmd
     # Inside the caller's `jax.shard_map` with check_vma, gradients need the check here too.
     checked = any(varying(x) for x in jax.tree.leaves(args))
     if checked:

@@ -104,6 +104,10 @@ def decode(name: str) -> Any:
     return run, {"params": variables["params"]}, X
 
 
+def variant(name: str, **fields: Any) -> Any:
+    return applied(getattr(variants, name)(4, use_bias=False, **fields))
+
+
 CASES: dict[str, tuple[Any, Any]] = {
     "layer": (lambda: applied(LAYER), sharding.RULES),
     "layer without rules": (lambda: applied(LAYER), ()),
@@ -119,12 +123,13 @@ CASES: dict[str, tuple[Any, Any]] = {
     "nnx": (in_nnx, sharding.RULES),
     "decoding": (lambda: decode("standard"), sharding.RULES),
     "slots": (lambda: decode("standard"), SLOTS),
-    "forgetting": (lambda: applied(variants.ForgettingAttention(4, use_bias=False)), sharding.RULES),
-    "differential": (lambda: applied(variants.DifferentialAttention(4, use_bias=False)), sharding.RULES),
-    "talking": (lambda: applied(variants.TalkingHeadsAttention(4, use_bias=False)), sharding.RULES),
-    "chosen": (
-        lambda: applied(variants.ChosenBlocksAttention(4, block=4, count=1, use_bias=False)), sharding.RULES,
-    ),
+    **{
+        name: (functools.partial(variant, name, **fields), sharding.RULES)
+        for name, fields in {
+            "ForgettingAttention": {}, "DifferentialAttention": {}, "TalkingHeadsAttention": {},
+            "ChosenBlocksAttention": {"block": 4, "count": 1},
+        }.items()
+    },
     "encoder": (
         lambda: applied(Encoder(1, EncoderBlock(LAYER, 32))), changed(norm_length="model"),
     ),
@@ -139,8 +144,7 @@ FAST = ("layer",)
 )
 def test_mapped_functions_match_a_loop_without_a_mesh(name: str, kind: str) -> None:
     make, rules = CASES[name]
-    v, *rest = make()[1:], make()[0]
-    check(rest[0], *v, kind, rules)
+    check(*make(), kind, rules)
 
 
 @pytest.mark.parametrize("kind", KINDS)
