@@ -116,7 +116,6 @@ class _Pruner:
                 f"remove heads from layers that share none"
             )
         block = tuple(new.values())
-        # With fewer blocks, layers that filled no step of a scan would fill one.
         fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0], "scan": steps > 0}
         if any(is_smaller):
             layers = [self.kept[(*path, *name, "attention")] for name in names]

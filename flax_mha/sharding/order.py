@@ -113,7 +113,6 @@ def piece_size(length: int, devices: int, positions: Array | None = None) -> int
         they are traced, or None, it is the default of `balanced`.
     """
     if positions is None or isinstance(positions, jax.Array):
-        # The work of the busiest device is then about 1.1 of the mean, for packed documents.
         least = max(16, 4 * devices)
         return next((s for s in (512, 256) if length % s == 0 and least * s <= length), 128)
     steps = np.diff(np.asarray(positions)[..., 0]).reshape(-1, positions.shape[-2] - 1)

@@ -23,19 +23,19 @@ def mapped_axes() -> tuple[set[str], set[str]]:
 
 def ambient_mesh() -> AbstractMesh:
     """Return the ambient mesh. Axes that `jax.vmap` maps over are Manual, as in `jax.shard_map`."""
-    mapped = dict.fromkeys(set().union(*mapped_axes()), AxisType.Manual)
-    return jax.sharding.get_abstract_mesh().update_axis_types(mapped)
+    mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
+    return mesh.update_axis_types(dict.fromkeys(explicit | spmd, AxisType.Manual))
 
 
 def put_on_mesh(x: jax.Array) -> jax.Array:
     """Return x on the ambient mesh. JAX transposes no reshard to it inside `jax.vmap`."""
-    if not mapped_axes()[0] or not jax.typeof(x).sharding.mesh.empty:
-        return x
-    return jax.lax.squeeze(jax.lax.broadcast(x, (1,), out_sharding=PartitionSpec()), (0,))
+    if mapped_axes()[0] and jax.typeof(x).sharding.mesh.empty:
+        x = jax.lax.squeeze(jax.lax.broadcast(x, (1,), out_sharding=PartitionSpec()), (0,))
+    return x
 
 
 def run_auto(fn: Callable[..., Any], specs: Any, *args: Any) -> Any:
-    """Return fn(*args), with Auto axes in place of all Explicit ones, sharded by `specs`."""
+    """Return fn(*args) sharded by `specs`. Inside, all axes are Auto: JAX supports more there."""
     mesh = jax.sharding.get_abstract_mesh()
     specs = jax.tree.map(lambda spec: keep_axes(spec, mesh.explicit_axes), specs)
     inside = jax.sharding.auto_axes(fn, axes=mesh.explicit_axes, out_sharding=specs)
@@ -69,7 +69,6 @@ def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any,
     """
     mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
     if (explicit | spmd).intersection(mesh.explicit_axes):
-        # JAX maps few operations over an Explicit axis.
         return run_auto(lambda *args: run_on_shards(fn, manual, ins, outs, *args), outs, *args)
     if not manual:
         return fn(*args)

@@ -31,7 +31,7 @@ from tests.support.oracle import error
 
 SHAPE = (4, 2)
 X = jnp.asarray(RNG.normal(size=(4, 2, 8, 16)), jnp.float32)
-IDS = jnp.asarray(RNG.integers(0, 9, (4, 2, 8)))
+IDS = jnp.asarray(RNG.integers(0, 10, (4, 2, 8)))
 LAYER = MultiHeadAttention(4, num_kv_heads=2, use_bias=False, rotary=Rotary(interleaved=True))
 BLOCKS = changed(heads=None, kv_heads=None, mlp=None, vocab=None, length="model")
 SLOTS = changed(heads=None, kv_heads=None, mlp=None, vocab=None, cache_length="model")
@@ -80,7 +80,7 @@ def attend(v: Any, x: jax.Array, **call: Any) -> Any:
 
 
 def model() -> Any:
-    lm = LanguageModel(TokenEmbedding(9, 16), Decoder(2, DecoderBlock(LAYER, 32), scan=True))
+    lm = LanguageModel(TokenEmbedding(10, 16), Decoder(2, DecoderBlock(LAYER, 32), scan=True))
     return lm.apply, lm.init(KEY, IDS[0]), IDS
 
 
