@@ -116,7 +116,7 @@ class _Pruner:
                 f"remove heads from layers that share none"
             )
         block = tuple(new.values())
-        fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0]}
+        fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0], "scan": steps > 0}
         if any(is_smaller):
             layers = [self.kept[(*path, *name, "attention")] for name in names]
             rows = [row for layer in layers for row in layer.rows]
@@ -221,7 +221,7 @@ def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
             setattr(layer, name, x)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
-                shape, at = new[name, "kernel"].shape, len(entry.inputs)
+                shape, at = new[name, "kernel"].shape[-len(entry.names) :], len(entry.inputs)
                 projection = getattr(layer, name)
                 projection.in_features, projection.out_features = shape[:at], shape[at:]
     return model

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from flax_mha import masks, scores
+from flax_mha import masks, scores, sharding
 from flax_mha.base import checks
 
 # The axis of heads, from the end, of the arrays in masks and scores.
@@ -150,8 +150,10 @@ def _take(x: Any, index: np.ndarray, axis: int) -> Any:
     *layers, n = index.shape
     before, after = x.ndim + axis - len(layers), -axis - 1
     index = index.reshape(*layers, *[1] * before, n, *[1] * after)
-    # Arrays of NumPy stay static.
-    return (np if isinstance(x, np.ndarray) else jnp).take_along_axis(x, index, axis)
+    if isinstance(x, np.ndarray):
+        return np.take_along_axis(x, index, axis)  # It stays static.
+    with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
+        return sharding.auto(lambda x: jnp.take_along_axis(x, index, axis), (), x)
 
 
 def _renumbered(x: Any, index: np.ndarray) -> Any:

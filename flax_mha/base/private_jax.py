@@ -124,6 +124,9 @@ NAMES: dict[str, tuple[Name, ...]] = {
         *_names("jax.interpreters.mlir", "register_lowering"),
     ),
     "any_derivative": _names("jax.experimental.xla_metadata", "set_xla_metadata"),
+    "vmap": _names(
+        "jax._src.core", "get_axis_env AxisEnv.explicit_mesh_axis_names AxisEnv.spmd_axis_names"
+    ),
 }  # fmt: skip
 
 

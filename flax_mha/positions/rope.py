@@ -7,6 +7,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
+from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.positions.rope_scaling import Growing, Scaling
 
@@ -36,20 +37,18 @@ def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float 
     Returns:
       [*B, T, N, H] in the dtype of x.
     """
-    theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
-    R = 2 * theta.shape[-1]
-    rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
-    cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
-    if interleaved:
-        x1, x2 = rotated[..., ::2], rotated[..., 1::2]
-    else:
-        x1, x2 = rotated[..., : R // 2], rotated[..., R // 2 :]
-    pairs = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-    if interleaved:
-        rotated = jnp.stack(pairs, axis=-1).reshape(rotated.shape)
-    else:
-        rotated = jnp.concatenate(pairs, axis=-1)
-    return jnp.concatenate([rotated.astype(x.dtype), unrotated], axis=-1)
+
+    def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:
+        theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
+        R = 2 * theta.shape[-1]
+        rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
+        cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
+        join = jnp.stack if interleaved else jnp.concatenate
+        x1, x2 = (rotated[..., i::2] for i in (0, 1)) if interleaved else jnp.split(rotated, 2, -1)
+        pairs = join((x1 * cos - x2 * sin, x2 * cos + x1 * sin), axis=-1).reshape(rotated.shape)
+        return jnp.concatenate([pairs.astype(x.dtype), unrotated], axis=-1)
+
+    return sharding.auto(rotate, (), x, theta)
 
 
 def check_base(base: float) -> None:

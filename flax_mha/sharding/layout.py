@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mha.base import checks
 from flax_mha.base.trees import combine, is_array, partition
-from flax_mha.sharding import rules
-from flax_mha.sharding.shard_map import run_on_shards
+from flax_mha.sharding import rules, shard_map
 
 # True while `init` traces: activations are then not sharded, because they are not used.
 initializing = jax.make_user_context(False)
@@ -33,7 +32,7 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
     Raises:
       ValueError: if the rules do not fit the mesh or the sizes of x.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = shard_map.ambient_mesh()
     if not nn.get_logical_axis_rules() or initializing.value:
         return x
     if mesh.empty:
@@ -56,7 +55,7 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
       shape: the array's shape.
       names: the logical names of its last axes.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = shard_map.ambient_mesh()
     free = (*mesh.auto_axes, *mesh.explicit_axes)
     if math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
         return PartitionSpec(*[rules.UNCONSTRAINED] * len(shape))
@@ -65,16 +64,17 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
     return rules.keep_axes(rules.resolve_spec(shape, names, mesh), free)
 
 
-def manual_axes(specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> set[str]:
+def manual_axes(specs: Iterable[PartitionSpec]) -> set[str]:
     """Return the mesh axes over which `jax.shard_map` shards arrays with these specs.
 
     XLA may have sharded unconstrained axes over Auto mesh axes without an entry in a spec. They
     stay Auto inside, except axes of size 1, because Mosaic kernels do not run under Auto axes.
     """
-    parts = [part for spec in specs for part in spec]
+    mesh, parts = shard_map.ambient_mesh(), [part for spec in specs for part in spec]
     named = {axis for part in parts for axis in rules.unpack_entry(part)}
     unknown = any(part is rules.UNCONSTRAINED for part in parts)
     axes = {*mesh.explicit_axes, *(a for a in mesh.auto_axes if a in named or not unknown)}
+    axes |= shard_map.mapped_axes()[1]
     return axes and axes | {a for a in mesh.auto_axes if mesh.shape[a] == 1}
 
 
@@ -89,17 +89,16 @@ def constrain_auto(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Reshard x over Explicit axes, as `jax.shard_map` requires of its inputs."""
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    explicit = shard_map.ambient_mesh().explicit_axes
     if not explicit:
         return x
-    return jax.sharding.reshard(
-        x, rules.fill_unconstrained(rules.keep_axes(spec, explicit), spec_of(x))
-    )
+    spec = rules.fill_unconstrained(rules.keep_axes(spec, explicit), spec_of(x))
+    return jax.sharding.reshard(shard_map.put_on_mesh(x), spec)
 
 
 def spec_of(x: jax.Array) -> PartitionSpec:
     """Return the `PartitionSpec` of x over Explicit axes, with an entry for each axis."""
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    explicit = shard_map.ambient_mesh().explicit_axes
     spec = rules.keep_axes(jax.typeof(x).sharding.spec, explicit)
     return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
 
@@ -115,7 +114,6 @@ def local(
       outs: a pair (shape, names) for the result, or a list of pairs.
       *args: the arrays.
     """
-    mesh = jax.sharding.get_abstract_mesh()
     several = isinstance(outs, list)
     inputs = [(x.shape, n) for x, n in zip(args, names, strict=True)]
     # An array without batch axes has fewer axes than names.
@@ -135,14 +133,12 @@ def local(
     ]
     ins, out_specs = full[: len(args)], full[len(args) :]
     outs = out_specs if several else out_specs[0]
-    return run_on_shards(fn, manual_axes(specs, mesh), ins, outs, *map(reshard, args, ins))
+    return shard_map.run_on_shards(fn, manual_axes(specs), ins, outs, *map(reshard, args, ins))
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
     """Reshard x over Explicit axes as another array of the same shape."""
-    if not jax.sharding.get_abstract_mesh().explicit_axes:
-        return x
-    return jax.sharding.reshard(x, spec_of(other))
+    return reshard(x, spec_of(other))
 
 
 def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
@@ -158,14 +154,15 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
         sharded as that axis of the first array.
       *args: trees of arrays.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = shard_map.ambient_mesh()
 
     def run(*args: Any) -> Any:
         return jax.tree.map(lambda n, x: constrain(x, n), names, fn(*args), is_leaf=_is_names)
 
-    if not mesh.explicit_axes:
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
         return run(*args)
-    is_replicated = initializing.value or not nn.get_logical_axis_rules()
+    is_named = any(map(any, jax.tree.leaves(names, is_leaf=_is_names)))
+    is_replicated = is_named and (initializing.value or not nn.get_logical_axis_rules())
     arrays, static = partition(args, is_array)
     if is_replicated and any(any(spec_of(x)) for x in jax.tree.leaves(arrays)):
         raise ValueError(
@@ -186,14 +183,7 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         shapes = jax.eval_shape(lambda x: fn(*combine(x, static)), plain)
     specs = jax.tree.map(spec, names, shapes, is_leaf=_is_names)
-    inside = jax.sharding.auto_axes(
-        lambda x: run(*combine(x, static)), axes=mesh.explicit_axes, out_sharding=specs
-    )
-    if mesh.manual_axes:
-        # Inside `jax.shard_map` over other axes, JAX allows no residuals with Auto axes, and does
-        # not run the function outside jit.
-        inside = jax.checkpoint(jax.jit(inside))
-    return inside(arrays)
+    return shard_map.run_auto(lambda x: run(*combine(x, static)), specs, arrays)
 
 
 def _is_names(x: Any) -> bool:

@@ -72,8 +72,8 @@ def balanced(
       devices: n, the number of devices of the ring.
       mask: the mask within documents, static and the same in all rows, such as
         `masks.Causal() & masks.Window(1024)`; None for a causal one.
-      tile: the number of tokens of a piece (default: 512, 256 or 128, the largest that leaves each
-        device 16 pieces). If the order is traced, kernels on a ring use tiles of the default size.
+      tile: the number of tokens of a piece (default: 512 or 256 if that leaves each device 16
+        pieces and 4·n, else 128). If the order is traced, kernels on a ring use the default.
 
     Returns:
       The positions of the tokens, int32 [T].
@@ -92,7 +92,7 @@ def balanced(
             f"each row, got {rows.shape} and {totals} tokens; add a document of padding"
         )
     checks.optional(tile=tile)
-    tile = tile or piece_size(totals[0] // devices)
+    tile = tile or piece_size(totals[0] // devices, devices)
     if totals[0] % (devices * tile) or not totals[0]:
         raise ValueError(
             f"lengths must sum to a multiple of devices · tile = {devices * tile}, got "
@@ -103,16 +103,18 @@ def balanced(
     return tokens[pieces].reshape(-1)
 
 
-def piece_size(length: int, positions: Array | None = None) -> int:
+def piece_size(length: int, devices: int, positions: Array | None = None) -> int:
     """Return the number of tokens of a piece of a device's tokens.
 
     Args:
       length: the number of tokens of a device.
+      devices: the number of devices.
       positions: the positions of all tokens in the last axis but one, as in `AttentionSpec`. If
         they are traced, or None, it is the default of `balanced`.
     """
     if positions is None or isinstance(positions, jax.Array):
-        return next((size for size in (512, 256) if 16 * size <= length), 128)
+        least = max(16, 4 * devices)
+        return next((s for s in (512, 256) if length % s == 0 and least * s <= length), 128)
     steps = np.diff(np.asarray(positions)[..., 0]).reshape(-1, positions.shape[-2] - 1)
     starts = np.flatnonzero((steps != 1).any(0)) + 1
     return max(math.gcd(length, *starts.tolist()), 128)

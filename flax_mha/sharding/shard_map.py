@@ -4,6 +4,45 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from flax_mha.base import private_jax
+from flax_mha.sharding.rules import keep_axes
+
+
+def mapped_axes() -> tuple[set[str], set[str]]:
+    """Return the axes that `jax.vmap` maps over: Explicit ones, and those of `spmd_axis_name`."""
+    if private_jax.missing("vmap"):
+        return set(), set()
+    from jax._src import core as tracing
+
+    env, mesh = tracing.get_axis_env(), jax.sharding.get_abstract_mesh()
+    free = {*mesh.auto_axes, *mesh.explicit_axes}
+    return free & env.explicit_mesh_axis_names, free & env.spmd_axis_names
+
+
+def ambient_mesh() -> AbstractMesh:
+    """Return the ambient mesh. Axes that `jax.vmap` maps over are Manual, as in `jax.shard_map`."""
+    mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
+    return mesh.update_axis_types(dict.fromkeys(explicit | spmd, AxisType.Manual))
+
+
+def put_on_mesh(x: jax.Array) -> jax.Array:
+    """Return x on the ambient mesh. JAX transposes no reshard to it inside `jax.vmap`."""
+    if mapped_axes()[0] and jax.typeof(x).sharding.mesh.empty:
+        x = jax.lax.squeeze(jax.lax.broadcast(x, (1,), out_sharding=PartitionSpec()), (0,))
+    return x
+
+
+def run_auto(fn: Callable[..., Any], specs: Any, *args: Any) -> Any:
+    """Return fn(*args) sharded by `specs`. Inside, all axes are Auto: JAX supports more there."""
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = jax.tree.map(lambda spec: keep_axes(spec, mesh.explicit_axes), specs)
+    inside = jax.sharding.auto_axes(fn, axes=mesh.explicit_axes, out_sharding=specs)
+    if mesh.manual_axes:
+        # Inside `jax.shard_map`, JAX allows no residuals with Auto axes, and runs it only in jit.
+        inside = jax.checkpoint(jax.jit(inside))
+    return inside(*jax.tree.map(put_on_mesh, args))
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -28,8 +67,12 @@ def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any,
     `ins` and `outs` are the PartitionSpecs of the arrays and of the result. On Explicit axes, the
     arrays are already sharded by `ins`.
     """
+    mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
+    if (explicit | spmd).intersection(mesh.explicit_axes):
+        return run_auto(lambda *args: run_on_shards(fn, manual, ins, outs, *args), outs, *args)
     if not manual:
         return fn(*args)
+    manual = manual | spmd
     # Inside the caller's `jax.shard_map` with check_vma, gradients need the check here too.
     checked = any(varying(x) for x in jax.tree.leaves(args))
     if checked:
@@ -38,7 +81,6 @@ def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any,
     shards = jax.shard_map(
         fn, axis_names=manual, in_specs=tuple(ins), out_specs=outs, check_vma=checked
     )
-    mesh = jax.sharding.get_abstract_mesh()
     # With other axes left, JAX 0.10 runs it only inside jit.
     shards = shards if manual == {*mesh.axis_names} else jax.jit(shards)
     return shards(*args)

@@ -170,6 +170,14 @@ def test_models_that_lose_nothing_stay_the_same() -> None:
     jax.tree.map(np.testing.assert_array_equal, parameters, variables)
 
 
+def test_layers_that_fill_no_step_of_a_scan_lose_heads() -> None:
+    """The pruned stack has fewer blocks, which its layers would fill, so it has no scan."""
+    model = Encoder(1, (EncoderBlock(PLAIN, 8), EncoderBlock(LOCAL, 8)), scan=True)
+    variables, heads = drawn(model, X), {"layers_0/attention": (1,)}
+    small, fewer = prune(model, variables, heads)
+    assert error(small.apply(fewer, X), model.apply(without(variables, heads), X)) < 1e-5
+
+
 class Kerple(scores.ScoreMod):
     """A user's score with arrays of each head."""
 

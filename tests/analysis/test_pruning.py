@@ -20,6 +20,7 @@ from flax_mha.analysis import prune
 from flax_mha.positions import Rotary
 from tests.analysis.pruning_cases import KEY, RNG, D, N, T, X, drawn
 from tests.support.decoding import decoded
+from tests.support.meshes import KINDS, on
 from tests.support.oracle import error, random_like
 
 PER_HEAD = masks.PerHead([masks.Window(1), masks.Window(2), masks.Causal(), masks.Dilated(2)])
@@ -182,6 +183,44 @@ def test_nnx_layers_lose_heads() -> None:
     assert error(out, call(model, X, (jnp.ones(N),) * 2)) > 1e-2
     assert size(nnx.state(small, nnx.Param)) < size(nnx.state(model, nnx.Param))
     assert small.layers[0].query.out_features == (2, D // N)
+
+
+def test_nnx_layers_under_scan_lose_heads() -> None:
+    @nnx.vmap
+    def make(key: jax.Array) -> Any:
+        return flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(key))
+
+    @nnx.vmap(in_axes=(0, None, None))
+    def call(layer: Any, x: jax.Array, keep: Any) -> jax.Array:
+        return layer(x, head_mask=keep)
+
+    layers = make(jax.random.split(KEY, 3))
+    small = prune(layers, {"": (1, 3)})
+    for name in ("query", "key", "value", "out"):
+        kernel = getattr(small, name)
+        sizes = (*kernel.in_features, *kernel.out_features)
+        assert sizes == kernel.kernel[...].shape[1:]
+    keep = jnp.array([1.0, 0, 1, 0])
+    assert error(call(small, X, None), call(layers, X, keep)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_layers_lose_heads(kind: str) -> None:
+    """Inside the context of the mesh, and outside."""
+    layer = flax_mha.nnx.MultiHeadAttention(N, D, use_bias=False, rngs=nnx.Rngs(0))
+    keep = jnp.array([1.0, 0, 1, 0])
+    wanted = layer(X, head_mask=keep)
+    mesh, leave = on(kind, shape=(1, 2))
+    try:
+        at = jax.NamedSharding(mesh, jax.P(None, "model"))
+        nnx.update(layer, jax.tree.map(lambda x: jax.device_put(x, at), nnx.state(layer)))
+        small = prune(layer, {"": (1, 3)})
+        assert error(jax.device_get(nnx.jit(lambda m, x: m(x))(small, X)), wanted) < 1e-5
+    finally:
+        leave()
+    outside = nnx.state(prune(layer, {"": (1, 3)}))
+    for a, b in zip(*map(jax.tree.leaves, (outside, nnx.state(small))), strict=True):
+        np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
 
 
 @pytest.mark.slow

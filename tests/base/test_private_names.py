@@ -25,6 +25,7 @@ HOMES = {
     "splash_attention_mask_info": "kernels/splash/__init__.py",
     "splash_attention_mask": "kernels/splash/mask.py",
     "jax.interpreters": "kernels/limits.py",
+    "jax._src.core": "sharding/shard_map.py",
     "xla_metadata": "kernels/derivatives.py",
 }
 PALLAS = "kernels/flex/"
@@ -62,7 +63,7 @@ def test_private_jax_lists_every_used_attribute() -> None:
     """Every attribute of a private module that a kernel uses is listed in `private_jax.NAMES`."""
     modules = {"fused": "cudnn", "kernels": "splash", "mask_info": "splash", "splash": "splash",
                "pltpu": "flex.tpu", "plgpu": "flex.hopper", "ad": "limits", "batching": "limits",
-               "mlir": "limits", "metadata": "any_derivative"}  # fmt: skip
+               "mlir": "limits", "metadata": "any_derivative", "tracing": "vmap"}  # fmt: skip
     listed = {
         part: {name.name.split(".")[0] for name in names}
         for part, names in private_jax.NAMES.items()

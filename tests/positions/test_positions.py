@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from flax_mha.positions import PositionEmbedding, Rotary, rotary, sinusoidal
+from flax_mha.positions import (
+    Axial,
+    DynamicNtk,
+    MRope,
+    PositionEmbedding,
+    Rotary,
+    rotary,
+    sinusoidal,
+)
 from tests.support import oracle
+from tests.support.meshes import KINDS, on
 
 KEY = jax.random.key(0)
 # Angles up to 1000 are rounded to float32 (6e-8 of 1000) before their sine is taken.
@@ -139,3 +150,42 @@ def test_embedding_dtypes_follow_fields(kind: str) -> None:
         assert all(leaf.dtype == np.float32 for leaf in params.values())
     _, params = applied(x, kind="learned", param_dtype="bfloat16")
     assert params["embedding"].dtype == jnp.bfloat16
+
+
+ROTATIONS: dict[str, Any] = {
+    "halves": Rotary(), "pairs": Rotary(interleaved=True),
+    "growing": Rotary(interleaved=True, scaling=DynamicNtk(2.0, 4)),
+    "half": Rotary(interleaved=True, fraction=0.5), "grid": Axial((8,), interleaved=True),
+    "sections": MRope((1,)),
+}  # fmt: skip
+SIZES = [
+    ((4, 2), 2), pytest.param((8, 1), 2, marks=pytest.mark.slow),
+    pytest.param((4, 2), 4, marks=pytest.mark.slow),
+    pytest.param((4, 2), 64, marks=pytest.mark.slow),
+]  # fmt: skip
+SPECS = [P("data"), P("data", None, "model"), P(None, None, None, "model")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("shape", "H"), SIZES)
+def test_rotations_on_meshes(kind: str, shape: tuple[int, int], H: int) -> None:
+    """Rows, heads or features are sharded, and rules are not needed. JAX shards pairs itself."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8, 2, H)), jnp.float32)
+    rotations = ROTATIONS | {"sections": MRope((H // 2,))}
+    if H == 2:
+        del rotations["half"]
+
+    def loss(x: jax.Array) -> Any:
+        out = [rotate(x, jnp.arange(8)) for rotate in rotations.values()]
+        return sum(jnp.sum(jnp.sin(3 * y)) for y in out), out
+
+    wanted = jax.jit(jax.grad(loss, has_aux=True))(x)
+    mesh, leave = on(kind, (), shape)
+    try:
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for spec in SPECS]
+        got = jax.jit(lambda xs: [jax.grad(loss, has_aux=True)(x) for x in xs])(placed)
+        for one in jax.device_get(got):
+            for a, b in zip(*map(jax.tree.leaves, (one, wanted)), strict=True):
+                assert oracle.error(a, b) < 1e-5
+    finally:
+        leave()

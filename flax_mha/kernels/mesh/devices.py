@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh
 
 from flax_mha import sharding
 from flax_mha.kernels.spec import Platform
+from flax_mha.sharding.shard_map import mapped_axes
 
 
 def current_platform(manual: Collection[str] = ()) -> Platform:
@@ -36,6 +37,8 @@ def _not_partitionable(mesh: AbstractMesh, manual: Collection[str]) -> str | Non
     free = [axis for axis in axes if sizes[axis] > 1 and axis not in manual]
     if not free:
         return None
+    if mapped := mapped_axes()[0].intersection(free):
+        return f"jax.vmap maps over the Explicit mesh axes {[*mapped]}; add a batch axis instead"
     return (
         f"no rule uses the mesh axes {free}; wrap in `with nn.logical_axis_rules(sharding.RULES)`, "
         f"or add a rule each for 'batch', 'length' and 'heads'"

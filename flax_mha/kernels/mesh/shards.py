@@ -59,9 +59,8 @@ class Division(NamedTuple):
         keys = k.slots if isinstance(k, Stored) else "length"
         of_keys = ("batch", keys, "kv_heads", "head_dim")
         by_rule = sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, of_keys)
-        mesh = jax.sharding.get_abstract_mesh()
-        manual = layout.manual_axes(by_rule, mesh)
-        if not manual:
+        mesh, manual = shard_map.ambient_mesh(), layout.manual_axes(by_rule)
+        if not manual and not jax.sharding.get_abstract_mesh().explicit_axes:
             return None
         *batch, length, heads, _ = rules.fill_unconstrained(by_rule[0], layout.spec_of(q))
         *_, of_slots, kv_heads, _ = by_rule[1]
@@ -205,7 +204,7 @@ def _shard_call(
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
         attend = functools.partial(attend_ring, devices, attend)
         if spec.q_pos is not None:
-            size = piece_size(dims.T // division.devices, spec.q_pos.array)
+            size = piece_size(dims.T // division.devices, division.devices, spec.q_pos.array)
             spec = spec.replace(piece=size)
     sinks = spec.sinks
     by_key = by_ring or division.slots is not None

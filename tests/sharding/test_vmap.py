@@ -1,0 +1,239 @@
+"""`jax.vmap` over a sharded axis: Explicit axes, and Auto axes with `spmd_axis_name`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import (
+    DecoderBlock,
+    Encoder,
+    EncoderBlock,
+    MultiHeadAttention,
+    dot_product_attention,
+    explain,
+    masks,
+    nnx,
+    sharding,
+    variants,
+)
+from flax_mha.base import private_jax
+from flax_mha.kernels.cudnn import primitives
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
+from flax_mha.positions import Rotary, rotary
+from tests.support.meshes import BACKWARD, FORWARD, KEY, KINDS, RNG, changed, collectives, on
+from tests.support.oracle import error
+
+SHAPE = (4, 2)
+X = jnp.asarray(RNG.normal(size=(4, 2, 8, 16)), jnp.float32)
+IDS = jnp.asarray(RNG.integers(0, 10, (4, 2, 8)))
+LAYER = MultiHeadAttention(4, num_kv_heads=2, use_bias=False, rotary=Rotary(interleaved=True))
+BLOCKS = changed(heads=None, kv_heads=None, mlp=None, vocab=None, length="model")
+SLOTS = changed(heads=None, kv_heads=None, mlp=None, vocab=None, cache_length="model")
+
+
+def mapped(kind: str, fn: Any, axes: Any = (None, 0), over: Any = "data") -> Any:
+    """Return `jax.vmap` of fn over a mesh axis."""
+    more = {"spmd_axis_name": over} if kind == "Auto" else {}
+    return jax.vmap(fn, in_axes=axes, **more)
+
+
+def check(fn: Any, v: Any, x: Any, kind: str, rules: Any = sharding.RULES) -> None:
+    """Check outputs and gradients of a mapped fn(v, x) against a loop without a mesh."""
+
+    def loss(map_: Any, v: Any, x: Any) -> Any:
+        out = map_(v, x)
+        return sum(jnp.sum(jnp.sin(3 * y)) for y in jax.tree.leaves(out)), out
+
+    def loop(v: Any, x: Any) -> Any:
+        return jax.tree.map(lambda *y: jnp.stack(y), *[fn(v, one) for one in x])
+
+    by = (0, 1) if jnp.issubdtype(x.dtype, jnp.floating) else 0
+    wanted = jax.jit(jax.grad(functools.partial(loss, loop), by, has_aux=True))(v, x)
+    mesh, leave = on(kind, rules, SHAPE)
+    try:
+        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+        over = functools.partial(loss, mapped(kind, fn))
+        got = jax.jit(jax.grad(over, by, has_aux=True))(v, placed)
+        assert all(y.sharding.spec[0] == "data" for y in jax.tree.leaves(got[1]))
+    finally:
+        leave()
+    for tree, expected, tolerance in zip(got, wanted, (BACKWARD, FORWARD), strict=True):
+        for a, b in zip(*map(jax.tree.leaves, (tree, expected)), strict=True):
+            assert error(jax.device_get(a), b) < tolerance
+
+
+def applied(module: Any) -> Any:
+    """Return a module's function, variables and inputs."""
+    return module.apply, module.init(KEY, X[0]), X
+
+
+def attend(v: Any, x: jax.Array, **call: Any) -> Any:
+    x = rotary(x.reshape(*x.shape[:-1], 4, 4), jnp.arange(8))
+    x = sharding.constrain(x, sharding.HEADS)
+    return dot_product_attention(x * v, x, x, mask=masks.Causal(), **call)
+
+
+def model() -> Any:
+    lm = LanguageModel(TokenEmbedding(10, 16), Decoder(2, DecoderBlock(LAYER, 32), scan=True))
+    return lm.apply, lm.init(KEY, IDS[0]), IDS
+
+
+def in_nnx() -> Any:
+    from flax import nnx as flax_nnx
+
+    graph, state = flax_nnx.split(
+        nnx.MultiHeadAttention(4, 16, use_bias=False, rngs=flax_nnx.Rngs(0))
+    )
+    return (lambda state, x: flax_nnx.merge(graph, state)(x)), state, X
+
+
+def decode(name: str) -> Any:
+    layer = getattr(variants, name, MultiHeadAttention)(4, decode=True, use_bias=False)
+    variables = layer.init(KEY, X[0])
+
+    def run(v: Any, x: jax.Array) -> Any:
+        prompt, cache = layer.apply(v, x[:, :6], mutable="cache")
+        return prompt, layer.apply({**v, **cache}, x[:, 6:7], mutable="cache")[0]
+
+    return run, {"params": variables["params"]}, X
+
+
+def variant(name: str, **fields: Any) -> Any:
+    return applied(getattr(variants, name)(4, use_bias=False, **fields))
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "layer": (lambda: applied(LAYER), sharding.RULES),
+    "layer without rules": (lambda: applied(LAYER), ()),
+    "remat": (lambda: (jax.checkpoint(LAYER.apply), LAYER.init(KEY, X[0]), X), sharding.RULES),
+    "heads on the mapped axis": (
+        lambda: applied(LAYER.clone(num_kv_heads=4)),
+        changed(batch=None, heads="data", kv_heads="data"),
+    ),
+    "reference": (lambda: (functools.partial(attend, kernel="reference"), 1.0, X), sharding.RULES),
+    "blockwise": (lambda: (functools.partial(attend, kernel="blockwise"), 1.0, X), sharding.RULES),
+    "captured": (lambda: (functools.partial(attend, return_weights=True), 1.0, X), sharding.RULES),
+    "ring": (lambda: (functools.partial(attend, kernel="ring"), 1.0, X), BLOCKS),
+    "nnx": (in_nnx, sharding.RULES),
+    "decoding": (lambda: decode("standard"), sharding.RULES),
+    "slots": (lambda: decode("standard"), SLOTS),
+    **{
+        name: (functools.partial(variant, name, **fields), sharding.RULES)
+        for name, fields in {
+            "ForgettingAttention": {}, "DifferentialAttention": {}, "TalkingHeadsAttention": {},
+            "ChosenBlocksAttention": {"block": 4, "count": 1},
+        }.items()
+    },
+    "encoder": (
+        lambda: applied(Encoder(1, EncoderBlock(LAYER, 32))), changed(norm_length="model"),
+    ),
+    "model": (model, sharding.RULES),
+}  # fmt: skip
+FAST = ("layer",)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_mapped_functions_match_a_loop_without_a_mesh(name: str, kind: str) -> None:
+    make, rules = CASES[name]
+    check(*make(), kind, rules)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_each_example(kind: str) -> None:
+    """The gradients of unmapped parameters that are not on the mesh."""
+    v = LAYER.init(KEY, X[0])
+    pull = jax.grad(lambda v, x: jnp.sum(jnp.sin(3 * LAYER.apply(v, x))))
+    wanted = jax.jit(jax.vmap(pull, in_axes=(None, 0)))(v, X)
+    mesh, leave = on(kind, shape=SHAPE)
+    try:
+        placed = jax.device_put(X, NamedSharding(mesh, P("data")))
+        got = jax.device_get(jax.jit(mapped(kind, pull))(v, placed))
+    finally:
+        leave()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert error(a, b) < BACKWARD
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", [("data", "model"), ("data", None), (None, "data")])
+def test_nested_maps(axes: Any, kind: str) -> None:
+    fn, v, _ = applied(LAYER)
+    x = jnp.asarray(RNG.normal(size=(4, 4, 8, 16)), jnp.float32)
+    wanted = jax.vmap(jax.vmap(fn, in_axes=(None, 0)), in_axes=(None, 0))(v, x)
+    rules = changed(heads=None, kv_heads=None) if "model" in axes else sharding.RULES
+    mesh, leave = on(kind, rules, SHAPE)
+    try:
+        placed = jax.device_put(x, NamedSharding(mesh, P(*axes)))
+        inner = mapped(kind, fn, over=axes[1])
+        got = jax.device_get(jax.jit(mapped(kind, inner, over=axes[0]))(v, placed))
+    finally:
+        leave()
+    assert error(got, wanted) < FORWARD
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_sent_along_the_mapped_axis(optimized: None, kind: str) -> None:
+    """The heads need one all-reduce, and the gradients of parameters another."""
+    v = LAYER.init(KEY, X[0])
+    mesh, leave = on(kind, shape=SHAPE)
+    try:
+        x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
+        fn = jax.jit(mapped(kind, LAYER.apply))
+        found = collectives(fn.lower(v, x).compile().as_text())
+    finally:
+        leave()
+    assert [one for one, _ in found] == ["all-reduce"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_kernels_run_or_say_why_not(monkeypatch: Any, kind: str) -> None:
+    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
+    x, found = jnp.ones((4, 2, 1024, 4, 64), jnp.bfloat16), []
+    mesh, leave = on(kind, shape=SHAPE)
+    try:
+        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+        jax.eval_shape(
+            mapped(kind, lambda x: (found.append(explain(x, x, x)), x)[1], axes=0), placed
+        )
+    finally:
+        leave()
+    if kind == "Auto":
+        assert found[0].chosen == "cudnn"
+    else:
+        assert "jax.vmap maps over the Explicit mesh axes ['data']" in found[0].refused["cudnn"]
+
+
+@pytest.mark.slow
+def test_spmd_axis_of_replicated_arrays_on_an_explicit_mesh() -> None:
+    fn, v, _ = applied(LAYER)
+    wanted = jax.vmap(fn, in_axes=(None, 0))(v, X)
+    mesh, leave = on("Explicit", shape=SHAPE)
+    try:
+        placed = jax.device_put(X, NamedSharding(mesh, P()))
+        got = jax.jit(jax.vmap(fn, in_axes=(None, 0), spmd_axis_name="data"))(v, placed)
+    finally:
+        leave()
+    assert error(np.asarray(got), wanted) < FORWARD
+
+
+def test_without_private_names_no_axis_counts_as_mapped(monkeypatch: Any) -> None:
+    monkeypatch.setattr(private_jax, "missing", lambda part: "gone" if part == "vmap" else None)
+    mesh, leave = on("Explicit", shape=SHAPE)
+    try:
+        placed = jax.device_put(X, NamedSharding(mesh, P("data")))
+        assert sharding.spec((8,), ("batch",)) == P("data")
+        with pytest.raises(ValueError, match=r"axis_names|found in mesh|data"):
+            jax.vmap(lambda x: attend(1.0, x))(placed)
+    finally:
+        leave()
