@@ -165,7 +165,10 @@ def _part_backward(residuals: tuple[Result, Result], cotangents: Result) -> tupl
     change = out.astype(wide) - result[0].astype(wide)
     gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(wide), change, precision=_EXACT)
     dout = dout.astype(wide) * shapes.by_query(weight)
-    return (dout.astype(out.dtype), weight * (dlse + gain)), None
+    # A query that sees NaN in one part has no gradients in the others.
+    lost = jnp.isnan(result[1])
+    dout = jnp.where(shapes.by_query(lost), 0.0, dout).astype(out.dtype)
+    return (dout, jnp.where(lost, 0.0, weight * (dlse + gain))), None
 
 
 part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backward)
