@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 def sigmoid(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """Return the sigmoid weights of scores [*B, N, T, S]."""
-    p = jax.nn.sigmoid(s - math.log(s.shape[-1]))
+    p = jax.nn.sigmoid(s - math.log(max(1, s.shape[-1])))
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
 
