@@ -50,7 +50,8 @@ def nan_flag(x: jax.Array) -> jax.Array:
 
 def poison(out: jax.Array, lost: jax.Array, q: jax.Array) -> jax.Array:
     """Set the outputs [..., T, Hv] of lost queries, which are 0, to NaN, and gradients of q too."""
-    return out + jnp.where(lost, jnp.nan, 0.0).astype(out.dtype) * finite(q)[..., :1]
+    flag = jnp.where(lost, jnp.nan, 0.0).astype(out.dtype)
+    return out + flag * finite(q)[..., :1].astype(out.dtype)
 
 
 def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -212,9 +213,7 @@ def lost_queries(
     if dout is not None:
         # A mean, which does not overflow. See `nan_flag` for the matmul.
         mean = jnp.full(dout.shape[-1], 1 / dout.shape[-1], dout.dtype)
-        size += jnp.matmul(
-            jnp.abs(dout), mean, precision=_EXACT, preferred_element_type=lse.dtype
-        )
+        size += jnp.matmul(jnp.abs(dout), mean, precision=_EXACT, preferred_element_type=lse.dtype)
     return jnp.isnan(lse) | ~jnp.isfinite(size), size != 0
 
 
