@@ -102,7 +102,7 @@ def _loops(
             out, top = out * jnp.exp(top - new), new
         divisor, lse = softmax.finish(top, total_with_sink)
         # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
-        out = jnp.where((total == 0) | lost, 0.0, spec.scale_kept(out) / divisor)
+        out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / divisor)
         return softmax.poison(out, lost, q), jnp.where(lost, jnp.nan, lse)[:, 0]
 
     out, lse = map_blocks(static, spec, attend_block, q, k, v, _checkpoint)

@@ -53,8 +53,7 @@ def attend(
         weights = OTHERS[spec.normalizer](logits, allowed)
         out = _apply_weights(weights, v, spec, at, logits.dtype)
         if allowed is not None:
-            lost = lost.any(-1, keepdims=True)
-            out = poison(jnp.where(lost, 0.0, out), lost, q)
+            out = poison(out, lost.any(-1, keepdims=True), q)
         # An lse that is not read, and no NaN for `jax_debug_nans`.
         lse = jnp.zeros(out.shape[:-1], logits.dtype)
         return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
@@ -89,9 +88,9 @@ def attend(
     if spec.scores or allowed is not None:
         seen = weights if spec.scores else jnp.asarray(allowed, weights.dtype)
         seen = jnp.sum(jnp.where(lost, jnp.nan, seen), axis=-1, keepdims=True)
-        lost = jnp.isnan(seen) & (allowed is not None)
-        out = jnp.where((seen == 0) | lost, 0.0, out)
+        out = jnp.where(seen == 0, 0.0, out)
         if allowed is not None:
+            lost = jnp.isnan(seen)
             out, lse = poison(out, lost, q), jnp.where(lost[..., 0], jnp.nan, lse)
     return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
 
@@ -185,7 +184,7 @@ def scores(
     # Score functions may have a derivative of NaN at NaN.
     lost = jnp.isnan(logits)
     logits, allowed = spec.apply(jnp.where(lost, 0.0, logits), at, finfo_min(dtype), vectors)
-    return jnp.where(lost & allowed, jnp.nan, logits), allowed
+    return jnp.where(lost & (logits != finfo_min(dtype)), jnp.nan, logits), allowed
 
 
 def multiply(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:

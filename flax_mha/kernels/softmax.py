@@ -49,9 +49,9 @@ def nan_flag(x: jax.Array) -> jax.Array:
 
 
 def poison(out: jax.Array, lost: jax.Array, q: jax.Array) -> jax.Array:
-    """Set the outputs [..., T, Hv] of lost queries, which are 0, to NaN, and gradients of q too."""
+    """Set the outputs [..., T, Hv] of lost queries to NaN, with gradients of q alone, also NaN."""
     flag = jnp.where(lost, jnp.nan, 0.0).astype(out.dtype)
-    return out + flag * finite(q)[..., :1].astype(out.dtype)
+    return jnp.where(lost, flag * finite(q)[..., :1].astype(out.dtype), out)
 
 
 def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
