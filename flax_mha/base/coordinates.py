@@ -40,6 +40,20 @@ class Node(Struct):
         def __init_subclass__(cls, **kwargs: Any) -> None: ...
 
 
+def is_user_defined(node: Any) -> bool:
+    """Return True if a mask or score is of another package, or calls a function of one."""
+    return hasattr(node, "fn") or type(node).__module__.partition(".")[0] != "flax_mha"
+
+
+def with_jax_arrays(node: Any) -> Any:
+    """Return a mask or score whose user-defined function can index its arrays by tracers."""
+
+    def convert(x: Any) -> Any:
+        return jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
+
+    return jax.tree.map(convert, node) if is_user_defined(node) else node
+
+
 class ScoreArray(Struct):
     """An array over the scores, [*B|1, N|1, T|1, S|1]. A tile of scores reads a tile of it."""
 

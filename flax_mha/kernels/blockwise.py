@@ -225,17 +225,20 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
     has_keys = total != 0
     sink, top, total = tiles.add_sinks(plan, sinks, top, total)
-    dout, share, delta = softmax.gradient_inputs(out, has_keys, top, total, *cotangents)
+    dout, top, share, delta = softmax.gradient_inputs(out, has_keys, top, total, *cotangents)
+    dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
+    if spec.mask is not None:
+        # Move NaN to the queries, where the mask can hide it. Queries that see it have it already.
+        q = jnp.where((top == softmax.FAR)[..., None], (0 * share)[..., None].astype(q.dtype), q)
+        k, v, share = finite(k), finite(v), jnp.where(jnp.isnan(share), 1.0, share)
     stats = jnp.stack([top, share, delta], -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, *queries, k, v = x
-        if spec.mask is not None:
-            k, v = move_nan_to_keys(k, v)
         (q, dout, stats), (k, v) = (split_blocks(plan, x) for x in queries), split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
         # Masked gradients are 0, so their factors must be finite: 0·NaN is NaN.
-        factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))
+        factor_q = q if spec.mask is None else finite(q)
 
         def job(part: KeyRange, carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
             j, q, qT, dout, doutT, stats = x
@@ -247,7 +250,7 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
                 )  # fmt: skip
                 # Without the barrier, XLA:CPU recomputes p and ds for each matmul.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
-                dq = lax.add(dq, dot(ds, index.keys(factor_k), 1, 0, spec, acc))
+                dq = lax.add(dq, dot(ds, index.keys(k), 1, 0, spec, acc))
                 # Transpose the small factor: XLA:CPU is slow with the large one transposed.
                 dkT = index.add_keys(dkT, dot(qT, ds, 1, 0, spec, acc))
                 dvT = index.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
@@ -277,7 +280,6 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), stats, k, v)
     grads, (dq, dk, dv) = loops.scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
-    dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
     return None, dq, dk, dv, grads, None, dsinks, None
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 def sigmoid(s: jax.Array, allowed: jax.Array | None, total: int | None) -> jax.Array:
     """Return the sigmoid weights of scores [*B, N, T, S], with `total` in place of S if given."""
     S = s.shape[-1] if total is None else total
-    p = jax.nn.sigmoid(s - jnp.log(jnp.asarray(S, s.dtype)))
+    p = jax.nn.sigmoid(s - jnp.log(jnp.maximum(jnp.asarray(S, s.dtype), 1.0)))
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys
+from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys, poison
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, name_result
 
 # Below every sum of exponentials except 0, because the maximum exponential is 1. All powers of its
@@ -44,10 +44,18 @@ def attend(
     if spec.mask is not None:
         k, v = move_nan_to_keys(k, v)
     logits, allowed = scores(q, k, spec, at)
+    lost: Any = False
+    if allowed is not None:
+        # Hide NaN: its derivatives, which the mask of a query does not hide, would be NaN too.
+        lost = ~(logits < jnp.inf)
+        logits = jnp.where(lost, finfo_min(logits.dtype), logits)
     if spec.normalizer != SOFTMAX:
         weights = OTHERS[spec.normalizer](logits, allowed, spec.total)
         out = _apply_weights(weights, v, spec, at, logits.dtype)
-        lse = jnp.full(out.shape[:-1], jnp.nan)
+        if allowed is not None:
+            out = poison(out, lost.any(-1, keepdims=True), q)
+        # An lse that is not read, and no NaN for `jax_debug_nans`.
+        lse = jnp.zeros(out.shape[:-1], logits.dtype)
         return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
     rounds = v.dtype != logits.dtype
     weights, top, total = _exponentials(logits, allowed, spec, shared=rounds)
@@ -60,7 +68,10 @@ def attend(
         # Recompute the scores. Sharing the output's scores would change its last bits, because
         # XLA:CPU fuses them with both matmuls only if nothing else reads them.
         same_q, same_k = jax.lax.optimization_barrier((q, k))
-        lse = _lse(*_exponentials(*scores(same_q, same_k, spec, at), spec)[1:])
+        same = scores(same_q, same_k, spec, at)[0]
+        if allowed is not None:
+            same = jnp.where(same < jnp.inf, same, finfo_min(same.dtype))
+        lse = _lse(*_exponentials(same, allowed, spec)[1:])
     if allowed is not None or spec.scores or 0 in logits.shape:
         # It is 0 for fully masked queries, and at least 1 for others, except for rounding.
         total = jnp.maximum(total, _LEAST_TOTAL)
@@ -74,10 +85,13 @@ def attend(
     out = out if rounds else out / total
     # Fully masked queries get an output of 0, whose cotangent, perhaps NaN, is dropped. Without
     # score functions the mask finds them: XLA does not fuse a sum that is read twice.
-    if spec.scores:
-        out = jnp.where(jnp.sum(weights, axis=-1, keepdims=True) == 0, 0.0, out)
-    elif allowed is not None:
-        out = jnp.where(jnp.any(allowed, axis=-1, keepdims=True), out, 0.0)
+    if spec.scores or allowed is not None:
+        seen = weights if spec.scores else jnp.asarray(allowed, weights.dtype)
+        seen = jnp.sum(jnp.where(lost, jnp.nan, seen), axis=-1, keepdims=True)
+        out = jnp.where(seen == 0, 0.0, out)
+        if allowed is not None:
+            lost = jnp.isnan(seen)
+            out, lse = poison(out, lost, q), jnp.where(lost[..., 0], jnp.nan, lse)
     return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
 
 
@@ -165,7 +179,12 @@ def scores(
         wide = q if q.dtype == dtype else q.astype(dtype) * jnp.asarray(spec.scale, dtype)
         wide, k = (x if spec.mask is None else finite(x) for x in (wide, k))
         vectors = wide, k.astype(dtype)
-    return spec.apply(logits, at, finfo_min(dtype), vectors)
+    if spec.mask is None or not spec.scores:
+        return spec.apply(logits, at, finfo_min(dtype), vectors)
+    # Score functions may have a derivative of NaN at NaN.
+    lost = jnp.isnan(logits)
+    logits, allowed = spec.apply(jnp.where(lost, 0.0, logits), at, finfo_min(dtype), vectors)
+    return jnp.where(lost & (logits != finfo_min(dtype)), jnp.nan, logits), allowed
 
 
 def multiply(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:

@@ -48,12 +48,19 @@ def nan_flag(x: jax.Array) -> jax.Array:
     return lax.dot_general(zeros, ones, (((x.ndim - 1,), (0,)), ((), ())))
 
 
-def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Move the NaN of each value to its key, where the mask can hide it.
+def poison(out: jax.Array, lost: jax.Array, q: jax.Array) -> jax.Array:
+    """Set the outputs [..., T, Hv] of lost queries to NaN, with gradients of q alone, also NaN."""
+    flag = jnp.where(lost, jnp.nan, 0.0).astype(out.dtype)
+    return jnp.where(lost, flag * finite(q)[..., :1].astype(out.dtype), out)
 
-    In the values, NaN would meet weights of 0.
+
+def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Make keys NaN that are not finite, or whose value is not, so that the mask can hide them.
+
+    In the values, NaN would meet weights of 0. The scores of such a key are all NaN.
     """
-    return lax.add(k, lax.expand_dims(nan_flag(v), (v.ndim - 1,))), finite(v)
+    flag = lax.add(nan_flag(k), nan_flag(v))
+    return lax.add(k, lax.expand_dims(flag, (k.ndim - 1,))), finite(v)
 
 
 def finfo_min(dtype: jnp.dtype) -> float:
@@ -67,11 +74,18 @@ def finfo_min(dtype: jnp.dtype) -> float:
 # The precision of sums over a query's features in gradients. They are cheap, and must be as exact
 # as the matmuls at any precision of the call.
 _EXACT = lax.Precision.HIGHEST
+# A finite maximum or lse for which every weight is 0.
+FAR = 1e30
 
 
 def begin(total: jax.Array) -> jax.Array:
     """Return the initial maximum: finite, so that it can be subtracted."""
-    return lax.add(total, finfo_min(total.dtype))
+    return lax.add(total, total.dtype.type(finfo_min(total.dtype)))
+
+
+def _is_zero(x: jax.Array) -> jax.Array:
+    # A constant of the same dtype: under `jax_enable_x64`, a Python float is float64.
+    return lax.eq(x, x.dtype.type(0))
 
 
 def step(
@@ -101,7 +115,7 @@ def add_sink(sink: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Arr
 
 def divisor(total: jax.Array) -> jax.Array:
     """Return the divisor of out: the sum of exponentials, or 1 for fully masked queries."""
-    return select(lax.eq(total, 0.0), 1.0, total)
+    return select(_is_zero(total), 1.0, total)
 
 
 def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +124,7 @@ def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     −∞ would be reported by `jax_debug_infs` for padding queries.
     """
     by = divisor(total)
-    return by, select(lax.eq(total, 0.0), finfo_min(top.dtype), lax.add(top, lax.log(by)))
+    return by, select(_is_zero(total), finfo_min(top.dtype), lax.add(top, lax.log(by)))
 
 
 def minus_infinity(lse: jax.Array) -> jax.Array:
@@ -152,7 +166,10 @@ def _part_backward(residuals: tuple[Result, Result], cotangents: Result) -> tupl
     change = out.astype(wide) - result[0].astype(wide)
     gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(wide), change, precision=_EXACT)
     dout = dout.astype(wide) * shapes.by_query(weight)
-    return (dout.astype(out.dtype), weight * (dlse + gain)), None
+    # A query that sees NaN in one part has no gradients in the others.
+    lost = jnp.isnan(result[1])
+    dout = jnp.where(shapes.by_query(lost), 0.0, dout).astype(out.dtype)
+    return (dout, jnp.where(lost, 0.0, weight * (dlse + gain))), None
 
 
 part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backward)
@@ -161,22 +178,43 @@ part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backw
 def gradient_inputs(
     out: jax.Array, has_keys: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
     dlse: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Return the arguments of `gradient` for each query: dout, 1/total and δ.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Return the arguments of `weights` and `gradient` for each query: dout, top, 1/total and δ.
 
     out and its cotangent dout are [..., Hv], the others [...]. `has_keys` is False for fully masked
     queries, whose dout becomes 0. `top` and `total`, the maximum and the sum of exponentials,
     include the sinks. `dlse` is the cotangent of the lse.
+
+    A query that sees NaN, or has a cotangent that is not finite, has dout and δ of 0 and a top of
+    `FAR`, so that its weights are 0 for masked keys. Its 1/total is NaN, for visible keys; or 1 if
+    it has no cotangent, as a query of another document than the loss.
     """
     # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
     dout = jnp.where(has_keys[..., None], dout, 0.0)
     dlse = jnp.where(total == 0, 0.0, dlse)
+    lost, asked = lost_queries(top + total, dout, dlse)
+    dout = jnp.where(lost[..., None], 0.0, dout)
     # An einsum, because XLA:CPU takes ten times as long for the sum of a product of rank 5.
     delta = jnp.einsum(
         "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
     )
-    delta = delta - dlse
-    return dout, 1 / jnp.where(total == 0, 1.0, total), delta
+    share = jnp.where(lost, jnp.where(asked, jnp.nan, 1.0), 1 / jnp.where(total == 0, 1.0, total))
+    return dout, jnp.where(lost, FAR, top), share, jnp.where(lost, 0.0, delta - dlse)
+
+
+def lost_queries(
+    lse: jax.Array, dout: jax.Array | None, dlse: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return True for queries that see NaN or get it as a cotangent, and for those with cotangents.
+
+    The lse [...], or another number, is NaN for the first. dout is [..., Hv].
+    """
+    size = jnp.zeros_like(lse) if dlse is None else jnp.abs(dlse)
+    if dout is not None:
+        # A mean, which does not overflow. See `nan_flag` for the matmul.
+        mean = jnp.full(dout.shape[-1], 1 / dout.shape[-1], dout.dtype)
+        size += jnp.matmul(jnp.abs(dout), mean, precision=_EXACT, preferred_element_type=lse.dtype)
+    return jnp.isnan(lse) | ~jnp.isfinite(size), size != 0
 
 
 def weights(s: jax.Array, top: jax.Array, share: jax.Array, guarded: bool = False) -> jax.Array:
@@ -192,7 +230,7 @@ def weights(s: jax.Array, top: jax.Array, share: jax.Array, guarded: bool = Fals
 def gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, masked: bool = True) -> jax.Array:
     """Return the gradient of a tile of scores: 0 where masked, because dp may be infinite there."""
     ds = lax.mul(p, lax.sub(dp, delta))
-    return select(lax.eq(p, 0.0), 0.0, ds) if masked else ds
+    return select(_is_zero(p), 0.0, ds) if masked else ds
 
 
 def sink_gradient(

@@ -10,15 +10,15 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import sharding
-from flax_mha.base.coordinates import Array, At, ScoreArray, whole
+from flax_mha.base.coordinates import Array, At, ScoreArray, is_user_defined, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.kernels.loops import select
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.masks import Mask, Predicate
+from flax_mha.masks import Mask
 from flax_mha.masks.base import evaluate
-from flax_mha.scores import Score, ScoreMod, Vectors, changed
+from flax_mha.scores import ScoreMod, Vectors, changed
 
 # An output [*B, T, N, Hv] and its lse [*B, N, T].
 Result = tuple[jax.Array, jax.Array]
@@ -116,9 +116,7 @@ class AttentionSpec(struct.PyTreeNode):
     def user_types(self) -> list[type]:
         """Return the types of masks and scores with user-defined functions."""
         nodes = tree_nodes((self.mask, self.scores))
-        types = (type(x) for x in nodes if isinstance(x, Mask | ScoreMod))
-        ours = (Predicate, Score)
-        return [x for x in types if x in ours or x.__module__.partition(".")[0] != "flax_mha"]
+        return [type(x) for x in nodes if isinstance(x, Mask | ScoreMod) and is_user_defined(x)]
 
     def apply(
         self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, At, Node, ScoreArray, Tiles, whole
+from flax_mha.base.coordinates import Array, At, Node, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.arrays import read_table
 from flax_mha.masks.tiles import FULL, both, either, tile_state
@@ -227,7 +227,7 @@ def resolve(mask: Mask, at: At) -> Mask:
 
 def evaluate(mask: Mask, at: At) -> Array:
     """Return the pairs that a mask allows, and check that a user-defined mask returns bools."""
-    allowed: Any = mask.allowed(at)
+    allowed: Any = with_jax_arrays(mask).allowed(at)
     if isinstance(allowed, bool):
         allowed = np.asarray(allowed)
     name = type(mask).__name__

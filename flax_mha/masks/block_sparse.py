@@ -138,6 +138,8 @@ def top_blocks(
     checks.flag("causal", causal)
     scores = jax.lax.stop_gradient(jnp.asarray(scores))
     nq, nk = scores.shape[-2:]
+    # Not infinities, which `jax_debug_infs` would report.
+    most = float(jnp.finfo(scores.dtype).max)
     if causal:
         _check_count(count, query_block, key_block, positions is None)
         if positions is None:
@@ -146,22 +148,21 @@ def top_blocks(
         at = shapes.lead(at[..., None, :, None], scores.ndim)
         first, last = at // key_block, (at + query_block - 1) // key_block
         block = shapes.lead(symbols.count_up(nk), scores.ndim)
-        # Local blocks get +∞, so that they come before scores of +∞ and NaN.
-        finfo_max = jnp.finfo(scores.dtype).max
-        scores = jnp.where(scores < finfo_max, scores, finfo_max)
-        scores = jnp.where(block < first, scores, -jnp.inf)
-        scores = jnp.where((block >= first) & (block <= last), jnp.inf, scores)
+        # Local blocks get the maximum, so that they come before scores of +∞ and NaN.
+        scores = jnp.where(scores < most / 2, scores, most / 2)
+        scores = jnp.where(block < first, scores, -most)
+        scores = jnp.where((block >= first) & (block <= last), most, scores)
     if visible is not None:
         visible = checks.array("visible", visible)
         remedy = "give a bool for each block of queries and each block of keys"
         shapes.check_broadcasts("visible", visible.shape, scores.shape, "the scores", remedy)
-        scores = jnp.where(shapes.lead(visible, scores.ndim), scores, -jnp.inf)
+        scores = jnp.where(shapes.lead(visible, scores.ndim), scores, -most)
     if symbols.is_symbolic(nk):
         # There may be fewer blocks than `count`.
         more = [(0, 0)] * (scores.ndim - 1) + [(0, count)]
-        scores, nk = jnp.pad(scores, more, constant_values=-jnp.inf), count
+        scores, nk = jnp.pad(scores, more, constant_values=-most), count
     best, indices = _top_k(scores, min(count, nk), query_block)
-    mask = BlockSparse(jnp.where(best == -jnp.inf, -1, indices), query_block, key_block)
+    mask = BlockSparse(jnp.where(best <= -most, -1, indices), query_block, key_block)
     return Causal() & mask if causal else mask
 
 

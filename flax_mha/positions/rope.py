@@ -114,7 +114,7 @@ def rotary(
     at = as_floats(positions)
     if isinstance(scaling, Growing):
         # The length of each example, up to the newest of these tokens.
-        theta, size = scaling(R, base, jnp.max(at, axis=-1, keepdims=True) + 1)
+        theta, size = scaling(R, base, jnp.max(at, -1, keepdims=True, initial=-1) + 1)
     else:
         static_theta, size = scaling(R, base)
         theta = shapes.lead(jnp.asarray(static_theta, at.dtype), at.ndim + 1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax.typing import Initializer
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import At, Node
+from flax_mha.base.coordinates import At, Node, with_jax_arrays
 from flax_mha.base.shapes import Dims
 
 # Scaled queries [..., T, H] and keys [..., S, H] of the scores [..., T, S].
@@ -128,6 +128,7 @@ def as_scores(scores: Any) -> tuple[ScoreMod, ...]:
 
 def changed(mod: ScoreMod, score: jax.Array, at: At, vectors: Vectors | None = None) -> jax.Array:
     """Apply a score function, check its result, and keep the score's shape and dtype."""
+    mod = with_jax_arrays(mod)
     new = mod.of_vectors(score, at, *vectors) if vectors and mod.vectors else mod(score, at)
     name = type(mod).__name__
     if not jnp.issubdtype(getattr(new, "dtype", bool), jnp.floating):

@@ -61,6 +61,8 @@ class ChosenBlocks(Attention):
         """Compute `dot_product_attention` to the chosen blocks."""
         at = call.get("q_positions")
         mask = masks.combine(masks.Causal(), call.get("mask"))
+        if not (q.size and k.shape[-3]):
+            return dot_product_attention(q, k, v, **call | {"mask": mask})
         # Blocks of queries need not be sharded as queries are.
         names = ("batch", "heads", "length" if self.query_block == 1 else None, None)
         scores, visible = sharding.auto(self._scores, [names, names], q, dequantize(k), at, mask)
@@ -206,7 +208,7 @@ def _shared(K: int, scores: jax.Array, visible: jax.Array, past: jax.Array) -> l
 
     s, seen = grouped(scores), grouped(visible)
     counted = seen & grouped(past)
-    weights = jax.nn.softmax(jnp.where(counted, s, 0.0), where=counted)
+    weights = jax.nn.softmax(jnp.where(counted, s, jnp.finfo(s.dtype).min))
     total = jnp.where(counted, weights, 0.0).sum(-3, keepdims=True)
     together = (total, seen.any(-3, keepdims=True))
     return [jnp.broadcast_to(x, s.shape).reshape(scores.shape) for x in together]

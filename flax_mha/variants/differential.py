@@ -97,8 +97,9 @@ class DifferentialAttention(Differential, MultiHeadAttention):
 
 def _of_both(K: int, v: jax.Array) -> jax.Array:
     """Return values [*B, T, 2·K, H] as 2·H features, which both maps of a head share."""
-    whole = v.reshape(*v.shape[:-2], K, 1, -1)
-    return jnp.repeat(whole, 2, -2).reshape(*v.shape[:-1], -1)
+    *tokens, heads, H = v.shape
+    size = heads // K * H
+    return jnp.repeat(v.reshape(*tokens, K, 1, size), 2, -2).reshape(*tokens, heads, size)
 
 
 def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:

@@ -149,7 +149,7 @@ def _cleaned(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _poisoned(k: jax.Array, bad: jax.Array) -> jax.Array:
     """Return keys with NaN for bad tokens, which spreads where the mask allows."""
-    return jnp.where(bad[..., None, None], jnp.full_like(k, jnp.nan), k)
+    return jnp.where(bad[..., None, None], jnp.nan, k)
 
 
 def _gates(
@@ -176,7 +176,7 @@ def _summed(gates: jax.Array, order: Array | None, last: jax.Array | None) -> ja
 
 def _joined(k: jax.Array, c: jax.Array) -> jax.Array:
     """Return keys [*B, T, K, H] with c as parts of 8 bits: [*B, T, K, H + 3·G]."""
-    parts, remainder = [], c.reshape(*k.shape[:-1], -1)
+    parts, remainder = [], c.reshape(*k.shape[:-1], c.shape[-1] // k.shape[-2])
     for _ in range(PARTS):
         parts.append(lax.reduce_precision(remainder, 8, 7))
         remainder = remainder - parts[-1]
@@ -190,7 +190,7 @@ def _kept(k: jax.Array, like: jax.Array) -> jax.Array:
     parts = k[..., features - PARTS * G :].astype(jnp.float32).reshape(*tokens, K, PARTS, G)
     # In this order all sums are exact.
     c = parts[..., 0, :] + parts[..., 1, :] + parts[..., 2, :]
-    return c.reshape(*tokens, -1)
+    return jax.lax.collapse(c, c.ndim - 2)
 
 
 def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> jax.Array:

@@ -134,12 +134,12 @@ def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Arra
     mixing = mixing.astype(x.dtype).reshape(n, K, -1)
     x = x.reshape(*tokens, n, K, features // K)
     values = jnp.einsum("...tmkh,mkg->...tkgh", x, mixing, precision=precision)
-    return values.reshape(*tokens, -1, features // K)
+    return jax.lax.collapse(values, len(tokens), len(tokens) + 2)
 
 
 def _as_one(x: jax.Array) -> jax.Array:
     """Return heads [*B, S, K, H] as one [*B, S, 1, K·H]."""
-    return x.reshape(*x.shape[:-2], 1, -1)
+    return jax.lax.collapse(x, x.ndim - 2)[..., None, :]
 
 
 def _identity(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

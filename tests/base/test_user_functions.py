@@ -149,3 +149,45 @@ def test_float_args_work_in_both_passes(rng: np.random.Generator, kernel: str) -
 
     found, expected = jax.grad(total)(q, 0.1, 3), jax.grad(plain)(q)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+NUMBERS = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+
+
+class Listed(Mask):
+    """A user-defined mask with a table that it indexes."""
+
+    table: Any
+
+    def allowed(self, at: Any) -> Any:
+        return self.table[at.row, at.k]
+
+
+class Shifted(ScoreMod):
+    """A user-defined score with a table that it indexes."""
+
+    table: Any
+
+    def __call__(self, score: jax.Array, at: Any) -> jax.Array:
+        return score + self.table[at.row, at.q]
+
+
+TABLES: dict[str, Callable[[np.ndarray], Any]] = {
+    "predicate": lambda x: {"mask": Predicate(lambda b, n, i, j, t: t[b, j], (x > 0,))},
+    "nested": lambda x: {"mask": Causal() | PerHead([Listed(x > 0), Causal(), ~Listed(x > 0)])},
+    "score": lambda x: {"scores": (Score(lambda s, b, n, i, j, t: s + t[b, i], (x,)),)},
+    "own score": lambda x: {"scores": (Shifted(x),), "mask": Causal()},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed", "decode"])
+def test_functions_index_numpy_tables(kernel: str, name: str) -> None:
+    """Kernels give them traced coordinates, which cannot index a NumPy array."""
+    q = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 3, 8)), jnp.float32)
+
+    def attend(kernel: str, table: Any) -> jax.Array:
+        return dot_product_attention(q, q, q, kernel=kernel, **TABLES[name](table))
+
+    found = jax.jit(attend, static_argnums=0)("reference", jnp.asarray(NUMBERS))
+    np.testing.assert_allclose(attend(kernel, NUMBERS), found, atol=1e-6)

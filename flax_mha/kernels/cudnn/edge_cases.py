@@ -15,14 +15,12 @@ from flax_mha.kernels.cudnn import mask as bands
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.mask import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.softmax import finite
+from flax_mha.kernels.softmax import FAR, finite, lost_queries
 from flax_mha.kernels.spec import Result, name_result
 
 # Replaces −∞ in a bias, for which cuDNN returns NaN. jax.nn uses the same number. If all biases of
 # a row are −∞, its lse is below half of this.
 MIN_BIAS = -float(2**41)
-# A finite lse for which every weight exp(score − lse) is 0.
-_MAX_LSE = 1e30
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -124,16 +122,20 @@ def _backward(call: CudnnCall, masked: bool, saved: _Saved, cotangents: Any) -> 
     if sinks is not None:
         lse = jnp.logaddexp(lse, sinks[None, :, None])
     has_edges = masked or saved.bias is not None
-    nan_rows = jnp.isnan(saved.lse)
-    # With a weight and a cotangent of 0, these rows add exactly 0 even if they hold NaN.
-    off = nan_rows | (saved.lse == -jnp.inf) if has_edges else None
-    if off is not None:
+    if has_edges:
+        is_empty = saved.lse == -jnp.inf
+        of_heads = None if dout is None else jnp.swapaxes(dout, 1, 2)
+        lost, asked = lost_queries(saved.lse, of_heads, dlse)
+        lost &= ~is_empty
+        lse = jnp.where(lost, jnp.where(asked, jnp.nan, FAR), lse)
+        # With a weight and a cotangent of 0, these rows add exactly 0 even if they hold NaN.
+        off, nan_rows = lost | is_empty, lost & asked
         off_rows = jnp.swapaxes(off, 1, 2)[..., None]
         out = jnp.where(off_rows, 0, out).astype(out.dtype)
         dout = None if dout is None else jnp.where(off_rows, 0, dout).astype(out.dtype)
     dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, dout, dlse)
-    if off is not None:
-        lse = jnp.where(off, _MAX_LSE, lse)
+    if has_edges:
+        lse = jnp.where(off, FAR, lse)
         dlse = None if dlse is None else jnp.where(off, 0, dlse)
     dq, dk, dv, dbias = _pull(call, saved, lse, out, dout, dlse)
     if has_edges:

@@ -183,9 +183,14 @@ def attend(
     arrays, static = partition(spec.replace(sinks=None), is_array)
     out, lse = _core(ring, local, static, q, k, v, arrays)
     if spec.sinks is not None:
-        total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
-        scaled = out.astype(lse.dtype) * shapes.by_query(jnp.exp(lse - total))
-        out, lse = _zero_empty(lse, scaled.astype(out.dtype)), total
+        # Without queries that see NaN, so that they do not reach the gradient of the sinks.
+        lost = jnp.isnan(lse)
+        of_rows, part = shapes.by_query(lost), jnp.where(lost, 0.0, lse)
+        total = jnp.logaddexp(part, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
+        scaled = jnp.where(of_rows, 0.0, out.astype(lse.dtype))
+        scaled *= shapes.by_query(jnp.exp(part - total))
+        scaled = _zero_empty(lse, scaled.astype(out.dtype))
+        out, lse = jnp.where(of_rows, out, scaled), jnp.where(lost, lse, total)
     return out, lse
 
 

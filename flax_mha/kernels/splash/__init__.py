@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from flax_mha.base import shapes, trees
 from flax_mha.base.coordinates import Array
-from flax_mha.kernels import tpu
+from flax_mha.kernels import softmax, tpu
 from flax_mha.kernels.softmax import finite, nan_flag
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, name_result
 from flax_mha.kernels.splash import mask
@@ -224,15 +224,16 @@ def _gradients(
     result: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Return the gradients of q, k, v and sinks, for one row of the batch."""
-    (out, lse), (dout, dlse) = result, cotangents
-    # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
-    empty = lse <= _MIN_SINK
-    dout, dlse = jnp.where(empty[..., None], 0.0, dout), jnp.where(empty, 0.0, dlse)
+    out, lse = result
+    # Zero the cotangents of fully masked queries, also without a sink of the call.
+    total = jnp.where(lse <= _MIN_SINK, 0.0, 1.0)
+    dout, lse, share, delta = softmax.gradient_inputs(out, total != 0, lse, total, *cotangents)
     if call.guarded:
-        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the lse.
+        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the share.
         q, k = finite(q), finite(k)
+    else:
+        lse = lse * share
     # d score = p·(dp − δ), with p from the lse, and δ = Σ dout·out − dlse.
-    delta = jnp.einsum("nth,nth->nt", dout, out, preferred_element_type=jnp.float32) - dlse
     dout = dout.astype(q.dtype)
     args = q, k, v, ids, sinks, lse, dout, delta
     info, function = mask_info.process_mask_dkv(call.mask, tuple(call.blocks))
@@ -244,8 +245,9 @@ def _gradients(
     dq = kernels._splash_attention_bwd_dq(
         *args, mask_info=info, **call.backward(), **call.common(function)
     )
-    # A sink has no value: d score = p·(0 − δ), over all queries of its head.
-    dsinks = -jnp.sum(jnp.exp(sinks[:, None] - lse) * delta, axis=1)
+    dsinks = jnp.sum(softmax.sink_gradient(sinks[:, None], lse, share, delta), axis=1)
+    # Splash has one lse for masked and visible keys, so lost queries leave out dk and dv.
+    dq = jnp.where(jnp.isnan(share)[..., None], jnp.nan, dq).astype(dq.dtype)
     return dq, dk, dv, dsinks
 
 

@@ -18,6 +18,7 @@ from flax_mha.kernels.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.splash.segment_ids import Ids, merge_ids
 from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Mask, PerHead, Window
+from flax_mha.masks.base import evaluate
 from flax_mha.masks.tiles import is_static
 
 # The maximum entries of all heads' tables: 16 MiB, at 1 byte each.
@@ -121,7 +122,7 @@ class ComputedMask:
 
     def _at(self, q: Any, k: Any) -> Any:
         row, head = np.array(0, np.int32), np.array(self.head, np.int32)
-        return _squeeze_arrays(self.rule).allowed(At(row, head, q, k))
+        return evaluate(_squeeze_arrays(self.rule), At(row, head, q, k))
 
 
 class SplashMask(splash.Mask):
@@ -231,7 +232,7 @@ class _Traits(NamedTuple):
             return cls(True, False, False)
         number, q, k = (jax.ShapeDtypeStruct(x, np.int32) for x in ((), (dims.T, 1), (1, dims.S)))
         flat = _squeeze_arrays(rule)
-        program = jax.make_jaxpr(lambda *at: flat.allowed(At(*at)))(number, number, q, k)
+        program = jax.make_jaxpr(lambda *at: evaluate(flat, At(*at)))(number, number, q, k)
         consts = [x for x in program.consts if np.ndim(x)]
         return cls(
             _reads(program.jaxpr, 0),

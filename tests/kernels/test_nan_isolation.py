@@ -1,0 +1,123 @@
+"""NaN in one document: the outputs and gradients of another are those of finite inputs."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from flax_mha import dot_product_attention
+from flax_mha.masks import Causal, Lengths, Mask, PerHead, Segments
+from flax_mha.scores import Alibi, Score, SoftCap
+from tests.kernels.cases import KERNELS, pairs
+from tests.kernels.test_ring import RULES
+
+# The first document has D tokens, and NaN in its third. The loss reads the second document.
+B, T, D, N, H = 2, 8, 5, 2, 8
+IDS = (np.arange(T) >= D).astype(np.int32)
+TABLE = IDS[:, None] == IDS
+MASKS: dict[str, Mask | np.ndarray | jax.Array] = {
+    "segments": Segments(IDS),
+    "packed": Causal() & Segments(jnp.asarray(IDS)),
+    "dense": jnp.asarray(TABLE),
+    "per head": PerHead([Causal() & Segments(IDS), Segments(IDS)]),
+    # The second document comes first here: its queries do not see the later tokens.
+    "lengths": Lengths(np.array([T, T])[:, None] - np.where(IDS, 0, T - D)[None]) & Segments(IDS),
+}
+
+
+def learned() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(1)
+    sizes = {"bias": (T, T), "slopes": (N,), "w": (), "sinks": (N,)}
+    return {name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in sizes.items()}
+
+
+def all_scores(x: Any) -> dict[str, Any]:
+    def wave(s: jax.Array, row: Any, head: Any, i: Any, j: Any, w: Any) -> jax.Array:
+        return s * (1 + w * jnp.cos((i - j).astype(s.dtype)))
+
+    scores = SoftCap(5.0), Alibi(x["slopes"]), Score(wave, (x["w"],))
+    return {"bias": x["bias"], "sinks": x["sinks"], "scores": scores}
+
+
+def check(
+    kernel: str, mask: Any, call: Any, names: Any, dtype: str = "float32", kv_heads: int = 1
+) -> None:
+    """Compare the second document's numbers with NaN in the first, and without."""
+    rng = np.random.default_rng(0)
+    qkv = [jnp.asarray(rng.normal(size=(B, T, n, H)), dtype) for n in (N, kv_heads, kv_heads)]
+    x = {name: learned()[name] for name in names}
+
+    @jax.jit
+    def run(qkv: Any, x: Any) -> Any:
+        def loss(qkv: Any, x: Any) -> Any:
+            out, lse = dot_product_attention(
+                *qkv, mask=mask, kernel=kernel, return_residuals=True, **call(x)
+            )
+            out, lse = out[:, D:].astype(jnp.float32), lse[..., D:]
+            return jnp.sin(out).sum() + jnp.sin(lse).sum(), (out, lse)
+
+        (_, results), (of_qkv, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(qkv, x)
+        if "bias" in of_x:
+            of_x["bias"] = of_x["bias"][D:, D:]
+        return results, [y[:, D:] for y in of_qkv], of_x
+
+    clean = run(qkv, x)
+    for place in range(3):
+        bad = [y.at[:, 2].set(jnp.nan) if n == place else y for n, y in enumerate(qkv)]
+        for got, want in zip(jax.tree.leaves(run(bad, x)), jax.tree.leaves(clean), strict=True):
+            assert np.isfinite(want.astype(jnp.float32)).all()
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize(
+    ("kernel", "name", "more"), pairs(kernel=KERNELS, name=(*MASKS,), more=(False, True))
+)
+def test_nan_changes_nothing_in_other_documents(kernel: str, name: str, more: bool) -> None:
+    """The gradients of sinks and learned scores, which all documents share, are unchanged too."""
+    call = all_scores if more else lambda x: {"sinks": x["sinks"]}
+    check(kernel, MASKS[name], call, learned() if more else ["sinks"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["splash", "flex"])
+def test_nan_changes_nothing_in_other_documents_on_tpu(tpu, kernel: str) -> None:
+    call = all_scores if kernel == "flex" else lambda x: {"sinks": x["sinks"]}
+    names = learned() if kernel == "flex" else ["sinks"]
+    check(kernel, MASKS["packed"], call, names)
+
+
+@pytest.mark.slow
+def test_nan_changes_nothing_in_other_documents_on_hopper(hopper_memory) -> None:
+    def call(x: Any) -> dict[str, Any]:
+        return {"sinks": x["sinks"], "scores": (Alibi(x["slopes"]),)}
+
+    check("flex", MASKS["packed"], call, ["sinks", "slopes"], "bfloat16")
+
+
+def test_nan_changes_nothing_in_other_documents_of_cudnn(nvidia) -> None:
+    mask = Causal() & Segments(jnp.asarray(IDS), runs=True, at_most=2)
+    check("cudnn", mask, lambda x: {"sinks": x["sinks"]}, ["sinks"], "bfloat16", 2)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kernel", ["ring:blockwise", "ring:reference", "ulysses", "all_gather"])
+def test_nan_changes_nothing_in_other_documents_on_meshes(kernel: str) -> None:
+    """The first document crosses devices."""
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        check(kernel, MASKS["packed"], lambda x: {"sinks": x["sinks"]}, ["sinks"], kv_heads=2)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nan_reaches_the_gradient_of_queries_that_see_it(kernel: str) -> None:
+    def loss(q: jax.Array, k: jax.Array) -> jax.Array:
+        return dot_product_attention(q, k, k, mask=Causal(), kernel=kernel).sum()
+
+    q = jnp.ones((1, 4, 1, 2))
+    dq = jax.jit(jax.grad(loss))(q, q.at[:, 2].set(jnp.nan))
+    np.testing.assert_array_equal(np.isnan(dq[0, :, 0, 0]), [False, False, True, True])

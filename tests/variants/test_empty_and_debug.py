@@ -1,0 +1,77 @@
+"""Layers of no rows or no tokens, and under JAX's checks for NaN and infinities."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import MultiHeadAttention, dot_product_attention, variants
+from flax_mha.kernels.normalizers import OTHERS
+from flax_mha.positions import DynamicNtk, LongRope, Rotary
+
+KEY = jax.random.key(0)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 16)), jnp.float32)
+SCALED = {"ntk": DynamicNtk(2.0, 4), "long": LongRope((1.0,) * 4, (2.0,) * 4, 4)}
+LAYERS: dict[str, Any] = {
+    "forgetting": variants.ForgettingAttention(2),
+    "differential": variants.DifferentialAttention(2),
+    "talking heads": variants.TalkingHeadsAttention(2),
+    "chosen": variants.ChosenBlocksAttention(2, block=4, count=2),
+    "chosen together": variants.ChosenBlocksAttention(
+        2, block=4, count=2, share=True, query_block=2
+    ),
+    "latent": variants.MultiHeadLatentAttention(2, rotary=Rotary()),
+    **{name: MultiHeadAttention(2, rotary=Rotary(scaling=x)) for name, x in SCALED.items()},
+    **{name: MultiHeadAttention(2, normalizer=name) for name in OTHERS},
+}
+
+
+def pulled(layer: Any, x: jax.Array, jit: bool = False) -> Any:
+    """Return the output and the gradients, with parameters from x itself."""
+
+    def run(x: jax.Array) -> Any:
+        variables = layer.init(KEY, x)
+        return jax.value_and_grad(lambda v, x: layer.apply(v, x).sum(), (0, 1))(variables, x)
+
+    return (jax.jit(run) if jit else run)(x)
+
+
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("size", [(0, 6), (2, 0), (0, 0)])
+def test_layers_take_no_rows_and_no_tokens(name: str, size: tuple[int, int]) -> None:
+    x = X[: size[0], : size[1]]
+    assert jax.eval_shape(lambda x: LAYERS[name].init_with_output(KEY, x)[0], x).shape == x.shape
+    for y in jax.tree.leaves(pulled(LAYERS[name], x, jit=True)):
+        np.testing.assert_array_equal(y, 0)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("size", [(4, 0), (0, 4), (0, 0)])
+def test_normalizers_take_no_queries_and_no_keys(name: str, size: tuple[int, int]) -> None:
+    q, k = (jnp.ones((2, n, 2, 8)) for n in size)
+
+    def loss(q: jax.Array, k: jax.Array) -> jax.Array:
+        return dot_product_attention(q, k, k, normalizer=name).sum()
+
+    for y in jax.value_and_grad(loss, (0, 1))(q, k):
+        for z in jax.tree.leaves(y):
+            np.testing.assert_array_equal(z, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_pass_debug_nans_and_infs(name: str) -> None:
+    """Initialization, forward, gradient and decoding, each operation by itself."""
+    layer = LAYERS[name]
+    with jax.debug_nans(True), jax.debug_infs(True):
+        jax.clear_caches()  # Programs compiled before are not checked.
+        pulled(layer, X)
+        layer.apply(layer.init(KEY, X), X, lengths=jnp.array([6, 3]))
+        if name != "chosen together":
+            step = layer.clone(decode=True)
+            variables = step.init(KEY, X)
+            _, new = step.apply(variables, X[:, :2], mutable="cache")
+            step.apply({**variables, **new}, X[:, 2:3], mutable="cache")
