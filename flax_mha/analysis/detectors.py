@@ -58,9 +58,9 @@ def detect(
     """Return the mean weight of each head on pairs of tokens, such as those of an induction head.
 
     `detect(linen_model, variables, tokens)` and `detect(nnx_model, tokens)` run the model, and
-    each self-attention layer computes exp(lse(mask ∧ pairs) − lse(mask)) for each query, with its
-    own scores, biases, masks and sinks. Memory grows with T. Layers that attend to a memory are
-    left out.
+    each self-attention layer computes its weights once more, some queries at a time, with its own
+    scores, biases, masks and sinks. Memory grows with T. Layers that attend to a memory are left
+    out.
 
     Args:
       model: a linen or nnx module with attention layers of flax_mha, without cache.

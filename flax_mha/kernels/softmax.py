@@ -23,7 +23,7 @@ from jax import lax
 
 from flax_mha.base import shapes
 from flax_mha.kernels.loops import select
-from flax_mha.kernels.spec import Result
+from flax_mha.kernels.spec import Result, Sums
 
 
 @jax.custom_jvp
@@ -104,38 +104,29 @@ def divisor(total: jax.Array) -> jax.Array:
     return select(lax.eq(total, 0.0), 1.0, total)
 
 
-def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the divisor of out, and the lse: finfo.min for fully masked queries.
-
-    −∞ would be reported by `jax_debug_infs` for padding queries.
-    """
-    by = divisor(total)
-    return by, select(lax.eq(total, 0.0), finfo_min(top.dtype), lax.add(top, lax.log(by)))
-
-
-def minus_infinity(lse: jax.Array) -> jax.Array:
-    """Replace finfo.min in an lse by −∞."""
-    return jnp.where(lse == finfo_min(lse.dtype), -jnp.inf, lse)
-
-
-def split_lse(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a maximum and a sum of exponentials that have this lse."""
-    has_keys = lse != -jnp.inf
-    return jnp.where(has_keys, lse, finfo_min(lse.dtype)), has_keys.astype(lse.dtype)
-
-
 def merge(one: Result, other: Result) -> Result:
-    """Merge attention to two sets of keys, from the out and lse of each."""
-    lse = jnp.logaddexp(one[1], other[1])
+    """Merge attention to two sets of keys, from the out and sums of each."""
+    top = lax.stop_gradient(jnp.maximum(one[1].top, other[1].top))
+    parts = [(x, sums.total * jnp.exp(sums.top - top)) for x, sums in (one, other)]
+    total = parts[0][1] + parts[1][1]
     first, second = (
-        x.astype(lse.dtype) * shapes.by_query(share(part, lse)) for x, part in (one, other)
+        x.astype(total.dtype) * shapes.by_query(part / divisor(total)) for x, part in parts
     )
-    return first + second, lse
+    return first + second, Sums(top, total)
 
 
-def share(part: jax.Array, lse: jax.Array) -> jax.Array:
-    """Return the weight of some keys among all, from their lse and the total lse."""
-    return jnp.exp(part - jnp.where(lse == -jnp.inf, 0.0, lse))
+def merge_sinks(result: Result, sinks: jax.Array) -> Result:
+    """Merge attention with sinks [N], scores without values."""
+    out, sums = result
+    ones = jnp.ones_like(sums.total)
+    sink = Sums(ones * shapes.lead(sinks.astype(ones.dtype)[:, None], ones.ndim), ones)
+    merged, all_sums = merge(result, (jnp.zeros_like(out), sink))
+    return zero_empty(sums, merged), all_sums
+
+
+def zero_empty(sums: Sums, x: jax.Array) -> jax.Array:
+    """Set x [*B, T, N, ·] to 0 for fully masked queries, because 0·NaN is NaN."""
+    return jnp.where(shapes.by_query(sums.total) == 0, 0.0, x)
 
 
 @jax.custom_vjp
@@ -146,31 +137,32 @@ def part_of_result(part: Result, result: Result) -> Result:
 
 
 def _part_backward(residuals: tuple[Result, Result], cotangents: Result) -> tuple[Result, None]:
-    (out, lse), result = residuals
-    dout, dlse = cotangents
-    weight, wide = share(lse, result[1]), lse.dtype
-    change = out.astype(wide) - result[0].astype(wide)
+    (out, sums), (whole_out, whole) = residuals
+    dout, (_, dtotal) = cotangents
+    # The weight of all keys of the part is share·total.
+    share, wide = jnp.exp(sums.top - whole.top) / divisor(whole.total), whole.total.dtype
+    change = out.astype(wide) - whole_out.astype(wide)
     gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(wide), change, precision=_EXACT)
-    dout = dout.astype(wide) * shapes.by_query(weight)
-    return (dout.astype(out.dtype), weight * (dlse + gain)), None
+    dsums = Sums(jnp.zeros_like(share), share * (dtotal * whole.total + gain))
+    dout = dout.astype(wide) * shapes.by_query(share * sums.total)
+    return (dout.astype(out.dtype), dsums), None
 
 
 part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backward)
 
 
 def gradient_inputs(
-    out: jax.Array, has_keys: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
-    dlse: jax.Array,
+    out: jax.Array, has_keys: jax.Array, total: jax.Array, dout: jax.Array, dsums: Sums
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the arguments of `gradient` for each query: dout, 1/total and δ.
 
     out and its cotangent dout are [..., Hv], the others [...]. `has_keys` is False for fully masked
-    queries, whose dout becomes 0. `top` and `total`, the maximum and the sum of exponentials,
-    include the sinks. `dlse` is the cotangent of the lse.
+    queries, whose dout becomes 0. `total`, the sum of exponentials, includes the sinks. `dsums` are
+    the cotangents of the sums. A maximum needs none, as a shift of the scores.
     """
     # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
     dout = jnp.where(has_keys[..., None], dout, 0.0)
-    dlse = jnp.where(total == 0, 0.0, dlse)
+    dlse = jnp.where(total == 0, 0.0, dsums.total * total)
     # An einsum, because XLA:CPU takes ten times as long for the sum of a product of rank 5.
     delta = jnp.einsum(
         "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype

@@ -20,20 +20,47 @@ from flax_mha.masks import Mask, Predicate
 from flax_mha.masks.base import evaluate
 from flax_mha.scores import Score, ScoreMod, Vectors, changed
 
-# An output [*B, T, N, Hv] and its lse [*B, N, T].
-Result = tuple[jax.Array, jax.Array]
+
+class Sums(NamedTuple):
+    """The maximum and the sum of a softmax, [*B, N, T], by which parts of it are merged.
+
+    An lse in float32 cannot do this: near scores of 1e9 it is a multiple of 64.
+
+    Attributes:
+      top: the maximum score.
+      total: the sum of exp(score − top), 0 for fully masked queries.
+    """
+
+    top: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, lse: jax.Array) -> "Sums":
+        """Return the sums of a kernel that has only an lse."""
+        top = jnp.where(lse == -jnp.inf, jnp.finfo(lse.dtype).min, jax.lax.stop_gradient(lse))
+        return cls(top, jnp.exp(lse - top))
+
+    @property
+    def lse(self) -> jax.Array:
+        """The log of the sum of exp(score), −∞ for fully masked queries."""
+        empty = self.total == 0
+        return jnp.where(empty, -jnp.inf, self.top + jnp.log(jnp.where(empty, 1.0, self.total)))
+
+
+# An output [*B, T, N, Hv] and its softmax.
+Result = tuple[jax.Array, Sums]
 # A function that computes a call. Some kernels accept a precomputed result, and compute only its
 # gradients.
 Lowered = Callable[..., Result]
 
 
-def name_result(out: jax.Array, lse: Any) -> tuple[jax.Array, Any]:
-    """Return a kernel's output and lse with the names "z" and "lse", for `jax.checkpoint`.
+def name_result(out: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
+    """Return a kernel's output and sums with the names "z" and "lse", for `jax.checkpoint`.
 
     A custom derivative rule names its residuals. If a policy stores both, the forward kernel does
-    not run again. In place of the lse, residuals may be the maximum and the sum of exponentials.
+    not run again.
     """
-    return checkpoint_name(out, "z"), checkpoint_name(lse, "lse")
+    return checkpoint_name(out, "z"), checkpoint_name(sums, "lse")
 
 
 class Refusal(NamedTuple):
@@ -78,7 +105,7 @@ class AttentionSpec(struct.PyTreeNode):
       invalid: bool [*B|1, N|1, T|1, 1], True for queries whose mask has numbers other than 1 and 0;
         or None. Their q is NaN. Kernels ignore this.
       precision: the precision of matmuls. See `jax.lax.Precision`.
-      reads_lse: False if the lse is not read, so that a kernel may return 0.
+      reads_lse: False if the sums are not read, so that a kernel may return 0.
       exact_lse: True if the caller reads the lse, so that it must be exact.
       normalizer: the function from scores to weights. See `normalizers`.
       piece: the number of tokens in a piece, if pieces are in any order: a larger tile is hardly

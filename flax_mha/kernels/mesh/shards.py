@@ -24,13 +24,13 @@ from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mesh import ring, slots
 from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.mesh.strategies import pick_strategy, refusals
-from flax_mha.kernels.spec import AttentionSpec, Platform, Result
+from flax_mha.kernels.spec import AttentionSpec, Platform, Result, Sums
 from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import layout, rules, shard_map
 from flax_mha.sharding.order import piece_size
 from flax_mha.sharding.rules import pack_entry, unpack_entry
 
-_LSE = ("batch", "heads", "length")
+_SUMS = ("batch", "heads", "length")
 
 
 class Division(NamedTuple):
@@ -118,8 +118,8 @@ class Division(NamedTuple):
         """Return the PartitionSpec of queries and outputs [*B, T, N, H]."""
         return P(*self.batch, self.length, self.heads, None)
 
-    def over_lse(self) -> P:
-        """Return the PartitionSpec of the lse [*B, N, T]."""
+    def over_sums(self) -> P:
+        """Return the PartitionSpec of the sums [*B, N, T]."""
         return P(*self.batch, self.heads, self.length)
 
     def over_scores(self, shape: tuple[int, ...]) -> P:
@@ -145,7 +145,7 @@ def run(
     if _is_empty(q, k):
         # XLA does not support empty shards.
         attend = functools.partial(choose.run, name, current_platform())
-        return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
+        return sharding.auto(attend, (sharding.HEADS, Sums(_SUMS, _SUMS)), q, k, v, spec)
     dims = Dims.of(q, k, v)
     strategy = pick_strategy(kernel, spec.normalizer, division, dims)
     platform = current_platform(division.manual)
@@ -154,11 +154,12 @@ def run(
         attend = functools.partial(slots.attend, division.slots, attend)
     divided = division.inside(strategy, dims)
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
-    outs = divided.over_queries(), divided.over_lse()
-    out, lse = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args)
+    outs = divided.over_queries(), divided.over_sums()
+    out, sums = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args)
     out = layout.reshard(out, division.over_queries())
-    lse = layout.reshard(lse, division.over_lse())
-    return sharding.constrain(out, sharding.HEADS), sharding.constrain(lse, _LSE)
+    sums = (layout.reshard(x, division.over_sums()) for x in sums)
+    sums = Sums(*(sharding.constrain(x, _SUMS) for x in sums))
+    return sharding.constrain(out, sharding.HEADS), sums
 
 
 def explain(
