@@ -109,9 +109,9 @@ def _visit(
         return step(masked, index._replace(tile=order[t]), carry)
 
     if plan.full:
-        carry = lax.fori_loop(0, full, functools.partial(body, False), carry)
+        carry = loops.repeat(0, full, functools.partial(body, False), carry)
     if plan.partial:
-        carry = lax.fori_loop(full, some, functools.partial(body, True), carry)
+        carry = loops.repeat(full, some, functools.partial(body, True), carry)
     return carry
 
 

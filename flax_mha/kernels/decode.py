@@ -18,7 +18,7 @@ from jax import lax
 
 from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
-from flax_mha.kernels import reference, softmax
+from flax_mha.kernels import loops, reference, softmax
 from flax_mha.kernels.softmax import finfo_min, move_nan_to_keys
 from flax_mha.kernels.spec import (
     AttentionSpec,
@@ -74,7 +74,7 @@ def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) 
     if spec.mask is not None:
         # A weight of 0 does not hide the NaN of a masked value. Recompute if there is a NaN.
         run_nan_safe = functools.partial(_run, platform, dims, True, *args)
-        result = lax.cond(jnp.isnan(result[0]).any(), run_nan_safe, lambda: result)
+        result = loops.cond(jnp.isnan(result[0]).any(), run_nan_safe, lambda: result)
     return jnp.swapaxes(result[0], -3, -2).astype(q.dtype), result[1]
 
 
@@ -137,10 +137,10 @@ def _run(
         order, count = jnp.argsort(~is_visited, stable=True), is_visited.sum()
 
         def by_blocks() -> tuple[jax.Array, ...]:
-            return lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry)
+            return loops.repeat(0, count, lambda i, c: visit(size, order[i], c), carry)
 
         top, total, out = (
-            by_blocks() if few >= blocks else lax.cond(count <= few, by_blocks, at_once)
+            by_blocks() if few >= blocks else loops.cond(count <= few, by_blocks, at_once)
         )
     return spec.scale_kept(out) / softmax.divisor(total), Sums(top[..., 0], total[..., 0])
 

@@ -33,8 +33,8 @@ from flax_mha import sharding
 from flax_mha.base import coordinates, shapes, symbols
 from flax_mha.base.coordinates import Array, At, map_score_arrays
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import reference
-from flax_mha.kernels.capture import Capture
+from flax_mha.kernels import loops, reference
+from flax_mha.kernels.capture import SQUARE, Capture
 from flax_mha.kernels.normalizers import OTHERS
 from flax_mha.kernels.softmax import divisor
 from flax_mha.kernels.spec import AttentionSpec
@@ -42,8 +42,6 @@ from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY, Mask
 from flax_mha.masks.base import evaluate
 from flax_mha.masks.tiles import is_static
-
-_SQUARE = ("weights", "scores")
 
 # The scores in memory at a time: 8 MiB in float32, the fastest of 2 to 16 MiB on two CPU cores.
 _SCORES = 2**21
@@ -72,7 +70,7 @@ def observe(
     chosen = capture.chosen(shapes.Dims.of(q, k, k))
     compute = functools.partial(_compute, names=names, chosen=chosen)
     rows = ("batch", "heads" if capture.heads is None else None, None)
-    layouts = {name: (*rows, None) if name in _SQUARE else rows for name in names}
+    layouts = {name: (*rows, None) if name in SQUARE else rows for name in names}
     captured = sharding.auto(compute, layouts, q, k, lse, spec)
     return {name: captured[name] for name in names}
 
@@ -179,7 +177,8 @@ def _map_blocks(
     if symbols.is_symbolic(*rows, T, k.shape[-2]):
         size = _QUERIES
     else:
-        size = max(1, min(T, max(_QUERIES, _SCORES // max(1, math.prod(rows) * k.shape[-2]))))
+        scores = math.prod(rows) * k.shape[-2] * (1 + len(pairs))
+        size = max(1, min(T, max(_QUERIES, _SCORES // max(1, scores))))
 
     def summarize_part(queries: Array, keys: slice) -> list[jax.Array]:
         part_k, part_at, part_spec = _slice_keys(keys, k, at, (spec, pairs))
@@ -195,7 +194,7 @@ def _map_blocks(
 
         # The last block repeats the last query to be full.
         blocks = coordinates.blocks(queries, 0, size)
-        results = jax.lax.map(block, jnp.asarray(blocks, jnp.int32))
+        results = loops.map_blocks(block, jnp.asarray(blocks, jnp.int32), (q, k, spec, pairs))
         results = (jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size) for x in results)
         return [x[..., : queries.shape[0]] for x in results]
 
