@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import sharding
-from flax_mha.base.coordinates import ScoreArray, is_score_array, whole
+from flax_mha.base.coordinates import ScoreArray, is_score_array, map_score_arrays, whole
 from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels import choose
@@ -155,7 +155,8 @@ def run(
     divided = division.inside(strategy, dims)
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
     outs = divided.over_queries(), divided.over_sums()
-    out, sums = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args)
+    pure = not spec.user_types()
+    out, sums = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args, pure=pure)
     out = layout.reshard(out, division.over_queries())
     sums = (layout.reshard(x, division.over_sums()) for x in sums)
     sums = Sums(*(sharding.constrain(x, _SUMS) for x in sums))
@@ -211,7 +212,11 @@ def _shard_call(
     sinks = spec.sinks
     by_key = by_ring or division.slots is not None
     spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_key)
-    arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_key), division)
+    spec = _add_positions(spec, dims, division, by_key)
+    if not isinstance(q, jax.core.Tracer):
+        # Outside jit, positions and lengths of other values are no other program.
+        spec = map_score_arrays(jnp.asarray, spec)
+    arrays, axes, static = _split_spec(spec, division)
 
     dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
 
