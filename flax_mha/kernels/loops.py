@@ -47,10 +47,11 @@ def repeat(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) ->
 
 def scan(step: Callable[[Any, Any], Any], carry: Any, xs: Any, reads: Any = ()) -> Any:
     """Scan carry, result = step(carry, x), where step also reads some arrays, as `jax.lax.scan`."""
-    if not is_eager(carry, xs, reads):
+    count = len(jax.tree.leaves(xs)[0])
+    if count == 0 or not is_eager(carry, xs, reads):
         return lax.scan(step, carry, xs)
     results = []
-    for i in range(len(jax.tree.leaves(xs)[0])):
+    for i in range(count):
         carry, result = step(carry, jax.tree.map(lambda x, i=i: x[i], xs))
         results.append(result)
     return carry, jax.tree.map(lambda *x: jnp.stack(x), *results)

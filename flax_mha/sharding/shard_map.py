@@ -1,13 +1,11 @@
 """`jax.shard_map` on all supported versions of JAX."""
 
-import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
-import numpy as np
+
+from flax_mha.base import trees
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -24,42 +22,6 @@ def vary(x: Any, like: Any) -> Any:
     """
     missing = frozenset().union(*map(varying, jax.tree.leaves(like))) - varying(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-
-class _Program:
-    """A function that equals another with the same code, values in its closures, and axis rules.
-
-    So JAX compiles a function once that is made anew in each call.
-    """
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn, self.key = fn, (_key(fn), _key(nn.get_logical_axis_rules()))
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Program) and self.key == other.key
-
-
-def _key(x: Any) -> Any:
-    """Return the code and values of a function, or the value of a tree, in hashable form."""
-    if isinstance(x, types.FunctionType):
-        cells = [cell.cell_contents for cell in x.__closure__ or ()]
-        return x.__code__, _key((cells, x.__defaults__, x.__kwdefaults__))
-    if isinstance(x, functools.partial):
-        return functools.partial, _key((x.func, x.args, x.keywords))
-    if isinstance(x, np.ndarray):
-        return x.shape, x.dtype, x.tobytes()
-    if isinstance(x, set):
-        return frozenset(x)
-    leaves, tree = jax.tree.flatten(x)
-    return tree if not leaves else (type(x), x) if leaves[0] is x else (tree, *map(_key, leaves))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _run(program: _Program, *args: Any) -> Any:
-    return program.fn(*args)
 
 
 def run_on_shards(
@@ -82,9 +44,9 @@ def run_on_shards(
         fn, axis_names=manual, in_specs=tuple(ins), out_specs=outs, check_vma=checked
     )
     mesh = jax.sharding.get_abstract_mesh()
-    if pure and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+    if pure and not trees.is_traced(args):
         # Outside jit, JAX would compile each operation of each call.
-        return _run(_Program(shards), *args)
+        return trees.run_once(shards, *args)
     # With other axes left, JAX 0.10 runs it only inside jit.
     shards = shards if manual == {*mesh.axis_names} else jax.jit(shards)
     return shards(*args)
