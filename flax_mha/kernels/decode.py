@@ -168,7 +168,7 @@ def _visit(
     (k, k_scale), (v, v_scale) = _split_scale(k, q.dtype), _split_scale(v, q.dtype)
     by_head = (*dims.B, dims.K, dims.G * dims.T)
     dot = functools.partial(
-        jnp.einsum, precision=spec.precision, preferred_element_type=total.dtype
+        shapes.einsum, precision=spec.precision, preferred_element_type=total.dtype
     )
     s = dot("...th,...sh->...ts", q, k) * jnp.asarray(spec.scale, total.dtype)
     s = (s * k_scale).reshape(*dims.logits[:-1], size)
