@@ -1,8 +1,8 @@
-"""Operations and loops that JAX traces quickly, or runs without a compiler if nothing is traced.
+"""Operations and loops that JAX traces quickly.
 
-JAX compiles a loop or a branch anew at each call, if its function is made in the call. JAX traces
-the functions of `jax.numpy`, which are jitted, again for each shape. For a kernel's tiles this
-takes several times as long as `jax.lax`.
+JAX traces the functions of `jax.numpy`, which are jitted, again for each shape. For a kernel's
+tiles this takes several times as long as `jax.lax`. Outside jit, JAX compiles a loop or a branch
+anew at each call if its function is made in the call, so these run in Python.
 """
 
 from collections.abc import Callable, Sequence

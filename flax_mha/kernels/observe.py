@@ -37,7 +37,7 @@ from flax_mha.kernels import loops, reference
 from flax_mha.kernels.capture import SQUARE, Capture
 from flax_mha.kernels.normalizers import OTHERS
 from flax_mha.kernels.softmax import divisor
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.spec import AttentionSpec, nan_where
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY, Mask
 from flax_mha.masks.base import evaluate
@@ -94,9 +94,8 @@ def weigh_pairs(
         weights, counts = ([x.sum(axes) for x in sums[i::2]] for i in (0, 1))
         return {name: w / n for name, w, n in zip(pairs, weights, counts, strict=True)}
 
-    names = dict.fromkeys(pairs, ("heads",))
-    means: dict[str, jax.Array] = sharding.auto(compute, names, q, k, spec, pairs)
-    return means
+    names: dict[str, Any] = dict.fromkeys(pairs, ("heads",))
+    return names | sharding.auto(compute, names, q, k, spec, pairs)
 
 
 def _weigh(spec: AttentionSpec, score: jax.Array, *pairs: jax.Array) -> tuple[jax.Array, ...]:
@@ -135,7 +134,10 @@ def _compute(
         captured["scores"] = reference.scores(q, k, spec.replace(mask=None), at)[0]
     if "weights" in names:
         normalize = OTHERS.get(spec.normalizer, functools.partial(_softmax, spec))
-        captured["weights"] = normalize(*reference.scores(q, k, spec, at)).astype(dtype)
+        weights = normalize(*reference.scores(q, k, spec, at)).astype(dtype)
+        if spec.invalid is not None:
+            weights = nan_where(pick(jnp.asarray(spec.invalid), *chosen), weights)
+        captured["weights"] = weights
     if "entropy" in names:
         summary = functools.partial(_summarize, sinks=spec.sinks)
         captured["entropy"], captured["max_logit"] = _map_blocks(summary, q, k, spec, at)

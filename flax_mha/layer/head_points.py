@@ -86,7 +86,7 @@ def read_pairs(
         )
     options = {name: x for name, x in call.items() if name in Options.__annotations__}
     q, k, _, spec = bind_call(*qkv, **options)
-    pairs = {}
+    pairs: dict[str, Any] = {}
     for name, x in points.pairs.items():
         pairs[name] = bind_call(*qkv, **options | {"mask": combine(call["mask"], x)})[3].mask
     points.sow("pairs", observe.weigh_pairs(q, dequantize(k), spec, pairs))

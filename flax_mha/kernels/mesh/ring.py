@@ -133,7 +133,7 @@ class Ring(NamedTuple):
         return fn(*args) if is_known else lax.cond(seen, fn, lambda *_: otherwise, *args)
 
     def run(
-        self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Result
+        self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Any
     ) -> tuple[Any, Any]:
         """Run state, sums = visit(step, state, blocks) in each step, while the blocks pass around.
 
@@ -205,7 +205,7 @@ def _core(
     dims = shapes.Dims.of(q, k, v)
     spec = combine(arrays, static_leaves)
 
-    def visit(step: Any, merged: Result, blocks: Result) -> tuple[Result, tuple[()]]:
+    def visit(step: Any, merged: Result, blocks: Any) -> tuple[Result, tuple[()]]:
         def attend_visible(k: jax.Array, v: jax.Array) -> Result:
             block = ring.cut(spec, dims.S, ring.source(step) * dims.S)
             return softmax.merge(merged, local(q, k, v, ring.spec_at(block, step)))
@@ -237,7 +237,7 @@ def _backward(
     dims, acc = shapes.Dims.of(q, k, v), whole.total.dtype
     leaves, others = partition(arrays, is_inexact)
 
-    def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
+    def visit(step: Any, sums: Any, blocks: Any) -> tuple[Any, Result]:
         start = ring.source(step) * dims.S
         learned, static = (
             ring.cut(x, dims.S, start) for x in (leaves, combine(others, static_leaves))

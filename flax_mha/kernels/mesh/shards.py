@@ -30,7 +30,7 @@ from flax_mha.sharding import layout, rules, shard_map
 from flax_mha.sharding.order import piece_size
 from flax_mha.sharding.rules import pack_entry, unpack_entry
 
-_SUMS = ("batch", "heads", "length")
+_SUMS: Any = ("batch", "heads", "length")
 
 
 class Division(NamedTuple):

@@ -24,15 +24,7 @@ from flax_mha.base import shapes, trees
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import tpu
 from flax_mha.kernels.softmax import finite, nan_flag
-from flax_mha.kernels.spec import (
-    AttentionSpec,
-    Lowered,
-    Platform,
-    Refusal,
-    Result,
-    Sums,
-    name_result,
-)
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Sums, name_result
 from flax_mha.kernels.splash import mask
 from flax_mha.kernels.splash.mask import Blocks, SplashMasks
 from flax_mha.scores import SoftCap
@@ -79,7 +71,7 @@ def _check_features(spec: AttentionSpec) -> str | None:
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, masks: SplashMasks,
     blocks: Blocks,
-) -> Result:  # fmt: skip
+) -> tuple[jax.Array, Sums]:  # fmt: skip
     """Compute attention, with first derivatives only."""
     dims = shapes.Dims.of(q, k, v)
     if spec.mask is not None:
