@@ -14,7 +14,7 @@ from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys, poison
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, name_result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
 
 # Below every sum of exponentials except 0, because the maximum exponential is 1. All powers of its
 # inverse, which derivatives take, are finite.
@@ -29,15 +29,12 @@ def lower(
     return functools.partial(attend, q, k, v, spec)
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
-) -> tuple[jax.Array, jax.Array]:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Result:
     """Compute softmax(q·kᵀ·scale + bias, where the mask allows)·v.
 
     q is [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv]. Returns out [*B, T, N, Hv] in the
-    dtype of q, and lse [*B, N, T] in float32, the log of the sum of exponentials of scores. Fully
-    masked queries have outputs and gradients of exactly 0, and an lse of −∞. Without a softmax the
-    lse is NaN.
+    dtype of q, and float32 sums [*B, N, T]. Fully masked queries have outputs and gradients of
+    exactly 0. Without a softmax the sums are 0.
     """
     at = spec.at(shapes.Dims.of(q, k, v))
     q, k, v = heads_first(q, k, v)
@@ -54,16 +51,16 @@ def attend(
         out = _apply_weights(weights, v, spec, at, logits.dtype)
         if allowed is not None:
             out = poison(out, lost.any(-1, keepdims=True), q)
-        # An lse that is not read, and no NaN for `jax_debug_nans`.
-        lse = jnp.zeros(out.shape[:-1], logits.dtype)
-        return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
+        # Sums that are not read, and no NaN for `jax_debug_nans`.
+        zeros = jnp.zeros(out.shape[:-1], logits.dtype)
+        return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), Sums(zeros, zeros))
     rounds = v.dtype != logits.dtype
-    weights, top, total = _exponentials(logits, allowed, spec, shared=rounds)
+    weights, top, total = exponentials(logits, allowed, spec, shared=rounds)
     if not spec.reads_lse:
-        lse = jnp.zeros(logits.shape[:-1], logits.dtype)
+        sums = [jnp.zeros((*logits.shape[:-1], 1), logits.dtype)] * 2
     elif rounds:
         # Share the output's scores, so that the lse's gradient is added before rounding.
-        lse = _lse(top, total)
+        sums = [top, total]
     else:
         # Recompute the scores. Sharing the output's scores would change its last bits, because
         # XLA:CPU fuses them with both matmuls only if nothing else reads them.
@@ -71,7 +68,7 @@ def attend(
         same = scores(same_q, same_k, spec, at)[0]
         if allowed is not None:
             same = jnp.where(same < jnp.inf, same, finfo_min(same.dtype))
-        lse = _lse(*_exponentials(same, allowed, spec)[1:])
+        _, *sums = exponentials(same, allowed, spec)
     if allowed is not None or spec.scores or 0 in logits.shape:
         # It is 0 for fully masked queries, and at least 1 for others, except for rounding.
         total = jnp.maximum(total, _LEAST_TOTAL)
@@ -91,11 +88,12 @@ def attend(
         out = jnp.where(seen == 0, 0.0, out)
         if allowed is not None:
             lost = jnp.isnan(seen)
-            out, lse = poison(out, lost, q), jnp.where(lost[..., 0], jnp.nan, lse)
-    return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
+            out, sums[1] = poison(out, lost, q), jnp.where(lost, jnp.nan, sums[1])
+    out = jnp.swapaxes(out, -3, -2).astype(q.dtype)
+    return name_result(out, Sums(*(x[..., 0] for x in sums)))
 
 
-def _exponentials(
+def exponentials(
     logits: jax.Array, allowed: jax.Array | None, spec: AttentionSpec, shared: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return exp(logits − top), 0 where masked, the maximum top [*B, N, T, 1], and the sum.
@@ -125,12 +123,6 @@ def _masked_exp(x: jax.Array, allowed: jax.Array) -> jax.Array:
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     weights = _masked_exp(*primals)
     return weights, weights * tangents[0]
-
-
-def _lse(top: jax.Array, total: jax.Array) -> jax.Array:
-    """Return the lse [*B, N, T] of maxima and sums [*B, N, T, 1]."""
-    empty = total == 0
-    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
 
 
 def _apply_weights(
