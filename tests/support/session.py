@@ -3,7 +3,7 @@
 import gc
 import importlib.util
 import math
-import random
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
 from flax_mha.kernels import decode
+from tests.support.draw import draw
 
 # Collection makes no garbage, and looking for it takes a second.
 gc.disable()
@@ -24,9 +25,13 @@ if importlib.util.find_spec("jax_cuda13_plugin") and not Path("/dev/nvidiactl").
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Every run tries the same examples: a failure is a fact, not a matter of luck.
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25)
-settings.load_profile("repeatable")
+# The seed of examples is TEST_DRAW, which `tests/conftest.py` hands to hypothesis. No example of an
+# earlier run is stored, and no limit is of time: the same draw fails again.
+settings.register_profile(
+    "drawn", database=None, print_blob=True, deadline=None, max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+settings.load_profile("drawn")
 
 
 make_mesh = jax.make_mesh
@@ -45,25 +50,26 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark most cases of sampled tests as slow, and skip tests without their accelerator.
 
-    Of those, all beyond the share `slow` are left out, unless the marker expression names `grid`.
+    Cases of neither share of a test are left out, unless the marker expression names `grid`. A
+    tenth of the fast tests are marked `tenth`.
     """
-    left_out = set[pytest.Item]()
-    cases = defaultdict(list)
+    seed = int(os.environ["TEST_DRAW"])
+    drawn, cases = set[pytest.Item](), defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("sampled"):
-            cases[item.nodeid.partition("[")[0]].append(item)
+        sampled = item.get_closest_marker("sampled")
+        cases[item.nodeid.partition("[")[0] if sampled else ""].append(item)
+    drawn.update(cases.pop("", ()))
     for name, several in cases.items():
         marker = several[0].get_closest_marker("sampled")
-        # The same in every run, and spread over the factors of a table.
-        kept = random.Random(name).sample(several, math.ceil(len(several) * marker.args[0]))
-        others = [item for item in several if item not in kept]
-        count = math.ceil(len(others) * marker.kwargs.get("slow", 0.3))
-        for item in others:
+        fast, more = draw(several, *marker.args, marker.kwargs.get("slow", 0.3), seed, name)
+        drawn.update(fast, more)
+        for item in {*several}.difference(fast):
             item.add_marker(pytest.mark.slow)
-        left_out |= {*others} - {*random.Random(name).sample(others, count)}
     if "grid" not in config.option.markexpr:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
+        items[:] = [item for item in items if item in drawn]
+    for item in draw([item for item in items if "slow" not in item.keywords], 0.1, 0, seed, "")[0]:
+        item.add_marker(pytest.mark.tenth)
     platform = jax.default_backend()
     for item in items:
         for needed in ("gpu", "tpu"):
@@ -100,9 +106,10 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def optimized() -> Iterator[None]:
     """Run the test with XLA's optimizations, as users do."""
+    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
