@@ -85,8 +85,8 @@ def bounds(problem: Problem) -> dict[str, float]:
     """Return the allowed errors: twice the errors of plain attention in the same dtype, or the
     floor.
     """
-    yardstick = errors(problem, problem.plain)
-    allowed = {name: max(FLOOR, 2 * error) for name, error in yardstick.items()}
+    plain = [errors(problem, found) for found in problem.plain]
+    allowed = {name: max(FLOOR, *(2 * error[name] for error in plain)) for name in plain[0]}
     least = GRADIENTS[problem.qkv[0].dtype.name]
     for name, size in problem.sizes.items():
         whole = float(np.linalg.norm(problem.truth[name])) or 1.0
