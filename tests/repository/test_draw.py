@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("seed", [0, 20418])
 @pytest.mark.parametrize(("count", "share", "slow"), [
-    (1, 0, 0.3), (7, 0.5, 0.3), (10, 1, 0.3), (60, 0, 0.3), (59, 0, 0), (61, 0.02, 0),
+    (1, 0, 0.3), (1, 0.34, 0.15), (2, 0.34, 0), (7, 0.5, 0.3), (10, 1, 0.3), (60, 0, 0.3), (59, 0, 0), (61, 0.02, 0),
     (6574, 0.002, 0),
 ])  # fmt: skip
 def test_a_month_draws_every_case(count: int, share: float, slow: float, seed: int) -> None:
@@ -26,9 +26,16 @@ def test_a_month_draws_every_case(count: int, share: float, slow: float, seed: i
     for day in range(DAYS):
         fast, more = draw(cases, share, slow, seed + day, "test_x")
         assert not {*fast} & {*more}
-        assert len(fast) >= share * count
+        assert abs(len(fast) - share * count) <= 1
         drawn |= {*fast, *more}
     assert drawn == {*cases}
+
+
+def test_shares_are_exact_on_average() -> None:
+    for count, share in (1, 0.34), (4, 0.1), (7, 0.5), (3, 1):
+        runs = [draw([*range(count)], share, 0.15, day, "test_x") for day in range(1000)]
+        assert abs(sum(len(fast) for fast, _ in runs) - 1000 * share * count) < 10
+        assert sum(len(more) for _, more in runs) < 1000 * (1 - share) * count * 0.15 + 10
 
 
 def test_a_seed_repeats_a_draw() -> None:
@@ -43,8 +50,8 @@ def test_a_seed_repeats_a_draw() -> None:
 def test_a_draw_is_spread_over_the_factors() -> None:
     factors = ("abcd", "efghi", "jkl")
     for day in range(DAYS):
-        fast, _ = draw([*itertools.product(*factors)], 0.4, 0.3, day, "test_x")
-        for column, values in zip(zip(*fast, strict=True), factors, strict=True):
+        both = draw([*itertools.product(*factors)], 0.4, 0.15, day, "test_x")
+        for column, values in zip(zip(*sum(both, []), strict=True), factors, strict=True):
             assert {*column} == {*values}, day
 
 
@@ -78,15 +85,16 @@ def test_failures_say_how_to_repeat_them(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_runs_draw_by_the_environment() -> None:
-    def collected(draw: int, *flags: str) -> set[str]:
+    def collected(draw: int, *flags: str, of: str = "") -> set[str]:
         command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--collect-only", *flags]
         run = subprocess.run(
-            [*command, "tests/kernels/test_debug_nans.py"], cwd=ROOT, check=True, text=True,
+            [*command, "tests/kernels/test_debug_nans.py" + of], cwd=ROOT, check=True, text=True,
             capture_output=True, env={**os.environ, "TEST_DRAW": str(draw)},
         )  # fmt: skip
         return {line for line in run.stdout.splitlines() if "::" in line}
 
-    first = collected(1)
-    assert first == collected(1) != collected(2)
-    assert not first & collected(1, "-m", "slow")
-    assert first < collected(1, "-m", "") < collected(1, "-m", "slow or not slow or grid")
+    first, every = collected(1), collected(1, "-m", "grid or not grid")
+    assert first < every
+    assert first != collected(2)
+    # A test that is named runs, drawn or not.
+    assert len(collected(1, "-m", "", of="::" + min(every - first).split("::")[1])) == 1

@@ -33,6 +33,8 @@ settings.register_profile(
 )  # fmt: skip
 settings.load_profile("drawn")
 
+# The share of the cases beyond an ordinary run that a slow run takes.
+SLOW = 0.15
 
 make_mesh = jax.make_mesh
 
@@ -48,26 +50,26 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 # Before pytest itself deselects slow tests.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark most cases of sampled tests as slow, and skip tests without their accelerator.
+    """Mark the cases of sampled tests that are not of today's ordinary run, and a tenth of it.
 
-    Cases of neither share of a test are left out, unless the marker expression names `grid`. A
-    tenth of the fast tests are marked `tenth`.
+    Cases that are in no run of today are left out, unless the marker expression names `grid` or the
+    command names a test.
     """
     seed = int(os.environ["TEST_DRAW"])
-    drawn, cases = set[pytest.Item](), defaultdict[str, list[pytest.Item]](list)
+    cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        cases[item.nodeid.partition("[")[0] if sampled else ""].append(item)
-    drawn.update(cases.pop("", ()))
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = set[pytest.Item]()
     for name, several in cases.items():
         marker = several[0].get_closest_marker("sampled")
-        fast, more = draw(several, *marker.args, marker.kwargs.get("slow", 0.3), seed, name)
-        drawn.update(fast, more)
+        fast, more = draw(several, *marker.args, marker.kwargs.get("slow", SLOW), seed, name)
         for item in {*several}.difference(fast):
             item.add_marker(pytest.mark.slow)
-    if "grid" not in config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
-        items[:] = [item for item in items if item in drawn]
+        left_out.update({*several}.difference(fast, more))
+    if "grid" not in config.option.markexpr and not any("::" in name for name in config.args):
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in draw([item for item in items if "slow" not in item.keywords], 0.1, 0, seed, "")[0]:
         item.add_marker(pytest.mark.tenth)
     platform = jax.default_backend()
