@@ -24,8 +24,8 @@ HEADS = {"mha": (4, H), "gqa": (2, H), "mqa": (1, H), "dv": (2, 5)}
 CAP, RATE, KEY = 1.5, 0.3, 7
 # This times scores of variance 1: the largest of a few thousand are near 50.
 SHARP = 15
-# Where few numbers make up a result, or nearly cancel, the error of plain attention is luck: that of
-# one rounding may be a tenth of the next one's. In half precision the yardstick is the largest of
+# Where few numbers make up a result, or nearly cancel, the error of plain attention is luck: one
+# rounding's may be a tenth of the next one's. In half precision the yardstick is the largest of
 # this many and one.
 ROUNDINGS = 8
 # Sinks that take little, some and most of the weight.

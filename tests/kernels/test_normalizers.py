@@ -86,7 +86,7 @@ def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
         assert abs(np.vdot(grad, step) - slope) < 1e-4 * np.abs(grad * step).sum()
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("name", NAMES)
 def test_layer_with_normalizer_decodes_and_shards(name: str) -> None:
     """In linen and nnx, token by token, and with its heads sharded."""
