@@ -52,13 +52,13 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases of sampled tests that are not of today's ordinary run, and a tenth of it.
 
-    Cases that are in no run of today are left out, unless the marker expression names `grid` or the
-    command names a test.
+    Cases that are in no run of today are left out, unless the marker expression names `grid`. If the
+    command names a test, its cases all run.
     """
-    seed = int(os.environ["TEST_DRAW"])
+    seed, named = int(os.environ["TEST_DRAW"]), any("::" in name for name in config.args)
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") and not named:
             cases[item.nodeid.partition("[")[0]].append(item)
     left_out = set[pytest.Item]()
     for name, several in cases.items():
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in {*several}.difference(fast):
             item.add_marker(pytest.mark.slow)
         left_out.update({*several}.difference(fast, more))
-    if "grid" not in config.option.markexpr and not any("::" in name for name in config.args):
+    if "grid" not in config.option.markexpr:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in draw([item for item in items if "slow" not in item.keywords], 0.1, 0, seed, "")[0]:
