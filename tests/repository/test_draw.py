@@ -97,4 +97,4 @@ def test_runs_draw_by_the_environment() -> None:
     assert first < every
     assert first != collected(2)
     # A test that is named runs, drawn or not.
-    assert len(collected(1, of="::" + min(every - first).split("::")[1])) == 1
+    assert len(collected(1, "-m", "", of="::" + min(every - first).split("::")[1])) == 1

@@ -52,8 +52,8 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases of sampled tests that are not of today's ordinary run, and a tenth of it.
 
-    Cases that are in no run of today are left out, unless the marker expression names `grid`. If the
-    command names a test, its cases all run.
+    Cases that are in no run of today are left out, unless the marker expression names `grid`. If
+    the command names a test, its cases all run.
     """
     seed, named = int(os.environ["TEST_DRAW"]), any("::" in name for name in config.args)
     cases = defaultdict[str, list[pytest.Item]](list)
@@ -108,7 +108,7 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def optimized() -> Iterator[None]:
     """Run the test with XLA's optimizations, as users do."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
