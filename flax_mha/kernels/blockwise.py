@@ -228,9 +228,7 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
     dout, top, share, delta = softmax.gradient_inputs(out, has_keys, top, total, *cotangents)
     dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
     if spec.mask is not None:
-        # Move NaN to the queries, where the mask can hide it. Queries that see it have it already.
-        q = jnp.where((top == softmax.FAR)[..., None], (0 * share)[..., None].astype(q.dtype), q)
-        k, v, share = finite(k), finite(v), jnp.where(jnp.isnan(share), 1.0, share)
+        k, v, (q, share) = finite(k), finite(v), softmax.move_nan_to_queries(q, top, share)
     stats = jnp.stack([top, share, delta], -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:

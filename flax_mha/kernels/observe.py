@@ -152,8 +152,9 @@ def _compute(
 
 def _softmax(spec: AttentionSpec, score: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """Return the weights of scores [*B, N, T, S]. If one of a query is NaN, all are."""
-    weights, _, total = reference.exponentials(score, allowed, spec)
-    return weights / divisor(total)
+    weights, _, total, lost = reference.exponentials(score, allowed, spec)
+    weights /= divisor(total)
+    return weights if lost is None else jnp.where(lost, jnp.nan, weights)
 
 
 def _map_arrays(fn: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -41,21 +41,16 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
     if spec.mask is not None:
         k, v = move_nan_to_keys(k, v)
     logits, allowed = scores(q, k, spec, at)
-    lost: Any = False
-    if allowed is not None:
-        # Hide NaN: its derivatives, which the mask of a query does not hide, would be NaN too.
-        lost = ~(logits < jnp.inf)
-        logits = jnp.where(lost, finfo_min(logits.dtype), logits)
     if spec.normalizer != SOFTMAX:
-        weights = OTHERS[spec.normalizer](logits, allowed, spec.total)
+        lost: Any = False if allowed is None else ~(logits < jnp.inf)
+        weights = OTHERS[spec.normalizer](jnp.where(lost, 0.0, logits), allowed, spec.total)
         out = _apply_weights(weights, v, spec, at, logits.dtype)
-        if allowed is not None:
-            out = poison(out, lost.any(-1, keepdims=True), q)
+        out = out if allowed is None else poison(out, lost.any(-1, keepdims=True), q)
         # Sums that are not read, and no NaN for `jax_debug_nans`.
         zeros = jnp.zeros(out.shape[:-1], logits.dtype)
         return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), Sums(zeros, zeros))
     rounds = v.dtype != logits.dtype
-    weights, top, total = exponentials(logits, allowed, spec, shared=rounds)
+    weights, top, total, lost = exponentials(logits, allowed, spec, shared=rounds)
     if not spec.reads_lse:
         sums = [jnp.zeros((*logits.shape[:-1], 1), logits.dtype)] * 2
     elif rounds:
@@ -65,10 +60,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
         # Recompute the scores. Sharing the output's scores would change its last bits, because
         # XLA:CPU fuses them with both matmuls only if nothing else reads them.
         same_q, same_k = jax.lax.optimization_barrier((q, k))
-        same = scores(same_q, same_k, spec, at)[0]
-        if allowed is not None:
-            same = jnp.where(same < jnp.inf, same, finfo_min(same.dtype))
-        _, *sums = exponentials(same, allowed, spec)
+        _, *sums, _ = exponentials(*scores(same_q, same_k, spec, at), spec)
     if allowed is not None or spec.scores or 0 in logits.shape:
         # It is 0 for fully masked queries, and at least 1 for others, except for rounding.
         total = jnp.maximum(total, _LEAST_TOTAL)
@@ -82,23 +74,24 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
     out = out if rounds else out / total
     # Fully masked queries get an output of 0, whose cotangent, perhaps NaN, is dropped. Without
     # score functions the mask finds them: XLA does not fuse a sum that is read twice.
-    if spec.scores or allowed is not None:
-        seen = weights if spec.scores else jnp.asarray(allowed, weights.dtype)
-        seen = jnp.sum(jnp.where(lost, jnp.nan, seen), axis=-1, keepdims=True)
-        out = jnp.where(seen == 0, 0.0, out)
-        if allowed is not None:
-            lost = jnp.isnan(seen)
-            out, sums[1] = poison(out, lost, q), jnp.where(lost, jnp.nan, sums[1])
+    if spec.scores:
+        out = jnp.where(jnp.sum(weights, axis=-1, keepdims=True) == 0, 0.0, out)
+    elif allowed is not None:
+        out = jnp.where(jnp.any(allowed, axis=-1, keepdims=True), out, 0.0)
+    if lost is not None:
+        out, sums[1] = poison(out, lost, q), jnp.where(lost, jnp.nan, sums[1])
     out = jnp.swapaxes(out, -3, -2).astype(q.dtype)
     return name_result(out, Sums(*(x[..., 0] for x in sums)))
 
 
 def exponentials(
     logits: jax.Array, allowed: jax.Array | None, spec: AttentionSpec, shared: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return exp(logits − top), 0 where masked, the maximum top [*B, N, T, 1], and the sum.
 
-    If `shared`, XLA compiles the output alike whether the lse is read or not.
+    The last result is True for queries that see NaN under a mask, None without a mask. Their sum is
+    1, so that it does not bring NaN to masked keys. If `shared`, XLA compiles the output alike
+    whether the lse is read or not.
     """
     top = jnp.max(logits, axis=-1, keepdims=True, initial=finfo_min(logits.dtype))
     if spec.sinks is not None:
@@ -106,15 +99,23 @@ def exponentials(
         top = jnp.maximum(top, sinks)
     # The weights do not depend on the shift.
     top = jax.lax.stop_gradient(top)
+    top = top if allowed is None else jnp.where(jnp.isnan(top), 0.0, top)
     top = jax.lax.optimization_barrier(top) if shared else top
     weights = jnp.exp(logits - top) if allowed is None else _masked_exp(logits - top, allowed)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, top, total if spec.sinks is None else total + jnp.exp(sinks - top)
+    total = total if spec.sinks is None else total + jnp.exp(sinks - top)
+    if allowed is None:
+        return weights, top, total, None
+    lost = jnp.isnan(total)
+    return weights, top, jnp.where(lost, 1.0, total), lost
 
 
 @jax.custom_jvp
 def _masked_exp(x: jax.Array, allowed: jax.Array) -> jax.Array:
-    """Return exp(x), 0 where masked. It is its own derivative, so gradients save only it."""
+    """Return exp(x), 0 where masked. It is its own derivative, so gradients save only it.
+
+    The derivative at NaN is 0, so that score functions get no NaN from queries that see it.
+    """
     # Multiply instead of select: XLA:CPU fuses the multiplication with matmuls.
     return jnp.exp(x) * allowed.astype(x.dtype)
 
@@ -122,7 +123,7 @@ def _masked_exp(x: jax.Array, allowed: jax.Array) -> jax.Array:
 @_masked_exp.defjvp
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     weights = _masked_exp(*primals)
-    return weights, weights * tangents[0]
+    return weights, finite(weights) * tangents[0]
 
 
 def _apply_weights(

@@ -19,6 +19,7 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from flax_mha.base import shapes
@@ -198,7 +199,7 @@ def gradient_inputs(
         "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
     )
     share = jnp.where(lost, jnp.where(asked, jnp.nan, 1.0), 1 / jnp.where(total == 0, 1.0, total))
-    return dout, jnp.where(lost, FAR, top), share, jnp.where(lost, 0.0, delta - dtotal * total)
+    return dout, select(lost, FAR, top), share, select(lost, 0.0, delta - dtotal * total)
 
 
 def lost_queries(
@@ -211,9 +212,17 @@ def lost_queries(
     size = jnp.zeros_like(lse) if dlse is None else jnp.abs(dlse)
     if dout is not None:
         # A mean, which does not overflow. See `nan_flag` for the matmul.
-        mean = jnp.full(dout.shape[-1], 1 / dout.shape[-1], dout.dtype)
+        mean = np.full(dout.shape[-1], 1 / dout.shape[-1], dout.dtype)
         size += jnp.matmul(jnp.abs(dout), mean, precision=_EXACT, preferred_element_type=lse.dtype)
-    return jnp.isnan(lse) | ~jnp.isfinite(size), size != 0
+    return jnp.isnan(lse + 0 * size), size != 0
+
+
+def move_nan_to_queries(
+    q: jax.Array, top: jax.Array, share: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Move NaN of `gradient_inputs` to the queries [..., H], where the mask can hide it."""
+    q = jnp.where((top == FAR)[..., None], (0 * share)[..., None].astype(q.dtype), q)
+    return q, jnp.where(jnp.isnan(share), 1.0, share)
 
 
 def weights(s: jax.Array, top: jax.Array, share: jax.Array, guarded: bool = False) -> jax.Array:

@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_without_heads_equals_one_that_reads_none(name: str) -> None:
     model, inputs, heads = MODELS[name]
@@ -150,7 +150,7 @@ def test_key_value_heads_are_repeated_alike_under_scan() -> None:
     assert error(small.apply(fewer, X), model.apply(without(variables, heads), X)) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_a_pruned_model_generates_and_is_saved() -> None:
     model, (tokens,), heads = MODELS["alternating"]
     variables = drawn(model, tokens)

@@ -123,7 +123,7 @@ def check_layer(layer: Any, removed: tuple[int, ...], repeat_kv: bool = False) -
     assert error(actual[1], expected(variables, X, np.ones_like(keep))[1]) > 1e-2
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_without_heads_equals_one_that_masks_them(name: str) -> None:
     check_layer(*LAYERS[name])
@@ -169,6 +169,7 @@ def randomize(module: nnx.Module) -> None:
     nnx.update(module, nnx.State(random_like(nnx.to_pure_dict(nnx.state(module, nnx.Param)))))
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_nnx_layers_lose_heads() -> None:
     model = TwoLayers(
         num_kv_heads=2, sinks=True, scale="learned", gate="feature", qk_norm=QKNorm(),
@@ -223,7 +224,7 @@ def test_sharded_layers_lose_heads(kind: str) -> None:
         np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_a_pruned_nnx_layer_decodes() -> None:
     layer = flax_mha.nnx.MultiHeadAttention(N, D, num_kv_heads=2, gate="head", rngs=nnx.Rngs(0))
     layer = prune(layer, {"": (0, 3)})

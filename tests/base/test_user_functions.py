@@ -127,7 +127,7 @@ def test_closures_over_concrete_arrays_are_accepted() -> None:
     np.testing.assert_allclose(weights[0, 0, 0], [0.5, 0.5, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_float_args_work_in_both_passes(rng: np.random.Generator, kernel: str) -> None:
     """A float among `args` works like an array, in the backward pass too."""

@@ -205,7 +205,7 @@ def test_cross_attention_projects_memory_once(dtype: str | None) -> None:
     close(cache.fork(new["cache"], jnp.array([1]))["memory"].key, new["cache"]["memory"].key[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 @pytest.mark.parametrize("scan", [False, True])
 def test_caches_of_model_fork_truncate_and_reset(scan: bool) -> None:
     layer = MultiHeadAttention(2, decode=True, rotary=Rotary())
@@ -246,7 +246,7 @@ def test_overflow_gives_nan_and_can_be_truncated() -> None:
     close(out[0], expected[0, -1:])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_kv_cache_works_under_vmap_and_scan() -> None:
     q, k, v = (jnp.asarray(RNG.normal(size=(3, T, 4, 8)), jnp.float32) for _ in range(3))
     k, v = k[:, :, :2], v[:, :, :2, :5]

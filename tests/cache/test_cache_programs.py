@@ -95,7 +95,7 @@ def test_sharded_decoding_matches_one_device(kind: str) -> None:
     jax.tree.map(lambda a, b: close(a, b, 2e-5), got, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 @pytest.mark.parametrize(
     ("kind", "scan"),
     [pytest.param("Auto", False, marks=pytest.mark.slow), ("Explicit", True)],

@@ -98,6 +98,7 @@ def test_sharded_heads_match_one_device(kind: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_shared_kv_with_padding_and_order() -> None:
     """Padding reaches no real token, and tokens may come in another order."""
     lengths, order = jnp.array([T, 5]), np.random.default_rng(1).permutation(T)
@@ -128,6 +129,7 @@ def test_kv_may_be_a_plain_pair_of_arrays() -> None:
     assert found.shape == (2, T, D)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_nnx_shares_kv_like_linen() -> None:
     giver, taker = (
         flax_mha.nnx.MultiHeadAttention(

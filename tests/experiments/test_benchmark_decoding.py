@@ -13,7 +13,7 @@ from experiments.benchmark.work import Outcome, Work
 FOUND = ("tokens", "seconds", "token_by_token", "ratio", "linen")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_decode_benchmark_writes_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ def stacked(params: Any) -> Any:
     return {**params, "decoder": {**rest, "layers": joined}}
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_scan_and_remat_change_no_loss_or_gradient(config: ConfigDict) -> None:
     params = jax.jit(tasks.make(config).init)(jax.random.key(0))
     loss, gradient = loss_and_gradient(config, params)
@@ -154,7 +154,7 @@ def test_ends_of_a_text_may_cut_a_character(tokenizer: str) -> None:
         words.encode(b"a\xffb")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_bits_per_byte_count_bytes_with_a_tokenizer(
     config: ConfigDict, tokenizer: str, tmp_path: Path
 ) -> None:
@@ -209,7 +209,7 @@ def test_tokenizer_named_only_by_the_folder_is_not_read(
     assert rundir.find_run(tmp_path, {"data.tokenizer": tokenizer}).resumed
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_run_with_a_tokenizer_resumes_and_generates(tokenizer: str, tmp_path: Path) -> None:
     data, run = tmp_path / "text", tmp_path / "run"
     data.write_text(WRITTEN)

@@ -248,7 +248,7 @@ def test_slower_cudnn_is_reported() -> None:
     assert results.slower_cudnn(rows) == ["T=256: cudnn takes 5.00 times as long as reference"]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_small_day_runs_without_gpu(tmp_path: Path, monkeypatch) -> None:
     # However busy the machine is.
     patient = [step._replace(seconds=10 * step.seconds) for step in steps.plan(True)]

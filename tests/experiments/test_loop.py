@@ -44,7 +44,7 @@ def stop_after(steps: int) -> Any:
     return stoppable
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_resumed_run_equals_uninterrupted_run(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +67,7 @@ def test_resumed_run_equals_uninterrupted_run(
     assert_equal(again.metrics, whole.metrics)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_seeds_in_one_step_equal_separate_runs(config: ConfigDict, tmp_path: Path) -> None:
     config.seed, config.seeds = 3, 2
     config.model.dropout_rate = 0.1
@@ -80,7 +80,7 @@ def test_seeds_in_one_step_equal_separate_runs(config: ConfigDict, tmp_path: Pat
     assert np.abs(losses(together)[:, 0] - losses(alone)).max() > 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_training_on_mesh_matches_one_device(config: ConfigDict, tmp_path: Path) -> None:
     config.steps = 50
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 50, 50
@@ -93,7 +93,7 @@ def test_training_on_mesh_matches_one_device(config: ConfigDict, tmp_path: Path)
         np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_heads_are_initialized_sharded(config: ConfigDict, seeds: int) -> None:
     config.seeds, config.mesh.data, config.mesh.model = seeds, 2, 4
@@ -122,7 +122,7 @@ def test_heads_are_initialized_sharded(config: ConfigDict, seeds: int) -> None:
     assert "all-reduce" in hlo
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_fsdp_shards_parameters_and_moments(config: ConfigDict, sizes: tuple[int, ...]) -> None:
     config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
@@ -238,7 +238,7 @@ def points(folder: Path) -> list[tuple[int, str, float]]:
     return sorted(found)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 def test_interrupted_run_leaves_the_log_of_a_whole_one(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +260,7 @@ def test_interrupted_run_leaves_the_log_of_a_whole_one(
     assert_equal(result.state.opt_state, whole.state.opt_state)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.34)
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_nonfinite_step_is_skipped(
     config: ConfigDict, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

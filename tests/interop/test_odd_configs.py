@@ -33,7 +33,7 @@ def told(config: dict[str, Any], build: bool) -> str | None:
     return None
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.125)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_odd_settings_build_or_raise_one_line(name: str) -> None:
     assert told(CONFIGS[name], build=True) is None

@@ -1,8 +1,8 @@
 """The calls of the kernels' contract: a table of factors, and rows that cover it.
 
 The product of the factors has far more rows than could run. Mistakes need two or three factors to
-meet, so the ordinary rows cover every pair of values, and those of the grid every triple. Without
-the grid, each kernel runs only a part of the ordinary rows, see `test_contract`.
+meet, so the ordinary rows cover every pair of values, and with the grid every triple. A run takes a
+few of the rows, and 30 days of `.ci/run` take all (`tests/support/draw.py`).
 """
 
 import functools
@@ -122,7 +122,7 @@ def pairs(**factors: Sequence[Any]) -> list[Sequence[Any]]:
 
 @functools.cache
 def ordinary() -> list[Case]:
-    """The rows of the ordinary suite: every pair of values, in as few as a greedy choice finds."""
+    """Return rows that cover every pair of values, in as few as a greedy choice finds."""
     return [Case(*row) for row in covering(FACTORS, (2,))]
 
 

@@ -24,6 +24,10 @@ HEADS = {"mha": (4, H), "gqa": (2, H), "mqa": (1, H), "dv": (2, 5)}
 CAP, RATE, KEY = 1.5, 0.3, 7
 # This times scores of variance 1: the largest of a few thousand are near 50.
 SHARP = 15
+# Where few numbers make up a result, or nearly cancel, the error of plain attention is luck: one
+# rounding's may be a tenth of the next one's. In half precision the yardstick is the largest of
+# this many and one.
+ROUNDINGS = 8
 # Sinks that take little, some and most of the weight.
 SINKS = np.array([0.0, 1.0, -2.0, 5.0], np.float32)
 
@@ -104,7 +108,8 @@ class Problem(NamedTuple):
       given: mask, q_positions and kv_positions.
       call: a function from the learned arrays to further arguments.
       truth: out, lse and gradients by name, in float64.
-      plain: the same values by `tests.support.plain_attention`.
+      plain: the same values by `tests.support.plain_attention`, in half precision several times,
+        with other roundings.
       sizes: the sizes of the gradients if nothing cancelled.
     """
 
@@ -114,7 +119,7 @@ class Problem(NamedTuple):
     given: tuple[Any, Any, Any]
     call: Callable[[dict[str, jax.Array]], dict[str, Any]]
     truth: dict[str, np.ndarray]
-    plain: dict[str, np.ndarray]
+    plain: list[dict[str, np.ndarray]]
     sizes: dict[str, float]
 
 
@@ -153,8 +158,12 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
 
     known |= {"cotangent": operands[3], "lse_cotangent": dlse}
     truth = by_name(at, learned, *exact(*operands[:3], **known))
-    rounded = by_name(at, learned, *plain_attention.attention(*operands[:3], **known))
-    rounded |= {name: rounded[name].astype(x.dtype) for name, x in learned.items()}
+    plain = []
+    for seed in (None, *range(0 if case.dtype == "float32" else ROUNDINGS)):
+        shifts = None if seed is None else np.random.default_rng(seed)
+        found = plain_attention.attention(*operands[:3], **known, shifts=shifts)
+        plain.append(by_name(at, learned, *found))
+        plain[-1] |= {name: plain[-1][name].astype(x.dtype) for name, x in learned.items()}
     positive = oracle.attention_gradients(*operands[:3], **known, cancelling=False)
     sizes = {
         name: float(np.linalg.norm(x))
@@ -165,7 +174,7 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
     ends = case.place == "aligned" and case.given == "known"
     q_positions = at.S - at.T if ends else at.q_positions
     given = (mask, q_positions, at.kv_positions)
-    return Problem(operands[:3], (operands[3], dlse), learned, given, call, truth, rounded, sizes)
+    return Problem(operands[:3], (operands[3], dlse), learned, given, call, truth, plain, sizes)
 
 
 def exact(*qkv: Any, **known: Any) -> tuple[np.ndarray, np.ndarray, oracle.Gradients]:

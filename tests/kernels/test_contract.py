@@ -1,4 +1,4 @@
-"""Kernels on the cases of `cases`, forward and every gradient, against the float64 oracle."""
+"""Every kernel against the float64 oracle, forward and every gradient, on cases that take turns."""
 
 from typing import Any
 
@@ -16,10 +16,8 @@ from tests.support import oracle, plain_attention
 # A kernel for several platforms has a name for each. The first word is the kernel's own.
 PLATFORMS = {"flex": "tpu", "flex on Hopper": "hopper_memory", "splash": "tpu", "cudnn": "nvidia"}
 EVERY = (*KERNELS, "decode", *PLATFORMS)
-# All take every case with the grid. Otherwise interpreted kernels, which are slow, and
-# `checkpointed`, whose tiles are those of `blockwise`, take each third, `reference` each second.
-# A case interpreted for Hopper takes too long for the fast tests, which have one of their own.
-EACH = dict.fromkeys(EVERY, 3) | {"blockwise": 1, "reference": 2}
+# A GPU day has the time for each third of the ordinary cases.
+THIRD = 3
 # The interpreter for Hopper calls Python for each access to memory, so that its time grows with
 # rows and tiles. It gets fewer tiles: still several, full, partial and empty ones.
 SMALLER = {"2x257x257": "2x129x257", "1x600x600": "1x129x257"}
@@ -33,28 +31,22 @@ GRADIENTS = {"float32": 1e-5, "bfloat16": 2**-8, "float16": 2**-10}
 CANCELLED = 1e-6
 
 
-def _marks(kernel: str, n: int) -> tuple[Any, ...]:
-    if n % EACH[kernel]:
-        return (pytest.mark.grid,)
-    return (pytest.mark.slow,) if kernel == "flex on Hopper" else ()
+def _cases() -> list[Any]:
+    """Return each case for each kernel; `grid` marks those that a GPU day leaves out.
 
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Create the grid's cases only if a marker expression asks for them."""
-    if "case" not in metafunc.fixturenames:
-        return
-    grid = "grid" in metafunc.config.option.markexpr
-    found: list[Any] = [
-        (case, kernel, _marks(kernel, n))
-        for n, case in enumerate(cases.ordinary())
-        for kernel in EVERY
-        if grid or n % EACH[kernel] == 0
+    The rows for triples are for kernels that run here as they are, not interpreted.
+    """
+    rows = [
+        (case, kernel, n % THIRD > 0) for n, case in enumerate(cases.ordinary()) for kernel in EVERY
     ]
-    if grid:
-        marks = (pytest.mark.grid,)
-        found += [(case, kernel, marks) for case in cases.grid() for kernel in KERNELS]
-    params = [pytest.param(*row, marks=marks, id="{}-{}".format(*row)) for *row, marks in found]
-    metafunc.parametrize(("case", "kernel"), params)
+    rows += [(case, kernel, True) for case in cases.grid() for kernel in KERNELS]
+    found = []
+    for case, kernel, beyond in rows:
+        # Too long for the fast tests, which have a case of their own for it.
+        marks = [pytest.mark.slow] if kernel == "flex on Hopper" else []
+        marks += [pytest.mark.grid] if beyond else []
+        found.append(pytest.param(case, kernel, marks=marks, id=f"{case}-{kernel}"))
+    return found
 
 
 def run(kernel: str, problem: Problem, traced: bool) -> dict[str, np.ndarray]:
@@ -93,8 +85,8 @@ def bounds(problem: Problem) -> dict[str, float]:
     """Return the allowed errors: twice the errors of plain attention in the same dtype, or the
     floor.
     """
-    yardstick = errors(problem, problem.plain)
-    allowed = {name: max(FLOOR, 2 * error) for name, error in yardstick.items()}
+    plain = [errors(problem, found) for found in problem.plain]
+    allowed = {name: max(FLOOR, *(2 * error[name] for error in plain)) for name in plain[0]}
     least = GRADIENTS[problem.qkv[0].dtype.name]
     for name, size in problem.sizes.items():
         whole = float(np.linalg.norm(problem.truth[name])) or 1.0
@@ -134,7 +126,8 @@ def device(kernel: str, request: pytest.FixtureRequest) -> None:
         request.getfixturevalue(platform)
 
 
-@pytest.mark.sampled(0.02)
+@pytest.mark.sampled(0.002, slow=0)
+@pytest.mark.parametrize(("case", "kernel"), _cases())
 @pytest.mark.usefixtures("device")
 def test_kernel_matches_oracle(case: Case, kernel: str) -> None:
     if stands_in(kernel) == "hopper_memory":
@@ -161,17 +154,16 @@ def test_cudnn_runs_natively_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("strength", "some"), [(2, cases.ordinary), (3, cases.grid)])
 def test_cases_cover_all_combinations(strength: int, some: Any) -> None:
-    """Pairs in the ordinary suite, triples together with the grid."""
+    """Pairs in the ordinary rows, triples together with the grid."""
     missing = cases.all_tuples(cases.FACTORS, strength)
     for case in {*cases.ordinary(), *some()}:
         missing.difference_update(cases.tuples_of(case, strength))
     assert not missing
 
 
-def test_interpreted_kernels_meet_every_value() -> None:
+def test_gpu_day_meets_every_value() -> None:
     for n, (factor, values) in enumerate(cases.FACTORS.items()):
-        for step in {*EACH.values()}:
-            assert {case[n] for case in cases.ordinary()[::step]} == {*values}, factor
+        assert {case[n] for case in cases.ordinary()[::THIRD]} == {*values}, factor
 
 
 def test_there_are_enough_cases() -> None:

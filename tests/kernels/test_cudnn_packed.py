@@ -43,7 +43,7 @@ MASKS: dict[str, Mask] = {
 }
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
@@ -95,6 +95,7 @@ def test_runs_beyond_at_most_give_nan(nvidia, kernel: str) -> None:
         run(*qkv, kernel, mask=Segments(IDS, runs=True, at_most=3))
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_document_does_not_affect_others(nvidia) -> None:
     """NaN and other changes in a document change no bit of another's output or gradient."""
     q, k, v, cotangent = arrays(T, T, 4, "bfloat16")
@@ -118,6 +119,7 @@ def test_document_does_not_affect_others(nvidia) -> None:
             assert np.isnan(changed).all() == np.isnan(poison)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("with_out", [False, True])
 def test_packed_lse_cotangents_and_sinks_match_reference(nvidia, with_out: bool) -> None:
     *qkv, cotangent = arrays(T, T, 4, "bfloat16")
@@ -223,6 +225,7 @@ def test_cudnn_refuses_packed_documents_with_reason(hopper, monkeypatch, name: s
     assert re.search(reason, refused), refused
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("given", ["traced", "known"])
 def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
     """The layer's `positions` reach only rotary. Masks follow the order of tokens."""
@@ -281,6 +284,7 @@ def test_packed_documents_lower_to_ragged_calls(hopper) -> None:
     assert not re.search(rf"{T}x{T}x", text)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @GROUPS
 def test_jax_converts_offsets_as_cudnn_counts_them() -> None:
     """In numbers from the start of all rows, with the heads of each array."""

@@ -101,6 +101,7 @@ def test_jacobian_matches_reference(nvidia) -> None:
     jax.tree.map(close, *results)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_vmapped_gradient_of_shared_cotangent(nvidia) -> None:
     """A sum has the same cotangent for all."""
     *qkv, _ = arrays(T, S, 2, "bfloat16")

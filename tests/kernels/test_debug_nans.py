@@ -53,7 +53,7 @@ CALLS += [("blockwise", mask, False, COSTLY) for mask in ("causal", "dense")]
 CALLS += [("decode", "causal", False, ()), ("decode", "lengths", False, COSTLY)]
 
 
-@pytest.mark.sampled(0.11)
+@pytest.mark.sampled(0.055)
 @pytest.mark.parametrize(
     ("kernel", "mask", "jit"), [pytest.param(*call, marks=marks) for *call, marks in CALLS]
 )

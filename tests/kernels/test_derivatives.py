@@ -140,6 +140,7 @@ def derivatives(posed: Posed, first: Any, second: Any, **call: Any) -> tuple[Any
     return run(posed.x, posed.t, posed.mask)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("name", ["tiles from tables, dropout", "empty rows, sinks"])
 def test_forward_mode_matches_differences(name: str) -> None:
     posed = Posed(*CALLS[name])

@@ -79,7 +79,7 @@ FORBIDDEN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.16)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize(
     ("kernel", "name", "more"), pairs(kernel=KERNELS, name=(*FORBIDDEN,), more=(False, True))
 )
@@ -231,7 +231,7 @@ def test_lse_without_keys_is_the_sink(kernel: str) -> None:
     np.testing.assert_array_equal(gradient, B * 3)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @kernels
 def test_repeated_calls_are_bitwise_equal(kernel: str) -> None:
     run = pulled(kernel, mask=Causal() & SEGMENTS, **DROPOUT)
@@ -288,6 +288,7 @@ def test_long_sequences_match_oracle(mask: Mask) -> None:
     np.testing.assert_array_equal(jnp.delete(dq, some, axis=0), 0)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_memory_is_linear_in_length() -> None:
     """At T = 32,768 the scores of a head would need 4 GiB."""
     x = jax.ShapeDtypeStruct((LONG, 1, H), jnp.float32)

@@ -62,7 +62,7 @@ def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
 
 
 # All pairs of these occur, not their whole product; so below.
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize(
     ("kernel", "mask", "traced"), pairs(kernel=KERNELS, mask=(*MASKS,), traced=(False, True))
 )

@@ -119,7 +119,7 @@ def test_sigmoid_counts_the_slots_of_a_cache(window: int | None) -> None:
         assert error(decoded(layer.clone(decode=True), params, x, steps), wanted) < 2e-6
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("name", NAMES)
 def test_layer_with_normalizer_decodes_and_shards(name: str) -> None:
     """In linen and nnx, token by token, and with its heads sharded."""

@@ -36,7 +36,7 @@ def precisions(function, *args) -> list[str]:
     return [x for *both, types in lines for x in both if not re.search(r"tensor<\d+xf32>$", types)]
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("precision", SAID)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])

@@ -75,7 +75,7 @@ def test_vmap_over_any_arguments(kernel: str, mapped: tuple[str, ...]) -> None:
     assert_close(got, [jnp.stack(x) for x in zip(*each, strict=True)])
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.125)
 def test_vmap_over_masks(kernel: str) -> None:
     """Each row has its own lengths and positions, which are traced."""
     x = arrays(3)
@@ -144,7 +144,7 @@ def test_batch_dimensions_match_vmap(kernel: str, batch: tuple[int, ...]) -> Non
     np.testing.assert_allclose(jax.jit(one)(q, k, v), jax.jit(mapped)(q, k, v), atol=1e-6)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 def test_later_keys_have_no_gradient(kernel: str) -> None:
     """The mask is causal, and the gradient is exactly 0."""
     x = arrays(2)

@@ -69,6 +69,7 @@ def test_edits_reach_a_layer_whose_scan_drops_collections() -> None:
     assert jax.tree.structure(again["params"]) == jax.tree.structure(values["params"])
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_a_sweep_is_a_loop() -> None:
     model = Encoder(2, EncoderBlock(LAYERS["grouped"], 32))
     values = variables(model, X)
@@ -140,6 +141,7 @@ def test_reading_costs_nothing_unless_asked() -> None:
     assert program(watched) == program(layer)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_no_square_buffer_for_tensors_of_tokens() -> None:
     layer = MultiHeadAttention(8, kernel="blockwise", mask=masks.Causal())
     x = jnp.ones((1, 4096, 64))

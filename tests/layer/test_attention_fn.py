@@ -179,6 +179,7 @@ def test_dtype_of_sown_weights(kind: Any) -> None:
         assert weights.dtype == (jnp.float32 if forced and kind is Flax else jnp.bfloat16)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("dtype", [None, jnp.float64])
 def test_attention_weights_match_flax(dtype: Any) -> None:
     """With a mask and a bias, sown too. Grouped keys and a fully masked query against NumPy."""
@@ -197,6 +198,7 @@ def test_attention_weights_match_flax(dtype: Any) -> None:
     assert error(grouped, expected) < OUTPUT
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_returned_weights_include_dropout() -> None:
     class Sows(nn.Module):
         @nn.compact
@@ -214,6 +216,7 @@ def test_returned_weights_include_dropout() -> None:
     assert error(np.einsum("bnts,bsnh->btnh", weights, q), out) < OUTPUT
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_self_attention_takes_mask_second() -> None:
     """With the parameters, names and numbers of `nn.SelfAttention`."""
 

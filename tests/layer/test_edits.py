@@ -87,7 +87,7 @@ def named(changes: Mapping[str, Edit]) -> dict[str, Edit]:
     return {f"attention_{name}": edit for name, edit in changes.items()}
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", [*POINTS, "all"])
 def test_an_edited_layer_is_the_layer_changed_by_hand(name: str, kind: str) -> None:
@@ -190,6 +190,7 @@ def test_keep_0_removes_nan() -> None:
     assert np.isnan(layer.apply(values, bad)).any()
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_an_edit_of_bfloat16_keeps_gradients_in_float32() -> None:
     layer = LAYERS["grouped"].clone(dtype=jnp.bfloat16)
     values = variables(layer, X)
@@ -206,7 +207,7 @@ def test_an_edit_of_bfloat16_keeps_gradients_in_float32() -> None:
 BLOCK_POINTS = ("resid_pre", "resid_mid", "resid_post", "mlp_out")
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("scan", [False, True])
 def test_blocks_have_their_points_under_remat_and_scan(scan: bool) -> None:
     names = (*BLOCK_POINTS, "mlp_pre", "embed", "z")

@@ -73,6 +73,7 @@ def attended(kernel: str) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", *SLOW])
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported_kernels_match_formula(kernel: str, large: bool) -> None:
@@ -117,6 +118,7 @@ def test_exported_layer_block_and_model_match() -> None:
     assert max(map(error, call(*given), jax.jit(apply)(*given))) < 1e-5
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("tokens", ["1", "n"])
 def test_exported_decoding(tokens: str) -> None:
     """A step, and a prompt that provably fits. For other prompts the error states the rule."""

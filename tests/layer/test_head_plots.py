@@ -25,6 +25,7 @@ def test_each_head_is_a_panel_of_its_weights() -> None:
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_the_intermediates_of_a_model_are_drawn_layer_by_layer() -> None:
     layer = MultiHeadAttention(2, capture=Capture(("weights", "entropy")))
     model = Encoder(2, EncoderBlock(layer, mlp_dim=8))

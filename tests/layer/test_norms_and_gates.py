@@ -60,7 +60,7 @@ def expected(params: Any, x: np.ndarray, norm: QKNorm | None) -> np.ndarray:
     )
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize(("norm", "gate"), list(itertools.product(NORMS, GATES)))
 def test_norms_and_gates_match_formula(norm: str, gate: str | None) -> None:
     module = layer(norm, gate)
@@ -70,6 +70,7 @@ def test_norms_and_gates_match_formula(norm: str, gate: str | None) -> None:
     assert error(out, expected(params["params"], X, NORMS[norm])) < 2e-6
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize(
     ("norm", "gate", "cross"),
     [
@@ -91,6 +92,7 @@ def test_decoding_matches_full_forward(norm: str, gate: str | None, cross: bool)
     )
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_heads_match_one_device(kind: str) -> None:
     module = layer("rms after, no scale", "feature", num_kv_heads=4)
@@ -107,6 +109,7 @@ def test_sharded_heads_match_one_device(kind: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, wanted)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize(("norm", "gate"), [("rms", "feature"), ("layer", "head")])
 def test_nnx_layer_equals_linen_layer(norm: str, gate: str) -> None:
     module = layer(norm, gate)

@@ -79,7 +79,7 @@ WRONG[1, 2] = True
 ADDITIVE = np.where(BOOLS, 0.0, -1e9).astype(np.float32)
 
 
-@pytest.mark.sampled(0.42)
+@pytest.mark.sampled(0.21)
 @pytest.mark.parametrize(
     ("mask", "wrong"),
     [
@@ -155,7 +155,7 @@ HERE: dict[str, tuple[nn.Module, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.sampled(0.66)
+@pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("name", HERE)
 def test_numeric_masks_work_wherever_masks_do(name: str) -> None:
     module, of = HERE[name]

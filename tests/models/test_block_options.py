@@ -69,7 +69,7 @@ def expected_block(
     return x
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("branch", [True, False])
 @pytest.mark.parametrize(
     ("pre", "side_by_side"),
@@ -90,6 +90,7 @@ def test_layer_scale_starts_at_its_value() -> None:
         np.testing.assert_array_equal(params[f"{name}_scale"], np.full(X.shape[-1], 0.25))
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_norm_may_be_a_module() -> None:
     """Each norm is a copy of it, including the stack's."""
     own = nn.LayerNorm(epsilon=0.02, use_bias=False)
@@ -105,7 +106,7 @@ def test_norm_may_be_a_module() -> None:
     assert error(run(stack, {"params": params}, X), expected) < OUTPUT
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("pre_norm", [True, False])
 @pytest.mark.parametrize("norms", [(True, False), (False, True), (True, None)])
 def test_input_and_final_norms_of_stack(pre_norm: bool, norms: tuple[bool, bool | None]) -> None:

@@ -70,7 +70,7 @@ def on_one_device(method: str) -> Any:
 
 
 # All pairs of these occur, not their whole product.
-@pytest.mark.sampled(0.06)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize(
     ("name", "kind", "method"),
     pairs(name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
@@ -103,6 +103,7 @@ def test_two_shardings_over_one_axis_raise() -> None:
         leave()
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     """On CPUs, devices gather the tokens of each part, and scatter the sums of the outputs."""
     n, (rows, features), top_k = 8, (128, 64), 2

@@ -71,6 +71,7 @@ def test_policies_change_no_gradient(policy: Any, scan: bool) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * size)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_policy_stores_what_it_names(scan: bool, capsys: pytest.CaptureFixture) -> None:
     params = parameters(scan)
@@ -98,6 +99,7 @@ def test_compiled_memory_follows_the_policies() -> None:
     assert sizes == sorted(sizes), sizes
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_names_are_those_of_the_program(capsys: pytest.CaptureFixture) -> None:
     """With norms of the branches' outputs the backward pass reads every activation."""
     fields: Any = {"branch_norm": True}

@@ -41,7 +41,7 @@ FLAX: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", FLAX)
 def test_replacing_flax_layer_keeps_parameters_and_numbers(name: str) -> None:
     """Parameters are bitwise equal. Outputs and gradients match Flax's."""
@@ -79,7 +79,7 @@ BEYOND: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", BEYOND)
 def test_nnx_layer_equals_linen_layer(name: str) -> None:
     """Parameters move between the two unchanged, and outputs are bitwise equal."""
@@ -115,6 +115,7 @@ def test_sinks_and_scale_draw_no_random_keys() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_decoding_matches_causal_forward() -> None:
     layer = MultiHeadAttention(4, D, rotary=Rotary(), num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
     whole = nnx.jit(lambda layer: layer(X, decode=False, is_causal=True))(layer)
@@ -198,6 +199,7 @@ def test_layers_work_under_vmap_scan_remat_and_grad() -> None:
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(nnx.to_pure_dict(grads)))
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_split_and_merge_carry_the_cache() -> None:
     layer = MultiHeadAttention(4, D, decode=True, rngs=nnx.Rngs(0))
     layer.init_cache((B, T, D))
@@ -224,7 +226,7 @@ def test_weights_are_sown_and_returned() -> None:
     np.testing.assert_array_equal(out, layer(X))
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_nnx_layer_matches_one_device(kind: AxisType) -> None:
     """Heads are sharded by nnx's metadata over one axis, rows over the other."""

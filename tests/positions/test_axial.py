@@ -27,7 +27,7 @@ def rotated(x: np.ndarray, angle: Any, interleaved: bool = False) -> np.ndarray:
     return out
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("sizes", [(5,), (3, 4), (2, 3, 2)])
 @pytest.mark.parametrize("span", [None, 2 * math.pi])

@@ -43,7 +43,7 @@ from tests.support.meshes import (
 T = 64
 
 
-@pytest.mark.sampled(0.16)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("K", "kernel"), [(8, "reference"), (8, "blockwise"), (1, "blockwise")])
 def test_sharded_heads_need_one_all_reduce_each_way(
@@ -100,7 +100,7 @@ SENT: dict[str, tuple[MultiHeadAttention, dict[str, int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.14)
+@pytest.mark.sampled(0.07)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SENT)
 def test_joined_projections_send_the_minimum(optimized, name: str, kind: str) -> None:
@@ -125,6 +125,7 @@ def test_joined_projections_send_the_minimum(optimized, name: str, kind: str) ->
         assert abs(actual[collective] - size) <= 64, (actual, expected)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize(
     "layer",
     [
@@ -244,6 +245,7 @@ def test_ring_sends_each_block_once_around(optimized: None) -> None:
     assert sent(program("ring", window, K, grad=True), "collective-permute") == 2 * block
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_all_gather_sends_all_keys_and_values(optimized: None) -> None:
     """Each device ends with all of them. Their gradients are summed in float32."""
     K = 2
@@ -259,6 +261,7 @@ def test_all_gather_sends_all_keys_and_values(optimized: None) -> None:
     assert sent([found for found in halves if found[0] != "all-gather"], "all-reduce") == whole
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_ulysses_sends_queries_keys_values_and_output(optimized: None) -> None:
     """XLA counts a device's own part too. The backward pass sends as much again."""
     whole = 4 * (B // 2) * T * (2 * N + 2 * 4) * 8 // 4

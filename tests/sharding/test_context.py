@@ -70,7 +70,7 @@ def attention(kernel: str, call: dict[str, Any]) -> Any:
     return attend
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.065)
 @pytest.mark.parametrize(
     ("way", "kind", "name"),
     [

@@ -67,7 +67,7 @@ def gradients(model: nn.Module) -> Any:
     return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.025)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_match_one_device(name: str, kind: str) -> None:
@@ -109,7 +109,7 @@ def test_half_precision_is_left_to_xla_on_cpus(kind: str) -> None:
     assert error(a, b) < 0.05
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nnx_layer_matches_one_device(kind: str) -> None:
     def gradients(m: Any, x: jax.Array) -> Any:

@@ -56,7 +56,7 @@ HEADS: dict[str, tuple[int, int, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize(
     ("name", "kernel", "kind"),
     pairs(name=[*HEADS], kernel=["reference", "blockwise"], kind=[*KINDS]),

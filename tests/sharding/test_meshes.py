@@ -80,7 +80,7 @@ CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
 
 
 # All pairs of these occur, not their whole product.
-@pytest.mark.sampled(0.03)
+@pytest.mark.sampled(0.015)
 @pytest.mark.parametrize(
     ("name", "kernel", "kind"), pairs(name=(*CALLS,), kernel=KERNELS, kind=(*KINDS,))
 )

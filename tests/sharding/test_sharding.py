@@ -89,6 +89,7 @@ def test_sharded_encoder_matches_one_device(scan: bool) -> None:
     assert mlp.sharding.spec[-1] == "model"
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_layer_needs_exactly_one_all_reduce(mesh, optimized) -> None:
     """Each device computes its own heads. Only the output projection sums over devices."""
     layer = MultiHeadAttention(8)
@@ -191,7 +192,7 @@ def test_mesh_hidden_from_rules_warns() -> None:
             mesh.__exit__(None, None, None)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_unsharded_parameters_work_outside_jit(kind: AxisType) -> None:
     layer = MultiHeadAttention(8)

@@ -31,12 +31,20 @@ def attention(
     scale: float | None = None,
     keep: Array | None = None,
     rate: float = 0.0,
+    shifts: np.random.Generator | None = None,
 ) -> tuple[Array, Array, Gradients]:
-    """Compute out, lse and gradients. For the arguments see `oracle.attention_gradients`."""
+    """Compute out, lse and gradients. For the arguments see `oracle.attention_gradients`.
+
+    With `shifts` each number is rounded on a grid that is stretched at random by 1 to 2: to the
+    nearest number as before, with another error of the same distribution.
+    """
     dtype = np.asarray(q).dtype
 
     def rounded(x: Array) -> Array:
-        return x.astype(dtype).astype(Float)
+        if shifts is None:
+            return x.astype(dtype).astype(Float)
+        stretch = shifts.uniform(1, 2, x.shape).astype(Float)
+        return (x * stretch).astype(dtype).astype(Float) / stretch
 
     group = q.shape[-2] // k.shape[-2]
     scale = Float(1 / math.sqrt(q.shape[-1]) if scale is None else scale)

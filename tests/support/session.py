@@ -3,7 +3,7 @@
 import gc
 import importlib.util
 import math
-import random
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
 from flax_mha.kernels import decode
+from tests.support.draw import draw
 
 # Collection makes no garbage, and looking for it takes a second.
 gc.disable()
@@ -24,10 +25,16 @@ if importlib.util.find_spec("jax_cuda13_plugin") and not Path("/dev/nvidiactl").
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Every run tries the same examples: a failure is a fact, not a matter of luck.
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25)
-settings.load_profile("repeatable")
+# The seed of examples is TEST_DRAW, which `tests/conftest.py` hands to hypothesis. No example of an
+# earlier run is stored, and no limit is of time: the same draw fails again.
+settings.register_profile(
+    "drawn", database=None, print_blob=True, deadline=None, max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+settings.load_profile("drawn")
 
+# The share of the cases beyond an ordinary run that a slow run takes.
+SLOW = 0.15
 
 make_mesh = jax.make_mesh
 
@@ -43,27 +50,28 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 # Before pytest itself deselects slow tests.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark most cases of sampled tests as slow, and skip tests without their accelerator.
+    """Mark the cases of sampled tests that are not of today's ordinary run, and a tenth of it.
 
-    Of those, all beyond the share `slow` are left out, unless the marker expression names `grid`.
+    Cases that are in no run of today are left out, unless the marker expression names `grid`. If
+    the command names a test, its cases all run.
     """
-    left_out = set[pytest.Item]()
-    cases = defaultdict(list)
+    seed, named = int(os.environ["TEST_DRAW"]), any("::" in name for name in config.args)
+    cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") and not named:
             cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = set[pytest.Item]()
     for name, several in cases.items():
         marker = several[0].get_closest_marker("sampled")
-        # The same in every run, and spread over the factors of a table.
-        kept = random.Random(name).sample(several, math.ceil(len(several) * marker.args[0]))
-        others = [item for item in several if item not in kept]
-        count = math.ceil(len(others) * marker.kwargs.get("slow", 0.3))
-        for item in others:
+        fast, more = draw(several, *marker.args, marker.kwargs.get("slow", SLOW), seed, name)
+        for item in {*several}.difference(fast):
             item.add_marker(pytest.mark.slow)
-        left_out |= {*others} - {*random.Random(name).sample(others, count)}
+        left_out.update({*several}.difference(fast, more))
     if "grid" not in config.option.markexpr:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    for item in draw([item for item in items if "slow" not in item.keywords], 0.1, 0, seed, "")[0]:
+        item.add_marker(pytest.mark.tenth)
     platform = jax.default_backend()
     for item in items:
         for needed in ("gpu", "tpu"):
@@ -100,9 +108,10 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def optimized() -> Iterator[None]:
     """Run the test with XLA's optimizations, as users do."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def expected(
     return oracle.project(p["out"], out, contracted=2)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 @pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
 def test_chosen_blocks_match_formula(kernel: str, fields: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ def test_choices_use_only_visible_keys(fields: dict[str, Any]) -> None:
     assert error(found, expected(params["params"], X, **fields, mask=table)) < 5e-6
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize(
     ("fields", "lengths"),
     [
@@ -151,7 +151,7 @@ def test_decoding_matches_full_forward(steps: tuple[int, ...], share: bool) -> N
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("over", ["heads", "length"])
 def test_sharded_layer_matches_one_device(kind: str, over: str) -> None:

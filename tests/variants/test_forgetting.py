@@ -49,6 +49,7 @@ def test_forgetting_attention_matches_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_gate_gradients_match_differences() -> None:
     """Finite differences of the formula in float64."""
     module = layer(kernel="blockwise")
@@ -82,7 +83,7 @@ def test_open_gates_give_multi_head_attention() -> None:
     assert error(jax.jit(module.apply)(params, X), wanted) < 5e-6
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.sampled(0.165)
 @pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (1, 9)])
 def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
@@ -94,7 +95,7 @@ def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 2e-6
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("window", [False, True])
 def test_bfloat16_cache_keeps_gates_exact(window: bool) -> None:
     """Only keys and values are rounded, however large the sums of the gates are."""

@@ -54,6 +54,7 @@ def test_talking_heads_match_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 def test_mix_gradients_match_differences() -> None:
     """Finite differences of the formula in float64."""
     module = layer(kernel="blockwise", mask=masks.Causal())
