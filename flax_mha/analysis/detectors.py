@@ -20,9 +20,11 @@ Sources: Elhage et al., "A Mathematical Framework for Transformer Circuits", 202
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,7 @@ from flax import nnx, traverse_util
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
+from flax_mha.base.trees import combine, is_array, is_traced, partition, run_once
 from flax_mha.layer.points import reading_pairs
 
 _EARLIER = ~masks.Window(left=0)
@@ -41,8 +44,8 @@ def token_pairs(tokens: Any) -> dict[str, masks.Mask]:
     Args:
       tokens: int [*B, T].
     """
-    tokens = shapes.check_tokens("tokens", tokens)
-    before = jnp.roll(jnp.asarray(tokens, jnp.int32), 1, -1).at[..., 0].set(-1)
+    tokens = jnp.asarray(shapes.check_tokens("tokens", tokens))
+    before = jnp.roll(tokens, 1, -1).at[..., 0].set(-1)
     return {
         "previous": masks.Window(left=1) & _EARLIER,
         "first": masks.Keys(np.arange(tokens.shape[-1]) == 0) & _EARLIER,
@@ -58,9 +61,9 @@ def detect(
     """Return the mean weight of each head on pairs of tokens, such as those of an induction head.
 
     `detect(linen_model, variables, tokens)` and `detect(nnx_model, tokens)` run the model, and
-    each self-attention layer computes exp(lse(mask ∧ pairs) − lse(mask)) for each query, with its
-    own scores, biases, masks and sinks. Memory grows with T. Layers that attend to a memory are
-    left out.
+    each self-attention layer computes its weights once more, some queries at a time, with its own
+    scores, biases, masks and sinks. Memory grows with T. Layers that attend to a memory are left
+    out.
 
     Args:
       model: a linen or nnx module with attention layers of flax_mha, without cache.
@@ -84,24 +87,44 @@ def detect(
         if kwargs.get("order") is not None:
             raise ValueError("detect takes tokens in their order, got order=; give pairs= with it")
         pairs = token_pairs(*inputs[:1])
-    with reading_pairs({name: masks.as_mask(mask) for name, mask in pairs.items()}):
-        if is_nnx:
-            _, state = nnx.capture(lambda m: m(*inputs, **kwargs), nnx.Intermediate)(model)
-            sown = nnx.to_pure_dict(state)
-        else:
-            _, state = model.apply(*args, mutable="intermediates", **kwargs)
-            sown = state.get("intermediates", {})
-    flat = traverse_util.flatten_dict(sown)
-    found = {path[:-1]: calls for path, calls in flat.items() if path[-1] == "attention_pairs"}
+    root = model
+    if is_nnx:
+        root, state = nnx.split(model)
+        args = (state, *args)
+    bound = {name: masks.as_mask(mask) for name, mask in pairs.items()}
+    inputs = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
+    )
+    arrays, static = partition((inputs, bound), is_array)
+    run = functools.partial(_read, root, static)
+    found = run(arrays) if is_traced(arrays) else run_once(run, arrays)
     if not found:
         raise ValueError(
             f"a model to detect heads in must call self-attention layers of flax_mha, got "
             f"{checks.describe(model)}; give the part of it that does"
         )
     return {
-        "/".join(map(str, path)): {
+        path: {
             name: jnp.stack([call[name] for call in calls]) if len(calls) > 1 else calls[0][name]
             for name in pairs
         }
         for path, calls in found.items()
+    }
+
+
+def _read(model: Any, static: Any, arrays: Any) -> dict[str, Any]:
+    """Return the weights on pairs of each call of a layer, by path of the layer."""
+    (args, kwargs), pairs = combine(arrays, static)
+    with reading_pairs(pairs):
+        if isinstance(model, nn.Module):
+            _, state = model.apply(*args, mutable="intermediates", **kwargs)
+            sown = state.get("intermediates", {})
+        else:
+            call = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
+            sown = nnx.to_pure_dict(call(nnx.merge(model, args[0]))[1])
+    flat = traverse_util.flatten_dict(sown)
+    return {
+        "/".join(map(str, path[:-1])): calls
+        for path, calls in flat.items()
+        if path[-1] == "attention_pairs"
     }

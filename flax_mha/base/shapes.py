@@ -262,6 +262,13 @@ def wide(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
+# Outside jit, `jnp.einsum` parses its subscripts in each call, which takes longer than the matmul.
+einsum: Any = jax.jit(
+    jnp.einsum, static_argnums=0, static_argnames=("precision", "preferred_element_type"),
+    inline=True,
+)  # fmt: skip
+
+
 def by_query(x: jax.Array) -> jax.Array:
     """Transpose [*B, N, T] to [*B, T, N, 1]."""
     return jnp.swapaxes(x, -1, -2)[..., None]

@@ -3,12 +3,15 @@
 import contextlib
 import functools
 import json
+import types
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import flax.linen as nn
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
@@ -99,3 +102,52 @@ def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
         return (shared if static.pure else fn)(static, *arrays)
 
     return call
+
+
+class _Program:
+    """A function that equals another with the same code, values in its closures, and axis rules.
+
+    So JAX compiles a function once that is made anew in each call.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn, self.key = fn, (_key(fn), _key(nn.get_logical_axis_rules()))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Program) and self.key == other.key
+
+
+def _key(x: Any) -> Any:
+    """Return the code and values of a function, or the value of a tree, in hashable form."""
+    if isinstance(x, types.FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or ()]
+        return x.__code__, _key((cells, x.__defaults__, x.__kwdefaults__))
+    if isinstance(x, functools.partial):
+        return functools.partial, _key((x.func, x.args, x.keywords))
+    if isinstance(x, np.ndarray):
+        return x.shape, x.dtype, x.tobytes()
+    if isinstance(x, set):
+        return frozenset(x)
+    leaves, tree = jax.tree.flatten(x)
+    return tree if not leaves else (type(x), x) if leaves[0] is x else (tree, *map(_key, leaves))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(program: _Program, *args: Any) -> Any:
+    return program.fn(*args)
+
+
+def run_once(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return fn(*args), compiled once for functions of the same code and values, made in calls.
+
+    fn closes over no JAX array.
+    """
+    return _run(_Program(fn), *args)
+
+
+def is_traced(tree: Any) -> bool:
+    """Return True if an array of the tree is traced."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

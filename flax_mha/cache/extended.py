@@ -12,8 +12,8 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.arguments import check_known
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.trees import Struct
-from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention
-from flax_mha.kernels.capture import as_capture
+from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention, loops
+from flax_mha.kernels.capture import SQUARE, as_capture
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks.base import Mask
 from flax_mha.scores import Bias, ScoreMod
@@ -77,14 +77,14 @@ class Extended(Struct):
             return attend_causally(q, kv, mask, call, self.window, **positions)
 
         capture = as_capture(call.get("capture"))
-        # Weights and scores have an axis of slots. `attention` may sow, which `lax.cond` forbids.
-        over_keys = capture is not None and not {"weights", "scores"}.isdisjoint(capture.what)
-        needs_cache = over_keys or call.get("return_weights", False) is True or "attention" in call
+        # These have an axis of slots. `attention` may sow, which `lax.cond` does not allow.
+        has_slots = capture is not None and not SQUARE.isdisjoint(capture.what)
+        needs_cache = has_slots or call.get("return_weights", False) is True or "attention" in call
         if symbols.at_most(T, decode.QUERIES) or needs_cache or key_arrays(q, kv, mask, call):
             result = attend_cache()
         else:
             # In an empty cache the positions are static, so that kernels can skip tiles.
-            result = jax.lax.cond((before == 0).all(), attend_prompt, attend_cache)
+            result = loops.cond((before == 0).all(), attend_prompt, attend_cache)
         return nan_where_lost(result, self.lost)
 
 

@@ -1,5 +1,6 @@
 """Keys and values in slots, heads first: encoding, writing, reading and reordering."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
@@ -135,22 +136,29 @@ def write(
     least 0) and count int32 [*B]. If the cache wraps (a ring buffer), slot S is slot 0, and the
     last S tokens stay. Otherwise tokens beyond the last slot are dropped.
     """
-    fn = _wrap if wraps else _write
-    for _ in start.shape:
-        fn = jax.vmap(fn)
     axes = rules.unpack_entry(sharding.spec(slots.shape, names)[-2])
 
     def write_shard(
         slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
     ) -> jax.Array:
         first = jax.lax.axis_index(axes) * slots.shape[-2] if axes else 0
-        return fn(slots, tokens, start - first, count)
+        return _write_rows(wraps, slots, tokens, start - first, count)
 
     arguments = slots, tokens, start, count
     all_names = [names, (*names[:2], None, None), names[:1], names[:1]]
     # Each device writes into its own shard, without communication.
     args = [sharding.constrain(x, n) for x, n in zip(arguments, all_names, strict=True)]
     return sharding.local(write_shard, all_names, (slots.shape, names), *args)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _write_rows(
+    wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
+) -> jax.Array:
+    fn = _wrap if wraps else _write
+    for _ in start.shape:
+        fn = jax.vmap(fn)
+    return fn(slots, tokens, start, count)
 
 
 def _wrap(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:

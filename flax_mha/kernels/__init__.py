@@ -111,20 +111,21 @@ def dot_product_attention(
     capture = as_capture(capture)
     _check_lse(spec.normalizer, return_residuals, capture)
     _, name = choose.parse_kernel(kernel)
-    reads = return_weights or return_residuals or bool(capture)
+    reads = return_residuals or (capture is not None and "lse" in capture.what)
     call_spec = spec.replace(invalid=None, reads_lse=reads, exact_lse=return_residuals)
     division = shards.Division.of(q, k)
     if division is None:
-        out, lse = choose.run(name, current_platform(), q, k, v, call_spec)
+        out, sums = choose.run(name, current_platform(), q, k, v, call_spec)
     else:
-        out, lse = shards.run(kernel, division, q, k, v, call_spec)
-    out, lse = spec.nan_where_invalid(out), spec.nan_lse_where_invalid(lse)
+        out, sums = shards.run(kernel, division, q, k, v, call_spec)
+    out = spec.nan_where_invalid(out)
+    lse = spec.nan_lse_where_invalid(sums.lse) if reads else None
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
-    chex.assert_shape(lse, (*B, N, T))
+    chex.assert_shape(sums.total, (*B, N, T))
     extras: list[Any] = []
     if return_weights:
-        extras.append(observe.observe(q, dequantize(k), lse, spec, _WEIGHTS)["weights"])
+        extras.append(observe.observe(q, dequantize(k), None, spec, _WEIGHTS)["weights"])
     if return_residuals:
         extras.append(lse)
     if capture:

@@ -25,7 +25,7 @@ from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels import derivatives, loops, softmax, tile_plan, tiles
 from flax_mha.kernels.softmax import finite, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, name_result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
 from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
 from flax_mha.kernels.tiles import (
     TiledCall,
@@ -53,7 +53,7 @@ def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
     result: Result | None = None, core: Callable[..., Result] | None = None,
     most: int = tile_plan.MOST,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> Result:  # fmt: skip
     """Compute attention of q [*B, T, N, H] to k [*B, S, K, H] and v [*B, S, K, Hv].
 
     Given a precomputed `result` over these and other keys, compute only its gradients. `core`
@@ -86,13 +86,13 @@ def attend(
     )  # fmt: skip
     args = jax.tree.map(lambda x: vary(x, args), args)
     if result is not None:
-        out, lse = result[0].astype(result[1].dtype), shapes.by_query(result[1])
-        result = fold_heads(out, plan.block_q, K), fold_heads(lse, plan.block_q, K)[..., 0]
-    out, lse = (core or _core)(static, result, *args)
+        fold = functools.partial(fold_heads, block=plan.block_q, K=K)
+        sums = Sums(*(fold(shapes.by_query(x))[..., 0] for x in result[1]))
+        result = fold(result[0].astype(sums.total.dtype)), sums
+    out, sums = (core or _core)(static, result, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
-    lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
-    lse = softmax.minus_infinity(lse)
-    return jnp.swapaxes(out, -3, -2).astype(dtype), lse
+    sums = Sums(*(x.reshape(*B, N, plan.nq * plan.block_q)[..., :T] for x in sums))
+    return jnp.swapaxes(out, -3, -2).astype(dtype), sums
 
 
 def _visit(
@@ -109,9 +109,9 @@ def _visit(
         return step(masked, index._replace(tile=order[t]), carry)
 
     if plan.full:
-        carry = lax.fori_loop(0, full, functools.partial(body, False), carry)
+        carry = loops.repeat(0, full, functools.partial(body, False), carry)
     if plan.partial:
-        carry = lax.fori_loop(full, some, functools.partial(body, True), carry)
+        carry = loops.repeat(full, some, functools.partial(body, True), carry)
     return carry
 
 
@@ -151,7 +151,7 @@ def map_blocks(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: TiledCall, result: Result | None, *args: Any) -> Result:
-    """Return out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], given or computed."""
+    """Return out [R, G·nq·bq, Hv] and sums [R, G·nq·bq], given or computed."""
     return _forward(static, result, *args)[0]
 
 
@@ -201,11 +201,11 @@ def _loops(
 
 def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Result, Any]:
     if result is not None:
-        return result, (args, result[0], *softmax.split_lse(result[1]))
+        return result, (args, result[0], *result[1])
     out, *stats = _loops(static, *args)
     out, (top, total) = name_result(out, stats)
-    lse = softmax.finish(*tiles.add_sinks(static.plan, args[5], top, total)[1:])[1]
-    return _mark_irreversible(args[-1], (out, lse)), (args, out, top, total)
+    sums = Sums(*tiles.add_sinks(static.plan, args[5], top, total)[1:])
+    return _mark_irreversible(args[-1], (out, sums)), (args, out, top, total)
 
 
 def _mark_irreversible(tables: VisitLists | None, results: Tree) -> Tree:

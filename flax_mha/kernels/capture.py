@@ -12,6 +12,8 @@ from flax_mha.base import checks
 from flax_mha.base.shapes import Dims
 
 OF_SOFTMAX = ("weights", "scores", "lse", "entropy", "max_logit")
+# The values with an axis of keys, which are the slots of a cache.
+SQUARE = frozenset({"weights", "scores"})
 # Tensors of the layer around a kernel, and of the block around a layer.
 POINTS = (
     "q", "k", "v", "z", "result", "out", "embed", "resid_pre", "resid_mid", "resid_post", "mlp_pre",

@@ -23,7 +23,7 @@ from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine
 from flax_mha.kernels import blockwise, reference, softmax, tiles
 from flax_mha.kernels.blockwise import map_blocks
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, name_result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
 from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists
 from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, compute_scores, dot
 from flax_mha.masks.tiles import is_static
@@ -46,12 +46,12 @@ def attend(
     """Compute attention with derivatives of any order and mode."""
     dtype, wide = q.dtype, shapes.wide(q.dtype)
     q, k, v = (x.astype(wide) for x in (q, k, v))
-    out, lse = blockwise.attend(q, k, v, spec, platform, core=_core, most=_MOST)
-    return name_result(out.astype(dtype), lse)
+    out, sums = blockwise.attend(q, k, v, spec, platform, core=_core, most=_MOST)
+    return name_result(out.astype(dtype), sums)
 
 
 def _core(static: TiledCall, result: None, *args: Any) -> Result:
-    """Compute out [R, G·nq·bq, Hv] and lse [R, G·nq·bq]."""
+    """Compute out [R, G·nq·bq, Hv] and sums [R, G·nq·bq]."""
     del result
     *arrays, tables = args
     if tables is not None and is_static(tables.some):
@@ -74,7 +74,7 @@ def _loops(
 
     def attend_block(
         part: KeyRange, index: TileIndex, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> Result:
+    ) -> tuple[jax.Array, ...]:
         def visit(masked: bool, index: TileIndex, carry: Tree) -> Tree:
             top, total, out, lost = carry
             tile, at = tiles.take_tile(plan, spec, index)
@@ -100,13 +100,17 @@ def _loops(
         if sinks is not None:
             new, total_with_sink = softmax.add_sink(sinks[index.head], top, total)
             out, top = out * jnp.exp(top - new), new
-        divisor, lse = softmax.finish(top, total_with_sink)
         # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
+        divisor = softmax.divisor(total_with_sink)
         out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / divisor)
-        return softmax.poison(out, lost, q), jnp.where(lost, jnp.nan, lse)[:, 0]
+        return (
+            softmax.poison(out, lost, q),
+            top[:, 0],
+            jnp.where(lost, jnp.nan, total_with_sink)[:, 0],
+        )
 
-    out, lse = map_blocks(static, spec, attend_block, q, k, v, _checkpoint)
-    return out, lse
+    out, *sums = map_blocks(static, spec, attend_block, q, k, v, _checkpoint)
+    return out, Sums(*sums)
 
 
 def _checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,9 +18,17 @@ from jax import lax
 
 from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
-from flax_mha.kernels import reference, softmax
+from flax_mha.kernels import loops, reference, softmax
 from flax_mha.kernels.softmax import finfo_min, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, name_result
+from flax_mha.kernels.spec import (
+    AttentionSpec,
+    Lowered,
+    Platform,
+    Refusal,
+    Result,
+    Sums,
+    name_result,
+)
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tiles import empty_result
@@ -62,25 +70,29 @@ def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) 
     q_heads, *kv = jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (q, k, v))
     # The queries of a key/value head are rows of one matmul.
     args = q_heads.reshape(*dims.B, dims.K, dims.G * dims.T, dims.H), *kv, spec
-    out, lse = _run(platform, dims, False, *args)
+    result = _run(platform, dims, False, *args)
     if spec.mask is not None:
         # A weight of 0 does not hide the NaN of a masked value. Recompute if there is a NaN.
         run_nan_safe = functools.partial(_run, platform, dims, True, *args)
-        out, lse = lax.cond(jnp.isnan(out).any(), run_nan_safe, lambda: (out, lse))
-    return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse
+        result = loops.cond(jnp.isnan(result[0]).any(), run_nan_safe, lambda: result)
+    return jnp.swapaxes(result[0], -3, -2).astype(q.dtype), result[1]
 
 
 def _forward(platform: str, *args: Any) -> tuple[Result, Any]:
-    return _core(platform, *args), args
+    result = _core(platform, *args)
+    return result, (args, result[1].total)
 
 
-def _backward(platform: str, args: Any, cotangents: Result) -> Any:
+def _backward(platform: str, residuals: Any, cotangents: Result) -> Any:
     del platform
+    args, total = residuals
 
-    def recompute(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
-        return reference.attend(q, dequantize(k), dequantize(v), spec)
+    def recompute(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Any:
+        out, sums = reference.attend(q, dequantize(k), dequantize(v), spec)
+        return out, sums.lse
 
-    return jax.vjp(recompute, *args)[1](cotangents)
+    # The recomputed maximum may differ in its last digits, so the cotangent is that of the lse.
+    return jax.vjp(recompute, *args)[1]((cotangents[0], cotangents[1].total * total))
 
 
 _core.defvjp(_forward, _backward)
@@ -90,7 +102,7 @@ def _run(
     platform: str, dims: shapes.Dims, nan_safe: bool, q: jax.Array, k: Keyed, v: Keyed,
     spec: AttentionSpec,
 ) -> Result:  # fmt: skip
-    """Return out [*B, N, T, Hv] and lse [*B, N, T], in at least float32.
+    """Return out [*B, N, T, Hv] and sums [*B, N, T], in at least float32.
 
     q is [*B, K, G·T, H], k and v are [*B, K, S, ·]. With `nan_safe`, masked values that are not
     finite do not reach the outputs.
@@ -125,13 +137,12 @@ def _run(
         order, count = jnp.argsort(~is_visited, stable=True), is_visited.sum()
 
         def by_blocks() -> tuple[jax.Array, ...]:
-            return lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry)
+            return loops.repeat(0, count, lambda i, c: visit(size, order[i], c), carry)
 
         top, total, out = (
-            by_blocks() if few >= blocks else lax.cond(count <= few, by_blocks, at_once)
+            by_blocks() if few >= blocks else loops.cond(count <= few, by_blocks, at_once)
         )
-    total, lse = softmax.finish(top, total)
-    return spec.scale_kept(out) / total, softmax.minus_infinity(lse[..., 0])
+    return spec.scale_kept(out) / softmax.divisor(total), Sums(top[..., 0], total[..., 0])
 
 
 def _visit(
@@ -157,7 +168,7 @@ def _visit(
     (k, k_scale), (v, v_scale) = _split_scale(k, q.dtype), _split_scale(v, q.dtype)
     by_head = (*dims.B, dims.K, dims.G * dims.T)
     dot = functools.partial(
-        jnp.einsum, precision=spec.precision, preferred_element_type=total.dtype
+        shapes.einsum, precision=spec.precision, preferred_element_type=total.dtype
     )
     s = dot("...th,...sh->...ts", q, k) * jnp.asarray(spec.scale, total.dtype)
     s = (s * k_scale).reshape(*dims.logits[:-1], size)

@@ -3,7 +3,7 @@
 With s the scores of one query (after `scores`, bias and mask) and p their softmax, or the weights
 of another of `normalizers`, which has no lse and no entropy:
 
-    weights    p_j = exp(s_j − lse)
+    weights    p_j = exp(s_j − max_i s_i) / Σ_i exp(s_i − max_i s_i)
     lse        log Σ_j exp(s_j)
     entropy    −Σ_j p_j·log p_j, in nats: 0 if one key takes all weight, log S if all are equal
     max_logit  max_j s_j
@@ -22,7 +22,7 @@ Sources: Zhai et al., "Stabilizing Transformer Training by Preventing Attention 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,15 +33,15 @@ from flax_mha import sharding
 from flax_mha.base import coordinates, shapes, symbols
 from flax_mha.base.coordinates import Array, At, map_score_arrays
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import reference
-from flax_mha.kernels.capture import Capture
+from flax_mha.kernels import loops, reference
+from flax_mha.kernels.capture import SQUARE, Capture
 from flax_mha.kernels.normalizers import OTHERS
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.softmax import divisor
+from flax_mha.kernels.spec import AttentionSpec, nan_where
 from flax_mha.kernels.tile_plan import Plan, tile_states
-from flax_mha.masks import EMPTY
+from flax_mha.masks import EMPTY, Mask
+from flax_mha.masks.base import evaluate
 from flax_mha.masks.tiles import is_static
-
-_SQUARE = ("weights", "scores")
 
 # The scores in memory at a time: 8 MiB in float32, the fastest of 2 to 16 MiB on two CPU cores.
 _SCORES = 2**21
@@ -55,13 +55,13 @@ _LEAST = -800.0
 
 
 def observe(
-    q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec, capture: Capture
+    q: jax.Array, k: jax.Array, lse: jax.Array | None, spec: AttentionSpec, capture: Capture
 ) -> dict[str, jax.Array]:
     """Return the captured values of a call, on any mesh, sharded by the compiler.
 
-    q is [*B, T, N, H], k [*B, S, K, H], and lse [*B, N, T] comes from any kernel. Returns weights
-    [*B, heads, queries, S] in the dtype of q, before dropout; scores of that shape, and lse,
-    entropy and max_logit [*B, heads, queries] in at least float32.
+    q is [*B, T, N, H], k [*B, S, K, H], and a captured lse [*B, N, T] comes from any kernel.
+    Returns weights [*B, heads, queries, S] in the dtype of q, before dropout; scores of that shape,
+    and lse, entropy and max_logit [*B, heads, queries] in at least float32.
 
     Raises:
       ValueError: if an index is out of range.
@@ -70,28 +70,66 @@ def observe(
     chosen = capture.chosen(shapes.Dims.of(q, k, k))
     compute = functools.partial(_compute, names=names, chosen=chosen)
     rows = ("batch", "heads" if capture.heads is None else None, None)
-    layouts = {name: (*rows, None) if name in _SQUARE else rows for name in names}
+    layouts = {name: (*rows, None) if name in SQUARE else rows for name in names}
     captured = sharding.auto(compute, layouts, q, k, lse, spec)
     return {name: captured[name] for name in names}
 
 
+def weigh_pairs(
+    q: jax.Array, k: jax.Array, spec: AttentionSpec, pairs: Mapping[str, Mask]
+) -> dict[str, jax.Array]:
+    """Return the mean weight [N] of each head on pairs that the mask allows, by name.
+
+    The mean is over the queries that see such a key, NaN if there are none. The pairs are bound.
+    """
+
+    def compute(
+        q: jax.Array, k: jax.Array, spec: AttentionSpec, pairs: Mapping[str, Mask]
+    ) -> dict[str, jax.Array]:
+        at = spec.at(shapes.Dims.of(q, k, k))
+        q, k = reference.heads_first(q, k)
+        weigh = functools.partial(_weigh, spec)
+        sums = _map_blocks(weigh, q, k, spec, at, tuple(pairs.values()))
+        axes = (*range(q.ndim - 3), -1)
+        weights, counts = ([x.sum(axes) for x in sums[i::2]] for i in (0, 1))
+        return {name: w / n for name, w, n in zip(pairs, weights, counts, strict=True)}
+
+    names: dict[str, Any] = dict.fromkeys(pairs, ("heads",))
+    return names | sharding.auto(compute, names, q, k, spec, pairs)
+
+
+def _weigh(spec: AttentionSpec, score: jax.Array, *pairs: jax.Array) -> tuple[jax.Array, ...]:
+    """Return for each of some pairs its weight [..., N, T], and 1 for queries that see such a key.
+
+    The scores [..., N, T, S] are −∞ where masked.
+    """
+    weights = _softmax(spec, score, None)
+    results: list[jax.Array] = []
+    for pair in pairs:
+        results.append(jnp.where(pair, weights, 0.0).sum(-1))
+        results.append((pair & (score != -jnp.inf)).any(-1).astype(weights.dtype))
+    return tuple(results)
+
+
 def _compute(
-    q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec, names: Sequence[str],
+    q: jax.Array, k: jax.Array, lse: jax.Array | None, spec: AttentionSpec, names: Sequence[str],
     chosen: tuple[np.ndarray | None, np.ndarray | None],
 ) -> dict[str, jax.Array]:  # fmt: skip
+    captured: dict[str, jax.Array] = {}
+    if lse is not None:
+        captured["lse"] = pick(lse[..., None], *chosen)[..., 0]
     if not set(names) - {"lse"}:
-        return {name: pick(lse[..., None], *chosen)[..., 0] for name in names}
+        return captured
     dtype = q.dtype
     at = spec.at(shapes.Dims.of(q, k, k))
     # With a barrier, XLA shares nothing with the kernel, so the output stays the same to the bit.
-    q, k, lse = jax.lax.optimization_barrier((q, k, lse))
+    q, k = jax.lax.optimization_barrier((q, k))
     q, k = reference.heads_first(q, k)
     # Arrays over the scores have heads and queries on the same two axes, or size 1 there.
-    q, lse, at, spec = _map_arrays(lambda x: pick(x, *chosen), (q, lse[..., None], at, spec))
+    q, at, spec = _map_arrays(lambda x: pick(x, *chosen), (q, at, spec))
     k = pick(k, chosen[0], None)
     if spec.sinks is not None and chosen[0] is not None:
         spec = spec.replace(sinks=spec.sinks[chosen[0]])
-    captured: dict[str, jax.Array] = {"lse": lse[..., 0]}
     if "scores" in names:
         captured["scores"] = reference.scores(q, k, spec.replace(mask=None), at)[0]
     if "weights" in names:
@@ -99,7 +137,9 @@ def _compute(
         if spec.normalizer in OTHERS:
             weights = OTHERS[spec.normalizer](score, allowed, spec.total)
         else:
-            weights = _softmax(lse, score, allowed)
+            weights = _softmax(spec, score, allowed)
+        if spec.invalid is not None:
+            weights = nan_where(pick(jnp.asarray(spec.invalid), *chosen), weights)
         captured["weights"] = weights.astype(dtype)
     if "entropy" in names:
         summary = functools.partial(_summarize, sinks=spec.sinks)
@@ -110,19 +150,17 @@ def _compute(
     return {name: captured[name] for name in names}
 
 
-def _softmax(lse: jax.Array, score: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """Return the weights of scores with an lse [*B, N, T, 1]."""
-    shift = jnp.where(lse == -jnp.inf, 0.0, lse)
-    weights = jnp.exp(score - shift)
-    # If lse is NaN, all weights are NaN, also of masked keys.
-    return weights if allowed is None else jnp.where(allowed, weights, 0.0 * shift)
+def _softmax(spec: AttentionSpec, score: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """Return the weights of scores [*B, N, T, S]. If one of a query is NaN, all are."""
+    weights, _, total, lost = reference.exponentials(score, allowed, spec)
+    weights /= divisor(total)
+    return weights if lost is None else jnp.where(lost, jnp.nan, weights)
 
 
 def _map_arrays(fn: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Apply fn to q, lse, the coordinates, and the spec's arrays over the scores."""
-    q, lse, at, spec = parts
-    q, lse, at = jax.tree.map(fn, (q, lse, at))
-    return q, lse, at, map_score_arrays(fn, spec)
+    """Apply fn to q, the coordinates, and the arrays over the scores in a tree, such as a spec."""
+    q, at, tree = parts
+    return *jax.tree.map(fn, (q, at)), map_score_arrays(fn, tree)
 
 
 def pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
@@ -134,30 +172,35 @@ def pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
 
 
 def _map_blocks(
-    summary: Callable[[jax.Array], tuple[jax.Array, ...]], q: jax.Array, k: jax.Array,
-    spec: AttentionSpec, at: At,
+    summary: Callable[..., tuple[jax.Array, ...]], q: jax.Array, k: jax.Array, spec: AttentionSpec,
+    at: At, pairs: tuple[Mask, ...] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Return the summary of all scores, each result [*B, N, T], one block of queries at a time."""
+    """Return the summary of all scores, each result [*B, N, T], one block of queries at a time.
+
+    `summary` takes a block's scores, and the pairs that each of more masks allows in it.
+    """
     *rows, T, _ = q.shape
     if symbols.is_symbolic(*rows, T, k.shape[-2]):
         size = _QUERIES
     else:
-        size = max(1, min(T, max(_QUERIES, _SCORES // max(1, math.prod(rows) * k.shape[-2]))))
+        scores = math.prod(rows) * k.shape[-2] * (1 + len(pairs))
+        size = max(1, min(T, max(_QUERIES, _SCORES // max(1, scores))))
 
     def summarize_part(queries: Array, keys: slice) -> list[jax.Array]:
-        part_k, part_at, part_spec = _slice_keys(keys, k, at, spec)
+        part_k, part_at, part_spec = _slice_keys(keys, k, at, (spec, pairs))
 
         @jax.checkpoint
         def block(indices: jax.Array) -> tuple[jax.Array, ...]:
             of_block = functools.partial(pick, heads=None, queries=indices)
-            block_q, _, block_at, block_spec = _map_arrays(of_block, (q, (), part_at, part_spec))
+            block_q, block_at, tree = _map_arrays(of_block, (q, part_at, part_spec))
+            block_spec, masks = tree
             score, allowed = reference.scores(block_q, part_k, block_spec, block_at)
             score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
-            return summary(score)
+            return summary(score, *(jnp.asarray(evaluate(mask, block_at)) for mask in masks))
 
         # The last block repeats the last query to be full.
         blocks = coordinates.blocks(queries, 0, size)
-        results = jax.lax.map(block, jnp.asarray(blocks, jnp.int32))
+        results = loops.map_blocks(block, jnp.asarray(blocks, jnp.int32), (q, k, spec, pairs))
         results = (jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size) for x in results)
         return [x[..., : queries.shape[0]] for x in results]
 
@@ -186,13 +229,13 @@ def _split_queries(
     return [(symbols.count_up(T), slice(None))]
 
 
-def _slice_keys(keys: slice, k: jax.Array, at: At, spec: AttentionSpec) -> list[Any]:
-    """Return a range of the keys of k [*B, N, S, H], and of the arrays over the scores."""
+def _slice_keys(keys: slice, k: jax.Array, at: At, tree: Any) -> list[Any]:
+    """Return a range of the keys of k [*B, N, S, H], and of a tree's arrays over the scores."""
 
     def cut(x: Array) -> Array:
         return x if symbols.at_most(x.shape[-1], 1) else x[..., keys]
 
-    return [k[..., keys, :], jax.tree.map(cut, at), map_score_arrays(cut, spec)]
+    return [k[..., keys, :], jax.tree.map(cut, at), map_score_arrays(cut, tree)]
 
 
 def _max_score(score: jax.Array) -> tuple[jax.Array]:

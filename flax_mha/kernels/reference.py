@@ -14,7 +14,7 @@ from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys, poison
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, name_result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
 
 # Below every sum of exponentials except 0, because the maximum exponential is 1. All powers of its
 # inverse, which derivatives take, are finite.
@@ -29,15 +29,12 @@ def lower(
     return functools.partial(attend, q, k, v, spec)
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
-) -> tuple[jax.Array, jax.Array]:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Result:
     """Compute softmax(q·kᵀ·scale + bias, where the mask allows)·v.
 
     q is [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv]. Returns out [*B, T, N, Hv] in the
-    dtype of q, and lse [*B, N, T] in float32, the log of the sum of exponentials of scores. Fully
-    masked queries have outputs and gradients of exactly 0, and an lse of −∞. Without a softmax the
-    lse is NaN.
+    dtype of q, and float32 sums [*B, N, T]. Fully masked queries have outputs and gradients of
+    exactly 0. Without a softmax the sums are 0.
     """
     at = spec.at(shapes.Dims.of(q, k, v))
     q, k, v = heads_first(q, k, v)
@@ -49,21 +46,21 @@ def attend(
         weights = OTHERS[spec.normalizer](jnp.where(lost, 0.0, logits), allowed, spec.total)
         out = _apply_weights(weights, v, spec, at, logits.dtype)
         out = out if allowed is None else poison(out, lost.any(-1, keepdims=True), q)
-        # An lse that is not read, and no NaN for `jax_debug_nans`.
-        lse = jnp.zeros(out.shape[:-1], logits.dtype)
-        return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
+        # Sums that are not read, and no NaN for `jax_debug_nans`.
+        zeros = jnp.zeros(out.shape[:-1], logits.dtype)
+        return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), Sums(zeros, zeros))
     rounds = v.dtype != logits.dtype
-    weights, top, total, lost = _exponentials(logits, allowed, spec, shared=rounds)
+    weights, top, total, lost = exponentials(logits, allowed, spec, shared=rounds)
     if not spec.reads_lse:
-        lse = jnp.zeros(logits.shape[:-1], logits.dtype)
+        sums = [jnp.zeros((*logits.shape[:-1], 1), logits.dtype)] * 2
     elif rounds:
         # Share the output's scores, so that the lse's gradient is added before rounding.
-        lse = _lse(top, total, lost)
+        sums = [top, total]
     else:
         # Recompute the scores. Sharing the output's scores would change its last bits, because
         # XLA:CPU fuses them with both matmuls only if nothing else reads them.
         same_q, same_k = jax.lax.optimization_barrier((q, k))
-        lse = _lse(*_exponentials(*scores(same_q, same_k, spec, at), spec)[1:])
+        _, *sums, _ = exponentials(*scores(same_q, same_k, spec, at), spec)
     if allowed is not None or spec.scores or 0 in logits.shape:
         # It is 0 for fully masked queries, and at least 1 for others, except for rounding.
         total = jnp.maximum(total, _LEAST_TOTAL)
@@ -81,11 +78,13 @@ def attend(
         out = jnp.where(jnp.sum(weights, axis=-1, keepdims=True) == 0, 0.0, out)
     elif allowed is not None:
         out = jnp.where(jnp.any(allowed, axis=-1, keepdims=True), out, 0.0)
-    out = out if lost is None else poison(out, lost, q)
-    return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
+    if lost is not None:
+        out, sums[1] = poison(out, lost, q), jnp.where(lost, jnp.nan, sums[1])
+    out = jnp.swapaxes(out, -3, -2).astype(q.dtype)
+    return name_result(out, Sums(*(x[..., 0] for x in sums)))
 
 
-def _exponentials(
+def exponentials(
     logits: jax.Array, allowed: jax.Array | None, spec: AttentionSpec, shared: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return exp(logits − top), 0 where masked, the maximum top [*B, N, T, 1], and the sum.
@@ -125,13 +124,6 @@ def _masked_exp(x: jax.Array, allowed: jax.Array) -> jax.Array:
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     weights = _masked_exp(*primals)
     return weights, finite(weights) * tangents[0]
-
-
-def _lse(top: jax.Array, total: jax.Array, lost: jax.Array | None) -> jax.Array:
-    """Return the lse [*B, N, T] of maxima and sums [*B, N, T, 1]."""
-    empty = total == 0
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
-    return (lse if lost is None else jnp.where(lost, jnp.nan, lse))[..., 0]
 
 
 def _apply_weights(

@@ -24,7 +24,7 @@ from jax import lax
 
 from flax_mha.base import shapes
 from flax_mha.kernels.loops import select
-from flax_mha.kernels.spec import Result
+from flax_mha.kernels.spec import Result, Sums
 
 
 @jax.custom_jvp
@@ -119,38 +119,36 @@ def divisor(total: jax.Array) -> jax.Array:
     return select(_is_zero(total), 1.0, total)
 
 
-def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the divisor of out, and the lse: finfo.min for fully masked queries.
-
-    −∞ would be reported by `jax_debug_infs` for padding queries.
-    """
-    by = divisor(total)
-    return by, select(_is_zero(total), finfo_min(top.dtype), lax.add(top, lax.log(by)))
-
-
-def minus_infinity(lse: jax.Array) -> jax.Array:
-    """Replace finfo.min in an lse by −∞."""
-    return jnp.where(lse == finfo_min(lse.dtype), -jnp.inf, lse)
-
-
-def split_lse(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a maximum and a sum of exponentials that have this lse."""
-    has_keys = lse != -jnp.inf
-    return jnp.where(has_keys, lse, finfo_min(lse.dtype)), has_keys.astype(lse.dtype)
-
-
 def merge(one: Result, other: Result) -> Result:
-    """Merge attention to two sets of keys, from the out and lse of each."""
-    lse = jnp.logaddexp(one[1], other[1])
+    """Merge attention to two sets of keys, in the dtype of the first."""
+    top = lax.stop_gradient(jnp.maximum(one[1].top, other[1].top))
+    parts = [(x, sums.total * jnp.exp(sums.top - top)) for x, sums in (one, other)]
+    total = parts[0][1] + parts[1][1]
     first, second = (
-        x.astype(lse.dtype) * shapes.by_query(share(part, lse)) for x, part in (one, other)
+        x.astype(total.dtype) * shapes.by_query(part / divisor(total)) for x, part in parts
     )
-    return first + second, lse
+    return (first + second).astype(one[0].dtype), Sums(top, total)
 
 
-def share(part: jax.Array, lse: jax.Array) -> jax.Array:
-    """Return the weight of some keys among all, from their lse and the total lse."""
-    return jnp.exp(part - jnp.where(lse == -jnp.inf, 0.0, lse))
+def merge_sinks(result: Result, sinks: jax.Array) -> Result:
+    """Merge attention with sinks [N], scores without values."""
+    lost, empty = jnp.isnan(result[1].total), jax.tree.map(jnp.zeros_like, result)
+    top = shapes.lead(sinks.astype(empty[1].top.dtype)[:, None], lost.ndim)
+    sink = empty[0], Sums(empty[1].top + top, jnp.ones_like(empty[1].total))
+    # Queries that see NaN do not reach the gradient of the sinks.
+    out, sums = merge(_pick(lost, empty, result), sink)
+    return _pick(lost, result, (zero_empty(result[1], out), sums))
+
+
+def _pick(which: jax.Array, one: Result, other: Result) -> Result:
+    """Return one result for some queries [*B, N, T], and the other for the rest."""
+    out = jnp.where(shapes.by_query(which), one[0], other[0])
+    return out, Sums(*(jnp.where(which, *x) for x in zip(one[1], other[1], strict=True)))
+
+
+def zero_empty(sums: Sums, x: jax.Array) -> jax.Array:
+    """Set x [*B, T, N, ·] to 0 for fully masked queries, because 0·NaN is NaN."""
+    return jnp.where(shapes.by_query(sums.total) == 0, 0.0, x)
 
 
 @jax.custom_vjp
@@ -161,16 +159,17 @@ def part_of_result(part: Result, result: Result) -> Result:
 
 
 def _part_backward(residuals: tuple[Result, Result], cotangents: Result) -> tuple[Result, None]:
-    (out, lse), result = residuals
-    dout, dlse = cotangents
-    weight, wide = share(lse, result[1]), lse.dtype
-    change = out.astype(wide) - result[0].astype(wide)
+    (out, sums), (whole_out, whole) = residuals
+    dout, (_, dtotal) = cotangents
+    # The weight of all keys of the part is share·total.
+    share, wide = jnp.exp(sums.top - whole.top) / divisor(whole.total), whole.total.dtype
+    change = out.astype(wide) - whole_out.astype(wide)
     gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(wide), change, precision=_EXACT)
-    dout = dout.astype(wide) * shapes.by_query(weight)
+    dsums = Sums(jnp.zeros_like(share), share * (dtotal * whole.total + gain))
+    dout = dout.astype(wide) * shapes.by_query(share * sums.total)
     # A query that sees NaN in one part has no gradients in the others.
-    lost = jnp.isnan(result[1])
-    dout = jnp.where(shapes.by_query(lost), 0.0, dout).astype(out.dtype)
-    return (dout, jnp.where(lost, 0.0, weight * (dlse + gain))), None
+    part = dout.astype(out.dtype), dsums
+    return _pick(jnp.isnan(whole.total), jax.tree.map(jnp.zeros_like, part), part), None
 
 
 part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backward)
@@ -178,13 +177,13 @@ part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backw
 
 def gradient_inputs(
     out: jax.Array, has_keys: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
-    dlse: jax.Array,
+    dsums: Sums,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the arguments of `weights` and `gradient` for each query: dout, top, 1/total and δ.
 
     out and its cotangent dout are [..., Hv], the others [...]. `has_keys` is False for fully masked
     queries, whose dout becomes 0. `top` and `total`, the maximum and the sum of exponentials,
-    include the sinks. `dlse` is the cotangent of the lse.
+    include the sinks. `dsums` are their cotangents. A maximum needs none, as a shift of the scores.
 
     A query that sees NaN, or has a cotangent that is not finite, has dout and δ of 0 and a top of
     `FAR`, so that its weights are 0 for masked keys. Its 1/total is NaN, for visible keys; or 1 if
@@ -192,15 +191,15 @@ def gradient_inputs(
     """
     # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
     dout = jnp.where(has_keys[..., None], dout, 0.0)
-    dlse = jnp.where(total == 0, 0.0, dlse)
-    lost, asked = lost_queries(top + total, dout, dlse)
+    dtotal = jnp.where(total == 0, 0.0, dsums.total)
+    lost, asked = lost_queries(top + total, dout, dtotal)
     dout = jnp.where(lost[..., None], 0.0, dout)
     # An einsum, because XLA:CPU takes ten times as long for the sum of a product of rank 5.
     delta = jnp.einsum(
         "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
     )
     share = jnp.where(lost, jnp.where(asked, jnp.nan, 1.0), 1 / jnp.where(total == 0, 1.0, total))
-    return dout, select(lost, FAR, top), share, select(lost, 0.0, delta - dlse)
+    return dout, select(lost, FAR, top), share, select(lost, 0.0, delta - dtotal * total)
 
 
 def lost_queries(

@@ -20,20 +20,52 @@ from flax_mha.masks import Mask
 from flax_mha.masks.base import evaluate
 from flax_mha.scores import ScoreMod, Vectors, changed
 
-# An output [*B, T, N, Hv] and its lse [*B, N, T].
-Result = tuple[jax.Array, jax.Array]
+
+class Sums(NamedTuple):
+    """The maximum and the sum of a softmax, [*B, N, T], by which parts of it are merged.
+
+    An lse in float32 cannot do this: near scores of 1e9 it is a multiple of 64.
+
+    Attributes:
+      top: the maximum score.
+      total: the sum of exp(score − top), 0 for fully masked queries, NaN for those that see NaN.
+    """
+
+    top: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, lse: jax.Array, given: "Sums | None" = None) -> "Sums":
+        """Return the sums of a kernel that has only an lse, or `given` ones with its gradients."""
+        top = jnp.where(lse == -jnp.inf, jnp.finfo(lse.dtype).min, jax.lax.stop_gradient(lse))
+        # A cotangent of 0 stays 0 for an lse of NaN, here and in `lse`.
+        lost = jnp.isnan(lse)
+        total = jnp.exp(jnp.where(lost, 0.0, lse - top))
+        if given is not None:
+            top, total = given.top, given.total * total
+        return cls(top, jnp.where(lost, lse, total))
+
+    @property
+    def lse(self) -> jax.Array:
+        """The log of the sum of exp(score), −∞ for fully masked queries."""
+        total, other = self.total, jnp.where(self.total == 0, -jnp.inf, self.total)
+        return jnp.where(total > 0, self.top + jnp.log(jnp.where(total > 0, total, 1.0)), other)
+
+
+# An output [*B, T, N, Hv] and its softmax.
+Result = tuple[jax.Array, Sums]
 # A function that computes a call. Some kernels accept a precomputed result, and compute only its
 # gradients.
 Lowered = Callable[..., Result]
 
 
-def name_result(out: jax.Array, lse: Any) -> tuple[jax.Array, Any]:
-    """Return a kernel's output and lse with the names "z" and "lse", for `jax.checkpoint`.
+def name_result(out: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
+    """Return a kernel's output and sums with the names "z" and "lse", for `jax.checkpoint`.
 
     A custom derivative rule names its residuals. If a policy stores both, the forward kernel does
-    not run again. In place of the lse, residuals may be the maximum and the sum of exponentials.
+    not run again.
     """
-    return checkpoint_name(out, "z"), checkpoint_name(lse, "lse")
+    return checkpoint_name(out, "z"), checkpoint_name(sums, "lse")
 
 
 class Refusal(NamedTuple):
@@ -78,7 +110,7 @@ class AttentionSpec(struct.PyTreeNode):
       invalid: bool [*B|1, N|1, T|1, 1], True for queries whose mask has numbers other than 1 and 0;
         or None. Their q is NaN. Kernels ignore this.
       precision: the precision of matmuls. See `jax.lax.Precision`.
-      reads_lse: False if the lse is not read, so that a kernel may return 0.
+      reads_lse: False if the sums are not read, so that a kernel may return 0.
       exact_lse: True if the caller reads the lse, so that it must be exact.
       normalizer: the function from scores to weights. See `normalizers`.
       total: the number of slots of a cache, which `normalizers` count (default: S).

@@ -21,7 +21,7 @@ from flax_mha.base.coordinates import (
 from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels import softmax
 from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.spec import AttentionSpec, Result, Sums
 from flax_mha.kernels.tile_plan import KeyRange, Plan
 from flax_mha.scores import Vectors
 
@@ -196,15 +196,12 @@ def compute_scores(
     return s
 
 
-def empty_result(
-    dims: shapes.Dims, dtype: jnp.dtype, sinks: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Return out and lse of a call with no queries or no keys: 0, and −∞ or the sinks."""
+def empty_result(dims: shapes.Dims, dtype: jnp.dtype, sinks: jax.Array | None) -> Result:
+    """Return the result of a call with no queries or no keys: 0, and the sums of the sinks."""
     B, T, _, N, _, _, Hv = dims
-    lse = jnp.full((*B, N, T), -jnp.inf, shapes.wide(dtype))
-    if sinks is not None:
-        lse = jnp.broadcast_to(shapes.lead(sinks.astype(lse.dtype)[:, None], lse.ndim), lse.shape)
-    return jnp.zeros((*B, T, N, Hv), dtype), lse
+    total = jnp.zeros((*B, N, T), shapes.wide(dtype))
+    result = jnp.zeros((*B, T, N, Hv), dtype), Sums(softmax.begin(total), total)
+    return result if sinks is None else softmax.merge_sinks(result, sinks)
 
 
 class TiledCall(NamedTuple):

@@ -108,9 +108,8 @@ def attend(
             places = {"q_positions": q_positions, "kv_positions": heads.order}
             result = attention(q, source.key, source.value, **places, **arguments)
             if call.points is not None and (heads.same_tokens or is_shared):
-                # A sink is part of the sum over all keys, and of no pair.
-                qkv, call_of_kernel = (q, source.key, source.value), arguments | places
-                head_points.read_pairs(call.points, attention, qkv, call_of_kernel, {"sinks": None})
+                qkv = (q, source.key, source.value)
+                head_points.read_pairs(call.points, attention, qkv, arguments | places)
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)

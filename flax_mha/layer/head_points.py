@@ -13,7 +13,7 @@ from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.kernels import Capture, dot_product_attention, observe
-from flax_mha.kernels.bind import bind_call
+from flax_mha.kernels.bind import Options, bind_call
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.spec import AttentionSpec
@@ -95,20 +95,18 @@ def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, source:
 
 
 def read_pairs(
-    points: Points, attention: Any, qkv: tuple[jax.Array, Any, Any], call: Mapping[str, Any],
-    changes: Mapping[str, Any],
-) -> None:  # fmt: skip
+    points: Points, attention: Any, qkv: tuple[jax.Array, Any, Any], call: Mapping[str, Any]
+) -> None:
     """Read the mean weight of each head on each of `points.pairs`, as `pairs` by name, [N].
 
-    The weight of query i on pairs P is exp(lse(mask ∧ P) − lse(mask)), and the mean is over the
-    queries that see such a key. It is NaN if there are none.
+    The mean is over the queries that see such a key. It is NaN if there are none. A sink takes part
+    in the softmax, and is in no pair.
 
     Args:
       points: the points of the call.
       attention: the function that computes it.
       qkv: the queries [*B, T, N, H], keys [*B, T, K, H] and values [*B, T, K, Hv].
       call: the other arguments of `dot_product_attention`.
-      changes: the arguments that differ for pairs.
     """
     if not points.pairs:
         return
@@ -119,24 +117,12 @@ def read_pairs(
             f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
             f"at {points.path('attention_pairs')}; read `weights` of this layer instead"
         )
-    call = {name: x for name, x in call.items() if "dropout" not in name}
-    call |= {"kernel": "auto", "capture": Capture(("lse",)), "return_weights": False}
-
-    def lse(**changes: Any) -> jax.Array:
-        result: jax.Array = dot_product_attention(*qkv, **call | changes)[-1]["lse"]
-        return result
-
-    def mean(some: jax.Array, whole: jax.Array) -> jax.Array:
-        seen = some != -jnp.inf
-        weights = jnp.exp(jnp.where(seen, some - whole, -jnp.inf))
-        axes = (*range(some.ndim - 2), -1)
-        return weights.sum(axes) / seen.sum(axes, dtype=weights.dtype)
-
-    whole, means = lse(), {}
-    for name, pairs in points.pairs.items():
-        some = lse(mask=combine(call["mask"], pairs), **changes)
-        means[name] = sharding.auto(mean, ("heads",), some, whole)
-    points.sow("pairs", means)
+    options = {name: x for name, x in call.items() if name in Options.__annotations__}
+    q, k, _, spec = bind_call(*qkv, **options)
+    pairs: dict[str, Any] = {}
+    for name, x in points.pairs.items():
+        pairs[name] = bind_call(*qkv, **options | {"mask": combine(call["mask"], x)})[3].mask
+    points.sow("pairs", observe.weigh_pairs(q, dequantize(k), spec, pairs))
 
 
 def _attend_with_weights(

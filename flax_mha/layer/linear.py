@@ -99,7 +99,7 @@ class Linear(struct.PyTreeNode):
         """Return x·W + b."""
         x, kernel, bias = promote_dtype(x, self.kernel, self.bias, dtype=self.dtype)
         sums = _SUMS[self.contracted, len(self.features)]
-        multiply = functools.partial(jnp.einsum, sums, precision=self.precision)
+        multiply = functools.partial(shapes.einsum, sums, precision=self.precision)
         if jax.sharding.get_abstract_mesh().empty:
             return _plus(multiply(x, kernel), bias)
 
@@ -244,16 +244,18 @@ class Projection(nn.Module):
         """
         # The scope makes parameters outside of the module's methods, too.
         scope = cast(Scope, self.scope).rewound()
-        kernel_init = for_shape(self.kernel_init, len(inputs))
-        kernel = scope.param(
-            "kernel", sharding.named(kernel_init, self.names, self.partitioned),
-            (*inputs, *self.features), self.param_dtype,
-        )  # fmt: skip
-        bias = None
+
+        def param(name: str, init: Initializer, inputs: Shape, names: LogicalNames) -> jax.Array:
+            # Flax traces the initializer of a parameter in each call, to check the shape.
+            is_made = scope.has_variable("params", name)
+            init = nn.initializers.zeros if is_made else for_shape(init, len(inputs))
+            init, shape = sharding.named(init, names, self.partitioned), (*inputs, *self.features)
+            value: jax.Array = scope.param(name, init, shape, self.param_dtype)
+            return value
+
+        kernel, bias = param("kernel", self.kernel_init, inputs, self.names), None
         if self.bias_init is not None:
-            names = self.names[len(inputs) :]
-            bias_init = sharding.named(for_shape(self.bias_init, 0), names, self.partitioned)
-            bias = scope.param("bias", bias_init, self.features, self.param_dtype)
+            bias = param("bias", self.bias_init, (), self.names[len(inputs) :])
         return Linear(
             kernel, bias, self.names, self.contracted, self.rows, self.dtype, self.precision, self
         )

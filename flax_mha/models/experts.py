@@ -15,6 +15,7 @@ from jax import lax
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
+from flax_mha.kernels import loops
 from flax_mha.layer.linear import default_bias_init, default_kernel_init, for_shape, projection
 from flax_mha.models import exchange
 from flax_mha.models.feed_forward import Activation, activation
@@ -56,10 +57,10 @@ def expert_by_expert(
     def step(y: jax.Array, numbered: Any) -> tuple[jax.Array, None]:
         i, layers = numbered
         is_used = ids == i
-        return lax.cond(is_used.any(), add, lambda y, *_: y, y, x, p, is_used, layers), None
+        return loops.cond(is_used.any(), lambda: add(y, x, p, is_used, layers), lambda: y), None
 
     y = vary(jnp.zeros(x.shape, p.dtype), (x, ids, p, layers))
-    return lax.scan(step, y, (jnp.arange(len(layers[0][0])), layers))[0]
+    return loops.scan(step, y, (jnp.arange(len(layers[0][0])), layers), (x, ids, p))[0]
 
 
 def sorted_by_expert(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from flax_mha.base import private_jax
+from flax_mha.base import private_jax, trees
 from flax_mha.sharding.rules import keep_axes
 
 
@@ -61,11 +61,14 @@ def vary(x: Any, like: Any) -> Any:
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
-def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any, *args: Any) -> Any:
+def run_on_shards(
+    fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any, *args: Any, pure: bool = True
+) -> Any:
     """Return fn(*args), computed on shards along the `manual` mesh axes.
 
     `ins` and `outs` are the PartitionSpecs of the arrays and of the result. On Explicit axes, the
-    arrays are already sharded by `ins`.
+    arrays are already sharded by `ins`. fn closes over no JAX array. It is not `pure` if it calls
+    functions of the user, which may read mutable state.
     """
     mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
     if (explicit | spmd).intersection(mesh.explicit_axes):
@@ -81,6 +84,9 @@ def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any,
     shards = jax.shard_map(
         fn, axis_names=manual, in_specs=tuple(ins), out_specs=outs, check_vma=checked
     )
+    if pure and not trees.is_traced(args):
+        # Outside jit, JAX would compile each operation of each call.
+        return trees.run_once(shards, *args)
     # With other axes left, JAX 0.10 runs it only inside jit.
     shards = shards if manual == {*mesh.axis_names} else jax.jit(shards)
     return shards(*args)

@@ -11,7 +11,7 @@ from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array, At, tiles_of, whole
 from flax_mha.cache import CacheConfig, KVCache
-from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels import dot_product_attention, loops
 from flax_mha.kernels.stored import dequantize
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
@@ -143,9 +143,8 @@ class ChosenBlocks(Attention):
         together = None  # One by one, if sizes are symbolic.
         if not symbols.is_symbolic(*B, S, nq):
             together = min(nq, max(1, _SCORES // max(1, math.prod(B) * N * S)))
-        results = jax.lax.map(
-            lambda x: score(*x), (starts, jnp.moveaxis(q, -3, 0)), batch_size=together
-        )
+        each = starts, jnp.moveaxis(q, -3, 0)
+        results = loops.map_blocks(lambda x: score(*x), each, (k, mask, at), together)
         scores, visible = (jnp.moveaxis(x, 0, -2) for x in results)
         return scores, visible
 

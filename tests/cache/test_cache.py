@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flax_mha
-from flax_mha import CacheConfig, Encoder, EncoderBlock, MultiHeadAttention, cache, masks, scores
+from flax_mha import (
+    CacheConfig,
+    Capture,
+    Encoder,
+    EncoderBlock,
+    MultiHeadAttention,
+    cache,
+    dot_product_attention,
+    masks,
+    scores,
+)
 from flax_mha.cache import KVCache
 from flax_mha.masks import Causal, Lengths, Prefix, Window
 from flax_mha.positions import Rotary
@@ -284,3 +294,24 @@ def test_decode_kernel_passes_gradients_and_nan_like_reference() -> None:
     got, expected = attend("decode"), attend("reference")
     assert np.isnan(expected[1][0]).any()
     jax.tree.map(close, got, expected)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_captured_scores_of_a_prompt_are_over_the_slots(jitted: bool) -> None:
+    """A prompt of more than 64 tokens into an empty cache may skip the cache, but not here."""
+    T, S = 66, 80
+    q, k, v = (
+        jnp.asarray(np.random.default_rng(i).normal(size=(1, T, 2, 4)), "f4") for i in range(3)
+    )
+
+    def extend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        empty = KVCache.empty((1,), S, 2, 4)
+        return empty.extend(q, k, v, capture=Capture(("scores", "max_logit")))[0]
+
+    out, captured = (jax.jit(extend) if jitted else extend)(q, k, v)
+    call = {"mask": masks.Causal(), "capture": Capture(("scores", "max_logit"))}
+    want, expected = dot_product_attention(q, k, v, **call)
+    assert captured["scores"].shape == (1, 2, T, S)
+    np.testing.assert_allclose(captured["scores"][..., :T], expected["scores"], atol=1e-5)
+    np.testing.assert_allclose(captured["max_logit"], expected["max_logit"], atol=1e-5)
+    np.testing.assert_allclose(out, want, atol=1e-5)

@@ -1,5 +1,6 @@
 """NaN in one document: the outputs and gradients of another are those of finite inputs."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention
+from flax_mha import Capture, KVCache, dot_product_attention
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Segments
 from flax_mha.scores import Alibi, Score, SoftCap
 from tests.kernels.cases import KERNELS, pairs
@@ -111,6 +112,41 @@ def test_nan_changes_nothing_in_other_documents_on_meshes(kernel: str) -> None:
     mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         check(kernel, MASKS["packed"], lambda x: {"sinks": x["sinks"]}, ["sinks"], kv_heads=2)
+
+
+def test_nan_of_an_example_changes_no_gradient_of_others_with_slots_on_devices() -> None:
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    k = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, N, H)), jnp.float32)
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(k: jax.Array, sinks: jax.Array) -> jax.Array:
+        cache = KVCache.empty((B,), T, N, H).append(k, k)
+        out = cache.attend(k[:, :1], jnp.full((B, 1), T - 1), sinks=sinks)
+        return jnp.sin(out[1]).sum()
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("cache_length", "model")]):
+        (dk, dsinks), want = (
+            gradients(x, learned()["sinks"]) for x in (k.at[0, 2].set(jnp.nan), k)
+        )
+    np.testing.assert_array_equal(dk[1], want[0][1])
+    np.testing.assert_array_equal(dsinks, want[1])
+
+
+def test_nan_changes_no_gradient_of_captured_weights_in_other_documents() -> None:
+    q, k = (jnp.asarray(np.random.default_rng(i).normal(size=(1, T, N, H)), "f4") for i in (0, 1))
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2))
+    def gradients(q: jax.Array, k: jax.Array, slopes: jax.Array) -> jax.Array:
+        call: dict[str, Any] = {"mask": MASKS["packed"], "scores": (Alibi(slopes),)}
+        captured = dot_product_attention(q, k, k, capture=Capture(("weights",)), **call)[-1]
+        return jnp.sin(captured["weights"][..., D:, :]).sum()
+
+    got, want = (gradients(q, x, learned()["slopes"]) for x in (k.at[:, 2].set(jnp.nan), k))
+    for x, y in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_array_equal(x[:, D:], y[:, D:])
+    np.testing.assert_array_equal(got[2], want[2])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -35,7 +35,7 @@ from flax_mha.kernels.cudnn import edge_cases, primitives
 from flax_mha.kernels.cudnn import mask as bands
 from flax_mha.kernels.cudnn.mask import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
 from flax_mha.scores import Bias, SoftCap
 from flax_mha.sharding.shard_map import varying
 
@@ -169,13 +169,14 @@ def _attend(
     band = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), band)
     call = CudnnCall(float(scale), band.causal, band.left, is_divided, cap)
     sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32)
+    by_row = given = None
     if result is not None:
-        out, lse = result
+        out, given = result
         out = _pad(out.reshape(rows, *out.shape[-3:]), _features(dims)).astype(q.dtype)
-        result = out, lse.reshape(rows, dims.N, dims.T)
-    out, lse = edge_cases.attend(call, spec.mask is not None, q, k, v, bias, sinks, band, result)
+        by_row = out, given.lse.reshape(rows, dims.N, dims.T)
+    out, lse = edge_cases.attend(call, spec.mask is not None, q, k, v, bias, sinks, band, by_row)
     out = out[..., : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
-    return out, lse.reshape(*dims.B, dims.N, dims.T)
+    return out, Sums.of(lse.reshape(*dims.B, dims.N, dims.T), given)
 
 
 def _pad(x: jax.Array, features: int) -> jax.Array:

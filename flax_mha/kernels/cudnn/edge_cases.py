@@ -16,8 +16,10 @@ from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.mask import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
 from flax_mha.kernels.softmax import FAR, finite, lost_queries
-from flax_mha.kernels.spec import Result, name_result
+from flax_mha.kernels.spec import name_result
 
+# An output and its lse.
+Result = tuple[jax.Array, jax.Array]
 # Replaces −∞ in a bias, for which cuDNN returns NaN. jax.nn uses the same number. If all biases of
 # a row are −∞, its lse is below half of this.
 MIN_BIAS = -float(2**41)

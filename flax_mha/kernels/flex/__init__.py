@@ -27,7 +27,7 @@ from flax_mha.kernels.flex.core import Arrays, core
 from flax_mha.kernels.flex.tile import Machine
 from flax_mha.kernels.flex.traced import PRECISIONS, Traced, trace
 from flax_mha.kernels.softmax import move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tpu import heads_first
 from flax_mha.masks import EMPTY, FULL, PARTIAL
@@ -90,11 +90,11 @@ def _attend(
         at.head.reshape(-1),
     )  # fmt: skip
     if result is not None:
-        out, lse = (heads_first(x, T) for x in (result[0], shapes.by_query(result[1])))
-        result = out.astype(q.dtype), lse[..., 0]
-    out, lse = core(call, result, operands)
+        given = Sums(*(heads_first(shapes.by_query(x), T)[..., 0] for x in result[1]))
+        result = heads_first(result[0], T).astype(q.dtype), given
+    out, sums = core(call, result, operands)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
-    return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
+    return out, Sums(*(x[..., : dims.T].reshape(*dims.B, dims.N, dims.T) for x in sums))
 
 
 def _tile_states(spec: AttentionSpec, dims: Dims, plan: Plan, table: int) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax_mha.kernels import softmax
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.spec import Result, name_result
+from flax_mha.kernels.spec import Result, Sums, name_result
 
 
 class Arrays(NamedTuple):
@@ -40,27 +40,23 @@ class Arrays(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
-    """Return out [R, N, T′, Hv] and float32 lse [R, N, T′], precomputed or computed."""
+    """Return out [R, N, T′, Hv] and float32 sums [R, N, T′], precomputed or computed."""
     if result is not None:
         return result
     out, stats = _attend(call, x, x.q.dtype)
-    return out, _lse(stats)
+    return out, Sums(stats[:, :, 0], stats[:, :, 1])
 
 
 def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return call.machine.forward(call, x, dtype)
 
 
-def _lse(stats: jax.Array) -> jax.Array:
-    return softmax.minus_infinity(softmax.finish(stats[:, :, 0], stats[:, :, 1])[1])
-
-
 def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, Any]:
     if result is not None:
-        return result, (x, result[0], jnp.stack(softmax.split_lse(result[1]), 2))
+        return result, (x, result[0], jnp.stack(result[1], 2))
     # In float32, because δ must cancel with products of weights that are not rounded.
     out, stats = name_result(*_attend(call, x, jnp.float32))
-    return (out.astype(x.q.dtype), _lse(stats)), (x, out, stats)
+    return (out.astype(x.q.dtype), Sums(stats[:, :, 0], stats[:, :, 1])), (x, out, stats)
 
 
 def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Arrays]:

@@ -1,13 +1,12 @@
 """Ring attention: queries stay on their device, keys and values pass around the devices.
 
 Each of n devices holds a block of the queries and a block of the keys. In step s, device i attends
-to the keys of device i − s, while it sends them to the next device. Then it merges the results:
-
-    lse = log(exp(lse₁) + exp(lse₂));   out = exp(lse₁ − lse)·out₁ + exp(lse₂ − lse)·out₂
+to the keys of device i − s, while it sends them to the next device. Then it merges the results,
+each with the maximum score and the sum of exponentials of its keys (see `softmax.merge`).
 
 A step is skipped, without transfers, if the static parts of the mask let no device see a key in it.
 A device computes nothing in a step if all tiles of its mask are empty, static or traced. The
-backward pass goes around again, from the merged out and lse. The gradients of a block follow it,
+backward pass goes around again, from the merged out and sums. The gradients of a block follow it,
 and return home at the end. They are summed in float32, because in bfloat16 each device would round
 the sum once more. So a device holds one block and its neighbor at a time, forward and backward.
 
@@ -32,12 +31,12 @@ from flax_mha.kernels import derivatives, softmax
 from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mask_parts import conjuncts
 from flax_mha.kernels.mesh.legs import Leg, schedule
-from flax_mha.kernels.spec import AttentionSpec, Platform, Result, name_result
+from flax_mha.kernels.spec import AttentionSpec, Platform, Result, Sums, name_result
 from flax_mha.kernels.tile_plan import visible_tiles
 from flax_mha.kernels.tiles import empty_result
 from flax_mha.masks import And, Causal
 
-# A device's attention, (q, k, v, spec, result) -> (out, lse). Given a precomputed result of these
+# A device's attention, (q, k, v, spec, result) -> (out, sums). Given a precomputed result of these
 # and other keys, it returns that result, with the gradients of these keys.
 Attend = Callable[..., Result]
 
@@ -134,7 +133,7 @@ class Ring(NamedTuple):
         return fn(*args) if is_known else lax.cond(seen, fn, lambda *_: otherwise, *args)
 
     def run(
-        self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Result
+        self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Any
     ) -> tuple[Any, Any]:
         """Run state, sums = visit(step, state, blocks) in each step, while the blocks pass around.
 
@@ -177,21 +176,12 @@ def attend(
 
     q is [*B, T/n, N, H], k and v are [*B, S/n, K, ·]. `local` attends to one block of keys. The
     spec covers this device's queries and all S keys, with all coordinates. Returns out [*B, T/n, N,
-    Hv] and lse [*B, N, T/n].
+    Hv] and sums [*B, N, T/n].
     """
     q, k, v, spec = derivatives.limit("reverse", "ring", (q, k, v, spec))
     arrays, static = partition(spec.replace(sinks=None), is_array)
-    out, lse = _core(ring, local, static, q, k, v, arrays)
-    if spec.sinks is not None:
-        # Without queries that see NaN, so that they do not reach the gradient of the sinks.
-        lost = jnp.isnan(lse)
-        of_rows, part = shapes.by_query(lost), jnp.where(lost, 0.0, lse)
-        total = jnp.logaddexp(part, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
-        scaled = jnp.where(of_rows, 0.0, out.astype(lse.dtype))
-        scaled *= shapes.by_query(jnp.exp(part - total))
-        scaled = _zero_empty(lse, scaled.astype(out.dtype))
-        out, lse = jnp.where(of_rows, out, scaled), jnp.where(lost, lse, total)
-    return out, lse
+    result = _core(ring, local, static, q, k, v, arrays)
+    return result if spec.sinks is None else softmax.merge_sinks(result, spec.sinks)
 
 
 def explain(
@@ -212,41 +202,39 @@ def _core(
     dims = shapes.Dims.of(q, k, v)
     spec = combine(arrays, static_leaves)
 
-    def visit(step: Any, merged: Result, blocks: Result) -> tuple[Result, tuple[()]]:
+    def visit(step: Any, merged: Result, blocks: Any) -> tuple[Result, tuple[()]]:
         def attend_visible(k: jax.Array, v: jax.Array) -> Result:
             block = ring.cut(spec, dims.S, ring.source(step) * dims.S)
             return softmax.merge(merged, local(q, k, v, ring.spec_at(block, step)))
 
         return ring.where_seen(step, spec, dims, attend_visible, merged, *blocks), ()
 
-    out, lse = empty_result(dims, shapes.wide(q.dtype), None)
-    (out, lse), _ = ring.run(ring.steps, visit, (out, lse), (k, v))
-    return out.astype(q.dtype), lse
-
-
-def _zero_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
-    """Set x [*B, T, N, ·] to 0 for fully masked queries, because 0·NaN is NaN."""
-    return jnp.where(shapes.by_query(lse) == -jnp.inf, 0.0, x)
+    empty = empty_result(dims, shapes.wide(q.dtype), None)
+    (out, sums), _ = ring.run(ring.steps, visit, empty, (k, v))
+    return out.astype(q.dtype), sums
 
 
 def _forward(ring: Ring, local: Attend, static_leaves: Any, *primals: Any) -> tuple[Result, Any]:
     q, k, v, arrays = jax.tree.map(lambda x: x.value, primals)
-    out, lse = name_result(*_core(ring, local, static_leaves, q, k, v, arrays))
-    return (out, lse), (q, k, v, arrays, out, lse)
+    out, sums = name_result(*_core(ring, local, static_leaves, q, k, v, arrays))
+    return (out, sums), (q, k, v, arrays, out, sums)
 
 
 def _backward(
     ring: Ring, local: Attend, static_leaves: Any, residuals: Any, cotangents: Result
 ) -> tuple[Any, ...]:
-    q, k, v, arrays, out, lse = residuals
-    # Leave out an lse without a cotangent: its gradient may take another pass of the kernel.
-    is_used = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in cotangents]
-    dout = _zero_empty(lse, cotangents[0]) if is_used[0] else jnp.zeros_like(out)
-    douts = (dout, jnp.where(lse == -jnp.inf, 0.0, cotangents[1])) if is_used[1] else (dout,)
-    dims, acc = shapes.Dims.of(q, k, v), lse.dtype
+    q, k, v, arrays, out, whole = residuals
+    # Leave out sums without a cotangent: their gradient may take another pass of the kernel.
+    dout, (_, dtotal) = cotangents
+    is_zero = [isinstance(x, jax.custom_derivatives.SymbolicZero) for x in (dout, dtotal)]
+    dout = jnp.zeros_like(out) if is_zero[0] else softmax.zero_empty(whole, dout)
+    douts: tuple[Any, ...] = (dout,)
+    if not is_zero[1]:
+        douts += (Sums(jnp.zeros_like(dtotal), jnp.where(whole.total == 0, 0.0, dtotal)),)
+    dims, acc = shapes.Dims.of(q, k, v), whole.total.dtype
     leaves, others = partition(arrays, is_inexact)
 
-    def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
+    def visit(step: Any, sums: Any, blocks: Any) -> tuple[Any, Result]:
         start = ring.source(step) * dims.S
         learned, static = (
             ring.cut(x, dims.S, start) for x in (leaves, combine(others, static_leaves))
@@ -254,7 +242,7 @@ def _backward(
 
         def block(q: jax.Array, k: jax.Array, v: jax.Array, learned: Any) -> Any:
             spec = ring.spec_at(combine(learned, static), step)
-            return local(q, k, v, spec, (out, lse))[: len(douts)]
+            return local(q, k, v, spec, (out, whole))[: len(douts)]
 
         def attend_visible(k: jax.Array, v: jax.Array) -> Any:
             dq, dk, dv, dlearned = jax.vjp(block, q, k, v, learned)[1](douts)

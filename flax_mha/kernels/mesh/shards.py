@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import sharding
-from flax_mha.base.coordinates import ScoreArray, is_score_array, whole
+from flax_mha.base.coordinates import ScoreArray, is_score_array, map_score_arrays, whole
 from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels import choose
@@ -24,13 +24,13 @@ from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mesh import ring, slots
 from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.mesh.strategies import pick_strategy, refusals
-from flax_mha.kernels.spec import AttentionSpec, Platform, Result
+from flax_mha.kernels.spec import AttentionSpec, Platform, Result, Sums
 from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import layout, rules, shard_map
 from flax_mha.sharding.order import piece_size
 from flax_mha.sharding.rules import pack_entry, unpack_entry
 
-_LSE = ("batch", "heads", "length")
+_SUMS: Any = ("batch", "heads", "length")
 
 
 class Division(NamedTuple):
@@ -117,8 +117,8 @@ class Division(NamedTuple):
         """Return the PartitionSpec of queries and outputs [*B, T, N, H]."""
         return P(*self.batch, self.length, self.heads, None)
 
-    def over_lse(self) -> P:
-        """Return the PartitionSpec of the lse [*B, N, T]."""
+    def over_sums(self) -> P:
+        """Return the PartitionSpec of the sums [*B, N, T]."""
         return P(*self.batch, self.heads, self.length)
 
     def over_scores(self, shape: tuple[int, ...]) -> P:
@@ -144,7 +144,7 @@ def run(
     if _is_empty(q, k):
         # XLA does not support empty shards.
         attend = functools.partial(choose.run, name, current_platform())
-        return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
+        return sharding.auto(attend, (sharding.HEADS, Sums(_SUMS, _SUMS)), q, k, v, spec)
     dims = Dims.of(q, k, v)
     strategy = pick_strategy(kernel, spec.normalizer, division, dims)
     platform = current_platform(division.manual)
@@ -153,11 +153,13 @@ def run(
         attend = functools.partial(slots.attend, division.slots, attend)
     divided = division.inside(strategy, dims)
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
-    outs = divided.over_queries(), divided.over_lse()
-    out, lse = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args)
+    outs = divided.over_queries(), divided.over_sums()
+    pure = not spec.user_types()
+    out, sums = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args, pure=pure)
     out = layout.reshard(out, division.over_queries())
-    lse = layout.reshard(lse, division.over_lse())
-    return sharding.constrain(out, sharding.HEADS), sharding.constrain(lse, _LSE)
+    sums = (layout.reshard(x, division.over_sums()) for x in sums)
+    sums = Sums(*(sharding.constrain(x, _SUMS) for x in sums))
+    return sharding.constrain(out, sharding.HEADS), sums
 
 
 def explain(
@@ -209,7 +211,11 @@ def _shard_call(
     sinks = spec.sinks
     by_key = by_ring or division.slots is not None
     spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_key)
-    arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_key), division)
+    spec = _add_positions(spec, dims, division, by_key)
+    if not isinstance(q, jax.core.Tracer):
+        # Outside jit, positions and lengths of other values are no other program.
+        spec = map_score_arrays(jnp.asarray, spec)
+    arrays, axes, static = _split_spec(spec, division)
 
     dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
 

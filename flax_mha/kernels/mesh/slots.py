@@ -1,8 +1,8 @@
 """Attention to a cache whose slots are sharded: each device attends to its own, and all merge.
 
-With outᵢ and lseᵢ of the slots of device i, and m = maxᵢ lseᵢ:
+With outᵢ, topᵢ and totalᵢ of the slots of device i (see `Sums`), and top = maxᵢ topᵢ:
 
-    total = Σ exp(lseᵢ − m);   out = Σ exp(lseᵢ − m)·outᵢ / total;   lse = m + log(total)
+    cᵢ = totalᵢ·exp(topᵢ − top);   total = Σ cᵢ;   out = Σ cᵢ·outᵢ / total
 
 The devices send B·T·N·(Hv + 2) numbers, whatever the size of the cache.
 
@@ -19,7 +19,7 @@ from jax import lax
 from flax_mha.base import shapes
 from flax_mha.kernels import softmax
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.kernels.spec import AttentionSpec, Result, Sums
 
 
 def attend(
@@ -34,14 +34,11 @@ def attend(
             f"normalizer must be 'softmax' to merge the slots of several devices, got "
             f"{spec.normalizer!r}; leave out the rule for 'cache_length'"
         )
-    out, lse = local(q, k, v, spec.replace(sinks=None))
-    own_top, weight = softmax.split_lse(lse)
-    top = lax.pmax(lax.stop_gradient(own_top), axes)
-    weight *= jnp.exp(own_top - top)
-    out, total = lax.psum((out.astype(lse.dtype) * shapes.by_query(weight), weight), axes)
+    out, own = local(q, k, v, spec.replace(sinks=None))
+    top = lax.pmax(lax.stop_gradient(own.top), axes)
+    weight = own.total * jnp.exp(own.top - top)
+    out, total = lax.psum((out.astype(top.dtype) * shapes.by_query(weight), weight), axes)
+    out, sums = out / shapes.by_query(softmax.divisor(total)), Sums(top, total)
     if spec.sinks is not None:
-        before, sinks = top, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim)
-        top, total = softmax.add_sink(sinks, top, total)
-        out *= shapes.by_query(jnp.exp(before - top))
-    divisor, lse = softmax.finish(top, total)
-    return (out / shapes.by_query(divisor)).astype(q.dtype), softmax.minus_infinity(lse)
+        out, sums = softmax.merge_sinks((out, sums), spec.sinks)
+    return out.astype(q.dtype), sums

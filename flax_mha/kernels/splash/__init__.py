@@ -24,7 +24,7 @@ from flax_mha.base import shapes, trees
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import softmax, tpu
 from flax_mha.kernels.softmax import finite, nan_flag
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, name_result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Sums, name_result
 from flax_mha.kernels.splash import mask
 from flax_mha.kernels.splash.mask import Blocks, SplashMasks
 from flax_mha.scores import SoftCap
@@ -71,7 +71,7 @@ def _check_features(spec: AttentionSpec) -> str | None:
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, masks: SplashMasks,
     blocks: Blocks,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, Sums]:  # fmt: skip
     """Compute attention, with first derivatives only."""
     dims = shapes.Dims.of(q, k, v)
     if spec.mask is not None:
@@ -97,7 +97,7 @@ def _attend(
     out, lse = _attend_groups(tuple(calls), masks.heads, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
-    return out, jnp.where(lse <= _MIN_SINK, -jnp.inf, lse)
+    return out, Sums.of(jnp.where(lse <= _MIN_SINK, -jnp.inf, lse))
 
 
 def _scale(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
@@ -224,10 +224,11 @@ def _gradients(
     result: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Return the gradients of q, k, v and sinks, for one row of the batch."""
-    out, lse = result
+    (out, lse), (dout, dlse) = result, cotangents
     # Zero the cotangents of fully masked queries, also without a sink of the call.
     total = jnp.where(lse <= _MIN_SINK, 0.0, 1.0)
-    dout, lse, share, delta = softmax.gradient_inputs(out, total != 0, lse, total, *cotangents)
+    inputs = out, total != 0, lse, total, dout, Sums(lse, dlse)
+    dout, lse, share, delta = softmax.gradient_inputs(*inputs)
     if call.guarded:
         # Masked gradients are 0, so their factors must be finite. A visible NaN is in the share.
         q, k = finite(q), finite(k)

@@ -1,0 +1,218 @@
+"""Eager calls: the second call, with other values of the same shapes, compiles nothing.
+
+JAX compiles a loop or a branch anew at each call if its function is made in the call, and keeps all
+programs in memory.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import flax_mha.nnx
+from flax_mha import (
+    Capture,
+    Decoder,
+    DecoderBlock,
+    KVCache,
+    LanguageModel,
+    MultiHeadAttention,
+    analysis,
+    dot_product_attention,
+    generate,
+    masks,
+    models,
+    positions,
+    scores,
+    sharding,
+    variants,
+)
+
+_seeds = itertools.count()
+_compiled: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: _compiled.append(event) if "backend_compile" in event else None
+)
+
+
+def compilations(call: Callable[[], Any], times: int = 1) -> int:
+    """Return the number of compilations of calls after the second."""
+    for _ in range(2):
+        jax.block_until_ready(call())
+    _compiled.clear()
+    for _ in range(times):
+        jax.block_until_ready(call())
+    return len(_compiled)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(next(_seeds)).normal(size=shape), jnp.float32)
+
+
+def integers(*shape: int, most: int = 8) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(next(_seeds)).integers(1, most, shape), jnp.int32)
+
+
+def attend(T: int = 8, **options: Any) -> Callable[[], Any]:
+    """Return a call of attention. Options that are functions make a new value in each call."""
+
+    def call() -> Any:
+        made = {name: x() if callable(x) else x for name, x in options.items()}
+        qkv = normal(2, T, 4, 8), normal(2, T, 2, 8), normal(2, T, 2, 8)
+        return dot_product_attention(*qkv, **made)
+
+    return call
+
+
+def lower_triangle(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return j <= i
+
+
+def cache(**options: Any) -> KVCache:
+    return KVCache.empty((2,), 96, 2, 8, **options).append(normal(2, 5, 2, 8), normal(2, 5, 2, 8))
+
+
+def extend(T: int, **options: Any) -> Any:
+    made = normal(2, T, 4, 8), normal(2, T, 2, 8), normal(2, T, 2, 8)
+    return cache(**options).extend(*made, integers(2, most=T + 1))
+
+
+CAUSAL, FINE = masks.Causal(), Capture(("weights", "scores", "lse", "entropy", "max_logit"))
+CALLS: dict[str, Callable[[], Any]] = {
+    "decode": attend(kernel="decode", mask=lambda: masks.Lengths(integers(2))),
+    "capture": attend(mask=CAUSAL, capture=FINE),
+    "extend by a token": lambda: extend(1),
+}
+MORE: dict[str, Callable[[], Any]] = {
+    "bias": attend(bias=lambda: normal(1, 4, 8, 8), return_weights=True),
+    "scores": attend(scores=(scores.Alibi(), scores.SoftCap(5.0)), sinks=lambda: normal(4)),
+    "dropout": attend(dropout_rate=0.5, dropout_rng=lambda: jax.random.key(next(_seeds))),
+    "table": attend(mask=lambda: normal(2, 1, 8, 8) > 0, return_residuals=True),
+    "positions": attend(mask=CAUSAL, q_positions=lambda: integers(8)),
+    "gradients": lambda: jax.grad(
+        lambda q, k: dot_product_attention(q, k, k, mask=CAUSAL, kernel="decode").sum(), (0, 1)
+    )(normal(2, 8, 4, 8), normal(2, 8, 4, 8)),
+    "long": attend(300, mask=CAUSAL, kernel="blockwise"),
+    "long checkpointed": attend(300, mask=CAUSAL, kernel="checkpointed"),
+    "long user-defined": attend(300, mask=masks.Predicate(lower_triangle), kernel="checkpointed"),
+    "long capture": attend(600, mask=CAUSAL, capture=Capture(("entropy", "max_logit"))),
+    "user-defined mask": attend(300, mask=masks.Predicate(lower_triangle)),
+    "extend int8": lambda: extend(1, dtype=jnp.int8),
+    "extend by a prompt": lambda: extend(70),
+    "extend a ring buffer": lambda: extend(1, window=16),
+    "fork": lambda: cache().fork(integers(3, most=2)),
+    "truncate": lambda: cache().truncate(integers(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_attention_compile_nothing_again(name: str) -> None:
+    assert compilations(CALLS[name]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_calls_compile_nothing_again(name: str) -> None:
+    assert compilations(MORE[name]) == 0
+
+
+LAYERS: dict[str, MultiHeadAttention] = {
+    "layer": MultiHeadAttention(4, num_kv_heads=2, rotary=positions.Rotary()),
+    "Forgetting": variants.ForgettingAttention(4),
+    "Differential": variants.DifferentialAttention(4),
+    "TalkingHeads": variants.TalkingHeadsAttention(4),
+    "Latent": variants.MultiHeadLatentAttention(
+        4, kv_rank=4, rope_dim=4, rotary=positions.Rotary()
+    ),
+    "ChosenBlocks": variants.ChosenBlocksAttention(4, block=4, count=2),
+}
+
+
+def steps(layer: MultiHeadAttention, D: int = 16) -> Callable[[], Any]:
+    """Return a decoding step of a layer."""
+    layer = layer.clone(decode=True)
+    variables = layer.init(jax.random.key(0), normal(2, 80, D))
+    held = [variables["cache"]]
+
+    def step() -> Any:
+        state = {"params": variables["params"], "cache": held[0]}
+        out, new = layer.apply(state, normal(2, 1, D), mutable="cache")
+        held[0] = new["cache"]
+        return out
+
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*LAYERS][:1])
+def test_sixty_steps_compile_nothing(name: str) -> None:
+    assert compilations(steps(LAYERS[name]), times=60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*LAYERS][1:])
+def test_steps_of_variants_compile_nothing(name: str) -> None:
+    layer = LAYERS[name]
+    variables = layer.init(jax.random.key(0), normal(2, 8, 16))
+    assert compilations(lambda: layer.apply(variables, normal(2, 8, 16), mask=CAUSAL)) == 0
+    assert compilations(steps(layer)) == 0
+
+
+def test_an_nnx_layer_compiles_nothing_again() -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0))
+
+    def begin() -> Any:
+        layer.init_cache((2, 64, 16))
+        return layer(normal(2, 3, 16), decode=True)
+
+    assert compilations(begin) == 0
+    assert compilations(lambda: layer(normal(2, 1, 16), decode=True)) == 0
+
+
+@pytest.mark.slow
+def test_models_and_their_analysis_compile_nothing_again() -> None:
+    block = DecoderBlock(LAYERS["layer"], mlp_dim=8)
+    model = LanguageModel(models.TokenEmbedding(8, 16), Decoder(2, block))
+    variables = model.init(jax.random.key(0), integers(2, 6))
+    watch = Capture(("q", "z", "result", "scores", "resid_post"))
+    for call in (
+        lambda: generate(model, variables, integers(2, 4), max_new_tokens=3),
+        lambda: analysis.detect(model, variables, integers(2, 6)),
+        lambda: analysis.watch(model, watch).apply(
+            variables, integers(2, 6), mutable="intermediates"
+        ),
+    ):
+        assert compilations(call) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_compiles_nothing_again(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    layer, heads = (
+        MultiHeadAttention(4),
+        (("batch", "data"), ("heads", "model"), ("kv_heads", "model")),
+    )
+    variables = layer.init(jax.random.key(0), normal(2, 8, 16))
+    calls: list[tuple[Any, Callable[[], Any]]] = [
+        (heads, lambda: layer.apply(variables, normal(2, 8, 16))),
+        (heads, steps(layer)),
+        ((("batch", "data"), ("cache_length", "model")), steps(layer)),
+        (heads, lambda: sharding.constrain(normal(2, 8, 4, 8), sharding.HEADS)),
+    ]
+    rules = (("length", "model"), ("batch", "data"))
+    for name in ("ring", "ulysses", "all_gather"):
+        calls.append(
+            (rules, lambda name=name: layer.clone(kernel=name).apply(variables, normal(2, 8, 16)))
+        )
+    for axes, call in calls:
+        with jax.set_mesh(mesh), nn.logical_axis_rules(axes):
+            assert compilations(call) == 0

@@ -1,0 +1,151 @@
+"""Parts of a softmax, merged or captured, at scores so large that a float32 lse tells nothing.
+
+Products of small integers are exact. So each kernel has the same float32 scores, and the same
+weights as the oracle has of these scores.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from flax_mha import Capture, KVCache, MultiHeadAttention, analysis, dot_product_attention, edits
+from flax_mha.kernels.softmax import part_of_result
+from flax_mha.kernels.spec import Sums
+from tests.support import oracle
+
+RNG = np.random.default_rng(0)
+B, T, N, H = 4, 16, 4, 4
+Q, K = (RNG.integers(-1, 2, (B, T, N, H)).astype(np.float32) for _ in range(2))
+V, DOUT = (RNG.normal(size=(B, T, N, H)).astype(np.float32) for _ in range(2))
+# Rows of ordinary scores, of 1e6, all hidden by −1e9, and half hidden.
+BIAS = np.zeros((B, 1, T, T), np.float32)
+BIAS[1], BIAS[2], BIAS[3, ..., 8:] = 1e6, -1e9, -1e9
+SCORES = np.einsum("btnh,bsnh->bnts", Q, K) + BIAS
+DOUBLE = np.zeros_like(Q, np.float64)
+KERNELS: dict[str, tuple[tuple[int, int], Any]] = {
+    "reference": ((1, 1), None),
+    "blockwise": ((1, 1), None),
+    "checkpointed": ((1, 1), None),
+    "decode": ((1, 1), None),
+    "ring:reference": ((2, 1), "a"),
+    "ring:blockwise": ((4, 1), "a"),
+    "usp": ((2, 2), ("a", "b")),
+    "ulysses": ((4, 1), "a"),
+    "all_gather": ((4, 1), "a"),
+}
+
+
+def on(shape: tuple[int, int], **rules: Any) -> Any:
+    """Return contexts of a mesh of some devices with axis rules."""
+    mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    return jax.set_mesh(mesh), nn.logical_axis_rules(tuple(rules.items()))
+
+
+def close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, atol=2e-6 * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_and_strategy_has_the_weights_of_the_scores(kernel: str) -> None:
+    shape, axes = KERNELS[kernel]
+
+    def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        out, w = dot_product_attention(
+            q, k, v, bias=bias, scale=1.0, kernel=kernel, return_weights=True
+        )
+        return (out * DOUT).sum(), (out, w)
+
+    mesh, rules = on(shape, length=axes)
+    with mesh, rules:
+        fn = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
+        (_, (out, weights)), grads = fn(Q, K, V, BIAS)
+    want, _, want_weights = oracle.attention(DOUBLE, K, V, bias=SCORES)
+    close(out, want)
+    close(weights, want_weights)
+    ds = oracle.attention_gradients(DOUBLE, K, V, bias=SCORES, cotangent=DOUT)
+    close(grads[0], np.einsum("bnts,bsnh->btnh", ds.bias, K))
+    close(grads[1], np.einsum("bnts,btnh->bsnh", ds.bias, Q))
+    close(grads[2], ds.v)
+    close(grads[3], ds.bias.sum(1, keepdims=True))
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_devices_with_slots_merge_by_maxima_and_sums() -> None:
+    empty = KVCache.empty((B,), T, N, H)
+
+    def loss(q: Any, bias: Any, sinks: Any) -> Any:
+        cache = empty.append(K, V)
+        call = {"bias": bias, "scale": 1.0, "sinks": sinks}
+        out = cache.attend(q, jnp.full((B, 1), T - 1), **call)
+        return (out * DOUT[:, :1]).sum(), out
+
+    # At the level of the scores.
+    sinks = np.float32([-1e9, 1e6, 0, 1])
+    mesh, rules = on((4, 1), cache_length="a")
+    with mesh, rules:
+        fn = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+        (_, out), grads = fn(Q[:, :1], BIAS[:, :, :1], sinks)
+    call = {"bias": SCORES[:, :, :1], "sinks": sinks}
+    close(out, oracle.attention(DOUBLE[:, :1], K, V, **call)[0])
+    want = oracle.attention_gradients(DOUBLE[:, :1], K, V, cotangent=DOUT[:, :1], **call)
+    close(grads[0], np.einsum("bnts,bsnh->btnh", want.bias, K))
+    close(grads[1], want.bias.sum(1, keepdims=True))
+    close(grads[2], want.sinks)
+
+
+def test_a_kernel_with_an_lse_alone_gets_the_gradients_of_its_part() -> None:
+    """The cotangents are those of the merged result."""
+
+    def part(s: Any, v: Any) -> Any:
+        return jnp.einsum("ts,sh->th", jax.nn.softmax(s), v), Sums.of(jax.nn.logsumexp(s, -1))
+
+    def merged(s: Any, v: Any) -> Any:
+        out, sums = part(s, v)
+        return out[:, None], Sums(*(x[None] for x in sums))
+
+    s, v, dout = (jnp.asarray(RNG.normal(size=n), jnp.float32) for n in ((3, 6), (6, 2), (3, 2)))
+    whole = jax.tree.map(jax.lax.stop_gradient, merged(s, v))
+
+    def loss(s: Any, v: Any) -> Any:
+        halves = (part_of_result(merged(s[:, i : i + 3], v[i : i + 3]), whole) for i in (0, 3))
+        return sum((out[:, 0] * dout).sum() + (1 + sums.lse).sum() for out, sums in halves)
+
+    def expected(s: Any, v: Any) -> Any:
+        out, sums = part(s, v)
+        return (out * dout).sum() + sums.lse.sum()
+
+    want = jax.jit(jax.grad(expected, (0, 1)))(s, v)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-5), jax.grad(loss, (0, 1))(s, v), want
+    )
+
+
+def test_captured_weights_sum_to_one_and_an_edit_that_keeps_them_changes_nothing() -> None:
+    layer = MultiHeadAttention(2, capture=Capture(("weights",)))
+    x = jnp.asarray(RNG.normal(size=(2, 6, 8)), jnp.float32)
+    variables = layer.init(jax.random.key(0), x)
+    bias = BIAS[1:3, :, :6, :6]
+    out, sown = layer.apply(variables, x, bias=bias, mutable="intermediates")
+    weights = sown["intermediates"]["attention_weights"][0]
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+    edited = edits.attach(layer, variables, {"attention_weights": edits.Edit(keep=1)}, x)
+    same = layer.apply(edited, x, bias=bias, mutable="intermediates")[0]
+    np.testing.assert_allclose(same, out, atol=1e-6)
+
+
+def test_detected_weights_are_shares_of_one() -> None:
+    layer = MultiHeadAttention(2)
+    x = jnp.asarray(RNG.normal(size=(1, 6, 8)), jnp.float32)
+    variables = layer.init(jax.random.key(0), x)
+    pairs = {"all": np.ones((6, 6), bool), "first half": np.arange(6)[None] < 3}
+    pairs["first half"] = np.broadcast_to(pairs["first half"], (6, 6))
+    found = analysis.detect(layer, variables, x, bias=jnp.full((1, 1, 6, 6), -1e9), pairs=pairs)
+    np.testing.assert_allclose(found[""]["all"], 1, rtol=1e-6)
+    np.testing.assert_allclose(found[""]["first half"], 0.5, rtol=1e-6)
