@@ -12,12 +12,11 @@ from flax import nnx
 from flax.core import FrozenDict
 from flax.typing import Dtype, Initializer
 
-from flax_mha import linen, masks, sharding
+from flax_mha import linen, masks
 from flax_mha.base import checks
 from flax_mha.base.arguments import check_known, described_as, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
-from flax_mha.cache.storage import map_by_names
 from flax_mha.layer import core
 from flax_mha.layer.edits import Edit, Edits
 from flax_mha.layer.linear import Linear, answer
@@ -366,10 +365,8 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             x = jnp.zeros(shape, self.param_dtype)
             return self.compute(self._parameters(), x, None, None, Call(), config).cache
 
-        def zeros(x: Any, names: LogicalNames) -> jax.Array:
-            return sharding.constrain(jnp.zeros(x.shape, x.dtype), names)
-
-        self.kv = map_by_names(zeros, jax.eval_shape(empty))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(empty))
+        self.kv = collection.constrain_cache(zeros)
 
     def set_view(
         self,

@@ -63,7 +63,7 @@ from flax_mha import plain
 from flax_mha.layer import core
 params = plain.init(jax.random.key(0), 8, 2)
 x = qkv[0].reshape(2, T, 8)
-out = jax.jit(lambda x: plain.apply(params, x, core.Settings(), mask=masks.Causal()))(x)
+out = jax.jit(lambda x: plain.apply(params, x, core.Settings(2), mask=masks.Causal()))(x)
 tree = {name: {"kernel": p} for name, p in params.items()}
 tree["out"]["kernel"] = jnp.moveaxis(params["out"], 0, -1)
 layer = flax_mha.MultiHeadAttention(2, use_bias=False)
