@@ -227,13 +227,15 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
     sink, top, total = tiles.add_sinks(plan, sinks, top, total)
     dout, top, share, delta = softmax.gradient_inputs(out, has_keys, top, total, *cotangents)
     dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
-    if spec.mask is not None:
-        k, v, (q, share) = finite(k), finite(v), softmax.move_nan_to_queries(q, top, share)
     stats = jnp.stack([top, share, delta], -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        r, *queries, k, v = x
-        (q, dout, stats), (k, v) = (split_blocks(plan, x) for x in queries), split_tiles(plan, k, v)
+        r, q, dout, stats, k, v = x
+        if spec.mask is not None:
+            # Here, because guards of all rows at once would be copies of all inputs.
+            k, v, (q, stats) = finite(k), finite(v), softmax.move_nan_to_queries(q, stats)
+        q, dout, stats = (split_blocks(plan, x) for x in (q, dout, stats))
+        k, v = split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
         # Masked gradients are 0, so their factors must be finite: 0·NaN is NaN.
         factor_q = q if spec.mask is None else finite(q)

@@ -217,12 +217,13 @@ def lost_queries(
     return jnp.isnan(lse + 0 * size), size != 0
 
 
-def move_nan_to_queries(
-    q: jax.Array, top: jax.Array, share: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Move NaN of `gradient_inputs` to the queries [..., H], where the mask can hide it."""
-    q = jnp.where((top == FAR)[..., None], (0 * share)[..., None].astype(q.dtype), q)
-    return q, jnp.where(jnp.isnan(share), 1.0, share)
+def move_nan_to_queries(q: jax.Array, stats: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Move NaN of a share to its query [..., H], where the mask can hide it.
+
+    stats are top, share and δ as `gradient_inputs` returns them, stacked [..., 3].
+    """
+    q = jnp.where(stats[..., :1] == FAR, (0 * stats[..., 1:2]).astype(q.dtype), q)
+    return q, jnp.where(jnp.isnan(stats), 1.0, stats)
 
 
 def weights(s: jax.Array, top: jax.Array, share: jax.Array, guarded: bool = False) -> jax.Array:

@@ -143,18 +143,6 @@ def test_package_does_not_import_experiments_or_assert(path: Path) -> None:
         assert not isinstance(node, ast.Assert)
 
 
-def test_functions_stay_small() -> None:
-    others = (path for name in ("experiments", "tests") for path in (ROOT / name).rglob("*.py"))
-    for path in [*FILES, *sorted(others)]:
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                doc = ast.get_docstring(node, clean=False) or ""
-                lines = node.end_lineno - node.lineno + 1 - doc.count("\n")
-                reason = "# Over 60 lines:" in (ast.get_source_segment(text, node) or "")
-                assert lines <= 60 or reason, f"{path}: {node.name} has {lines} lines"
-
-
 def test_import_loads_only_core_dependencies() -> None:
     """The layer needs only jax, flax and chex."""
     code = (
