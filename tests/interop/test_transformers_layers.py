@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra families")
 import transformers as hf  # noqa: E402
 
 from flax_mha import MultiHeadAttention, QKNorm, masks, positions  # noqa: E402
+from flax_mha.cache import sources  # noqa: E402
 from flax_mha.layer import core, heads  # noqa: E402
 from flax_mha.positions import Rotary  # noqa: E402
 from tests.interop.by_hand import (  # noqa: E402
@@ -66,6 +67,7 @@ class Gemma3n(MultiHeadAttention):
     def compute(
         self, p: Any, x_q: jax.Array, x_k: Any, x_v: Any, call: Any, cache: Any
     ) -> core.Output:
+        x_k, x_v = sources.projected(x_q, x_k, x_v, cache)
         q, k, v, *_ = heads.project(p, x_q, x_k, x_v)
         v = v if v is None else nn.RMSNorm(use_scale=False)(v)
         q, k = heads.norm(p, q, k)

@@ -36,19 +36,10 @@ CROSS = DecoderBlock(LAYER, 16, cross_attention=PLAIN)
 BLOCK = EncoderBlock(LAYER, 16)
 
 
-class Heads(nn.Module):
-    """A layer with separate inputs for the values."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, y: jax.Array, **call: Any) -> jax.Array:
-        return MultiHeadAttention(2, num_kv_heads=1)(x, x, y, **call)
-
-
 MEMORIES = {"memory_lengths": MEMORY}
 # The module, its inputs, the bools of their real tokens, and further arguments.
 MODULES: dict[str, tuple[nn.Module, tuple, tuple, dict[str, Any]]] = {
     "self": (LAYER, (X,), (REAL,), {}),
-    "values": (Heads(), (X, X[::-1]), (REAL, REAL), {}),
     "ordered": (LAYER, (X,), (LENGTHS[:, None] > ORDER,), {"order": ORDER}),
     "cross": (PLAIN, (X, Y), (REAL, np.ones_like(SEEN)), {"mask": masks.Lengths(MEMORY)}),
     "block": (BLOCK, (X,), (REAL,), {}),
