@@ -88,8 +88,10 @@ def _backward(platform: str, residuals: Any, cotangents: Result) -> Any:
     args, total = residuals
 
     def recompute(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Any:
-        out, sums = reference.attend(q, dequantize(k), dequantize(v), spec)
-        return out, sums.lse
+        out, (top, total) = reference.attend(q, dequantize(k), dequantize(v), spec)
+        # An lse, 0 without keys: `jax_debug_infs` would report −∞.
+        has_keys = total > 0
+        return out, jnp.where(has_keys, top + jnp.log(jnp.where(has_keys, total, 1.0)), 0.0)
 
     # The recomputed maximum may differ in its last digits, so the cotangent is that of the lse.
     return jax.vjp(recompute, *args)[1]((cotangents[0], cotangents[1].total * total))
