@@ -26,9 +26,10 @@ if importlib.util.find_spec("jax_cuda13_plugin") and not Path("/dev/nvidiactl").
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The seed of examples is TEST_DRAW, which `tests/conftest.py` hands to hypothesis. No example of an
-# earlier run is stored, and no limit is of time: the same draw fails again.
+# earlier run is stored, and no limit is of time: the same draw fails again. On CI machines,
+# hypothesis would take one seed for ever.
 settings.register_profile(
-    "drawn", database=None, print_blob=True, deadline=None, max_examples=25,
+    "drawn", derandomize=False, database=None, print_blob=True, deadline=None, max_examples=25,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 settings.load_profile("drawn")
