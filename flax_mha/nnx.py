@@ -19,7 +19,7 @@ from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
 from flax_mha.layer import core
 from flax_mha.layer.edits import Edit, Edits
-from flax_mha.layer.linear import Linear, answer
+from flax_mha.layer.linear import Linear
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
 from flax_mha.layer.points import Points
 from flax_mha.layer.settings import ZEROS, Call, CallOptions
@@ -112,7 +112,7 @@ def _is_field(x: Any) -> bool:
 
 
 class Projection(Module, nnx.LinearGeneral):
-    """Flax's `nnx.LinearGeneral`, which the layer may compute together with others.
+    """Flax's `nnx.LinearGeneral`, on any mesh.
 
     Attributes:
       names: logical names of the kernel's axes.
@@ -126,7 +126,7 @@ class Projection(Module, nnx.LinearGeneral):
         """Map [*B, T, *in] to [*B, T, *features]."""
         if out_sharding is not None:
             return super().__call__(inputs, out_sharding)
-        return answer(self, inputs, self._weights)
+        return self._weights().product(inputs)
 
     # Not public, or `nnx.tabulate` would take it for a call.
     def _weights(self) -> Linear:

@@ -1,6 +1,6 @@
 """From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,6 @@ from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig, KVCache, Memory
 from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source
 from flax_mha.layer import padding
-from flax_mha.layer.linear import Linear, fused
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions import Axial, Rotation
 
@@ -27,7 +26,6 @@ class Heads(NamedTuple):
       gate: the factor of the heads' outputs, before the sigmoid, or None.
       order: the place of each token in the sequence, as `Call.order`.
       same_tokens: True if keys and queries are of the same tokens.
-      beside: the outputs of other projections that were computed in the same product.
       kept: a function from k and v to those that a cache keeps (default: the same). Reads and edits
         are of k and v.
     """
@@ -38,18 +36,16 @@ class Heads(NamedTuple):
     gate: jax.Array | None = None
     order: Array | None = None
     same_tokens: bool = True
-    beside: tuple[jax.Array, ...] = ()
     kept: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
 
 def project_heads(
     p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: Source, beside: Sequence[Linear] = (),
+    x_v: jax.Array | None, call: Call, cache: Source,
 ) -> Heads:  # fmt: skip
     """Return queries, keys and values of the heads: the first half of `core.attention`.
 
-    Arguments are as in `core.attention`, and `beside`: more projections of x_q, each to [N, ·], to
-    compute in the same product.
+    Arguments are as in `core.attention`.
     """
     if isinstance(cache, NewMemory):
         cache = cache.replaced
@@ -64,7 +60,13 @@ def project_heads(
     if is_self_attention:
         x_k = x_v = x_q
     with jax.named_scope("project"):  # These names are what profiles show.
-        q, k, v, gate, products = project(p, x_q, x_k, x_v, beside)
+        # First keys and values: on a mesh that shards the heads of queries alone, XLA sums the
+        # gradients of queries and gates over devices at once only if no other stands between them.
+        k = v = None
+        if "key" in p and x_k is not None and x_v is not None:
+            k, v = p["key"](x_k), p["value"](x_v)
+        q = p["query"](x_q)
+        gate = p["output_gate"](x_q) if "output_gate" in p else None
     norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary
     if "query_ln" in p and not norms_after:
         q, k = norm(p, q, k)
@@ -73,32 +75,7 @@ def project_heads(
             q, k = turn(settings.rotary, q, k, call.positions, order, cache, same_tokens)
     if "query_ln" in p and norms_after:
         q, k = norm(p, q, k)
-    return Heads(q, k, v, gate, order, same_tokens, products)
-
-
-def project(
-    p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-    beside: Sequence[Linear] = (),
-) -> tuple[jax.Array, Any, Any, jax.Array | None, tuple[jax.Array, ...]]:  # fmt: skip
-    """Return queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], gates, and `beside`.
-
-    Without x_k there are no keys and values. Projections of the same array share a product if they
-    can, which changes the speed and no result.
-    """
-    gates = [p["output_gate"]] if "output_gate" in p else []
-    of_q = (p["query"], *beside, *gates)
-    k: jax.Array | None = None
-    v: jax.Array | None = None
-    if "key" not in p or x_k is None or x_v is None:
-        products = fused(x_q, of_q)
-    elif x_q is x_k is x_v:
-        *products, k, v = fused(x_q, (*of_q, p["key"], p["value"]))
-    else:
-        products = fused(x_q, of_q)
-        pair = (p["key"], p["value"])
-        k, v = fused(x_k, pair) if x_k is x_v else (pair[0](x_k), pair[1](x_v))
-    gate = products.pop() if gates else None
-    return products[0], k, v, gate, tuple(products[1:])
+    return Heads(q, k, v, gate, order, same_tokens)
 
 
 def norm(p: Mapping[str, Any], q: jax.Array, k: Any) -> tuple[jax.Array, Any]:

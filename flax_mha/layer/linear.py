@@ -1,11 +1,8 @@
-"""Linear maps: their parameters in linen, and several of them as one product."""
+"""Linear maps, on any mesh, and their parameters in linen."""
 
-import contextvars
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -19,8 +16,7 @@ from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.base.shapes import Shape
 from flax_mha.sharding import LogicalNames
-from flax_mha.sharding.rules import unpack_entry
-from flax_mha.sharding.tensor_parallel import column_parallel, gather_all, gathered, row_parallel
+from flax_mha.sharding.tensor_parallel import column_parallel, gather_kernel, gathered, row_parallel
 
 default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
@@ -66,34 +62,22 @@ class Linear(struct.PyTreeNode):
         return self.rows + gathered(self.names[self.contracted :])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [*B, T, *in] to [*B, T, *features], by a call of the submodule if there is one."""
-        return self.product(x) if self.module is None else self.show(x, None)
-
-    def show(self, x: jax.Array, y: jax.Array | None) -> jax.Array:
-        """Return the submodule's output for x, so that interceptors and captures see the call.
-
-        Args:
-          x: the inputs [*B, T, *in].
-          y: the product of x, or None to compute it.
+        """Return x·W + b [*B, T, *features], by a call of the submodule if there is one.
 
         Raises:
           ValueError: if an interceptor changes the output's shape.
         """
-        if self.module is None and y is not None:
-            return y
-        token = _CALLED.set(_Called(self, x, y))
-        try:
-            out: jax.Array = self.module(x)
-        finally:
-            _CALLED.reset(token)
+        if self.module is None:
+            return self.product(x)
+        y: jax.Array = self.module(x)
         if self.kernel is not None:
             expected = (*x.shape[: -self.contracted], *self.features)
-            if jnp.shape(out) != expected:
+            if jnp.shape(y) != expected:
                 raise ValueError(
                     f"the output of a submodule must keep its shape {expected}, got "
-                    f"{checks.describe(out)}; let the interceptor return such an array"
+                    f"{checks.describe(y)}; let the interceptor return such an array"
                 )
-        return out
+        return y
 
     def product(self, x: jax.Array) -> jax.Array:
         """Return x·W + b."""
@@ -104,101 +88,14 @@ class Linear(struct.PyTreeNode):
             return _plus(multiply(x, kernel), bias)
 
         def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            y = column_parallel(multiply, x, [self], kernel) if self.contracted == 1 else None
+            y = column_parallel(multiply, x, self, kernel) if self.contracted == 1 else None
             y = row_parallel(multiply, x, self, kernel) if y is None else y
             return multiply(x, kernel) if y is None else y
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            return _plus(gather_all(whole, x, [self], kernel), bias)
+            return _plus(gather_kernel(whole, x, self, kernel), bias)
 
         return sharding.auto(product, self.names_of_result, x, kernel, bias)
-
-
-class _Called(NamedTuple):
-    linear: Linear
-    x: jax.Array
-    y: jax.Array | None
-
-
-_CALLED: contextvars.ContextVar[_Called | None] = contextvars.ContextVar("called", default=None)
-
-
-def answer(module: Any, x: jax.Array, weights: Callable[[], Linear]) -> jax.Array:
-    """Return the output of a submodule that was called with x.
-
-    It is the part of a joined product that `Linear.show` has handed over. If an interceptor has
-    replaced x, or the module is called alone, it is the product of x.
-
-    Args:
-      module: the submodule.
-      x: the inputs [*B, T, *in].
-      weights: a function that returns the module's `Linear`.
-    """
-    called = _CALLED.get()
-    if called is None or called.linear.module is not module:
-        return weights().product(x)
-    if called.y is not None and called.x is x:
-        return called.y
-    return called.linear.product(x)
-
-
-def fused(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
-    """Return several projections of one input, by one product with one gradient.
-
-    The kernels [D, n, h] are joined along the features of each group of heads, to
-    [D, K, Σ (n/K)·h] with K the greatest common divisor of all n, so that each device joins its
-    heads. On a CPU without an ambient mesh they stay separate, which is faster there.
-
-    Args:
-      x: the input [*B, T, D].
-      projections: the projections, each to features (n, h).
-
-    Returns:
-      The outputs [*B, T, n, h] of the projections.
-    """
-    apart = sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
-    if apart or any(p.kernel is None for p in projections):
-        return [project(x) for project in projections]
-    # Join kernels whose heads are sharded over the same mesh axes, or over the first of them.
-    divided = [sharding.spec(p.kernel.shape, p.names)[1] for p in projections]
-    divided = [unpack_entry(axes)[:1] or axes for axes in divided]
-    products: dict[int, jax.Array] = {}
-    for axes in dict.fromkeys(divided):
-        alike = [i for i, other in enumerate(divided) if other == axes]
-        products |= zip(alike, _join(x, [projections[i] for i in alike]), strict=True)
-    return [products[i] for i in range(len(projections))]
-
-
-def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
-    """Return projections with one sharding of heads, by one product."""
-    if len(projections) == 1:
-        return [projections[0](x)]
-    kernels, biases = zip(*((p.kernel, p.bias) for p in projections), strict=True)
-    first = projections[0]
-    promoted_x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
-
-    def multiply(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
-        # The groups of heads of this device.
-        groups = math.gcd(*(w.shape[1] for w in kernels))
-        joined = [w.reshape(w.shape[0], groups, -1) for w in kernels]
-        kernel = jnp.concatenate(joined, axis=-1)
-        y = jnp.einsum("...td,dkf->...tkf", x, kernel, precision=first.precision)
-        ends = itertools.accumulate(w.shape[-1] for w in joined[:-1])
-        parts = jnp.split(y, list(ends), axis=-1)
-        return [y.reshape(*x.shape[:-1], *w.shape[1:]) for y, w in zip(parts, kernels, strict=True)]
-
-    def whole(x: jax.Array, *kernels: jax.Array) -> Any:
-        parts = column_parallel(multiply, x, projections, *kernels)
-        return multiply(x, *kernels) if parts is None else parts
-
-    def product(x: jax.Array, *parameters: Any) -> list[jax.Array]:
-        kernels, biases = parameters[: len(projections)], parameters[len(projections) :]
-        parts = gather_all(whole, x, projections, *kernels)
-        return [_plus(y, bias) for y, bias in zip(parts, biases, strict=True)]
-
-    names = [p.names_of_result for p in projections]
-    parts = sharding.auto(product, names, promoted_x, *promoted)
-    return [p.show(x, part) for p, part in zip(projections, parts, strict=True)]
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -234,7 +131,7 @@ class Projection(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map [*B, T, *in] to [*B, T, *features]."""
-        return answer(self, x, lambda: self.weights(x.shape[-self.contracted :]))
+        return self.weights(x.shape[-self.contracted :]).product(x)
 
     @nn.nowrap
     def weights(self, inputs: Shape) -> Linear:

@@ -3,8 +3,7 @@
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,29 +16,26 @@ from flax_mha.sharding.shard_map import run_on_shards
 
 
 def column_parallel(
-    multiply: Callable[..., Any], x: jax.Array, projections: Sequence[Any],
-    *kernels: jax.Array,
-) -> Any:  # fmt: skip
-    """Return multiply(x, *kernels) if positions of x, or kernels otherwise, are sharded, else None.
+    multiply: Callable[..., jax.Array], x: jax.Array, projection: Any, kernel: jax.Array
+) -> jax.Array | None:
+    """Return multiply(x, kernel) if positions of x are sharded between layers, else None.
 
-    Each device gathers all positions before the matmuls, and keeps the gradient of its own
-    positions: one all-gather forward and one reduce-scatter backward, for all projections together.
-    If devices share key/value heads, the gradient of x is one sum over all devices, too.
+    Each device gathers all positions before the product, and keeps the gradient of its own
+    positions: one all-gather forward and one reduce-scatter backward.
     """
-    if projections[0].rows != ("batch", "length") or x.ndim < 2:
+    if projection.rows != ("batch", "length") or x.ndim < 2:
         return None
-    at, pairs = x.ndim - 2, list(zip(projections, kernels, strict=True))
+    at = x.ndim - 2
     axes = _sequence_axes(x.shape, at)
-    if not axes and len({sharding.spec(w.shape, p.names)[1] for p, w in pairs}) == 1:
+    if not axes:
         return None
 
-    def local(x: jax.Array, *kernels: jax.Array) -> Any:
-        return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True) if axes else x, *kernels)
+    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True), kernel)
 
-    x_names = ("batch", "norm_length" if axes else "length", None)
-    outs: Any = [((*x.shape[:-1], *w.shape[1:]), p.names_of_result) for p, w in pairs]
-    names = [x_names, *(gathered(p.names) for p in projections)]
-    return sharding.local(local, names, outs if len(outs) > 1 else outs[0], x, *kernels)
+    names = [("batch", "norm_length", None), gathered(projection.names)]
+    out = ((*x.shape[:-1], *kernel.shape[1:]), projection.names_of_result)
+    return sharding.local(local, names, out, x, kernel)
 
 
 def row_parallel(
@@ -66,41 +62,36 @@ def row_parallel(
     return sharding.local(local, names, (shape, outer), x, kernel)
 
 
-def gather_all(
-    fn: Callable[..., Any], x: jax.Array, projections: Sequence[Any], *kernels: jax.Array
-) -> Any:
-    """Return fn(x, *kernels), with kernels sharded by FSDP gathered on Manual axes.
+def gather_kernel(
+    fn: Callable[..., Any], x: jax.Array, projection: Any, kernel: jax.Array
+) -> jax.Array:
+    """Return fn(x, kernel), with a kernel sharded by FSDP gathered on Manual axes.
 
-    Their gradients are reduce-scattered. XLA alone would all-reduce them, and then slice.
+    Its gradient is reduce-scattered. XLA alone would all-reduce it, and then slice.
     """
-    rows, shape = projections[0].rows, x.shape[: x.ndim - projections[0].contracted]
+    rows, shape = projection.rows, x.shape[: x.ndim - projection.contracted]
     at = len(shape) - len(rows)
     axes = rules.unpack_entry(sharding.spec(shape, rows)[at]) if at >= 0 else ()
-    names = [gathered(p.names) for p in projections]
-    specs = [
-        rules.keep_axes(rules.fill_unconstrained(sharding.spec(w.shape, p.names)), axes)
-        for w, p in zip(kernels, projections, strict=True)
-    ]
+    names = gathered(projection.names)
+    spec = rules.fill_unconstrained(sharding.spec(kernel.shape, projection.names))
+    spec = rules.keep_axes(spec, axes)
     # XLA:CPU aborts at sums of half precision over devices that a `jax.shard_map` transposes to.
     aborts = x.dtype.itemsize < 4 and sharding.platform() == "cpu"
-    if aborts or not any(map(any, specs)):
-        return fn(x, *map(sharding.constrain, kernels, names))
+    if aborts or not any(spec):
+        return fn(x, sharding.constrain(kernel, names))
 
-    def gather(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def gather(shard: jax.Array) -> jax.Array:
         for i, over in enumerate(spec):
-            kernel = jax.lax.all_gather(kernel, over, axis=i, tiled=True) if over else kernel
-        return kernel
+            shard = jax.lax.all_gather(shard, over, axis=i, tiled=True) if over else shard
+        return shard
 
-    def local(x: jax.Array, *shards: jax.Array) -> Any:
+    def local(x: jax.Array, shard: jax.Array) -> Any:
         # XLA would gather axes left Auto, too.
-        whole = [
-            sharding.local(functools.partial(gather, spec=spec), [n], (w.shape, n), shard)
-            for spec, n, w, shard in zip(specs, names, kernels, shards, strict=True)
-        ]
-        return fn(x, *map(sharding.constrain, whole, names))
+        whole = sharding.local(gather, [names], (kernel.shape, names), shard)
+        return fn(x, sharding.constrain(whole, names))
 
     rows_of_device = PartitionSpec(*[None] * at, rules.pack_entry(axes))
-    return run_on_shards(local, set(axes), [rows_of_device, *specs], rows_of_device, x, *kernels)
+    return run_on_shards(local, set(axes), [rows_of_device, spec], rows_of_device, x, kernel)
 
 
 def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:

@@ -39,12 +39,8 @@ class Forgetting(Attention):
         without_vectors("forgetting attention", call.scores)
         common.check_inputs("forgetting attention", x_k, cache)
         x, bad = sharding.auto(_cleaned, ((), ()), x_q)
-        gate = p["forget_gate"]
-        # A projection to heads of one feature, which shares a product with the others.
-        names = (*gate.names, None)
-        beside = gate.replace(kernel=gate.kernel[..., None], names=names, module=None)
-        heads = core.project_heads(p, self, x, None, None, call, cache, [beside])
-        z = gate.show(x, heads.beside[0][..., 0])
+        heads = core.project_heads(p, self, x, None, None, call, cache)
+        z = p["forget_gate"](x)
         q, v, order = heads.q, heads.v, heads.order
         k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
         heads = heads._replace(k=k)

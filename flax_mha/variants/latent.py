@@ -15,7 +15,7 @@ from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
 from flax_mha.layer.heads import turn
-from flax_mha.layer.linear import Linear, fused
+from flax_mha.layer.linear import Linear
 from flax_mha.layer.parameters import LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import Call, has_bias
@@ -53,8 +53,7 @@ class Latent(Attention):
         c = latent[..., None, :]
         heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order)
         if call.points is not None or not isinstance(cache, KVCache):
-            k, v = fused(latent, (p["key"], p["value"]))
-            heads = heads._replace(k=_joined(k, r), v=v)
+            heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if isinstance(cache, KVCache):
             if call.points is not None:
                 call.points.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")

@@ -20,7 +20,23 @@ from experiments.counts import work
 from experiments.counts.hlo import Module
 from experiments.plan import compiled
 from experiments.plan.collectives import read, total
-from flax_mha import Experts, MultiHeadAttention, dot_product_attention, masks
+from flax_mha import (
+    EncoderBlock,
+    Experts,
+    MultiHeadAttention,
+    QKNorm,
+    dot_product_attention,
+    masks,
+    sharding,
+)
+from flax_mha.positions import Rotary
+from flax_mha.variants import (
+    ChosenBlocksAttention,
+    DifferentialAttention,
+    ForgettingAttention,
+    MultiHeadLatentAttention,
+    TalkingHeadsAttention,
+)
 from tests.support import lowered_layers
 from tests.support.meshes import KINDS, changed, described
 
@@ -71,6 +87,79 @@ def test_layer_sends_the_bytes_of_the_formula(
         assert "splash_mha_fwd" in both
         assert work.flops(Module(both)) == 12 * 2 * ROWS * T * D * H
         assert work.pallas_flops(traced.jaxpr.jaxpr) > 9 * 2 * ROWS * T**2 * H / 2
+
+
+# A layer with 8 heads over 8 devices.
+B, BTD = 4, 4 * 4 * 128 * D
+LATENT: dict[str, Any] = {"head_dim": 32, "kv_rank": 48, "rope_dim": 32, "rotary": Rotary()}
+# Layers, and the bytes that a forward and backward pass all-reduces, each sum over devices once.
+SUMMED: dict[str, tuple[MultiHeadAttention, int]] = {
+    "rotary and causal": (MultiHeadAttention(8, rotary=Rotary(), mask=masks.Causal()), 2 * BTD),
+    "grouped": (MultiHeadAttention(16, num_kv_heads=8, qk_norm=QKNorm("rmsnorm")), 2 * BTD),
+    # One group's keys and values are replicated: their gradients are summed over devices.
+    "gates and one group": (
+        MultiHeadAttention(8, num_kv_heads=1, gate="head"), 2 * BTD + 2 * BTD // 8
+    ),
+    "differential": (DifferentialAttention(8, head_dim=32), 2 * BTD),
+    "forgetting": (ForgettingAttention(8), 2 * BTD),
+    "chosen blocks": (ChosenBlocksAttention(8, block=16, count=2), 2 * BTD),
+    # Gradients of the latents that all heads are projected from: 40 features for queries, 48 for
+    # keys and values, and the 32 rotated ones.
+    "latent": (MultiHeadLatentAttention(8, q_rank=40, **LATENT), BTD + BTD // D * (40 + 48 + 32)),
+    "latent, queries of the input": (
+        MultiHeadLatentAttention(8, **LATENT), 2 * BTD + BTD // D * (48 + 32)
+    ),
+}  # fmt: skip
+
+
+def sent(layer: nn.Module, kind: str, rules: Any, *, grad: bool) -> list[tuple[str, int]]:
+    """Return the collectives of a layer over v5e:2x4, but for small parameters of all heads."""
+    chips = np.array(topologies.get_topology_desc("v5e:2x4", "tpu").devices).reshape(1, 8)
+    mesh = Mesh(chips, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(layer.apply(params, x)))
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        x = jax.ShapeDtypeStruct((B, 128, D), jnp.float32, sharding=NamedSharding(mesh, P()))
+        program = jax.grad(loss, (0, 1)) if grad else layer.apply
+        text, _ = compiled.dumped(jax.jit(program).lower(described(layer, x), x))
+    return [(one.kind, one.bytes) for one in read(text, 8) if one.bytes > 8192]
+
+
+@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SUMMED)
+def test_gradients_of_projections_are_summed_once(optimized: None, name: str, kind: str) -> None:
+    """XLA joins the sums of the gradients of queries, keys and values, which are products apart."""
+    layer, expected = SUMMED[name]
+    found = sent(layer, kind, sharding.RULES, grad=True)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    # And differential attention's few numbers that all heads share.
+    assert expected <= sum(size for _, size in found) <= expected + 512
+
+
+@pytest.mark.sampled(0, slow=0.5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_heads_are_gathered(optimized: None, kind: str) -> None:
+    found: Counter[str] = Counter()
+    for name, size in sent(TalkingHeadsAttention(8), kind, sharding.RULES, grad=True):
+        found[name] += size
+    # A reduce-scatter's result is an eighth; the forward one is an all-reduce on TPUs.
+    assert found == {"all-gather": 3 * BTD, "reduce-scatter": BTD // 8, "all-reduce": 9 * BTD // 2}
+
+
+@pytest.mark.sampled(0, slow=0.5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_norms_need_one_gather_and_one_scatter(optimized: None, kind: str) -> None:
+    """For each half of a block, each way. The sums are reduce-scattered, not all-reduced."""
+    block, rules = EncoderBlock(MultiHeadAttention(8), 512), changed(norm_length="model")
+    forward, both = (sent(block, kind, rules, grad=grad) for grad in (False, True))
+    assert [kind for kind, _ in forward] == ["all-gather", "reduce-scatter"] * 2
+    scattered = [found for found in both if found[0] == "reduce-scatter"]
+    assert scattered == [("reduce-scatter", BTD // 8)] * 4
+    # Gradients of norms and biases are summed over positions.
+    assert all(kind != "all-reduce" for kind, _ in both)
 
 
 @pytest.mark.parametrize("kind", KINDS)
