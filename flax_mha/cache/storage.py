@@ -176,14 +176,18 @@ def _wrap(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Arra
 def _write(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     """Write token t of [K, T, F] into slot start + t of [K, S, F].
 
-    One window of at most T slots is read and written. Slots that do not exist are left out.
+    One window of at most T slots is written. Slots that do not exist are left out.
     """
     S, T = slots.shape[1], tokens.shape[1]
+    if T == 1:
+        # A window that is read first is a gather, for which libtpu transposes all slots.
+        at = jnp.where((count > 0) & (start >= 0), start, S)
+        heads = jnp.arange(slots.shape[0], dtype=jnp.int32)
+        return slots.at[heads, at].set(tokens[:, 0], mode="drop", unique_indices=True)
     size = T if symbols.at_most(T, S) else S
     first = jnp.clip(start, 0, S - size)
     t = jnp.arange(size, dtype=jnp.int32) + first - start
-    if T != 1:
-        tokens = jnp.take(tokens, jnp.clip(t, 0, T - 1), axis=1)
+    tokens = jnp.take(tokens, jnp.clip(t, 0, T - 1), axis=1)
     window = jax.lax.dynamic_slice_in_dim(slots, first, size, axis=1)
     is_written = ((t >= 0) & (t < count))[None, :, None]
     window = jnp.where(is_written, tokens, window)

@@ -1,5 +1,6 @@
 """The compiled decoding step: it copies no cache and gives the same numbers on a mesh."""
 
+import importlib.util
 import re
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.plan import gpus
 from flax_mha import CacheConfig, DecoderBlock, MultiHeadAttention, cache, sharding
 from flax_mha.kernels import decode
 from flax_mha.masks import Window
@@ -44,6 +48,55 @@ def test_step_does_not_copy_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -
     assert not moved
     size = variables["cache"]["kv"].key.size
     assert compiled.memory_analysis().temp_size_in_bytes < size
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "one head of queries each": {},
+    "grouped": {"num_kv_heads": 4, "rotary": Rotary()},
+    "int8": {"cache": CacheConfig("int8")},
+    "ring": {"mask": Window(1024, 0), "cache": CacheConfig(slots=1152)},
+}
+
+
+def step_temporaries(device: Any, layer: MultiHeadAttention) -> tuple[int, int]:
+    """Compile a step for a device that may be absent; return bytes of temporaries and cache."""
+    mesh = Mesh(np.array([device]), ("data",))
+    full, one = (jax.ShapeDtypeStruct((8, T, 2048), jnp.bfloat16) for T in (8192, 1))
+    variables = jax.eval_shape(layer.init, KEY, full)
+
+    def step(params: Any, cache: Any, x: jax.Array) -> Any:
+        return layer.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())),
+        (variables["params"], variables["cache"], one),
+    )
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
+    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables["cache"]))
+    return compiled.memory_analysis().temp_size_in_bytes, cache
+
+
+def check_copies_no_cache(device: Any, name: str) -> None:
+    layer = MultiHeadAttention(16, dtype=jnp.bfloat16, decode=True, **STEPS[name])
+    temporaries, cache = step_temporaries(device, layer)
+    # Less than keys or values alone: a GPU's program keeps partial sums.
+    assert temporaries < cache / 3
+
+
+@pytest.mark.sampled(0, slow=0.5)
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu")
+@pytest.mark.parametrize("name", STEPS)
+def test_step_copies_no_cache_on_tpus(optimized: None, name: str) -> None:
+    check_copies_no_cache(topologies.get_topology_desc("v5e:2x2", "tpu").devices[0], name)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@pytest.mark.skipif(gpus.lacking() is not None, reason=str(gpus.lacking()))
+@pytest.mark.parametrize("name", sorted(STEPS.keys() - {"ring"}))  # cuBLAS's own space is as large.
+def test_step_copies_no_cache_on_gpus(optimized: None, name: str) -> None:
+    check_copies_no_cache(gpus.of("h200", 1)[0], name)
 
 
 @pytest.mark.slow
