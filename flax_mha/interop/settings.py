@@ -41,20 +41,15 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _is_a(x: Any, number: type) -> bool:
-    """Return True if x is a number of a type, and no bool."""
-    return isinstance(x, number) and not isinstance(x, bool)
+def _number(words: str, low: float, high: float = 1e30, kind: type = numbers.Real) -> Rule:
+    """Return the rule of a number in a range, which is no bool."""
+    return Rule(
+        words, lambda x: isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
+    )
 
 
 def _integer(low: int, high: int) -> Rule:
-    def holds(x: Any) -> bool:
-        return _is_a(x, numbers.Integral) and low <= x <= high
-
-    return Rule(f"a whole number in {low:,} … {high:,}", holds)
-
-
-def _number(words: str, low: float, high: float = 1e30) -> Rule:
-    return Rule(words, lambda x: _is_a(x, numbers.Real) and low <= x <= high)
+    return _number(f"a whole number in {low:,} … {high:,}", low, high, numbers.Integral)
 
 
 def _list_of(rule: Rule, words: str, count: int | None = None) -> Rule:
@@ -73,16 +68,11 @@ def _or_list(rule: Rule, count: int | None = None) -> Rule:
 _FLAG = Rule("true or false", lambda x: x is None or isinstance(x, bool))
 _TABLE = Rule("an object", lambda x: isinstance(x, Mapping))
 _TEXT = Rule("a string", lambda x: isinstance(x, str) and x.isprintable())
-_LAYERS = _integer(1, 512)
-_HEADS = _integer(1, 2**16)
-_SIZE = _integer(1, 2**24)
-# Sizes of images and sound are smaller, as building a model creates an example of that size.
+# Sizes of images and sound are smaller than others, as a model's example has that size.
 _LENGTH = _integer(1, 2**16)
 _COUNT = _integer(0, 2**16)
 _SPAN = _integer(0, 2**31 - 1)
 _POSITIVE = _number("a positive number", 1e-30)
-_EPSILON = _number("a number in 0 … 1", 0, 1)
-_SHARE = _number("a positive number up to 1", 1e-30, 1)
 
 _BY_RULE: dict[Rule, str] = {
     _FLAG: (
@@ -99,17 +89,17 @@ _BY_RULE: dict[Rule, str] = {
         "act_layer activation activation_function dense_act_fn feed_forward_proj hidden_act "
         "hidden_activation model_type pool quant_method rope_type type"
     ),
-    _LAYERS: (
+    _integer(1, 512): (
         "decoder_layers depth encoder_layers n_layer n_layers num_decoder_layers "
         "num_hidden_layers num_layers"
     ),
-    _HEADS: (
+    _integer(1, 2**16): (
         "decoder_attention_heads encoder_attention_heads heads n_head n_heads "
         "num_attention_heads num_experts num_experts_per_tok num_heads num_key_value_heads "
         "num_labels num_local_experts relative_attention_num_buckets sliding_window_pattern "
         "_sliding_window_pattern decoder_sparse_step no_rope_layer_interval"
     ),
-    _SIZE: (
+    _integer(1, 2**24): (
         "channels d_ff d_kv d_model decoder_ffn_dim dim dim_head embed_dim embedding_size "
         "encoder_ffn_dim head_dim hidden_dim hidden_size in_chans intermediate_size "
         "max_target_positions mlp_dim moe_intermediate_size n_embd n_inner n_positions "
@@ -123,8 +113,8 @@ _BY_RULE: dict[Rule, str] = {
         "pad_token_id relative_attention_max_distance sliding_window top_k"
     ),
     _or_list(_SPAN): "eos_token_id",
-    _EPSILON: "layer_norm_eps layer_norm_epsilon rms_norm_eps",
-    _SHARE: "partial_rotary_factor rotary_pct top_p",
+    _number("a number in 0 … 1", 0, 1): "layer_norm_eps layer_norm_epsilon rms_norm_eps",
+    _number("a positive number up to 1", 1e-30, 1): "partial_rotary_factor rotary_pct top_p",
     _POSITIVE: (
         "attention_factor attn_logit_softcapping beta_fast beta_slow factor "
         "final_logit_softcapping high_freq_factor low_freq_factor mlp_ratio mscale "
