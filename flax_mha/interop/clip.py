@@ -286,8 +286,8 @@ def _texts(config: Config, ours: str) -> list[table.TensorRule]:
 
 
 def _layers(theirs: str, ours: str, config: Config) -> list[table.TensorRule]:
-    layer = f"{theirs}.encoder.layers.{{}}"
-    return table.stack(config["num_hidden_layers"], layer, ours, f"{layer}.self_attn", HEADS, {
+    count, layer = config["num_hidden_layers"], f"{theirs}.encoder.layers.{{}}"
+    return table.stack(count, layer, ours, {"self_attn": "attention"}, HEADS, {
         "layer_norm1": "attention_norm", "layer_norm2": "mlp_norm",
         "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down",
     })  # fmt: skip

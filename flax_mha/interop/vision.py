@@ -25,7 +25,6 @@ def vit(config: Config) -> table.Family:
     """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of its classifier."""
     tokens, prefix = TOKENS[config["model_type"]], PREFIXES[config["model_type"]]
     biased = config.get("qkv_bias", True)
-    layer = "encoder.layer.{}"
     heads = ("attention.query", "attention.key", "attention.value", "output.dense")
     kernel = table.patches(*grid(config).patch)
     names = {
@@ -37,8 +36,8 @@ def vit(config: Config) -> table.Family:
         table.TensorRule("embeddings.position_embeddings", "positions/embedding", table.wrapped(1)),
         *table.linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
         *table.stack(
-            config["num_hidden_layers"], layer, "encoder", f"{layer}.attention", heads, names,
-            (*[biased] * 3, True),
+            config["num_hidden_layers"], "encoder.layer.{}", "encoder", {"attention": "attention"},
+            heads, names, (*[biased] * 3, True),
         ),
         *table.norm("layernorm", "encoder/norm"),
     ]  # fmt: skip
@@ -158,7 +157,7 @@ def timm_vit(config: Config) -> table.Family:
         Encoder(config["depth"], block, input_norm=pre_norm), config["num_classes"] or None,
         class_tokens=count, pooling="first",
     )  # fmt: skip
-    layer, kernel = "blocks.{}", table.patches(*size.patch)
+    kernel = table.patches(*size.patch)
     names = {
         "norm1": "attention_norm", "norm2": "mlp_norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"
     }  # fmt: skip
@@ -169,11 +168,11 @@ def timm_vit(config: Config) -> table.Family:
         *table.linear("patch_embed.proj", "embedding/patches", not pre_norm, axes=kernel),
         *table.when(pre_norm, *table.norm("norm_pre", "encoder/input_norm")),
         *table.stack(
-            config["depth"], layer, "encoder", f"{layer}.attn", LIBRARIES["timm"].names, names,
-            (*[biased] * 3, True),
+            config["depth"], "blocks.{}", "encoder", {"attn": "attention"},
+            LIBRARIES["timm"].names, names, (*[biased] * 3, True),
         ),
         *table.per_layer(
-            config["depth"], table.when(scale is not None, *_scales(f"{layer}.ls{{}}.gamma"))
+            config["depth"], table.when(scale is not None, *_scales("blocks.{}.ls{}.gamma"))
         ),
         *table.norm("norm", "encoder/norm"),
         *table.when(config["num_classes"], *table.linear("head", "head")),
@@ -212,7 +211,7 @@ def vit_pytorch(config: Config) -> table.Family:
         }),
         *table.when(has_token, table.TensorRule("cls_token", "class_tokens")),
         table.TensorRule("pos_embedding", "positions/embedding"),
-        *table.stack(config["depth"], layer, "encoder", f"{layer}.0", names, {
+        *table.stack(config["depth"], layer, "encoder", {"0": "attention"}, names, {
             "0.norm": "attention_norm", "1.net.0": "mlp_norm", "1.net.1": "mlp/up",
             "1.net.4": "mlp/down",
         }, (False, False, False, True)),
