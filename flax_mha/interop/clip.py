@@ -30,14 +30,13 @@ class ClipTraits(NamedTuple):
     Attributes:
       text: the defaults of `text_config`; files leave out settings that equal them.
       vision: the defaults of `vision_config`.
-      class_token: True if a learned token represents the image; otherwise a layer pools.
-      causal: True if the text encoder is causal.
+      is_clip: True if a learned token represents the image, and the text encoder is causal;
+        otherwise a layer pools.
     """
 
     text: dict[str, Any]
     vision: dict[str, Any]
-    class_token: bool
-    causal: bool
+    is_clip: bool
 
 
 _SIZES = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768,
@@ -49,11 +48,11 @@ KINDS = {
     "clip": ClipTraits(
         _CLIP | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
                  "num_attention_heads": 8, "vocab_size": 49408, "max_position_embeddings": 77},
-        _IMAGES | _CLIP | {"patch_size": 32}, class_token=True, causal=True,
+        _IMAGES | _CLIP | {"patch_size": 32}, is_clip=True,
     ),
     "siglip": ClipTraits(
         _SIZES | _SIGLIP | {"vocab_size": 32000, "max_position_embeddings": 64},
-        _IMAGES | _SIGLIP | {"patch_size": 16}, class_token=False, causal=False,
+        _IMAGES | _SIGLIP | {"patch_size": 16}, is_clip=False,
     ),
 }  # fmt: skip
 
@@ -170,13 +169,13 @@ def towers(config: Config) -> table.Family:
     """Return the family of `CLIPModel` and `SiglipModel`."""
     traits = KINDS[config["model_type"]]
     vision, text = _part(config, "vision", traits.vision), _part(config, "text", traits.text)
-    features = config.get("projection_dim", 512) if traits.class_token else None
+    features = config.get("projection_dim", 512) if traits.is_clip else None
     module = Towers(
         _image(vision, traits), _text(text, traits), features, _pool(vision, traits),
-        biased=not traits.class_token,
+        biased=not traits.is_clip,
     )  # fmt: skip
     rows = _images(vision, traits, "image") + _texts(text, "text")
-    if traits.class_token:
+    if traits.is_clip:
         rows += [
             *table.linear("visual_projection", "image_projection", bias=False),
             *table.linear("text_projection", "text_projection", bias=False),
@@ -201,9 +200,9 @@ def texts(config: Config) -> table.Family:
     """Return the family of `CLIPTextModel` and `SiglipTextModel`, without a projection."""
     traits = KINDS[config["model_type"].removesuffix("_text_model")]
     text = filled(config, **traits.text)
-    module = Tower(_text(text, traits), projected=not traits.class_token)
+    module = Tower(_text(text, traits), projected=not traits.is_clip)
     rows = _texts(text, "encoder")
-    rows += [] if traits.class_token else table.linear("text_model.head", "projection")
+    rows += [] if traits.is_clip else table.linear("text_model.head", "projection")
     return table.Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
 
 
@@ -218,7 +217,7 @@ def _part(config: Config, name: str, defaults: dict[str, Any]) -> FileSettings:
 
 
 def _image(config: Config, traits: ClipTraits) -> Classifier:
-    token = traits.class_token
+    token = traits.is_clip
     return image(config, int(token), patch_bias=not token, input_norm=token)
 
 
@@ -228,13 +227,13 @@ def _text(config: Config, traits: ClipTraits) -> Bert:
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(
             config["num_hidden_layers"],
-            block(config, mask=masks.Causal() if traits.causal else None),
+            block(config, mask=masks.Causal() if traits.is_clip else None),
         ),
     )  # fmt: skip
 
 
 def _pool(config: Config, traits: ClipTraits) -> AttentionPool | None:
-    if traits.class_token:
+    if traits.is_clip:
         return None
     refuse(config, vision_use_head=True)
     layer = MultiHeadAttention(config["num_attention_heads"])
@@ -244,7 +243,7 @@ def _pool(config: Config, traits: ClipTraits) -> AttentionPool | None:
 
 def _images(config: Config, traits: ClipTraits, ours: str) -> list[table.TensorRule]:
     embeddings, kernel = "vision_model.embeddings", table.patches(*grid(config).patch)
-    token = traits.class_token
+    token = traits.is_clip
     rows = [
         *table.linear(
             f"{embeddings}.patch_embedding", f"{ours}/embedding/patches", not token, axes=kernel

@@ -64,17 +64,13 @@ def rotary(
             f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this "
             f"family rotates all features; delete it if the weights were trained so"
         )
-    return Rotary(rope["rope_theta"], fraction=fraction, scaling=_scaling(rope, config))
-
-
-def _scaling(rope: Config, config: Config) -> Any:
     name = rope.get("rope_type", rope.get("type", "default"))
     if name not in _SCALINGS:
         raise ValueError(
             f"the config's rope_type must be one of {sorted(_SCALINGS)}, got {shown(name)}; build "
             f"the module yourself with a function as rotary="
         )
-    return _SCALINGS[name](rope, config)
+    return Rotary(rope["rope_theta"], fraction=fraction, scaling=_SCALINGS[name](rope, config))
 
 
 def _original_length(rope: Config, config: Config) -> int:

@@ -1,7 +1,7 @@
 """Llama, Mistral, Qwen and Gemma: decoders of text with rotary positions and gated MLPs."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,63 +19,55 @@ from flax_mha.scores import SoftCap
 
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-_BRANCH_NORMS = _NORMS | {
+_GEMMA_NORMS = _NORMS | {
     "post_attention_layernorm": "attention_branch_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_branch_norm",
 }
 
 
+# Functions of a config and a layer's index, True if that layer has a window.
+Windows: TypeAlias = Callable[[Config, int], bool]
+
+
 def _all(config: Config, i: int) -> bool:
     return True
-
-
-def _without_rope(config: Config, i: int) -> bool:
-    return not _rotates(config)[i]
-
-
-def _all_but_last(count: int) -> Callable[[Config, int], bool]:
-    """Return a rule that gives a window to all but the last of every `count` layers."""
-
-    def has_window(config: Config, i: int) -> bool:
-        patterns = ("sliding_window_pattern", "_sliding_window_pattern")
-        return bool((i + 1) % next((config[x] for x in patterns if x in config), count))
-
-    return has_window
 
 
 def _late(config: Config, i: int) -> bool:
     return i >= config.get("max_window_layers", 28)
 
 
+def _all_but_last(count: int) -> Windows:
+    """Return a rule that gives a window to all but the last of every `count` layers."""
+    keys = ("sliding_window_pattern", "_sliding_window_pattern")
+    return lambda config, i: (i + 1) % next((config[x] for x in keys if x in config), count) > 0
+
+
 class LlamaTraits(NamedTuple):
     """The properties of a model type.
 
     Attributes:
-      windows: a function of a config and a layer's index, True if that layer has a window; None
-        for no windows.
+      windows: the rule of layers with a window; None for no windows.
       listed: True if the config's `layer_types`, where present, decide instead.
       switched: True if windows also need the config's `use_sliding_window`.
       biases: the projections with a bias; None to read `attention_bias`.
       is_biased: the default of `attention_bias`.
       qk_norm: True if queries and keys are normalized.
-      branch_norm: True if the outputs of attention and MLP are normalized too.
-      offset: a number that is subtracted from the norms' scales in the checkpoint.
       tied: the default of `tie_word_embeddings`.
-      is_gemma: True for Gemma's scale √D of embeddings, its scale of scores, and its soft caps.
+      is_gemma: True for Gemma's scale √D of embeddings, its scale of scores, its soft caps, norms
+        of the outputs of attention and MLP, and norms' scales that are stored minus 1.
       theta: the default base of the rotary embedding.
       is_local: True if layers with a window have another base.
       has_nope: True if some layers have no rotary embedding.
     """
 
-    windows: Callable[[Config, int], bool] | None = None
+    windows: Windows | None = None
     listed: bool = False
     switched: bool = False
     biases: tuple[str, ...] | None = None
     is_biased: bool = False
     qk_norm: bool = False
-    branch_norm: bool = False
-    offset: float = 0.0
     tied: bool = False
     is_gemma: bool = False
     theta: float = 1e4
@@ -83,9 +75,7 @@ class LlamaTraits(NamedTuple):
     has_nope: bool = False
 
 
-_GEMMA: dict[str, Any] = {
-    "listed": True, "branch_norm": True, "offset": 1.0, "tied": True, "is_gemma": True,
-}  # fmt: skip
+_GEMMA = {"listed": True, "tied": True, "is_gemma": True}
 KINDS = {
     "llama": LlamaTraits(),
     "mistral": LlamaTraits(_all),
@@ -93,14 +83,15 @@ KINDS = {
     "qwen2": LlamaTraits(_late, listed=True, switched=True, biases=table.PROJECTIONS[:3]),
     "qwen3": LlamaTraits(_late, listed=True, switched=True, qk_norm=True),
     "smollm3": LlamaTraits(
-        _without_rope, listed=True, switched=True, tied=True, theta=2e6, has_nope=True
+        lambda config, i: not _rotates(config)[i], listed=True, switched=True, tied=True,
+        theta=2e6, has_nope=True,
     ),
     "gemma2": LlamaTraits(_all_but_last(2), **_GEMMA),
     "gemma3_text": LlamaTraits(_all_but_last(6), **_GEMMA, qk_norm=True, theta=1e6, is_local=True),
     "gpt_oss": LlamaTraits(_all_but_last(2), listed=True, is_biased=True, theta=1.5e5),
     "mixtral": LlamaTraits(_all, theta=1e6),
     "qwen3_moe": LlamaTraits(_all, switched=True, qk_norm=True),
-}
+}  # fmt: skip
 
 
 class Layer(NamedTuple):
@@ -212,7 +203,7 @@ def _block(
     names = ("hidden_activation", "hidden_act") if gemma else ("hidden_act",)
     return DecoderBlock(
         layer, config["intermediate_size"] if mlp is None else None, norm="rmsnorm",
-        norm_epsilon=epsilon, gated=True, branch_norm=traits.branch_norm, mlp=mlp,
+        norm_epsilon=epsilon, gated=True, branch_norm=gemma, mlp=mlp,
         activation=activation(config, *names), mlp_bias=config.get("mlp_bias", False),
     )  # fmt: skip
 
@@ -220,10 +211,10 @@ def _block(
 def _rows(config: Config, traits: LlamaTraits, has_mlp: list[bool]) -> list[table.TensorRule]:
     """Return the rules of the embedding and of all layers but their experts."""
     theirs, ours = "model.layers.{}", "decoder/layers_{}"
-    scale: dict[str, Any] = {"bias": False, "offset": traits.offset}
+    scale: dict[str, Any] = {"bias": False, "offset": float(traits.is_gemma)}
     biases = [name in _biases(config, traits) for name in table.PROJECTIONS]
     rows = table.attention(f"{theirs}.self_attn", f"{ours}/attention", HEADS, biases)
-    names = _BRANCH_NORMS if traits.branch_norm else _NORMS
+    names = _GEMMA_NORMS if traits.is_gemma else _NORMS
     if traits.qk_norm:
         names = names | {
             "self_attn.q_norm": "attention/query_ln", "self_attn.k_norm": "attention/key_ln"
