@@ -76,7 +76,7 @@ class LlamaTraits(NamedTuple):
     has_nope: bool = False
 
 
-_GEMMA = {"listed": True, "tied": True, "is_gemma": True}
+_GEMMA: dict[str, Any] = {"listed": True, "tied": True, "is_gemma": True}
 KINDS = {
     "llama": LlamaTraits(),
     "mistral": LlamaTraits(_all),

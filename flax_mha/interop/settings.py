@@ -41,7 +41,7 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _number(words: str, low: float, high: float = 1e30, kind: type = numbers.Real) -> Rule:
+def _number(words: str, low: float, high: float = 1e30, kind: Any = numbers.Real) -> Rule:
     """Return the rule of a number in a range, which is no bool."""
     return Rule(
         words, lambda x: isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high

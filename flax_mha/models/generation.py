@@ -182,17 +182,15 @@ def _check_call(
             f"variables must have the collection 'params', got {sorted(variables)}; give the "
             f"result of model.init, or {{'params': params}}"
         )
-    if isinstance(model, Translator) and not model.reads_tokens:
-        check_module("embedding", model.decoder.embedding, TokenEmbedding)
-        features, counts = _check_source(model, prompt, lengths)
-        return features, counts, model.decoder.embedding.vocab_size
-    translates = isinstance(model, Translator)
-    target: Any = model.decoder.embedding if translates else model.embedding
-    source: Any = (translates and model.embedding) or target
+    target: Any = (model.decoder if isinstance(model, Translator) else model).embedding
+    source: Any = model.embedding or target
     for table in (source, target):
         check_module("embedding", table, TokenEmbedding)
-    tokens, counts = _check_prompt(prompt, lengths, source.vocab_size)
-    return tokens, counts, target.vocab_size
+    if isinstance(model, Translator) and not model.reads_tokens:
+        prompt, lengths = _check_source(model, prompt, lengths)
+    else:
+        prompt, lengths = _check_prompt(prompt, lengths, source.vocab_size)
+    return prompt, lengths, target.vocab_size
 
 
 def _check_step(
