@@ -84,13 +84,7 @@ _PARTS: dict[str, dict[str, str]] = {
 
 
 class Name(NamedTuple):
-    """A private name of JAX.
-
-    Attributes:
-      module: the module's name.
-      name: the name in that module, dotted for members of a class.
-      arguments: the arguments of a function that is called; otherwise empty.
-    """
+    """A name in a module, dotted for members of a class, with a called function's arguments."""
 
     module: str
     name: str

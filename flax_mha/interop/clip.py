@@ -15,11 +15,8 @@ from flax_mha.interop.settings import Config, FileSettings, filled
 from flax_mha.interop.vision import block, example, image
 from flax_mha.layer.linear import Projection
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import Classifier
-from flax_mha.models.embeddings import TokenEmbedding
+from flax_mha.models import Classifier, Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.feed_forward import MLP
-from flax_mha.models.stacks import Encoder
-from flax_mha.positions import PositionEmbedding
 
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 

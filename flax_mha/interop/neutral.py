@@ -118,12 +118,7 @@ def among(known: Neutral) -> Callable[[str, Any], bool]:
 
 
 def checked(make: Callable[[Config], Result], neutral: Neutral) -> Callable[[Config], Result]:
-    """Wrap a function of a config to check the settings it reads, and to refuse all others.
-
-    Args:
-      make: the function.
-      neutral: settings that the function need not read, beside `ALWAYS`.
-    """
+    """Wrap a function of a config, to refuse settings that it does not read unless neutral."""
     is_neutral = among(ALWAYS | neutral)
 
     @functools.wraps(make)

@@ -2,7 +2,7 @@
 
 import numbers
 import reprlib
-from collections import UserDict
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -30,12 +30,7 @@ def several(xs: Sequence[str]) -> str:
 
 
 class Rule(NamedTuple):
-    """A type and a range.
-
-    Attributes:
-      words: a description for errors.
-      holds: a function that returns True for a valid value.
-    """
+    """A description of valid values for errors, and a function that returns True for one."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -132,39 +127,31 @@ _BY_RULE: dict[Rule, str] = {
 RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
 
 
-class FileSettings(UserDict[str, Any]):
+class FileSettings(ChainMap[str, Any]):
     """A config that checks a setting when it is read, and records which settings were read.
 
-    A null setting counts as missing; a null flag is False.
+    A null setting counts as missing; a null flag is False. Of several configs, the first that has a
+    setting counts.
 
     Attributes:
-      at: the path to this part of a config.
-      seen: the paths of all settings that were read, shared with the config's parts.
-      paths: the paths of each setting; a merged config may have several.
+      at: the path to each of the configs.
+      seen: the paths of all settings that were read, shared with the objects in a config.
     """
 
     def __init__(self, config: Config, at: str = "", seen: set[str] | None = None) -> None:
-        self.at = at
+        super().__init__(
+            {n: x for n, x in config.items() if x is not None or RULES.get(n) in (None, _FLAG)}
+        )
+        self.at = [at]
         self.seen = set[str]() if seen is None else seen
-        self.data = {
-            name: x
-            for name, x in config.items()
-            if x is not None or RULES.get(name) in (None, _FLAG)
-        }
-        self.paths: dict[str, tuple[str, ...]] = {name: (f"{at}{name}",) for name in self.data}
 
     def __getitem__(self, name: str) -> Any:
-        """Return a setting.
-
-        Raises:
-          KeyError: if the setting is missing.
-          ValueError: if it has a wrong type or is out of range.
-        """
-        if name not in self.data:
-            raise KeyError(f"{self.at}{name}")
-        paths = self.paths.get(name, (f"{self.at}{name}",))
+        """Return a setting, checked by its rule."""
+        if name not in self:
+            raise KeyError(f"{self.at[0]}{name}")
+        paths = [f"{at}{name}" for at, part in zip(self.at, self.maps, strict=True) if name in part]
         self.seen.update(paths)
-        value, rule = self.data[name], RULES.get(name)
+        value, rule = super().__getitem__(name), RULES.get(name)
         if rule is None:
             return value
         if not rule.holds(value):
@@ -176,14 +163,10 @@ class FileSettings(UserDict[str, Any]):
         return bool(value) if rule is _FLAG else value
 
     def unread(self, neutral: Callable[[str, Any], bool]) -> list[str]:
-        """Return the settings that were not read and are not neutral, with their values.
-
-        Args:
-          neutral: a function of a setting's path and value, True if it changes no output.
-        """
+        """Return the settings that were not read, unless neutral(path, value), with values."""
         lines = []
-        for name, x in self.data.items():
-            path = f"{self.at}{name}"
+        for name, x in self.maps[0].items():
+            path = f"{self.at[0]}{name}"
             if x is None or neutral(path, x):
                 continue
             if path not in self.seen:
@@ -195,13 +178,10 @@ class FileSettings(UserDict[str, Any]):
 
 def filled(config: Config, *others: Config, **defaults: Any) -> FileSettings:
     """Return a config, filled with settings of other configs and then with defaults."""
-    parts = [x for x in (config, *others) if isinstance(x, FileSettings)]
-    merged = FileSettings(defaults, parts[0].at, parts[0].seen) if parts else FileSettings(defaults)
-    merged.paths = {}
-    # Copy the data without reading it, as settings that no family reads need not be valid.
-    for part in (*reversed(others), config):
-        merged.data |= part.data if isinstance(part, FileSettings) else part
-    for part in parts:
-        for name, paths in part.paths.items():
-            merged.paths[name] = merged.paths.get(name, ()) + paths
-    return merged
+    configs = [x for x in (config, *others) if x] or [{}]
+    given = [x if isinstance(x, FileSettings) else FileSettings(x) for x in configs]
+    result = FileSettings(defaults, given[0].at[0], given[0].seen)
+    # Keep the configs apart without reading them: settings that no family reads need not be valid.
+    result.maps = [part for x in given for part in x.maps] + result.maps
+    result.at = [at for x in given for at in x.at] + result.at
+    return result

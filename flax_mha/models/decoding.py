@@ -33,16 +33,9 @@ def takes_lengths(step: Step) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The static arguments of a call of `generate`.
+    """The static arguments of a call of `generate`, after its checks.
 
-    Attributes:
-      model: the model, with caches in its layers.
-      max_new_tokens: the number of tokens to generate.
-      capacity: the number of cache slots.
-      start: the tokens that a target begins with, or None.
-      eos: the tokens that end a sequence; the first one fills the rest of it.
-      beams: the number of live candidates of each prompt in a beam search; 1 for no search.
-      rules: the logical axis rules of the call, which compiled code depends on.
+    The model has caches in its layers. Compiled code also depends on the logical axis `rules`.
     """
 
     model: Model
