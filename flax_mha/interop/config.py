@@ -56,7 +56,7 @@ def rotary(
             f"both; delete one of the two"
         )
     base = config.get("rope_local_base_freq" if local else "rope_theta", theta)
-    rope = filled(new, old, rope_theta=base)
+    rope: Config = filled(new, old, rope_theta=base)
     outer = config.get("partial_rotary_factor", 1.0)
     fraction: float = rope.get("partial_rotary_factor", outer)
     if not partial and {fraction, outer} != {1}:

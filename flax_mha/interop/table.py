@@ -373,13 +373,14 @@ def parts(theirs: str, ours: str, names: Mapping[str, str], bias: bool = True) -
       theirs: the prefix of the names in the checkpoint, without its dot.
       ours: the path of the module.
       names: the names in the checkpoint, each with the path of a part. A path that ends with
-        "norm" is a norm, all others are linear layers.
+        "norm" is a norm, one that ends with "scale" an array; all others are linear layers.
       bias: True if all have biases.
     """
     rows: list[TensorRule] = []
     for name, part in names.items():
+        pair = (f"{theirs}.{name}", f"{ours}/{part}")
         make = norm if part.endswith("norm") else linear
-        rows += make(f"{theirs}.{name}", f"{ours}/{part}", bias)
+        rows += [TensorRule(*pair)] if part.endswith("scale") else make(*pair, bias)
     return rows
 
 

@@ -15,7 +15,7 @@ from flax_mha.models import Classifier, Encoder, PatchEmbedding
 from flax_mha.models.blocks import EncoderBlock
 from flax_mha.positions import Axial
 
-_BLOCK, _BRANCHES = "encoder/layers_{}", ((1, "attention"), (2, "mlp"))
+_BLOCK = "encoder/layers_{}"
 # The prefix of all names in models that wrap a type, and the tokens before its patches.
 PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
 TOKENS = {"vit": ("cls",), "deit": ("cls", "distillation"), "vit_msn": ("cls",)}
@@ -109,9 +109,11 @@ def dinov3(config: Config) -> table.Family:
         *table.linear("embeddings.patch_embeddings", "embedding/patches", axes=kernel),
         *table.per_layer(config["num_hidden_layers"], [
             *table.attention(f"{layer}.attention", f"{_BLOCK}/attention", heads, biases),
-            *table.parts(layer, _BLOCK, {"norm1": "attention_norm", "norm2": "mlp_norm"}),
+            *table.parts(layer, _BLOCK, {
+                "norm1": "attention_norm", "layer_scale1.lambda1": "attention_scale",
+                "norm2": "mlp_norm", "layer_scale2.lambda1": "mlp_scale",
+            }),
             *table.parts(f"{layer}.mlp", f"{_BLOCK}/mlp", linears, mlp_bias),
-            *_scales(f"{layer}.layer_scale{{}}.lambda1"),
         ]),
         *table.norm("norm", "encoder/norm"),
     ]  # fmt: skip
@@ -120,12 +122,6 @@ def dinov3(config: Config) -> table.Family:
         module, (size.image(config.get("num_channels", 3)),), rows,
         heads=("embeddings.mask_token",), prefix="model.",
     )  # fmt: skip
-
-
-def _scales(name: str) -> list[table.TensorRule]:
-    """Return the rules of a block's layer scales, whose name has {} for 1 and 2."""
-    layer, _, rest = name.rpartition("{}")
-    return [table.TensorRule(f"{layer}{i}{rest}", f"{_BLOCK}/{x}_scale") for i, x in _BRANCHES]
 
 
 def timm_vit(config: Config) -> table.Family:
@@ -161,6 +157,7 @@ def timm_vit(config: Config) -> table.Family:
     names = {
         "norm1": "attention_norm", "norm2": "mlp_norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"
     }  # fmt: skip
+    names |= {} if scale is None else {"ls1.gamma": "attention_scale", "ls2.gamma": "mlp_scale"}
     rows = [
         _tokens("cls_token", 0, 1),
         *table.when(count > 1, _tokens("reg_token", 1, count)),
@@ -170,9 +167,6 @@ def timm_vit(config: Config) -> table.Family:
         *table.stack(
             config["depth"], "blocks.{}", "encoder", {"attn": "attention"},
             LIBRARIES["timm"].names, names, (*[biased] * 3, True),
-        ),
-        *table.per_layer(
-            config["depth"], table.when(scale is not None, *_scales("blocks.{}.ls{}.gamma"))
         ),
         *table.norm("norm", "encoder/norm"),
         *table.when(config["num_classes"], *table.linear("head", "head")),
