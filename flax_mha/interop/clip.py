@@ -12,7 +12,7 @@ from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.config import activation, grid, refuse
 from flax_mha.interop.settings import Config, FileSettings, filled
-from flax_mha.interop.vision import block, example, image
+from flax_mha.interop.vision import block, image
 from flax_mha.layer.linear import Projection
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier, Encoder, PositionEmbedding, TokenEmbedding
@@ -181,7 +181,8 @@ def towers(config: Config) -> table.Family:
     else:
         rows += table.linear("text_model.head", "text_projection")
         rows += [table.TensorRule(x, x, table.wrapped(1)) for x in ("logit_scale", "logit_bias")]
-    return table.Family(module, (example(vision), *_TEXT), rows, BUFFERS)
+    example = grid(vision).image(vision["num_channels"])
+    return table.Family(module, (example, *_TEXT), rows, BUFFERS)
 
 
 def images(config: Config) -> table.Family:
@@ -190,7 +191,8 @@ def images(config: Config) -> table.Family:
     vision = filled(config, **traits.vision)
     module = Tower(_image(vision, traits), _pool(vision, traits))
     rows, heads = _images(vision, traits, "encoder"), ("visual_projection.*", "classifier.*")
-    return table.Family(module, (example(vision),), rows, BUFFERS, heads, "vision_model.")
+    example = (grid(vision).image(vision["num_channels"]),)
+    return table.Family(module, example, rows, BUFFERS, heads, "vision_model.")
 
 
 def texts(config: Config) -> table.Family:

@@ -135,17 +135,11 @@ class Grid(NamedTuple):
 
     rows: int
     columns: int
-    height: int
-    width: int
-
-    @property
-    def patch(self) -> tuple[int, int]:
-        """The height and width of a patch."""
-        return self.height, self.width
+    patch: tuple[int, int]
 
     def image(self, channels: int) -> np.ndarray:
         """Return an example image."""
-        return blank(1, self.rows * self.height, self.columns * self.width, channels)
+        return blank(1, self.rows * self.patch[0], self.columns * self.patch[1], channels)
 
 
 def grid(config: Config, image: str = "image_size") -> Grid:
@@ -159,7 +153,7 @@ def grid(config: Config, image: str = "image_size") -> Grid:
             f"the config's {image} must have 1 … {_MAX_PATCHES:,} patches of its patch_size, got "
             f"{height} × {width} of {h} × {w}; take both from one config.json"
         )
-    return Grid(rows, columns, h, w)
+    return Grid(rows, columns, (h, w))
 
 
 def blank(*shape: int) -> np.ndarray:

@@ -104,15 +104,12 @@ WHISPER: Neutral = {"use_weighted_layer_sum": False} | names("""
 """)  # fmt: skip
 
 
-_MISSING = object()
-
-
 def among(known: Neutral) -> Callable[[str, Any], bool]:
     """Return a function of a setting's path and value, True if the setting is neutral."""
 
     def is_neutral(path: str, x: Any) -> bool:
-        value = known.get(path.rpartition(".")[2], _MISSING)
-        return value is ... or value == x
+        name = path.rpartition(".")[2]
+        return name in known and known[name] in (..., x)
 
     return is_neutral
 

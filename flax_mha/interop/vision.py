@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
-
 from flax_mha.interop import table
 from flax_mha.interop.config import activation, grid, refuse
 from flax_mha.interop.libraries import LIBRARIES
@@ -26,7 +24,8 @@ def vit(config: Config) -> table.Family:
     tokens, prefix = TOKENS[config["model_type"]], PREFIXES[config["model_type"]]
     biased = config.get("qkv_bias", True)
     heads = ("attention.query", "attention.key", "attention.value", "output.dense")
-    kernel = table.patches(*grid(config).patch)
+    size = grid(config)
+    kernel, images = table.patches(*size.patch), size.image(config["num_channels"])
     names = {
         "layernorm_before": "attention_norm", "layernorm_after": "mlp_norm",
         "intermediate.dense": "mlp/up", "output.dense": "mlp/down",
@@ -43,7 +42,7 @@ def vit(config: Config) -> table.Family:
     ]  # fmt: skip
     module = image(config, class_tokens=len(tokens), biased=biased)
     unused = ("*classifier.*", "pooler.*", "embeddings.mask_token")
-    family = table.Family(module, (example(config),), rows, heads=unused, prefix=prefix)
+    family = table.Family(module, (images,), rows, heads=unused, prefix=prefix)
     return classified(config, family)
 
 
@@ -70,11 +69,6 @@ def image(
     stack = Encoder(config["num_hidden_layers"], block(config, biased), input_norm=input_norm)
     embedding = PatchEmbedding(grid(config).patch, config["hidden_size"], use_bias=patch_bias)
     return Classifier(embedding, stack, None, class_tokens=class_tokens)
-
-
-def example(config: Config) -> np.ndarray:
-    """Return an example image of the config's size."""
-    return grid(config).image(config["num_channels"])
 
 
 def dinov3(config: Config) -> table.Family:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from flax import struct
 from flax_mha import cache as caches
 from flax_mha import sharding
 from flax_mha.base import shapes
+from flax_mha.base.arguments import names_of
 from flax_mha.models.beams import BeamSearch, Generated, ends, extend
 from flax_mha.models.models import LanguageModel, Translator
 from flax_mha.models.sampling import Sampling
@@ -24,11 +24,6 @@ Step = Callable[..., tuple[jax.Array, Any]]
 Own = LanguageModel | Translator
 Model = Own | Step
 Rule = Sampling | BeamSearch
-
-
-def takes_lengths(step: Step) -> bool:
-    """Return True if a step has the argument `lengths`."""
-    return "lengths" in inspect.signature(step).parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +171,8 @@ def _read(
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """Read tokens, and return the logits [R, V] of the one at index `at`, and the new cache."""
     if not isinstance(request.model, Own):
-        has_lengths = "lengths" in call and takes_lengths(request.model)
-        options = {"lengths": call["lengths"]} if has_lengths else {}
+        names = {"lengths"} & call.keys() & names_of(request.model)
+        options = {name: call[name] for name in names}
         logits, cache = request.model(variables, cache, tokens, call["positions"], **options)
         last = jnp.take_along_axis(logits, at[:, None, None], axis=1)
         return _constrain(last[:, 0].astype(shapes.wide(logits.dtype))), cache

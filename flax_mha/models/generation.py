@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks, shapes
+from flax_mha.base.arguments import names_of
 from flax_mha.cache.collection import free
 from flax_mha.layer.settings import check_module
 from flax_mha.models import decoding
@@ -159,7 +160,7 @@ def _check_call(
 ) -> tuple[jax.Array, jax.Array, int]:
     """Return the prompt's tokens and lengths, and the size of the output's vocabulary."""
     if not isinstance(model, Own):
-        if lengths is not None and not decoding.takes_lengths(model):
+        if lengths is not None and "lengths" not in names_of(model):
             raise ValueError(
                 "lengths must be None for a step without that argument, got an array; define "
                 "step(variables, cache, tokens, positions, lengths=None), which caches that many "
@@ -202,7 +203,7 @@ def _check_step(
             "cache must be given for a step, got None; give one with room for the prompt and "
             "max_new_tokens"
         )
-    call = {"lengths": lengths} if decoding.takes_lengths(step) else {}
+    call = {"lengths": lengths} if "lengths" in names_of(step) else {}
     outputs: Any = jax.eval_shape(lambda v, c: step(v, c, prompt, prompt, **call), variables, cache)
     logits, new = outputs if isinstance(outputs, tuple) and len(outputs) == 2 else (outputs, None)
     shape: shapes.Shape = getattr(logits, "shape", ())
