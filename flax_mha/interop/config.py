@@ -73,7 +73,7 @@ def rotary(
     return Rotary(rope["rope_theta"], fraction=fraction, scaling=_SCALINGS[name](rope, config))
 
 
-def _original_length(rope: Config, config: Config) -> int:
+def _original_length(rope: Config, config: Config) -> Any:
     """Return the length of the training sequences."""
     name = "original_max_position_embeddings"
     lengths = {settings[name] for settings in (rope, config) if name in settings}
@@ -82,21 +82,13 @@ def _original_length(rope: Config, config: Config) -> int:
             f"the config's {name} must be the same everywhere, got {sorted(lengths)}; take the one "
             f"of training"
         )
-    length: int = lengths.pop() if lengths else config["max_position_embeddings"]
-    return length
+    return lengths.pop() if lengths else config["max_position_embeddings"]
 
 
-def _factor(rope: Config, config: Config) -> float:
+def _factor(rope: Config, config: Config) -> Any:
     if "factor" in rope:
-        factor: float = rope["factor"]
-        return factor
-    max_length: int = config["max_position_embeddings"]
-    return max_length / _original_length(rope, config)
-
-
-def _llama3(rope: Config, config: Config) -> Any:
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    return positions.Llama3(rope["factor"], _original_length(rope, config), low, high)
+        return rope["factor"]
+    return config["max_position_embeddings"] / _original_length(rope, config)
 
 
 def _yarn(rope: Config, config: Config) -> Any:
@@ -126,7 +118,11 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
     "dynamic": lambda rope, config: positions.DynamicNtk(
         rope["factor"], config["max_position_embeddings"]
     ),
-    "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+    "llama3": lambda rope, config: positions.Llama3(
+        rope["factor"], _original_length(rope, config), rope["low_freq_factor"],
+        rope["high_freq_factor"],
+    ),
+    "yarn": _yarn, "longrope": _longrope,
 }  # fmt: skip
 
 
