@@ -258,13 +258,11 @@ def _images(config: Config, traits: ClipTraits, ours: str) -> list[table.TensorR
             )
         )
         return rows + table.norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
-    head, layer = "vision_model.head", "pool/attention"
-    fused = tuple(f"{layer}/{name}" for name in table.PROJECTIONS[:3])
+    head, layer, leaves = "vision_model.head", "pool/attention", ("weight", "bias")
     return [
         *rows,
         table.TensorRule(f"{head}.probe", "pool/probe", table.wrapped(1)),
-        *table.linear(f"{head}.attention.in_proj", fused, leaves=("_weight", "_bias")),
-        *table.linear(f"{head}.attention.out_proj", f"{layer}/out", inputs=2),
+        *table.attention(f"{head}.attention", layer, table.TORCH_HEADS, leaves=leaves),
         *table.parts(
             head, "pool", {"layernorm": "norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
         ),

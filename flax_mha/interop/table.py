@@ -22,6 +22,8 @@ Tensors: TypeAlias = Mapping[str, Any]
 PROJECTIONS = ("query", "key", "value", "out")
 # PyTorch's suffixes of a kernel and of a bias.
 LEAVES = (".weight", ".bias")
+# The projections of torch.nn.MultiheadAttention, which needs leaves=("weight", "bias").
+TORCH_HEADS = ("in_proj_", "in_proj_", "in_proj_", "out_proj.")
 # TensorFlow's names for the arrays of a norm, which the oldest BERT checkpoints still have.
 _OLD_LEAVES = {"gamma": "weight", "beta": "bias"}
 # The arguments that initialize a model of tokens.
@@ -370,15 +372,15 @@ def parts(theirs: str, ours: str, names: Mapping[str, str], bias: bool = True) -
     """Return the rules of the norms and linear layers of a module.
 
     Args:
-      theirs: the prefix of the names in the checkpoint, without its dot.
-      ours: the path of the module.
+      theirs: the prefix of the names in the checkpoint, without its dot; may be empty.
+      ours: the path of the module; may be empty.
       names: the names in the checkpoint, each with the path of a part. A path that ends with
         "norm" is a norm, one that ends with "scale" an array; all others are linear layers.
       bias: True if all have biases.
     """
     rows: list[TensorRule] = []
     for name, part in names.items():
-        pair = (f"{theirs}.{name}", f"{ours}/{part}")
+        pair = (f"{theirs}.{name}".removeprefix("."), f"{ours}/{part}".removeprefix("/"))
         make = norm if part.endswith("norm") else linear
         rows += [TensorRule(*pair)] if part.endswith("scale") else make(*pair, bias)
     return rows
