@@ -181,10 +181,9 @@ class Stack(nn.Module):
                     f"kv_from[{i}] must be {rule}, got {source} in {kv_from}; change it"
                 )
         size = len(self.blocks)
-        starts = [i - i % size for i in range(self.num_layers)]
-        first = [kv_from[i - start] for i, start in enumerate(starts)]
         repeated = tuple(
-            None if n is None else n + start for n, start in zip(first, starts, strict=True)
+            None if (n := kv_from[i % size]) is None else n + i - i % size
+            for i in range(self.num_layers)
         )
         if self.scan and kv_from != repeated:
             raise ValueError(
@@ -199,23 +198,19 @@ class Stack(nn.Module):
 
         These are dropout keys, so that layers drop different weights, and head masks in a list.
         """
-        by_layer: list[Options] = [{} for _ in range(self.num_layers)]
+        differing: dict[str, list[jax.Array]] = {}
         if call.get("dropout_rng") is not None:
             key = checks.key("dropout_rng", call.pop("dropout_rng"))
-            for options, k in zip(by_layer, jax.random.split(key, self.num_layers), strict=True):
-                options["dropout_rng"] = k
-        head_masks = call.get("head_mask")
-        if not isinstance(head_masks, list | tuple):
-            return by_layer
-        if len(head_masks) != self.num_layers:
-            raise ValueError(
-                f"head_mask must be one array, or a list of one for each of the {self.num_layers} "
-                f"blocks, got {len(head_masks)}; give jnp.ones(N) for blocks that keep all heads"
-            )
-        del call["head_mask"]
-        for options, mask in zip(by_layer, head_masks, strict=True):
-            options["head_mask"] = jnp.asarray(mask)
-        return by_layer
+            differing["dropout_rng"] = [*jax.random.split(key, self.num_layers)]
+        if isinstance(head_masks := call.get("head_mask"), list | tuple):
+            if len(head_masks) != self.num_layers:
+                raise ValueError(
+                    f"head_mask must be one array, or a list of one for each of the "
+                    f"{self.num_layers} blocks, got {len(head_masks)}; give jnp.ones(N) for blocks "
+                    f"that keep all heads"
+                )
+            differing["head_mask"] = [*map(jnp.asarray, call.pop("head_mask"))]
+        return [{name: xs[i] for name, xs in differing.items()} for i in range(self.num_layers)]
 
 
 class _Group(nn.Module):
