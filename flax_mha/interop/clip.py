@@ -241,22 +241,19 @@ def _pool(config: Config, traits: ClipTraits) -> AttentionPool | None:
 
 
 def _images(config: Config, traits: ClipTraits, ours: str) -> list[table.TensorRule]:
-    embeddings, kernel = "vision_model.embeddings", table.patches(*grid(config).patch)
+    theirs, kernel = "vision_model.embeddings", table.patches(*grid(config).patch)
     token = traits.is_clip
     rows = [
         *table.linear(
-            f"{embeddings}.patch_embedding", f"{ours}/embedding/patches", not token, axes=kernel
+            f"{theirs}.patch_embedding", f"{ours}/embedding/patches", not token, axes=kernel
         ),
-        table.TensorRule(f"{embeddings}.position_embedding.weight", f"{ours}/positions/embedding"),
+        table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
         *_layers("vision_model", f"{ours}/encoder", config),
         *table.norm("vision_model.post_layernorm", f"{ours}/encoder/norm"),
     ]
     if token:
-        rows.append(
-            table.TensorRule(
-                f"{embeddings}.class_embedding", f"{ours}/class_tokens", table.FLATTENED
-            )
-        )
+        name, axes = f"{theirs}.class_embedding", table.FLATTENED
+        rows.append(table.TensorRule(name, f"{ours}/class_tokens", axes))
         return rows + table.norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
     head, layer, leaves = "vision_model.head", "pool/attention", ("weight", "bias")
     return [
@@ -270,12 +267,10 @@ def _images(config: Config, traits: ClipTraits, ours: str) -> list[table.TensorR
 
 
 def _texts(config: Config, ours: str) -> list[table.TensorRule]:
-    embeddings = "text_model.embeddings"
+    theirs = "text_model.embeddings"
     return [
-        table.TensorRule(
-            f"{embeddings}.token_embedding.weight", f"{ours}/embedding/table/embedding"
-        ),
-        table.TensorRule(f"{embeddings}.position_embedding.weight", f"{ours}/positions/embedding"),
+        table.TensorRule(f"{theirs}.token_embedding.weight", f"{ours}/embedding/table/embedding"),
+        table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
         *_layers("text_model", f"{ours}/encoder", config),
         *table.norm("text_model.final_layer_norm", f"{ours}/encoder/norm"),
     ]
