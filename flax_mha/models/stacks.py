@@ -6,7 +6,6 @@ from typing import Any, ClassVar, TypeAlias, Unpack
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
@@ -153,7 +152,9 @@ class Stack(nn.Module):
         by_step = [by_layer[i :: len(blocks)] for i in range(len(blocks))]
         stacked = [jax.tree.map(lambda *x: jnp.stack(x), *options) for options in by_step]
         # The carry of a scan must keep its dtype.
-        x = x.astype(_residual_dtype(self.first, x.dtype))
+        layer = self.first.attention
+        computed = layer.dtype or jnp.promote_types(x.dtype, layer.param_dtype)
+        x = x.astype(computed if self.first.post_norm else jnp.promote_types(x.dtype, computed))
         return scanned(group, x, inputs, stacked)[0]
 
     @nn.nowrap
@@ -276,10 +277,3 @@ class Decoder(Stack):
         return self.run(
             x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
         )
-
-
-def _residual_dtype(block: Block, dtype: Dtype) -> Dtype:
-    """Return the dtype of a block's output, given the input's."""
-    layer = block.attention
-    computed = layer.dtype or jnp.promote_types(dtype, layer.param_dtype)
-    return computed if block.post_norm else jnp.promote_types(dtype, computed)
