@@ -53,9 +53,8 @@ def _tokens(name: str, start: int, stop: int) -> table.TensorRule:
 
 def block(config: Config, biased: bool = True, **fields: Any) -> EncoderBlock:
     """Return a block by a ViT's config, with biases or not, and fields of the attention layer."""
-    biases = True if biased else ("out",)
     return EncoderBlock(
-        MultiHeadAttention(config["num_attention_heads"], use_bias=biases, **fields),
+        MultiHeadAttention(config["num_attention_heads"], use_bias=biased or ("out",), **fields),
         config["intermediate_size"], activation=activation(config, "hidden_act"),
         norm_epsilon=config["layer_norm_eps"],
     )  # fmt: skip

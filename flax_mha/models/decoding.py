@@ -89,16 +89,14 @@ def begin(
 ) -> State:  # fmt: skip
     """Create a cache if there is none, read the prompt, and choose the first token."""
     model: Any = request.model
-    memory, memory_lengths = None, None
-    lengths = _constrain(lengths)
-    if getattr(model, "reads_tokens", True):
+    lengths, memory, memory_lengths = _constrain(lengths), None, None
+    if reads_tokens := getattr(model, "reads_tokens", True):
         # Padding need not be an id of the vocabulary.
         real = jnp.arange(prompt.shape[1])[None] < lengths[:, None]
-        tokens = _constrain(jnp.where(real, prompt, 0))
-        memory_lengths = None if request.start is None else lengths
-    else:
-        tokens = _constrain(prompt)
+        prompt = jnp.where(real, prompt, 0)
+    tokens = _constrain(prompt)
     if request.start is not None:
+        memory_lengths = lengths if reads_tokens else None
         memory = model.apply(
             variables, tokens, source_lengths=memory_lengths, deterministic=True, method="encode"
         )

@@ -88,41 +88,37 @@ class Stack(nn.Module):
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
         """Run the blocks in sequence, each with the same other inputs and arguments."""
         with rules.undivided_tokens(self.decodes):
-            return self._run(x, *others, **call)
-
-    @nn.nowrap
-    def _run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
-        checks.fields(self)
-        shapes.check_features("x", x)
-        checks.positive(num_layers=self.num_layers)
-        # User-defined blocks need not take arguments that are None.
-        inputs = tuple(x for x in others if x is not None)
-        call = {name: x for name, x in call.items() if x is not None}
-        blocks = self.blocks
-        x = sharding.constrain(x, ("batch", "norm_length", None))
-        x = points.of_module(self, self.first.attention.capture).last("embed", x)
-        if self.input_norm:
-            x = self.first.make_norm("input_norm", self)(x)
-        if self.scores:
-            scores = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
-            call["scores"] = scores + as_scores(call.get("scores", ()))
-        by_layer, sources = self._by_layer(call), self._sources(call)
-        rotates = [block.attention.rotary is not None for block in blocks]
-        # If only some layers rotate, the others get no positions.
-        unrotated = {name: x for name, x in call.items() if name != "positions"}
-        by_block = [call if has_rope or not any(rotates) else unrotated for has_rope in rotates]
-        steps = self.num_layers // len(blocks) if self.scan else 0
-        done = steps * len(blocks)
-        if steps:
-            x = self._scan(x, inputs, by_block, by_layer[:done], sources[: len(blocks)])
-        numbers = range(done, self.num_layers)
-        x = _run_blocks(
-            [blocks[i % len(blocks)].copy(name=f"layers_{i}") for i in numbers], x, inputs,
-            [by_block[i % len(blocks)] | by_layer[i] for i in numbers],
-            [None if source is None else source - done for source in sources[done:]],
-        )  # fmt: skip
-        final = not self.first.post_norm if self.final_norm is None else self.final_norm
-        return self.first.make_norm("norm", self)(x) if final else x
+            checks.fields(self)
+            shapes.check_features("x", x)
+            checks.positive(num_layers=self.num_layers)
+            # User-defined blocks need not take arguments that are None.
+            inputs = tuple(x for x in others if x is not None)
+            call = {name: x for name, x in call.items() if x is not None}
+            blocks = self.blocks
+            x = sharding.constrain(x, ("batch", "norm_length", None))
+            x = points.of_module(self, self.first.attention.capture).last("embed", x)
+            if self.input_norm:
+                x = self.first.make_norm("input_norm", self)(x)
+            if self.scores:
+                scores = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
+                call["scores"] = scores + as_scores(call.get("scores", ()))
+            by_layer, sources = self._by_layer(call), self._sources(call)
+            rotates = [block.attention.rotary is not None for block in blocks]
+            # If only some layers rotate, the others get no positions.
+            unrotated = {name: x for name, x in call.items() if name != "positions"}
+            by_block = [call if has_rope or not any(rotates) else unrotated for has_rope in rotates]
+            steps = self.num_layers // len(blocks) if self.scan else 0
+            done = steps * len(blocks)
+            if steps:
+                x = self._scan(x, inputs, by_block, by_layer[:done], sources[: len(blocks)])
+            numbers = range(done, self.num_layers)
+            x = _run_blocks(
+                [blocks[i % len(blocks)].copy(name=f"layers_{i}") for i in numbers], x, inputs,
+                [by_block[i % len(blocks)] | by_layer[i] for i in numbers],
+                [None if source is None else source - done for source in sources[done:]],
+            )  # fmt: skip
+            final = not self.first.post_norm if self.final_norm is None else self.final_norm
+            return self.first.make_norm("norm", self)(x) if final else x
 
     @nn.nowrap
     def _scan(
