@@ -140,10 +140,8 @@ def _layers(config: Config, traits: LlamaTraits) -> list[Layer]:
     count = config["num_hidden_layers"]
     # Read both rotations, so that each of their settings is checked even if no layer has it.
     theta = 1e4 if traits.is_local else traits.theta
-    rotations = (
-        rotary(config, FULL, traits.theta),
-        rotary(config, SLIDING, theta, local=traits.is_local),
-    )
+    local_rotary = rotary(config, SLIDING, theta, local=traits.is_local)
+    rotations = (rotary(config, FULL, traits.theta), local_rotary)
     rotates = _rotates(config) if traits.has_nope else [True] * count
     has_window = [False] * count
     if (rule := traits.windows) is not None:

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,8 +16,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_mha.base.shapes import Shape
 from flax_mha.interop import device_put
 from flax_mha.interop.settings import several
-
-Tensors: TypeAlias = Mapping[str, Any]
 
 PROJECTIONS = ("query", "key", "value", "out")
 # PyTorch's suffixes of a kernel and of a bias.
@@ -169,7 +167,7 @@ class Family(NamedTuple):
         variables = jax.eval_shape(self.module.init, jax.random.key(0), *self.example)
         return flatten_dict(variables["params"], sep="/")
 
-    def match(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
+    def match(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
         """Return the tensors by their names in the table, the names of heads, and the errors."""
         names = {row.theirs for row in self.rows}
         matched, heads, errors = dict[str, Any](), list[str](), list[str]()
@@ -197,7 +195,7 @@ class Family(NamedTuple):
 
 
 def from_tensors(
-    family: Family, tensors: Tensors, join: Callable[[list[Any]], Any] = np.concatenate
+    family: Family, tensors: Mapping[str, Any], join: Callable[[list[Any]], Any] = np.concatenate
 ) -> dict[str, Any]:
     """Return the module's variables from the tensors of a checkpoint, in the tensors' dtypes.
 

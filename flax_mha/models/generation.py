@@ -20,8 +20,6 @@ from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.models import Translator
 from flax_mha.models.sampling import Sampling
 
-Callback = Callable[[int, np.ndarray], None]
-
 
 def generate(
     model: Model, variables: Mapping[str, Any], prompt: jax.Array, *, max_new_tokens: int,
@@ -30,7 +28,7 @@ def generate(
     temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
     min_p: float | None = None, beams: int = 1, length_penalty: float = 0.0,
     early_stopping: bool | str = False, capacity: int | None = None,
-    callback: Callback | None = None, cache: Any = None,
+    callback: Callable[[int, np.ndarray], None] | None = None, cache: Any = None,
 ) -> Generated:  # fmt: skip
     """Generate tokens that continue or translate each prompt.
 
@@ -132,8 +130,7 @@ def _ids(name: str, ids: Any, vocabulary: int) -> tuple[int, ...] | None:
 
 def _check_model(model: Model, start: Any) -> None:
     # Do not import nnx, which is slow; a user with an nnx module has imported it.
-    nnx = sys.modules.get("flax.nnx")
-    modules = (nn.Module, type) if nnx is None else (nn.Module, type, nnx.Module)
+    modules = (nn.Module, type, getattr(sys.modules.get("flax.nnx"), "Module", type))
     if not isinstance(model, Own) and (isinstance(model, modules) or not callable(model)):
         raise TypeError(
             f"model must be a LanguageModel or a Translator of flax_mha.models, got "
