@@ -30,37 +30,20 @@ if TYPE_CHECKING:
     from flax_mha import scores as scores
     from flax_mha import sharding as sharding
     from flax_mha import variants as variants
-    from flax_mha.cache import CacheConfig as CacheConfig
-    from flax_mha.cache import KVCache as KVCache
-    from flax_mha.kernels import Capture as Capture
-    from flax_mha.kernels import Explanation as Explanation
-    from flax_mha.kernels import Platform as Platform
-    from flax_mha.kernels import dot_product_attention as dot_product_attention
-    from flax_mha.kernels import explain as explain
-    from flax_mha.layer import edits as edits
-    from flax_mha.layer import plots as plots
-    from flax_mha.layer.attention_fn import attention_fn as attention_fn
-    from flax_mha.layer.attention_fn import (
-        dot_product_attention_weights as dot_product_attention_weights,
-    )
-    from flax_mha.layer.muon import muon_dimensions as muon_dimensions
-    from flax_mha.layer.qk_clip import qk_clip as qk_clip
-    from flax_mha.layer.qk_norm import QKNorm as QKNorm
-    from flax_mha.linen import MultiHeadAttention as MultiHeadAttention
-    from flax_mha.linen import MultiHeadDotProductAttention as MultiHeadDotProductAttention
-    from flax_mha.linen import SelfAttention as SelfAttention
-    from flax_mha.models import Classifier as Classifier
-    from flax_mha.models import LanguageModel as LanguageModel
-    from flax_mha.models import Translator as Translator
-    from flax_mha.models import sampling as sampling
-    from flax_mha.models.blocks import DecoderBlock as DecoderBlock
-    from flax_mha.models.blocks import EncoderBlock as EncoderBlock
-    from flax_mha.models.experts import Experts as Experts
-    from flax_mha.models.feed_forward import MLP as MLP
-    from flax_mha.models.generation import Generated as Generated
-    from flax_mha.models.generation import generate as generate
-    from flax_mha.models.stacks import Decoder as Decoder
-    from flax_mha.models.stacks import Encoder as Encoder
+    from flax_mha.cache import CacheConfig, KVCache
+    from flax_mha.kernels import Capture, Explanation, Platform, dot_product_attention, explain
+    from flax_mha.layer import edits, plots
+    from flax_mha.layer.attention_fn import attention_fn, dot_product_attention_weights
+    from flax_mha.layer.muon import muon_dimensions
+    from flax_mha.layer.qk_clip import qk_clip
+    from flax_mha.layer.qk_norm import QKNorm
+    from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention, SelfAttention
+    from flax_mha.models import Classifier, LanguageModel, Translator, sampling
+    from flax_mha.models.blocks import DecoderBlock, EncoderBlock
+    from flax_mha.models.experts import Experts
+    from flax_mha.models.feed_forward import MLP
+    from flax_mha.models.generation import Generated, generate
+    from flax_mha.models.stacks import Decoder, Encoder
 else:  # Hide `__getattr__` from type checkers, which would accept any name.
     _HOMES = {
         "linen": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),

@@ -51,18 +51,13 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
     heads = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
     if isinstance(model, nnx.Module):
         return _prune_nnx(model, heads, repeat_kv)
-    return _prune_linen(model, variables[0], heads, repeat_kv)
-
-
-def _prune_linen(model: Any, variables: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
-    """Return a linen model without the heads, and its variables."""
-    pruner = _Pruner(flatten_dict(variables["params"]), heads, repeat_kv)
+    pruner = _Pruner(flatten_dict(variables[0]["params"]), heads, repeat_kv)
     model = rebuild(model, pruner.change)
     _check_paths(heads, pruner.kept)
-    for name in variables.keys() - {"params"}:
-        if any(_under(path, flatten_dict(variables[name])) for path in heads):
+    for name in variables[0].keys() - {"params"}:
+        if any(_under(path, flatten_dict(variables[0][name])) for path in heads):
             raise ValueError(f"variables must have no {name!r} of pruned layers; leave it out")
-    return model, {**variables, "params": unflatten_dict(pruner.params)}
+    return model, {**variables[0], "params": unflatten_dict(pruner.params)}
 
 
 @dataclasses.dataclass

@@ -175,16 +175,12 @@ def static(name: str, x: Any) -> Any:
 
 def number(name: str, x: Any) -> float:
     """Check that x is a finite real number, and return it as a float."""
-    _check_number(name, x)
-    if not math.isfinite(x):
-        raise ValueError(f"{name} must be finite, got {x}")
-    return float(x)
-
-
-def _check_number(name: str, x: Any) -> None:
     static(name, x)
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {x!r} of {type(x).__name__}")
+    if not math.isfinite(x):
+        raise ValueError(f"{name} must be finite, got {x}")
+    return float(x)
 
 
 def positive(**sizes: Any) -> None:
@@ -206,8 +202,7 @@ def optional(**sizes: Any) -> None:
 
 def rate(name: str, x: Any) -> None:
     """Check that a dropout rate is at least 0 and below 1."""
-    _check_number(name, x)
-    if not 0.0 <= x < 1.0:
+    if not 0.0 <= number(name, x) < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {x}; 0 turns dropout off")
 
 
@@ -261,7 +256,10 @@ def fields(module: Any) -> None:
     """Check the fields of a module whose name or type determines their values."""
     for field in dataclasses.fields(module):
         name, x = field.name, getattr(module, field.name)
-        if x is None and _takes_none(field):
+        # Flax uses None for a default dtype, whatever the annotation says. The annotations of a
+        # user-defined module may be strings.
+        unknown = isinstance(field.type, str) or name.endswith("dtype")
+        if x is None and (unknown or type(None) in typing.get_args(field.type)):
             continue
         if field.type is bool or field.type == bool | None:
             flag(name, x)
@@ -274,13 +272,6 @@ def fields(module: Any) -> None:
             precision(name, x)
         elif name.endswith("rate"):
             rate(name, x)
-
-
-def _takes_none(field: dataclasses.Field[Any]) -> bool:
-    # Flax uses None for a default dtype, whatever the annotation says. The annotations of a
-    # user-defined module may be strings.
-    unknown = isinstance(field.type, str) or field.name.endswith("dtype")
-    return unknown or type(None) in typing.get_args(field.type)
 
 
 def choice(name: str, value: Any, choices: dict[str, Choice]) -> Choice:

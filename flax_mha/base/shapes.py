@@ -91,11 +91,8 @@ def check_inputs(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None
         )
     k = q if k is None else k
     v = k if v is None else v
-    named = {"inputs_q": q, "inputs_k": k, "inputs_v": v}
-    for name, x in named.items():
-        checks.floating(name, x)
-    for name, x in named.items():
-        _check_rank(name, x.shape)
+    for name, x in (("inputs_q", q), ("inputs_k", k), ("inputs_v", v)):
+        check_features(name, x)
     if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
         remedy = "broadcast the batch dimensions, and give every key a value"
         if q.ndim != k.ndim:
@@ -108,11 +105,7 @@ def check_inputs(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None
 
 def check_features(name: str, x: Any) -> None:
     """Check that a model's input is floating point, [*B, length, features]."""
-    checks.floating(name, x)
-    _check_rank(name, x.shape)
-
-
-def _check_rank(name: str, shape: Shape) -> None:
+    shape = checks.floating(name, x).shape
     if len(shape) < 2 or not shape[-1]:
         raise ValueError(
             f"{name} must have shape [*B, length, features], got {shape}; "

@@ -23,7 +23,7 @@ import numpy as np
 from flax.typing import Dtype
 
 from flax_mha.base import checks
-from flax_mha.interop import bert, clip, gpt, llama, moe, neutral, safetensors, t5, vision, whisper
+from flax_mha.interop import bert, clip, gpt, llama, neutral, safetensors, t5, vision, whisper
 from flax_mha.interop.device_put import Joined, place
 from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
@@ -45,9 +45,9 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("mistral ministral smollm3", llama.llama, neutral.DECODER),
     ("qwen2 qwen3", llama.llama, neutral.QWEN),
     ("gemma2 gemma3_text", llama.llama, neutral.GEMMA),
-    ("gpt_oss", moe.gpt_oss, neutral.EXPERTS),
-    ("mixtral", moe.mixtral, neutral.EXPERTS),
-    ("qwen3_moe", moe.qwen3_moe, neutral.QWEN3_MOE),
+    ("gpt_oss", llama.gpt_oss, neutral.EXPERTS),
+    ("mixtral", llama.mixtral, neutral.EXPERTS),
+    ("qwen3_moe", llama.qwen3_moe, neutral.QWEN3_MOE),
     ("t5", t5.t5, neutral.T5),
     ("vit deit vit_msn", vision.vit, neutral.VIT),
     ("dinov3_vit", vision.dinov3, neutral.DINO),

@@ -102,11 +102,11 @@ def bert(config: Config) -> Family:
         Encoder(layers, block, input_norm=True),
         first=config.get("pad_token_id", 1) + 1 if traits.is_padded else 0,
     )
-    layer, heads = "encoder.layer.{}", ("self.query", "self.key", "self.value", "output.dense")
+    heads = ("self.query", "self.key", "self.value", "output.dense")
     rows = [
         *_EMBEDDING_ROWS,
         TensorRule("embeddings.token_type_embeddings.weight", "types/table/embedding"),
-        *stack(layers, layer, "encoder", f"{layer}.attention", heads, {
+        *stack(layers, "encoder.layer.{}", "encoder", {"attention": "attention"}, heads, {
             "attention.output.LayerNorm": "attention_norm", "intermediate.dense": "mlp/up",
             "output.dense": "mlp/down", "output.LayerNorm": "mlp_norm",
         }),
@@ -127,11 +127,11 @@ def distilbert(config: Config) -> Family:
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(layers, block, input_norm=True),
     )  # fmt: skip
-    layer, heads = "transformer.layer.{}", ("q_lin", "k_lin", "v_lin", "out_lin")
-    rows = stack(layers, layer, "encoder", f"{layer}.attention", heads, {
+    heads = ("q_lin", "k_lin", "v_lin", "out_lin")
+    rows = stack(layers, "transformer.layer.{}", "encoder", {"attention": "attention"}, heads, {
         "sa_layer_norm": "attention_norm", "ffn.lin1": "mlp/up", "ffn.lin2": "mlp/down",
         "output_layer_norm": "mlp_norm",
     })  # fmt: skip
-    rows = [*_EMBEDDING_ROWS, *rows]
+    rows = _EMBEDDING_ROWS + rows
     family = Family(module, TOKEN_EXAMPLE, rows, BUFFERS, HEADS, "distilbert.")
     return classified(config, family, "pre_classifier", activation=nn.relu)

@@ -12,14 +12,11 @@ from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.config import activation, grid, refuse
 from flax_mha.interop.settings import Config, FileSettings, filled
-from flax_mha.interop.vision import block, example, image
+from flax_mha.interop.vision import block, image
 from flax_mha.layer.linear import Projection
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import Classifier
-from flax_mha.models.embeddings import TokenEmbedding
+from flax_mha.models import Classifier, Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.feed_forward import MLP
-from flax_mha.models.stacks import Encoder
-from flax_mha.positions import PositionEmbedding
 
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -30,14 +27,13 @@ class ClipTraits(NamedTuple):
     Attributes:
       text: the defaults of `text_config`; files leave out settings that equal them.
       vision: the defaults of `vision_config`.
-      class_token: True if a learned token represents the image; otherwise a layer pools.
-      causal: True if the text encoder is causal.
+      is_clip: True if a learned token represents the image, and the text encoder is causal;
+        otherwise a layer pools.
     """
 
     text: dict[str, Any]
     vision: dict[str, Any]
-    class_token: bool
-    causal: bool
+    is_clip: bool
 
 
 _SIZES = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768,
@@ -49,11 +45,11 @@ KINDS = {
     "clip": ClipTraits(
         _CLIP | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
                  "num_attention_heads": 8, "vocab_size": 49408, "max_position_embeddings": 77},
-        _IMAGES | _CLIP | {"patch_size": 32}, class_token=True, causal=True,
+        _IMAGES | _CLIP | {"patch_size": 32}, is_clip=True,
     ),
     "siglip": ClipTraits(
         _SIZES | _SIGLIP | {"vocab_size": 32000, "max_position_embeddings": 64},
-        _IMAGES | _SIGLIP | {"patch_size": 16}, class_token=False, causal=False,
+        _IMAGES | _SIGLIP | {"patch_size": 16}, is_clip=False,
     ),
 }  # fmt: skip
 
@@ -170,13 +166,13 @@ def towers(config: Config) -> table.Family:
     """Return the family of `CLIPModel` and `SiglipModel`."""
     traits = KINDS[config["model_type"]]
     vision, text = _part(config, "vision", traits.vision), _part(config, "text", traits.text)
-    features = config.get("projection_dim", 512) if traits.class_token else None
+    features = config.get("projection_dim", 512) if traits.is_clip else None
     module = Towers(
         _image(vision, traits), _text(text, traits), features, _pool(vision, traits),
-        biased=not traits.class_token,
+        biased=not traits.is_clip,
     )  # fmt: skip
     rows = _images(vision, traits, "image") + _texts(text, "text")
-    if traits.class_token:
+    if traits.is_clip:
         rows += [
             *table.linear("visual_projection", "image_projection", bias=False),
             *table.linear("text_projection", "text_projection", bias=False),
@@ -185,7 +181,8 @@ def towers(config: Config) -> table.Family:
     else:
         rows += table.linear("text_model.head", "text_projection")
         rows += [table.TensorRule(x, x, table.wrapped(1)) for x in ("logit_scale", "logit_bias")]
-    return table.Family(module, (example(vision), *_TEXT), rows, BUFFERS)
+    example = grid(vision).image(vision["num_channels"])
+    return table.Family(module, (example, *_TEXT), rows, BUFFERS)
 
 
 def images(config: Config) -> table.Family:
@@ -194,16 +191,17 @@ def images(config: Config) -> table.Family:
     vision = filled(config, **traits.vision)
     module = Tower(_image(vision, traits), _pool(vision, traits))
     rows, heads = _images(vision, traits, "encoder"), ("visual_projection.*", "classifier.*")
-    return table.Family(module, (example(vision),), rows, BUFFERS, heads, "vision_model.")
+    example = (grid(vision).image(vision["num_channels"]),)
+    return table.Family(module, example, rows, BUFFERS, heads, "vision_model.")
 
 
 def texts(config: Config) -> table.Family:
     """Return the family of `CLIPTextModel` and `SiglipTextModel`, without a projection."""
     traits = KINDS[config["model_type"].removesuffix("_text_model")]
     text = filled(config, **traits.text)
-    module = Tower(_text(text, traits), projected=not traits.class_token)
+    module = Tower(_text(text, traits), projected=not traits.is_clip)
     rows = _texts(text, "encoder")
-    rows += [] if traits.class_token else table.linear("text_model.head", "projection")
+    rows += [] if traits.is_clip else table.linear("text_model.head", "projection")
     return table.Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
 
 
@@ -218,7 +216,7 @@ def _part(config: Config, name: str, defaults: dict[str, Any]) -> FileSettings:
 
 
 def _image(config: Config, traits: ClipTraits) -> Classifier:
-    token = traits.class_token
+    token = traits.is_clip
     return image(config, int(token), patch_bias=not token, input_norm=token)
 
 
@@ -228,13 +226,13 @@ def _text(config: Config, traits: ClipTraits) -> Bert:
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(
             config["num_hidden_layers"],
-            block(config, mask=masks.Causal() if traits.causal else None),
+            block(config, mask=masks.Causal() if traits.is_clip else None),
         ),
     )  # fmt: skip
 
 
 def _pool(config: Config, traits: ClipTraits) -> AttentionPool | None:
-    if traits.class_token:
+    if traits.is_clip:
         return None
     refuse(config, vision_use_head=True)
     layer = MultiHeadAttention(config["num_attention_heads"])
@@ -243,30 +241,25 @@ def _pool(config: Config, traits: ClipTraits) -> AttentionPool | None:
 
 
 def _images(config: Config, traits: ClipTraits, ours: str) -> list[table.TensorRule]:
-    embeddings, kernel = "vision_model.embeddings", table.patches(*grid(config).patch)
-    token = traits.class_token
+    theirs, kernel = "vision_model.embeddings", table.patches(*grid(config).patch)
+    token = traits.is_clip
     rows = [
         *table.linear(
-            f"{embeddings}.patch_embedding", f"{ours}/embedding/patches", not token, axes=kernel
+            f"{theirs}.patch_embedding", f"{ours}/embedding/patches", not token, axes=kernel
         ),
-        table.TensorRule(f"{embeddings}.position_embedding.weight", f"{ours}/positions/embedding"),
+        table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
         *_layers("vision_model", f"{ours}/encoder", config),
         *table.norm("vision_model.post_layernorm", f"{ours}/encoder/norm"),
     ]
     if token:
-        rows.append(
-            table.TensorRule(
-                f"{embeddings}.class_embedding", f"{ours}/class_tokens", table.FLATTENED
-            )
-        )
+        name, axes = f"{theirs}.class_embedding", table.FLATTENED
+        rows.append(table.TensorRule(name, f"{ours}/class_tokens", axes))
         return rows + table.norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
-    head, layer = "vision_model.head", "pool/attention"
-    fused = tuple(f"{layer}/{name}" for name in table.PROJECTIONS[:3])
+    head, layer, leaves = "vision_model.head", "pool/attention", ("weight", "bias")
     return [
         *rows,
         table.TensorRule(f"{head}.probe", "pool/probe", table.wrapped(1)),
-        *table.linear(f"{head}.attention.in_proj", fused, leaves=("_weight", "_bias")),
-        *table.linear(f"{head}.attention.out_proj", f"{layer}/out", inputs=2),
+        *table.attention(f"{head}.attention", layer, table.TORCH_HEADS, leaves=leaves),
         *table.parts(
             head, "pool", {"layernorm": "norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
         ),
@@ -274,20 +267,18 @@ def _images(config: Config, traits: ClipTraits, ours: str) -> list[table.TensorR
 
 
 def _texts(config: Config, ours: str) -> list[table.TensorRule]:
-    embeddings = "text_model.embeddings"
+    theirs = "text_model.embeddings"
     return [
-        table.TensorRule(
-            f"{embeddings}.token_embedding.weight", f"{ours}/embedding/table/embedding"
-        ),
-        table.TensorRule(f"{embeddings}.position_embedding.weight", f"{ours}/positions/embedding"),
+        table.TensorRule(f"{theirs}.token_embedding.weight", f"{ours}/embedding/table/embedding"),
+        table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
         *_layers("text_model", f"{ours}/encoder", config),
         *table.norm("text_model.final_layer_norm", f"{ours}/encoder/norm"),
     ]
 
 
 def _layers(theirs: str, ours: str, config: Config) -> list[table.TensorRule]:
-    layer = f"{theirs}.encoder.layers.{{}}"
-    return table.stack(config["num_hidden_layers"], layer, ours, f"{layer}.self_attn", HEADS, {
+    count, layer = config["num_hidden_layers"], f"{theirs}.encoder.layers.{{}}"
+    return table.stack(count, layer, ours, {"self_attn": "attention"}, HEADS, {
         "layer_norm1": "attention_norm", "layer_norm2": "mlp_norm",
         "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down",
     })  # fmt: skip

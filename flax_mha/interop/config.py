@@ -56,7 +56,7 @@ def rotary(
             f"both; delete one of the two"
         )
     base = config.get("rope_local_base_freq" if local else "rope_theta", theta)
-    rope = filled(new, old, rope_theta=base)
+    rope: Config = filled(new, old, rope_theta=base)
     outer = config.get("partial_rotary_factor", 1.0)
     fraction: float = rope.get("partial_rotary_factor", outer)
     if not partial and {fraction, outer} != {1}:
@@ -64,20 +64,16 @@ def rotary(
             f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this "
             f"family rotates all features; delete it if the weights were trained so"
         )
-    return Rotary(rope["rope_theta"], fraction=fraction, scaling=_scaling(rope, config))
-
-
-def _scaling(rope: Config, config: Config) -> Any:
     name = rope.get("rope_type", rope.get("type", "default"))
     if name not in _SCALINGS:
         raise ValueError(
             f"the config's rope_type must be one of {sorted(_SCALINGS)}, got {shown(name)}; build "
             f"the module yourself with a function as rotary="
         )
-    return _SCALINGS[name](rope, config)
+    return Rotary(rope["rope_theta"], fraction=fraction, scaling=_SCALINGS[name](rope, config))
 
 
-def _original_length(rope: Config, config: Config) -> int:
+def _original_length(rope: Config, config: Config) -> Any:
     """Return the length of the training sequences."""
     name = "original_max_position_embeddings"
     lengths = {settings[name] for settings in (rope, config) if name in settings}
@@ -86,21 +82,13 @@ def _original_length(rope: Config, config: Config) -> int:
             f"the config's {name} must be the same everywhere, got {sorted(lengths)}; take the one "
             f"of training"
         )
-    length: int = lengths.pop() if lengths else config["max_position_embeddings"]
-    return length
+    return lengths.pop() if lengths else config["max_position_embeddings"]
 
 
-def _factor(rope: Config, config: Config) -> float:
+def _factor(rope: Config, config: Config) -> Any:
     if "factor" in rope:
-        factor: float = rope["factor"]
-        return factor
-    max_length: int = config["max_position_embeddings"]
-    return max_length / _original_length(rope, config)
-
-
-def _llama3(rope: Config, config: Config) -> Any:
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    return positions.Llama3(rope["factor"], _original_length(rope, config), low, high)
+        return rope["factor"]
+    return config["max_position_embeddings"] / _original_length(rope, config)
 
 
 def _yarn(rope: Config, config: Config) -> Any:
@@ -130,7 +118,11 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
     "dynamic": lambda rope, config: positions.DynamicNtk(
         rope["factor"], config["max_position_embeddings"]
     ),
-    "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+    "llama3": lambda rope, config: positions.Llama3(
+        rope["factor"], _original_length(rope, config), rope["low_freq_factor"],
+        rope["high_freq_factor"],
+    ),
+    "yarn": _yarn, "longrope": _longrope,
 }  # fmt: skip
 
 
@@ -139,17 +131,11 @@ class Grid(NamedTuple):
 
     rows: int
     columns: int
-    height: int
-    width: int
-
-    @property
-    def patch(self) -> tuple[int, int]:
-        """The height and width of a patch."""
-        return self.height, self.width
+    patch: tuple[int, int]
 
     def image(self, channels: int) -> np.ndarray:
         """Return an example image."""
-        return blank(1, self.rows * self.height, self.columns * self.width, channels)
+        return blank(1, self.rows * self.patch[0], self.columns * self.patch[1], channels)
 
 
 def grid(config: Config, image: str = "image_size") -> Grid:
@@ -163,7 +149,7 @@ def grid(config: Config, image: str = "image_size") -> Grid:
             f"the config's {image} must have 1 … {_MAX_PATCHES:,} patches of its patch_size, got "
             f"{height} × {width} of {h} × {w}; take both from one config.json"
         )
-    return Grid(rows, columns, h, w)
+    return Grid(rows, columns, (h, w))
 
 
 def blank(*shape: int) -> np.ndarray:

@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base.shapes import Shape
-
 # The most bytes of a file that are read at once.
 _BLOCK_BYTES = 2**22
 # The rows and columns that are transposed at once, so that both stay in the CPU's cache.
@@ -64,19 +62,16 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
 def _read(x: Any, index: Any, dtype: Any) -> np.ndarray:
     views = [*x.views(index)] if isinstance(x, Joined) else [x[index]]
     rows = (sum(map(len, views)),) if x.shape else ()
-    out, start = _allocate((*rows, *views[0].shape[1:]), dtype), 0
+    shape = (*rows, *views[0].shape[1:])
+    # Align the array for a CPU device.
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    skip = -buffer.__array_interface__["data"][0] % _ALIGNMENT
+    out, start = buffer[skip : skip + size].view(dtype).reshape(shape), 0
     for view in views:
         _fill(out[start : start + len(view)] if rows else out, view)
         start += len(view) if rows else 0
     return out
-
-
-def _allocate(shape: Shape, dtype: Any) -> np.ndarray:
-    """Return an empty array that is aligned for a CPU device."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    skip = -buffer.__array_interface__["data"][0] % _ALIGNMENT
-    return buffer[skip : skip + size].view(dtype).reshape(shape)
 
 
 def _fill(out: np.ndarray, source: np.ndarray) -> None:

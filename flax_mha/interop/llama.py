@@ -1,14 +1,14 @@
-"""Llama, Mistral, Qwen and Gemma: decoders of text with rotary positions and gated MLPs."""
+"""Llama, Mistral, Qwen, Gemma and gpt-oss: decoders with rotary positions, MLPs or experts."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from flax_mha import masks
 from flax_mha.interop import table
-from flax_mha.interop.config import activation, repeating_part, rotary
-from flax_mha.interop.settings import FULL, SLIDING, Config, shown
+from flax_mha.interop.config import activation, refuse, repeating_part, rotary
+from flax_mha.interop.settings import FULL, REMEDY, SLIDING, Config, filled, shown
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
@@ -17,65 +17,58 @@ from flax_mha.models.experts import Experts
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
 
+# The most experts of all layers, as each has its own rules. Qwen3-235B-A22B has 12,032.
+_MAX_EXPERTS = 2**15
+_THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-_BRANCH_NORMS = _NORMS | {
+_GEMMA_NORMS = _NORMS | {
     "post_attention_layernorm": "attention_branch_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_branch_norm",
 }
+# Functions of a config and a layer's index, True if that layer has a window.
+Windows: TypeAlias = Callable[[Config, int], bool]
 
 
 def _all(config: Config, i: int) -> bool:
     return True
 
 
-def _without_rope(config: Config, i: int) -> bool:
-    return not _rotates(config)[i]
-
-
-def _all_but_last(count: int) -> Callable[[Config, int], bool]:
-    """Return a rule that gives a window to all but the last of every `count` layers."""
-
-    def has_window(config: Config, i: int) -> bool:
-        patterns = ("sliding_window_pattern", "_sliding_window_pattern")
-        return bool((i + 1) % next((config[x] for x in patterns if x in config), count))
-
-    return has_window
-
-
 def _late(config: Config, i: int) -> bool:
     return i >= config.get("max_window_layers", 28)
+
+
+def _all_but_last(count: int) -> Windows:
+    """Return a rule that gives a window to all but the last of every `count` layers."""
+    keys = ("sliding_window_pattern", "_sliding_window_pattern")
+    return lambda config, i: (i + 1) % next((config[x] for x in keys if x in config), count) > 0
 
 
 class LlamaTraits(NamedTuple):
     """The properties of a model type.
 
     Attributes:
-      windows: a function of a config and a layer's index, True if that layer has a window; None
-        for no windows.
+      windows: the rule of layers with a window; None for no windows.
       listed: True if the config's `layer_types`, where present, decide instead.
       switched: True if windows also need the config's `use_sliding_window`.
       biases: the projections with a bias; None to read `attention_bias`.
       is_biased: the default of `attention_bias`.
       qk_norm: True if queries and keys are normalized.
-      branch_norm: True if the outputs of attention and MLP are normalized too.
-      offset: a number that is subtracted from the norms' scales in the checkpoint.
       tied: the default of `tie_word_embeddings`.
-      is_gemma: True for Gemma's scale √D of embeddings, its scale of scores, and its soft caps.
+      is_gemma: True for Gemma's scale √D of embeddings, its scale of scores, its soft caps, norms
+        of the outputs of attention and MLP, and norms' scales that are stored minus 1.
       theta: the default base of the rotary embedding.
       is_local: True if layers with a window have another base.
       has_nope: True if some layers have no rotary embedding.
     """
 
-    windows: Callable[[Config, int], bool] | None = None
+    windows: Windows | None = None
     listed: bool = False
     switched: bool = False
     biases: tuple[str, ...] | None = None
     is_biased: bool = False
     qk_norm: bool = False
-    branch_norm: bool = False
-    offset: float = 0.0
     tied: bool = False
     is_gemma: bool = False
     theta: float = 1e4
@@ -83,9 +76,7 @@ class LlamaTraits(NamedTuple):
     has_nope: bool = False
 
 
-_GEMMA: dict[str, Any] = {
-    "listed": True, "branch_norm": True, "offset": 1.0, "tied": True, "is_gemma": True,
-}  # fmt: skip
+_GEMMA: dict[str, Any] = {"listed": True, "tied": True, "is_gemma": True}
 KINDS = {
     "llama": LlamaTraits(),
     "mistral": LlamaTraits(_all),
@@ -93,14 +84,15 @@ KINDS = {
     "qwen2": LlamaTraits(_late, listed=True, switched=True, biases=table.PROJECTIONS[:3]),
     "qwen3": LlamaTraits(_late, listed=True, switched=True, qk_norm=True),
     "smollm3": LlamaTraits(
-        _without_rope, listed=True, switched=True, tied=True, theta=2e6, has_nope=True
+        lambda config, i: not _rotates(config)[i], listed=True, switched=True, tied=True,
+        theta=2e6, has_nope=True,
     ),
     "gemma2": LlamaTraits(_all_but_last(2), **_GEMMA),
     "gemma3_text": LlamaTraits(_all_but_last(6), **_GEMMA, qk_norm=True, theta=1e6, is_local=True),
     "gpt_oss": LlamaTraits(_all_but_last(2), listed=True, is_biased=True, theta=1.5e5),
     "mixtral": LlamaTraits(_all, theta=1e6),
     "qwen3_moe": LlamaTraits(_all, switched=True, qk_norm=True),
-}
+}  # fmt: skip
 
 
 class Layer(NamedTuple):
@@ -148,10 +140,8 @@ def _layers(config: Config, traits: LlamaTraits) -> list[Layer]:
     count = config["num_hidden_layers"]
     # Read both rotations, so that each of their settings is checked even if no layer has it.
     theta = 1e4 if traits.is_local else traits.theta
-    rotations = (
-        rotary(config, FULL, traits.theta),
-        rotary(config, SLIDING, theta, local=traits.is_local),
-    )
+    local_rotary = rotary(config, SLIDING, theta, local=traits.is_local)
+    rotations = (rotary(config, FULL, traits.theta), local_rotary)
     rotates = _rotates(config) if traits.has_nope else [True] * count
     has_window = [False] * count
     if (rule := traits.windows) is not None:
@@ -212,26 +202,25 @@ def _block(
     names = ("hidden_activation", "hidden_act") if gemma else ("hidden_act",)
     return DecoderBlock(
         layer, config["intermediate_size"] if mlp is None else None, norm="rmsnorm",
-        norm_epsilon=epsilon, gated=True, branch_norm=traits.branch_norm, mlp=mlp,
+        norm_epsilon=epsilon, gated=True, branch_norm=gemma, mlp=mlp,
         activation=activation(config, *names), mlp_bias=config.get("mlp_bias", False),
     )  # fmt: skip
 
 
 def _rows(config: Config, traits: LlamaTraits, has_mlp: list[bool]) -> list[table.TensorRule]:
     """Return the rules of the embedding and of all layers but their experts."""
-    theirs, ours = "model.layers.{}", "decoder/layers_{}"
-    scale: dict[str, Any] = {"bias": False, "offset": traits.offset}
+    scale: dict[str, Any] = {"bias": False, "offset": float(traits.is_gemma)}
     biases = [name in _biases(config, traits) for name in table.PROJECTIONS]
-    rows = table.attention(f"{theirs}.self_attn", f"{ours}/attention", HEADS, biases)
-    names = _BRANCH_NORMS if traits.branch_norm else _NORMS
+    rows = table.attention(f"{_THEIRS}.self_attn", f"{_OURS}/attention", HEADS, biases)
+    names = _GEMMA_NORMS if traits.is_gemma else _NORMS
     if traits.qk_norm:
         names = names | {
             "self_attn.q_norm": "attention/query_ln", "self_attn.k_norm": "attention/key_ln"
         }  # fmt: skip
     for name, part in names.items():
-        rows += table.norm(f"{theirs}.{name}", f"{ours}/{part}", **scale)
+        rows += table.norm(f"{_THEIRS}.{name}", f"{_OURS}/{part}", **scale)
     mlp = {f"mlp.{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")}
-    mlp_rows = table.parts(theirs, ours, mlp, config.get("mlp_bias", False))
+    mlp_rows = table.parts(_THEIRS, _OURS, mlp, config.get("mlp_bias", False))
     return [
         *table.per_layer(len(has_mlp), rows),
         *table.per_layer(np.flatnonzero(has_mlp), mlp_rows),
@@ -244,3 +233,69 @@ def _biases(config: Config, traits: LlamaTraits) -> tuple[str, ...]:
     if traits.biases is not None:
         return traits.biases
     return table.PROJECTIONS if config.get("attention_bias", traits.is_biased) else ()
+
+
+def gpt_oss(config: Config) -> table.Family:
+    """Return the family of `GptOssForCausalLM`, with weights in bfloat16."""
+    refuse(config, swiglu_alpha=1.702, hidden_act="silu")
+    experts = Experts(
+        config["intermediate_size"], config["num_local_experts"], config["num_experts_per_tok"],
+        activation="quick_gelu", limit=config.get("swiglu_limit", 7.0), offset=1.0, use_bias=True,
+    )  # fmt: skip
+    prefix = f"{_THEIRS}.mlp.experts"
+    rows = [
+        table.TensorRule(f"{_THEIRS}.self_attn.sinks", f"{_OURS}/attention/sinks"),
+        *table.linear(f"{_THEIRS}.mlp.router", f"{_OURS}/mlp/router"),
+    ]
+    for suffix, leaf in (("", "kernel"), ("_bias", "bias")):
+        pair = (f"{_OURS}/mlp/gate_{leaf}", f"{_OURS}/mlp/up_{leaf}")
+        rows.append(table.TensorRule(f"{prefix}.gate_up_proj{suffix}", pair, alternate=True))
+        rows.append(table.TensorRule(f"{prefix}.down_proj{suffix}", f"{_OURS}/mlp/down_{leaf}"))
+    layers = config["num_hidden_layers"]
+    return llama(config, [experts] * layers, table.per_layer(layers, rows), sinks=True)
+
+
+def mixtral(config: Config) -> table.Family:
+    """Return the family of `MixtralForCausalLM`."""
+    experts = Experts(
+        config["intermediate_size"], config["num_local_experts"], config["num_experts_per_tok"],
+        activation=activation(config, "hidden_act"),
+    )  # fmt: skip
+    is_sparse = [True] * config["num_hidden_layers"]
+    names = {"w1": "gate", "w3": "up", "w2": "down"}
+    return _with_experts(config, experts, "block_sparse_moe", names, is_sparse)
+
+
+def qwen3_moe(config: Config) -> table.Family:
+    """Return the family of `Qwen3MoeForCausalLM`, where some layers may have an MLP instead."""
+    dense, step = config.get("mlp_only_layers", ()), config.get("decoder_sparse_step", 1)
+    # The setting has either name.
+    local = config.get("num_local_experts")
+    count = (config if local is None else filled(config, num_experts=local))["num_experts"]
+    experts = Experts(
+        config["moe_intermediate_size"], count, config["num_experts_per_tok"],
+        activation=activation(config, "hidden_act"), normalize=config.get("norm_topk_prob", False),
+    )  # fmt: skip
+    layers = range(config["num_hidden_layers"])
+    is_sparse = [i not in dense and (i + 1) % step == 0 for i in layers]
+    names = {f"{x}_proj": x for x in ("gate", "up", "down")}
+    return _with_experts(config, experts, "mlp", names, is_sparse)
+
+
+def _with_experts(
+    config: Config, experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
+) -> table.Family:
+    """Return a family whose experts have one tensor for each kernel, by the kernels' names."""
+    rows = table.linear(f"{_THEIRS}.{part}.gate", f"{_OURS}/mlp/router", bias=False)
+    if len(is_sparse) * experts.num_experts > _MAX_EXPERTS:
+        raise ValueError(
+            f"the config's layers must have at most {_MAX_EXPERTS:,} experts in all, got "
+            f"{len(is_sparse):,} of {experts.num_experts:,}; {REMEDY}"
+        )
+    for i in range(experts.num_experts):
+        for name, kernel in names.items():
+            theirs, ours = f"{_THEIRS}.{part}.experts.{i}.{name}.weight", f"{_OURS}/mlp/{kernel}"
+            axes, index = table.expert(), (i, i + 1)
+            rows.append(table.TensorRule(theirs, f"{ours}_kernel", axes, part=index))
+    rows = table.per_layer((i for i, sparse in enumerate(is_sparse) if sparse), rows)
+    return llama(config, [experts if sparse else None for sparse in is_sparse], rows)

@@ -59,11 +59,9 @@ def classified(
         module = body.clone(num_classes=count, pooling="first")
     else:
         module, prefix = Classified(body, count, activation), "body/"
-    rows = [
-        row._replace(
-            theirs=family.prefix + row.theirs, ours=tuple(prefix + path for path in row.paths)
-        )
-        for row in family.rows
-    ]
+    rows = []
+    for row in family.rows:
+        ours = tuple(prefix + path for path in row.paths)
+        rows.append(row._replace(theirs=family.prefix + row.theirs, ours=ours))
     rows += linear(dense, "dense") if dense else []
     return family._replace(module=module, rows=rows + linear(head, "head"))

@@ -104,26 +104,18 @@ WHISPER: Neutral = {"use_weighted_layer_sum": False} | names("""
 """)  # fmt: skip
 
 
-_MISSING = object()
-
-
 def among(known: Neutral) -> Callable[[str, Any], bool]:
     """Return a function of a setting's path and value, True if the setting is neutral."""
 
     def is_neutral(path: str, x: Any) -> bool:
-        value = known.get(path.rpartition(".")[2], _MISSING)
-        return value is ... or value == x
+        name = path.rpartition(".")[2]
+        return name in known and known[name] in (..., x)
 
     return is_neutral
 
 
 def checked(make: Callable[[Config], Result], neutral: Neutral) -> Callable[[Config], Result]:
-    """Wrap a function of a config to check the settings it reads, and to refuse all others.
-
-    Args:
-      make: the function.
-      neutral: settings that the function need not read, beside `ALWAYS`.
-    """
+    """Wrap a function of a config, to refuse settings that it does not read unless neutral."""
     is_neutral = among(ALWAYS | neutral)
 
     @functools.wraps(make)

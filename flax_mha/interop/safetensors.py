@@ -58,8 +58,7 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
             ) from None
         # If two files have the same tensor, the index decides.
         tensors |= {key: x for key, x in part.items() if index.get(key, name) == name}
-    missing = sorted(index.keys() - tensors.keys())
-    if missing:
+    if missing := sorted(index.keys() - tensors.keys()):
         raise ValueError(f"{path / _INDEX} names tensors that its files lack: {several(missing)}")
     return tensors
 
@@ -169,13 +168,9 @@ def read_bytes(path: Path) -> bytes:
 
 def _open(path: Path) -> BinaryIO:
     """Open a regular file or a link to one, but no pipe or device, which may never end."""
-
-    def open_without_waiting(path: str, flags: int) -> int:
-        # A pipe would block until someone writes.
-        return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
+    now = getattr(os, "O_NONBLOCK", 0)  # A pipe would block until someone writes.
     try:
-        file = open(path, "rb", opener=open_without_waiting)  # noqa: SIM115
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | now))  # noqa: SIM115
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:

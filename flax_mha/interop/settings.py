@@ -2,7 +2,7 @@
 
 import numbers
 import reprlib
-from collections import UserDict
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -30,31 +30,21 @@ def several(xs: Sequence[str]) -> str:
 
 
 class Rule(NamedTuple):
-    """A type and a range.
-
-    Attributes:
-      words: a description for errors.
-      holds: a function that returns True for a valid value.
-    """
+    """A description of valid values for errors, and a function that returns True for one."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-def _is_a(x: Any, number: type) -> bool:
-    """Return True if x is a number of a type, and no bool."""
-    return isinstance(x, number) and not isinstance(x, bool)
+def _number(words: str, low: float, high: float = 1e30, kind: Any = numbers.Real) -> Rule:
+    """Return the rule of a number in a range, which is no bool."""
+    return Rule(
+        words, lambda x: isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
+    )
 
 
 def _integer(low: int, high: int) -> Rule:
-    def holds(x: Any) -> bool:
-        return _is_a(x, numbers.Integral) and low <= x <= high
-
-    return Rule(f"a whole number in {low:,} … {high:,}", holds)
-
-
-def _number(words: str, low: float, high: float = 1e30) -> Rule:
-    return Rule(words, lambda x: _is_a(x, numbers.Real) and low <= x <= high)
+    return _number(f"a whole number in {low:,} … {high:,}", low, high, numbers.Integral)
 
 
 def _list_of(rule: Rule, words: str, count: int | None = None) -> Rule:
@@ -73,16 +63,11 @@ def _or_list(rule: Rule, count: int | None = None) -> Rule:
 _FLAG = Rule("true or false", lambda x: x is None or isinstance(x, bool))
 _TABLE = Rule("an object", lambda x: isinstance(x, Mapping))
 _TEXT = Rule("a string", lambda x: isinstance(x, str) and x.isprintable())
-_LAYERS = _integer(1, 512)
-_HEADS = _integer(1, 2**16)
-_SIZE = _integer(1, 2**24)
-# Sizes of images and sound are smaller, as building a model creates an example of that size.
+# Sizes of images and sound are smaller than others, as a model's example has that size.
 _LENGTH = _integer(1, 2**16)
 _COUNT = _integer(0, 2**16)
 _SPAN = _integer(0, 2**31 - 1)
 _POSITIVE = _number("a positive number", 1e-30)
-_EPSILON = _number("a number in 0 … 1", 0, 1)
-_SHARE = _number("a positive number up to 1", 1e-30, 1)
 
 _BY_RULE: dict[Rule, str] = {
     _FLAG: (
@@ -99,17 +84,17 @@ _BY_RULE: dict[Rule, str] = {
         "act_layer activation activation_function dense_act_fn feed_forward_proj hidden_act "
         "hidden_activation model_type pool quant_method rope_type type"
     ),
-    _LAYERS: (
+    _integer(1, 512): (
         "decoder_layers depth encoder_layers n_layer n_layers num_decoder_layers "
         "num_hidden_layers num_layers"
     ),
-    _HEADS: (
+    _integer(1, 2**16): (
         "decoder_attention_heads encoder_attention_heads heads n_head n_heads "
         "num_attention_heads num_experts num_experts_per_tok num_heads num_key_value_heads "
         "num_labels num_local_experts relative_attention_num_buckets sliding_window_pattern "
         "_sliding_window_pattern decoder_sparse_step no_rope_layer_interval"
     ),
-    _SIZE: (
+    _integer(1, 2**24): (
         "channels d_ff d_kv d_model decoder_ffn_dim dim dim_head embed_dim embedding_size "
         "encoder_ffn_dim head_dim hidden_dim hidden_size in_chans intermediate_size "
         "max_target_positions mlp_dim moe_intermediate_size n_embd n_inner n_positions "
@@ -123,8 +108,8 @@ _BY_RULE: dict[Rule, str] = {
         "pad_token_id relative_attention_max_distance sliding_window top_k"
     ),
     _or_list(_SPAN): "eos_token_id",
-    _EPSILON: "layer_norm_eps layer_norm_epsilon rms_norm_eps",
-    _SHARE: "partial_rotary_factor rotary_pct top_p",
+    _number("a number in 0 … 1", 0, 1): "layer_norm_eps layer_norm_epsilon rms_norm_eps",
+    _number("a positive number up to 1", 1e-30, 1): "partial_rotary_factor rotary_pct top_p",
     _POSITIVE: (
         "attention_factor attn_logit_softcapping beta_fast beta_slow factor "
         "final_logit_softcapping high_freq_factor low_freq_factor mlp_ratio mscale "
@@ -142,39 +127,31 @@ _BY_RULE: dict[Rule, str] = {
 RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
 
 
-class FileSettings(UserDict[str, Any]):
+class FileSettings(ChainMap[str, Any]):
     """A config that checks a setting when it is read, and records which settings were read.
 
-    A null setting counts as missing; a null flag is False.
+    A null setting counts as missing; a null flag is False. Of several configs, the first that has a
+    setting counts.
 
     Attributes:
-      at: the path to this part of a config.
-      seen: the paths of all settings that were read, shared with the config's parts.
-      paths: the paths of each setting; a merged config may have several.
+      at: the path to each of the configs.
+      seen: the paths of all settings that were read, shared with the objects in a config.
     """
 
     def __init__(self, config: Config, at: str = "", seen: set[str] | None = None) -> None:
-        self.at = at
+        super().__init__(
+            {n: x for n, x in config.items() if x is not None or RULES.get(n) in (None, _FLAG)}
+        )
+        self.at = [at]
         self.seen = set[str]() if seen is None else seen
-        self.data = {
-            name: x
-            for name, x in config.items()
-            if x is not None or RULES.get(name) in (None, _FLAG)
-        }
-        self.paths: dict[str, tuple[str, ...]] = {name: (f"{at}{name}",) for name in self.data}
 
     def __getitem__(self, name: str) -> Any:
-        """Return a setting.
-
-        Raises:
-          KeyError: if the setting is missing.
-          ValueError: if it has a wrong type or is out of range.
-        """
-        if name not in self.data:
-            raise KeyError(f"{self.at}{name}")
-        paths = self.paths.get(name, (f"{self.at}{name}",))
+        """Return a setting, checked by its rule."""
+        if name not in self:
+            raise KeyError(f"{self.at[0]}{name}")
+        paths = [f"{at}{name}" for at, part in zip(self.at, self.maps, strict=True) if name in part]
         self.seen.update(paths)
-        value, rule = self.data[name], RULES.get(name)
+        value, rule = super().__getitem__(name), RULES.get(name)
         if rule is None:
             return value
         if not rule.holds(value):
@@ -186,14 +163,10 @@ class FileSettings(UserDict[str, Any]):
         return bool(value) if rule is _FLAG else value
 
     def unread(self, neutral: Callable[[str, Any], bool]) -> list[str]:
-        """Return the settings that were not read and are not neutral, with their values.
-
-        Args:
-          neutral: a function of a setting's path and value, True if it changes no output.
-        """
+        """Return the settings that were not read, unless neutral(path, value), with values."""
         lines = []
-        for name, x in self.data.items():
-            path = f"{self.at}{name}"
+        for name, x in self.maps[0].items():
+            path = f"{self.at[0]}{name}"
             if x is None or neutral(path, x):
                 continue
             if path not in self.seen:
@@ -205,13 +178,10 @@ class FileSettings(UserDict[str, Any]):
 
 def filled(config: Config, *others: Config, **defaults: Any) -> FileSettings:
     """Return a config, filled with settings of other configs and then with defaults."""
-    parts = [x for x in (config, *others) if isinstance(x, FileSettings)]
-    merged = FileSettings(defaults, parts[0].at, parts[0].seen) if parts else FileSettings(defaults)
-    merged.paths = {}
-    # Copy the data without reading it, as settings that no family reads need not be valid.
-    for part in (*reversed(others), config):
-        merged.data |= part.data if isinstance(part, FileSettings) else part
-    for part in parts:
-        for name, paths in part.paths.items():
-            merged.paths[name] = merged.paths.get(name, ()) + paths
-    return merged
+    configs = [x for x in (config, *others) if x] or [{}]
+    given = [x if isinstance(x, FileSettings) else FileSettings(x) for x in configs]
+    result = FileSettings(defaults, given[0].at[0], given[0].seen)
+    # Keep the configs apart without reading them: settings that no family reads need not be valid.
+    result.maps = [part for x in given for part in x.maps] + result.maps
+    result.at = [at for x in given for at in x.at] + result.at
+    return result

@@ -62,18 +62,16 @@ def t5(config: Config) -> table.Family:
 
 def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[table.TensorRule]:
     """Return the rules of a stack, where `mlp` is the MLP's index in a layer's parts."""
-    layer, block = f"{theirs}.block.{{}}.layer", f"{ours}/layers_{{}}"
     attentions = {"0.SelfAttention": "attention", "1.EncDecAttention": "cross_attention"}
+    attentions = dict([*attentions.items()][:mlp])
     names = {f"{mlp}.layer_norm": "mlp_norm", f"{mlp}.DenseReluDense.wo": "mlp/down"}
     for name, part in ({"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}).items():
         names[f"{mlp}.DenseReluDense.{name}"] = f"mlp/{part}"
-    rows: list[table.TensorRule] = []
-    for i, (name, part) in enumerate([*attentions.items()][:mlp]):
-        rows += table.attention(f"{layer}.{name}", f"{block}/{part}", "qkvo", (False,) * 4)
-        names[f"{i}.layer_norm"] = f"{part}_norm"
+    names |= {f"{i}.layer_norm": f"{part}_norm" for i, part in enumerate(attentions.values())}
+    layer, no = f"{theirs}.block.{{}}.layer", (False,) * 4
     biases = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return [
-        *table.per_layer(layers, rows + table.parts(layer, block, names, bias=False)),
+        *table.stack(layers, layer, ours, attentions, "qkvo", names, no, bias=False),
         table.TensorRule(biases, f"{ours}/relative_bias", table.transposed()),
         *table.norm(f"{theirs}.final_layer_norm", f"{ours}/norm", bias=False),
     ]

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,26 +16,128 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_mha.base.shapes import Shape
 from flax_mha.interop import device_put
 from flax_mha.interop.settings import several
-from flax_mha.interop.tensor_rule import FLATTENED as FLATTENED
-from flax_mha.interop.tensor_rule import SAME as SAME
-from flax_mha.interop.tensor_rule import Layout as Layout
-from flax_mha.interop.tensor_rule import TensorRule as TensorRule
-from flax_mha.interop.tensor_rule import expert as expert
-from flax_mha.interop.tensor_rule import in_out as in_out
-from flax_mha.interop.tensor_rule import patches as patches
-from flax_mha.interop.tensor_rule import plus as plus
-from flax_mha.interop.tensor_rule import transposed as transposed
-from flax_mha.interop.tensor_rule import wrapped as wrapped
-
-Tensors: TypeAlias = Mapping[str, Any]
 
 PROJECTIONS = ("query", "key", "value", "out")
 # PyTorch's suffixes of a kernel and of a bias.
 LEAVES = (".weight", ".bias")
+# The projections of torch.nn.MultiheadAttention, which needs leaves=("weight", "bias").
+TORCH_HEADS = ("in_proj_", "in_proj_", "in_proj_", "out_proj.")
 # TensorFlow's names for the arrays of a norm, which the oldest BERT checkpoints still have.
 _OLD_LEAVES = {"gamma": "weight", "beta": "bias"}
 # The arguments that initialize a model of tokens.
 TOKEN_EXAMPLE = (np.zeros((1, 1), np.int32),)
+
+
+class Layout(NamedTuple):
+    """A conversion between the layouts of an array in a checkpoint and in a module.
+
+    Attributes:
+      ours: converts an array to the module's layout, given the shape there.
+      theirs: converts an array to the checkpoint's layout.
+    """
+
+    ours: Callable[[Any, Shape], Any]
+    theirs: Callable[[Any], Any]
+
+
+SAME = Layout(lambda x, shape: x.reshape(shape), lambda x: x)
+# Heads and features joined to one axis.
+FLATTENED = Layout(lambda x, shape: x.reshape(shape), lambda x: x.reshape(-1))
+
+
+def transposed(inputs: int = 1) -> Layout:
+    """Return the layout [out, in] of PyTorch's Linear, for a kernel with `inputs` input axes."""
+    return Layout(lambda x, shape: x.T.reshape(shape), lambda x: _matrix(x, inputs).T)
+
+
+def in_out(inputs: int = 1) -> Layout:
+    """Return the layout [in, out] of GPT-2's Conv1D, for a kernel with `inputs` input axes."""
+    return Layout(lambda x, shape: x.reshape(shape), lambda x: _matrix(x, inputs))
+
+
+def patches(height: int, width: int) -> Layout:
+    """Return the layout [out, channels, height, width] of PyTorch's Conv2d over patches."""
+
+    def theirs(x: Any) -> Any:
+        return x.reshape(height, width, -1, x.shape[-1]).transpose(3, 2, 0, 1)
+
+    return Layout(lambda x, shape: x.transpose(2, 3, 1, 0).reshape(shape), theirs)
+
+
+def wrapped(count: int) -> Layout:
+    """Return the layout with `count` leading axes of size 1."""
+    return Layout(lambda x, shape: x.reshape(shape), lambda x: x.reshape((1,) * count + x.shape))
+
+
+def plus(offset: float) -> Layout:
+    """Return the layout of a scale minus an offset, such as Gemma's scales minus 1."""
+
+    def add(x: Any, offset: float) -> Any:
+        # NumPy alone would promote bfloat16 to float32.
+        return (x.astype(np.promote_types(x.dtype, np.float32)) + offset).astype(x.dtype)
+
+    return Layout(lambda x, shape: add(x.reshape(shape), offset), lambda x: add(x, -offset))
+
+
+def expert() -> Layout:
+    """Return the layout [out, in] of one expert in a stack [E, in, out]."""
+    return Layout(lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
+
+
+def _matrix(x: Any, inputs: int) -> Any:
+    return x.reshape(math.prod(x.shape[:inputs]), -1)
+
+
+class TensorRule(NamedTuple):
+    """The rule of one tensor of a checkpoint.
+
+    Attributes:
+      theirs: the tensor's name.
+      ours: the path of the parameter, or of several parameters that the tensor concatenates.
+      axes: the layout of each parameter.
+      split: the tensor's axis on which parameters are concatenated.
+      heads: the number of heads, if the tensor concatenates the parameters head by head. Its first
+        axis is then split into [heads, -1], and `split` counts with both.
+      part: the slice (start, stop) of the parameter's first axis, if it is stored as several
+        tensors in consecutive rules (default: the whole parameter).
+      alternate: True if parameters alternate on the tensor's last axis instead.
+    """
+
+    theirs: str
+    ours: str | tuple[str, ...]
+    axes: Layout = SAME
+    split: int = 0
+    heads: int | None = None
+    part: tuple[int, int] | None = None
+    alternate: bool = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the parameters."""
+        return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+    def shape(self, parameter: Shape) -> Shape:
+        """Return the shape of the slice `part`, given a parameter's shape."""
+        return parameter if self.part is None else (self.part[1] - self.part[0], *parameter[1:])
+
+    def split_up(self, x: np.ndarray) -> list[np.ndarray]:
+        """Split a tensor into arrays, one for each path."""
+        if self.heads is not None:
+            x = x.reshape(self.heads, -1, *x.shape[1:])
+        if self.alternate:
+            return [x[..., i :: len(self.paths)] for i in range(len(self.paths))]
+        return np.split(x, len(self.paths), self.split) if len(self.paths) > 1 else [x]
+
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Join arrays, one for each path, to the tensor."""
+        if self.alternate:
+            return np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
+        x = np.concatenate(parts, self.split) if len(parts) > 1 else parts[0]
+        return x if self.heads is None else x.reshape(-1, *x.shape[2:])
+
+    def cut(self, x: np.ndarray) -> np.ndarray:
+        """Return the slice `part` of a parameter."""
+        return x if self.part is None else x[slice(*self.part)]
 
 
 class Family(NamedTuple):
@@ -65,7 +167,7 @@ class Family(NamedTuple):
         variables = jax.eval_shape(self.module.init, jax.random.key(0), *self.example)
         return flatten_dict(variables["params"], sep="/")
 
-    def match(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
+    def match(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
         """Return the tensors by their names in the table, the names of heads, and the errors."""
         names = {row.theirs for row in self.rows}
         matched, heads, errors = dict[str, Any](), list[str](), list[str]()
@@ -93,7 +195,7 @@ class Family(NamedTuple):
 
 
 def from_tensors(
-    family: Family, tensors: Tensors, join: Callable[[list[Any]], Any] = np.concatenate
+    family: Family, tensors: Mapping[str, Any], join: Callable[[list[Any]], Any] = np.concatenate
 ) -> dict[str, Any]:
     """Return the module's variables from the tensors of a checkpoint, in the tensors' dtypes.
 
@@ -268,30 +370,33 @@ def parts(theirs: str, ours: str, names: Mapping[str, str], bias: bool = True) -
     """Return the rules of the norms and linear layers of a module.
 
     Args:
-      theirs: the prefix of the names in the checkpoint, without its dot.
-      ours: the path of the module.
+      theirs: the prefix of the names in the checkpoint, without its dot; may be empty.
+      ours: the path of the module; may be empty.
       names: the names in the checkpoint, each with the path of a part. A path that ends with
-        "norm" is a norm, all others are linear layers.
+        "norm" is a norm, one that ends with "scale" an array; all others are linear layers.
       bias: True if all have biases.
     """
     rows: list[TensorRule] = []
     for name, part in names.items():
+        pair = (f"{theirs}.{name}".removeprefix("."), f"{ours}/{part}".removeprefix("/"))
         make = norm if part.endswith("norm") else linear
-        rows += make(f"{theirs}.{name}", f"{ours}/{part}", bias)
+        rows += [TensorRule(*pair)] if part.endswith("scale") else make(*pair, bias)
     return rows
 
 
 def stack(
-    count: int, theirs: str, ours: str, projections: str, heads: Sequence[str],
-    names: Mapping[str, str], biases: Sequence[bool] = (True,) * 4,
+    count: int, theirs: str, ours: str, layers: Mapping[str, str], heads: Sequence[str],
+    names: Mapping[str, str], biases: Sequence[bool] = (True,) * 4, bias: bool = True,
 ) -> list[TensorRule]:  # fmt: skip
     """Return the rules of `count` blocks with the rules of `attention` and of `parts`.
 
-    The name `theirs` and the prefix `projections` have {} for the layer's number.
+    The name `theirs` has {} for a block's number; `layers` are the names of attention layers in it,
+    each with the name of its field.
     """
-    block = f"{ours}/layers_{{}}"
-    rows = attention(projections, f"{block}/attention", heads, biases)
-    return per_layer(count, rows + parts(theirs, block, names))
+    block, rows = f"{ours}/layers_{{}}", list[TensorRule]()
+    for name, layer in layers.items():
+        rows += attention(f"{theirs}.{name}", f"{block}/{layer}", heads, biases)
+    return per_layer(count, rows + parts(theirs, block, names, bias))
 
 
 # Names in version 0.3, for tables outside this package.

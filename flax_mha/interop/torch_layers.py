@@ -178,7 +178,7 @@ def _rows(module: Module, separate: bool) -> list[table.TensorRule]:
     if isinstance(module, Block):
         return _block(module, "", "")
     block: Any = module.block
-    rows = table.per_layer(module.num_layers, _block(block, "layers.{}.", "layers_{}/"))
+    rows = table.per_layer(module.num_layers, _block(block, "layers.{}", "layers_{}"))
     last = not block.post_norm if module.final_norm is None else module.final_norm
     return rows + (table.norm("norm", "norm", bias=bool(block.attention.use_bias)) if last else [])
 
@@ -186,29 +186,26 @@ def _rows(module: Module, separate: bool) -> list[table.TensorRule]:
 def _attention(
     layer: MultiHeadAttention, theirs: str, ours: str, separate: bool
 ) -> list[table.TensorRule]:
-    bias, leaves = bool(layer.use_bias), ("_weight", "_bias")
-    paths = tuple(f"{ours}{name}" for name in _INPUTS)
-    rows = table.linear(f"{theirs}in_proj", paths, bias, leaves=leaves)
+    biases, leaves = (bool(layer.use_bias),) * 4, ("weight", "bias")
+    rows = table.attention(theirs, ours, table.TORCH_HEADS, biases, leaves=leaves)
     if separate:  # The biases are still one tensor.
         rows[:1] = [
-            table.TensorRule(f"{theirs}{x}_proj_weight", path, table.transposed())
+            table.TensorRule(f"{x}_proj_weight", path, table.transposed())
             for x, path in zip("qkv", rows[0].paths, strict=True)
         ]
-    return rows + table.linear(f"{theirs}out_proj", f"{ours}out", bias, inputs=2)
+    return rows
 
 
 def _block(block: Block, theirs: str, ours: str) -> list[table.TensorRule]:
-    bias = bool(block.attention.use_bias)
     layers = {"attention": "self_attn"}
     if isinstance(block, DecoderBlock):
         layers |= {"cross_attention": "multihead_attn"}
     rows: list[table.TensorRule] = []
     for name, torch_name in layers.items():
-        rows += _attention(block.attention, f"{theirs}{torch_name}.", f"{ours}{name}/", False)
-    for i, name in enumerate([*layers, "mlp"], 1):
-        rows += table.norm(f"{theirs}norm{i}", f"{ours}{name}_norm", bias)
-    rows += table.linear(f"{theirs}linear1", f"{ours}mlp/up", bias)
-    return rows + table.linear(f"{theirs}linear2", f"{ours}mlp/down", bias)
+        rows += _attention(block.attention, f"{theirs}.{torch_name}", f"{ours}/{name}", False)
+    names = {f"norm{i}": f"{name}_norm" for i, name in enumerate([*layers, "mlp"], 1)}
+    names |= {"linear1": "mlp/up", "linear2": "mlp/down"}
+    return rows + table.parts(theirs, ours, names, bool(block.attention.use_bias))
 
 
 def array(x: Any) -> np.ndarray:

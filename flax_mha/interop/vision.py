@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
-
 from flax_mha.interop import table
 from flax_mha.interop.config import activation, grid, refuse
 from flax_mha.interop.libraries import LIBRARIES
@@ -15,7 +13,7 @@ from flax_mha.models import Classifier, Encoder, PatchEmbedding
 from flax_mha.models.blocks import EncoderBlock
 from flax_mha.positions import Axial
 
-_BLOCK, _BRANCHES = "encoder/layers_{}", ((1, "attention"), (2, "mlp"))
+_BLOCK = "encoder/layers_{}"
 # The prefix of all names in models that wrap a type, and the tokens before its patches.
 PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
 TOKENS = {"vit": ("cls",), "deit": ("cls", "distillation"), "vit_msn": ("cls",)}
@@ -25,9 +23,9 @@ def vit(config: Config) -> table.Family:
     """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of its classifier."""
     tokens, prefix = TOKENS[config["model_type"]], PREFIXES[config["model_type"]]
     biased = config.get("qkv_bias", True)
-    layer = "encoder.layer.{}"
     heads = ("attention.query", "attention.key", "attention.value", "output.dense")
-    kernel = table.patches(*grid(config).patch)
+    size = grid(config)
+    kernel, images = table.patches(*size.patch), size.image(config["num_channels"])
     names = {
         "layernorm_before": "attention_norm", "layernorm_after": "mlp_norm",
         "intermediate.dense": "mlp/up", "output.dense": "mlp/down",
@@ -37,14 +35,14 @@ def vit(config: Config) -> table.Family:
         table.TensorRule("embeddings.position_embeddings", "positions/embedding", table.wrapped(1)),
         *table.linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
         *table.stack(
-            config["num_hidden_layers"], layer, "encoder", f"{layer}.attention", heads, names,
-            (*[biased] * 3, True),
+            config["num_hidden_layers"], "encoder.layer.{}", "encoder", {"attention": "attention"},
+            heads, names, (*[biased] * 3, True),
         ),
         *table.norm("layernorm", "encoder/norm"),
     ]  # fmt: skip
     module = image(config, class_tokens=len(tokens), biased=biased)
     unused = ("*classifier.*", "pooler.*", "embeddings.mask_token")
-    family = table.Family(module, (example(config),), rows, heads=unused, prefix=prefix)
+    family = table.Family(module, (images,), rows, heads=unused, prefix=prefix)
     return classified(config, family)
 
 
@@ -55,9 +53,8 @@ def _tokens(name: str, start: int, stop: int) -> table.TensorRule:
 
 def block(config: Config, biased: bool = True, **fields: Any) -> EncoderBlock:
     """Return a block by a ViT's config, with biases or not, and fields of the attention layer."""
-    biases = True if biased else ("out",)
     return EncoderBlock(
-        MultiHeadAttention(config["num_attention_heads"], use_bias=biases, **fields),
+        MultiHeadAttention(config["num_attention_heads"], use_bias=biased or ("out",), **fields),
         config["intermediate_size"], activation=activation(config, "hidden_act"),
         norm_epsilon=config["layer_norm_eps"],
     )  # fmt: skip
@@ -71,11 +68,6 @@ def image(
     stack = Encoder(config["num_hidden_layers"], block(config, biased), input_norm=input_norm)
     embedding = PatchEmbedding(grid(config).patch, config["hidden_size"], use_bias=patch_bias)
     return Classifier(embedding, stack, None, class_tokens=class_tokens)
-
-
-def example(config: Config) -> np.ndarray:
-    """Return an example image of the config's size."""
-    return grid(config).image(config["num_channels"])
 
 
 def dinov3(config: Config) -> table.Family:
@@ -110,9 +102,11 @@ def dinov3(config: Config) -> table.Family:
         *table.linear("embeddings.patch_embeddings", "embedding/patches", axes=kernel),
         *table.per_layer(config["num_hidden_layers"], [
             *table.attention(f"{layer}.attention", f"{_BLOCK}/attention", heads, biases),
-            *table.parts(layer, _BLOCK, {"norm1": "attention_norm", "norm2": "mlp_norm"}),
+            *table.parts(layer, _BLOCK, {
+                "norm1": "attention_norm", "layer_scale1.lambda1": "attention_scale",
+                "norm2": "mlp_norm", "layer_scale2.lambda1": "mlp_scale",
+            }),
             *table.parts(f"{layer}.mlp", f"{_BLOCK}/mlp", linears, mlp_bias),
-            *_scales(f"{layer}.layer_scale{{}}.lambda1"),
         ]),
         *table.norm("norm", "encoder/norm"),
     ]  # fmt: skip
@@ -121,12 +115,6 @@ def dinov3(config: Config) -> table.Family:
         module, (size.image(config.get("num_channels", 3)),), rows,
         heads=("embeddings.mask_token",), prefix="model.",
     )  # fmt: skip
-
-
-def _scales(name: str) -> list[table.TensorRule]:
-    """Return the rules of a block's layer scales, whose name has {} for 1 and 2."""
-    layer, _, rest = name.rpartition("{}")
-    return [table.TensorRule(f"{layer}{i}{rest}", f"{_BLOCK}/{x}_scale") for i, x in _BRANCHES]
 
 
 def timm_vit(config: Config) -> table.Family:
@@ -158,10 +146,11 @@ def timm_vit(config: Config) -> table.Family:
         Encoder(config["depth"], block, input_norm=pre_norm), config["num_classes"] or None,
         class_tokens=count, pooling="first",
     )  # fmt: skip
-    layer, kernel = "blocks.{}", table.patches(*size.patch)
+    kernel = table.patches(*size.patch)
     names = {
         "norm1": "attention_norm", "norm2": "mlp_norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"
     }  # fmt: skip
+    names |= {} if scale is None else {"ls1.gamma": "attention_scale", "ls2.gamma": "mlp_scale"}
     rows = [
         _tokens("cls_token", 0, 1),
         *table.when(count > 1, _tokens("reg_token", 1, count)),
@@ -169,11 +158,8 @@ def timm_vit(config: Config) -> table.Family:
         *table.linear("patch_embed.proj", "embedding/patches", not pre_norm, axes=kernel),
         *table.when(pre_norm, *table.norm("norm_pre", "encoder/input_norm")),
         *table.stack(
-            config["depth"], layer, "encoder", f"{layer}.attn", LIBRARIES["timm"].names, names,
-            (*[biased] * 3, True),
-        ),
-        *table.per_layer(
-            config["depth"], table.when(scale is not None, *_scales(f"{layer}.ls{{}}.gamma"))
+            config["depth"], "blocks.{}", "encoder", {"attn": "attention"},
+            LIBRARIES["timm"].names, names, (*[biased] * 3, True),
         ),
         *table.norm("norm", "encoder/norm"),
         *table.when(config["num_classes"], *table.linear("head", "head")),
@@ -212,7 +198,7 @@ def vit_pytorch(config: Config) -> table.Family:
         }),
         *table.when(has_token, table.TensorRule("cls_token", "class_tokens")),
         table.TensorRule("pos_embedding", "positions/embedding"),
-        *table.stack(config["depth"], layer, "encoder", f"{layer}.0", names, {
+        *table.stack(config["depth"], layer, "encoder", {"0": "attention"}, names, {
             "0.norm": "attention_norm", "1.net.0": "mlp_norm", "1.net.1": "mlp/up",
             "1.net.4": "mlp/down",
         }, (False, False, False, True)),

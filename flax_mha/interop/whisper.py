@@ -96,16 +96,11 @@ def whisper(config: Config) -> table.Family:
 
 def _stack(theirs: str, ours: str, layers: int) -> list[table.TensorRule]:
     """Return the rules of a stack: its name in the checkpoint, its path and its layers."""
-    layer, block = f"model.{theirs}.layers.{{}}", f"{ours}/layers_{{}}"
     attentions = {"self_attn": "attention"}
     if theirs == "decoder":
         attentions["encoder_attn"] = "cross_attention"
     names = {"fc1": "mlp/up", "fc2": "mlp/down", "final_layer_norm": "mlp_norm"}
-    rows: list[table.TensorRule] = []
-    for name, part in attentions.items():
-        rows += table.attention(
-            f"{layer}.{name}", f"{block}/{part}", HEADS, (True, False, True, True)
-        )
-        names[f"{name}_layer_norm"] = f"{part}_norm"
-    rows = table.per_layer(layers, rows + table.parts(layer, block, names))
+    names |= {f"{name}_layer_norm": f"{part}_norm" for name, part in attentions.items()}
+    layer, biases = f"model.{theirs}.layers.{{}}", (True, False, True, True)
+    rows = table.stack(layers, layer, ours, attentions, HEADS, names, biases)
     return rows + table.norm(f"model.{theirs}.layer_norm", f"{ours}/norm")

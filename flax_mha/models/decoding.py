@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from flax import struct
 from flax_mha import cache as caches
 from flax_mha import sharding
 from flax_mha.base import shapes
+from flax_mha.base.arguments import names_of
 from flax_mha.models.beams import BeamSearch, Generated, ends, extend
 from flax_mha.models.models import LanguageModel, Translator
 from flax_mha.models.sampling import Sampling
@@ -26,23 +26,11 @@ Model = Own | Step
 Rule = Sampling | BeamSearch
 
 
-def takes_lengths(step: Step) -> bool:
-    """Return True if a step has the argument `lengths`."""
-    return "lengths" in inspect.signature(step).parameters
-
-
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The static arguments of a call of `generate`.
+    """The static arguments of a call of `generate`, after its checks.
 
-    Attributes:
-      model: the model, with caches in its layers.
-      max_new_tokens: the number of tokens to generate.
-      capacity: the number of cache slots.
-      start: the tokens that a target begins with, or None.
-      eos: the tokens that end a sequence; the first one fills the rest of it.
-      beams: the number of live candidates of each prompt in a beam search; 1 for no search.
-      rules: the logical axis rules of the call, which compiled code depends on.
+    The model has caches in its layers. Compiled code also depends on the logical axis `rules`.
     """
 
     model: Model
@@ -101,16 +89,14 @@ def begin(
 ) -> State:  # fmt: skip
     """Create a cache if there is none, read the prompt, and choose the first token."""
     model: Any = request.model
-    memory, memory_lengths = None, None
-    lengths = _constrain(lengths)
-    if getattr(model, "reads_tokens", True):
+    lengths, memory, memory_lengths = _constrain(lengths), None, None
+    if reads_tokens := getattr(model, "reads_tokens", True):
         # Padding need not be an id of the vocabulary.
         real = jnp.arange(prompt.shape[1])[None] < lengths[:, None]
-        tokens = _constrain(jnp.where(real, prompt, 0))
-        memory_lengths = None if request.start is None else lengths
-    else:
-        tokens = _constrain(prompt)
+        prompt = jnp.where(real, prompt, 0)
+    tokens = _constrain(prompt)
     if request.start is not None:
+        memory_lengths = lengths if reads_tokens else None
         memory = model.apply(
             variables, tokens, source_lengths=memory_lengths, deterministic=True, method="encode"
         )
@@ -183,8 +169,8 @@ def _read(
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """Read tokens, and return the logits [R, V] of the one at index `at`, and the new cache."""
     if not isinstance(request.model, Own):
-        has_lengths = "lengths" in call and takes_lengths(request.model)
-        options = {"lengths": call["lengths"]} if has_lengths else {}
+        names = {"lengths"} & call.keys() & names_of(request.model)
+        options = {name: call[name] for name in names}
         logits, cache = request.model(variables, cache, tokens, call["positions"], **options)
         last = jnp.take_along_axis(logits, at[:, None, None], axis=1)
         return _constrain(last[:, 0].astype(shapes.wide(logits.dtype))), cache

@@ -94,16 +94,6 @@ _TOKENS = ("batch", "length", None)
 _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 
 
-def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> list[tuple[str, ...]]:
-    """Return the mesh axes of experts, of hidden features, and those of both that shard tokens."""
-    of_tokens = {
-        axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.unpack_entry(part)
-    }
-    spec = sharding.spec((num_experts, hidden), ("experts", "mlp"))
-    experts, features = map(rules.unpack_entry, spec)
-    return [experts, features, tuple(axis for axis in experts + features if axis in of_tokens)]
-
-
 class Experts(nn.Module):
     """A mixture of experts, which sums the outputs of a token's top_k experts e:
 
@@ -196,7 +186,10 @@ class Experts(nn.Module):
     @nn.nowrap
     def _divided(self, x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
         """Return the experts' sum, where each device computes its tokens and experts."""
-        experts, hidden, shared = _division(x.shape, self.num_experts, self.hidden)
+        spec = sharding.spec((self.num_experts, self.hidden), ("experts", "mlp"))
+        experts, hidden = map(rules.unpack_entry, spec)
+        of_tokens = {a for e in sharding.spec(x.shape, _TOKENS) for a in rules.unpack_entry(e)}
+        shared = tuple(axis for axis in experts + hidden if axis in of_tokens)
         names = [gathered(("experts", *n)) for n in _NAMES.values()]
         if self.use_bias:
             names += [(n[0], n[-1]) for n in names]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks, shapes
+from flax_mha.base.arguments import names_of
 from flax_mha.cache.collection import free
 from flax_mha.layer.settings import check_module
 from flax_mha.models import decoding
@@ -19,8 +20,6 @@ from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.models import Translator
 from flax_mha.models.sampling import Sampling
 
-Callback = Callable[[int, np.ndarray], None]
-
 
 def generate(
     model: Model, variables: Mapping[str, Any], prompt: jax.Array, *, max_new_tokens: int,
@@ -29,7 +28,7 @@ def generate(
     temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
     min_p: float | None = None, beams: int = 1, length_penalty: float = 0.0,
     early_stopping: bool | str = False, capacity: int | None = None,
-    callback: Callback | None = None, cache: Any = None,
+    callback: Callable[[int, np.ndarray], None] | None = None, cache: Any = None,
 ) -> Generated:  # fmt: skip
     """Generate tokens that continue or translate each prompt.
 
@@ -131,8 +130,7 @@ def _ids(name: str, ids: Any, vocabulary: int) -> tuple[int, ...] | None:
 
 def _check_model(model: Model, start: Any) -> None:
     # Do not import nnx, which is slow; a user with an nnx module has imported it.
-    nnx = sys.modules.get("flax.nnx")
-    modules = (nn.Module, type) if nnx is None else (nn.Module, type, nnx.Module)
+    modules = (nn.Module, type, getattr(sys.modules.get("flax.nnx"), "Module", type))
     if not isinstance(model, Own) and (isinstance(model, modules) or not callable(model)):
         raise TypeError(
             f"model must be a LanguageModel or a Translator of flax_mha.models, got "
@@ -159,7 +157,7 @@ def _check_call(
 ) -> tuple[jax.Array, jax.Array, int]:
     """Return the prompt's tokens and lengths, and the size of the output's vocabulary."""
     if not isinstance(model, Own):
-        if lengths is not None and not decoding.takes_lengths(model):
+        if lengths is not None and "lengths" not in names_of(model):
             raise ValueError(
                 "lengths must be None for a step without that argument, got an array; define "
                 "step(variables, cache, tokens, positions, lengths=None), which caches that many "
@@ -182,17 +180,15 @@ def _check_call(
             f"variables must have the collection 'params', got {sorted(variables)}; give the "
             f"result of model.init, or {{'params': params}}"
         )
-    if isinstance(model, Translator) and not model.reads_tokens:
-        check_module("embedding", model.decoder.embedding, TokenEmbedding)
-        features, counts = _check_source(model, prompt, lengths)
-        return features, counts, model.decoder.embedding.vocab_size
-    translates = isinstance(model, Translator)
-    target: Any = model.decoder.embedding if translates else model.embedding
-    source: Any = (translates and model.embedding) or target
+    target: Any = (model.decoder if isinstance(model, Translator) else model).embedding
+    source: Any = model.embedding or target
     for table in (source, target):
         check_module("embedding", table, TokenEmbedding)
-    tokens, counts = _check_prompt(prompt, lengths, source.vocab_size)
-    return tokens, counts, target.vocab_size
+    if isinstance(model, Translator) and not model.reads_tokens:
+        prompt, lengths = _check_source(model, prompt, lengths)
+    else:
+        prompt, lengths = _check_prompt(prompt, lengths, source.vocab_size)
+    return prompt, lengths, target.vocab_size
 
 
 def _check_step(
@@ -204,7 +200,7 @@ def _check_step(
             "cache must be given for a step, got None; give one with room for the prompt and "
             "max_new_tokens"
         )
-    call = {"lengths": lengths} if decoding.takes_lengths(step) else {}
+    call = {"lengths": lengths} if "lengths" in names_of(step) else {}
     outputs: Any = jax.eval_shape(lambda v, c: step(v, c, prompt, prompt, **call), variables, cache)
     logits, new = outputs if isinstance(outputs, tuple) and len(outputs) == 2 else (outputs, None)
     shape: shapes.Shape = getattr(logits, "shape", ())

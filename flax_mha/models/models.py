@@ -71,7 +71,8 @@ class Classifier(nn.Module):
         x = self.encoder(x, **options)
         if self.num_classes is None:
             return x
-        pool = choice("pooling", self.pooling, {"mean": _mean, "first": _first})
+        pools = {"mean": _mean, "first": lambda x, _: x[..., 0, :]}
+        pool = choice("pooling", self.pooling, pools)
         pooled = pool(x.astype(jnp.float32), options.get("lengths"))
         head = Projection(
             (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"
@@ -92,12 +93,6 @@ class Classifier(nn.Module):
             return jnp.concatenate([tokens, x], axis=-2)
 
         return sharding.auto(join, ("batch", "norm_length", None), tokens, x), options
-
-
-def _first(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Return the first token [*B, D] of each example [*B, T, D]."""
-    del lengths
-    return x[..., 0, :]
 
 
 def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -202,18 +197,15 @@ class LanguageModel(nn.Module):
         positions: jax.Array | None = None, deterministic: bool | None = None,
     ) -> jax.Array:  # fmt: skip
         """Return the features [*B, T, D] of tokens int [*B, T], by E or another embedding."""
-        if positions is None and embedding is None and self._needs_positions():
+        # The position after the cached tokens depends on their number.
+        is_needed = self.has_variable("cache", "decoder") and self.position_embedding.kind != "none"
+        if positions is None and embedding is None and is_needed:
             raise ValueError(
                 "positions must be given for position_embedding in decoding, got None; give "
                 "positions=, or use layers that rotate"
             )
         x = (self.embedding if embedding is None else embedding)(tokens)
         return self.dropout(self.position_embedding(x, positions), deterministic=deterministic)
-
-    @nn.nowrap
-    def _needs_positions(self) -> bool:
-        """Return True if the cache holds earlier tokens, and P depends on their number."""
-        return self.has_variable("cache", "decoder") and self.position_embedding.kind != "none"
 
 
 def _select(x: jax.Array, at: jax.Array) -> jax.Array:

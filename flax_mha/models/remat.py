@@ -17,12 +17,7 @@ Remat: TypeAlias = bool | tuple[str, ...] | Policy
 
 
 def apply(remat: Remat, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return fn(module, *args), which recomputes activations in the backward pass.
-
-    Args:
-      remat: as in `Block`.
-      fn: a function of a linen module and arrays.
-    """
+    """Return fn(module, *arrays), which recomputes activations by the rule of `Block.remat`."""
     if isinstance(remat, bool):
         return nn.remat(fn) if remat else fn
     return nn.remat(fn, policy=as_policy(remat))

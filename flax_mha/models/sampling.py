@@ -104,10 +104,9 @@ class Sampling(struct.PyTreeNode):
             raise ValueError(
                 f"temperature must be at least 0 and finite, got {temperature}; 0 is greedy"
             )
-        given = {"top_p": top_p, "min_p": min_p}
         shares = {
             name: _share(name, checks.number(name, p), jnp.float32)
-            for name, p in given.items() if p is not None
+            for name, p in (("top_p", top_p), ("min_p", min_p)) if p is not None
         }  # fmt: skip
         checks.optional(top_k=top_k)
         if not temperature and (top_k, top_p, min_p) != (None, None, None):

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, TypeAlias, Unpack
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
@@ -89,41 +88,37 @@ class Stack(nn.Module):
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
         """Run the blocks in sequence, each with the same other inputs and arguments."""
         with rules.undivided_tokens(self.decodes):
-            return self._run(x, *others, **call)
-
-    @nn.nowrap
-    def _run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
-        checks.fields(self)
-        shapes.check_features("x", x)
-        checks.positive(num_layers=self.num_layers)
-        # User-defined blocks need not take arguments that are None.
-        inputs = tuple(x for x in others if x is not None)
-        call = {name: x for name, x in call.items() if x is not None}
-        blocks = self.blocks
-        x = sharding.constrain(x, ("batch", "norm_length", None))
-        x = points.of_module(self, self.first.attention.capture).last("embed", x)
-        if self.input_norm:
-            x = self.first.make_norm("input_norm", self)(x)
-        if self.scores:
-            scores = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
-            call["scores"] = scores + as_scores(call.get("scores", ()))
-        by_layer, sources = self._by_layer(call), self._sources(call)
-        rotates = [block.attention.rotary is not None for block in blocks]
-        # If only some layers rotate, the others get no positions.
-        unrotated = {name: x for name, x in call.items() if name != "positions"}
-        by_block = [call if has_rope or not any(rotates) else unrotated for has_rope in rotates]
-        steps = self.num_layers // len(blocks) if self.scan else 0
-        done = steps * len(blocks)
-        if steps:
-            x = self._scan(x, inputs, by_block, by_layer[:done], sources[: len(blocks)])
-        numbers = range(done, self.num_layers)
-        x = _run_blocks(
-            [blocks[i % len(blocks)].copy(name=f"layers_{i}") for i in numbers], x, inputs,
-            [by_block[i % len(blocks)] | by_layer[i] for i in numbers],
-            [None if source is None else source - done for source in sources[done:]],
-        )  # fmt: skip
-        final = not self.first.post_norm if self.final_norm is None else self.final_norm
-        return self.first.make_norm("norm", self)(x) if final else x
+            checks.fields(self)
+            shapes.check_features("x", x)
+            checks.positive(num_layers=self.num_layers)
+            # User-defined blocks need not take arguments that are None.
+            inputs = tuple(x for x in others if x is not None)
+            call = {name: x for name, x in call.items() if x is not None}
+            blocks = self.blocks
+            x = sharding.constrain(x, ("batch", "norm_length", None))
+            x = points.of_module(self, self.first.attention.capture).last("embed", x)
+            if self.input_norm:
+                x = self.first.make_norm("input_norm", self)(x)
+            if self.scores:
+                scores = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
+                call["scores"] = scores + as_scores(call.get("scores", ()))
+            by_layer, sources = self._by_layer(call), self._sources(call)
+            rotates = [block.attention.rotary is not None for block in blocks]
+            # If only some layers rotate, the others get no positions.
+            unrotated = {name: x for name, x in call.items() if name != "positions"}
+            by_block = [call if has_rope or not any(rotates) else unrotated for has_rope in rotates]
+            steps = self.num_layers // len(blocks) if self.scan else 0
+            done = steps * len(blocks)
+            if steps:
+                x = self._scan(x, inputs, by_block, by_layer[:done], sources[: len(blocks)])
+            numbers = range(done, self.num_layers)
+            x = _run_blocks(
+                [blocks[i % len(blocks)].copy(name=f"layers_{i}") for i in numbers], x, inputs,
+                [by_block[i % len(blocks)] | by_layer[i] for i in numbers],
+                [None if source is None else source - done for source in sources[done:]],
+            )  # fmt: skip
+            final = not self.first.post_norm if self.final_norm is None else self.final_norm
+            return self.first.make_norm("norm", self)(x) if final else x
 
     @nn.nowrap
     def _scan(
@@ -153,7 +148,9 @@ class Stack(nn.Module):
         by_step = [by_layer[i :: len(blocks)] for i in range(len(blocks))]
         stacked = [jax.tree.map(lambda *x: jnp.stack(x), *options) for options in by_step]
         # The carry of a scan must keep its dtype.
-        x = x.astype(_residual_dtype(self.first, x.dtype))
+        layer = self.first.attention
+        computed = layer.dtype or jnp.promote_types(x.dtype, layer.param_dtype)
+        x = x.astype(computed if self.first.post_norm else jnp.promote_types(x.dtype, computed))
         return scanned(group, x, inputs, stacked)[0]
 
     @nn.nowrap
@@ -181,10 +178,9 @@ class Stack(nn.Module):
                     f"kv_from[{i}] must be {rule}, got {source} in {kv_from}; change it"
                 )
         size = len(self.blocks)
-        starts = [i - i % size for i in range(self.num_layers)]
-        first = [kv_from[i - start] for i, start in enumerate(starts)]
         repeated = tuple(
-            None if n is None else n + start for n, start in zip(first, starts, strict=True)
+            None if (n := kv_from[i % size]) is None else n + i - i % size
+            for i in range(self.num_layers)
         )
         if self.scan and kv_from != repeated:
             raise ValueError(
@@ -199,23 +195,19 @@ class Stack(nn.Module):
 
         These are dropout keys, so that layers drop different weights, and head masks in a list.
         """
-        by_layer: list[Options] = [{} for _ in range(self.num_layers)]
+        differing: dict[str, list[jax.Array]] = {}
         if call.get("dropout_rng") is not None:
             key = checks.key("dropout_rng", call.pop("dropout_rng"))
-            for options, k in zip(by_layer, jax.random.split(key, self.num_layers), strict=True):
-                options["dropout_rng"] = k
-        head_masks = call.get("head_mask")
-        if not isinstance(head_masks, list | tuple):
-            return by_layer
-        if len(head_masks) != self.num_layers:
-            raise ValueError(
-                f"head_mask must be one array, or a list of one for each of the {self.num_layers} "
-                f"blocks, got {len(head_masks)}; give jnp.ones(N) for blocks that keep all heads"
-            )
-        del call["head_mask"]
-        for options, mask in zip(by_layer, head_masks, strict=True):
-            options["head_mask"] = jnp.asarray(mask)
-        return by_layer
+            differing["dropout_rng"] = [*jax.random.split(key, self.num_layers)]
+        if isinstance(head_masks := call.get("head_mask"), list | tuple):
+            if len(head_masks) != self.num_layers:
+                raise ValueError(
+                    f"head_mask must be one array, or a list of one for each of the "
+                    f"{self.num_layers} blocks, got {len(head_masks)}; give jnp.ones(N) for blocks "
+                    f"that keep all heads"
+                )
+            differing["head_mask"] = [*map(jnp.asarray, call.pop("head_mask"))]
+        return [{name: xs[i] for name, xs in differing.items()} for i in range(self.num_layers)]
 
 
 class _Group(nn.Module):
@@ -281,10 +273,3 @@ class Decoder(Stack):
         return self.run(
             x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
         )
-
-
-def _residual_dtype(block: Block, dtype: Dtype) -> Dtype:
-    """Return the dtype of a block's output, given the input's."""
-    layer = block.attention
-    computed = layer.dtype or jnp.promote_types(dtype, layer.param_dtype)
-    return computed if block.post_norm else jnp.promote_types(dtype, computed)

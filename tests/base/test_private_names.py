@@ -151,7 +151,7 @@ def test_kernel_refuses_without_its_private_name(monkeypatch, fresh_check, part,
 
 
 @pytest.mark.parametrize(
-    ("part", "name"), [(p, n) for p, n in PARTS if n.forms], ids=lambda x: getattr(x, "name", x)
+    ("part", "name"), [(p, n) for p, n in PARTS if n.arguments], ids=lambda x: getattr(x, "name", x)
 )
 def test_kernel_refuses_if_private_function_changed_arguments(
     monkeypatch, fresh_check, part, name
