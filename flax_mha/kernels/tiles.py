@@ -148,12 +148,8 @@ def take_tile(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[Attent
     """Return the spec and the coordinates of a tile, all of rank 2."""
     spec = map_score_arrays(index.take, spec)
     q = index.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32)[:, None]
-    k = key_indices(plan, index)[None]
-    q = q if spec.q_pos is None else spec.q_pos.array
-    k = k if spec.k_pos is None else spec.k_pos.array
-    row = index.row.reshape(1, 1) if spec.row_ids is None else spec.row_ids.array
-    head = index.head.reshape(1, 1) if spec.head_ids is None else spec.head_ids.array
-    return spec, At(row, head, q, k)
+    row, head = (x.reshape(1, 1) for x in (index.row, index.head))
+    return spec, spec.override(At(row, head, q, key_indices(plan, index)[None]))
 
 
 def key_indices(plan: Plan, index: TileIndex) -> Array:

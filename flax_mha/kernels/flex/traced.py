@@ -118,9 +118,9 @@ def _trace_functions(
     def aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    q = aval((plan.block_q, 1)) if tile.q_pos is None else tile.q_pos.array
-    k = aval((1, plan.block_k)) if tile.k_pos is None else tile.k_pos.array
-    at, scores = At(aval((1, 1)), aval((1, 1)), q, k), (plan.block_q, plan.block_k)
+    scores = plan.block_q, plan.block_k
+    sizes = (1, 1), (1, 1), (plan.block_q, 1), (1, plan.block_k)
+    at = tile.override(At(*map(aval, sizes)))
     functions = []
     for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if plan.ragged else [])):
         function, consts = Function.of(fn, tile, at, aval(scores, jnp.float32), *more)
