@@ -21,7 +21,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 from flax_mha.base import shapes, trees
-from flax_mha.base.coordinates import Array
 from flax_mha.kernels import softmax, tpu
 from flax_mha.kernels.softmax import finite, nan_flag
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Sums, name_result
@@ -109,17 +108,13 @@ def _scale(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, 
     """
     exact = q.astype(jnp.float32) * spec.scale
     parts = [exact.astype(q.dtype)]
-    if spec.exact_lse and q.dtype != jnp.float32 and not _is_power_of_two(spec.scale):
+    is_power = isinstance(spec.scale, float) and math.frexp(spec.scale)[0] == 0.5
+    if spec.exact_lse and q.dtype != jnp.float32 and not is_power:
         error = lax.stop_gradient(exact)  # The first part has the full gradient.
         for _ in range(2):
             error -= lax.stop_gradient(parts[-1]).astype(jnp.float32)
             parts.append(error.astype(q.dtype))
     return jnp.concatenate(parts, -1), jnp.concatenate([k] * len(parts), -1)
-
-
-def _is_power_of_two(scale: float | Array) -> bool:
-    """Return True if a scale is static and a power of two."""
-    return isinstance(scale, float) and math.frexp(scale)[0] == 0.5
 
 
 class SplashCall(NamedTuple):
