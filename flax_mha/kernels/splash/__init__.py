@@ -171,8 +171,9 @@ def _attend_groups(
     return out, lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _call(
+@trees.trace_once
+@functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0))
+def _outputs(
     call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Attend in a group of heads, with T and S multiples of the blocks.
@@ -181,15 +182,6 @@ def _call(
     `_MIN_SINK`, and ids splash's SegmentIds or None. Returns out [B, N, T, Hv], and lse [B, N, T],
     `_MIN_SINK` for fully masked queries.
     """
-    return _outputs(call, q, k, v, sinks, ids)
-
-
-@trees.trace_once
-@functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0))
-def _outputs(
-    call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Attend in one row of the batch."""
     info, function = mask_info.process_mask(call.mask, tuple(call.blocks))
     out, (lse,) = kernels._splash_attention_forward(
         info, q, k, v, ids, sinks,
@@ -247,4 +239,5 @@ def _gradients(
     return dq, dk, dv, dsinks
 
 
+_call = jax.custom_vjp(_outputs, nondiff_argnums=(0,))
 _call.defvjp(_forward, _backward)
