@@ -11,11 +11,10 @@ from flax_mha.base.shapes import Dims
 
 
 def read_table(array: Array, dims: Dims) -> tuple[Array, Array | None]:
-    """Convert a table of bools, or of 1 and 0, that broadcasts to [*B, N, T, S].
+    """Return a table that broadcasts to [*B, N, T, S] as bools [*B|1, N|1, T|1, S|1].
 
-    Returns:
-      The bools [*B|1, N|1, T|1, S|1], and bool [*B|1, N|1, T|1, 1], True for queries with other
-      numbers; None if all numbers are static and valid.
+    The second result is bool [*B|1, N|1, T|1, 1], True for queries with other numbers than 1 and 0;
+    None if all numbers are static and valid.
 
     Raises:
       ValueError: if the shape does not fit, or the table has another static number.
