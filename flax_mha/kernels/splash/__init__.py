@@ -75,9 +75,7 @@ def _attend(
     dims = shapes.Dims.of(q, k, v)
     if spec.mask is not None:
         # Move values that are not finite to the scores, as NaN, where the mask can remove them.
-        q = finite(q) + nan_flag(q)[..., None]
-        k = finite(k) + (nan_flag(k) + nan_flag(v))[..., None]
-        v = finite(v)
+        q, (k, v) = q + nan_flag(q)[..., None], softmax.move_nan_to_keys(k, v)
     q, k = _scale(q, k, spec)
     T, S = blocks.padded(dims)
     q, k, v = tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S)
