@@ -209,8 +209,8 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
     # Round dout before δ, so that both cancel.
     dout, dsums = cotangents
-    stats = softmax.gradient_inputs(out, top, total, dout.astype(v.dtype), dsums)
-    dout, stats = stats[0], jnp.stack(stats[1:], -1)
+    dout, *numbers = softmax.gradient_inputs(out, top, total, dout.astype(v.dtype), dsums)
+    stats = jnp.stack(numbers, -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, dout, stats, k, v = x
