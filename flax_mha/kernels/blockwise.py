@@ -64,13 +64,14 @@ def attend(
             # Convert once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = q * jnp.asarray(spec.scale, q.dtype)
-    sinks, spec = spec.sinks, tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
+    sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
+    spec = tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
     args = (
         tiles.fold_heads(q, plan.block_q, K),
         tiles.fold_heads(k, plan.block_k, K),
         tiles.fold_heads(v, plan.block_k, K),
-        *partition(spec, is_inexact), tables,
+        *partition(spec, is_inexact), sinks, tables,
     )  # fmt: skip
     args = jax.tree.map(lambda x: vary(x, args), args)
     if result is not None:
@@ -80,9 +81,7 @@ def attend(
     out, sums = (core or _core)(static, result, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     sums = Sums(*(x.reshape(*B, N, plan.nq * plan.block_q)[..., :T] for x in sums))
-    result = jnp.swapaxes(out, -3, -2), sums
-    out, sums = result if sinks is None else softmax.merge_sinks(result, sinks)
-    return out.astype(dtype), sums
+    return jnp.swapaxes(out, -3, -2).astype(dtype), sums
 
 
 def _visit(
@@ -148,13 +147,14 @@ def _core(static: TiledCall, result: Result | None, *args: Any) -> Result:
 @trees.trace_once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
-    tables: VisitLists | None,
+    sinks: jax.Array | None, tables: VisitLists | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Compute attention in loops over rows and heads, blocks of queries, and tiles of keys.
 
     q, scaled, is [R, G·nq·bq, H] for R rows × key/value heads; k and v are [R, nk·bk, ·]. `leaves`
     are the spec's learned leaves, `others` the rest. `tables` are None for the plan's ranges of
-    keys. Returns out [R, G·nq·bq, Hv] and sums [R, G·nq·bq].
+    keys. Returns out [R, G·nq·bq, Hv], and without the sinks [N] the maximum score and the sum of
+    exponentials of scores minus the maximum, [R, G·nq·bq].
     """
     plan, spec = static.plan, combine(leaves, others)
     acc = shapes.wide(q.dtype)
@@ -178,7 +178,11 @@ def _loops(
         top = softmax.begin(total)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(part, plan, tables, index, step, (top, total, out))
-        out = spec.scale_kept(out) / softmax.divisor(total)
+        total_with_sink = total
+        if sinks is not None:
+            new, total_with_sink = softmax.add_sink(sinks[index.head], top, total)
+            out = out * jnp.exp(top - new)
+        out = spec.scale_kept(out) / softmax.divisor(total_with_sink)
         return out, *(lax.squeeze(x, (1,)) for x in (top, total))
 
     return map_blocks(static, spec, attend_block, q, k, v)
@@ -187,9 +191,10 @@ def _loops(
 def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Result, Any]:
     if result is not None:
         return result, (args, result[0], *result[1])
-    out, *sums = _loops(static, *args)
-    out, (top, total) = name_result(out, sums)
-    return _mark_irreversible(args[-1], (out, Sums(top, total))), (args, out, top, total)
+    out, *stats = _loops(static, *args)
+    out, (top, total) = name_result(out, stats)
+    sums = Sums(*tiles.add_sinks(static.plan, args[5], top, total)[1:])
+    return _mark_irreversible(args[-1], (out, sums)), (args, out, top, total)
 
 
 def _mark_irreversible(tables: VisitLists | None, results: Tree) -> Tree:
@@ -205,12 +210,13 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
 @trees.trace_once
 def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     """Compute the gradients of all arguments of `_core` except the first."""
-    (q, k, v, leaves, others, tables), out, top, total = residuals
+    (q, k, v, leaves, others, sinks, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
-    # Round dout before δ, so that both cancel.
-    dout, dsums = cotangents
-    dout, *numbers = softmax.gradient_inputs(out, top, total, dout.astype(v.dtype), dsums)
-    stats = jnp.stack(numbers, -1)
+    has_keys = total != 0
+    sink, top, total = tiles.add_sinks(plan, sinks, top, total)
+    dout, top, share, delta = softmax.gradient_inputs(out, has_keys, top, total, *cotangents)
+    dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
+    stats = jnp.stack([top, share, delta], -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, dout, stats, k, v = x
@@ -260,10 +266,10 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
         return grads, (tiles.join(parts), dk, dv)
 
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, acc), q), leaves)
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout, stats, k, v)
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), stats, k, v)
     grads, (dq, dk, dv) = loops.scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
-    return None, dq, dk, dv, grads, None, None
+    return None, dq, dk, dv, grads, None, dsinks, None
 
 
 _core.defvjp(_forward, _backward)

@@ -63,7 +63,7 @@ def _core(static: TiledCall, result: None, *args: Any) -> Result:
 @trees.trace_once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
-    tables: VisitLists | None,
+    sinks: jax.Array | None, tables: VisitLists | None,
 ) -> Result:  # fmt: skip
     """Compute attention in loops over rows and heads, blocks of queries, and tiles of keys.
 
@@ -96,9 +96,18 @@ def _loops(
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)
         carry = softmax.begin(total), total, out, total != 0
         top, total, out, lost = _visit(part, plan, tables, index, visit, carry)
+        total_with_sink = total
+        if sinks is not None:
+            new, total_with_sink = softmax.add_sink(sinks[index.head], top, total)
+            out, top = out * jnp.exp(top - new), new
         # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
-        out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / softmax.divisor(total))
-        return softmax.poison(out, lost, q), top[:, 0], jnp.where(lost, jnp.nan, total)[:, 0]
+        divisor = softmax.divisor(total_with_sink)
+        out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / divisor)
+        return (
+            softmax.poison(out, lost, q),
+            top[:, 0],
+            jnp.where(lost, jnp.nan, total_with_sink)[:, 0],
+        )
 
     out, *sums = map_blocks(static, spec, attend_block, q, k, v, _checkpoint)
     return out, Sums(*sums)

@@ -108,6 +108,12 @@ def step(
     return new, lax.add(lax.mul(total, rescale), tile_sum), p, rescale
 
 
+def add_sink(sink: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Add a sink, a score without a value, to a maximum and a sum of exponentials."""
+    new = jnp.maximum(top, sink)
+    return new, total * jnp.exp(top - new) + jnp.exp(sink - new)
+
+
 def divisor(total: jax.Array) -> jax.Array:
     """Return the divisor of out: the sum of exponentials, or 1 for fully masked queries."""
     return select(_is_zero(total), 1.0, total)
@@ -170,29 +176,29 @@ part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backw
 
 
 def gradient_inputs(
-    out: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array, dsums: Sums
+    out: jax.Array, has_keys: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
+    dsums: Sums,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the arguments of `weights` and `gradient` for each query: dout, top, 1/total and δ.
 
-    out and its cotangent dout are [..., Hv], the others [...]. `top` and `total`, the maximum and
-    the sum of exponentials, include the sinks if out does. `dsums` are their cotangents. A maximum
-    needs none, as a shift of the scores.
+    out and its cotangent dout are [..., Hv], the others [...]. `has_keys` is False for fully masked
+    queries, whose dout becomes 0. `top` and `total`, the maximum and the sum of exponentials,
+    include the sinks. `dsums` are their cotangents. A maximum needs none, as a shift of the scores.
 
     A query that sees NaN, or has a cotangent that is not finite, has dout and δ of 0 and a top of
     `FAR`, so that its weights are 0 for masked keys. Its 1/total is NaN, for visible keys; or 1 if
     it has no cotangent, as a query of another document than the loss.
     """
     # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
-    is_empty = total == 0
-    dout = jnp.where(is_empty[..., None], 0.0, dout)
-    dtotal = jnp.where(is_empty, 0.0, dsums.total)
+    dout = jnp.where(has_keys[..., None], dout, 0.0)
+    dtotal = jnp.where(total == 0, 0.0, dsums.total)
     lost, asked = lost_queries(top + total, dout, dtotal)
     dout = jnp.where(lost[..., None], 0.0, dout)
     # An einsum, because XLA:CPU takes ten times as long for the sum of a product of rank 5.
     delta = jnp.einsum(
         "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
     )
-    share = jnp.where(lost, jnp.where(asked, jnp.nan, 1.0), 1 / jnp.where(is_empty, 1.0, total))
+    share = jnp.where(lost, jnp.where(asked, jnp.nan, 1.0), 1 / jnp.where(total == 0, 1.0, total))
     return dout, select(lost, FAR, top), share, select(lost, 0.0, delta - dtotal * total)
 
 

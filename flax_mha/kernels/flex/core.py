@@ -62,7 +62,7 @@ def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, 
 def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Arrays]:
     x, out, stats = residuals
     top, total = stats[:, :, 0], stats[:, :, 1]
-    dout, top, share, delta = softmax.gradient_inputs(out, top, total, *cotangents)
+    dout, top, share, delta = softmax.gradient_inputs(out, total != 0, top, total, *cotangents)
     if call.guarded:
         # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
         x = x._replace(q=finite(x.q), k=finite(x.k))

@@ -212,7 +212,8 @@ def _gradients(
     (out, lse), (dout, dlse) = result, cotangents
     # Zero the cotangents of fully masked queries, also without a sink of the call.
     total = jnp.where(lse <= _MIN_SINK, 0.0, 1.0)
-    dout, lse, share, delta = softmax.gradient_inputs(out, lse, total, dout, Sums(lse, dlse))
+    inputs = out, total != 0, lse, total, dout, Sums(lse, dlse)
+    dout, lse, share, delta = softmax.gradient_inputs(*inputs)
     if call.guarded:
         # Masked gradients are 0, so their factors must be finite. A visible NaN is in the share.
         q, k = finite(q), finite(k)
