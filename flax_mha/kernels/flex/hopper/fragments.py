@@ -41,13 +41,6 @@ def call(function: Function, *args: Any) -> Any:
     return as_spread(out).x
 
 
-def call_with_slope(function: Function, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the result, and its derivative with respect to the last argument that is float."""
-    at = max(n for n, v in enumerate(function.variables) if v.aval.dtype == jnp.float32)
-    out, (slope,) = call_with_slopes(function, args, at, [jnp.float32(1)])
-    return out, slope
-
-
 def call_with_slopes(
     function: Function, args: Sequence[Any], at: int, tangents: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
