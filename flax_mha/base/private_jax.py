@@ -119,7 +119,7 @@ NAMES: dict[str, tuple[Name, ...]] = {
     ),
     "limits": (
         *_names("jax.extend.core", "Primitive"),
-        *_names("jax.interpreters.ad", "Zero primitive_jvps primitive_transposes"),
+        *_names("jax.interpreters.ad", "Zero deflinear2 primitive_jvps primitive_transposes"),
         *_names("jax.interpreters.batching", "defvectorized primitive_batchers"),
         *_names("jax.interpreters.mlir", "register_lowering"),
     ),
