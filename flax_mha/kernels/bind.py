@@ -87,7 +87,7 @@ def bind_call(
     if invalid is not None:
         q = nan_where(jnp.swapaxes(jnp.asarray(invalid), -3, -2), q)
     spec = AttentionSpec(
-        mask=bound,
+        mask=None if bound is None else resolve(bound, at),
         scores=tuple(mod.bind(dims) for mod in scores),
         sinks=sinks,
         dropout=_make_dropout(dropout_rate, dropout_rng, broadcast_dropout),
@@ -99,8 +99,6 @@ def bind_call(
         total=k.total if isinstance(k, Stored) else None,
         invalid=invalid,
     )
-    if bound is not None:
-        spec = spec.replace(mask=resolve(bound, at))
     _trace_user_functions(spec, dims, q.dtype)
     return q, k, v, spec
 
