@@ -1,5 +1,6 @@
 """The kernels of flex for TPUs: forward, and the gradients of queries, keys, values and leaves."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,10 +69,43 @@ def _gradient(
     return tile.drop(p), *pull(softmax.gradient(p, dp, delta))
 
 
+def _begin_at_zero(_: Any, sums: Sequence[Any]) -> None:
+    for acc in sums:
+        acc[...] = jnp.zeros_like(acc)
+
+
+def _kernel(
+    call: FlexCall, grid: TileOrder, counts: Sequence[int], visit: Callable, end: Callable | None,
+    begin: Callable,
+) -> Callable[..., None]:  # fmt: skip
+    """Return the kernel of `_run`, given the number of references of each kind."""
+
+    def kernel(*refs: Any) -> None:
+        iterator = iter(refs)
+        (rows, heads, *tables), ins, others, outs, sums = (
+            list(itertools.islice(iterator, count)) for count in counts
+        )
+        sums = sums or outs
+        tile, first, last = grid.current(tables)
+        row, head = rows[tile.r], heads[tile.n]
+        pl.when(first)(functools.partial(begin, ins, sums))
+        for state, may_be in zip((FULL, PARTIAL), call.states, strict=True):
+            if may_be:
+
+                @pl.when(tile.state == state)
+                def _(masked: bool = state == PARTIAL) -> None:
+                    visit(_tile(call, masked, tile, row, head, others), ins, sums)
+
+        if end:
+            pl.when(last)(functools.partial(end, outs, sums))
+
+    return kernel
+
+
 def _run(
     call: FlexCall, x: Arrays, order: tuple[str, int], name: str, inputs: str,
     more: dict[str, jax.Array], outputs: Sequence[Any], scratch: Sequence[Any], visit: Callable,
-    end: Callable | None, begin: Callable | None = None,
+    end: Callable | None, begin: Callable = _begin_at_zero,
 ) -> Any:  # fmt: skip
     """Run visit(tile, inputs, sums) over the tiles that are not empty, in an order.
 
@@ -100,41 +134,10 @@ def _run(
     blocks_in = [*map(place, inputs), *(blocks_of(y, grid, array) for y, array in operands)]
     blocks_out = [place(b) if isinstance(b, str) else blocks_of(b, grid, y) for y, b in outputs]
     prefetched = [x.rows, x.heads, *tables]
-
-    def kernel(*refs: Any) -> None:
-        iterator = iter(refs)
-        counts = map(len, (prefetched, inputs, operands, outputs, scratch))
-        (rows, heads, *tables), ins, others, outs, sums = (
-            list(itertools.islice(iterator, count)) for count in counts
-        )
-        sums = sums or outs
-        tile, first, last = grid.current(tables)
-        row, head = rows[tile.r], heads[tile.n]
-
-        @pl.when(first)
-        def _() -> None:
-            if begin:
-                begin(ins, sums)
-            else:
-                for acc in sums:
-                    acc[...] = jnp.zeros_like(acc)
-
-        for state, may_be in zip((FULL, PARTIAL), call.states, strict=True):
-            if may_be:
-
-                @pl.when(tile.state == state)
-                def _(masked: bool = state == PARTIAL) -> None:
-                    visit(_tile(call, masked, tile, row, head, others), ins, sums)
-
-        if end:
-
-            @pl.when(last)
-            def _() -> None:
-                end(outs, sums)
-
+    counts = [*map(len, (prefetched, inputs, operands, outputs, scratch))]
     semantics: Any = ("parallel",) * (len(axes) - inner) + ("arbitrary",) * inner
     return pl.pallas_call(
-        kernel,
+        _kernel(call, grid, counts, visit, end, begin),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
             grid=grid.sizes,
