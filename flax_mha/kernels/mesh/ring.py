@@ -254,10 +254,8 @@ def _backward(
 
         zeros = (wide(q), jax.tree.map(jnp.zeros_like, learned)), jax.tree.map(wide, blocks)
         spec = combine(arrays, static_leaves)
-        seen = ring.where_seen(step, spec, dims, attend_visible, zeros, *blocks)
-        (dq, dlearned), dkv = seen
-        add = functools.partial(_add, start=start)
-        return (sums[0] + dq, jax.tree.map(add, sums[1], dlearned)), dkv
+        grads, dkv = ring.where_seen(step, spec, dims, attend_visible, zeros, *blocks)
+        return jax.tree.map(functools.partial(_add, start=start), sums, grads), dkv
 
     zeros = jnp.zeros(q.shape, acc), jax.tree.map(jnp.zeros_like, leaves)
     # Send blocks in the opposite order. In the forward order, XLA would reuse the forward pass's
