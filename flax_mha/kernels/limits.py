@@ -33,11 +33,7 @@ def _refuse_reverse(*_: Any, kernel: str) -> Any:
 
 # The identity of x [...], with parameters `allowed` and `kernel`.
 limited = Primitive("limited_derivatives")
-limited.def_impl(lambda x, **_: x)
-limited.def_abstract_eval(lambda x, **_: x)
 ad.primitive_jvps[limited] = _differentiate
-batching.defvectorized(limited)
-mlir.register_lowering(limited, lambda _, x, **__: [x])
 
 # Reverse mode only transposes this identity. The operations of forward mode raise.
 transposed = Primitive("reverse_mode_only")
@@ -50,8 +46,10 @@ mlir.register_lowering(transposed, _refuse)
 
 # Forward mode passes through this identity. Transposition, as in reverse mode, raises.
 forward = Primitive("forward_mode_only")
-forward.def_impl(lambda x, **_: x)
-forward.def_abstract_eval(lambda x, **_: x)
 ad.deflinear2(forward, _refuse_reverse)
-batching.defvectorized(forward)
-mlir.register_lowering(forward, lambda _, x, **__: [x])
+
+for identity in (limited, forward):
+    identity.def_impl(lambda x, **_: x)
+    identity.def_abstract_eval(lambda x, **_: x)
+    batching.defvectorized(identity)
+    mlir.register_lowering(identity, lambda _, x, **__: [x])
