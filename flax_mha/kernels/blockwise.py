@@ -67,17 +67,15 @@ def attend(
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
     spec = tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
-    args = (
-        tiles.fold_heads(q, plan.block_q, K),
-        tiles.fold_heads(k, plan.block_k, K),
-        tiles.fold_heads(v, plan.block_k, K),
-        *partition(spec, is_inexact), sinks, tables,
-    )  # fmt: skip
+    fold_q, fold_k = (
+        functools.partial(tiles.fold_heads, block=block, K=K)
+        for block in (plan.block_q, plan.block_k)
+    )
+    args: Any = fold_q(q), fold_k(k), fold_k(v), *partition(spec, is_inexact), sinks, tables
     args = jax.tree.map(lambda x: vary(x, args), args)
     if result is not None:
-        fold = functools.partial(tiles.fold_heads, block=plan.block_q, K=K)
-        sums = Sums(*(fold(shapes.by_query(x))[..., 0] for x in result[1]))
-        result = fold(result[0].astype(sums.total.dtype)), sums
+        sums = Sums(*(fold_q(shapes.by_query(x))[..., 0] for x in result[1]))
+        result = fold_q(result[0].astype(sums.total.dtype)), sums
     out, sums = (core or _core)(static, result, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     sums = Sums(*(x.reshape(*B, N, plan.nq * plan.block_q)[..., :T] for x in sums))

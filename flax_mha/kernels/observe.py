@@ -83,9 +83,7 @@ def weigh_pairs(
     The mean is over the queries that see such a key, NaN if there are none. The pairs are bound.
     """
 
-    def compute(
-        q: jax.Array, k: jax.Array, spec: AttentionSpec, pairs: Mapping[str, Mask]
-    ) -> dict[str, jax.Array]:
+    def compute(q: jax.Array, k: jax.Array, spec: AttentionSpec, pairs: Mapping[str, Mask]) -> Any:
         at = spec.at(shapes.Dims.of(q, k, k))
         q, k = reference.heads_first(q, k)
         weigh = functools.partial(_weigh, spec)
