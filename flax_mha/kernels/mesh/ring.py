@@ -249,9 +249,7 @@ def _backward(
             dq, dk, dv = (x.astype(acc) for x in (dq, dk, dv))
             return (dq, dlearned), (dk, dv)
 
-        def wide(x: jax.Array) -> jax.Array:
-            return jnp.zeros_like(x, acc)
-
+        wide = functools.partial(jnp.zeros_like, dtype=acc)
         zeros = (wide(q), jax.tree.map(jnp.zeros_like, learned)), jax.tree.map(wide, blocks)
         spec = combine(arrays, static_leaves)
         grads, dkv = ring.where_seen(step, spec, dims, attend_visible, zeros, *blocks)
