@@ -72,7 +72,7 @@ _PARTS: dict[str, dict[str, str]] = {
     },
     "limits": {
         "jax.extend.core": "Primitive",
-        "jax.interpreters.ad": "Zero primitive_jvps primitive_transposes",
+        "jax.interpreters.ad": "Zero deflinear2 primitive_jvps primitive_transposes",
         "jax.interpreters.batching": "defvectorized primitive_batchers",
         "jax.interpreters.mlir": "register_lowering",
     },

@@ -5,13 +5,12 @@ from typing import Any, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax.sharding import AbstractMesh
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, ScoreArray
+from flax_mha.base.coordinates import Array, ScoreArray, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels.dropout import WeightDropout
@@ -81,24 +80,25 @@ def bind_call(
     checks.choice("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
     if sinks is not None and normalizer != SOFTMAX:
         raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")
+    q_pos = shapes.positions("q_positions", q_positions, (*dims.B, dims.T), "T")
+    k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, dims.S), "S")
+    at = whole(dims, q_pos, k_pos)
     bound, invalid = split_invalid(None if mask is None else masks.as_mask(mask).bind(dims))
     if invalid is not None:
         q = nan_where(jnp.swapaxes(jnp.asarray(invalid), -3, -2), q)
     spec = AttentionSpec(
-        mask=bound,
+        mask=None if bound is None else resolve(bound, at),
         scores=tuple(mod.bind(dims) for mod in scores),
         sinks=sinks,
         dropout=_make_dropout(dropout_rate, dropout_rng, broadcast_dropout),
-        q_pos=_expand_positions("q_positions", q_positions, (*dims.B, dims.T), "T", (-3, -1)),
-        k_pos=_expand_positions("kv_positions", kv_positions, (*dims.B, dims.S), "S", (-3, -2)),
+        q_pos=None if q_pos is None else ScoreArray(at.q),
+        k_pos=None if k_pos is None else ScoreArray(at.k),
         scale=dims.H**-0.5 if scale is None else _check_scale(scale),
         precision=precision,
         normalizer=normalizer,
         total=k.total if isinstance(k, Stored) else None,
         invalid=invalid,
     )
-    if bound is not None:
-        spec = spec.replace(mask=resolve(bound, spec.at(dims)))
     _trace_user_functions(spec, dims, q.dtype)
     return q, k, v, spec
 
@@ -162,15 +162,3 @@ def _check_scale(scale: Any) -> float | jax.Array:
             f"each head instead"
         )
     return scale
-
-
-def _expand_positions(
-    name: str, positions: Array | int | None, tokens: shapes.Shape, letter: str,
-    axes: tuple[int, int],
-) -> ScoreArray | None:  # fmt: skip
-    """Return positions [length] or [*B, length], or a first position, over the scores."""
-    positions = shapes.positions(name, positions, tokens, letter)
-    if positions is None:
-        return None
-    xp = np if isinstance(positions, np.ndarray) else jnp
-    return ScoreArray(xp.expand_dims(shapes.lead(positions, len(tokens)), axes))

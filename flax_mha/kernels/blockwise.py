@@ -27,18 +27,7 @@ from flax_mha.kernels import derivatives, loops, softmax, tile_plan, tiles
 from flax_mha.kernels.softmax import finite, move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
 from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
-from flax_mha.kernels.tiles import (
-    TiledCall,
-    TileIndex,
-    Tree,
-    compute_scores,
-    dot,
-    fold_heads,
-    split_blocks,
-    split_tiles,
-    take_tile,
-    tile_gradient,
-)
+from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree
 from flax_mha.sharding.shard_map import vary
 
 
@@ -78,17 +67,15 @@ def attend(
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
     spec = tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
-    args = (
-        fold_heads(q, plan.block_q, K),
-        fold_heads(k, plan.block_k, K),
-        fold_heads(v, plan.block_k, K),
-        *partition(spec, is_inexact), sinks, tables,
-    )  # fmt: skip
+    fold_q, fold_k = (
+        functools.partial(tiles.fold_heads, block=block, K=K)
+        for block in (plan.block_q, plan.block_k)
+    )
+    args: Any = fold_q(q), fold_k(k), fold_k(v), *partition(spec, is_inexact), sinks, tables
     args = jax.tree.map(lambda x: vary(x, args), args)
     if result is not None:
-        fold = functools.partial(fold_heads, block=plan.block_q, K=K)
-        sums = Sums(*(fold(shapes.by_query(x))[..., 0] for x in result[1]))
-        result = fold(result[0].astype(sums.total.dtype)), sums
+        sums = Sums(*(fold_q(shapes.by_query(x))[..., 0] for x in result[1]))
+        result = fold_q(result[0].astype(sums.total.dtype)), sums
     out, sums = (core or _core)(static, result, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     sums = Sums(*(x.reshape(*B, N, plan.nq * plan.block_q)[..., :T] for x in sums))
@@ -130,7 +117,7 @@ def map_blocks(
         r, q, k, v = x
         if spec.mask is not None:
             k, v = move_nan_to_keys(k, v)
-        q, (k, v) = split_blocks(plan, q), split_tiles(plan, k, v)
+        q, (k, v) = tiles.split_blocks(plan, q), tiles.split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
 
         def job(part: KeyRange, k: jax.Array, v: jax.Array, carry: Any, x: Tree) -> Any:
@@ -175,14 +162,14 @@ def _loops(
     ) -> tuple[jax.Array, ...]:
         def step(masked: bool, index: TileIndex, carry: Tree) -> Tree:
             top, total, out = carry
-            tile, at = take_tile(plan, spec, index)
+            tile, at = tiles.take_tile(plan, spec, index)
             keys = index.keys(k)
-            s = static.apply_scale(dot(q, keys, 1, 1, spec, acc))
+            s = static.apply_scale(tiles.dot(q, keys, 1, 1, spec, acc))
             vectors = static.vectors(spec, q, keys, acc)
-            s = compute_scores(static.plan, masked, index, tile, at, s, vectors)
+            s = tiles.compute_scores(static.plan, masked, index, tile, at, s, vectors)
             top, total, p, old = softmax.step(top, total, s)
             p = tile.apply_dropout(p, at).astype(v.dtype)
-            more = dot(p, index.keys(v), 1, 0, spec, acc)
+            more = tiles.dot(p, index.keys(v), 1, 0, spec, acc)
             return top, total, lax.add(lax.mul(out, old), more)
 
         total = vary(jnp.zeros((plan.block_q, 1), acc), q)
@@ -234,8 +221,8 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
         if spec.mask is not None:
             # Here, because guards of all rows at once would be copies of all inputs.
             k, v, (q, stats) = finite(k), finite(v), softmax.move_nan_to_queries(q, stats)
-        q, dout, stats = (split_blocks(plan, x) for x in (q, dout, stats))
-        k, v = split_tiles(plan, k, v)
+        q, dout, stats = (tiles.split_blocks(plan, x) for x in (q, dout, stats))
+        k, v = tiles.split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
         # Masked gradients are 0, so their factors must be finite: 0·NaN is NaN.
         factor_q = q if spec.mask is None else finite(q)
@@ -245,15 +232,15 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
 
             def step(masked: bool, index: TileIndex, carry: Tree) -> Tree:
                 grads, dq, dkT, dvT = carry
-                p, ds, dleaves, dvectors = tile_gradient(
+                p, ds, dleaves, dvectors = tiles.tile_gradient(
                     static, masked, index, spec, q, index.keys(k), index.keys(v), dout, stats,
                 )  # fmt: skip
                 # Without the barrier, XLA:CPU recomputes p and ds for each matmul.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
-                dq = lax.add(dq, dot(ds, index.keys(k), 1, 0, spec, acc))
+                dq = lax.add(dq, tiles.dot(ds, index.keys(k), 1, 0, spec, acc))
                 # Transpose the small factor: XLA:CPU is slow with the large one transposed.
-                dkT = index.add_keys(dkT, dot(qT, ds, 1, 0, spec, acc))
-                dvT = index.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
+                dkT = index.add_keys(dkT, tiles.dot(qT, ds, 1, 0, spec, acc))
+                dvT = index.add_keys(dvT, tiles.dot(doutT, p, 1, 0, spec, acc))
                 if dvectors is not None:
                     dq, dkT = dq + dvectors[0], index.add_keys(dkT, dvectors[1].T)
                 return tiles.add_grads(index, grads, dleaves), dq, dkT, dvT

@@ -103,11 +103,8 @@ def _loops(
         # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
         divisor = softmax.divisor(total_with_sink)
         out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / divisor)
-        return (
-            softmax.poison(out, lost, q),
-            top[:, 0],
-            jnp.where(lost, jnp.nan, total_with_sink)[:, 0],
-        )
+        total = jnp.where(lost, jnp.nan, total_with_sink)
+        return softmax.poison(out, lost, q), top[:, 0], total[:, 0]
 
     out, *sums = map_blocks(static, spec, attend_block, q, k, v, _checkpoint)
     return out, Sums(*sums)

@@ -46,13 +46,16 @@ KernelName: TypeAlias = Literal[
 ]  # fmt: skip
 
 
+# The platforms' names in errors.
+_CALLED = {"gpu": "NVIDIA GPUs", "tpu": "TPU"}
+
+
 class Kernel(NamedTuple):
     """A kernel module, and the features that `choose` checks for it.
 
     Attributes:
       name: the module's name.
       platforms: JAX's names of its platforms; empty for all.
-      called: the platforms' name in errors.
       takes_result: True if it can compute the gradients from a precomputed result of these and
         other keys, without sinks.
       stored: True if it reads `Stored` keys and values.
@@ -64,7 +67,6 @@ class Kernel(NamedTuple):
 
     name: str
     platforms: tuple[str, ...] = ()
-    called: str = ""
     takes_result: bool = False
     stored: bool = False
     normalizes: bool = False
@@ -77,7 +79,8 @@ class Kernel(NamedTuple):
     ) -> Lowered | Refusal:
         """Return a function that computes the call, or the reason why the kernel cannot."""
         if self.platforms and platform.name not in self.platforms:
-            return Refusal(f"runs on {self.called} only, this is {platform.name}")
+            called = " and ".join(_CALLED[name] for name in self.platforms)
+            return Refusal(f"runs on {called} only, this is {platform.name}")
         if reason := private_jax.missing(self.name):
             return Refusal(reason)
         if self.limit and derivatives.all_asked():
@@ -106,16 +109,9 @@ def _module(name: str) -> Any:
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        Kernel("cudnn", ("gpu",), "NVIDIA GPUs", takes_result=True, limit="first"),
-        Kernel("splash", ("tpu",), "TPU", limit="first"),
-        Kernel(
-            "flex",
-            ("tpu", "gpu"),
-            "TPU and NVIDIA GPUs",
-            takes_result=True,
-            vectors=("gpu",),
-            limit="first",
-        ),
+        Kernel("cudnn", ("gpu",), takes_result=True, limit="first"),
+        Kernel("splash", ("tpu",), limit="first"),
+        Kernel("flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), limit="first"),
         Kernel("blockwise", takes_result=True, vectors=True, symbolic=True, limit="inner"),
         Kernel("checkpointed", vectors=True, symbolic=True),
         Kernel("reference", normalizes=True, vectors=True, symbolic=True),

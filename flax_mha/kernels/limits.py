@@ -6,7 +6,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 # The limit of the derivatives of derivatives, for each `derivatives.Limit`.
-_NEXT_LIMIT = {"first": "none", "reverse": "reverse", "inner": None}
+_NEXT_LIMIT = {"first": "none", "reverse": "reverse", "inner": None, "forward": "forward"}
 
 
 def _refuse(*_: Any, kernel: str, asked: str = "forward mode (jax.jvp)", **__: Any) -> Any:
@@ -17,23 +17,14 @@ def _refuse(*_: Any, kernel: str, asked: str = "forward mode (jax.jvp)", **__: A
 
 
 def _differentiate(primals: Any, tangents: Any, allowed: str, kernel: str) -> tuple[Any, Any]:
-    """Return x under the next limit, and a tangent that raises an error in forward mode."""
+    """Return x under the next limit, and a tangent that raises an error in the other mode."""
     (x,), (tangent,) = primals, tangents
-    if allowed == "forward":
-        x = limited.bind(x, allowed=allowed, kernel=kernel)
-        return x, _pass_tangent(tangent, kernel)
     if allowed == "none":
         _refuse(kernel=kernel, asked="derivatives of derivatives")
     next_limit = _NEXT_LIMIT[allowed]
     x = x if next_limit is None else limited.bind(x, allowed=next_limit, kernel=kernel)
-    if isinstance(tangent, ad.Zero):
-        return x, tangent
-    return x, transposed.bind(tangent, kernel=kernel)
-
-
-def _pass_tangent(tangent: Any, kernel: str) -> Any:
-    """Return the tangent unchanged, but raise an error if it is transposed."""
-    return tangent if isinstance(tangent, ad.Zero) else forward.bind(tangent, kernel=kernel)
+    mode = forward if allowed == "forward" else transposed
+    return x, tangent if isinstance(tangent, ad.Zero) else mode.bind(tangent, kernel=kernel)
 
 
 def _refuse_reverse(*_: Any, kernel: str) -> Any:
@@ -42,11 +33,7 @@ def _refuse_reverse(*_: Any, kernel: str) -> Any:
 
 # The identity of x [...], with parameters `allowed` and `kernel`.
 limited = Primitive("limited_derivatives")
-limited.def_impl(lambda x, **_: x)
-limited.def_abstract_eval(lambda x, **_: x)
 ad.primitive_jvps[limited] = _differentiate
-batching.defvectorized(limited)
-mlir.register_lowering(limited, lambda _, x, **__: [x])
 
 # Reverse mode only transposes this identity. The operations of forward mode raise.
 transposed = Primitive("reverse_mode_only")
@@ -59,12 +46,10 @@ mlir.register_lowering(transposed, _refuse)
 
 # Forward mode passes through this identity. Transposition, as in reverse mode, raises.
 forward = Primitive("forward_mode_only")
-forward.def_impl(lambda x, **_: x)
-forward.def_abstract_eval(lambda x, **_: x)
-ad.primitive_transposes[forward] = _refuse_reverse
-ad.primitive_jvps[forward] = lambda primals, tangents, kernel: (
-    forward.bind(primals[0], kernel=kernel),
-    _pass_tangent(tangents[0], kernel),
-)
-batching.defvectorized(forward)
-mlir.register_lowering(forward, lambda _, x, **__: [x])
+ad.deflinear2(forward, _refuse_reverse)
+
+for identity in (limited, forward):
+    identity.def_impl(lambda x, **_: x)
+    identity.def_abstract_eval(lambda x, **_: x)
+    batching.defvectorized(identity)
+    mlir.register_lowering(identity, lambda _, x, **__: [x])

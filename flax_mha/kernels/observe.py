@@ -83,9 +83,7 @@ def weigh_pairs(
     The mean is over the queries that see such a key, NaN if there are none. The pairs are bound.
     """
 
-    def compute(
-        q: jax.Array, k: jax.Array, spec: AttentionSpec, pairs: Mapping[str, Mask]
-    ) -> dict[str, jax.Array]:
+    def compute(q: jax.Array, k: jax.Array, spec: AttentionSpec, pairs: Mapping[str, Mask]) -> Any:
         at = spec.at(shapes.Dims.of(q, k, k))
         q, k = reference.heads_first(q, k)
         weigh = functools.partial(_weigh, spec)
@@ -126,8 +124,8 @@ def _compute(
     q, k = jax.lax.optimization_barrier((q, k))
     q, k = reference.heads_first(q, k)
     # Arrays over the scores have heads and queries on the same two axes, or size 1 there.
-    q, at, spec = _map_arrays(lambda x: pick(x, *chosen), (q, at, spec))
-    k = pick(k, chosen[0], None)
+    at, spec = _map_arrays(lambda x: pick(x, *chosen), at, spec)
+    q, k = pick(q, *chosen), pick(k, chosen[0], None)
     if spec.sinks is not None and chosen[0] is not None:
         spec = spec.replace(sinks=spec.sinks[chosen[0]])
     if "scores" in names:
@@ -157,10 +155,9 @@ def _softmax(spec: AttentionSpec, score: jax.Array, allowed: jax.Array | None) -
     return weights if lost is None else jnp.where(lost, jnp.nan, weights)
 
 
-def _map_arrays(fn: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Apply fn to q, the coordinates, and the arrays over the scores in a tree, such as a spec."""
-    q, at, tree = parts
-    return *jax.tree.map(fn, (q, at)), map_score_arrays(fn, tree)
+def _map_arrays(fn: Callable[[Any], Any], at: At, tree: Any) -> tuple[At, Any]:
+    """Apply fn to coordinates, and to the arrays over the scores in a tree, such as a spec."""
+    return jax.tree.map(fn, at), map_score_arrays(fn, tree)
 
 
 def pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
@@ -187,14 +184,14 @@ def _map_blocks(
         size = max(1, min(T, max(_QUERIES, _SCORES // max(1, scores))))
 
     def summarize_part(queries: Array, keys: slice) -> list[jax.Array]:
-        part_k, part_at, part_spec = _slice_keys(keys, k, at, (spec, pairs))
+        part_k = k[..., keys, :]
+        part_at, part_tree = _map_arrays(functools.partial(_slice_keys, keys), at, (spec, pairs))
 
         @jax.checkpoint
         def block(indices: jax.Array) -> tuple[jax.Array, ...]:
             of_block = functools.partial(pick, heads=None, queries=indices)
-            block_q, block_at, tree = _map_arrays(of_block, (q, part_at, part_spec))
-            block_spec, masks = tree
-            score, allowed = reference.scores(block_q, part_k, block_spec, block_at)
+            block_at, (block_spec, masks) = _map_arrays(of_block, part_at, part_tree)
+            score, allowed = reference.scores(of_block(q), part_k, block_spec, block_at)
             score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
             return summary(score, *(jnp.asarray(evaluate(mask, block_at)) for mask in masks))
 
@@ -229,13 +226,9 @@ def _split_queries(
     return [(symbols.count_up(T), slice(None))]
 
 
-def _slice_keys(keys: slice, k: jax.Array, at: At, tree: Any) -> list[Any]:
-    """Return a range of the keys of k [*B, N, S, H], and of a tree's arrays over the scores."""
-
-    def cut(x: Array) -> Array:
-        return x if symbols.at_most(x.shape[-1], 1) else x[..., keys]
-
-    return [k[..., keys, :], jax.tree.map(cut, at), map_score_arrays(cut, tree)]
+def _slice_keys(keys: slice, x: Array) -> Array:
+    """Return a range of the keys of an array over the scores."""
+    return x if symbols.at_most(x.shape[-1], 1) else x[..., keys]
 
 
 def _max_score(score: jax.Array) -> tuple[jax.Array]:

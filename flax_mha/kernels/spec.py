@@ -137,8 +137,12 @@ class AttentionSpec(struct.PyTreeNode):
 
     def at(self, dims: Dims) -> At:
         """Return the coordinates of all scores of the call."""
+        return self.override(whole(dims))
+
+    def override(self, at: At) -> At:
+        """Return coordinates, replaced by those that the spec has."""
         arrays = {"row": self.row_ids, "head": self.head_ids, "q": self.q_pos, "k": self.k_pos}
-        return whole(dims)._replace(**{n: x.array for n, x in arrays.items() if x is not None})
+        return at._replace(**{n: x.array for n, x in arrays.items() if x is not None})
 
     @property
     def vectors(self) -> bool:

@@ -128,19 +128,14 @@ def join_key_sums(sums: jax.Array) -> jax.Array:
     return jnp.swapaxes(sums, 1, 2).reshape(-1, sums.shape[1])
 
 
-def repeat_per_query(plan: Plan, by_head: jax.Array, R: int) -> jax.Array:
-    """Repeat a number per head [N] for each query, to [R, G·nq·bq]."""
-    x = jnp.repeat(by_head, plan.nq * plan.block_q).reshape(plan.dims.K, -1)
-    return jnp.tile(x, (R // plan.dims.K, 1))
-
-
 def add_sinks(
     plan: Plan, sinks: jax.Array | None, top: jax.Array, total: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Return the sink of each query, and its maximum and sum of exponentials with the sink."""
     if sinks is None:
         return None, top, total
-    by_row = repeat_per_query(plan, sinks, top.shape[0])
+    by_row = jnp.repeat(sinks, plan.nq * plan.block_q).reshape(plan.dims.K, -1)
+    by_row = jnp.tile(by_row, (top.shape[0] // plan.dims.K, 1))
     return by_row, *softmax.add_sink(by_row, top, total)
 
 
@@ -172,12 +167,8 @@ def take_tile(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[Attent
     """Return the spec and the coordinates of a tile, all of rank 2."""
     spec = map_score_arrays(index.take, spec)
     q = index.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32)[:, None]
-    k = key_indices(plan, index)[None]
-    q = q if spec.q_pos is None else spec.q_pos.array
-    k = k if spec.k_pos is None else spec.k_pos.array
-    row = index.row.reshape(1, 1) if spec.row_ids is None else spec.row_ids.array
-    head = index.head.reshape(1, 1) if spec.head_ids is None else spec.head_ids.array
-    return spec, At(row, head, q, k)
+    row, head = (x.reshape(1, 1) for x in (index.row, index.head))
+    return spec, spec.override(At(row, head, q, key_indices(plan, index)[None]))
 
 
 def key_indices(plan: Plan, index: TileIndex) -> Array:

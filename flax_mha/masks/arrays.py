@@ -11,11 +11,10 @@ from flax_mha.base.shapes import Dims
 
 
 def read_table(array: Array, dims: Dims) -> tuple[Array, Array | None]:
-    """Convert a table of bools, or of 1 and 0, that broadcasts to [*B, N, T, S].
+    """Return a table that broadcasts to [*B, N, T, S] as bools [*B|1, N|1, T|1, S|1].
 
-    Returns:
-      The bools [*B|1, N|1, T|1, S|1], and bool [*B|1, N|1, T|1, 1], True for queries with other
-      numbers; None if all numbers are static and valid.
+    The second result is bool [*B|1, N|1, T|1, 1], True for queries with other numbers than 1 and 0;
+    None if all numbers are static and valid.
 
     Raises:
       ValueError: if the shape does not fit, or the table has another static number.
@@ -40,20 +39,17 @@ def as_bools(array: Array) -> tuple[Array, Array | None]:
     array = checks.as_numpy(array)
     if array.dtype == bool:
         return array, None
+    rule = "a mask must be of bools, or of 1 (may attend) and 0, got"
+    remedy = "compare it with something, as in ids > 0"
     if not any(jnp.issubdtype(array.dtype, number) for number in (jnp.integer, jnp.floating)):
-        raise TypeError(
-            f"a mask must be of bools, or of 1 (may attend) and 0, got {array.dtype}; compare it "
-            f"with something, as in ids > 0"
-        )
+        raise TypeError(f"{rule} {array.dtype}; {remedy}")
     if not checks.is_concrete(array):
         return array == 1, (array != 0) & (array != 1)
     values = np.asarray(array)
     wrong = values[(values != 0) & (values != 1)]
     if wrong.size:
         raise ValueError(
-            f"a mask must be of bools, or of 1 (may attend) and 0, got {wrong[0]} in "
-            f"{array.dtype}; compare it with something, as in ids > 0, or give additive scores "
-            f"as bias="
+            f"{rule} {wrong[0]} in {array.dtype}; {remedy}, or give additive scores as bias="
         )
     return array.astype(bool), None
 

@@ -247,10 +247,7 @@ def split_invalid(mask: Mask | None) -> tuple[Mask | None, Array | None]:
     """Split a bound mask into the mask without `invalid`, and the invalid queries.
 
     A query is invalid if a table has other numbers than 0 and 1 for it, or if its segment's run is
-    beyond `at_most`.
-
-    Returns:
-      The mask, and bool [*B|1, N|1, T|1, 1], or None if there are no invalid queries.
+    beyond `at_most`. The queries are bool [*B|1, N|1, T|1, 1], or None if none is invalid.
     """
     nodes, tree = jax.tree.flatten(mask, is_leaf=lambda x: hasattr(x, "invalid"))
     invalid = [getattr(x, "invalid", None) for x in nodes]

@@ -48,11 +48,8 @@ class BlockSparse(Mask):
     key_block: int = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        sizes = {
-            "BlockSparse.query_block": self.query_block,
-            "BlockSparse.key_block": self.key_block,
-        }
-        checks.positive(**sizes)
+        for name in ("query_block", "key_block"):
+            checks.positive(**{f"BlockSparse.{name}": getattr(self, name)})
         indices = checks.integers("BlockSparse.blocks", self.blocks)
         nq = (dims.T + self.query_block - 1) // self.query_block
         if indices.ndim < 2 or not 1 <= indices.shape[-1] <= MAX_BLOCKS:

@@ -70,7 +70,12 @@ class Axial:
         positions = shapes.per_token("positions", positions, x.shape[:-2])
         end = self.check(positions)
         positions = jnp.asarray(positions)
-        pairs = _pairs_per_axis(x.shape[-1], len(sizes))
+        pairs, rest = divmod(x.shape[-1], 2 * len(sizes))
+        if rest:
+            raise ValueError(
+                f"Axial turns pairs, the same number for each of {len(sizes)} axes, so H must be a "
+                f"multiple of {2 * len(sizes)}, got {x.shape[-1]}; choose another head_dim"
+            )
         index = jnp.maximum(positions - self.prefix, 0)
         by_axis = []
         for n, size in enumerate(sizes):
@@ -130,13 +135,3 @@ class MRope:
         ends = [sum(sections[:n]) for n in range(len(sections) + 1)]
         by_section = [theta[..., n, ends[n] : ends[n + 1]] for n in range(len(sections))]
         return rope.rotate_pairs(x, jnp.concatenate(by_section, -1), False)
-
-
-def _pairs_per_axis(features: int, axes: int) -> int:
-    """Return the number of pairs that each axis turns."""
-    if features % (2 * axes):
-        raise ValueError(
-            f"Axial turns pairs, the same number for each of {axes} axes, so H must be a multiple "
-            f"of {2 * axes}, got {features}; choose another head_dim"
-        )
-    return features // (2 * axes)

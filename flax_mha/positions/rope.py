@@ -26,16 +26,10 @@ def compute_angles(positions: jax.Array, pairs: int, step: float, base: float) -
 
 
 def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float = 1.0) -> jax.Array:
-    """Rotate and scale the first 2·P features of x, in the dtype of the angles.
+    """Rotate the first 2·P features of x [*B, T, N, H] by angles theta [*B|1, T, P].
 
-    Args:
-      x: [*B, T, N, H].
-      theta: the angles [*B|1, T, P].
-      interleaved: True for pairs (0, 1), (2, 3), …; False for (0, P), (1, P + 1), …
-      size: the factor of the rotated features.
-
-    Returns:
-      [*B, T, N, H] in the dtype of x.
+    The rotation is in the dtype of the angles. It is of pairs (0, 1), (2, 3), … if `interleaved`,
+    else of (0, P), (1, P + 1), … `size` is the factor of the rotated features.
     """
 
     def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:

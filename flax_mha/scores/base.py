@@ -74,11 +74,7 @@ class ScoreMod(Node):
 def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[ScoreMod, ...]:
     """Return a module's score functions, with their missing arrays created as its parameters.
 
-    Args:
-      scores: the module's field.
-      num_heads: the module's number of query heads.
-      head_dim: the number of features per head.
-      make: the function that creates a parameter; repeated names get a suffix `_1`, `_2`, …
+    See `ScoreMod.learned` for the arguments. Repeated names get a suffix `_1`, `_2`, …
     """
     count: collections.Counter[str] = collections.Counter()
 

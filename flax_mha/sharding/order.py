@@ -104,13 +104,10 @@ def balanced(
 
 
 def piece_size(length: int, devices: int, positions: Array | None = None) -> int:
-    """Return the number of tokens of a piece of a device's tokens.
+    """Return the number of tokens in a piece, if each device has `length` tokens.
 
-    Args:
-      length: the number of tokens of a device.
-      devices: the number of devices.
-      positions: the positions of all tokens in the last axis but one, as in `AttentionSpec`. If
-        they are traced, or None, it is the default of `balanced`.
+    `positions` are those of all tokens, as in `AttentionSpec`. If they are traced, or None, it is
+    the default of `balanced`.
     """
     if positions is None or isinstance(positions, jax.Array):
         least = max(16, 4 * devices)

@@ -96,11 +96,10 @@ def gather_kernel(
 
 def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:
     """Return the mesh axes that shard positions between layers but not inside them."""
-    axes_of = []
-    for name in ("length", "norm_length"):
-        axes = sharding.spec(shape[: at + 1], (name,))
-        axes_of.append(rules.unpack_entry(axes[at]))
-    everywhere, between = axes_of
+    everywhere, between = (
+        rules.unpack_entry(sharding.spec(shape[: at + 1], (name,))[at])
+        for name in ("length", "norm_length")
+    )
     return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
 
 

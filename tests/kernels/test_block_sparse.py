@@ -240,7 +240,7 @@ def test_tpu_tiles_are_as_small_as_tables_allow() -> None:
     kernel = functools.partial(trace, x, x, machine=MACHINE)
 
     def tiles(T: int, *grain: int) -> tuple[int, int]:
-        plan = planned(Chosen(np.zeros((1, 1), int), *grain), T, kernel).call.plan
+        plan = planned(Chosen(np.zeros((1, 1), int), *grain), T, kernel)[0].plan
         return plan.block_q, plan.block_k
 
     most = max(blocks_of_tpu.BLOCKS.values())

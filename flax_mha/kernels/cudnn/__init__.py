@@ -93,7 +93,14 @@ def _check_scores(
     if not spec.scores:
         return None
     if len(spec.scores) == 1 and type(spec.scores[0]) is SoftCap:
-        return _check_cap(dims, device)
+        if not primitives.takes_caps(device):
+            return (
+                f"has SoftCap from JAX 0.12, compute capability 9.0 and cuDNN (9, 13, 0) on, got "
+                f"{jax.__version__} and {device}"
+            )
+        if _features(dims) > 128:
+            return f"has SoftCap for at most 128 features, got {_features(dims)}"
+        return None
     if len(spec.scores) > 1 or type(spec.scores[0]) is not Bias:
         names = ", ".join(type(mod).__name__ for mod in spec.scores)
         return f"changes scores by one Bias or one SoftCap only, got {names}"
@@ -107,17 +114,6 @@ def _check_scores(
         )
     if dims.T % 2 or dims.S % 2:
         return f"takes a bias for even T and S, got {dims.T} and {dims.S}"
-    return None
-
-
-def _check_cap(dims: Dims, device: primitives.Gpu) -> str | None:
-    if not primitives.takes_caps(device):
-        return (
-            f"has SoftCap from JAX 0.12, compute capability 9.0 and cuDNN (9, 13, 0) on, got "
-            f"{jax.__version__} and {device}"
-        )
-    if _features(dims) > 128:
-        return f"has SoftCap for at most 128 features, got {_features(dims)}"
     return None
 
 

@@ -6,7 +6,7 @@ lse′ = log(exp(lse) + exp(sink)), it computes the right gradients from out′ 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,37 +41,23 @@ def attend(
     return _attend(call, masked, q, k, v, bias, sinks, band, result)[0]
 
 
-class _Saved(NamedTuple):
-    """The residuals: inputs, finite under a mask, out with sinks, and lse without sinks.
-
-    The lse tells which rows are fully masked (−∞), and which see NaN.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    bias: jax.Array | None
-    sinks: jax.Array | None
-    band: Band
-    out: jax.Array
-    lse: jax.Array
-
-
 def _attend(
     call: CudnnCall, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array,
     bias: jax.Array | None, sinks: jax.Array | None, band: Band, result: Result | None,
-) -> tuple[Result, _Saved]:  # fmt: skip
-    """Return the result, and the residuals of its gradients."""
+) -> tuple[Result, tuple[Any, ...]]:  # fmt: skip
+    """Return the result, and the residuals of its gradients.
+
+    These are the inputs, finite under a mask, out with sinks, and lse without sinks. It is −∞ for
+    fully masked rows, and NaN for those that see NaN.
+    """
     nan_rows = None
     if masked:
         nan_rows = _nan_rows(q, k, v, band) if result is None else None
         # In cuDNN's inputs, NaN would meet weights of 0.
         q, k, v = finite(q), finite(k), finite(v)
     out, lse = result or name_result(*_attend_keys(call, q, k, v, bias, band, nan_rows))
-    saved = _Saved(q, k, v, bias, sinks, band, out, lse)
-    if sinks is not None:
-        out, lse = _add_sinks(out, lse, sinks)
-    return (out, lse), saved._replace(out=out)
+    result = (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
+    return result, (q, k, v, bias, sinks, band, result[0], lse)
 
 
 def _nan_rows(q: jax.Array, k: jax.Array, v: jax.Array, band: Band) -> jax.Array:
@@ -112,22 +98,23 @@ def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
     return scaled.astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
-def _forward(call: CudnnCall, masked: bool, *primals: Any) -> tuple[Result, _Saved]:
+def _forward(call: CudnnCall, masked: bool, *primals: Any) -> tuple[Result, tuple[Any, ...]]:
     return _attend(call, masked, *jax.tree.map(lambda x: x.value, primals))
 
 
-def _backward(call: CudnnCall, masked: bool, saved: _Saved, cotangents: Any) -> tuple[Any, ...]:
+def _backward(
+    call: CudnnCall, masked: bool, residuals: tuple[Any, ...], cotangents: Any
+) -> tuple[Any, ...]:
     dout, dlse = (
         None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents
     )
-    out, lse, sinks = saved.out, saved.lse, saved.sinks
-    if sinks is not None:
-        lse = jnp.logaddexp(lse, sinks[None, :, None])
-    has_edges = masked or saved.bias is not None
+    q, k, v, bias, sinks, band, out, lse_of_keys = residuals
+    lse = lse_of_keys if sinks is None else jnp.logaddexp(lse_of_keys, sinks[None, :, None])
+    has_edges = masked or bias is not None
     if has_edges:
-        is_empty = saved.lse == -jnp.inf
+        is_empty = lse_of_keys == -jnp.inf
         of_heads = None if dout is None else jnp.swapaxes(dout, 1, 2)
-        lost, asked = lost_queries(saved.lse, of_heads, dlse)
+        lost, asked = lost_queries(lse_of_keys, of_heads, dlse)
         lost &= ~is_empty
         lse = jnp.where(lost, jnp.where(asked, jnp.nan, FAR), lse)
         # With a weight and a cotangent of 0, these rows add exactly 0 even if they hold NaN.
@@ -139,11 +126,11 @@ def _backward(call: CudnnCall, masked: bool, saved: _Saved, cotangents: Any) -> 
     if has_edges:
         lse = jnp.where(off, FAR, lse)
         dlse = None if dlse is None else jnp.where(off, 0, dlse)
-    dq, dk, dv, dbias = _pull(call, saved, lse, out, dout, dlse)
+    dq, dk, dv, dbias = _pull(call, (q, k, v, bias), band, lse, out, dout, dlse)
     if has_edges:
-        dq, dk, dv = _mark_edges(dq, dk, dv, saved.band, nan_rows)
-    if saved.bias is not None:
-        shared = tuple(axis for axis in (0, 1) if saved.bias.shape[axis] == 1)
+        dq, dk, dv = _mark_edges(dq, dk, dv, band, nan_rows)
+    if bias is not None:
+        shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
         dbias = _set_nan(dbias, nan_rows.any(shared, keepdims=True))
     return dq, dk, dv, dbias, dsinks, None, None
 
@@ -152,14 +139,14 @@ attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _pull(
-    call: CudnnCall, saved: _Saved, lse: jax.Array, out: jax.Array, dout: jax.Array | None,
-    dlse: jax.Array | None,
+    call: CudnnCall, inputs: tuple[Any, ...], band: Band, lse: jax.Array, out: jax.Array,
+    dout: jax.Array | None, dlse: jax.Array | None,
 ) -> Any:  # fmt: skip
     """Return the gradients of q, k, v and bias by cuDNN, with a pass for each cotangent."""
-    q, k, v, bias, band = saved.q, saved.k, saved.v, saved.bias, saved.band
+    q, k, v, bias = inputs
     pull = functools.partial(primitives.backward, call)
     operands = (bias, *band.operands(), lse if band.runs is None else band.runs.by_run(lse))
-    gradients = jax.tree.map(jnp.zeros_like, (q, k, v, bias))
+    gradients = jax.tree.map(jnp.zeros_like, inputs)
     if dout is not None:
         gradients = pull(q, k, v, *operands, out, dout)
     if dlse is not None:

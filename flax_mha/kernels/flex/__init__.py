@@ -14,6 +14,7 @@ and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,8 +25,8 @@ from flax_mha.base import private_jax, shapes
 from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.flex.core import Arrays, core
-from flax_mha.kernels.flex.tile import Machine
-from flax_mha.kernels.flex.traced import PRECISIONS, Traced, trace
+from flax_mha.kernels.flex.tile import FlexCall, Machine
+from flax_mha.kernels.flex.traced import PRECISIONS, trace
 from flax_mha.kernels.softmax import move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
 from flax_mha.kernels.tile_plan import Plan, tile_states
@@ -54,19 +55,19 @@ def lower(
         return Refusal(traced)
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
-    return functools.partial(_attend, q, k, v, spec, traced)
+    return functools.partial(_attend, q, k, v, spec, *traced)
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, traced: Traced,
-    result: Result | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, call: FlexCall,
+    closed: Sequence[Any], leaves: Sequence[Any], result: Result | None = None,
 ) -> Result:  # fmt: skip
-    """Compute attention. Given a precomputed result, compute only its first derivatives.
+    """Compute attention for the results of `trace`.
 
-    Arguments of masks and scores are converted to float32, int32, uint32 or bool.
+    Given a precomputed result, compute only its first derivatives. Arguments of masks and scores
+    are converted to float32, int32, uint32 or bool.
     """
     dims = shapes.Dims.of(q, k, v)
-    call = traced.call
     states = _tile_states(spec, dims, call.plan, call.machine.table)
     if is_static(states):
         is_visited = states > EMPTY
@@ -82,9 +83,9 @@ def _attend(
     at = spec.at(dims)
     operands = Arrays(
         heads_first(q, T), heads_first(k, S), heads_first(v, S),
-        [y.store(x, call.plan) for y, x in zip(call.leaves, traced.leaves, strict=True)],
+        [y.store(x, call.plan) for y, x in zip(call.leaves, leaves, strict=True)],
         sinks,
-        [y.store(x, call.plan) for y, x in zip(call.closed, traced.closed, strict=True)],
+        [y.store(x, call.plan) for y, x in zip(call.closed, closed, strict=True)],
         jnp.asarray(states, jnp.int32),
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),

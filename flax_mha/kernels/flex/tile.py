@@ -99,9 +99,7 @@ class Tile(NamedTuple):
         inside = (at.q < dims.T) & (at.k < dims.S)
         # Clamp indices to the last query and key, so that user functions see no padding index.
         q, k = jnp.minimum(at.q, dims.T - 1), jnp.minimum(at.k, dims.S - 1)
-        q = q if spec.q_pos is None else spec.q_pos.array
-        k = k if spec.k_pos is None else spec.k_pos.array
-        at = at._replace(q=q, k=k)
+        at = spec.override(at._replace(q=q, k=k))
         keep = None if spec.dropout is None else spec.dropout.keep(*at)
         return cls(call, masked, closed, leaves, at, inside, keep)
 

@@ -1,7 +1,7 @@
 """A call's masks and scores as functions of tiles, for any machine."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,24 +25,14 @@ PRECISIONS: dict[Any, Any] = {
 }  # fmt: skip
 
 
-class Traced(NamedTuple):
-    """A call's masks and scores as functions of tiles.
-
-    Attributes:
-      call: the static part, with `visits` and `states` for an unknown mask.
-      closed: the arrays that the functions close over.
-      leaves: the spec's leaves.
-    """
-
-    call: FlexCall
-    closed: list[Any]
-    leaves: list[Any]
-
-
 def trace(
     q: jax.Array, k: jax.Array, spec: AttentionSpec, dims: Dims, machine: Machine
-) -> Traced | str:
-    """Return the functions of a call, or the reason why they cannot run in a kernel."""
+) -> tuple[FlexCall, list[Any], list[Any]] | str:
+    """Return the functions of a call, or the reason why they cannot run in a kernel.
+
+    The functions are in the static part of the call, with `visits` and `states` for an unknown
+    mask. The arrays that they close over, and the spec's leaves, follow.
+    """
     plan = _divide(spec, dims, machine)
     if plan.nq * plan.nk > machine.table:
         return (
@@ -79,7 +69,7 @@ def trace(
         tuple(Operand.of(x, plan) for x in closed), tuple(leaves), tree,
         spec.mask is not None, PRECISIONS[spec.precision],
     )  # fmt: skip
-    return Traced(call, closed, arrays)
+    return call, closed, arrays
 
 
 def _divide(spec: AttentionSpec, dims: Dims, machine: Machine) -> Plan:
@@ -118,9 +108,9 @@ def _trace_functions(
     def aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    q = aval((plan.block_q, 1)) if tile.q_pos is None else tile.q_pos.array
-    k = aval((1, plan.block_k)) if tile.k_pos is None else tile.k_pos.array
-    at, scores = At(aval((1, 1)), aval((1, 1)), q, k), (plan.block_q, plan.block_k)
+    scores = plan.block_q, plan.block_k
+    sizes = (1, 1), (1, 1), (plan.block_q, 1), (1, plan.block_k)
+    at = tile.override(At(*map(aval, sizes)))
     functions = []
     for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if plan.ragged else [])):
         function, consts = Function.of(fn, tile, at, aval(scores, jnp.float32), *more)

@@ -249,15 +249,11 @@ def _backward(
             dq, dk, dv = (x.astype(acc) for x in (dq, dk, dv))
             return (dq, dlearned), (dk, dv)
 
-        def wide(x: jax.Array) -> jax.Array:
-            return jnp.zeros_like(x, acc)
-
+        wide = functools.partial(jnp.zeros_like, dtype=acc)
         zeros = (wide(q), jax.tree.map(jnp.zeros_like, learned)), jax.tree.map(wide, blocks)
         spec = combine(arrays, static_leaves)
-        seen = ring.where_seen(step, spec, dims, attend_visible, zeros, *blocks)
-        (dq, dlearned), dkv = seen
-        add = functools.partial(_add, start=start)
-        return (sums[0] + dq, jax.tree.map(add, sums[1], dlearned)), dkv
+        grads, dkv = ring.where_seen(step, spec, dims, attend_visible, zeros, *blocks)
+        return jax.tree.map(functools.partial(_add, start=start), sums, grads), dkv
 
     zeros = jnp.zeros(q.shape, acc), jax.tree.map(jnp.zeros_like, leaves)
     # Send blocks in the opposite order. In the forward order, XLA would reuse the forward pass's

@@ -21,7 +21,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 from flax_mha.base import shapes, trees
-from flax_mha.base.coordinates import Array
 from flax_mha.kernels import softmax, tpu
 from flax_mha.kernels.softmax import finite, nan_flag
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Sums, name_result
@@ -76,9 +75,7 @@ def _attend(
     dims = shapes.Dims.of(q, k, v)
     if spec.mask is not None:
         # Move values that are not finite to the scores, as NaN, where the mask can remove them.
-        q = finite(q) + nan_flag(q)[..., None]
-        k = finite(k) + (nan_flag(k) + nan_flag(v))[..., None]
-        v = finite(v)
+        q, (k, v) = q + nan_flag(q)[..., None], softmax.move_nan_to_keys(k, v)
     q, k = _scale(q, k, spec)
     T, S = blocks.padded(dims)
     q, k, v = tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S)
@@ -109,17 +106,13 @@ def _scale(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, 
     """
     exact = q.astype(jnp.float32) * spec.scale
     parts = [exact.astype(q.dtype)]
-    if spec.exact_lse and q.dtype != jnp.float32 and not _is_power_of_two(spec.scale):
+    is_power = isinstance(spec.scale, float) and math.frexp(spec.scale)[0] == 0.5
+    if spec.exact_lse and q.dtype != jnp.float32 and not is_power:
         error = lax.stop_gradient(exact)  # The first part has the full gradient.
         for _ in range(2):
             error -= lax.stop_gradient(parts[-1]).astype(jnp.float32)
             parts.append(error.astype(q.dtype))
     return jnp.concatenate(parts, -1), jnp.concatenate([k] * len(parts), -1)
-
-
-def _is_power_of_two(scale: float | Array) -> bool:
-    """Return True if a scale is static and a power of two."""
-    return isinstance(scale, float) and math.frexp(scale)[0] == 0.5
 
 
 class SplashCall(NamedTuple):
@@ -176,8 +169,9 @@ def _attend_groups(
     return out, lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _call(
+@trees.trace_once
+@functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0))
+def _outputs(
     call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Attend in a group of heads, with T and S multiples of the blocks.
@@ -186,15 +180,6 @@ def _call(
     `_MIN_SINK`, and ids splash's SegmentIds or None. Returns out [B, N, T, Hv], and lse [B, N, T],
     `_MIN_SINK` for fully masked queries.
     """
-    return _outputs(call, q, k, v, sinks, ids)
-
-
-@trees.trace_once
-@functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0))
-def _outputs(
-    call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Attend in one row of the batch."""
     info, function = mask_info.process_mask(call.mask, tuple(call.blocks))
     out, (lse,) = kernels._splash_attention_forward(
         info, q, k, v, ids, sinks,
@@ -252,4 +237,5 @@ def _gradients(
     return dq, dk, dv, dsinks
 
 
+_call = jax.custom_vjp(_outputs, nondiff_argnums=(0,))
 _call.defvjp(_forward, _backward)

@@ -18,23 +18,17 @@ Ids: TypeAlias = tuple[jax.Array, jax.Array]
 
 def merge_ids(parts: MaskParts, at: At, dims: Dims) -> Ids | None:
     """Return ids that are equal where segments, lengths, and tables of keys or queries allow."""
-    ids: Ids | None = None
-    for mask in parts.segments:
-        more = _flatten_ids(mask.q.array, mask.kv.array, dims)
-        ids = more if ids is None else _combine_ids(ids, more)
+    ids = [_flatten_ids(mask.q.array, mask.kv.array, dims) for mask in parts.segments]
     queries = [mask.array.array for mask in parts.queries]
     queries += [at.q < mask.q.array for mask in parts.lengths if mask.q is not None]
     keys = [mask.array.array for mask in parts.keys]
     keys += [at.k < mask.kv.array for mask in parts.lengths]
-    if not queries and not keys:
-        return ids
-    true = np.ones((1,) * len(dims.logits), bool)
-    q, k = (functools.reduce(operator.and_, tables or [true]) for tables in (queries, keys))
-    q, k = (x != 0 for x in _flatten_ids(q, k, dims))
-    if ids is None:
-        return jnp.where(q, 1, 0), jnp.where(k, 1, 2)
-    q_ids = jnp.where(q, ids[0], _find_unused(ids[1]))
-    return q_ids, jnp.where(k, ids[1], _find_unused(q_ids))
+    if queries or keys:
+        true = np.ones((1,) * len(dims.logits), bool)
+        q, k = (functools.reduce(operator.and_, tables or [true]) for tables in (queries, keys))
+        q, k = _flatten_ids(q, k, dims)
+        ids.append((jnp.where(q != 0, 1, 0), jnp.where(k != 0, 1, 2)))
+    return functools.reduce(_combine_ids, ids) if ids else None
 
 
 def _flatten_ids(q: Array, k: Array, dims: Dims) -> Ids:
@@ -45,17 +39,6 @@ def _flatten_ids(q: Array, k: Array, dims: Dims) -> Ids:
         jnp.broadcast_to(q[:, :, 0], (rows, dims.T)),
         jnp.broadcast_to(k[:, 0], (rows, dims.S)),
     )
-
-
-def _find_unused(ids: jax.Array) -> jax.Array:
-    """Return for each row of ids [rows, L] an unused number in 0 … L, [rows, 1]."""
-    L = ids.shape[1]
-
-    def one(ids: jax.Array) -> jax.Array:
-        taken = jnp.zeros(L + 1, bool).at[jnp.where(ids < 0, L + 1, ids)].set(True, mode="drop")
-        return jnp.argmin(taken).astype(jnp.int32)[None]
-
-    return jax.vmap(one)(ids)
 
 
 def _combine_ids(one: Ids, other: Ids) -> Ids:

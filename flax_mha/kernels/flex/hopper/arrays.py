@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.kernels.flex.function import UnsupportedPrimitive
+from flax_mha.kernels.flex.function import IndexColumns, UnsupportedPrimitive
 
 
 class Spread(NamedTuple):
@@ -55,12 +55,6 @@ def one_hot(shape: tuple[int, ...], axes: Sequence[int], number: Any, others: li
     return LazyTable(shape, entry, takes_tiles=True)
 
 
-class IndexColumns(NamedTuple):
-    """An array [..., n] of indices into a table, as one array for each of its axes."""
-
-    columns: list[Any]
-
-
 def as_number(table: LazyTable, shape: Sequence[int]) -> Spread:
     """Return a table of one entry as a number."""
     return Spread(table.entry((0,) * len(table.shape)), ("",) * len(shape))
@@ -96,22 +90,6 @@ def merge_axes(name: str, axes: Sequence[tuple[str, ...]], ndim: int) -> tuple[s
             raise UnsupportedPrimitive(f"{name} of queries with keys")
         merged.append(kinds.pop() if kinds else "")
     return tuple(merged) or ("",) * ndim
-
-
-def where(chosen: Any, one: Any, other: Any) -> Any:
-    """Return `jnp.where`, with a condition of the shape of the result, as Mosaic GPU expects."""
-    shape = jnp.broadcast_shapes(*map(jnp.shape, (chosen, one, other)))
-    return jnp.where(*(jnp.broadcast_to(x, shape) for x in (chosen, one, other)))
-
-
-def select_among(which: Any, choices: Sequence[Any]) -> Any:
-    """Return choices[which], of numbers or tiles."""
-    out = choices[0]
-    index = jnp.asarray(which).astype(jnp.int32)
-    for n, choice in enumerate(choices[1:], 1):
-        chosen = index >= n if n == len(choices) - 1 else index == n
-        out = where(chosen, choice, out)
-    return out
 
 
 def reshape_table(x: LazyTable, shape: Sequence[int]) -> LazyTable:

@@ -5,6 +5,7 @@ A mask or score function is traced once, for one tile. In a kernel its arrays ar
 selections among a table's entries. Branches are selections too.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -14,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from flax_mha.kernels.flex import function as functions
 from flax_mha.kernels.flex.function import Function, UnsupportedPrimitive, open_jaxpr
 from flax_mha.kernels.flex.function import run as walk
 from flax_mha.kernels.flex.hopper import arrays
 from flax_mha.kernels.flex.hopper.arrays import LazyTable, Spread, as_spread, merge_axes
 from flax_mha.kernels.flex.hopper.composed import COMPOSED
-from flax_mha.kernels.flex.hopper.lookups import gather, join
+from flax_mha.kernels.flex.hopper.lookups import gather
 from flax_mha.kernels.flex.operand import Operand
 
 _NAMES = """
@@ -34,17 +36,9 @@ _DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "float16", "int32", "
 
 def call(function: Function, *args: Any) -> Any:
     """Return a tile, or a number, for closed-over arrays and arguments: tables, tiles, numbers."""
-    variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
-    (out,) = _run(function.jaxpr, [_place(x, v) for x, v in zip(args, variables, strict=True)])
+    placed = [_place(x, v) for x, v in zip(args, function.variables, strict=True)]
+    (out,) = _run(function.jaxpr, placed)
     return as_spread(out).x
-
-
-def call_with_slope(function: Function, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the result, and its derivative with respect to the last argument that is float."""
-    variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
-    at = max(n for n, v in enumerate(variables) if v.aval.dtype == jnp.float32)
-    out, (slope,) = call_with_slopes(function, args, at, [jnp.float32(1)])
-    return out, slope
 
 
 def call_with_slopes(
@@ -55,7 +49,7 @@ def call_with_slopes(
     JAX differentiates the function as it was traced. In a kernel it would emit operations that
     Mosaic GPU lacks.
     """
-    variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
+    variables = function.variables
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
     consts = len(function.jaxpr.constvars)
 
@@ -73,7 +67,8 @@ def call_with_slopes(
     rules, elementwise = _remembering_rules()
     out, slopes = None, []
     for x in tangents:
-        tangent = _place(_like(x, variables[at]), variables[at])
+        x = x if isinstance(x, LazyTable) else x.astype(variables[at].aval.dtype)
+        tangent = _place(x, variables[at])
         given = [*traced.consts, *placed, tangent]
         out, slope = (as_spread(x).x for x in walk(traced.jaxpr, given, rules, elementwise))
         slopes.append(slope)
@@ -97,18 +92,13 @@ def _remembering_rules() -> tuple[dict[str, Callable], Callable]:
     return {name: remember(rule) for name, rule in _RULES.items()}, remember(_elementwise)
 
 
-def _like(x: Any, var: Any) -> Any:
-    return x if isinstance(x, LazyTable) else x.astype(var.aval.dtype)
-
-
 def missing(function: Function, operands: Sequence[Operand]) -> str | None:
     """Return the name of an operation that kernels lack, or their derivatives, or None.
 
     `operands` are the layouts of the first arguments.
     """
-    variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
+    variables, tables = function.variables, _tables(function, operands)
     floats = [n for n, x in enumerate(variables) if jnp.issubdtype(x.aval.dtype, jnp.floating)]
-    tables = _tables(variables, operands)
     try:
         for at in floats:
             one, table = jnp.float32(1), tables[at]
@@ -132,20 +122,19 @@ def tile_axes(
         found.append(tuple(axis for axis, i in enumerate(index) if jnp.ndim(i)))
         return jnp.float32(0)
 
-    tables = _tables((*function.jaxpr.constvars, *function.jaxpr.invars), operands)
-    _try(function, tables, at, LazyTable(shape, entry, takes_tiles=True))
+    _try(function, _tables(function, operands), at, LazyTable(shape, entry, takes_tiles=True))
     return found[0] if len(found) == 1 else tuple(range(len(shape)))
 
 
-def _tables(variables: Sequence[Any], operands: Sequence[Operand]) -> list[Operand | None]:
+def _tables(function: Function, operands: Sequence[Operand]) -> list[Operand | None]:
     """Return the layouts of arguments that are tables of several entries, and None for others."""
-    pairs = itertools.zip_longest(variables, operands)
+    pairs = itertools.zip_longest(function.variables, operands)
     return [y if y and y.is_table and x.aval.size > 1 else None for x, y in pairs]
 
 
 def _try(function: Function, tables: Sequence[Operand | None], at: int, tangent: Any) -> None:
     """Trace a function and a derivative as in a kernel, which raises if the kernel lacks either."""
-    variables = (*function.jaxpr.constvars, *function.jaxpr.invars)
+    variables = function.variables
 
     def both(*args: Any) -> Any:
         trios = zip(args, variables, tables, strict=True)
@@ -190,7 +179,7 @@ def _elementwise(eqn: Any, *inputs: Any) -> Any:
         if name == "convert_element_type" and out.dtype == jnp.bool_:
             return values[0] != 0
         if name == "select_n" and len(values) > 3:
-            return arrays.select_among(values[0], values[1:])
+            return functions.select_among(values[0], values[1:])
         shape = jnp.broadcast_shapes(*map(jnp.shape, values))
         values = tuple(jnp.broadcast_to(x, shape) for x in values)
         return eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
@@ -207,7 +196,7 @@ def _elementwise(eqn: Any, *inputs: Any) -> Any:
 
 def _broadcast(eqn: Any, x: Any) -> Any:
     shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    if isinstance(x, arrays.IndexColumns):
+    if isinstance(x, functions.IndexColumns):
         raise UnsupportedPrimitive(eqn.primitive.name)
     if isinstance(x, LazyTable) and math.prod(x.shape) > 1:
         return LazyTable(
@@ -260,14 +249,11 @@ def _slice(eqn: Any, x: Any, *starts: Any) -> Any:
 
 
 def _branch(eqn: Any, which: Any, *args: Any) -> Any:
-    branches = []
-    for branch in eqn.params["branches"]:
-        body, consts = open_jaxpr(branch)
-        branches.append([as_spread(x) for x in _run(body, [*consts, *args])])
     index, outs = as_spread(which).x, []
-    for choices, var in zip(zip(*branches, strict=True), eqn.outvars, strict=True):
+    for results, var in zip(functions.run_branches(eqn, args, _run), eqn.outvars, strict=True):
+        choices = [*map(as_spread, results)]
         axes = merge_axes("cond", [x.axes for x in choices], var.aval.ndim)
-        outs.append(Spread(arrays.select_among(index, [x.x for x in choices]), axes))
+        outs.append(Spread(functions.select_among(index, [x.x for x in choices]), axes))
     return outs
 
 
@@ -285,6 +271,7 @@ def _iota(eqn: Any) -> LazyTable:
 _RULES: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast, "reshape": _reshape, "squeeze": _reshape, "reshard": _reshape,
     "expand_dims": _reshape, "slice": _slice, "dynamic_slice": _slice,
-    "gather": gather, "concatenate": join, "cond": _branch, "custom_jvp_call": _custom,
-    "iota": _iota, "transpose": _transpose,
+    "gather": gather, "cond": _branch, "custom_jvp_call": _custom, "iota": _iota,
+    "concatenate": functools.partial(functions.join_indices, functions.index_columns),
+    "transpose": _transpose,
 }  # fmt: skip

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flax_mha.kernels import softmax
 from flax_mha.kernels.flex.core import Arrays
 from flax_mha.kernels.flex.hopper.block import ROW, BlockTiles, Size, spread, zeros
-from flax_mha.kernels.flex.hopper.fragments import call_with_slope
+from flax_mha.kernels.flex.hopper.fragments import call_with_slopes
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import ROWS, add_product, multiply
 from flax_mha.kernels.flex.tile import FlexCall, Tile
@@ -99,7 +99,10 @@ def _gradient(
 
     A score depends on one product only, so its derivative is a tile too. `top` is in base 2.
     """
-    s, slope = call_with_slope(*tile.function(dot, tile.leaves))
+    function, args = tile.function(dot, tile.leaves)
+    # The product is the last argument that is float.
+    at = max(n for n, x in enumerate(function.variables) if x.aval.dtype == jnp.float32)
+    s, (slope,) = call_with_slopes(function, args, at, [jnp.float32(1)])
     s = jnp.broadcast_to(s, dot.shape)
     p = jnp.where(s == -jnp.inf, 0.0, jnp.exp2(s * LOG2E - top) * share)
     return p, softmax.gradient(p, tile.call.gain(tile.drop(dp)), delta) * slope

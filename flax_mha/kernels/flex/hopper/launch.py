@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flax_mha.base.coordinates import Array
 from flax_mha.kernels.flex.core import Arrays
 from flax_mha.kernels.flex.hopper.block import (
     BLOCK,
@@ -142,7 +141,6 @@ def run(
     )(*(y for group in groups for y in group))  # fmt: skip
 
 
-def padded(x: Array, dtype: Any = None) -> jax.Array:
+def padded(x: jax.Array) -> jax.Array:
     """Return [..., F] with features padded to a multiple of 64."""
-    x = jnp.asarray(x, dtype)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 64)])

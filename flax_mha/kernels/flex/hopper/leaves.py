@@ -115,12 +115,9 @@ def _sum_tiles(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Ar
             y if operand.layout == "whole" else part(y, at)
             for operand, y in zip(call.leaves, x.leaves, strict=True)
         ]
-        states, rows = part(x.states, at), part(x.rows[:, None], at)[:, 0]
-        heads = part(x.heads[None], at)[0]
-        q, k, v = (part(y, at) for y in (x.q, x.k, x.v))
-        here = x._replace(
-            q=q, k=k, v=v, leaves=leaves, states=states, rows=rows, heads=heads, sinks=None
-        )
+        q, k, v, states = (part(y, at) for y in (x.q, x.k, x.v, x.states))
+        rows, heads = part(x.rows[:, None], at)[:, 0], part(x.heads[None], at)[0]
+        here = Arrays(q, k, v, leaves, None, x.closed, states, rows, heads)
         found = _pass(call, here, n, part(dout, at), part(stats, at))
         # Nothing was written to empty tiles.
         is_visited = jnp.repeat(jnp.repeat(states > EMPTY, BLOCK, -1), BLOCK, -2)

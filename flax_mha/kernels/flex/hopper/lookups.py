@@ -8,15 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.kernels.flex.function import UnsupportedPrimitive
-from flax_mha.kernels.flex.hopper.arrays import (
-    IndexColumns,
-    LazyTable,
-    Spread,
-    as_spread,
-    merge_axes,
-    where,
-)
+from flax_mha.kernels.flex.function import UnsupportedPrimitive, index_columns, where
+from flax_mha.kernels.flex.hopper.arrays import LazyTable, Spread, as_spread, merge_axes
 
 # The maximum entries of a look-up by a tile of indices, because each is an unrolled selection.
 ENTRIES = 256
@@ -29,7 +22,7 @@ def gather(eqn: Any, table: Any, index: Any) -> Any:
     order, rows = numbers.start_index_map, tuple(numbers.operand_batching_dims)
     if sorted((*rows, *order)) != list(range(len(shape))) or numbers.offset_dims:
         raise UnsupportedPrimitive("gather")
-    columns = [as_spread(x) for x in _columns(index, eqn.invars[1])]
+    columns = [as_spread(x) for x in index_columns(index, eqn.invars[1])]
     if rows:
         table, shape = _of_rows(table, rows, numbers, [x.axes for x in columns]), (1, *shape[1:])
     found: dict[int, Any] = {}
@@ -93,19 +86,3 @@ def _lookup(table: LazyTable, indices: dict[int, Any]) -> Any:
         return where((number & half) != 0, choose(first + half, bit - 1), low)
 
     return choose(0, max(len(entries) - 1, 0).bit_length())
-
-
-def join(eqn: Any, *inputs: Any) -> IndexColumns:
-    """Join the indices of several axes."""
-    if eqn.params["dimension"] != eqn.outvars[0].aval.ndim - 1:
-        raise UnsupportedPrimitive("concatenate")
-    parts = zip(inputs, eqn.invars, strict=True)
-    return IndexColumns([x for part, var in parts for x in _columns(part, var)])
-
-
-def _columns(x: Any, var: Any) -> list[Any]:
-    if isinstance(x, IndexColumns):
-        return x.columns
-    if var.aval.shape[-1:] != (1,):
-        raise UnsupportedPrimitive("gather")
-    return [x]

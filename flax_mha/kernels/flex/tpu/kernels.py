@@ -1,8 +1,9 @@
 """The kernels of flex for TPUs: forward, and the gradients of queries, keys, values and leaves."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,49 +21,23 @@ from flax_mha.masks import FULL, PARTIAL
 Shape = jax.ShapeDtypeStruct
 
 
-class GridStep(NamedTuple):
-    """A step of a kernel's grid.
+def _tile(
+    call: FlexCall, masked: bool, tile: FlexTile, row: jax.Array, head: jax.Array,
+    refs: Sequence[Any],
+) -> Tile:  # fmt: skip
+    """Return a tile from its indices, those of its row and head in the whole call, and its arrays.
 
-    Attributes:
-      call: the static part of the call.
-      tile: the step's tile.
-      first: True where a sum begins.
-      last: True where a sum ends.
-      row: the row's index in the whole batch, not in the device's part.
-      head: the query head's index in the whole call.
-      refs: references to the closed-over arrays and the spec's leaves.
+    The references are to the closed-over arrays and the spec's leaves.
     """
-
-    call: FlexCall
-    tile: FlexTile
-    first: jax.Array
-    last: jax.Array
-    row: jax.Array
-    head: jax.Array
-    refs: Sequence[Any]
-
-    def visit(self, fn: Callable[["Tile"], None]) -> None:
-        """Run fn on the tile, if it is not empty."""
-        for state, may_be in zip((FULL, PARTIAL), self.call.states, strict=True):
-            if may_be:
-
-                @pl.when(self.tile.state == state)
-                def _(masked: bool = state == PARTIAL) -> None:
-                    fn(self._tile(masked))
-
-    def _tile(self, masked: bool) -> "Tile":
-        plan, call = self.call.plan, self.call
-        refs = zip((*call.closed, *call.leaves), self.refs, strict=True)
-        values = [read(operand, ref) for operand, ref in refs]
-        sizes = (plan.block_q, 1), (1, plan.block_k)
-        q, k = (
-            lax.broadcasted_iota(jnp.int32, size, axis) + block * max(size)
-            for axis, (size, block) in enumerate(
-                zip(sizes, (self.tile.i, self.tile.j), strict=True)
-            )
-        )
-        row, head = (jnp.full((1, 1), x, jnp.int32) for x in (self.row, self.head))
-        return Tile.of(call, masked, values, At(row, head, q, k))
+    operands = zip((*call.closed, *call.leaves), refs, strict=True)
+    values = [read(operand, ref) for operand, ref in operands]
+    sizes = (call.plan.block_q, 1), (1, call.plan.block_k)
+    q, k = (
+        lax.broadcasted_iota(jnp.int32, size, axis) + block * max(size)
+        for axis, (size, block) in enumerate(zip(sizes, (tile.i, tile.j), strict=True))
+    )
+    row, head = (jnp.full((1, 1), x, jnp.int32) for x in (row, head))
+    return Tile.of(call, masked, values, At(row, head, q, k))
 
 
 def _dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
@@ -94,19 +69,56 @@ def _gradient(
     return tile.drop(p), *pull(softmax.gradient(p, dp, delta))
 
 
-def _run(
-    call: FlexCall, x: Arrays, axes: str, inner: int, body: Callable, name: str,
-    inputs: str, more: dict[str, jax.Array], outputs: Sequence[Any], scratch: Sequence[Any] = (),
-) -> Any:  # fmt: skip
-    """Run body(step, inputs, outputs, scratch) over the tiles in an order.
+def _begin_at_zero(_: Any, sums: Sequence[Any]) -> None:
+    for acc in sums:
+        acc[...] = jnp.zeros_like(acc)
 
-    `axes` and `inner` describe the order, `inputs` has a letter for each input, and `more` holds
+
+def _kernel(
+    call: FlexCall, grid: TileOrder, counts: Sequence[int], visit: Callable, end: Callable | None,
+    begin: Callable,
+) -> Callable[..., None]:  # fmt: skip
+    """Return the kernel of `_run`, given the number of references of each kind."""
+
+    def kernel(*refs: Any) -> None:
+        iterator = iter(refs)
+        (rows, heads, *tables), ins, others, outs, sums = (
+            list(itertools.islice(iterator, count)) for count in counts
+        )
+        sums = sums or outs
+        tile, first, last = grid.current(tables)
+        row, head = rows[tile.r], heads[tile.n]
+        pl.when(first)(functools.partial(begin, ins, sums))
+        for state, may_be in zip((FULL, PARTIAL), call.states, strict=True):
+            if may_be:
+
+                @pl.when(tile.state == state)
+                def _(masked: bool = state == PARTIAL) -> None:
+                    visit(_tile(call, masked, tile, row, head, others), ins, sums)
+
+        if end:
+            pl.when(last)(functools.partial(end, outs, sums))
+
+    return kernel
+
+
+def _run(
+    call: FlexCall, x: Arrays, order: tuple[str, int], name: str, inputs: str,
+    more: dict[str, jax.Array], outputs: Sequence[Any], scratch: Sequence[Any], visit: Callable,
+    end: Callable | None, begin: Callable = _begin_at_zero,
+) -> Any:  # fmt: skip
+    """Run visit(tile, inputs, sums) over the tiles that are not empty, in an order.
+
+    `order` has the axes and the number of inner ones, `inputs` a letter for each input, and `more`
     further inputs [R, N, ·, T′] by letter. `outputs` pairs a shape with the letter of its blocks,
-    or with its `Operand`. `scratch` holds shapes of float32 arrays.
+    or with its `Operand`. `scratch` holds the shapes of the sums, float32, which begin at 0, or as
+    begin(inputs, sums) sets them. Where they end, end(outputs, sums) runs. If it is None, the
+    outputs are the sums.
     """
+    axes, inner = order
     R, N, _, H = x.q.shape
     bq, bk, Hv = call.plan.block_q, call.plan.block_k, x.v.shape[-1]
-    order, tables = TileOrder.of(axes, inner, x.states, call.plan, call.visits, R, N)
+    grid, tables = TileOrder.of(axes, inner, x.states, call.plan, call.visits, R, N)
     blocks: dict[str, Any] = {
         "q": ((bq, H), "rni."), "k": ((bk, H), "rhj."), "v": ((bk, Hv), "rhj."),
         "o": ((bq, Hv), "rni."), "s": ((3, bq), "rn.i"), "t": ((2, bq), "rn.i"),
@@ -117,28 +129,18 @@ def _run(
 
     def place(letter: str) -> pl.BlockSpec:
         shape, axes = blocks[letter]
-        return order.block((None, None, *shape), axes)
+        return grid.block((None, None, *shape), axes)
 
-    blocks_in = [*map(place, inputs), *(blocks_of(y, order, array) for y, array in operands)]
-    blocks_out = [place(b) if isinstance(b, str) else blocks_of(b, order, y) for y, b in outputs]
+    blocks_in = [*map(place, inputs), *(blocks_of(y, grid, array) for y, array in operands)]
+    blocks_out = [place(b) if isinstance(b, str) else blocks_of(b, grid, y) for y, b in outputs]
     prefetched = [x.rows, x.heads, *tables]
-
-    def kernel(*refs: Any) -> None:
-        iterator = iter(refs)
-        counts = map(len, (prefetched, inputs, operands, outputs, scratch))
-        (rows, heads, *tables), ins, others, outs, sums = (
-            list(itertools.islice(iterator, count)) for count in counts
-        )
-        tile, first, last = order.current(tables)
-        step = GridStep(call, tile, first, last, rows[tile.r], heads[tile.n], others)
-        body(step, ins, outs, sums)
-
+    counts = [*map(len, (prefetched, inputs, operands, outputs, scratch))]
     semantics: Any = ("parallel",) * (len(axes) - inner) + ("arbitrary",) * inner
     return pl.pallas_call(
-        kernel,
+        _kernel(call, grid, counts, visit, end, begin),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
-            grid=order.sizes,
+            grid=grid.sizes,
             in_specs=blocks_in,
             out_specs=blocks_out,
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
@@ -154,35 +156,31 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
     R, N, T, _ = x.q.shape
     bq, Hv = call.plan.block_q, x.v.shape[-1]
 
-    def body(step: GridStep, inputs: Any, outputs: Any, scratch: Any) -> None:
-        (q, k, v, *sinks), (out, stats), (top, total, acc) = inputs, outputs, scratch
+    def begin(inputs: Any, sums: Any) -> None:
+        sinks, (top, total, acc) = inputs[3:], sums
+        acc[...] = jnp.zeros_like(acc)
+        total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
+        initial = softmax.begin(jnp.zeros_like(top))
+        top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
 
-        @pl.when(step.first)
-        def _() -> None:
-            acc[...] = jnp.zeros_like(acc)
-            total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
-            initial = softmax.begin(jnp.zeros_like(top))
-            top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
+    def visit(tile: Tile, inputs: Any, sums: Any) -> None:
+        (q, k, v, *_), (top, total, acc) = inputs, sums
+        s = tile.score(_dot(call, q[...], k[...], 1, 1), tile.leaves)
+        top[...], total[...], p, old = softmax.step(top[...], total[...], s)
+        p = tile.drop(p).astype(v.dtype)
+        acc[...] = acc[...] * old + _dot(call, p, v[...], 1, 0)
 
-        def visit(tile: Tile) -> None:
-            s = tile.score(_dot(call, q[...], k[...], 1, 1), tile.leaves)
-            top[...], total[...], p, old = softmax.step(top[...], total[...], s)
-            p = tile.drop(p).astype(v.dtype)
-            acc[...] = acc[...] * old + _dot(call, p, v[...], 1, 0)
-
-        step.visit(visit)
-
-        @pl.when(step.last)
-        def _() -> None:
-            divisor = softmax.divisor(total[...])
-            out[...] = (call.gain(acc[...]) / divisor).astype(out.dtype)
-            stats[0:1, :] = top[...].T
-            stats[1:2, :] = total[...].T
+    def end(outputs: Any, sums: Any) -> None:
+        (out, stats), (top, total, acc) = outputs, sums
+        out[...] = (call.gain(acc[...]) / softmax.divisor(total[...])).astype(out.dtype)
+        stats[0:1, :] = top[...].T
+        stats[1:2, :] = total[...].T
 
     outputs = [(Shape((R, N, T, Hv), dtype), "o"), (Shape((R, N, 2, T), jnp.float32), "t")]
     inputs = "qkv" if x.sinks is None else "qkvb"
     scratch = [(bq, 1), (bq, 1), (bq, Hv)]
-    return _run(call, x, "rnit", 1, body, "flex_forward", inputs, {}, outputs, scratch)
+    order = "rnit", 1
+    return _run(call, x, order, "flex_forward", inputs, {}, outputs, scratch, visit, end, begin)
 
 
 def gradients(
@@ -194,61 +192,38 @@ def gradients(
     return _query_gradient(call, x, more), dk, dv, _leaf_gradients(call, x, more)
 
 
-def _zero_at_first(step: GridStep, sums: Sequence[Any]) -> None:
-    """Set sums to 0 in the step where they begin."""
-
-    @pl.when(step.first)
-    def _() -> None:
-        for acc in sums:
-            acc[...] = jnp.zeros_like(acc)
-
-
 def _query_gradient(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> jax.Array:
-    def body(step: GridStep, inputs: Any, outputs: Any, scratch: Any) -> None:
-        (dq,), (acc,) = outputs, scratch
+    def visit(tile: Tile, inputs: Any, sums: Any) -> None:
+        k = inputs[1][...]
+        _, ds, _ = _gradient(tile, inputs)
+        sums[0][...] += _dot(call, ds.astype(k.dtype), k, 1, 0)
 
-        _zero_at_first(step, scratch)
-
-        def visit(tile: Tile) -> None:
-            k = inputs[1][...]
-            _, ds, _ = _gradient(tile, inputs)
-            acc[...] += _dot(call, ds.astype(k.dtype), k, 1, 0)
-
-        step.visit(visit)
-
-        @pl.when(step.last)
-        def _() -> None:
-            dq[...] = acc[...].astype(dq.dtype)
+    def end(outputs: Any, sums: Any) -> None:
+        outputs[0][...] = sums[0][...].astype(outputs[0].dtype)
 
     outputs = [(Shape(x.q.shape, x.q.dtype), "q")]
     scratch = [(call.plan.block_q, x.q.shape[-1])]
-    (dq,) = _run(call, x, "rnit", 1, body, "flex_dq", "qkvos", more, outputs, scratch)
-    return dq
+    return _run(call, x, ("rnit", 1), "flex_dq", "qkvos", more, outputs, scratch, visit, end)[0]
 
 
 def _key_gradients(
     call: FlexCall, x: Arrays, more: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    def body(step: GridStep, inputs: Any, outputs: Any, scratch: Any) -> None:
-        _zero_at_first(step, scratch)
+    def visit(tile: Tile, inputs: Any, sums: Any) -> None:
+        q, dout = inputs[0][...], inputs[3][...]
+        p, ds, _ = _gradient(tile, inputs)
+        sums[0][...] += _dot(call, ds.astype(q.dtype), q, 0, 0)
+        sums[1][...] += _dot(call, p.astype(q.dtype), dout, 0, 0)
 
-        def visit(tile: Tile) -> None:
-            q, dout = inputs[0][...], inputs[3][...]
-            p, ds, _ = _gradient(tile, inputs)
-            scratch[0][...] += _dot(call, ds.astype(q.dtype), q, 0, 0)
-            scratch[1][...] += _dot(call, p.astype(q.dtype), dout, 0, 0)
-
-        step.visit(visit)
-
-        @pl.when(step.last)
-        def _() -> None:
-            dk, dv = outputs
-            dk[...] = scratch[0][...].astype(dk.dtype)
-            dv[...] = call.gain(scratch[1][...]).astype(dv.dtype)
+    def end(outputs: Any, sums: Any) -> None:
+        dk, dv = outputs
+        dk[...] = sums[0][...].astype(dk.dtype)
+        dv[...] = call.gain(sums[1][...]).astype(dv.dtype)
 
     outputs = [(Shape(x.k.shape, x.k.dtype), "k"), (Shape(x.v.shape, x.v.dtype), "v")]
     scratch = [(call.plan.block_k, y.shape[-1]) for y in (x.k, x.v)]
-    dk, dv = _run(call, x, "rkjgt", 2, body, "flex_dkv", "qkvos", more, outputs, scratch)
+    order = "rkjgt", 2
+    dk, dv = _run(call, x, order, "flex_dkv", "qkvos", more, outputs, scratch, visit, end)
     return dk, dv
 
 
@@ -261,23 +236,16 @@ def _leaf_gradients(
         if operand.is_learned:
             groups.setdefault(_order_of(operand, y), []).append(n)
     grads: list[jax.Array | None] = [None] * len(x.leaves)
-    for (axes, inner), learned in groups.items():
+    for order, learned in groups.items():
 
-        def body(
-            step: GridStep, inputs: Any, outputs: Any, none: Any, learned: Any = learned
-        ) -> None:
-            _zero_at_first(step, outputs)
-
-            def visit(tile: Tile) -> None:
-                _, _, of_tile = _gradient(tile, inputs, learned)
-                for n, out, d in zip(learned, outputs, of_tile, strict=True):
-                    d = d.astype(jnp.float32)
-                    out[...] += d.T if call.leaves[n].layout == "column" else d
-
-            step.visit(visit)
+        def visit(tile: Tile, inputs: Any, sums: Any, learned: Any = learned) -> None:
+            _, _, of_tile = _gradient(tile, inputs, learned)
+            for n, out, d in zip(learned, sums, of_tile, strict=True):
+                d = d.astype(jnp.float32)
+                out[...] += d.T if call.leaves[n].layout == "column" else d
 
         outputs = [(Shape(x.leaves[n].shape, jnp.float32), call.leaves[n]) for n in learned]
-        sums = _run(call, x, axes, inner, body, "flex_dleaves", "qkvos", more, outputs)
+        sums = _run(call, x, order, "flex_dleaves", "qkvos", more, outputs, (), visit, None)
         for n, d in zip(learned, sums, strict=True):
             grads[n] = d.astype(x.leaves[n].dtype)
     return grads

@@ -9,23 +9,19 @@ changes:
 - Branches on an index are selections too.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from flax_mha.kernels.flex.function import (
-    DTYPES,
-    Function,
-    UnsupportedPrimitive,
-    open_jaxpr,
-    run,
-)
+from flax_mha.kernels.flex import function as functions
+from flax_mha.kernels.flex.function import DTYPES, Function, IndexColumns, UnsupportedPrimitive
 from flax_mha.kernels.flex.operand import flat
 
 # The maximum entries of a look-up table, because each entry is an unrolled selection.
@@ -50,7 +46,7 @@ def call(function: Function, *args: Any) -> Any:
 
 def missing_operation(function: Function) -> str | None:
     """Return the name of an operation that Mosaic lacks, or None."""
-    avals = [x.aval for x in (*function.jaxpr.constvars, *function.jaxpr.invars)]
+    avals = (x.aval for x in function.variables)
     args = [jax.ShapeDtypeStruct(flat(x.shape), x.dtype) for x in avals]
     try:
         return _missing_operation(jax.make_jaxpr(lambda *x: call(function, *x))(*args).jaxpr)
@@ -71,25 +67,19 @@ def _missing_operation(jaxpr: Any) -> str | None:
                 return f"{name} to {x.aval.dtype}"
         for x in eqn.params.values():
             is_program = isinstance(x, core.Jaxpr | core.ClosedJaxpr)
-            if is_program and (missing := _missing_operation(open_jaxpr(x)[0])):
+            if is_program and (missing := _missing_operation(functions.open_jaxpr(x)[0])):
                 return missing
     return None
 
 
-class _Index(NamedTuple):
-    """An array [..., n] of indices into a table, as one array for each of its axes."""
-
-    columns: list[Any]
-
-
 def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Run a jaxpr. A broadcast array stays small until it is read."""
-    return run(jaxpr, args, _RULES, _bind)
+    return functions.run(jaxpr, args, _RULES, _bind)
 
 
 def _broadcast(x: Any, var: Any) -> Any:
     """Broadcast an array to the `flat` shape of a variable. Numbers stay numbers."""
-    if isinstance(x, _Index):
+    if isinstance(x, IndexColumns):
         raise UnsupportedPrimitive(f"arrays of {len(var.aval.shape)} axes")
     return x if jnp.ndim(x) == 0 else jnp.broadcast_to(x, flat(var.aval.shape))
 
@@ -110,7 +100,7 @@ def _fill(eqn: Any, x: Any) -> Any:
     """Apply a broadcast, which keeps an array that broadcasts implicitly."""
     shape, axes = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     if len(shape) == 3 and shape[-1] == 1 and (jnp.size(x) == 1 or axes == (0, 1)):
-        return _Index([x])
+        return IndexColumns([x])
     if len(shape) > 2:
         raise UnsupportedPrimitive(eqn.primitive.name)
     if jnp.size(x) == 1:
@@ -133,21 +123,11 @@ def _select(eqn: Any, *inputs: Any) -> Any:
 
 def _branch(eqn: Any, which: Any, *args: Any) -> Any:
     """Select among the results of all branches, because Mosaic's branches return no bools."""
-    branches = []
-    for branch in eqn.params["branches"]:
-        body, consts = open_jaxpr(branch)
-        branches.append(_run(body, [*consts, *args]))
-    index = jnp.asarray(which).astype(jnp.int32)
-    outs = []
-    for choices, var in zip(zip(*branches, strict=True), eqn.outvars, strict=True):
-        to = flat(var.aval.shape)
-        out = jnp.broadcast_to(choices[0], to)
-        for n, choice in enumerate(choices[1:], 1):
-            last = n == len(choices) - 1
-            chosen = jnp.broadcast_to(index >= n if last else index == n, to)
-            out = jnp.where(chosen, choice, out)
-        outs.append(out)
-    return outs
+    pairs = zip(functions.run_branches(eqn, args, _run), eqn.outvars, strict=True)
+    return [
+        functions.select_among(which, [_broadcast(x, var) for x in choices])
+        for choices, var in pairs
+    ]
 
 
 def _gather(eqn: Any, table: Any, index: Any) -> Any:
@@ -167,19 +147,10 @@ def _gather(eqn: Any, table: Any, index: Any) -> Any:
     return jnp.broadcast_to(entries, flat(to))
 
 
-def _join(eqn: Any, *inputs: Any) -> _Index:
-    """Join the indices of several axes."""
-    parts = zip(inputs, eqn.invars, strict=True)
-    return _Index([x for part, var in parts for x in _columns(part, var)])
-
-
 def _columns(x: Any, var: Any) -> list[Any]:
-    """Return the index of each axis, from an array [..., n] of indices."""
-    if isinstance(x, _Index):
-        return x.columns
-    if var.aval.shape[-1:] != (1,):
-        raise UnsupportedPrimitive("gather")
-    return [jnp.reshape(x, flat(var.aval.shape[:-1]))]
+    """Return the index of each axis. An array that is not of indices yet gets their shape."""
+    columns, shape = functions.index_columns(x, var), flat(var.aval.shape[:-1])
+    return columns if isinstance(x, IndexColumns) else [jnp.reshape(x, shape)]
 
 
 def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
@@ -240,6 +211,7 @@ def _sign(eqn: Any, x: Any) -> Any:
 _RULES: dict[str, Callable] = {
     "broadcast_in_dim": _fill, "reshape": _reshape, "reshard": _reshape, "squeeze": _reshape,
     "select_n": _select, "sign": _sign, "cond": _branch, "gather": _gather, "slice": _slice,
-    "dynamic_slice": _slice, "concatenate": _join, "iota": _iota,
+    "dynamic_slice": _slice, "iota": _iota,
+    "concatenate": functools.partial(functions.join_indices, _columns),
     "clamp": lambda _, least, x, most: jnp.clip(x, least, most),
 }  # fmt: skip
