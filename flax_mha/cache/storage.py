@@ -20,6 +20,8 @@ AnySlots = TypeVar("AnySlots", bound="Slots")
 
 # The position of an empty slot, and the length of an overflowed row: beyond any token.
 NO_POSITION = 2**30
+# Up to so many tokens are written one by one.
+_FEW = 64
 
 
 class Slots:
@@ -176,14 +178,16 @@ def _wrap(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Arra
 def _write(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     """Write token t of [K, T, F] into slot start + t of [K, S, F].
 
-    One window of at most T slots is written. Slots that do not exist are left out.
+    Slots that do not exist are left out.
     """
     S, T = slots.shape[1], tokens.shape[1]
-    if T == 1:
-        # A window that is read first is a gather, for which libtpu transposes all slots.
-        at = jnp.where((count > 0) & (start >= 0), start, S)
-        heads = jnp.arange(slots.shape[0], dtype=jnp.int32)
-        return slots.at[heads, at].set(tokens[:, 0], mode="drop", unique_indices=True)
+    if symbols.at_most(T, _FEW):
+        # In place on every machine. For the window below, libtpu transposes all slots.
+        t = jnp.arange(T, dtype=jnp.int32)
+        is_written = (t < count) & (start + t >= 0)
+        at = jnp.where(is_written, start + t, S + t)
+        heads = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+        return slots.at[heads, at[None]].set(tokens, mode="drop", unique_indices=True)
     size = T if symbols.at_most(T, S) else S
     first = jnp.clip(start, 0, S - size)
     t = jnp.arange(size, dtype=jnp.int32) + first - start

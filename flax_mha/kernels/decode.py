@@ -42,6 +42,9 @@ _BLOCK = {"cpu": 32}
 _BLOCK_ELSEWHERE = 1024
 # A TPU's matrix units take 8 rows at once. Fewer go through its vector unit, which is slower.
 _ROWS = {"tpu": 8}
+# From so many rows on, a TPU's program would write float32 scores of all keys, more than it reads
+# of keys: blocks of keys are visited one by one.
+_MANY_ROWS = {"tpu": 32}
 # Up to this share of the blocks, visiting them one by one is faster than reading all keys.
 # Measured on two CPU cores at 2,048 keys.
 _FEW = 0.2
@@ -129,7 +132,9 @@ def _run(
     blocks = -(-dims.S // size)
     # For one matmul, XLA:CPU converts all keys in memory first, and so does `nan_safe` everywhere.
     is_narrow = platform == "cpu" and isinstance(k, Stored) and k.values.dtype != q.dtype
-    few = blocks if nan_safe or is_narrow else int(blocks * _FEW)
+    many = _MANY_ROWS.get(platform)
+    is_large = many is not None and not symbols.at_most(dims.G * dims.T, many - 1)
+    few = blocks if nan_safe or is_narrow or is_large else int(blocks * _FEW)
 
     def at_once() -> tuple[jax.Array, ...]:
         return visit(dims.S, jnp.int32(0), carry)

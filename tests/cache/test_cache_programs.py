@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 @pytest.mark.usefixtures("optimized")
 def test_step_does_not_copy_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_BLOCK", {"cpu": 32})
+    monkeypatch.setattr(decode, "_ROWS", {})
     layer = MultiHeadAttention(2, decode=True, cache=CacheConfig(dtype))
     x = jnp.ones((2, 1024, 32))
     variables = jax.eval_shape(layer.init, KEY, x)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
+from flax_mha.cache import storage
 from flax_mha.kernels import decode
 from tests.support.draw import draw
 
@@ -117,8 +118,15 @@ def optimized() -> Iterator[None]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set small blocks, so that few tokens fill several blocks of a cache and both paths run."""
+    """Set small blocks, so that few tokens fill several blocks of a cache and all paths run.
+
+    Rows of queries are padded, and visited by blocks if they are many, as on TPUs.
+    """
     monkeypatch.setattr(decode, "_BLOCK", {"cpu": 3})
     monkeypatch.setattr(decode, "_FEW", 0.5)
+    monkeypatch.setattr(decode, "_ROWS", {"cpu": 8})
+    monkeypatch.setattr(decode, "_MANY_ROWS", {"cpu": 16})
+    # Calls of more tokens write a window of slots.
+    monkeypatch.setattr(storage, "_FEW", 3)
     # Longer calls are prompts, which take the other kernels.
     monkeypatch.setattr(decode, "QUERIES", 5)
