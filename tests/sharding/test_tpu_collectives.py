@@ -192,6 +192,35 @@ def test_usp_sends_least(optimized: None, kind: str) -> None:
     assert sent == {"all-to-all": exchanged, "collective-permute": around}
 
 
+@pytest.mark.parametrize("mask", [masks.Causal(), None], ids=["causal", "all"])
+def test_ring_sends_during_its_steps(optimized: None, mask: masks.Mask | None) -> None:
+    """Each hop of a ring of 4 starts before a step's kernel, and is done after it."""
+    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    mesh = Mesh(np.array(chips).reshape(4, 4), ("data", "context"))
+    at = NamedSharding(mesh, P("data", "context"))
+    q, k = (jax.ShapeDtypeStruct((4, 2048, n, 128), jnp.bfloat16, sharding=at) for n in (8, 4))
+
+    def attend(*qkv: jax.Array) -> jax.Array:
+        return dot_product_attention(*qkv, mask=mask, kernel="ring:flex")
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "context"), ("batch", "data")]):
+        text, _ = compiled.dumped(jax.jit(attend, out_shardings=at).lower(q, k, k))
+    spans: list[bool] = []
+    for computation in Module(text).computations.values():
+        under_way: dict[str, bool] = {}
+        for x in computation:
+            if x.opcode == "collective-permute-start":
+                under_way[x.name] = False
+            elif x.opcode == "collective-permute-done":
+                spans.append(under_way.pop(x.operands[0]))
+            # A causal ring leaves steps out on some devices.
+            elif x.opcode == "conditional" or "tpu_custom_call" in x.rest:
+                under_way = dict.fromkeys(under_way, True)
+    # Keys and values, three times around or in a loop.
+    assert len(spans) in (2, 6)
+    assert all(spans)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_send_each_token_to_its_experts(optimized: None, kind: str) -> None:
     """Batch and experts over 16 devices: copies of tokens go there and back, in 16 parts."""

@@ -148,6 +148,8 @@ class Ring(NamedTuple):
             next_blocks = self.send(blocks, leg.following)
             sums = self.send(sums, leg.hop)
             state, new = visit(step, state, blocks)
+            # Else XLA may send all blocks before the first step, and keep all of them.
+            state, next_blocks, new = lax.optimization_barrier((state, next_blocks, new))
             return (state, next_blocks, new if sums is None else add(new, sums)), None
 
         # Of a device's own blocks, and of the blocks that pass around.
