@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
+import types
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +50,6 @@ class NnxOptions(CallOptions, total=False):
     is_causal: bool
 
 
-class Kept(NamedTuple):
-    """The cache of a layer, read and replaced like the value of a variable."""
-
-    get_value: Callable[[], Any]
-    set_value: Callable[[Any], None]
-
-
 class Module(nnx.Module):
     """A module with a variable for each array of its trees, which nnx updates by its path."""
 
@@ -65,8 +59,11 @@ class Module(nnx.Module):
             """Return an attribute, and of a tree of variables the values."""
             value = super().__getattribute__(name)
             if name == "kv" and value is not None:
-                get = functools.partial(collection.restore, nnx.as_pure(value))
-                return Kept(get, functools.partial(setattr, self, name))
+                # Read and replaced like the value of a variable.
+                return types.SimpleNamespace(
+                    get_value=lambda: collection.restore(nnx.as_pure(value)),
+                    set_value=lambda new: setattr(self, name, new),
+                )
             return nnx.as_pure(value) if name in _TREES else value
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -337,8 +334,10 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         # Outside of `nnx.capture`, of which nnx has no public sign, it stays in the layer.
         is_captured = hasattr(self, "__captures__") or options.get("sow_weights", False)
         points = Points(self, self.edits or {}, collection=nnx.Intermediate)
-        options_of = (options, self._learned(), self._dropout_rng(options))
-        call = self._make_call(*options_of, points, is_captured, return_weights)
+        call = self._make_call(
+            options, self._learned(), self._dropout_rng(options), points, is_captured,
+            return_weights,
+        )  # fmt: skip
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
             self.kv = output.cache
@@ -361,12 +360,10 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         config = dataclasses.replace(config, dtype=dtype or config.dtype or jnp.float32)
 
         # The computation makes the cache it needs, which is all zeros.
-        def empty() -> Any:
-            x = jnp.zeros(shape, self.param_dtype)
-            return self.compute(self._parameters(), x, None, None, Call(), config).cache
-
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(empty))
-        self.kv = collection.constrain_cache(zeros)
+        compute = functools.partial(self.compute, self._parameters())
+        x = jax.ShapeDtypeStruct(shape, self.param_dtype)
+        output = jax.eval_shape(lambda x: compute(x, None, None, Call(), config), x)
+        self.kv = collection.constrain_cache(jax.tree.map(jnp.zeros_like, output.cache))
 
     def set_view(
         self,
@@ -411,12 +408,10 @@ class MultiHeadAttention(Attention, _Sizes, Module):
     def _learned(self) -> tuple[ScoreMod, ...]:
         """Return the layer's scores with their parameters."""
 
-        def read(name: str, *_: Any) -> jax.Array:
-            value: jax.Array = getattr(self, name).get_value()
-            return value
+        def read(name: str, *_: Any) -> Any:
+            return getattr(self, name).get_value()
 
-        head_dim: Any = self.head_dim
-        return learned(self.scores, self.num_heads, head_dim, read)
+        return learned(self.scores, self.num_heads, self.sizes(self.in_features)[2], read)
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name."""
