@@ -6,15 +6,13 @@ from typing import Any, Literal, TypedDict
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.typing import Dtype, Initializer, PrecisionLike
+from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
-from flax_mha.cache import CacheConfig
 from flax_mha.cache.sources import Given
-from flax_mha.kernels import Capture, KernelName
+from flax_mha.kernels import KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.layer.attention_fn import attention_fn
 from flax_mha.layer.points import Points
@@ -87,35 +85,6 @@ class Settings:
     def custom_attention(self) -> Callable[..., Any] | None:
         """The function that computes attention instead of the kernels, or None."""
         return None if self.attention_fn is attention_fn else self.attention_fn
-
-
-@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class Fields(Settings):
-    """The fields that layers of linen and nnx share, described in `MultiHeadAttention`."""
-
-    param_dtype: Dtype = jnp.float32
-    deterministic: bool | None = None
-    kernel_init: Initializer = nn.linear.default_kernel_init
-    out_kernel_init: Initializer | None = None
-    bias_init: Initializer = ZEROS
-    out_bias_init: Initializer | None = None
-    use_bias: bool | Sequence[str] = True
-    cache: CacheConfig | None = None
-    normalize_qk: bool = False
-    head_dim: int | None = None
-    v_head_dim: int | None = None
-    project_out: bool = True
-    scores: Sequence[ScoreMod] = ()
-    sinks: bool = False
-    capture: Capture | None = None
-    gate: str | None = None
-    # Fields of Flax's layers, see `base.arguments`.
-    qkv_dot_general: None = None
-    out_dot_general: None = None
-    qkv_dot_general_cls: None = None
-    out_dot_general_cls: None = None
-    qk_attn_weights_einsum_cls: None = None
-    attn_weights_value_einsum_cls: None = None
 
 
 class CallOptions(TypedDict, total=False):

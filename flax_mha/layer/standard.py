@@ -2,30 +2,24 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import flax.linen as nn
 import jax
-from flax.typing import Initializer
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import InitSignature, check_given
-from flax_mha.cache import as_cache_config
+from flax_mha.cache import CacheConfig, as_cache_config
 from flax_mha.kernels.capture import Capture, as_capture
 from flax_mha.layer import core
 from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import as_qk_norm
-from flax_mha.layer.settings import (
-    ZEROS,
-    Call,
-    Fields,
-    gate_features,
-    has_bias,
-    learns_scale,
-)
+from flax_mha.layer.settings import ZEROS, Call, Settings, gate_features, has_bias, learns_scale
 from flax_mha.scores import ScoreMod, as_scores
 
 # One function for equal values, so that equal nnx layers have equal definitions.
@@ -34,12 +28,36 @@ _OF_CALL = {field.name for field in dataclasses.fields(Call)}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class Attention(Fields):
+class Attention(Settings):
     """A kind of attention: fields, a table of parameters, and a function of arrays.
 
     The layers of linen and nnx inherit from it. They make the parameters that `table` lists, and
     call `compute` with them. Another kind of attention overrides both.
     """
+
+    param_dtype: Dtype = jnp.float32
+    deterministic: bool | None = None
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = ZEROS
+    out_bias_init: Initializer | None = None
+    use_bias: bool | Sequence[str] = True
+    cache: CacheConfig | None = None
+    normalize_qk: bool = False
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    project_out: bool = True
+    scores: Sequence[ScoreMod] = ()
+    sinks: bool = False
+    capture: Capture | None = None
+    gate: str | None = None
+    # Fields of Flax's layers, see `base.arguments`.
+    qkv_dot_general: None = None
+    out_dot_general: None = None
+    qkv_dot_general_cls: None = None
+    out_dot_general_cls: None = None
+    qk_attn_weights_einsum_cls: None = None
+    attn_weights_value_einsum_cls: None = None
 
     if not TYPE_CHECKING:  # Type checkers and editors show the fields.
 
