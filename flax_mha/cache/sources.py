@@ -1,6 +1,7 @@
 """The keys and values that a layer attends to: of this call, a cache, or another layer."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -214,6 +215,7 @@ def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Arr
 def open_source(
     cache: Source, k: Any, v: Any, T: int, mask: masks.MaskLike | None,
     lengths: jax.Array | None, same_tokens: bool, is_ordered: bool,
+    kept: Callable[[Any, Any], tuple[Any, Any]],
 ) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
     """Return the keys and values that a call attends to, and the cache after it.
 
@@ -226,11 +228,12 @@ def open_source(
       lengths: int [*B], the number of real queries of each row, or None for all.
       same_tokens: True if the keys are those of the queries' tokens.
       is_ordered: True if the call has an `order`.
+      kept: a function from keys and values to those that a `KVCache` keeps.
     """
     if isinstance(cache, Shared):
         return cache, None
     if isinstance(cache, KVCache):
-        return cache.extended(k, v, lengths)
+        return cache.extended(*kept(k, v), lengths)
     if isinstance(cache, Memory | NewMemory):
         memory = cache if isinstance(cache, Memory) else cache.make(k, v)
         key, value = memory.stored()
@@ -239,5 +242,5 @@ def open_source(
             return KeyValue(key, value), memory
         source = KeyValue(key, value, q_positions=memory.next_positions(T))
         return source, memory.replace(length=memory.length + memory.count(T, lengths))
-    new = None if cache is None else cache.empty(k, v, mask)
+    new = None if cache is None else cache.empty(*kept(k, v), mask)
     return KeyValue(k, v, lengths if same_tokens else None, is_ordered), new

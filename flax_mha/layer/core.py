@@ -82,7 +82,6 @@ def attend(
     q = q if call.points is None else call.points("q", q, sharding.HEADS)
     if isinstance(cache, KVCache):
         k, v = head_points.edit_keys(call.points, q, k, v)
-        k, v = (k, v) if heads.kept is None else heads.kept(k, v)
     q = checkpoint_name(q, "q")
     if k is not None:
         k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
@@ -94,7 +93,7 @@ def attend(
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
     source, cache = sources.open_source(
         cache, k, v, q.shape[-3], settings.mask, call.lengths, heads.same_tokens,
-        heads.order is not None,
+        heads.order is not None, heads.kept,
     )  # fmt: skip
     if call.points is not None:
         source = head_points.edit_source(call.points, q, source, is_shared)

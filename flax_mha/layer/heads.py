@@ -26,8 +26,8 @@ class Heads(NamedTuple):
       gate: the factor of the heads' outputs, before the sigmoid, or None.
       order: the place of each token in the sequence, as `Call.order`.
       same_tokens: True if keys and queries are of the same tokens.
-      kept: a function from k and v to those that a cache keeps (default: the same). Reads and edits
-        are of k and v.
+      kept: a function from k and v to those that a cache of these tokens keeps (default: the
+        same). Reads and edits are of k and v.
     """
 
     q: jax.Array
@@ -36,7 +36,7 @@ class Heads(NamedTuple):
     gate: jax.Array | None = None
     order: Array | None = None
     same_tokens: bool = True
-    kept: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    kept: Callable[[Any, Any], tuple[Any, Any]] = lambda k, v: (k, v)
 
 
 def project_heads(

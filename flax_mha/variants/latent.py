@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache
+from flax_mha.cache import KVCache
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
@@ -51,7 +51,7 @@ class Latent(Attention):
         if self.scale is None:
             call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]
-        heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order)
+        heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
         if call.points is not None or not isinstance(cache, KVCache):
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if isinstance(cache, KVCache):
@@ -59,11 +59,7 @@ class Latent(Attention):
                 call.points.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
             absorbed = functools.partial(_absorbed, p["key"], p["value"])
             call = dataclasses.replace(call, attention=absorbed)
-            heads = heads._replace(kept=lambda k, v: (r, c))
-            return core.attend(p, self, heads, call, cache)._replace(kv=None)
-        output = core.attend(p, self, heads, call, None)
-        empty = cache.empty(r, c, self.mask) if isinstance(cache, CacheConfig) else None
-        return output._replace(cache=empty, kv=None)
+        return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
