@@ -135,12 +135,8 @@ def dot_product_attention_weights(  # noqa: D417
 
 def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array) -> Any:
     """Promote arrays to one dtype, as Flax's linen or nnx does."""
-    checked = [checks.array(name, x) for name, x in arrays.items()]
-    return (
-        promote(*checked, dtype=dtype)
-        if function is None
-        else function(tuple(checked), dtype=dtype)
-    )
+    checked = tuple(checks.array(name, x) for name, x in arrays.items())
+    return promote(*checked, dtype=dtype) if function is None else function(checked, dtype=dtype)
 
 
 def _intermediates(module: Any) -> Any:
