@@ -108,13 +108,8 @@ class Attention(Settings):
     ) -> Call:  # fmt: skip
         """Return the arguments of a call as one value.
 
-        Args:
-          options: the arguments by name.
-          scores: the layer's scores, with their parameters.
-          dropout_rng: a key, or None for no dropout.
-          points: the module's path and edits.
-          is_captured: True if intermediates are collected.
-          return_weights: True to return the weights.
+        `scores` are the layer's, with their parameters, `points` have the module's path and edits,
+        and `is_captured` is True if intermediates are collected.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
         reads, is_custom = self.capture, self.custom_attention is not None
@@ -180,15 +175,13 @@ class Attention(Settings):
 
     def score_table(self: Any, H: int) -> Table:
         """Return the table of learned sinks and scales of the scores."""
-        entries: Table = {}
-        if self.sinks:
-            entries["sinks"] = ArrayEntry((self.num_heads,), ("heads",), ZEROS, is_random=False)
+        inits = {"sinks": ZEROS} if self.sinks else {}
         if learns_scale(self.scale):
-            init = _constant(H**-0.5)
-            entries["score_scale"] = ArrayEntry(
-                (self.num_heads,), ("heads",), init, is_random=False
-            )
-        return entries
+            inits["score_scale"] = _constant(H**-0.5)
+        shape = (self.num_heads,)
+        return {
+            name: ArrayEntry(shape, ("heads",), x, is_random=False) for name, x in inits.items()
+        }
 
     def initializers(self, entry: LinearEntry) -> tuple[Initializer, Initializer]:
         """Return the initializers of an entry's kernel and bias."""
