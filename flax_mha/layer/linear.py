@@ -21,7 +21,6 @@ from flax_mha.sharding.tensor_parallel import column_parallel, gather_kernel, ga
 default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
 
-
 # By the numbers of contracted axes of x, and of axes that replace them. The letters of heads come
 # before the letters of features: einsum sorts contracted letters, and would copy the kernel.
 _SUMS = {(1, 1): "...d,df->...f", (1, 2): "...td,dnh->...tnh", (2, 1): "...tnv,nvd->...td"}
@@ -177,7 +176,9 @@ def for_shape(init: Initializer, contracted: int) -> Initializer:
         flat = (math.prod(ins), math.prod(outs)) if ins else (math.prod(outs),)
         value = init(rng, flat, dtype)
         if isinstance(value, meta.AxisMetadata):
-            return value.replace_boxed(_array(value).reshape(shape))
+            # A sharding constraint for the final shape would not fit the flat one.
+            raw = {"apply_constraint": False} if isinstance(value, nn.Partitioned) else {}
+            return value.replace_boxed(value.unbox(**raw).reshape(shape))
         if jnp.shape(checks.array("what an initializer gives", value)) != flat:
             raise ValueError(
                 f"an initializer must give an array of the shape it is asked for, {flat}, got "
@@ -186,8 +187,3 @@ def for_shape(init: Initializer, contracted: int) -> Initializer:
         return jnp.reshape(value, shape)
 
     return initialize
-
-
-def _array(box: meta.AxisMetadata) -> jax.Array:
-    # A sharding constraint for the final shape would not fit the flat one.
-    return box.unbox(apply_constraint=False) if isinstance(box, nn.Partitioned) else box.unbox()
