@@ -10,7 +10,7 @@ import numpy as np
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig, KVCache, Memory
-from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source
+from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source, projected
 from flax_mha.layer import padding
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions import Axial, Rotation
@@ -53,12 +53,10 @@ def project_heads(
     order = check_order(call.order, is_whole, x_q.shape[-2])
     is_self_attention = x_k is None and not isinstance(cache, Memory | Shared)
     same_tokens = is_self_attention or isinstance(cache, KVCache | CacheConfig)
-    if call.lengths is not None:
-        x_q = padding.cleared(x_q, call.lengths, order)
-        if same_tokens:
-            x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
-    if is_self_attention:
-        x_k = x_v = x_q
+    x_q = padding.cleared(x_q, call.lengths, order)
+    if same_tokens:
+        x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
+    x_k, x_v = projected(x_q, x_k, x_v, cache)
     with jax.named_scope("project"):  # These names are what profiles show.
         # First keys and values: on a mesh that shards the heads of queries alone, XLA sums the
         # gradients of queries and gates over devices at once only if no other stands between them.
@@ -68,12 +66,11 @@ def project_heads(
         q = p["query"](x_q)
         gate = p["output_gate"](x_q) if "output_gate" in p else None
     norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary
-    if "query_ln" in p and not norms_after:
+    if not norms_after:
         q, k = norm(p, q, k)
-    if settings.rotary is not None or call.positions is not None:
-        with jax.named_scope("rotate"):
-            q, k = turn(settings.rotary, q, k, call.positions, order, cache, same_tokens)
-    if "query_ln" in p and norms_after:
+    with jax.named_scope("rotate"):
+        q, k = turn(settings.rotary, q, k, call.positions, order, cache, same_tokens)
+    if norms_after:
         q, k = norm(p, q, k)
     return Heads(q, k, v, gate, order, same_tokens)
 
