@@ -124,7 +124,7 @@ def truncate(collection: Collection, lengths: jax.Array | int) -> Collection:
       ValueError, TypeError: if the collection has no cache, or lengths are not integers, have
         another shape or are negative. A traced negative length gives an overflowed row.
     """
-    return _map("truncate", _truncate_by(lengths), collection)
+    return _map("truncate", lambda cache: cache.truncate(lengths), collection)
 
 
 def reset(collection: Collection) -> Collection:
@@ -135,7 +135,7 @@ def reset(collection: Collection) -> Collection:
     Raises:
       ValueError, TypeError: if the collection has no cache.
     """
-    return _map("reset", _truncate_by(0), collection)
+    return _map("reset", lambda cache: cache.truncate(0), collection)
 
 
 def free(collection: Any) -> jax.Array:
@@ -157,11 +157,7 @@ def free(collection: Any) -> jax.Array:
     return functools.reduce(jnp.minimum, (x.min(range(x.ndim - 1)) for x in room))
 
 
-def _truncate_by(lengths: jax.Array | int) -> Callable[[Any], Slots]:
-    return lambda cache: cache.truncate(lengths)
-
-
-def _map(name: str, fn: Callable[[Slots], Slots], collection: Any) -> Any:
+def _map(name: str, fn: Callable[[Any], Slots], collection: Any) -> Any:
     """Apply fn to all caches of a collection, for the public function `name`."""
     _caches(name, collection)
 
