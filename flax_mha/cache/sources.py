@@ -84,12 +84,6 @@ class NewMemory:
     config: CacheConfig
     replaced: Memory | None
 
-    def make(self, k: jax.Array, v: jax.Array) -> Memory:
-        """Return keys [*B, S, K, H] and values [*B, S, K, Hv] as stored for later calls."""
-        memory = Memory.of(k, v, jnp.dtype(self.config.dtype or k.dtype))
-        zeros = jnp.zeros(k.shape[:-3], jnp.int32)
-        return memory.replace(length=zeros if self.replaced is None else self.replaced.length)
-
 
 # The keys and values of a layer; of a layer that decodes, with the tokens of its cache.
 Shared: TypeAlias = KeyValue | Extended
@@ -225,7 +219,7 @@ def open_source(
       v: the values of the call [*B, S, K, Hv], or None.
       T: the number of queries.
       mask: the mask of the layer, which determines the window of a ring buffer.
-      lengths: int [*B], the number of real queries of each row, or None for all.
+      lengths: the number of real queries of each row, int [*B], or None for all.
       same_tokens: True if the keys are those of the queries' tokens.
       is_ordered: True if the call has an `order`.
       kept: a function from keys and values to those that a `KVCache` keeps.
@@ -234,13 +228,15 @@ def open_source(
         return cache, None
     if isinstance(cache, KVCache):
         return cache.extended(*kept(k, v), lengths)
-    if isinstance(cache, Memory | NewMemory):
-        memory = cache if isinstance(cache, Memory) else cache.make(k, v)
-        key, value = memory.stored()
-        if isinstance(cache, NewMemory) and cache.replaced is None:
+    if isinstance(cache, NewMemory):
+        memory = Memory.of(k, v, jnp.dtype(cache.config.dtype or k.dtype))
+        if cache.replaced is None:
             # As with an empty cache, the first call makes room, and its tokens are not counted.
-            return KeyValue(key, value), memory
-        source = KeyValue(key, value, q_positions=memory.next_positions(T))
-        return source, memory.replace(length=memory.length + memory.count(T, lengths))
+            length = jnp.zeros(k.shape[:-3], jnp.int32)
+            return KeyValue(*memory.stored()), memory.replace(length=length)
+        cache = memory.replace(length=cache.replaced.length)
+    if isinstance(cache, Memory):
+        source = KeyValue(*cache.stored(), q_positions=cache.next_positions(T))
+        return source, cache.replace(length=cache.length + cache.count(T, lengths))
     new = None if cache is None else cache.empty(*kept(k, v), mask)
     return KeyValue(k, v, lengths if same_tokens else None, is_ordered), new
