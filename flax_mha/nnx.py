@@ -160,15 +160,11 @@ class MultiHeadAttention(Attention, _Sizes, Module):
 
     Args:
       in_features: the features of inputs_q, D.
-      qkv_features: the features of all query heads, N·H (default: D).
-      out_features: the features of the output, D_out (default: D).
       in_kv_features: the features of inputs_k and inputs_v, D' (default: D); 0 for a layer without
         parameters for keys and values, which is always given `kv`.
       decode: True to keep the keys and values of earlier calls, for which `init_cache` makes room;
         may be given in the call instead (default: False).
       deterministic: True for no dropout; may be given in the call, or by `eval()`, instead.
-      broadcast_dropout: True for one dropout pattern for all examples and heads (the default, as
-        in Flax).
       rngs: the streams of keys for parameters and dropout.
       keep_rngs: True to keep a stream for dropout; else it is given in the call.
       kernel_metadata: the metadata of the projections' kernels, such as `{"out_sharding": (None,
@@ -285,8 +281,8 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         return_kv: bool = ..., **options: Unpack[NnxOptions],
     ) -> Any: ...  # fmt: skip
     @described_as(linen.MultiHeadAttention.__call__)
-    @with_options(NnxOptions, Call)
-    def __call__(
+    @with_options(NnxOptions, {"scores": ()})
+    def __call__(  # noqa: D417
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
         inputs_v: jax.Array | None = None, *, return_weights: bool = False,
         return_kv: bool = False, **options: Unpack[NnxOptions],
@@ -294,7 +290,6 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         """Attend from inputs_q to inputs_k and inputs_v.
 
         Args:
-          inputs_q: the inputs of the queries [*B, T, D].
           inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention).
           inputs_v: the inputs of the values [*B, S, D'] (default: inputs_k).
           deterministic: True for no dropout; may be given in the constructor, or by `eval()`,
@@ -305,8 +300,6 @@ class MultiHeadAttention(Attention, _Sizes, Module):
           decode: True to append these tokens, of any number, to the cache, and to attend to all so
             far, causally (default: the layer's `decode`).
           is_causal: True to see no later key; decoding always is.
-          return_weights: True to return the weights, as before dropout, too.
-          return_kv: True to return the keys and values, for other layers to attend to, too.
 
         Returns:
           out [*B, T, D_out], or a tuple of it and, as asked for, the weights, the keys and values.

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -62,32 +62,23 @@ def names_of(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def with_arguments_of(other: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Return a decorator that shows another function's keyword arguments instead of `**kwargs`.
-
-    `help` and editors then list the arguments that the function passes on.
-    """
-    parameters = inspect.signature(other).parameters.values()
-    return _with([p for p in parameters if p.kind is p.KEYWORD_ONLY])
-
-
-def with_options(options: Any, defaults: Any) -> Callable[[Function], Function]:
-    """Show the keys of a TypedDict, for `help`, in place of **options.
+def with_options(
+    options: Any, defaults: Mapping[str, Any] | None
+) -> Callable[[Function], Function]:
+    """Return a decorator that shows the keys of a TypedDict, for `help`, in place of **options.
 
     Args:
       options: the TypedDict.
-      defaults: an object with defaults as attributes; other defaults are False for a bool, or None.
+      defaults: the defaults by name; the others are False for a bool, or None.
     """
+    keywords = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind,
+            default=(defaults or {}).get(name, False if kind is bool else None),
+        )
+        for name, kind in options.__annotations__.items()
+    ]  # fmt: skip
 
-    def parameter(name: str, kind: Any) -> inspect.Parameter:
-        default = getattr(defaults, name, False if kind is bool else None)
-        keyword_only = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(name, keyword_only, default=default, annotation=kind)
-
-    return _with([parameter(*key) for key in options.__annotations__.items()])
-
-
-def _with(keywords: Iterable[inspect.Parameter]) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
