@@ -100,13 +100,8 @@ def read_pairs(
     """Read the mean weight of each head on each of `points.pairs`, as `pairs` by name, [N].
 
     The mean is over the queries that see such a key. It is NaN if there are none. A sink takes part
-    in the softmax, and is in no pair.
-
-    Args:
-      points: the points of the call.
-      attention: the function that computes it.
-      qkv: the queries [*B, T, N, H], keys [*B, T, K, H] and values [*B, T, K, Hv].
-      call: the other arguments of `dot_product_attention`.
+    in the softmax, and is in no pair. `attention` computes the call, with arguments as in
+    `dot_product_attention`.
     """
     if not points.pairs:
         return
