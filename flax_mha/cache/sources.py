@@ -1,7 +1,6 @@
 """The keys and values that a layer attends to: of this call, a cache, or another layer."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -204,39 +203,3 @@ def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Arr
             f"see no earlier tokens, got mask={mask}; give masks.Window(W, 0) with W at most "
             f"{kv.window}"
         )
-
-
-def open_source(
-    cache: Source, k: Any, v: Any, T: int, mask: masks.MaskLike | None,
-    lengths: jax.Array | None, same_tokens: bool, is_ordered: bool,
-    kept: Callable[[Any, Any], tuple[Any, Any]],
-) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
-    """Return the keys and values that a call attends to, and the cache after it.
-
-    Args:
-      cache: the source, as `resolve_call` returns it. A `CacheConfig` creates an empty cache.
-      k: the keys of the call [*B, S, K, H], or None to attend to those of the source.
-      v: the values of the call [*B, S, K, Hv], or None.
-      T: the number of queries.
-      mask: the mask of the layer, which determines the window of a ring buffer.
-      lengths: the number of real queries of each row, int [*B], or None for all.
-      same_tokens: True if the keys are those of the queries' tokens.
-      is_ordered: True if the call has an `order`.
-      kept: a function from keys and values to those that a `KVCache` keeps.
-    """
-    if isinstance(cache, Shared):
-        return cache, None
-    if isinstance(cache, KVCache):
-        return cache.extended(*kept(k, v), lengths)
-    if isinstance(cache, NewMemory):
-        memory = Memory.of(k, v, jnp.dtype(cache.config.dtype or k.dtype))
-        if cache.replaced is None:
-            # As with an empty cache, the first call makes room, and its tokens are not counted.
-            length = jnp.zeros(k.shape[:-3], jnp.int32)
-            return KeyValue(*memory.stored()), memory.replace(length=length)
-        cache = memory.replace(length=cache.replaced.length)
-    if isinstance(cache, Memory):
-        source = KeyValue(*cache.stored(), q_positions=cache.next_positions(T))
-        return source, cache.replace(length=cache.length + cache.count(T, lengths))
-    new = None if cache is None else cache.empty(*kept(k, v), mask)
-    return KeyValue(k, v, lengths if same_tokens else None, is_ordered), new

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import KVCache, Memory, sources
-from flax_mha.cache.sources import KeyValue, Shared
+from flax_mha.cache.sources import KeyValue, NewMemory, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.layer import custom_attention, head_points
@@ -91,10 +92,7 @@ def attend(
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
-    source, cache = sources.open_source(
-        cache, k, v, q.shape[-3], settings.mask, call.lengths, heads.same_tokens,
-        heads.order is not None, heads.kept,
-    )  # fmt: skip
+    source, cache = open_source(cache, heads._replace(q=q, k=k, v=v), settings.mask, call.lengths)
     if call.points is not None:
         source = head_points.edit_source(call.points, q, source, is_shared)
         head_points.edit_scores(call.points, arguments, q, source)
@@ -125,6 +123,31 @@ def attend(
         out = call.points.last("out", out)
     out = checkpoint_name(out, "out")
     return Output(out, more[0] if call.return_weights else None, cache, source)
+
+
+def open_source(
+    cache: Source, heads: Heads, mask: masks.MaskLike | None, lengths: jax.Array | None
+) -> tuple[Shared, KVCache | Memory | None]:
+    """Return the keys and values that a call attends to, and the cache after it."""
+    k, v = heads.k, heads.v
+    if isinstance(cache, Shared):
+        return cache, None
+    if isinstance(cache, KVCache):
+        return cache.extended(*heads.kept(k, v), lengths)
+    if isinstance(cache, NewMemory):
+        memory = Memory.of(k, v, jnp.dtype(cache.config.dtype or k.dtype))
+        if cache.replaced is None:
+            # As with an empty cache, the first call makes room, and its tokens are not counted.
+            length = jnp.zeros(k.shape[:-3], jnp.int32)
+            return KeyValue(*memory.stored()), memory.replace(length=length)
+        cache = memory.replace(length=cache.replaced.length)
+    if isinstance(cache, Memory):
+        T = heads.q.shape[-3]
+        source = KeyValue(*cache.stored(), q_positions=cache.next_positions(T))
+        return source, cache.replace(length=cache.length + cache.count(T, lengths))
+    # The mask determines the window of a ring buffer.
+    new = None if cache is None else cache.empty(*heads.kept(k, v), mask)
+    return KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None), new
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
