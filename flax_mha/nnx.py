@@ -223,11 +223,10 @@ class MultiHeadAttention(Attention, _Sizes, Module):
                 metadata_of = outs if entry.is_out else (kernel, bias)
                 setattr(self, name, self._projection(entry, rngs, *metadata_of))
             elif isinstance(entry, NormEntry):
-                made = entry.norm.module(
+                setattr(self, name, entry.norm.module(
                     nnx, entry.features, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs,
                     scale_metadata=metadata.get(name, _NOTHING),
-                )  # fmt: skip
-                setattr(self, name, made)
+                ))  # fmt: skip
 
         def make(
             name: str, shape: Shape, _: Any, init: Initializer = INIT, is_random: bool = True, /
