@@ -70,21 +70,19 @@ class Latent(Attention):
         absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn")
         common.check("latent attention", self, absent)
         (N, _, H, Hv), R, rank = self.sizes(D), self.rope_dim, self.kv_rank
+        norm = QKNorm(epsilon=self.norm_epsilon)
         entries: Table = {}
 
         def add(name: str, inputs: int, features: Shape, *names: str | None) -> None:
             biased = has_bias(self.use_bias, name)
             entries[name] = LinearEntry((inputs,), features, names, biased)
 
-        def add_norm(name: str, features: int) -> None:
-            entries[name] = NormEntry(features, QKNorm(epsilon=self.norm_epsilon))
-
         if self.q_rank is not None:
             add("query_down", D, (self.q_rank,), "embed", None)
-            add_norm("query_norm", self.q_rank)
+            entries["query_norm"] = NormEntry(self.q_rank, norm)
         add("query", self.q_rank or D, (N, H + R), None, "heads", None)
         add("kv_down", D, (rank + R,), "embed", None)
-        add_norm("kv_norm", rank)
+        entries["kv_norm"] = NormEntry(rank, norm)
         add("key", rank, (N, H), None, "heads", "head_dim")
         add("value", rank, (N, Hv), None, "heads", "head_dim")
         return entries | self.out_table(N, Hv, D) | self.score_table(H)
