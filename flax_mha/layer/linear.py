@@ -104,16 +104,12 @@ def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 class Projection(nn.Module):
     """A `Linear` as a module: Flax's `DenseGeneral`, with named axes.
 
+    See `Linear` for features, names, contracted, rows, dtype and precision.
+
     Attributes:
-      features: the sizes of the new axes of y.
-      names: the logical names of W's axes, the contracted ones first.
-      contracted: the number of x's last axes that are contracted.
-      rows: the logical names of the other axes of y.
       kernel_init: the initializer of W, called with the shape [in, out].
       bias_init: the initializer of b, or None for no bias.
-      dtype: the dtype of the computation (default: promoted from x, W and b).
       param_dtype: the dtype of the parameters.
-      precision: the precision of the product, a `jax.lax.Precision`.
       partitioned: True to box the parameters with their logical names.
     """
 
