@@ -387,10 +387,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
                 "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
                 "call, or leave in_kv_features out"
             )
-        expected = (self.in_features, self.in_kv_features, self.in_kv_features)
-        for name, x, features in zip(
-            ("inputs_q", "inputs_k", "inputs_v"), inputs, expected, strict=True
-        ):
+        D, Dk = self.in_features, self.in_kv_features
+        expected = {"inputs_q": D, "inputs_k": Dk, "inputs_v": Dk}
+        for (name, features), x in zip(expected.items(), inputs, strict=True):
             if x is not None and x.shape[-1] != features:
                 raise ValueError(
                     f"{name} must have {features} features, as the layer was made for, got "
