@@ -78,14 +78,11 @@ def attend(
     q, k, v = heads.q, heads.k, heads.v
     q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
     q = sharding.constrain(q, sharding.HEADS)
-    if k is not None:
-        k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
+    k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (k, v))
     q = q if call.points is None else call.points("q", q, sharding.HEADS)
     if isinstance(cache, KVCache):
         k, v = head_points.edit_keys(call.points, q, k, v)
-    q = checkpoint_name(q, "q")
-    if k is not None:
-        k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
+    q, k, v = (checkpoint_name(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     arguments = _arguments(p, settings, call)
     is_shared = isinstance(cache, Shared)
     if isinstance(cache, Shared):

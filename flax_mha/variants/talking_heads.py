@@ -26,10 +26,7 @@ from flax_mha.variants import common
 class TalkingHeads(Attention):
     """The fields, parameters and computation of talking-heads attention, for linen and nnx."""
 
-    @property
-    def mixes_heads(self) -> bool:
-        """True: learned matrices mix the heads."""
-        return True
+    mixes_heads = True  # By learned matrices.
 
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
@@ -42,10 +39,8 @@ class TalkingHeads(Attention):
             call = dataclasses.replace(call, scale=heads.q.shape[-1] ** -0.5)
         mixed_queries = functools.partial(_mixed_queries, K, self.precision)
         q = _mix(mixed_queries, True, heads.q, p["mix_scores"])
-        k, v = (
-            None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
-            for x in (heads.k, heads.v)
-        )
+        as_one = functools.partial(sharding.auto, _as_one, sharding.KV_HEADS)
+        k, v = jax.tree.map(as_one, (heads.k, heads.v))
         own_values = functools.partial(_own_values, K, self.precision)
         attention = functools.partial(
             common.attend, lambda x: _mix(own_values, False, x, p["mix_weights"])
