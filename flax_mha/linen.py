@@ -265,14 +265,10 @@ class SelfAttention(MultiHeadDotProductAttention):
     @described_as(MultiHeadAttention.__call__)
     @nn.compact
     def __call__(  # type: ignore[override]  # noqa: D417
-        self,
-        inputs_q: jax.Array,
-        mask: masks.MaskLike | None = None,
-        deterministic: bool | None = None,
-        dropout_rng: jax.Array | None = None,
-        sow_weights: bool = False,
-        **options: Any,
-    ) -> Any:
+        self, inputs_q: jax.Array, mask: masks.MaskLike | None = None,
+        deterministic: bool | None = None, dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
         """Attend from inputs_q to itself.
 
         Args:

@@ -358,12 +358,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         self.kv = collection.constrain_cache(jax.tree.map(jnp.zeros_like, output.cache))
 
     def set_view(
-        self,
-        deterministic: bool | None = None,
-        decode: bool | None = None,
-        batch_size: int | Shape | None = None,
-        max_length: int | None = None,
-    ) -> None:
+        self, deterministic: bool | None = None, decode: bool | None = None,
+        batch_size: int | Shape | None = None, max_length: int | None = None,
+    ) -> None:  # fmt: skip
         """Set what `nnx.view` sets, and make room in the cache.
 
         Args:
