@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 Described = TypeVar("Described", bound=Any)
 
-# The description of one argument in a docstring: the name, and the text with its further lines.
-_ENTRY = re.compile(r"^  \**(\w+): (.*(?:\n    .*)*)", re.MULTILINE)
+# The description of one argument in a docstring with its further lines, and the name in it.
+_ENTRY = re.compile(r"^(  \**(\w+): .*(?:\n    .*)*)", re.MULTILINE)
 
 # The names of 0.2, and their replacements.
 _RENAMED = {
@@ -67,9 +67,7 @@ def with_options(
 ) -> Callable[[Function], Function]:
     """Return a decorator that shows the keys of a TypedDict, for `help`, in place of **options.
 
-    Args:
-      options: the TypedDict.
-      defaults: the defaults by name; the others are False for a bool, or None.
+    The other defaults are False for a bool, or None.
     """
     keywords = [
         inspect.Parameter(
@@ -106,10 +104,11 @@ def described_as(other: Any) -> Callable[[Described], Described]:
 
     def decorate(function: Described) -> Described:
         doc, names = inspect.getdoc(function) or "", inspect.signature(function).parameters
-        entries = dict(_ENTRY.findall(inspect.getdoc(other) or "")) | dict(_ENTRY.findall(doc))
+        found = _ENTRY.findall(f"{inspect.getdoc(other)}\n{doc}")
+        entries = {name: entry for entry, name in found}
         before, title, section = re.split(r"(?m)^(Args:\n|Attributes:\n)", doc, maxsplit=1)
         _, end, after = section.partition("\n\n")
-        described = "\n".join(f"  {name}: {entries[name]}" for name in names if name in entries)
+        described = "\n".join(entries[name] for name in names if name in entries)
         function.__doc__ = before + title + described + end + after
         return function
 
