@@ -90,11 +90,8 @@ def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return fn(static, *arrays), traced once for each `static` and each shape and dtype.
 
     The traced function is inlined, so that XLA sees no call. The layers of a stack share one trace,
-    which saves most of the tracing time, forward and backward.
-
-    Args:
-      fn: a function whose first argument is static. If `static.pure` is False (it holds
-        user-defined functions, which may read mutable state), fn is traced on every call.
+    which saves most of the tracing time, forward and backward. If `static.pure` is False (it holds
+    user-defined functions, which may read mutable state), fn is traced on every call.
     """
     shared = jax.jit(fn, static_argnums=0, inline=True)
 

@@ -43,10 +43,6 @@ def restore(cache: Any, window: int | None = None) -> KVCache | Memory:
       cache: a `KVCache` or a `Memory`, or the fields of one by name, as msgpack,
         `flax.serialization.to_state_dict`, and the states and pure dicts of nnx have them.
       window: the window of the layer's ring buffer, which is not saved; None without one.
-
-    Raises:
-      TypeError: if it is neither.
-      ValueError: if arrays are missing or do not fit, or do not fit the window.
     """
     kept = cache
     if isinstance(cache, Mapping) and (cls := _KINDS.get(frozenset(cache))):

@@ -90,9 +90,6 @@ def turn(
 
     One array of positions is that of the queries, and of keys of the `same_tokens`. The keys are
     None where a cache holds them, rotated.
-
-    Raises:
-      ValueError: if positions are given without a rotation, or an image grid has too few places.
     """
     if rotary is None:
         if positions is not None:
