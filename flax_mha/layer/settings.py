@@ -9,7 +9,7 @@ import jax
 from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import masks
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks
 from flax_mha.base.coordinates import Array
 from flax_mha.cache.sources import Given
 from flax_mha.kernels import KernelName
@@ -34,20 +34,6 @@ def has_bias(use_bias: bool | Sequence[str], name: str) -> bool:
             f"{use_bias!r}"
         )
     return name in use_bias
-
-
-def learns_scale(scale: Any) -> bool:
-    """Return True if a layer's field `scale` is "learned"."""
-    if isinstance(scale, str) and scale != "learned":
-        raise ValueError(f"scale must be a number or 'learned', got {scale!r}")
-    return isinstance(scale, str)
-
-
-def gate_features(gate: str | None, N: int, Hv: int) -> shapes.Shape:
-    """Return the features of a layer's gate, or () without a gate."""
-    if gate is None:
-        return ()
-    return checks.choice("gate", gate, {"head": (N, 1), "feature": (N, Hv)})
 
 
 def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:

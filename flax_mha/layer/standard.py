@@ -19,7 +19,7 @@ from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import as_qk_norm
-from flax_mha.layer.settings import ZEROS, Call, Settings, gate_features, has_bias, learns_scale
+from flax_mha.layer.settings import ZEROS, Call, Settings, has_bias
 from flax_mha.scores import ScoreMod, as_scores
 
 # One function for equal values, so that equal nnx layers have equal definitions.
@@ -152,7 +152,8 @@ class Attention(Settings):
             entries["query_ln"] = NormEntry(H, norm)
         if norm is not None and Dk:
             entries["key_ln"] = NormEntry(H, norm)
-        if gate := gate_features(self.gate, N, Hv):
+        if self.gate is not None:
+            gate = checks.choice("gate", self.gate, {"head": (N, 1), "feature": (N, Hv)})
             entries["output_gate"] = self.to_heads("output_gate", D, gate)
         return entries | self.out_table(N, Hv, D) | self.score_table(H)
 
@@ -176,7 +177,9 @@ class Attention(Settings):
     def score_table(self: Any, H: int) -> Table:
         """Return the table of learned sinks and scales of the scores."""
         inits = {"sinks": ZEROS} if self.sinks else {}
-        if learns_scale(self.scale):
+        if isinstance(self.scale, str):
+            if self.scale != "learned":
+                raise ValueError(f"scale must be a number or 'learned', got {self.scale!r}")
             inits["score_scale"] = _constant(H**-0.5)
         shape = (self.num_heads,)
         return {
