@@ -87,9 +87,7 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
     kind, static = _TREES[name], {}
     if name == "kv":
         tree = tree.get_value() if hasattr(tree, "get_value") else tree
-        is_saved = isinstance(tree, Mapping)
-        window = as_cache_config(layer.cache).window(layer.mask) if is_saved else None
-        tree = collection.restore(tree, window)
+        tree = collection.restore(tree, as_cache_config(layer.cache).window(layer.mask))
         if len({jax.tree.structure(x, _is_field) for x in (held, tree)}) == 1:
             jax.tree.map(nnx.Variable.set_value, held, tree, is_leaf=_is_field)
             return held
