@@ -99,15 +99,8 @@ def resolve_call(
 
     The meaning of a layer's call is decided here alone: by the arguments that are given, and the
     cache that exists. The inputs are None for those of the queries, or if a source has the keys and
-    values.
-
-    Args:
-      kv: the argument of the call.
-      x_q: the inputs of the queries [*B, T, D].
-      x_k: the inputs of the keys [*B, S, D'], or None.
-      x_v: the inputs of the values [*B, S, D''], or None.
-      config: the format of a new cache; None for a layer that does not decode.
-      kept: the cache of earlier calls, or None.
+    values. `config` is the format of a new cache, None for a layer that does not decode, and `kept`
+    the cache of earlier calls.
     """
     if kv is not None and (x_k is not None or x_v is not None):
         raise ValueError(
