@@ -232,7 +232,7 @@ def with_parameters(
 ) -> tuple[ScoreMod, ...]:
     """Return scores with parameters of a linen module.
 
-    They are for heads like those of the layer `like`, for inputs_q with so many features.
+    Heads are as in the layer `like`, for inputs_q of so many features.
     """
 
     def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> jax.Array:
