@@ -97,8 +97,7 @@ def attend(
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
             arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
-            continued = source.q_positions
-            q_positions = heads.order if continued is None else continued
+            q_positions = heads.order if source.q_positions is None else source.q_positions
             places = {"q_positions": q_positions, "kv_positions": heads.order}
             result = attention(q, source.key, source.value, **places, **arguments)
             if call.points is not None and (heads.same_tokens or is_shared):
