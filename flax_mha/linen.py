@@ -168,7 +168,7 @@ class MultiHeadAttention(Attention, nn.Module):
           out [*B, T, D_out], or a tuple of it and, as asked for, the weights, the keys and values.
 
         Raises:
-          ValueError: if sizes do not fit.
+          ValueError: if sizes do not fit, or there is no cache that the call needs.
           TypeError: if a dtype is not supported.
         """
         check_known(type(self).__name__, options, LayerOptions.__annotations__, of_layer=True)

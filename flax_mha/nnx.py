@@ -173,8 +173,6 @@ class MultiHeadAttention(Attention, _Sizes, Module):
       out_bias_metadata: the metadata of the output projection's bias (default: bias_metadata).
       query_ln_scale_metadata: the metadata of the scale of the queries' norm.
       key_ln_scale_metadata: the metadata of the scale of the keys' norm.
-
-    Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
     _: dataclasses.KW_ONLY
@@ -294,16 +292,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
             `nnx.Intermediate`. Outside of `nnx.capture` they stay in the layer until `nnx.pop`.
-          decode: True to append these tokens, of any number, to the cache, and to attend to all so
-            far, causally (default: the layer's `decode`).
+          decode: True to append these tokens, of any number, to the cache that `init_cache` made,
+            and to attend to all so far, causally (default: the layer's `decode`).
           is_causal: True to see no later key; decoding always is.
-
-        Returns:
-          out [*B, T, D_out], or a tuple of it and, as asked for, the weights, the keys and values.
-
-        Raises:
-          ValueError: if sizes do not fit, or there is no cache to decode with.
-          TypeError: if a dtype is not supported.
         """
         check_known(type(self).__name__, options, NnxOptions.__annotations__, of_layer=True)
         kv, decode = options.get("kv"), options.get("decode")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 Described = TypeVar("Described", bound=Any)
 
+_TITLE = r"(?m)^(Args:\n|Attributes:\n)"
 # The description of one argument in a docstring with its further lines, and the name in it.
 _ENTRY = re.compile(r"^(  \**(\w+): .*(?:\n    .*)*)", re.MULTILINE)
 
@@ -100,16 +101,17 @@ class InitSignature:
 
 
 def described_as(other: Any) -> Callable[[Described], Described]:
-    """Add descriptions of arguments that a docstring lacks, from another function or class."""
+    """Add arguments' descriptions, or sections after them, that a docstring lacks, from another."""
 
     def decorate(function: Described) -> Described:
         doc, names = inspect.getdoc(function) or "", inspect.signature(function).parameters
-        found = _ENTRY.findall(f"{inspect.getdoc(other)}\n{doc}")
+        theirs = inspect.getdoc(other) or ""
+        found = _ENTRY.findall(f"{theirs}\n{doc}")
         entries = {name: entry for entry, name in found}
-        before, title, section = re.split(r"(?m)^(Args:\n|Attributes:\n)", doc, maxsplit=1)
-        _, end, after = section.partition("\n\n")
+        before, title, section = re.split(_TITLE, doc, maxsplit=1)
+        after = section.partition("\n\n")[2] or re.split(_TITLE, theirs)[-1].partition("\n\n")[2]
         described = "\n".join(entries[name] for name in names if name in entries)
-        function.__doc__ = before + title + described + end + after
+        function.__doc__ = f"{before}{title}{described}\n\n{after}"
         return function
 
     return decorate

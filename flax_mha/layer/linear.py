@@ -61,11 +61,7 @@ class Linear(struct.PyTreeNode):
         return self.rows + gathered(self.names[self.contracted :])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return x·W + b [*B, T, *features], by a call of the submodule if there is one.
-
-        Raises:
-          ValueError: if an interceptor changes the output's shape.
-        """
+        """Return x·W + b [*B, T, *features], by a call of the submodule if there is one."""
         if self.module is None:
             return self.product(x)
         y: jax.Array = self.module(x)
