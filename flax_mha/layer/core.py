@@ -79,7 +79,7 @@ def attend(
     q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
     q = sharding.constrain(q, sharding.HEADS)
     k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (k, v))
-    q = q if call.points is None else call.points("q", q, sharding.HEADS)
+    q = call.points("q", q, sharding.HEADS)
     if isinstance(cache, KVCache):
         k, v = head_points.edit_keys(call.points, q, k, v)
     q, k, v = (checkpoint_name(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
@@ -90,7 +90,7 @@ def attend(
         Hv = None if kernel is None else kernel.shape[-2]
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
     source, cache = open_source(cache, heads._replace(q=q, k=k, v=v), settings.mask, call.lengths)
-    if call.points is not None:
+    if call.points.is_active:
         source = head_points.edit_source(call.points, q, source, is_shared)
         head_points.edit_scores(call.points, arguments, q, source)
     with jax.named_scope("kernel"):
@@ -100,24 +100,22 @@ def attend(
             q_positions = heads.order if source.q_positions is None else source.q_positions
             places = {"q_positions": q_positions, "kv_positions": heads.order}
             result = attention(q, source.key, source.value, **places, **arguments)
-            if call.points is not None and (heads.same_tokens or is_shared):
+            if heads.same_tokens or is_shared:
                 qkv = (q, source.key, source.value)
                 head_points.read_pairs(call.points, attention, qkv, arguments | places)
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)
-    x = x if call.points is None else call.points("z", x, sharding.HEADS)
+    x = call.points("z", x, sharding.HEADS)
     x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
     x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
     x = sharding.constrain(x, sharding.HEADS)
     with jax.named_scope("merge"):
         out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
-    if call.points is not None:
-        for name, value in (more[-1] if arguments["capture"] else {}).items():
-            call.points.sow(name, value)
-        out = head_points.edit_result(call.points, p.get("out"), x, out)
-        out = call.points.last("out", out)
-    out = checkpoint_name(out, "out")
+    for name, value in (more[-1] if arguments["capture"] else {}).items():
+        call.points.sow(name, value)
+    out = head_points.edit_result(call.points, p.get("out"), x, out)
+    out = checkpoint_name(call.points.last("out", out), "out")
     return Output(out, more[0] if call.return_weights else None, cache, source)
 
 
@@ -161,7 +159,7 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
 
 def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
     """Return the arguments of attention beside queries, keys and values."""
-    reads = None if call.points is None else call.points.reads
+    reads = call.points.reads
     scale = settings.scale if call.scale is None else call.scale
     arguments: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,

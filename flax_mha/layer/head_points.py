@@ -49,10 +49,8 @@ def edit_result(points: Points, linear: Linear | None, x: jax.Array, out: jax.Ar
     return sharding.auto(add, FEATURES, shares, linear.bias)
 
 
-def edit_keys(points: Points | None, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
+def edit_keys(points: Points, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
     """Apply the points of keys and values, perhaps `Stored`, for queries [*B, T, N, H]."""
-    if points is None:
-        return k, v
 
     def edit(name: str, x: Any) -> Any:
         read = dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x)

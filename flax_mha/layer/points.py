@@ -109,8 +109,8 @@ class Points:
     module's `sow`. `seen` are the names of the points so far.
     """
 
-    module: Any
-    edits: Mapping[str, Edit]
+    module: Any = None
+    edits: Mapping[str, Edit] = dataclasses.field(default_factory=dict)
     prefix: str = "attention_"
     collection: Any = "intermediates"
     reads: Capture | None = None

@@ -103,7 +103,7 @@ class Call:
       scale: the scale of the scores, in place of the layer's.
       dropout_rng: a key for dropout, or None for no dropout.
       return_weights: True to return the weights.
-      points: the named tensors of the call to change, read or list; None for none.
+      points: the named tensors of the call to change, read or list.
       sower: the module that an `attention_fn` sows weights into.
     """
 
@@ -118,5 +118,5 @@ class Call:
     scale: float | None = None
     dropout_rng: jax.Array | None = None
     return_weights: bool = False
-    points: Points | None = None
+    points: Points = dataclasses.field(default_factory=Points)
     sower: Any = None

@@ -122,7 +122,7 @@ class Attention(Settings):
         named = {name: options[name] for name in _OF_CALL if name in options}
         named |= {
             "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,
-            "return_weights": return_weights, "points": points if points.is_active else None,
+            "return_weights": return_weights, "points": points,
             "sower": self if sow_weights else None,
         }  # fmt: skip
         return Call(**named)
