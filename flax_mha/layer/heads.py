@@ -117,12 +117,6 @@ def turn(
     return _rotate(rotary, q, q_pos), None if k is None else _rotate(rotary, k, k_pos)
 
 
-def check_rotation(rotation: Any) -> None:
-    """Check that a layer's `rotary` is a function of queries or keys, and positions."""
-    remedy = "give positions.Rotary(), with its parentheses"
-    checks.function("rotary", rotation, "(x, positions) -> x", remedy, 2)
-
-
 def _rotate(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
     """Return queries or keys after a rotation, perhaps a user-defined one."""
     y = rotation(x, positions)

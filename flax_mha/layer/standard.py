@@ -15,7 +15,6 @@ from flax_mha.base.arguments import InitSignature, check_given
 from flax_mha.cache import CacheConfig, as_cache_config
 from flax_mha.kernels.capture import Capture, as_capture
 from flax_mha.layer import core
-from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import as_qk_norm
@@ -77,7 +76,8 @@ class Attention(Settings):
         """Check the fields as far as it needs no inputs."""
         checks.fields(self)
         if self.rotary is not None:
-            check_rotation(self.rotary)
+            remedy = "give positions.Rotary(), with its parentheses"
+            checks.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
         as_capture(self.capture, in_layer=True)
         cache = as_cache_config(self.cache)
         if self.decode is not False:
