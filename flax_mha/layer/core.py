@@ -89,7 +89,7 @@ def attend(
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
-    source, cache = open_source(cache, heads._replace(q=q, k=k, v=v), settings.mask, call.lengths)
+    source, cache = _open_source(cache, heads._replace(q=q, k=k, v=v), settings.mask, call.lengths)
     if call.points.is_active:
         source = head_points.edit_source(call.points, q, source, is_shared)
         head_points.edit_scores(call.points, arguments, q, source)
@@ -119,7 +119,7 @@ def attend(
     return Output(out, more[0] if call.return_weights else None, cache, source)
 
 
-def open_source(
+def _open_source(
     cache: Source, heads: Heads, mask: masks.MaskLike | None, lengths: jax.Array | None
 ) -> tuple[Shared, KVCache | Memory | None]:
     """Return the keys and values that a call attends to, and the cache after it."""
