@@ -388,7 +388,8 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         def read(name: str, *_: Any) -> Any:
             return getattr(self, name).get_value()
 
-        return learned(self.scores, self.num_heads, self.sizes(self.in_features)[2], read)
+        head_dim: Any = self.head_dim
+        return learned(self.scores, self.num_heads, head_dim, read)
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name."""
