@@ -10,13 +10,13 @@ from flax.typing import Initializer
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks
-from flax_mha.base.arguments import check_known, with_options
+from flax_mha.base.arguments import check_known, described_as, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, Memory, as_cache_config, collection, sources
 from flax_mha.layer import core, points
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
-from flax_mha.layer.settings import Call, CallOptions
+from flax_mha.layer.settings import CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, learned
 from flax_mha.sharding import rules
@@ -121,7 +121,7 @@ class MultiHeadAttention(Attention, nn.Module):
         inputs_v: jax.Array | None = ..., *, return_weights: bool = ...,
         return_kv: bool = ..., **options: Unpack[LayerOptions],
     ) -> Any: ...  # fmt: skip
-    @with_options(LayerOptions, Call)
+    @with_options(LayerOptions, {"scores": ()})
     @nn.compact
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
@@ -168,7 +168,7 @@ class MultiHeadAttention(Attention, nn.Module):
           out [*B, T, D_out], or a tuple of it and, as asked for, the weights, the keys and values.
 
         Raises:
-          ValueError: if sizes do not fit.
+          ValueError: if sizes do not fit, or there is no cache that the call needs.
           TypeError: if a dtype is not supported.
         """
         check_known(type(self).__name__, options, LayerOptions.__annotations__, of_layer=True)
@@ -230,13 +230,9 @@ class MultiHeadAttention(Attention, nn.Module):
 def with_parameters(
     module: nn.Module, scores: Sequence[ScoreMod], like: MultiHeadAttention, features: int
 ) -> tuple[ScoreMod, ...]:
-    """Return scores with parameters of a linen module, as `like` has them for so wide inputs.
+    """Return scores with parameters of a linen module.
 
-    Args:
-      module: the module that gets the parameters.
-      scores: the scores.
-      like: the layer with the numbers of heads and their features.
-      features: the features of inputs_q.
+    Heads are as in the layer `like`, for inputs_q of so many features.
     """
 
     def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> jax.Array:
@@ -266,24 +262,17 @@ class SelfAttention(MultiHeadDotProductAttention):
     `nn.SelfAttention(...)` gets the same parameters under the same names from this class.
     """
 
+    @described_as(MultiHeadAttention.__call__)
     @nn.compact
-    def __call__(  # type: ignore[override]
-        self,
-        inputs_q: jax.Array,
-        mask: masks.MaskLike | None = None,
-        deterministic: bool | None = None,
-        dropout_rng: jax.Array | None = None,
-        sow_weights: bool = False,
-        **options: Any,
-    ) -> Any:
+    def __call__(  # type: ignore[override]  # noqa: D417
+        self, inputs_q: jax.Array, mask: masks.MaskLike | None = None,
+        deterministic: bool | None = None, dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
         """Attend from inputs_q to itself.
 
         Args:
           inputs_q: the inputs [*B, T, D].
-          mask: a mask that joins the field `mask`.
-          deterministic: True for no dropout.
-          dropout_rng: a key for dropout.
-          sow_weights: True to sow the weights.
           **options: more arguments of `MultiHeadAttention.__call__`.
         """
         return super().__call__(

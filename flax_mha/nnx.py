@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
+import types
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +50,6 @@ class NnxOptions(CallOptions, total=False):
     is_causal: bool
 
 
-class Kept(NamedTuple):
-    """The cache of a layer, read and replaced like the value of a variable."""
-
-    get_value: Callable[[], Any]
-    set_value: Callable[[Any], None]
-
-
 class Module(nnx.Module):
     """A module with a variable for each array of its trees, which nnx updates by its path."""
 
@@ -65,8 +59,11 @@ class Module(nnx.Module):
             """Return an attribute, and of a tree of variables the values."""
             value = super().__getattribute__(name)
             if name == "kv" and value is not None:
-                get = functools.partial(collection.restore, nnx.as_pure(value))
-                return Kept(get, functools.partial(setattr, self, name))
+                # Read and replaced like the value of a variable.
+                return types.SimpleNamespace(
+                    get_value=lambda: collection.restore(nnx.as_pure(value)),
+                    set_value=lambda new: setattr(self, name, new),
+                )
             return nnx.as_pure(value) if name in _TREES else value
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -90,9 +87,7 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
     kind, static = _TREES[name], {}
     if name == "kv":
         tree = tree.get_value() if hasattr(tree, "get_value") else tree
-        is_saved = isinstance(tree, Mapping)
-        window = as_cache_config(layer.cache).window(layer.mask) if is_saved else None
-        tree = collection.restore(tree, window)
+        tree = collection.restore(tree, as_cache_config(layer.cache).window(layer.mask))
         if len({jax.tree.structure(x, _is_field) for x in (held, tree)}) == 1:
             jax.tree.map(nnx.Variable.set_value, held, tree, is_leaf=_is_field)
             return held
@@ -163,15 +158,11 @@ class MultiHeadAttention(Attention, _Sizes, Module):
 
     Args:
       in_features: the features of inputs_q, D.
-      qkv_features: the features of all query heads, N·H (default: D).
-      out_features: the features of the output, D_out (default: D).
       in_kv_features: the features of inputs_k and inputs_v, D' (default: D); 0 for a layer without
         parameters for keys and values, which is always given `kv`.
       decode: True to keep the keys and values of earlier calls, for which `init_cache` makes room;
         may be given in the call instead (default: False).
       deterministic: True for no dropout; may be given in the call, or by `eval()`, instead.
-      broadcast_dropout: True for one dropout pattern for all examples and heads (the default, as
-        in Flax).
       rngs: the streams of keys for parameters and dropout.
       keep_rngs: True to keep a stream for dropout; else it is given in the call.
       kernel_metadata: the metadata of the projections' kernels, such as `{"out_sharding": (None,
@@ -182,8 +173,6 @@ class MultiHeadAttention(Attention, _Sizes, Module):
       out_bias_metadata: the metadata of the output projection's bias (default: bias_metadata).
       query_ln_scale_metadata: the metadata of the scale of the queries' norm.
       key_ln_scale_metadata: the metadata of the scale of the keys' norm.
-
-    Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
     _: dataclasses.KW_ONLY
@@ -230,11 +219,10 @@ class MultiHeadAttention(Attention, _Sizes, Module):
                 metadata_of = outs if entry.is_out else (kernel, bias)
                 setattr(self, name, self._projection(entry, rngs, *metadata_of))
             elif isinstance(entry, NormEntry):
-                made = entry.norm.module(
+                setattr(self, name, entry.norm.module(
                     nnx, entry.features, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs,
                     scale_metadata=metadata.get(name, _NOTHING),
-                )  # fmt: skip
-                setattr(self, name, made)
+                ))  # fmt: skip
 
         def make(
             name: str, shape: Shape, _: Any, init: Initializer = INIT, is_random: bool = True, /
@@ -288,8 +276,8 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         return_kv: bool = ..., **options: Unpack[NnxOptions],
     ) -> Any: ...  # fmt: skip
     @described_as(linen.MultiHeadAttention.__call__)
-    @with_options(NnxOptions, Call)
-    def __call__(
+    @with_options(NnxOptions, {"scores": ()})
+    def __call__(  # noqa: D417
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
         inputs_v: jax.Array | None = None, *, return_weights: bool = False,
         return_kv: bool = False, **options: Unpack[NnxOptions],
@@ -297,7 +285,6 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         """Attend from inputs_q to inputs_k and inputs_v.
 
         Args:
-          inputs_q: the inputs of the queries [*B, T, D].
           inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention).
           inputs_v: the inputs of the values [*B, S, D'] (default: inputs_k).
           deterministic: True for no dropout; may be given in the constructor, or by `eval()`,
@@ -305,18 +292,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
             `nnx.Intermediate`. Outside of `nnx.capture` they stay in the layer until `nnx.pop`.
-          decode: True to append these tokens, of any number, to the cache, and to attend to all so
-            far, causally (default: the layer's `decode`).
+          decode: True to append these tokens, of any number, to the cache that `init_cache` made,
+            and to attend to all so far, causally (default: the layer's `decode`).
           is_causal: True to see no later key; decoding always is.
-          return_weights: True to return the weights, as before dropout, too.
-          return_kv: True to return the keys and values, for other layers to attend to, too.
-
-        Returns:
-          out [*B, T, D_out], or a tuple of it and, as asked for, the weights, the keys and values.
-
-        Raises:
-          ValueError: if sizes do not fit, or there is no cache to decode with.
-          TypeError: if a dtype is not supported.
         """
         check_known(type(self).__name__, options, NnxOptions.__annotations__, of_layer=True)
         kv, decode = options.get("kv"), options.get("decode")
@@ -337,8 +315,10 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         # Outside of `nnx.capture`, of which nnx has no public sign, it stays in the layer.
         is_captured = hasattr(self, "__captures__") or options.get("sow_weights", False)
         points = Points(self, self.edits or {}, collection=nnx.Intermediate)
-        options_of = (options, self._learned(), self._dropout_rng(options))
-        call = self._make_call(*options_of, points, is_captured, return_weights)
+        call = self._make_call(
+            options, self._learned(), self._dropout_rng(options), points, is_captured,
+            return_weights,
+        )  # fmt: skip
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
             self.kv = output.cache
@@ -361,20 +341,15 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         config = dataclasses.replace(config, dtype=dtype or config.dtype or jnp.float32)
 
         # The computation makes the cache it needs, which is all zeros.
-        def empty() -> Any:
-            x = jnp.zeros(shape, self.param_dtype)
-            return self.compute(self._parameters(), x, None, None, Call(), config).cache
-
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(empty))
-        self.kv = collection.constrain_cache(zeros)
+        compute = functools.partial(self.compute, self._parameters())
+        x = jax.ShapeDtypeStruct(shape, self.param_dtype)
+        output = jax.eval_shape(lambda x: compute(x, None, None, Call(), config), x)
+        self.kv = collection.constrain_cache(jax.tree.map(jnp.zeros_like, output.cache))
 
     def set_view(
-        self,
-        deterministic: bool | None = None,
-        decode: bool | None = None,
-        batch_size: int | Shape | None = None,
-        max_length: int | None = None,
-    ) -> None:
+        self, deterministic: bool | None = None, decode: bool | None = None,
+        batch_size: int | Shape | None = None, max_length: int | None = None,
+    ) -> None:  # fmt: skip
         """Set what `nnx.view` sets, and make room in the cache.
 
         Args:
@@ -398,10 +373,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
                 "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
                 "call, or leave in_kv_features out"
             )
-        expected = (self.in_features, self.in_kv_features, self.in_kv_features)
-        for name, x, features in zip(
-            ("inputs_q", "inputs_k", "inputs_v"), inputs, expected, strict=True
-        ):
+        D, Dk = self.in_features, self.in_kv_features
+        expected = {"inputs_q": D, "inputs_k": Dk, "inputs_v": Dk}
+        for (name, features), x in zip(expected.items(), inputs, strict=True):
             if x is not None and x.shape[-1] != features:
                 raise ValueError(
                     f"{name} must have {features} features, as the layer was made for, got "
@@ -411,9 +385,8 @@ class MultiHeadAttention(Attention, _Sizes, Module):
     def _learned(self) -> tuple[ScoreMod, ...]:
         """Return the layer's scores with their parameters."""
 
-        def read(name: str, *_: Any) -> jax.Array:
-            value: jax.Array = getattr(self, name).get_value()
-            return value
+        def read(name: str, *_: Any) -> Any:
+            return getattr(self, name).get_value()
 
         head_dim: Any = self.head_dim
         return learned(self.scores, self.num_heads, head_dim, read)

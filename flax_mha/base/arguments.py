@@ -2,14 +2,15 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Described = TypeVar("Described", bound=Any)
 
-# The description of one argument in a docstring: the name, and the text with its further lines.
-_ENTRY = re.compile(r"^  \**(\w+): (.*(?:\n    .*)*)", re.MULTILINE)
+_TITLE = r"(?m)^(Args:\n|Attributes:\n)"
+# The description of one argument in a docstring with its further lines, and the name in it.
+_ENTRY = re.compile(r"^(  \**(\w+): .*(?:\n    .*)*)", re.MULTILINE)
 
 # The names of 0.2, and their replacements.
 _RENAMED = {
@@ -62,32 +63,21 @@ def names_of(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def with_arguments_of(other: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Return a decorator that shows another function's keyword arguments instead of `**kwargs`.
+def with_options(
+    options: Any, defaults: Mapping[str, Any] | None
+) -> Callable[[Function], Function]:
+    """Return a decorator that shows the keys of a TypedDict, for `help`, in place of **options.
 
-    `help` and editors then list the arguments that the function passes on.
+    The other defaults are False for a bool, or None.
     """
-    parameters = inspect.signature(other).parameters.values()
-    return _with([p for p in parameters if p.kind is p.KEYWORD_ONLY])
+    keywords = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind,
+            default=(defaults or {}).get(name, False if kind is bool else None),
+        )
+        for name, kind in options.__annotations__.items()
+    ]  # fmt: skip
 
-
-def with_options(options: Any, defaults: Any) -> Callable[[Function], Function]:
-    """Show the keys of a TypedDict, for `help`, in place of **options.
-
-    Args:
-      options: the TypedDict.
-      defaults: an object with defaults as attributes; other defaults are False for a bool, or None.
-    """
-
-    def parameter(name: str, kind: Any) -> inspect.Parameter:
-        default = getattr(defaults, name, False if kind is bool else None)
-        keyword_only = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(name, keyword_only, default=default, annotation=kind)
-
-    return _with([parameter(*key) for key in options.__annotations__.items()])
-
-
-def _with(keywords: Iterable[inspect.Parameter]) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -111,15 +101,17 @@ class InitSignature:
 
 
 def described_as(other: Any) -> Callable[[Described], Described]:
-    """Add descriptions of arguments that a docstring lacks, from another function or class."""
+    """Add arguments' descriptions, or sections after them, that a docstring lacks, from another."""
 
     def decorate(function: Described) -> Described:
         doc, names = inspect.getdoc(function) or "", inspect.signature(function).parameters
-        entries = dict(_ENTRY.findall(inspect.getdoc(other) or "")) | dict(_ENTRY.findall(doc))
-        before, title, section = re.split(r"(?m)^(Args:\n|Attributes:\n)", doc, maxsplit=1)
-        _, end, after = section.partition("\n\n")
-        described = "\n".join(f"  {name}: {entries[name]}" for name in names if name in entries)
-        function.__doc__ = before + title + described + end + after
+        theirs = inspect.getdoc(other) or ""
+        found = _ENTRY.findall(f"{theirs}\n{doc}")
+        entries = {name: entry for entry, name in found}
+        before, title, section = re.split(_TITLE, doc, maxsplit=1)
+        after = section.partition("\n\n")[2] or re.split(_TITLE, theirs)[-1].partition("\n\n")[2]
+        described = "\n".join(entries[name] for name in names if name in entries)
+        function.__doc__ = f"{before}{title}{described}\n\n{after}"
         return function
 
     return decorate

@@ -136,12 +136,8 @@ def flat_batch(x: Array, dims: Dims) -> Array:
 def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
     """Return the tiles of positions q_pos [*B|1, 1, T, 1] and k_pos [*B|1, 1, 1, S]."""
     empty = Tiles(block_q, block_k, q_pos, q_pos, k_pos, k_pos)
-    return empty._replace(
-        q_min=empty.least(q_pos),
-        q_max=empty.greatest(q_pos),
-        k_min=empty.least(k_pos),
-        k_max=empty.greatest(k_pos),
-    )
+    bounds = (f(x) for x in (q_pos, k_pos) for f in (empty.least, empty.greatest))
+    return Tiles(block_q, block_k, *bounds)
 
 
 def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) -> At:

@@ -1,6 +1,7 @@
 """Tools for trees: export, partition leaves, list nodes, and trace functions of trees once."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import types
@@ -89,11 +90,8 @@ def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return fn(static, *arrays), traced once for each `static` and each shape and dtype.
 
     The traced function is inlined, so that XLA sees no call. The layers of a stack share one trace,
-    which saves most of the tracing time, forward and backward.
-
-    Args:
-      fn: a function whose first argument is static. If `static.pure` is False (it holds
-        user-defined functions, which may read mutable state), fn is traced on every call.
+    which saves most of the tracing time, forward and backward. If `static.pure` is False (it holds
+    user-defined functions, which may read mutable state), fn is traced on every call.
     """
     shared = jax.jit(fn, static_argnums=0, inline=True)
 
@@ -104,20 +102,16 @@ def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@dataclasses.dataclass(frozen=True)
 class _Program:
-    """A function that equals another with the same code, values in its closures, and axis rules.
+    """A function that equals another with the same key."""
 
-    So JAX compiles a function once that is made anew in each call.
-    """
+    fn: Callable[..., Any] = dataclasses.field(compare=False)
+    key: Any
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn, self.key = fn, (_key(fn), _key(nn.get_logical_axis_rules()))
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Program) and self.key == other.key
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(self, *args: Any) -> Any:
+        return self.fn(*args)
 
 
 def _key(x: Any) -> Any:
@@ -135,17 +129,12 @@ def _key(x: Any) -> Any:
     return tree if not leaves else (type(x), x) if leaves[0] is x else (tree, *map(_key, leaves))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run(program: _Program, *args: Any) -> Any:
-    return program.fn(*args)
-
-
 def run_once(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return fn(*args), compiled once for functions of the same code and values, made in calls.
+    """Return fn(*args), compiled once for functions that calls make anew.
 
-    fn closes over no JAX array.
+    They are of the same code, values in closures, and axis rules. fn closes over no JAX array.
     """
-    return _run(_Program(fn), *args)
+    return _Program(fn, (_key(fn), _key(nn.get_logical_axis_rules()))).run(*args)
 
 
 def is_traced(tree: Any) -> bool:

@@ -43,10 +43,6 @@ def restore(cache: Any, window: int | None = None) -> KVCache | Memory:
       cache: a `KVCache` or a `Memory`, or the fields of one by name, as msgpack,
         `flax.serialization.to_state_dict`, and the states and pure dicts of nnx have them.
       window: the window of the layer's ring buffer, which is not saved; None without one.
-
-    Raises:
-      TypeError: if it is neither.
-      ValueError: if arrays are missing or do not fit, or do not fit the window.
     """
     kept = cache
     if isinstance(cache, Mapping) and (cls := _KINDS.get(frozenset(cache))):
@@ -124,7 +120,7 @@ def truncate(collection: Collection, lengths: jax.Array | int) -> Collection:
       ValueError, TypeError: if the collection has no cache, or lengths are not integers, have
         another shape or are negative. A traced negative length gives an overflowed row.
     """
-    return _map("truncate", _truncate_by(lengths), collection)
+    return _map("truncate", lambda cache: cache.truncate(lengths), collection)
 
 
 def reset(collection: Collection) -> Collection:
@@ -135,7 +131,7 @@ def reset(collection: Collection) -> Collection:
     Raises:
       ValueError, TypeError: if the collection has no cache.
     """
-    return _map("reset", _truncate_by(0), collection)
+    return _map("reset", lambda cache: cache.truncate(0), collection)
 
 
 def free(collection: Any) -> jax.Array:
@@ -157,11 +153,7 @@ def free(collection: Any) -> jax.Array:
     return functools.reduce(jnp.minimum, (x.min(range(x.ndim - 1)) for x in room))
 
 
-def _truncate_by(lengths: jax.Array | int) -> Callable[[Any], Slots]:
-    return lambda cache: cache.truncate(lengths)
-
-
-def _map(name: str, fn: Callable[[Slots], Slots], collection: Any) -> Any:
+def _map(name: str, fn: Callable[[Any], Slots], collection: Any) -> Any:
     """Apply fn to all caches of a collection, for the public function `name`."""
     _caches(name, collection)
 

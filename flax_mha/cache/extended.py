@@ -1,5 +1,6 @@
 """Attention to the tokens of a cache and new tokens, with NaN for tokens that found no slot."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,14 +69,11 @@ class Extended(Struct):
         if self.ragged or lengths is not None:
             mask = masks.combine(masks.Lengths(self.end, end), mask)
         kv = (self.key, self.value)
-
-        def attend_prompt() -> Any:
-            return attend_causally(q, self.new, mask, call, self.window)
-
-        def attend_cache() -> Any:
-            positions = {"q_positions": self.q_positions, "kv_positions": self.k_positions}
-            return attend_causally(q, kv, mask, call, self.window, **positions)
-
+        attend_prompt = functools.partial(attend_causally, q, self.new, mask, call, self.window)
+        attend_cache = functools.partial(
+            attend_causally, q, kv, mask, call, self.window, q_positions=self.q_positions,
+            kv_positions=self.k_positions,
+        )  # fmt: skip
         capture = as_capture(call.get("capture"))
         # These have an axis of slots. `attention` may sow, which `lax.cond` does not allow.
         has_slots = capture is not None and not SQUARE.isdisjoint(capture.what)

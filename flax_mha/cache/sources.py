@@ -83,12 +83,6 @@ class NewMemory:
     config: CacheConfig
     replaced: Memory | None
 
-    def make(self, k: jax.Array, v: jax.Array) -> Memory:
-        """Return keys [*B, S, K, H] and values [*B, S, K, Hv] as stored for later calls."""
-        memory = Memory.of(k, v, jnp.dtype(self.config.dtype or k.dtype))
-        zeros = jnp.zeros(k.shape[:-3], jnp.int32)
-        return memory.replace(length=zeros if self.replaced is None else self.replaced.length)
-
 
 # The keys and values of a layer; of a layer that decodes, with the tokens of its cache.
 Shared: TypeAlias = KeyValue | Extended
@@ -105,15 +99,8 @@ def resolve_call(
 
     The meaning of a layer's call is decided here alone: by the arguments that are given, and the
     cache that exists. The inputs are None for those of the queries, or if a source has the keys and
-    values.
-
-    Args:
-      kv: the argument of the call.
-      x_q: the inputs of the queries [*B, T, D].
-      x_k: the inputs of the keys [*B, S, D'], or None.
-      x_v: the inputs of the values [*B, S, D''], or None.
-      config: the format of a new cache; None for a layer that does not decode.
-      kept: the cache of earlier calls, or None.
+    values. `config` is the format of a new cache, None for a layer that does not decode, and `kept`
+    the cache of earlier calls.
     """
     if kv is not None and (x_k is not None or x_v is not None):
         raise ValueError(
@@ -209,35 +196,3 @@ def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Arr
             f"see no earlier tokens, got mask={mask}; give masks.Window(W, 0) with W at most "
             f"{kv.window}"
         )
-
-
-def open_source(
-    cache: Source, k: Any, v: Any, T: int, mask: masks.MaskLike | None,
-    lengths: jax.Array | None, same_tokens: bool, is_ordered: bool,
-) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
-    """Return the keys and values that a call attends to, and the cache after it.
-
-    Args:
-      cache: the source, as `resolve_call` returns it. A `CacheConfig` creates an empty cache.
-      k: the keys of the call [*B, S, K, H], or None to attend to those of the source.
-      v: the values of the call [*B, S, K, Hv], or None.
-      T: the number of queries.
-      mask: the mask of the layer, which determines the window of a ring buffer.
-      lengths: int [*B], the number of real queries of each row, or None for all.
-      same_tokens: True if the keys are those of the queries' tokens.
-      is_ordered: True if the call has an `order`.
-    """
-    if isinstance(cache, Shared):
-        return cache, None
-    if isinstance(cache, KVCache):
-        return cache.extended(k, v, lengths)
-    if isinstance(cache, Memory | NewMemory):
-        memory = cache if isinstance(cache, Memory) else cache.make(k, v)
-        key, value = memory.stored()
-        if isinstance(cache, NewMemory) and cache.replaced is None:
-            # As with an empty cache, the first call makes room, and its tokens are not counted.
-            return KeyValue(key, value), memory
-        source = KeyValue(key, value, q_positions=memory.next_positions(T))
-        return source, memory.replace(length=memory.length + memory.count(T, lengths))
-    new = None if cache is None else cache.empty(k, v, mask)
-    return KeyValue(k, v, lengths if same_tokens else None, is_ordered), new

@@ -40,9 +40,13 @@ class Slots:
 
     def stored(self, total: int | None = None) -> tuple[Stored, Stored]:
         """Return keys and values in the form that kernels read, [*B, S, K, ·], of `total` slots."""
-        pairs = (self.key, self.key_scale), (self.value, self.value_scale)
-        key, value = (_as_stored(*pair, self.names[2] or "length", total) for pair in pairs)
-        return key, value
+
+        def as_stored(x: jax.Array, scale: jax.Array | None) -> Stored:
+            scale = None if scale is None else jnp.swapaxes(scale[..., None], -3, -2)
+            slots = self.names[2] or "length"
+            return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32, slots, total)
+
+        return as_stored(self.key, self.key_scale), as_stored(self.value, self.value_scale)
 
     def next_positions(self, T: int) -> jax.Array:
         """Return the positions of the next T queries of each row, int32 [*B, T]."""
@@ -211,12 +215,6 @@ def _encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
     steps = jnp.round(x / jnp.where(scale == 0, 1.0, scale)[..., None])
     return jnp.clip(steps, -127, 127).astype(jnp.int8), scale
-
-
-def _as_stored(x: jax.Array, scale: jax.Array | None, slots: str, total: int | None) -> Stored:
-    """Return slots [*B, K, S, F] and scales [*B, K, S] in the form of kernels, [*B, S, K, ·]."""
-    scale = None if scale is None else jnp.swapaxes(scale[..., None], -3, -2)
-    return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32, slots, total)
 
 
 def _check_rows(rows: Integers, batch: Shape) -> Integers:

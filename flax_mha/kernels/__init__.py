@@ -10,7 +10,7 @@ import chex
 import jax
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_known, names_of, with_arguments_of
+from flax_mha.base.arguments import check_known, names_of, with_options
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import choose, observe
 from flax_mha.kernels.bind import Keyed, Options, bind_call
@@ -39,7 +39,7 @@ def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: bool = ...,
     return_residuals: bool = ..., capture: Capture | None = ..., **call: Unpack[Options],
 ) -> Any: ...  # fmt: skip
-@with_arguments_of(bind_call)
+@with_options(Options, bind_call.__kwdefaults__)
 def dot_product_attention(
     q: Array,
     k: Keyed,
@@ -147,7 +147,7 @@ def _check_lse(normalizer: str, lse: bool, capture: Capture | None) -> None:
         )
 
 
-@with_arguments_of(bind_call)
+@with_options(Options, bind_call.__kwdefaults__)
 def explain(
     q: Array | jax.ShapeDtypeStruct,
     k: Keyed | jax.ShapeDtypeStruct,

@@ -24,7 +24,8 @@ from flax_mha.kernels.bind import bind_call
 Function = Callable[..., Any]
 
 
-def attention_fn(
+@described_as(dot_product_attention)
+def attention_fn(  # noqa: D417
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None,
     mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
@@ -40,14 +41,9 @@ def attention_fn(
       query: the queries [*B, T, N, H].
       key: the keys [*B, S, K, H].
       value: the values [*B, S, K, Hv].
-      bias: an array that is added to the scores; broadcasts to [*B, N, T, S].
       mask: an array as Flax's helpers make it, or a `flax_mha.masks.Mask`.
-      broadcast_dropout: True for one dropout pattern for all examples and heads.
-      dropout_rng: a JAX key for dropout.
-      dropout_rate: the share of weights set to 0.
       deterministic: True for no dropout.
       dtype: the dtype of the computation (default: promoted from the arrays).
-      precision: the precision of the matrix products.
       module: a linen or nnx module that sows the weights, as before dropout, under the name
         `attention_weights`.
       force_fp32_for_softmax: ignored. The softmax is always in float32 at least, and sown weights
@@ -135,12 +131,8 @@ def dot_product_attention_weights(  # noqa: D417
 
 def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array) -> Any:
     """Promote arrays to one dtype, as Flax's linen or nnx does."""
-    checked = [checks.array(name, x) for name, x in arrays.items()]
-    return (
-        promote(*checked, dtype=dtype)
-        if function is None
-        else function(tuple(checked), dtype=dtype)
-    )
+    checked = tuple(checks.array(name, x) for name, x in arrays.items())
+    return promote(*checked, dtype=dtype) if function is None else function(checked, dtype=dtype)
 
 
 def _intermediates(module: Any) -> Any:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import KVCache, Memory, sources
-from flax_mha.cache.sources import KeyValue, Shared
+from flax_mha.cache.sources import KeyValue, NewMemory, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.layer import custom_attention, head_points
@@ -77,55 +78,70 @@ def attend(
     q, k, v = heads.q, heads.k, heads.v
     q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
     q = sharding.constrain(q, sharding.HEADS)
-    if k is not None:
-        k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-    q = q if call.points is None else call.points("q", q, sharding.HEADS)
+    k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (k, v))
+    q = call.points("q", q, sharding.HEADS)
     if isinstance(cache, KVCache):
         k, v = head_points.edit_keys(call.points, q, k, v)
-        k, v = (k, v) if heads.kept is None else heads.kept(k, v)
-    q = checkpoint_name(q, "q")
-    if k is not None:
-        k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
+    q, k, v = (checkpoint_name(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     arguments = _arguments(p, settings, call)
     is_shared = isinstance(cache, Shared)
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
-    source, cache = sources.open_source(
-        cache, k, v, q.shape[-3], settings.mask, call.lengths, heads.same_tokens,
-        heads.order is not None,
-    )  # fmt: skip
-    if call.points is not None:
+    source, cache = _open_source(cache, heads._replace(q=q, k=k, v=v), settings.mask, call.lengths)
+    if call.points.is_active:
         source = head_points.edit_source(call.points, q, source, is_shared)
         head_points.edit_scores(call.points, arguments, q, source)
     with jax.named_scope("kernel"):
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
             arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
-            continued = source.q_positions
-            q_positions = heads.order if continued is None else continued
+            q_positions = heads.order if source.q_positions is None else source.q_positions
             places = {"q_positions": q_positions, "kv_positions": heads.order}
             result = attention(q, source.key, source.value, **places, **arguments)
-            if call.points is not None and (heads.same_tokens or is_shared):
+            if heads.same_tokens or is_shared:
                 qkv = (q, source.key, source.value)
                 head_points.read_pairs(call.points, attention, qkv, arguments | places)
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)
-    x = x if call.points is None else call.points("z", x, sharding.HEADS)
+    x = call.points("z", x, sharding.HEADS)
     x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
     x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
     x = sharding.constrain(x, sharding.HEADS)
     with jax.named_scope("merge"):
         out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
-    if call.points is not None:
-        for name, value in (more[-1] if arguments["capture"] else {}).items():
-            call.points.sow(name, value)
-        out = head_points.edit_result(call.points, p.get("out"), x, out)
-        out = call.points.last("out", out)
-    out = checkpoint_name(out, "out")
+    for name, value in (more[-1] if arguments["capture"] else {}).items():
+        call.points.sow(name, value)
+    out = head_points.edit_result(call.points, p.get("out"), x, out)
+    out = checkpoint_name(call.points.last("out", out), "out")
     return Output(out, more[0] if call.return_weights else None, cache, source)
+
+
+def _open_source(
+    cache: Source, heads: Heads, mask: masks.MaskLike | None, lengths: jax.Array | None
+) -> tuple[Shared, KVCache | Memory | None]:
+    """Return the keys and values that a call attends to, and the cache after it."""
+    k, v = heads.k, heads.v
+    if isinstance(cache, Shared):
+        return cache, None
+    if isinstance(cache, KVCache):
+        return cache.extended(*heads.kept(k, v), lengths)
+    if isinstance(cache, NewMemory):
+        memory = Memory.of(k, v, jnp.dtype(cache.config.dtype or k.dtype))
+        if cache.replaced is None:
+            # As with an empty cache, the first call makes room, and its tokens are not counted.
+            length = jnp.zeros(k.shape[:-3], jnp.int32)
+            return KeyValue(*memory.stored()), memory.replace(length=length)
+        cache = memory.replace(length=cache.replaced.length)
+    if isinstance(cache, Memory):
+        T = heads.q.shape[-3]
+        source = KeyValue(*cache.stored(), q_positions=cache.next_positions(T))
+        return source, cache.replace(length=cache.length + cache.count(T, lengths))
+    # The mask determines the window of a ring buffer.
+    new = None if cache is None else cache.empty(*heads.kept(k, v), mask)
+    return KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None), new
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
@@ -143,7 +159,7 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
 
 def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
     """Return the arguments of attention beside queries, keys and values."""
-    reads = None if call.points is None else call.points.reads
+    reads = call.points.reads
     scale = settings.scale if call.scale is None else call.scale
     arguments: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,

@@ -30,26 +30,11 @@ def run(
     fn: Function, q: jax.Array, k: Any, v: Any, *, mask: masks.MaskLike | None = None,
     q_positions: Array | None = None, kv_positions: Array | None = None, **options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Compute attention by a function with the signature of Flax's, as Flax's layer calls it.
+    """Compute (out,) by a function with the signature of Flax's, as Flax's layer calls it.
 
-    The mask becomes an array of bools [*B, N|1, T, S]; keys and values are repeated to N heads. An
-    option that the function has no parameter for is left out if it changes nothing.
-
-    Args:
-      fn: the function.
-      q: the queries [*B, T, N, H].
-      k: the keys [*B, S, K, H], perhaps `Stored`.
-      v: the values [*B, S, K, Hv], perhaps `Stored`.
-      mask: the mask of the call.
-      q_positions: the positions of the queries.
-      kv_positions: the positions of the keys.
-      **options: the other arguments of `dot_product_attention`, and of Flax's function.
-
-    Returns:
-      (out [*B, T, N, Hv],).
-
-    Raises:
-      ValueError: if the function lacks a parameter for an option, or gives another shape.
+    The mask becomes an array of bools [*B, N|1, T, S]; keys and values, perhaps `Stored`, are
+    repeated to N heads. An option that the function has no parameter for is left out if it changes
+    nothing. Arguments are as in `dot_product_attention`, and those of Flax's function.
     """
     call = {name: options.pop(name, None) for name in _OPTIONS}
     for name, value in options.items():

@@ -49,10 +49,8 @@ def edit_result(points: Points, linear: Linear | None, x: jax.Array, out: jax.Ar
     return sharding.auto(add, FEATURES, shares, linear.bias)
 
 
-def edit_keys(points: Points | None, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
+def edit_keys(points: Points, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
     """Apply the points of keys and values, perhaps `Stored`, for queries [*B, T, N, H]."""
-    if points is None:
-        return k, v
 
     def edit(name: str, x: Any) -> Any:
         read = dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x)
@@ -100,13 +98,8 @@ def read_pairs(
     """Read the mean weight of each head on each of `points.pairs`, as `pairs` by name, [N].
 
     The mean is over the queries that see such a key. It is NaN if there are none. A sink takes part
-    in the softmax, and is in no pair.
-
-    Args:
-      points: the points of the call.
-      attention: the function that computes it.
-      qkv: the queries [*B, T, N, H], keys [*B, T, K, H] and values [*B, T, K, Hv].
-      call: the other arguments of `dot_product_attention`.
+    in the softmax, and is in no pair. `attention` computes the call, with arguments as in
+    `dot_product_attention`.
     """
     if not points.pairs:
         return

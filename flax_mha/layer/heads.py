@@ -10,7 +10,7 @@ import numpy as np
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig, KVCache, Memory
-from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source
+from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source, projected
 from flax_mha.layer import padding
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions import Axial, Rotation
@@ -26,8 +26,8 @@ class Heads(NamedTuple):
       gate: the factor of the heads' outputs, before the sigmoid, or None.
       order: the place of each token in the sequence, as `Call.order`.
       same_tokens: True if keys and queries are of the same tokens.
-      kept: a function from k and v to those that a cache keeps (default: the same). Reads and edits
-        are of k and v.
+      kept: a function from k and v to those that a cache of these tokens keeps (default: the
+        same). Reads and edits are of k and v.
     """
 
     q: jax.Array
@@ -36,7 +36,7 @@ class Heads(NamedTuple):
     gate: jax.Array | None = None
     order: Array | None = None
     same_tokens: bool = True
-    kept: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    kept: Callable[[Any, Any], tuple[Any, Any]] = lambda k, v: (k, v)
 
 
 def project_heads(
@@ -53,12 +53,10 @@ def project_heads(
     order = check_order(call.order, is_whole, x_q.shape[-2])
     is_self_attention = x_k is None and not isinstance(cache, Memory | Shared)
     same_tokens = is_self_attention or isinstance(cache, KVCache | CacheConfig)
-    if call.lengths is not None:
-        x_q = padding.cleared(x_q, call.lengths, order)
-        if same_tokens:
-            x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
-    if is_self_attention:
-        x_k = x_v = x_q
+    x_q = padding.cleared(x_q, call.lengths, order)
+    if same_tokens:
+        x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
+    x_k, x_v = projected(x_q, x_k, x_v, cache)
     with jax.named_scope("project"):  # These names are what profiles show.
         # First keys and values: on a mesh that shards the heads of queries alone, XLA sums the
         # gradients of queries and gates over devices at once only if no other stands between them.
@@ -68,12 +66,11 @@ def project_heads(
         q = p["query"](x_q)
         gate = p["output_gate"](x_q) if "output_gate" in p else None
     norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary
-    if "query_ln" in p and not norms_after:
+    if not norms_after:
         q, k = norm(p, q, k)
-    if settings.rotary is not None or call.positions is not None:
-        with jax.named_scope("rotate"):
-            q, k = turn(settings.rotary, q, k, call.positions, order, cache, same_tokens)
-    if "query_ln" in p and norms_after:
+    with jax.named_scope("rotate"):
+        q, k = turn(settings.rotary, q, k, call.positions, order, cache, same_tokens)
+    if norms_after:
         q, k = norm(p, q, k)
     return Heads(q, k, v, gate, order, same_tokens)
 
@@ -93,9 +90,6 @@ def turn(
 
     One array of positions is that of the queries, and of keys of the `same_tokens`. The keys are
     None where a cache holds them, rotated.
-
-    Raises:
-      ValueError: if positions are given without a rotation, or an image grid has too few places.
     """
     if rotary is None:
         if positions is not None:
@@ -121,12 +115,6 @@ def turn(
         q_pos = q_pos if positions is None else positions
         k_pos = q_pos if same_tokens else k_pos
     return _rotate(rotary, q, q_pos), None if k is None else _rotate(rotary, k, k_pos)
-
-
-def check_rotation(rotation: Any) -> None:
-    """Check that a layer's `rotary` is a function of queries or keys, and positions."""
-    remedy = "give positions.Rotary(), with its parentheses"
-    checks.function("rotary", rotation, "(x, positions) -> x", remedy, 2)
 
 
 def _rotate(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:

@@ -21,7 +21,6 @@ from flax_mha.sharding.tensor_parallel import column_parallel, gather_kernel, ga
 default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
 
-
 # By the numbers of contracted axes of x, and of axes that replace them. The letters of heads come
 # before the letters of features: einsum sorts contracted letters, and would copy the kernel.
 _SUMS = {(1, 1): "...d,df->...f", (1, 2): "...td,dnh->...tnh", (2, 1): "...tnv,nvd->...td"}
@@ -62,11 +61,7 @@ class Linear(struct.PyTreeNode):
         return self.rows + gathered(self.names[self.contracted :])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return x·W + b [*B, T, *features], by a call of the submodule if there is one.
-
-        Raises:
-          ValueError: if an interceptor changes the output's shape.
-        """
+        """Return x·W + b [*B, T, *features], by a call of the submodule if there is one."""
         if self.module is None:
             return self.product(x)
         y: jax.Array = self.module(x)
@@ -105,16 +100,12 @@ def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 class Projection(nn.Module):
     """A `Linear` as a module: Flax's `DenseGeneral`, with named axes.
 
+    See `Linear` for features, names, contracted, rows, dtype and precision.
+
     Attributes:
-      features: the sizes of the new axes of y.
-      names: the logical names of W's axes, the contracted ones first.
-      contracted: the number of x's last axes that are contracted.
-      rows: the logical names of the other axes of y.
       kernel_init: the initializer of W, called with the shape [in, out].
       bias_init: the initializer of b, or None for no bias.
-      dtype: the dtype of the computation (default: promoted from x, W and b).
       param_dtype: the dtype of the parameters.
-      precision: the precision of the product, a `jax.lax.Precision`.
       partitioned: True to box the parameters with their logical names.
     """
 
@@ -177,7 +168,9 @@ def for_shape(init: Initializer, contracted: int) -> Initializer:
         flat = (math.prod(ins), math.prod(outs)) if ins else (math.prod(outs),)
         value = init(rng, flat, dtype)
         if isinstance(value, meta.AxisMetadata):
-            return value.replace_boxed(_array(value).reshape(shape))
+            # A sharding constraint for the final shape would not fit the flat one.
+            raw = {"apply_constraint": False} if isinstance(value, nn.Partitioned) else {}
+            return value.replace_boxed(value.unbox(**raw).reshape(shape))
         if jnp.shape(checks.array("what an initializer gives", value)) != flat:
             raise ValueError(
                 f"an initializer must give an array of the shape it is asked for, {flat}, got "
@@ -186,8 +179,3 @@ def for_shape(init: Initializer, contracted: int) -> Initializer:
         return jnp.reshape(value, shape)
 
     return initialize
-
-
-def _array(box: meta.AxisMetadata) -> jax.Array:
-    # A sharding constraint for the final shape would not fit the flat one.
-    return box.unbox(apply_constraint=False) if isinstance(box, nn.Partitioned) else box.unbox()

@@ -52,14 +52,13 @@ def heads(
         _name_tokens(axis.set_xticks, keys, head.shape[1], "kv_tokens", "keys")
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    figure._repr_png_ = lambda: _as_png(figure)  # Shows it in a notebook that never used pyplot.
+
+    def as_png() -> bytes:
+        figure.savefig(buffer := io.BytesIO(), format="png")
+        return buffer.getvalue()
+
+    figure._repr_png_ = as_png  # Shows it in a notebook that never used pyplot.
     return figure
-
-
-def _as_png(figure: "Figure") -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
 
 
 def _name_tokens(

@@ -105,17 +105,12 @@ class Edit(ScoreMod):
 class Points:
     """The points of one call of a module: edits them, and sows those that are read.
 
-    Attributes:
-      module: the module of linen or nnx.
-      edits: the edits by name.
-      prefix: the prefix of all names.
-      collection: the first argument of the module's `sow`.
-      reads: the names to read, without prefix, or None.
-      seen: the names of the points so far.
+    All names have the prefix, but those in `reads`. The collection is the first argument of the
+    module's `sow`. `seen` are the names of the points so far.
     """
 
-    module: Any
-    edits: Mapping[str, Edit]
+    module: Any = None
+    edits: Mapping[str, Edit] = dataclasses.field(default_factory=dict)
     prefix: str = "attention_"
     collection: Any = "intermediates"
     reads: Capture | None = None

@@ -65,10 +65,10 @@ def qk_clip(
             S = _by_head(greatest, whole, path)
             shrink = jnp.where(threshold < S, threshold / S, 1.0)
             for name, factor in _factors(shrink, whole, path, balance).items():
-                for leaf in ("kernel", "bias"):
-                    at = (*path, name, leaf)
-                    if at in whole:
-                        steps[at] = _scaled(whole[at], steps[at], factor, leaf)
+                for leaf, by in (("kernel", factor[..., None, :, :]), ("bias", factor)):
+                    if (at := (*path, name, leaf)) in whole:
+                        step = by * (whole[at] + steps[at]) - whole[at]
+                        steps[at] = step.astype(steps[at].dtype)
         return unflatten_dict(steps), state
 
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
@@ -130,9 +130,3 @@ def _factors(
     # Later features meet a key that all heads share.
     is_own = jnp.arange(query.shape[-1]) < key.shape[-1]
     return {"query": jnp.where(is_own, whole**balance, whole), "key": whole ** (1 - balance)}
-
-
-def _scaled(param: jax.Array, step: jax.Array, factor: jax.Array, leaf: str) -> jax.Array:
-    """Return the step to factor·(param + step)."""
-    factor = factor[..., None, :, :] if leaf == "kernel" else factor
-    return (factor * (param + step) - param).astype(step.dtype)

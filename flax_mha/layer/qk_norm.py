@@ -39,11 +39,9 @@ class QKNorm:
 
     def module(self, library: Any, *args: Any, **fields: Any) -> Any:
         """Return this norm as a module of `flax.linen` or `flax.nnx`, with more arguments."""
-        return getattr(library, _KINDS[self.kind])(*args, **self._fields(), **fields)
-
-    def _fields(self) -> dict[str, Any]:
-        same: dict[str, Any] = {"epsilon": self.epsilon, "use_scale": self.scale}
-        return same | ({"use_bias": False} if self.kind == "layernorm" else {})
+        fields |= {"epsilon": self.epsilon, "use_scale": self.scale}
+        fields |= {"use_bias": False} if self.kind == "layernorm" else {}
+        return getattr(library, _KINDS[self.kind])(*args, **fields)
 
 
 def as_qk_norm(norm: QKNorm | None, normalize_qk: bool) -> QKNorm | None:

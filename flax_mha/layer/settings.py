@@ -6,15 +6,13 @@ from typing import Any, Literal, TypedDict
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.typing import Dtype, Initializer, PrecisionLike
+from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import masks
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks
 from flax_mha.base.coordinates import Array
-from flax_mha.cache import CacheConfig
 from flax_mha.cache.sources import Given
-from flax_mha.kernels import Capture, KernelName
+from flax_mha.kernels import KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.layer.attention_fn import attention_fn
 from flax_mha.layer.points import Points
@@ -36,20 +34,6 @@ def has_bias(use_bias: bool | Sequence[str], name: str) -> bool:
             f"{use_bias!r}"
         )
     return name in use_bias
-
-
-def learns_scale(scale: Any) -> bool:
-    """Return True if a layer's field `scale` is "learned"."""
-    if isinstance(scale, str) and scale != "learned":
-        raise ValueError(f"scale must be a number or 'learned', got {scale!r}")
-    return isinstance(scale, str)
-
-
-def gate_features(gate: str | None, N: int, Hv: int) -> shapes.Shape:
-    """Return the features of a layer's gate, or () without a gate."""
-    if gate is None:
-        return ()
-    return checks.choice("gate", gate, {"head": (N, 1), "feature": (N, Hv)})
 
 
 def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:
@@ -89,35 +73,6 @@ class Settings:
         return None if self.attention_fn is attention_fn else self.attention_fn
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class Fields(Settings):
-    """The fields that layers of linen and nnx share, described in `MultiHeadAttention`."""
-
-    param_dtype: Dtype = jnp.float32
-    deterministic: bool | None = None
-    kernel_init: Initializer = nn.linear.default_kernel_init
-    out_kernel_init: Initializer | None = None
-    bias_init: Initializer = ZEROS
-    out_bias_init: Initializer | None = None
-    use_bias: bool | Sequence[str] = True
-    cache: CacheConfig | None = None
-    normalize_qk: bool = False
-    head_dim: int | None = None
-    v_head_dim: int | None = None
-    project_out: bool = True
-    scores: Sequence[ScoreMod] = ()
-    sinks: bool = False
-    capture: Capture | None = None
-    gate: str | None = None
-    # Fields of Flax's layers, see `base.arguments`.
-    qkv_dot_general: None = None
-    out_dot_general: None = None
-    qkv_dot_general_cls: None = None
-    out_dot_general_cls: None = None
-    qk_attn_weights_einsum_cls: None = None
-    attn_weights_value_einsum_cls: None = None
-
-
 class CallOptions(TypedDict, total=False):
     """The arguments that calls of linen and nnx layers share.
 
@@ -148,7 +103,7 @@ class Call:
       scale: the scale of the scores, in place of the layer's.
       dropout_rng: a key for dropout, or None for no dropout.
       return_weights: True to return the weights.
-      points: the named tensors of the call to change, read or list; None for none.
+      points: the named tensors of the call to change, read or list.
       sower: the module that an `attention_fn` sows weights into.
     """
 
@@ -163,5 +118,5 @@ class Call:
     scale: float | None = None
     dropout_rng: jax.Array | None = None
     return_weights: bool = False
-    points: Points | None = None
+    points: Points = dataclasses.field(default_factory=Points)
     sower: Any = None

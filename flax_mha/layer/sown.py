@@ -13,9 +13,6 @@ def find_weights(tree: Any) -> dict[str, np.ndarray]:
     Args:
       tree: the weights of one example, [*B, N, T, S] with every B = 1, or a tree of such arrays
         such as all `intermediates`, whose `attention_weights` are taken.
-
-    Raises:
-      ValueError: if there are none, or they are of several examples.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if len(leaves) == 1 and "attention_" not in jax.tree_util.keystr(leaves[0][0]):
@@ -39,9 +36,6 @@ def find(tree: Any, name: str, axes: int) -> dict[str, np.ndarray]:
       tree: a tree of arrays.
       name: the name of the arrays, such as "attention_entropy".
       axes: the number of their axes after the batch.
-
-    Raises:
-      ValueError: if they are of several examples.
     """
     leaves = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)

@@ -2,30 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import flax.linen as nn
 import jax
-from flax.typing import Initializer
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import InitSignature, check_given
-from flax_mha.cache import as_cache_config
+from flax_mha.cache import CacheConfig, as_cache_config
 from flax_mha.kernels.capture import Capture, as_capture
 from flax_mha.layer import core
-from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import as_qk_norm
-from flax_mha.layer.settings import (
-    ZEROS,
-    Call,
-    Fields,
-    gate_features,
-    has_bias,
-    learns_scale,
-)
+from flax_mha.layer.settings import ZEROS, Call, Settings, has_bias
 from flax_mha.scores import ScoreMod, as_scores
 
 # One function for equal values, so that equal nnx layers have equal definitions.
@@ -34,12 +27,36 @@ _OF_CALL = {field.name for field in dataclasses.fields(Call)}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class Attention(Fields):
+class Attention(Settings):
     """A kind of attention: fields, a table of parameters, and a function of arrays.
 
     The layers of linen and nnx inherit from it. They make the parameters that `table` lists, and
     call `compute` with them. Another kind of attention overrides both.
     """
+
+    param_dtype: Dtype = jnp.float32
+    deterministic: bool | None = None
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = ZEROS
+    out_bias_init: Initializer | None = None
+    use_bias: bool | Sequence[str] = True
+    cache: CacheConfig | None = None
+    normalize_qk: bool = False
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    project_out: bool = True
+    scores: Sequence[ScoreMod] = ()
+    sinks: bool = False
+    capture: Capture | None = None
+    gate: str | None = None
+    # Fields of Flax's layers, see `base.arguments`.
+    qkv_dot_general: None = None
+    out_dot_general: None = None
+    qkv_dot_general_cls: None = None
+    out_dot_general_cls: None = None
+    qk_attn_weights_einsum_cls: None = None
+    attn_weights_value_einsum_cls: None = None
 
     if not TYPE_CHECKING:  # Type checkers and editors show the fields.
 
@@ -59,7 +76,8 @@ class Attention(Fields):
         """Check the fields as far as it needs no inputs."""
         checks.fields(self)
         if self.rotary is not None:
-            check_rotation(self.rotary)
+            remedy = "give positions.Rotary(), with its parentheses"
+            checks.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
         as_capture(self.capture, in_layer=True)
         cache = as_cache_config(self.cache)
         if self.decode is not False:
@@ -90,13 +108,8 @@ class Attention(Fields):
     ) -> Call:  # fmt: skip
         """Return the arguments of a call as one value.
 
-        Args:
-          options: the arguments by name.
-          scores: the layer's scores, with their parameters.
-          dropout_rng: a key, or None for no dropout.
-          points: the module's path and edits.
-          is_captured: True if intermediates are collected.
-          return_weights: True to return the weights.
+        `scores` are the layer's, with their parameters, `points` have the module's path and edits,
+        and `is_captured` is True if intermediates are collected.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
         reads, is_custom = self.capture, self.custom_attention is not None
@@ -109,7 +122,7 @@ class Attention(Fields):
         named = {name: options[name] for name in _OF_CALL if name in options}
         named |= {
             "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,
-            "return_weights": return_weights, "points": points if points.is_active else None,
+            "return_weights": return_weights, "points": points,
             "sower": self if sow_weights else None,
         }  # fmt: skip
         return Call(**named)
@@ -139,7 +152,8 @@ class Attention(Fields):
             entries["query_ln"] = NormEntry(H, norm)
         if norm is not None and Dk:
             entries["key_ln"] = NormEntry(H, norm)
-        if gate := gate_features(self.gate, N, Hv):
+        if self.gate is not None:
+            gate = checks.choice("gate", self.gate, {"head": (N, 1), "feature": (N, Hv)})
             entries["output_gate"] = self.to_heads("output_gate", D, gate)
         return entries | self.out_table(N, Hv, D) | self.score_table(H)
 
@@ -162,15 +176,15 @@ class Attention(Fields):
 
     def score_table(self: Any, H: int) -> Table:
         """Return the table of learned sinks and scales of the scores."""
-        entries: Table = {}
-        if self.sinks:
-            entries["sinks"] = ArrayEntry((self.num_heads,), ("heads",), ZEROS, is_random=False)
-        if learns_scale(self.scale):
-            init = _constant(H**-0.5)
-            entries["score_scale"] = ArrayEntry(
-                (self.num_heads,), ("heads",), init, is_random=False
-            )
-        return entries
+        inits = {"sinks": ZEROS} if self.sinks else {}
+        if isinstance(self.scale, str):
+            if self.scale != "learned":
+                raise ValueError(f"scale must be a number or 'learned', got {self.scale!r}")
+            inits["score_scale"] = _constant(H**-0.5)
+        shape = (self.num_heads,)
+        return {
+            name: ArrayEntry(shape, ("heads",), x, is_random=False) for name, x in inits.items()
+        }
 
     def initializers(self, entry: LinearEntry) -> tuple[Initializer, Initializer]:
         """Return the initializers of an entry's kernel and bias."""

@@ -96,8 +96,7 @@ class ChosenBlocks(Attention):
         visible = jnp.broadcast_to(shapes.lead(visible, scores.ndim), scores.shape)
         if not self.share:
             return [scores, visible]
-        number = None if isinstance(self.scale, str) else self.scale
-        scale = dims.H**-0.5 if number is None else number
+        scale: Any = dims.H**-0.5 if self.scale is None else self.scale
         return _shared(dims.K, scores * scale, visible, jnp.broadcast_to(past, scores.shape))
 
     def _choosing(self, q: jax.Array, mask: masks.Mask, at: At) -> jax.Array:

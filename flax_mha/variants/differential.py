@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -19,6 +18,9 @@ from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.variants import common
+
+# The vectors of λ, in the order of its equation.
+_LAMBDA = ("lambda_a1", "lambda_b1", "lambda_a2", "lambda_b2")
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -38,7 +40,9 @@ class Differential(Attention):
         def norm(x: jax.Array) -> jax.Array:
             return p["norm"](x) * jnp.asarray(1 - self.offset, x.dtype)
 
-        attention = functools.partial(_attend, self._lambda(p), norm, K)
+        a1, b1, a2, b2 = (p[name].astype(jnp.float32) for name in _LAMBDA)
+        weight = jnp.exp(jnp.vdot(a1, b1)) - jnp.exp(jnp.vdot(a2, b2)) + self.offset
+        attention = functools.partial(_attend, weight, norm, K)
         heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
@@ -56,7 +60,7 @@ class Differential(Attention):
         }
         vectors = ArrayEntry((H,), (None,), nn.initializers.normal(0.1))
         entries |= self.out_table(N, 2 * H, D)
-        entries |= {f"lambda_{x}{n}": vectors for n in (1, 2) for x in "ab"}
+        entries |= dict.fromkeys(_LAMBDA, vectors)
         return entries | {"norm": NormEntry(2 * H, QKNorm(epsilon=self.norm_epsilon))}
 
     def sizes(self: Any, features: int) -> tuple[int, int, int, int]:
@@ -65,12 +69,6 @@ class Differential(Attention):
             features, self.num_heads, self.num_kv_heads, self.qkv_features,
             self.head_dim or (self.qkv_features or features) // (2 * self.num_heads), None,
         )  # fmt: skip
-
-    def _lambda(self, p: Mapping[str, Any]) -> jax.Array:
-        """Return λ, float32."""
-        names = [f"lambda_{x}{n}" for n in (1, 2) for x in "ab"]
-        a1, b1, a2, b2 = (p[name].astype(jnp.float32) for name in names)
-        return jnp.exp(jnp.vdot(a1, b1)) - jnp.exp(jnp.vdot(a2, b2)) + self.offset
 
 
 class DifferentialAttention(Differential, MultiHeadAttention):

@@ -43,7 +43,6 @@ class Forgetting(Attention):
         z = p["forget_gate"](x)
         q, v, order = heads.q, heads.v, heads.order
         k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
-        heads = heads._replace(k=k)
         dims, positions, last = shapes.Dims.of(q, k, v), order, None
         if isinstance(cache, KVCache):
             dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
@@ -58,21 +57,18 @@ class Forgetting(Attention):
         def kept(k: Any, v: Any) -> tuple[Any, Any]:
             return sharding.auto(_joined, sharding.KV_HEADS, k, c), v
 
+        forget = _Forget(c, c)
         if isinstance(cache, KVCache):
             _check_dtype(cache.key.dtype)
-            scores = (*call.scores, _Forget(c))
-            attention = functools.partial(_attend, c)
-            call = dataclasses.replace(call, scores=scores, attention=attention)
-            heads = heads._replace(kept=kept)
-            return core.attend(p, self, heads, call, cache)._replace(kv=None)
-        mask = masks.combine(masks.Causal(), call.mask)
-        call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
-        output = core.attend(p, self, heads, call, None)
-        made = None
+            forget = _Forget(c)
+            call = dataclasses.replace(call, attention=functools.partial(_attend, c))
+        else:
+            call = dataclasses.replace(call, mask=masks.combine(masks.Causal(), call.mask))
         if isinstance(cache, CacheConfig):
             _check_dtype(cache.dtype or k.dtype)
-            made = cache.empty(*kept(k, v), self.mask)
-        return output._replace(cache=made, kv=None)
+        heads = heads._replace(k=k, kept=kept)
+        call = dataclasses.replace(call, scores=(*call.scores, forget))
+        return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""

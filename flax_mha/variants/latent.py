@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache
+from flax_mha.cache import KVCache
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
@@ -51,19 +51,14 @@ class Latent(Attention):
         if self.scale is None:
             call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]
-        heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order)
-        if call.points is not None or not isinstance(cache, KVCache):
+        heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
+        if call.points.is_active or not isinstance(cache, KVCache):
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if isinstance(cache, KVCache):
-            if call.points is not None:
-                call.points.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
+            call.points.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
             absorbed = functools.partial(_absorbed, p["key"], p["value"])
             call = dataclasses.replace(call, attention=absorbed)
-            heads = heads._replace(kept=lambda k, v: (r, c))
-            return core.attend(p, self, heads, call, cache)._replace(kv=None)
-        output = core.attend(p, self, heads, call, None)
-        empty = cache.empty(r, c, self.mask) if isinstance(cache, CacheConfig) else None
-        return output._replace(cache=empty, kv=None)
+        return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
@@ -74,21 +69,19 @@ class Latent(Attention):
         absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn")
         common.check("latent attention", self, absent)
         (N, _, H, Hv), R, rank = self.sizes(D), self.rope_dim, self.kv_rank
+        norm = QKNorm(epsilon=self.norm_epsilon)
         entries: Table = {}
 
         def add(name: str, inputs: int, features: Shape, *names: str | None) -> None:
             biased = has_bias(self.use_bias, name)
             entries[name] = LinearEntry((inputs,), features, names, biased)
 
-        def add_norm(name: str, features: int) -> None:
-            entries[name] = NormEntry(features, QKNorm(epsilon=self.norm_epsilon))
-
         if self.q_rank is not None:
             add("query_down", D, (self.q_rank,), "embed", None)
-            add_norm("query_norm", self.q_rank)
+            entries["query_norm"] = NormEntry(self.q_rank, norm)
         add("query", self.q_rank or D, (N, H + R), None, "heads", None)
         add("kv_down", D, (rank + R,), "embed", None)
-        add_norm("kv_norm", rank)
+        entries["kv_norm"] = NormEntry(rank, norm)
         add("key", rank, (N, H), None, "heads", "head_dim")
         add("value", rank, (N, Hv), None, "heads", "head_dim")
         return entries | self.out_table(N, Hv, D) | self.score_table(H)

@@ -26,10 +26,7 @@ from flax_mha.variants import common
 class TalkingHeads(Attention):
     """The fields, parameters and computation of talking-heads attention, for linen and nnx."""
 
-    @property
-    def mixes_heads(self) -> bool:
-        """True: learned matrices mix the heads."""
-        return True
+    mixes_heads = True  # By learned matrices.
 
     def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
@@ -40,15 +37,14 @@ class TalkingHeads(Attention):
         K = self.num_kv_heads or self.num_heads
         if self.scale is None:  # Mixed queries are longer.
             call = dataclasses.replace(call, scale=heads.q.shape[-1] ** -0.5)
-        mix = functools.partial(_mixed_queries, K, self.precision)
-        q = _gathered(mix, heads.q, p["mix_scores"])
-        k, v = (
-            None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
-            for x in (heads.k, heads.v)
-        )
+        mixed_queries = functools.partial(_mixed_queries, K, self.precision)
+        q = _mix(mixed_queries, True, heads.q, p["mix_scores"])
+        as_one = functools.partial(sharding.auto, _as_one, sharding.KV_HEADS)
+        k, v = jax.tree.map(as_one, (heads.k, heads.v))
         own_values = functools.partial(_own_values, K, self.precision)
-        mix_weights = functools.partial(_summed, own_values, p["mix_weights"])
-        attention = functools.partial(common.attend, mix_weights)
+        attention = functools.partial(
+            common.attend, lambda x: _mix(own_values, False, x, p["mix_weights"])
+        )
         heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
         # Other layers cannot read these keys and values.
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
@@ -81,38 +77,22 @@ class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
     """
 
 
-def _gathered(fn: Callable[..., jax.Array], x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Return fn(x, mixing) of all heads of x [*B, T, N, ·], each device for its heads."""
-    axes = _axes(x)
+def _mix(fn: Callable[..., jax.Array], gathers: bool, x: jax.Array, mixing: jax.Array) -> jax.Array:
+    """Return fn(x, mixing) over the heads of x [*B, T, N, ·], on each device for its heads.
 
-    def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
-        return fn(jax.lax.all_gather(x, axes, axis=x.ndim - 2, tiled=True), mixing)
-
-    return _on_devices(fn, local if axes else None, (None, "heads"), x, mixing)
-
-
-def _summed(fn: Callable[..., jax.Array], mixing: jax.Array, x: jax.Array) -> jax.Array:
-    """Return fn(x, mixing), a sum over heads of x [*B, T, N, ·], each device for its heads."""
-    axes = _axes(x)
-
-    def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(fn(x, mixing), axes, scatter_dimension=x.ndim - 2, tiled=True)
-
-    return _on_devices(fn, local if axes else None, ("heads", None), x, mixing)
-
-
-def _axes(x: jax.Array) -> tuple[str, ...]:
-    """Return the mesh axes that divide the heads of x [*B, T, N, ·]."""
-    return rules.unpack_entry(sharding.spec(x.shape, sharding.HEADS)[-2])
-
-
-def _on_devices(
-    fn: Callable[..., jax.Array], local: Callable[..., jax.Array] | None,
-    names: sharding.LogicalNames, x: jax.Array, mixing: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """Return fn(x, mixing) of heads, by `local` if given, with mixing divided by its names."""
-    if local is None:
+    A device gathers the heads of all, or the results of all devices are summed.
+    """
+    axes = rules.unpack_entry(sharding.spec(x.shape, sharding.HEADS)[-2])
+    if not axes:
         return sharding.auto(fn, sharding.HEADS, x, mixing)
+
+    def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
+        axis = x.ndim - 2
+        if gathers:
+            return fn(jax.lax.all_gather(x, axes, axis=axis, tiled=True), mixing)
+        return jax.lax.psum_scatter(fn(x, mixing), axes, scatter_dimension=axis, tiled=True)
+
+    names = (None, "heads") if gathers else ("heads", None)
     shape = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x, mixing))).shape
     out = (shape, sharding.HEADS)
     return sharding.local(local, [sharding.HEADS, names], out, x, mixing)

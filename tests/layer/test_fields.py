@@ -23,8 +23,8 @@ ROOT = Path(flax_mha.__file__).parent
 X = np.ones((2, 4, 8), np.float32)
 VARIANTS = [name for name in vars(variants) if name.endswith("Attention")]
 CHECKS = {
-    "as_qk_norm", "check_fields", "check_rotation", "fields", "gate_features", "has_bias",
-    "head_sizes", "learns_scale", "out_table", "score_table", "table",
+    "as_qk_norm", "check_fields", "fields", "function", "has_bias", "head_sizes", "out_table",
+    "score_table", "table",
 }  # fmt: skip
 
 
