@@ -142,11 +142,12 @@ def _compute(
             weights = nan_where(pick(jnp.asarray(spec.invalid), *chosen), weights)
         captured["weights"] = weights.astype(dtype)
     if "entropy" in names:
-        summary = functools.partial(_summarize, sinks=spec.sinks)
+        summary = functools.partial(_hide_nan, functools.partial(_summarize, sinks=spec.sinks))
         captured["entropy"], captured["max_logit"] = _map_blocks(summary, q, k, spec, at)
     elif "max_logit" in names:
         # Without the entropy's exponentials this takes a third of the time.
-        (captured["max_logit"],) = _map_blocks(_max_score, q, k, spec, at)
+        summary = functools.partial(_hide_nan, _max_score)
+        (captured["max_logit"],) = _map_blocks(summary, q, k, spec, at)
     return {name: captured[name] for name in names}
 
 
@@ -238,10 +239,16 @@ def _slice_keys(keys: slice, k: jax.Array, at: At, tree: Any) -> list[Any]:
     return [k[..., keys, :], jax.tree.map(cut, at), map_score_arrays(cut, tree)]
 
 
+def _hide_nan(summary: Callable[..., tuple[jax.Array, ...]], score: jax.Array) -> Any:
+    """Return a summary of scores [..., S], NaN and without gradients for queries that see NaN."""
+    lost = ~(score.sum(-1) < jnp.inf)
+    results = summary(jnp.where(lost[..., None], -jnp.inf, score))
+    return tuple(jnp.where(lost, jnp.nan, x) for x in results)
+
+
 def _max_score(score: jax.Array) -> tuple[jax.Array]:
     """Return the maximum [..., N, T] of scores [..., N, T, S]."""
-    # Maxima of XLA:CPU ignore NaN, sums do not.
-    return (jnp.where(jnp.isnan(score.sum(-1)), jnp.nan, score.max(-1, initial=-jnp.inf)),)
+    return (score.max(-1, initial=-jnp.inf),)
 
 
 def _summarize(score: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -259,8 +266,6 @@ def _summarize(score: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, ja
     if sink is not None:
         sink_total, sink_moment = _sum_exp(sink[:, None] - shift[:, None])
         total, moment = total + sink_total, moment + sink_moment
-    # Maxima of XLA:CPU ignore NaN.
-    top = jnp.where(jnp.isnan(total), jnp.nan, top)
     total = jnp.where(total == 0, 1.0, total)
     return (jnp.log(total) - moment / total).reshape(shape), top.reshape(shape)
 
