@@ -78,17 +78,15 @@ def weigh(weights: jax.Array, v: jax.Array, precision: Any, dtype: Any) -> jax.A
 
 @weigh.defjvp
 def _(precision: Any, dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (weights, v), (dweights, dv) = primals, tangents
+    (weights, v), (dweights, dv), T = primals, tangents, primals[0].shape[-2]
     multiply = functools.partial(jnp.matmul, precision=precision, preferred_element_type=dtype)
-
-    T = weights.shape[-2]
 
     def move_nan(_: Any, cotangent: jax.Array) -> jax.Array:
         dout = cotangent[..., :T, :]
         lost = jnp.isnan(nan_flag(dout))[..., None]
         reached = multiply(jnp.swapaxes(lost, -1, -2).astype(weights.dtype), weights) != 0
-        flag = jnp.where(jnp.swapaxes(reached, -1, -2), jnp.nan, cotangent[..., T:, :])
-        return jnp.concatenate([jnp.where(lost, 0, dout), flag], -2)
+        dv = jnp.where(jnp.swapaxes(reached, -1, -2), jnp.nan, cotangent[..., T:, :])
+        return jnp.concatenate([jnp.where(lost, 0, dout), dv], -2)
 
     # The identity, as a function that has a transpose of its own in every mode and order. It takes
     # one array, because JAX can't differentiate it by one of several.
