@@ -36,7 +36,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels import loops, reference
 from flax_mha.kernels.capture import SQUARE, Capture
 from flax_mha.kernels.normalizers import OTHERS
-from flax_mha.kernels.softmax import divisor
+from flax_mha.kernels.softmax import divisor, finfo_min
 from flax_mha.kernels.spec import AttentionSpec, nan_where
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY, Mask
@@ -139,12 +139,11 @@ def _compute(
         if spec.invalid is not None:
             weights = nan_where(pick(jnp.asarray(spec.invalid), *chosen), weights)
         captured["weights"] = weights.astype(dtype)
-    if "entropy" in names:
-        summary = functools.partial(_summarize, sinks=spec.sinks)
-        captured["entropy"], captured["max_logit"] = _map_blocks(summary, q, k, spec, at)
-    elif "max_logit" in names:
-        # Without the entropy's exponentials this takes a third of the time.
-        (captured["max_logit"],) = _map_blocks(_max_score, q, k, spec, at)
+    if "entropy" in names or "max_logit" in names:
+        summary = functools.partial(_summarize, spec.sinks, "entropy" in names)
+        captured |= zip(
+            ("max_logit", "entropy"), _map_blocks(summary, q, k, spec, at), strict=False
+        )
     return {name: captured[name] for name in names}
 
 
@@ -231,35 +230,30 @@ def _slice_keys(keys: slice, x: Array) -> Array:
     return x if symbols.at_most(x.shape[-1], 1) else x[..., keys]
 
 
-def _max_score(score: jax.Array) -> tuple[jax.Array]:
-    """Return the maximum [..., N, T] of scores [..., N, T, S]."""
-    # Maxima of XLA:CPU ignore NaN, sums do not.
-    return (jnp.where(jnp.isnan(score.sum(-1)), jnp.nan, score.max(-1, initial=-jnp.inf)),)
+def _summarize(
+    sinks: jax.Array | None, has_entropy: bool, score: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return the maximum [..., N, T] of scores [..., N, T, S], and the entropy if asked.
 
-
-def _summarize(score: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the entropy [..., N, T] of scores [..., N, T, S] and sinks [N], and the maximum."""
+    Both are NaN, without a gradient, for queries that see NaN.
+    """
     shape = score.shape[:-1]
-    # XLA:CPU takes five times as long for sums of a higher rank.
+    # XLA:CPU takes five times as long for sums of a higher rank. Its maxima ignore NaN.
     score = score.reshape(math.prod(shape), score.shape[-1])
-    top = score.max(-1, initial=-jnp.inf)
-    shift, sink = top, None
-    if sinks is not None:
-        sink = jnp.broadcast_to(sinks.astype(score.dtype)[:, None], shape).reshape(-1)
-        shift = jnp.maximum(top, sink)
-    shift = jax.lax.stop_gradient(jnp.where(shift == -jnp.inf, 0.0, shift))
-    total, moment = _sum_exp(score - shift[:, None])
-    if sink is not None:
-        sink_total, sink_moment = _sum_exp(sink[:, None] - shift[:, None])
-        total, moment = total + sink_total, moment + sink_moment
-    # Maxima of XLA:CPU ignore NaN.
-    top = jnp.where(jnp.isnan(total), jnp.nan, top)
-    total = jnp.where(total == 0, 1.0, total)
-    return (jnp.log(total) - moment / total).reshape(shape), top.reshape(shape)
-
-
-def _sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return Σ exp(x) and Σ exp(x)·x over the last axis, with 0·log 0 = 0."""
-    # Clip x to a finite value whose exponential is 0, for finite gradients.
-    weight = jnp.exp(x)
-    return weight.sum(-1), (weight * jnp.maximum(x, _LEAST)).sum(-1)
+    lost = ~(score.sum(-1) < jnp.inf)
+    score = jnp.where(lost[:, None], -jnp.inf, score)
+    results = [score.max(-1, initial=-jnp.inf)]
+    # Without the exponentials this takes a third of the time.
+    if has_entropy:
+        if sinks is not None:
+            sink = jnp.broadcast_to(sinks.astype(score.dtype)[:, None], shape).reshape(-1, 1)
+            score = jnp.concatenate([score, sink], -1)
+        x = score - jax.lax.stop_gradient(
+            score.max(-1, keepdims=True, initial=finfo_min(score.dtype))
+        )
+        weight = jnp.exp(x)
+        # Clip x to a finite value whose exponential is 0, for finite gradients: 0·log 0 = 0.
+        total, moment = weight.sum(-1), (weight * jnp.maximum(x, _LEAST)).sum(-1)
+        total = jnp.where(total == 0, 1.0, total)
+        results.append(jnp.log(total) - moment / total)
+    return tuple(jnp.where(lost, jnp.nan, x).reshape(shape) for x in results)

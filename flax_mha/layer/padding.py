@@ -25,11 +25,11 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
     shapes.check_features("x", x)
     lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
     tokens = x.shape[-2]
-    order = jnp.arange(tokens) if order is None else jnp.asarray(shapes.check_order(order, tokens))
+    order = jnp.arange(tokens) if order is None else shapes.check_order(order, tokens)
 
     def clear(x: jax.Array, lengths: jax.Array, order: jax.Array) -> jax.Array:
         real = shapes.lead(order, x.ndim - 1) < lengths[..., None]
         return jnp.where(real[..., None], x, jnp.zeros_like(x))
 
     # Without names the result is sharded as x is.
-    return sharding.auto(clear, (), x, lengths, order)
+    return sharding.auto(clear, (), x, lengths, jnp.asarray(order, jnp.int32))

@@ -75,7 +75,8 @@ def extend(
     total, flat = jax.lax.top_k(total, min((1 + max(1, len(eos))) * beams, beams * V))
     parents, token = flat // V, flat % V
     tokens, lengths, _ = _take(live, parents)
-    tokens = jnp.where(jnp.arange(most)[None, None] == lengths[..., None], token[..., None], tokens)
+    is_next = jnp.arange(most, dtype=jnp.int32)[None, None] == lengths[..., None]
+    tokens = jnp.where(is_next, token[..., None], tokens)
     found = Generated(tokens, lengths + 1, total)
     stops = ends(token, eos) | (found.lengths == most)
 
@@ -94,7 +95,7 @@ def extend(
     rival = jnp.where((rule.length_penalty <= 0) | never, ended.scores[:, :1], worst)
     over |= rule.normalize(live.scores, lengths)[:, :1] <= rival
     over |= (worst > -jnp.inf) & (rule.early_stopping is True)
-    rows = parents + beams * jnp.arange(len(parents))[:, None]
+    rows = parents + beams * jnp.arange(len(parents), dtype=jnp.int32)[:, None]
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), [rows, token, live, ended, over])
 
 

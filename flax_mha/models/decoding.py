@@ -92,7 +92,7 @@ def begin(
     lengths, memory, memory_lengths = _constrain(lengths), None, None
     if reads_tokens := getattr(model, "reads_tokens", True):
         # Padding need not be an id of the vocabulary.
-        real = jnp.arange(prompt.shape[1])[None] < lengths[:, None]
+        real = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         prompt = jnp.where(real, prompt, 0)
     tokens = _constrain(prompt)
     if request.start is not None:
@@ -109,7 +109,7 @@ def begin(
         _, cache = _read(request, variables, None, slots, memory, at=jnp.zeros_like(lengths))
     logits, cache = _read(
         request, variables, cache, tokens, at=lengths - 1, lengths=lengths,
-        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape),
+        positions=jax.lax.broadcasted_iota(jnp.int32, tokens.shape[:2], 1),
         memory_lengths=memory_lengths,
     )  # fmt: skip
     at, beams = lengths - 1, request.beams
@@ -193,9 +193,9 @@ def _choose(
     key = None if rng is None else jax.random.fold_in(rng, state.step)
     token = rule.choose(key, logits)
     token = jnp.where(state.done, eos[0], token) if eos else token
-    chosen = jnp.arange(logits.shape[-1])[None] == token[:, None]
+    chosen = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None] == token[:, None]
     gained = jnp.where(state.done, 0.0, jnp.sum(log_p, axis=-1, where=chosen))
-    is_step = jnp.arange(request.max_new_tokens)[None] == state.step
+    is_step = jnp.arange(request.max_new_tokens, dtype=jnp.int32)[None] == state.step
     tokens, lengths, scores = state.found
     found = Generated(
         jnp.where(is_step, token[:, None], tokens), lengths + (~state.done).astype(jnp.int32),

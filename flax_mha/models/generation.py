@@ -231,7 +231,7 @@ def _check_source(model: Translator, prompt: Any, lengths: Any) -> tuple[jax.Arr
             f"lengths must be None for a {type(model).__name__}, which reads its full source, got "
             f"{checks.describe(lengths)}; pad the source as in training"
         )
-    return jnp.asarray(prompt), jnp.full(len(prompt), prompt.shape[1])
+    return jnp.asarray(prompt), jnp.full(len(prompt), prompt.shape[1], jnp.int32)
 
 
 def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[jax.Array, jax.Array]:
@@ -250,7 +250,7 @@ def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[ja
         real = np.arange(T)[None] < np.asarray(counts)[:, None]
         remedy = "give ids of the model's embedding"
         checks.within("prompt", np.asarray(prompt)[real], vocabulary, remedy)
-    return jnp.asarray(prompt), lengths
+    return jnp.asarray(prompt, jnp.int32), lengths
 
 
 def _check_capacity(model: Model, read: int, new: int, capacity: int | None, cache: Any) -> int:

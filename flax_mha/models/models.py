@@ -101,7 +101,7 @@ def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
         return jnp.mean(x, axis=-2)
     lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
     count = lengths[..., None]
-    real = shapes.lead(jnp.arange(x.shape[-2]), x.ndim - 1) < count
+    real = shapes.lead(jnp.arange(x.shape[-2], dtype=jnp.int32), x.ndim - 1) < count
     return jnp.sum(x, axis=-2, where=real[..., None]) / jnp.maximum(count, 1).astype(x.dtype)
 
 

@@ -135,7 +135,8 @@ class Sampling(struct.PyTreeNode):
 
     def limit(self, logits: jax.Array) -> jax.Array:
         """Divide logits [*B, V] by the temperature, and set those of excluded tokens to −∞."""
-        logits = logits if self.temperature is None else logits / self.temperature
+        if self.temperature is not None:
+            logits = logits / jnp.asarray(self.temperature, logits.dtype)
         logits = logits if self.top_k is None else top_k(logits, self.top_k)
         logits = logits if self.top_p is None else top_p(logits, self.top_p)
         return logits if self.min_p is None else min_p(logits, self.min_p)

@@ -11,8 +11,8 @@ from flax_mha.base import checks
 from flax_mha.base.coordinates import Array, tiles_of, whole
 from flax_mha.base.shapes import Dims
 
-# The swaps that are compared at once, and the most table entries of all swaps: about a second.
-_SWAPS, _ENTRIES = 32, 2**26
+# The swaps that are compared at once, and the most table entries of all swaps: some seconds.
+_SWAPS, _ENTRIES = 32, 2**29
 
 
 def zigzag(length: int, devices: int) -> np.ndarray:
@@ -59,7 +59,8 @@ def balanced(
         Σₛ (Σᵢ Wᵢₛ⁸)^(1/8)  ≈  Σₛ maxᵢ Wᵢₛ
 
     Wᵢₛ is the work of device i in step s: the number of tiles between its queries and the keys of
-    device i − s that are not empty. The result is deterministic, and takes seconds for 1 M tokens.
+    device i − s that are not empty. The search is deterministic, and takes seconds. The ring takes
+    at most about 1.1 of the mean on up to 64 devices, more where Wᵢₛ are few tiles, as in a window.
 
     >>> lengths = [700, 1000, 348]
     >>> order = sharding.balanced(lengths, 8)

@@ -127,6 +127,26 @@ def test_queries_to_kept_keys_continue(name: str) -> None:
     np.testing.assert_array_equal(cache.reset(counted["cache"])["memory"].length, 0)
 
 
+def test_kept_keys_under_vmap_match_a_loop() -> None:
+    """Each of three has its own memory. The captured weights and gradients are those of a loop."""
+    layer = MultiHeadAttention(2, decode=True, capture=flax_mha.Capture(("weights",)))
+    v = {"params": variables(layer.clone(decode=False), X, MEMORY)["params"]}
+    memories = jnp.stack([MEMORY, 2 * MEMORY, MEMORY[::-1]])
+
+    def loss(memory: jax.Array) -> Any:
+        names = ["cache", "intermediates"]
+        _, held = layer.apply(v, X[:, :2], kv=Encoded(memory), mutable=names)
+        state = {**v, "cache": held["cache"]}
+        out, new = layer.apply(state, X[:, 2:3], kv=Encoded(), mutable=names)
+        (weights,) = new["intermediates"]["attention_weights"]
+        return jnp.sin(out).sum() + jnp.sin(3 * weights).sum(), (out, weights)
+
+    each = jax.jit(jax.grad(loss, has_aux=True))
+    wanted = jax.tree.map(lambda *x: jnp.stack(x), *map(each, memories))
+    for got, want in zip(*map(jax.tree.leaves, (jax.vmap(each)(memories), wanted)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_nnx_queries_to_kept_keys_continue(name: str) -> None:
     layer = flax_mha.nnx.MultiHeadAttention(2, 16, **POSITIONAL[name], rngs=nnx.Rngs(0))

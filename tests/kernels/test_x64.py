@@ -94,7 +94,7 @@ def test_layers_decode_in_float32_under_x64(name: str) -> None:
 @pytest.mark.slow
 def test_nnx_and_beams_under_x64() -> None:
     # Token ids are int64 then, and step counts int32.
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         x = jnp.ones((2, 6, 16), jnp.float32)
         layer = flax_mha.nnx.MultiHeadAttention(2, 16, rngs=nnx.Rngs(0))
         layer.init_cache(x.shape, jnp.float32)
@@ -102,6 +102,7 @@ def test_nnx_and_beams_under_x64() -> None:
         block = DecoderBlock(MultiHeadAttention(2, rotary=Rotary()), 16)
         model = LanguageModel(TokenEmbedding(7, 8), Decoder(2, block))
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
-        for more in ({}, {"beams": 2}):
+        drawn = {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "rng": jax.random.key(0)}
+        for more in ({}, {"beams": 2, "eos": 1}, drawn):
             found = generate(model, params, jnp.array([[1, 2]]), max_new_tokens=3, **more)
             assert jax.tree.leaves(found)[0].shape[0] == 1
