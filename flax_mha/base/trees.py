@@ -135,7 +135,7 @@ def _key(x: Any) -> Any:
     return tree if not leaves else (type(x), x) if leaves[0] is x else (tree, *map(_key, leaves))
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0)
 def _run(program: _Program, *args: Any) -> Any:
     return program.fn(*args)
 
