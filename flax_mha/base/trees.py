@@ -109,7 +109,7 @@ class _Program:
     fn: Callable[..., Any] = dataclasses.field(compare=False)
     key: Any
 
-    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    @functools.partial(jax.jit, static_argnums=0)
     def run(self, *args: Any) -> Any:
         return self.fn(*args)
 

@@ -84,7 +84,7 @@ def run_on_shards(
     shards = jax.shard_map(
         fn, axis_names=manual, in_specs=tuple(ins), out_specs=outs, check_vma=checked
     )
-    if pure:
+    if pure and not trees.is_traced(args):
         # Outside jit, JAX would compile each operation of each call.
         return trees.run_once(shards, *args)
     # With other axes left, JAX 0.10 runs it only inside jit.
