@@ -25,7 +25,7 @@ from flax_mha.kernels import blockwise, reference, softmax, tiles
 from flax_mha.kernels.blockwise import map_blocks
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
 from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists
-from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, compute_scores
+from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, compute_scores, dot
 from flax_mha.masks.tiles import is_static
 from flax_mha.sharding.shard_map import vary
 
@@ -71,7 +71,6 @@ def _loops(
     """
     plan, spec, dtype = static.plan, combine(leaves, others), q.dtype
     product = reference.multiply if spec.mask is None else reference.multiply_finite
-    weigh = functools.partial(softmax.weigh, precision=spec.precision, dtype=dtype)
 
     def attend_block(
         part: KeyRange, index: TileIndex, q: jax.Array, k: jax.Array, v: jax.Array
@@ -91,7 +90,7 @@ def _loops(
                 s, lost = jnp.where(is_nan, -jnp.inf, s), lost | is_nan.any(-1, keepdims=True)
             top, total, p, old = softmax.step(top, total, s)
             p = tile.apply_dropout(p, at)
-            return top, total, out * old + weigh(p, index.keys(v)), lost
+            return top, total, out * old + dot(p, index.keys(v), 1, 0, spec, dtype), lost
 
         total = vary(jnp.zeros((plan.block_q, 1), dtype), q)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)

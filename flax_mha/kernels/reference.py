@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys, poison, weigh
+from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys, poison
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
 
 # Below every sum of exponentials except 0, because the maximum exponential is 1. All powers of its
@@ -131,7 +131,8 @@ def _apply_weights(
 ) -> jax.Array:
     """Return the values weighted by the weights, after dropout."""
     kept = spec.apply_dropout(weights, at).astype(v.dtype)
-    return spec.scale_kept(weigh(kept, v, spec.precision, dtype))
+    out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=dtype)
+    return spec.scale_kept(out)
 
 
 def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:

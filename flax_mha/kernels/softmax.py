@@ -17,9 +17,6 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 "FlashAttention-2", 2023, for the gradient.
 """
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,34 +62,6 @@ def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     flag = lax.add(nan_flag(k), nan_flag(v))
     return lax.add(k, lax.expand_dims(flag, (k.ndim - 1,))), finite(v)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def weigh(weights: jax.Array, v: jax.Array, precision: Any, dtype: Any) -> jax.Array:
-    """Return the values [..., S, Hv] weighted by weights [..., T, S], in a dtype.
-
-    If the cotangent of a query is not finite, only values with a weight get NaN: 0·NaN is NaN.
-    """
-    return jnp.matmul(weights, v, precision=precision, preferred_element_type=dtype)
-
-
-@weigh.defjvp
-def _(precision: Any, dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (weights, v), (dweights, dv), T = primals, tangents, primals[0].shape[-2]
-    multiply = functools.partial(jnp.matmul, precision=precision, preferred_element_type=dtype)
-
-    def move_nan(_: Any, cotangent: jax.Array) -> jax.Array:
-        dout = cotangent[..., :T, :]
-        lost = jnp.isnan(nan_flag(dout))[..., None]
-        reached = multiply(jnp.swapaxes(lost, -1, -2).astype(weights.dtype), weights) != 0
-        dv = jnp.where(jnp.swapaxes(reached, -1, -2), jnp.nan, cotangent[..., T:, :])
-        return jnp.concatenate([jnp.where(lost, 0, dout), dv], -2)
-
-    # The identity, as a function that has a transpose of its own in every mode and order. It takes
-    # one array, because JAX can't differentiate it by one of several.
-    both = jnp.concatenate([multiply(weights, dv), dv.astype(dtype)], -2)
-    change = lax.custom_linear_solve(lambda x: x, both, lambda _, x: x, move_nan)[..., :T, :]
-    return weigh(weights, v, precision, dtype), multiply(dweights, v) + change
 
 
 def finfo_min(dtype: jnp.dtype) -> float:

@@ -15,7 +15,7 @@ from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.kernels import Capture, dot_product_attention, observe
 from flax_mha.kernels.bind import Options, bind_call
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.softmax import finite, weigh
+from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.layer.linear import Linear
@@ -151,8 +151,8 @@ def _attend_with_weights(
         # A weight of 0 hides a value that is not finite.
         bad = jnp.swapaxes(~jnp.isfinite(v).all(-1), -1, -2)[..., None, :]
         seen = jnp.where((new != 0) & bad, jnp.nan, new)
-        z = weigh(seen, jnp.swapaxes(finite(v), -3, -2), call.get("precision"), new.dtype)
-        out = out.at[..., heads, :].set(jnp.swapaxes(z, -3, -2).astype(out.dtype))
+        z = jnp.einsum("...hts,...shd->...thd", seen, finite(v), precision=call.get("precision"))
+        out = out.at[..., heads, :].set(z.astype(out.dtype))
         return out, w.at[..., edited, :, :].set(new)
 
     layouts = (sharding.HEADS, ("batch", None, "length", None))
