@@ -58,13 +58,15 @@ def project_heads(
         x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
     x_k, x_v = projected(x_q, x_k, x_v, cache)
     with jax.named_scope("project"):  # These names are what profiles show.
-        # First keys and values: on a mesh that shards the heads of queries alone, XLA sums the
-        # gradients of queries and gates over devices at once only if no other stands between them.
+        has_gate, gate = "output_gate" in p, None
+        q = None if has_gate else p["query"](x_q)
         k = v = None
         if "key" in p and x_k is not None and x_v is not None:
             k, v = p["key"](x_k), p["value"](x_v)
-        q = p["query"](x_q)
-        gate = p["output_gate"](x_q) if "output_gate" in p else None
+        if has_gate:
+            # Side by side: on a mesh that shards the heads of queries alone, XLA sums these two
+            # gradients over devices at once only if no other stands between them.
+            q, gate = p["query"](x_q), p["output_gate"](x_q)
     norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary
     if not norms_after:
         q, k = norm(p, q, k)
