@@ -59,7 +59,7 @@ def project_heads(
     x_k, x_v = projected(x_q, x_k, x_v, cache)
     with jax.named_scope("project"):  # These names are what profiles show.
         has_gate, gate = "output_gate" in p, None
-        q = None if has_gate else p["query"](x_q)
+        q: Any = None if has_gate else p["query"](x_q)
         k = v = None
         if "key" in p and x_k is not None and x_v is not None:
             k, v = p["key"](x_k), p["value"](x_v)
