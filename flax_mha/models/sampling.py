@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from flax_mha import sharding
-from flax_mha.base import checks
+from flax_mha.base import checks, shapes
 
 
 def top_k(logits: jax.Array, k: int) -> jax.Array:
@@ -136,6 +136,7 @@ class Sampling(struct.PyTreeNode):
     def limit(self, logits: jax.Array) -> jax.Array:
         """Divide logits [*B, V] by the temperature, and set those of excluded tokens to −∞."""
         if self.temperature is not None:
+            logits = logits.astype(shapes.wide(logits.dtype))
             logits = logits / jnp.asarray(self.temperature, logits.dtype)
         logits = logits if self.top_k is None else top_k(logits, self.top_k)
         logits = logits if self.top_p is None else top_p(logits, self.top_p)
