@@ -15,6 +15,7 @@ from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.storage import AnySlots, Memory, Slots, map_by_names
+from flax_mha.kernels.stored import OfLayer, is_part
 from flax_mha.sharding import LogicalNames
 
 # The names of a layer's cache in the collection.
@@ -92,6 +93,39 @@ def find_cache(held: Mapping[str, Any], window: int | None) -> KVCache | Memory:
             f"{type(cache).__name__} under {name}; restore it under its own name"
         )
     return cache
+
+
+def has_slots(collection: Any) -> bool:
+    """Return True if no cache of a collection is a plain dict, to be restored."""
+    leaves = jax.tree.leaves(collection, is_leaf=_is_cache)
+    return not any(isinstance(x, Mapping) for x in leaves)
+
+
+def of_layer(collection: Collection, layer: jax.Array) -> Collection:
+    """Return one layer's part of caches that are stacked over layers.
+
+    Large arrays are parts of those of all layers (`OfLayer`), which the layer writes in place.
+    """
+
+    def part(x: Any) -> Any:
+        if not isinstance(x, Slots):
+            return x[layer]
+        large = x.key.ndim - 1
+        return jax.tree.map(lambda y: OfLayer(y, layer) if y.ndim >= large else y[layer], x)
+
+    return jax.tree.map(part, collection, is_leaf=lambda x: isinstance(x, Slots))
+
+
+def to_stack(collection: Collection, stack: Collection, layer: jax.Array) -> Collection:
+    """Return the stacked caches with one layer's, which `of_layer` has given it."""
+
+    def whole(new: Any, old: jax.Array) -> jax.Array:
+        if is_part(new):
+            return sharding.like(new.stack, old)
+        part = jax.lax.dynamic_index_in_dim(old, layer, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(old, sharding.like(new, part), layer, 0)
+
+    return jax.tree.map(whole, collection, stack, is_leaf=is_part)
 
 
 def fork(collection: Collection, rows: jax.Array) -> Collection:

@@ -13,6 +13,7 @@ from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
 from flax_mha.cache.extended import Extended, attend_causally, nan_where_lost
 from flax_mha.cache.storage import NO_POSITION, Memory, Slots, write
+from flax_mha.kernels.stored import is_part, map_part, read
 from flax_mha.sharding import LogicalNames
 
 
@@ -172,7 +173,10 @@ class KVCache(Slots, Struct):
         elif self.window is not None:
             # The new tokens overwrite slots that these queries see: read the old ring and them.
             axis = self.length.ndim + 1
-            visible = jax.tree.map(lambda *x: jnp.concatenate(x, axis), self._memory, tokens)
+            visible = jax.tree.map(
+                lambda old, new: jnp.concatenate([read(old), new], axis), self._memory, tokens,
+                is_leaf=is_part,
+            )  # fmt: skip
             k_positions = jnp.concatenate([self._positions(), q_positions], axis=-1)
         extended = Extended(
             *visible.stored(self.slots), tokens.stored(self.slots), q_positions, k_positions,
@@ -250,13 +254,14 @@ class KVCache(Slots, Struct):
         length = self.length + count
         tokens = Memory.of(key, value, self.key.dtype)
 
-        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        def put(x: Any, new: jax.Array) -> Any:
             if x.ndim < self.key.ndim:
                 # Scales are written as slots with one feature.
-                return put(x[..., None], new[..., None])[..., 0]
+                x, new = map_part(lambda x: x[..., None], x), new[..., None]
+                return map_part(lambda x: x[..., 0], put(x, new))
             return write(x, new, self.length, count, self.names, self.window is not None)
 
-        slots = vars(jax.tree.map(put, self._memory, tokens))
+        slots = vars(jax.tree.map(put, self._memory, tokens, is_leaf=is_part))
         written = None if self.written is None else jnp.maximum(self.written, length)
         return tokens, self.replace(**slots | {"length": length, "written": written})
 

@@ -1,6 +1,7 @@
 """Keys and values in slots, heads first: encoding, writing, reading and reordering."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
@@ -13,7 +14,7 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
-from flax_mha.kernels.stored import Stored
+from flax_mha.kernels.stored import OfLayer, Stored, is_part, map_part, read
 from flax_mha.sharding import LogicalNames, rules
 
 AnySlots = TypeVar("AnySlots", bound="Slots")
@@ -41,10 +42,12 @@ class Slots:
     def stored(self, total: int | None = None) -> tuple[Stored, Stored]:
         """Return keys and values in the form that kernels read, [*B, S, K, ·], of `total` slots."""
 
-        def as_stored(x: jax.Array, scale: jax.Array | None) -> Stored:
-            scale = None if scale is None else jnp.swapaxes(scale[..., None], -3, -2)
+        def as_stored(x: Any, scale: Any) -> Stored:
             slots = self.names[2] or "length"
-            return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32, slots, total)
+            if scale is not None:
+                scale = map_part(lambda x: jnp.swapaxes(x[..., None], -3, -2), scale)
+            x = map_part(lambda x: jnp.swapaxes(x, -3, -2), x)
+            return Stored(x, scale, jnp.float32, slots, total)
 
         return as_stored(self.key, self.key_scale), as_stored(self.value, self.value_scale)
 
@@ -129,42 +132,76 @@ class Memory(Slots, Struct):
 def map_by_names(fn: Callable[[jax.Array, LogicalNames], jax.Array], slots: AnySlots) -> AnySlots:
     """Apply fn to each array of a cache and the logical names of its last axes."""
     batch = slots.key.ndim - 3
-    return jax.tree.map(lambda x: fn(x, slots.names[: x.ndim - batch + 1]), slots)
+
+    def apply(x: Any) -> Any:
+        return map_part(lambda y: fn(y, slots.names[: x.ndim - batch + 1]), x)
+
+    return jax.tree.map(apply, slots, is_leaf=is_part)
 
 
 def write(
-    slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array, names: LogicalNames,
+    slots: Any, tokens: jax.Array, start: jax.Array, count: jax.Array, names: LogicalNames,
     wraps: bool,
-) -> jax.Array:  # fmt: skip
+) -> Any:  # fmt: skip
     """Write token t of each row into slot start + t, for t < count, and return the slots.
 
-    slots are [*B, K, S, F] with logical `names`, tokens [*B, K, T, F] in the same dtype, start (at
-    least 0) and count int32 [*B]. If the cache wraps (a ring buffer), slot S is slot 0, and the
-    last S tokens stay. Otherwise tokens beyond the last slot are dropped.
+    slots are [*B, K, S, F] with logical `names`, or a layer's part, tokens [*B, K, T, F] in the
+    same dtype, start (at least 0) and count int32 [*B]. If the cache wraps (a ring buffer), slot S
+    is slot 0, and the last S tokens stay. Otherwise tokens beyond the last slot are dropped.
     """
     axes = rules.unpack_entry(sharding.spec(slots.shape, names)[-2])
 
     def write_shard(
-        slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
+        slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array, *layer: jax.Array
     ) -> jax.Array:
         first = jax.lax.axis_index(axes) * slots.shape[-2] if axes else 0
-        return _write_rows(wraps, slots, tokens, start - first, count)
+        return _write_rows(wraps, slots, tokens, start - first, count, *layer)
 
-    arguments = slots, tokens, start, count
-    all_names = [names, (*names[:2], None, None), names[:1], names[:1]]
+    stack, *layer = (slots.stack, slots.layer) if is_part(slots) else (slots,)
+    arguments = stack, tokens, start, count, *layer
+    all_names = [names, (*names[:2], None, None), names[:1], names[:1], *[()] * len(layer)]
     # Each device writes into its own shard, without communication.
     args = [sharding.constrain(x, n) for x, n in zip(arguments, all_names, strict=True)]
-    return sharding.local(write_shard, all_names, (slots.shape, names), *args)
+    written = sharding.local(write_shard, all_names, (stack.shape, names), *args)
+    return slots.replace(stack=written) if layer else written
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _write_rows(
-    wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
-) -> jax.Array:
+    wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array,
+    *layer: jax.Array,
+) -> jax.Array:  # fmt: skip
+    T = tokens.shape[-2]
+    if symbols.at_most(T, _FEW) and (not wraps or symbols.at_most(T, slots.shape[-2])):
+        return _write_few(wraps, slots, tokens, start, count, *layer)
     fn = _wrap if wraps else _write
     for _ in start.shape:
         fn = jax.vmap(fn)
-    return fn(slots, tokens, start, count)
+    if not layer:
+        return fn(slots, tokens, start, count)
+    written = fn(read(OfLayer(slots, *layer)), tokens, start, count)
+    return jax.lax.dynamic_update_index_in_dim(slots, written, *layer, 0)
+
+
+def _write_few(
+    wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array,
+    *layer: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Write tokens one by one, in place on every machine.
+
+    For a window of slots, which is read first, libtpu transposes all slots.
+    """
+    R, (K, S, F), T = math.prod(start.shape), slots.shape[-3:], tokens.shape[-2]
+    rows = slots.reshape(*slots.shape[: len(layer)], R, K, S, F)
+    start, count = start.reshape(R, 1, 1), count.reshape(R, 1, 1)
+    row, head, t = (jnp.arange(n, dtype=jnp.int32) for n in (R, K, T))
+    t = t[None, None]
+    at = (start + t) % S if wraps else start + t
+    # Others are dropped, each at a place of its own.
+    at = jnp.where((t < count) & (start + t >= 0), at, S + t)
+    places = *layer, row[:, None, None], head[None, :, None], at
+    written = rows.at[places].set(tokens.reshape(R, K, T, F), mode="drop", unique_indices=True)
+    return written.reshape(slots.shape)
 
 
 def _wrap(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
@@ -176,22 +213,15 @@ def _wrap(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Arra
     start = start % S
     slots = _write(slots, tokens, start, count)
     # Tokens beyond the last slot continue at slot 0.
-    return slots if T == 1 else _write(slots, tokens, start - S, count)
+    return _write(slots, tokens, start - S, count)
 
 
 def _write(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     """Write token t of [K, T, F] into slot start + t of [K, S, F].
 
-    Slots that do not exist are left out.
+    One window of at most T slots is read and written. Slots that do not exist are left out.
     """
     S, T = slots.shape[1], tokens.shape[1]
-    if symbols.at_most(T, _FEW):
-        # In place on every machine. For the window below, libtpu transposes all slots.
-        t = jnp.arange(T, dtype=jnp.int32)
-        is_written = (t < count) & (start + t >= 0)
-        at = jnp.where(is_written, start + t, S + t)
-        heads = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
-        return slots.at[heads, at[None]].set(tokens, mode="drop", unique_indices=True)
     size = T if symbols.at_most(T, S) else S
     first = jnp.clip(start, 0, S - size)
     t = jnp.arange(size, dtype=jnp.int32) + first - start

@@ -29,7 +29,7 @@ from flax_mha.kernels.spec import (
     Sums,
     name_result,
 )
-from flax_mha.kernels.stored import Stored, dequantize
+from flax_mha.kernels.stored import Stored, dequantize, is_part, map_part, read
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tiles import empty_result
 from flax_mha.masks import EMPTY
@@ -72,7 +72,8 @@ def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Plat
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
     dims = shapes.Dims.of(q, k, v)
-    q_heads, *kv = jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (q, k, v))
+    swap = functools.partial(jnp.swapaxes, axis1=-3, axis2=-2)
+    q_heads, *kv = jax.tree.map(functools.partial(map_part, swap), (q, k, v), is_leaf=is_part)
     # The queries of a key/value head are rows of one matmul.
     args = q_heads.reshape(*dims.B, dims.K, dims.G * dims.T, dims.H), *kv, spec
     result = _run(platform, dims, False, *args)
@@ -168,7 +169,8 @@ def _visit(
             return jnp.asarray(x)
         return lax.dynamic_slice_in_dim(x, start, size, axis)
 
-    k, v = jax.tree.map(lambda x: cut(x, -2), (k, v))
+    # Here, so that the copy of a layer's part is part of the matmuls, also in a branch.
+    k, v = jax.tree.map(lambda x: cut(read(x), -2), (k, v), is_leaf=is_part)
     at = At(*(cut(x, -1) for x in spec.at(dims)))
     spec = map_score_arrays(lambda x: cut(x, -1), spec)
     if nan_safe:

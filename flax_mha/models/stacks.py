@@ -1,6 +1,6 @@
 """Stacks of blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias, Unpack
 
 import flax.linen as nn
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
+from flax_mha.cache import collection
 from flax_mha.cache.sources import Shared
 from flax_mha.layer import points
 from flax_mha.layer.settings import check_module
@@ -136,12 +137,18 @@ class Stack(nn.Module):
                 return module(x, inputs, options, sources), None
             return _run_blocks([module], x, inputs, options, sources), None
 
+        count = len(by_layer) // len(blocks)
+        held = self.variables.get("cache", {}).get("layers")
+        # A call with an encoder's output may make a cache of another form.
+        in_place = not inputs and held is not None and collection.has_slots(held)
+        axes = {"params": 0, "intermediates": 0, points.COLLECTION: 0}
         scanned = nn.scan(
-            step,
-            variable_axes={"params": 0, "intermediates": 0, "cache": 0, points.COLLECTION: 0},
+            _write_in_place(step) if in_place else step,
+            variable_axes=axes if in_place else axes | {"cache": 0},
+            variable_carry="cache" if in_place else False,
             split_rngs={"params": True, "dropout": True},
-            in_axes=(nn.broadcast, 0),
-            length=len(by_layer) // len(blocks),
+            in_axes=(nn.broadcast, 0, 0) if in_place else (nn.broadcast, 0),
+            length=count,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         group = _Group(blocks, name="layers") if len(blocks) > 1 else self.first.copy(name="layers")
@@ -151,7 +158,8 @@ class Stack(nn.Module):
         layer = self.first.attention
         computed = layer.dtype or jnp.promote_types(x.dtype, layer.param_dtype)
         x = x.astype(computed if self.first.post_norm else jnp.promote_types(x.dtype, computed))
-        return scanned(group, x, inputs, stacked)[0]
+        indices = (jnp.arange(count, dtype=jnp.int32),) if in_place else ()
+        return scanned(group, x, inputs, stacked, *indices)[0]
 
     @nn.nowrap
     def _sources(self, call: dict[str, Any]) -> tuple[int | None, ...]:
@@ -221,6 +229,28 @@ class _Group(nn.Module):
     ) -> jax.Array:
         blocks = [block.copy(name=f"block_{n}") for n, block in enumerate(self.blocks)]
         return _run_blocks(blocks, x, inputs, options, sources)
+
+
+def _write_in_place(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a scan's step with a layer's index, of which the cache of all layers is a carry.
+
+    As inputs and outputs of the scan, the caches of all layers would be copied.
+    """
+
+    def run(module: Any, x: Any, inputs: Inputs, by_layer: Any, layer: jax.Array) -> Any:
+        stacks: list[Any] = []
+
+        def of_layer(variables: Any) -> Any:
+            stacks.append(variables)
+            return collection.of_layer(variables, layer)
+
+        def to_stack(variables: Any) -> Any:
+            return collection.to_stack(variables, stacks[-1], layer)
+
+        mapped = nn.map_variables(step, "cache", of_layer, to_stack, mutable=True)
+        return mapped(module, x, inputs, by_layer)
+
+    return run
 
 
 def _run_blocks(

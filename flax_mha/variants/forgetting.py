@@ -14,7 +14,7 @@ from flax_mha.base.coordinates import Array, At, ScoreArray
 from flax_mha.base.shapes import Dims
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels import dot_product_attention
-from flax_mha.kernels.stored import Stored
+from flax_mha.kernels.stored import Stored, read
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
@@ -46,7 +46,7 @@ class Forgetting(Attention):
         dims, positions, last = shapes.Dims.of(q, k, v), order, None
         if isinstance(cache, KVCache):
             dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
-            last = sharding.auto(_last, ("batch", None, "heads"), cache.key, cache.length, z)
+            last = sharding.auto(_last, ("batch", None, "heads"), read(cache.key), cache.length, z)
         mask = masks.combine(self.mask, call.mask)
         of_tokens = functools.partial(_gates, dims, isinstance(cache, KVCache))
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], bad, mask, positions)
@@ -115,7 +115,7 @@ class _Forget(ScoreMod):
 
 def _attend(of_q: jax.Array, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
     """Compute attention to keys with c in their last features."""
-    of_k = sharding.auto(_kept, ("batch", k.slots, "kv_heads"), k.values, of_q)
+    of_k = sharding.auto(_kept, ("batch", k.slots, "kv_heads"), read(k.values), of_q)
     scores = [x.replace(k=of_k) if isinstance(x, _Forget) else x for x in call.pop("scores")]
     # As many features as the keys, 0 where the keys have c.
     q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, k.shape[-1] - q.shape[-1])])

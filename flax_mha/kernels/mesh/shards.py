@@ -25,7 +25,7 @@ from flax_mha.kernels.mesh import ring, slots
 from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.mesh.strategies import pick_strategy, refusals
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result, Sums
-from flax_mha.kernels.stored import Stored
+from flax_mha.kernels.stored import Stored, is_part, read
 from flax_mha.sharding import layout, rules, shard_map
 from flax_mha.sharding.order import piece_size
 from flax_mha.sharding.rules import pack_entry, unpack_entry
@@ -231,14 +231,18 @@ def _shard_call(
     over_k = P(*division.batch, keys, division.kv_heads, None)
     q = layout.reshard(q, over_q)
     # The scales of stored keys and values are sharded as the values.
-    k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
+    of_k, of_v = jax.tree.map(
+        lambda x: x.replace(stack=P(None, *over_k), layer=P()) if is_part(x) else over_k, (k, v),
+        is_leaf=is_part,
+    )  # fmt: skip
+    k, v = jax.tree.map(layout.reshard, (k, v), (of_k, of_v))
     if division.manual - {axis for axes in over_k for axis in unpack_entry(axes)}:
         # Devices that read the same keys sum their gradients. Sum in float32, because in half
         # precision each device would round the sum. The gather above stays in half precision.
         k, v = (x.astype(wide(x.dtype)) if is_array(x) else x for x in (k, v))
     by_head = P(division.heads)
     sinks = None if sinks is None else layout.reshard(sinks, by_head)
-    return inside, (over_q, over_k, over_k, by_head, axes), (q, k, v, sinks, arrays)
+    return inside, (over_q, of_k, of_v, by_head, axes), (q, k, v, sinks, arrays)
 
 
 def _add_positions(
@@ -290,4 +294,4 @@ def _take_kv_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
         heads = heads[:1]
     # Otherwise shards cut groups apart, and each query head gets a copy.
     kv_heads = heads // G % K
-    return jax.tree.map(lambda x: jnp.take(x, kv_heads, axis=-2), (k, v))
+    return jax.tree.map(lambda x: jnp.take(read(x), kv_heads, axis=-2), (k, v), is_leaf=is_part)

@@ -1,0 +1,104 @@
+"""Decoding of a scanned stack, whose layers write their parts of one cache, beside a loop."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import CacheConfig, Decoder, DecoderBlock, MultiHeadAttention, sharding, variants
+from flax_mha.masks import Window
+from flax_mha.positions import Rotary
+from tests.support.meshes import KINDS, on
+from tests.support.oracle import random_like
+
+KEY, B, D = jax.random.key(0), 2, 16
+RNG = np.random.default_rng(0)
+pytestmark = pytest.mark.usefixtures("small_blocks")
+LAYERS: dict[str, Any] = {
+    "rotary, grouped": MultiHeadAttention(4, num_kv_heads=2, rotary=Rotary(), decode=True),
+    "int8": MultiHeadAttention(4, cache=CacheConfig("int8"), decode=True),
+    "ring": MultiHeadAttention(4, mask=Window(3, 0), cache=CacheConfig(slots=6), decode=True),
+    "latent": variants.MultiHeadLatentAttention(
+        4, head_dim=4, kv_rank=6, rope_dim=4, rotary=Rotary(), decode=True
+    ),
+    "forgetting": variants.ForgettingAttention(4, decode=True),
+    "chosen blocks": variants.ChosenBlocksAttention(4, block=4, count=2, decode=True),
+    "talking heads": variants.TalkingHeadsAttention(4, decode=True),
+    "differential": variants.DifferentialAttention(4, head_dim=4, decode=True),
+}
+# A long call, one for `decode`, one token, and padding.
+CALLS: list[tuple[int, Any]] = [(7, None), (3, None), (1, None), (4, [4, 1]), (1, None)]
+
+
+def both(layer: MultiHeadAttention, cross: bool, remat: bool) -> Any:
+    """Return a loop and a scan of two blocks, and the variables of each, with equal numbers."""
+    block = DecoderBlock(
+        layer, 8, cross_attention=MultiHeadAttention(2, decode=True) if cross else None,
+        remat=remat,
+    )  # fmt: skip
+    loop, scan = (Decoder(2, block, scan=scan, final_norm=False) for scan in (False, True))
+    x = jnp.zeros((B, 16, D))
+    memory = (jnp.asarray(RNG.normal(size=(B, 5, D)), jnp.float32),) if cross else ()
+    params = random_like(jax.eval_shape(loop.init, KEY, x, *memory)["params"])
+    held, of_scan = (sharding.init(model, KEY, x, *memory)["cache"] for model in (loop, scan))
+
+    def stacked(tree: Any) -> Any:
+        return {"layers": jax.tree.map(lambda *x: jnp.stack(x), tree["layers_0"], tree["layers_1"])}
+
+    return (loop, params, held), (scan, stacked(params), of_scan), memory, stacked
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(model: Any, params: Any, held: Any, *inputs: jax.Array, **call: Any) -> Any:
+    variables = {"params": params, "cache": held}
+    y, new = model.apply(variables, *inputs, **call, mutable=["cache"])
+    return y, new["cache"]
+
+
+def check(layer: MultiHeadAttention, cross: bool = False, remat: bool = False) -> None:
+    (loop, params, held), (scan, stacked_params, stacked_held), memory, stacked = both(
+        layer, cross, remat
+    )
+    for T, lengths in CALLS:
+        x = jnp.asarray(RNG.normal(size=(B, T, D)), jnp.float32)
+        call = {} if lengths is None else {"lengths": jnp.asarray(lengths)}
+
+        wanted, held = step(loop, params, held, x, *memory, **call)
+        got, stacked_held = step(scan, stacked_params, stacked_held, x, *memory, **call)
+        np.testing.assert_allclose(got, wanted, atol=2e-6)
+        memory = ()  # Kept.
+        for one, other in zip(
+            jax.tree.leaves(stacked_held), jax.tree.leaves(stacked(held)), strict=True
+        ):
+            np.testing.assert_allclose(
+                np.asarray(one, np.float32), np.asarray(other, np.float32), atol=1e-4
+            )
+
+
+@pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.parametrize("name", LAYERS)
+def test_scan_decodes_as_a_loop(name: str) -> None:
+    check(LAYERS[name])
+
+
+@pytest.mark.sampled(0.5, slow=0.5)
+@pytest.mark.parametrize("remat", [False, True])
+def test_scan_keeps_an_encoders_keys(remat: bool) -> None:
+    check(LAYERS["rotary, grouped"], cross=True, remat=remat)
+
+
+@pytest.mark.sampled(0.2, slow=0.3)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("name", ["rotary, grouped", "int8", "ring"])
+def test_scan_decodes_on_a_mesh(name: str, slots: bool, kind: str) -> None:
+    """Heads are sharded, or the slots, which rings leave alone."""
+    rules = (("cache_length", "model"), ("batch", "data")) if slots else sharding.RULES
+    _, leave = on(kind, rules, shape=(2, 2))
+    try:
+        check(LAYERS[name])
+    finally:
+        leave()
