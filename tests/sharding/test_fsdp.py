@@ -168,14 +168,13 @@ def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
 def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> None:
     """The rule for `embed` is missing, or names an axis of devices with the same rows."""
 
-    def plain(fn: Any, x: jax.Array, projections: Any, *kernels: jax.Array) -> Any:
-        whole = zip(kernels, projections, strict=True)
-        return fn(x, *(sharding.constrain(w, gathered(p.names)) for w, p in whole))
+    def plain(fn: Any, x: jax.Array, projection: Any, kernel: jax.Array) -> Any:
+        return fn(x, sharding.constrain(kernel, gathered(projection.names)))
 
     lowered: dict[bool, list[str]] = {}
     for is_plain in (False, True):
         if is_plain:
-            monkeypatch.setattr(linear, "gather_all", plain)
+            monkeypatch.setattr(linear, "gather_kernel", plain)
         lowered[is_plain] = []
         for rules in (changed(), changed(norm_length="model"), changed(embed="group"), FSDP):
             _, leave = on(kind, rules, (2, 2, 2))
