@@ -104,8 +104,9 @@ def spec_of(x: jax.Array) -> PartitionSpec:
 
 
 def local(
-    fn: Callable[..., Any], names: Sequence[rules.LogicalNames], outs: Any, *args: jax.Array
-) -> Any:
+    fn: Callable[..., Any], names: Sequence[rules.LogicalNames], outs: Any, *args: jax.Array,
+    over: Sequence[str] = (),
+) -> Any:  # fmt: skip
     """Return fn(*args), computed by each device on its shards.
 
     Args:
@@ -113,6 +114,7 @@ def local(
       names: the logical names of each argument's axes.
       outs: a pair (shape, names) for the result, or a list of pairs.
       *args: the arrays.
+      over: more mesh axes, along which all devices compute the same.
     """
     several = isinstance(outs, list)
     inputs = [(x.shape, n) for x, n in zip(args, names, strict=True)]
@@ -133,7 +135,8 @@ def local(
     ]
     ins, out_specs = full[: len(args)], full[len(args) :]
     outs = out_specs if several else out_specs[0]
-    return shard_map.run_on_shards(fn, manual_axes(specs), ins, outs, *map(reshard, args, ins))
+    manual = manual_axes(specs) | {*over}
+    return shard_map.run_on_shards(fn, manual, ins, outs, *map(reshard, args, ins))
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -21,21 +21,23 @@ def column_parallel(
     """Return multiply(x, kernel) if positions of x are sharded between layers, else None.
 
     Each device gathers all positions before the product, and keeps the gradient of its own
-    positions: one all-gather forward and one reduce-scatter backward.
+    positions: one all-gather forward and one reduce-scatter backward. If devices share key/value
+    heads, the gradient of x is one sum over all devices that have query heads, too.
     """
     if projection.rows != ("batch", "length") or x.ndim < 2:
         return None
     at = x.ndim - 2
     axes = _sequence_axes(x.shape, at)
-    if not axes:
+    over = _sharing_axes(kernel.shape, projection.names)
+    if not axes and not over:
         return None
 
     def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True), kernel)
+        return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True) if axes else x, kernel)
 
-    names = [("batch", "norm_length", None), gathered(projection.names)]
+    names = [("batch", "norm_length" if axes else "length", None), gathered(projection.names)]
     out = ((*x.shape[:-1], *kernel.shape[1:]), projection.names_of_result)
-    return sharding.local(local, names, out, x, kernel)
+    return sharding.local(local, names, out, x, kernel, over=over)
 
 
 def row_parallel(
@@ -92,6 +94,17 @@ def gather_kernel(
 
     rows_of_device = PartitionSpec(*[None] * at, rules.pack_entry(axes))
     return run_on_shards(local, set(axes), [rows_of_device, spec], rows_of_device, x, kernel)
+
+
+def _sharing_axes(shape: Shape, names: LogicalNames) -> tuple[str, ...]:
+    """Return the mesh axes of query heads along which devices share a kernel's key/value heads."""
+    if "kv_heads" not in names:
+        return ()
+    own = rules.unpack_entry(sharding.spec(shape, gathered(names))[names.index("kv_heads")])
+    # As many heads as devices, so that they divide.
+    count = jax.sharding.get_abstract_mesh().size
+    (of_queries,) = sharding.spec((count,), ("heads",))
+    return tuple(axis for axis in rules.unpack_entry(of_queries) if axis not in own) if own else ()
 
 
 def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:

@@ -148,7 +148,10 @@ def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None
 def test_gradients_of_shared_heads_are_summed_over_their_group(
     optimized, K: int, shape: tuple[int, ...], kind: str
 ) -> None:
-    """Beside B·T·D each way, it sends the sums of keys and values in groups."""
+    """Beside B·T·D each way, it sends the sums of keys, values and kernels in groups.
+
+    On CPUs queries, keys and values have a sum of their own on the way back.
+    """
     layer = MultiHeadAttention(8, num_kv_heads=K, kernel="blockwise", mask=masks.Causal())
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -161,15 +164,15 @@ def test_gradients_of_shared_heads_are_summed_over_their_group(
         both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
     finally:
         leave()
-    BTD, T = 4 * X.size, X.shape[1]
+    BTD, D, T = 4 * X.size, X.shape[-1], X.shape[1]
     assert collectives(forward) == [("all-reduce", BTD)]
     found = read(both, devices=8)
     assert {one.kind for one in found} == {"all-reduce"}
     everywhere = [one.bytes for one in found if one.groups.shape == (1, 8)]
-    assert sum(everywhere) == 2 * BTD
+    assert sum(everywhere) == 4 * BTD
     # Each device has one key/value head.
     of_group = [one.bytes for one in found if one.groups.shape == (K, 8 // K)]
-    assert sum(of_group) == 4 * 2 * H * B * T
+    assert sum(of_group) == 4 * 2 * H * (B * T + D)
     assert len(everywhere) + len(of_group) == len(found)
 
 
