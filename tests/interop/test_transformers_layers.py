@@ -68,8 +68,9 @@ class Gemma3n(MultiHeadAttention):
         self, p: Any, x_q: jax.Array, x_k: Any, x_v: Any, call: Any, cache: Any
     ) -> core.Output:
         x_k, x_v = sources.projected(x_q, x_k, x_v, cache)
-        q, k, v, *_ = heads.project(p, x_q, x_k, x_v)
-        v = v if v is None else nn.RMSNorm(use_scale=False)(v)
+        q, k, v = p["query"](x_q), None, None
+        if x_k is not None:
+            k, v = p["key"](x_k), nn.RMSNorm(use_scale=False)(p["value"](x_v))
         q, k = heads.norm(p, q, k)
         q, k = heads.turn(self.rotary, q, k, call.positions, None, cache)
         return core.attend(p, self, core.Heads(q, k, v), call, cache)
