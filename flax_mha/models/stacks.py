@@ -141,7 +141,7 @@ class Stack(nn.Module):
         held = self.variables.get("cache", {}).get("layers")
         # A call with an encoder's output may make a cache of another form.
         in_place = not inputs and held is not None and collection.has_slots(held)
-        axes = {"params": 0, "intermediates": 0, points.COLLECTION: 0}
+        axes: dict[Any, Any] = {"params": 0, "intermediates": 0, points.COLLECTION: 0}
         scanned = nn.scan(
             _write_in_place(step) if in_place else step,
             variable_axes=axes if in_place else axes | {"cache": 0},
