@@ -139,8 +139,10 @@ class Stack(nn.Module):
 
         count = len(by_layer) // len(blocks)
         held = self.variables.get("cache", {}).get("layers")
-        # A call with an encoder's output may make a cache of another form.
-        in_place = not inputs and held is not None and collection.has_slots(held)
+        # A call with an encoder's output may make a cache of another form. Variables of a group of
+        # blocks can't be mapped.
+        is_mapped = len(blocks) == 1 and not inputs
+        in_place = is_mapped and held is not None and collection.has_slots(held)
         axes: dict[Any, Any] = {"params": 0, "intermediates": 0, points.COLLECTION: 0}
         scanned = nn.scan(
             _write_in_place(step) if in_place else step,
