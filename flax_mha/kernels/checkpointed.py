@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_mha.base import shapes, trees
-from flax_mha.base.trees import combine
+from flax_mha.base.trees import combine, is_array, is_inexact
 from flax_mha.kernels import blockwise, reference, softmax, tiles
 from flax_mha.kernels.blockwise import map_blocks
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
@@ -46,6 +46,9 @@ def attend(
     """Compute attention with derivatives of any order and mode."""
     dtype, wide = q.dtype, shapes.wide(q.dtype)
     q, k, v = (x.astype(wide) for x in (q, k, v))
+    # Gradients of parameters are sums over tiles.
+    parameters, others = trees.partition(spec, lambda x: is_array(x) and is_inexact(x))
+    spec = combine(jax.tree.map(lambda x: x.astype(wide), parameters), others)
     out, sums = blockwise.attend(q, k, v, spec, platform, core=_core, most=_MOST)
     return name_result(out.astype(dtype), sums)
 

@@ -18,7 +18,7 @@ from flax_mha.base.coordinates import (
     is_score_array,
     map_score_arrays,
 )
-from flax_mha.base.trees import combine, is_inexact, partition
+from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels import softmax
 from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.spec import AttentionSpec, Result, Sums
@@ -164,8 +164,14 @@ def tile_spec(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
 
 
 def take_tile(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[AttentionSpec, At]:
-    """Return the spec and the coordinates of a tile, all of rank 2."""
+    """Return the spec and the coordinates of a tile, all of rank 2.
+
+    Parameters are in float32 at least. Otherwise each tile would round its part of their gradients.
+    """
     spec = map_score_arrays(index.take, spec)
+    parameters, others = partition(spec, lambda x: is_array(x) and is_inexact(x))
+    parameters = jax.tree.map(lambda x: x.astype(shapes.wide(x.dtype)), parameters)
+    spec = combine(parameters, others)
     q = index.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32)[:, None]
     row, head = (x.reshape(1, 1) for x in (index.row, index.head))
     return spec, spec.override(At(row, head, q, key_indices(plan, index)[None]))

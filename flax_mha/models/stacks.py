@@ -139,8 +139,8 @@ class Stack(nn.Module):
 
         count = len(by_layer) // len(blocks)
         held = self.variables.get("cache", {}).get("layers")
-        # A call with an encoder's output may make a cache of another form. Variables of a group of
-        # blocks can't be mapped.
+        # A call with an encoder's output may make a cache of another form. For a group of blocks
+        # `nn.map_variables` gives back no variables.
         is_mapped = len(blocks) == 1 and not inputs
         in_place = is_mapped and held is not None and collection.has_slots(held)
         axes: dict[Any, Any] = {"params": 0, "intermediates": 0, points.COLLECTION: 0}

@@ -18,11 +18,12 @@ from flax_mha.sharding.shard_map import run_on_shards
 def column_parallel(
     multiply: Callable[..., jax.Array], x: jax.Array, projection: Any, kernel: jax.Array
 ) -> jax.Array | None:
-    """Return multiply(x, kernel) if positions of x are sharded between layers, else None.
+    """Return multiply(x, kernel), or None if XLA alone sends as little.
 
-    Each device gathers all positions before the product, and keeps the gradient of its own
-    positions: one all-gather forward and one reduce-scatter backward. If devices share key/value
-    heads, the gradient of x is one sum over all devices that have query heads, too.
+    If positions of x are sharded between layers, each device gathers all of them before the
+    product, and keeps the gradient of its own: one all-gather forward and one reduce-scatter
+    backward. If devices share key/value heads, the gradient of x is a sum over all devices, which
+    XLA joins with that of the queries.
     """
     if projection.rows != ("batch", "length") or x.ndim < 2:
         return None

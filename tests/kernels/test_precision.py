@@ -61,3 +61,17 @@ def test_precision_reaches_every_matmul(kernel: str, call: str, precision: str |
     assert set(backward) - exact == {SAID[precision]} - exact
     assert len(forward) >= 2 * 2
     assert len(backward) >= 5 * 2
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed"])
+def test_gradients_of_parameters_are_summed_before_rounding(kernel: str) -> None:
+    """A bias of half precision gets nearly opposite parts from two rows of the batch."""
+    x = jnp.ones((2, 1, 1, 8), jnp.bfloat16)
+    parts = jnp.array([2.3203, -2.0039], jnp.float32)
+
+    def loss(bias: jax.Array) -> jax.Array:
+        _, lse = dot_product_attention(x, x, x, bias=bias, kernel=kernel, return_residuals=True)
+        return (lse[:, 0, 0] * parts).sum()
+
+    got = jax.jit(jax.grad(loss))(jnp.zeros((1, 1, 1), jnp.bfloat16))
+    assert float(got.ravel()[0]) == float(parts.sum().astype(jnp.bfloat16))
