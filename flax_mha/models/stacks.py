@@ -139,10 +139,10 @@ class Stack(nn.Module):
 
         count = len(by_layer) // len(blocks)
         held = self.variables.get("cache", {}).get("layers")
-        # A call with an encoder's output may make a cache of another form. For a group of blocks
-        # `nn.map_variables` gives back no variables.
-        is_mapped = len(blocks) == 1 and not inputs
-        in_place = is_mapped and held is not None and collection.has_slots(held)
+        # A call with an encoder's output makes memories, perhaps of another size.
+        cross = [getattr(block, "cross_attention", None) for block in blocks]
+        keeps = not (inputs and any(getattr(layer, "decode", False) for layer in cross))
+        in_place = keeps and held is not None and collection.has_slots(held)
         axes: dict[Any, Any] = {"params": 0, "intermediates": 0, points.COLLECTION: 0}
         scanned = nn.scan(
             _write_in_place(step) if in_place else step,
@@ -240,6 +240,7 @@ def _write_in_place(step: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(module: Any, x: Any, inputs: Inputs, by_layer: Any, layer: jax.Array) -> Any:
+        # The variables of each module among the fields, in the order in which Flax maps them.
         stacks: list[Any] = []
 
         def of_layer(variables: Any) -> Any:
@@ -247,7 +248,7 @@ def _write_in_place(step: Callable[..., Any]) -> Callable[..., Any]:
             return collection.of_layer(variables, layer)
 
         def to_stack(variables: Any) -> Any:
-            return collection.to_stack(variables, stacks[-1], layer)
+            return collection.to_stack(variables, stacks.pop(0), layer)
 
         mapped = nn.map_variables(step, "cache", of_layer, to_stack, mutable=True)
         return mapped(module, x, inputs, by_layer)

@@ -55,15 +55,21 @@ def layer(**fields: Any) -> MultiHeadAttention:
     return MultiHeadAttention(16, dtype=jnp.bfloat16, decode=True, **fields)
 
 
+SCANNED = layer(param_dtype=jnp.bfloat16)
 STEPS: dict[str, nn.Module] = {
     "one head of queries each": layer(),
     "grouped": layer(num_kv_heads=4, rotary=Rotary()),
     "int8": layer(cache=CacheConfig("int8")),
     "ring": layer(mask=Window(1024, 0), cache=CacheConfig(slots=1152)),
-    "scanned stack": Decoder(4, DecoderBlock(layer(param_dtype=jnp.bfloat16), 64), scan=True),
+    "scanned stack": Decoder(4, DecoderBlock(SCANNED, 64), scan=True),
+    "scanned alternating blocks": Decoder(
+        4,
+        [DecoderBlock(SCANNED, 64), DecoderBlock(SCANNED.copy(rotary=Rotary()), 64)],
+        scan=True,
+    ),
 }
 # cuBLAS's own space is as large as a ring, and a scan on GPUs copies each layer's part.
-ON_GPUS = [name for name in STEPS if name not in ("ring", "scanned stack")]
+ON_GPUS = [name for name in STEPS if name != "ring" and "scanned" not in name]
 
 
 def step_temporaries(device: Any, model: nn.Module) -> tuple[int, int]:

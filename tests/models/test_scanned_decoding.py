@@ -33,15 +33,12 @@ LAYERS: dict[str, Any] = {
 CALLS: list[tuple[int, Any]] = [(7, None), (3, None), (1, None), (4, [4, 1]), (1, None)]
 
 
-def both(layer: MultiHeadAttention, cross: bool, remat: bool) -> Any:
+def both(layer: MultiHeadAttention, cross: MultiHeadAttention | None, remat: bool) -> Any:
     """Return a loop and a scan of two blocks, and the variables of each, with equal numbers."""
-    block = DecoderBlock(
-        layer, 8, cross_attention=MultiHeadAttention(2, decode=True) if cross else None,
-        remat=remat,
-    )  # fmt: skip
+    block = DecoderBlock(layer, 8, cross_attention=cross, remat=remat)
     loop, scan = (Decoder(2, block, scan=scan, final_norm=False) for scan in (False, True))
     x = jnp.zeros((B, 16, D))
-    memory = (jnp.asarray(RNG.normal(size=(B, 5, D)), jnp.float32),) if cross else ()
+    memory = () if cross is None else (jnp.asarray(RNG.normal(size=(B, 5, D)), jnp.float32),)
     params = random_like(jax.eval_shape(loop.init, KEY, x, *memory)["params"])
     held, of_scan = (sharding.init(model, KEY, x, *memory)["cache"] for model in (loop, scan))
 
@@ -58,7 +55,9 @@ def step(model: Any, params: Any, held: Any, *inputs: jax.Array, **call: Any) ->
     return y, new["cache"]
 
 
-def check(layer: MultiHeadAttention, cross: bool = False, remat: bool = False) -> None:
+def check(
+    layer: MultiHeadAttention, cross: MultiHeadAttention | None = None, remat: bool = False
+) -> None:
     (loop, params, held), (scan, stacked_params, stacked_held), memory, stacked = both(
         layer, cross, remat
     )
@@ -69,7 +68,7 @@ def check(layer: MultiHeadAttention, cross: bool = False, remat: bool = False) -
         wanted, held = step(loop, params, held, x, *memory, **call)
         got, stacked_held = step(scan, stacked_params, stacked_held, x, *memory, **call)
         np.testing.assert_allclose(got, wanted, atol=2e-6)
-        memory = ()  # Kept.
+        memory = () if cross is None or cross.decode else memory
         for one, other in zip(
             jax.tree.leaves(stacked_held), jax.tree.leaves(stacked(held)), strict=True
         ):
@@ -86,8 +85,10 @@ def test_scan_decodes_as_a_loop(name: str) -> None:
 
 @pytest.mark.sampled(0.5, slow=0.5)
 @pytest.mark.parametrize("remat", [False, True])
-def test_scan_keeps_an_encoders_keys(remat: bool) -> None:
-    check(LAYERS["rotary, grouped"], cross=True, remat=remat)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_scan_sees_an_encoders_output(keeps: bool, remat: bool) -> None:
+    """Cross-attention keeps the keys of the first call, or each call gives the output again."""
+    check(LAYERS["rotary, grouped"], MultiHeadAttention(2, decode=keeps), remat)
 
 
 @pytest.mark.sampled(0.2, slow=0.3)
