@@ -163,7 +163,13 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
         shifts = None if seed is None else np.random.default_rng(seed)
         found = plain_attention.attention(*operands[:3], **known, shifts=shifts)
         plain.append(by_name(at, learned, *found))
-        plain[-1] |= {name: plain[-1][name].astype(x.dtype) for name, x in learned.items()}
+    if case.dtype != "float32":
+        # Sums over all scores, such as the gradient of a slope, nearly cancel: see `mean_of_out`.
+        found = plain_attention.attention(*operands[:3], **known, mean_of_out=True)
+        values = by_name(at, learned, *found)
+        plain.append(plain[0] | {name: values[name] for name in learned})
+    rounded = {name: x.dtype for name, x in learned.items()}
+    plain = [x | {name: x[name].astype(dtype) for name, dtype in rounded.items()} for x in plain]
     positive = oracle.attention_gradients(*operands[:3], **known, cancelling=False)
     sizes = {
         name: float(np.linalg.norm(x))

@@ -103,3 +103,19 @@ def test_scan_decodes_on_a_mesh(name: str, slots: bool, kind: str) -> None:
         check(LAYERS[name])
     finally:
         leave()
+
+
+@pytest.mark.slow
+def test_scan_decodes_under_vmap() -> None:
+    """Two models of other parameters, caches and tokens at once."""
+    (_, params, _), (scan, _, held), _, stacked = both(LAYERS["rotary, grouped"], None, False)
+    models = [stacked(jax.tree.map(lambda x, a=a: a * x, params)) for a in (1.0, 0.5)]
+    of_two = functools.partial(jax.tree.map, lambda *x: jnp.stack(x))
+    params, caches = of_two(*models), [held, held]
+    held = of_two(*caches)
+    for T in (7, 3, 1):
+        x = jnp.asarray(RNG.normal(size=(2, B, T, D)), jnp.float32)
+        wanted, caches = zip(*map(functools.partial(step, scan), models, caches, x), strict=True)
+        got, held = jax.vmap(functools.partial(step, scan))(params, held, x)
+        np.testing.assert_allclose(got, jnp.stack(wanted), atol=2e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), held, of_two(*caches))

@@ -32,11 +32,15 @@ def attention(
     keep: Array | None = None,
     rate: float = 0.0,
     shifts: np.random.Generator | None = None,
+    mean_of_out: bool = False,
 ) -> tuple[Array, Array, Gradients]:
     """Compute out, lse and gradients. For the arguments see `oracle.attention_gradients`.
 
     With `shifts` each number is rounded on a grid that is stretched at random by 1 to 2: to the
-    nearest number as before, with another error of the same distribution.
+    nearest number as before, with another error of the same distribution. With `mean_of_out` the
+    gradients of scores are those of a kernel that keeps no weights (Dao et al., "FlashAttention",
+    2022): their mean, Σ p·dp, is out·dout, where out is of rounded weights, and no dp is rounded.
+    The gradients of a query's scores then sum to a small number instead of 0.
     """
     dtype = np.asarray(q).dtype
 
@@ -64,10 +68,9 @@ def attention(
         lse = top + np.log(total)
     p = p / np.where(total == 0, Float(1), total)
     weights = rounded(oracle.dropped(p, keep, rate))
-    out = rounded(weights @ v)
-
-    dp = oracle.dropped(rounded(dout @ v.mT), keep, rate).astype(Float)
-    mean = (p * dp).sum(-1, keepdims=True)
+    out, dp = weights @ v, dout @ v.mT
+    dp = oracle.dropped(dp if mean_of_out else rounded(dp), keep, rate).astype(Float)
+    mean = (out * dout if mean_of_out else p * dp).sum(-1, keepdims=True)
     if lse_cotangent is not None:
         mean = mean - np.asarray(lse_cotangent, Float)[..., None]
     ds = p * (dp - mean)
@@ -80,4 +83,4 @@ def attention(
     dq, dk, dv = (np.swapaxes(x, -3, -2) for x in (dq, dk, dv))
     dk, dv = (oracle.grouped(x, group) for x in (dk, dv))
     gradients = [rounded(x) for x in (dq, dk, dv)]
-    return np.swapaxes(out, -3, -2), lse[..., 0], Gradients(*gradients, ds, dsinks)
+    return np.swapaxes(rounded(out), -3, -2), lse[..., 0], Gradients(*gradients, ds, dsinks)
