@@ -1,7 +1,8 @@
 """Compiled programs as XLA prints them, with the number of runs of each instruction.
 
 A loop's body is in the text once, and runs as often as its trip count: `known_trip_count` if the
-compiler kept it (CPU, GPU), or the constant that the loop's condition compares with.
+compiler kept it (CPU, GPU), or the constant that the loop's condition compares with. The loops in
+which a kernel isolates values that are not finite do not run.
 """
 
 import math
@@ -142,6 +143,8 @@ class Module:
     def _trips(self, computation: str, loop: Instruction) -> int:
         if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
             return int(known[1])
+        if "isolate_nan" in loop.rest:
+            return 0
         condition = {x.name: x for x in self.computations[_attribute(loop.rest, "condition")]}
         root = [x for x in condition.values() if x.opcode == "compare"]
         limits = [x for x in condition.values() if x.opcode == "constant"]

@@ -23,7 +23,8 @@ def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, wind
     assert F % 8 == 0
     assert F <= 256
     assert isinstance(scale, float)
-    assert has_bias == has_dbias == bool(bias.size)
+    assert has_bias == bool(bias.size)
+    assert has_bias or not has_dbias
     assert (q_length.shape, k_length.shape) == ((rows,), (rows,))
     assert q_length.dtype == k_length.dtype == jnp.int32
     k = jnp.repeat(k, N // K, 2)
@@ -129,7 +130,7 @@ def gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings):
     dv = jnp.einsum("bnts,btnf->bsnf", p, dout.astype(jnp.float32))
     dk, dv = (x.reshape(*k.shape[:3], groups, -1).sum(3) for x in (dk, dv))
     found = [x.astype(q.dtype) for x in (dq, dk, dv)]
-    if bias.size:
+    if settings[1][1]:
         axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
         found.append(ds.sum(axes, keepdims=True).astype(bias.dtype))
     return found

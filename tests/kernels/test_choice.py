@@ -174,7 +174,7 @@ def test_explain_names_strategy_and_kernel_of_ring() -> None:
     [
         (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), Causal(), "cudnn"),
         (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), None, "cudnn"),
-        (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), Causal() & Window(70), "reference"),
+        (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), Causal() & Window(70), "cudnn"),
         (Platform("gpu", "NVIDIA H200", cudnn=(9, 1, 0)), Causal(), "reference"),
         (Platform("tpu"), Causal(), "flex"),
         (Platform("cpu"), Causal(), "blockwise"),

@@ -2,14 +2,15 @@
 
     out = softmax(cap(q·kᵀ·scale) + bias, over a band of keys, and the sink)·v
 
-Memory is O(T + S), except for a given bias, and times the number of packed documents for the lse.
-Masks are cuDNN's native ones, not tables: causality, windows that end at the query, lengths (see
-`mask`), packed documents.
+Memory is O(T + S), except for a bias, and times the number of packed documents for the lse.
+Causality, windows that end at the query, lengths (see `mask`) and packed documents are cuDNN's own.
+Other masks hide pairs by a bias of bfloat16, [rows|1, N|1, T, S].
 
 The wrapper handles the cases that cuDNN does not define:
 
 - For a fully masked row, cuDNN may return NaN. Such rows are replaced, forward and backward.
-- NaN and infinity are removed from cuDNN's inputs, and put back into the rows that see them.
+- If a result is not finite, cuDNN runs again, without NaN and infinity in its inputs. They are put
+  back into the rows that see them.
 - cuDNN ignores the lse's cotangent. A second backward pass computes its gradient, only if needed.
 - A sink scales cuDNN's output by out·σ(lse − sink). Given the scaled out and lse, cuDNN's backward
   pass computes the right gradients.
@@ -35,10 +36,15 @@ from flax_mha.kernels.cudnn import edge_cases, primitives
 from flax_mha.kernels.cudnn import mask as bands
 from flax_mha.kernels.cudnn.mask import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
+from flax_mha.kernels.mask_parts import conjuncts
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
+from flax_mha.masks import Mask
+from flax_mha.masks.base import evaluate
 from flax_mha.scores import Bias, SoftCap
 from flax_mha.sharding.shard_map import varying
 
+# The most numbers of a bias that hides pairs: 1 GiB. Other kernels keep no table.
+MOST_HIDDEN = 2**29
 # Before 9.10.2, windows allow no bias, and single queries no mask. 9.10.0 and 9.10.1 are broken.
 OLDEST = (9, 10, 2)
 
@@ -55,15 +61,14 @@ def lower(
         return Refusal(device)
     if reason := _check_call(q, spec, dims, device, platform):
         return Refusal(reason)
-    band = bands.lower(spec, dims)
-    if isinstance(band, str):
-        return Refusal(band)
     reason = _check_scores(q, spec, dims, device)
-    if band.runs is not None:
-        reason = reason or _check_runs(spec, dims, device, platform.auto_partitioned)
+    takes_runs = _takes_runs(spec, dims, device, platform.auto_partitioned)
+    band, hidden = bands.lower(spec, dims, takes_runs)
+    if hidden is not None:
+        reason = reason or _check_hidden(q, spec, hidden, dims)
     if reason:
         return Refusal(reason)
-    return functools.partial(_attend, q, k, v, spec, band, platform.auto_partitioned)
+    return functools.partial(_attend, q, k, v, spec, band, hidden, platform.auto_partitioned)
 
 
 def _check_call(
@@ -112,71 +117,94 @@ def _check_scores(
             f"would spread a bias of {array.shape[-2:]} queries and keys to "
             f"T·S = {dims.T}·{dims.S}; if this is intended, broadcast it"
         )
-    if dims.T % 2 or dims.S % 2:
-        return f"takes a bias for even T and S, got {dims.T} and {dims.S}"
     return None
 
 
-def _check_runs(
-    spec: AttentionSpec, dims: Dims, device: primitives.Gpu, is_divided: bool
-) -> str | None:
-    """Return the reason against packed documents, or None."""
-    if device.capability < (9, 0):
-        return f"takes packed documents from compute capability 9.0 on, got {device.capability}"
-    if dims.N != dims.K and not private_jax.PACKED_GROUPS:
+def _check_hidden(q: jax.Array, spec: AttentionSpec, mask: Mask, dims: Dims) -> str | None:
+    """Return the reason against a bias that hides pairs, or None."""
+    (name, *_) = (type(x).__name__ for x in conjuncts(mask))
+    if q.dtype != jnp.bfloat16:
+        return f"hides pairs of {name} by a bfloat16 bias, got {q.dtype}"
+    if spec.scores and type(spec.scores[0]) is SoftCap:
+        return f"takes no SoftCap with the bias that hides pairs of {name}"
+    size = math.prod(jax.eval_shape(lambda: _allowed(mask, spec, dims)).shape[:2]) * dims.T * dims.S
+    if size > MOST_HIDDEN:
         return (
-            f"of packed documents JAX {jax.__version__} needs as many key/value heads as query "
-            f"heads, got {dims.K} and {dims.N}"
+            f"would hide pairs of {name} by a bias of {2 * size:,} bytes, more than "
+            f"{2 * MOST_HIDDEN:,}"
         )
-    if _features(dims) > 128:
-        return f"takes packed documents in heads of at most 128 features, got {_features(dims)}"
-    if spec.scores:
-        return f"takes no {type(spec.scores[0]).__name__} of packed documents"
-    if is_divided:
-        return "packed documents on several devices need a mesh that says how to divide them"
-    numbers = math.prod(dims.B) * dims.T * dims.N * _features(dims)
-    if numbers >= 2**31:
-        return f"counts numbers of packed queries in int32, got {numbers:,}"
     return None
+
+
+def _allowed(mask: Mask, spec: AttentionSpec, dims: Dims) -> jax.Array:
+    """Return the pairs that a mask allows, bool [rows|1, N|1, T|1, S|1]."""
+    return jnp.asarray(flat_batch(evaluate(mask, spec.at(dims)), dims))
+
+
+def _takes_runs(spec: AttentionSpec, dims: Dims, device: primitives.Gpu, is_divided: bool) -> bool:
+    """Return True if packed documents can be sequences of their own."""
+    return (
+        device.capability >= (9, 0)
+        and (dims.N == dims.K or private_jax.PACKED_GROUPS)
+        and _features(dims) <= 128
+        and not spec.scores
+        and not is_divided
+        # They are counted in int32.
+        and math.prod(dims.B) * dims.T * dims.N * _features(dims) < 2**31
+    )
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, band: Band, is_divided: bool,
-    result: Result | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, band: Band, hidden: Mask | None,
+    is_divided: bool, result: Result | None = None,
 ) -> Result:  # fmt: skip
     """Compute attention. Given a precomputed result, compute only its first derivatives.
 
-    Heads are padded with zeros to a multiple of 8 features, with values as wide as keys. A scale
-    that is an array multiplies the queries in their dtype. A bias below −2⁴¹ counts as −∞.
+    Heads are padded with zeros to a multiple of 8 features, with values as wide as keys, and with a
+    bias, tokens to an even number. A scale that is an array multiplies the queries in their dtype.
+    A bias below −2⁴¹ counts as −∞.
     """
     dims = shapes.Dims.of(q, k, v)
-    rows = math.prod(dims.B)
+    rows, features = math.prod(dims.B), _features(dims)
     scale = spec.scale
     if not isinstance(scale, int | float | np.number):
         q, scale = q * jnp.asarray(scale, q.dtype), 1.0
-    q, k, v = (_pad(x.reshape(rows, *x.shape[-3:]), _features(dims)) for x in (q, k, v))
     # `lower` allows at most one, a Bias or a SoftCap.
     (mod,) = spec.scores or (None,)
     cap = mod.cap if isinstance(mod, SoftCap) else None
-    bias = None
-    if isinstance(mod, Bias):
-        bias = jnp.asarray(flat_batch(mod.array.array, dims))
+    bias = jnp.asarray(flat_batch(mod.array.array, dims)) if isinstance(mod, Bias) else None
+    call = CudnnCall(
+        float(scale), band.causal, band.left, is_divided, cap, bias is not None, hidden is not None
+    )
+    if bias is not None:
         bias = jnp.maximum(bias, jnp.asarray(edge_cases.MIN_BIAS, bias.dtype))
+    if hidden is not None:
+        allowed = _allowed(hidden, spec, dims)
+        bias = jnp.where(
+            allowed, jnp.zeros((), q.dtype) if bias is None else bias,
+            jnp.asarray(edge_cases.HIDDEN, q.dtype),
+        )  # fmt: skip
+        bias = jnp.broadcast_to(bias, (*bias.shape[:2], dims.T, dims.S))
+    odd_q, odd_k = (0, 0) if bias is None else (dims.T % 2, dims.S % 2)
+    if odd_q or odd_k:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, odd_q), (0, odd_k)))
+        band = band.replace(sees=False)
     band = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), band)
-    call = CudnnCall(float(scale), band.causal, band.left, is_divided, cap)
     sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32)
+
+    def pad(x: jax.Array, odd: int) -> jax.Array:
+        x = x.reshape(rows, *x.shape[-3:])
+        return jnp.pad(x, ((0, 0), (0, odd), (0, 0), (0, features - x.shape[-1])))
+
     by_row = given = None
     if result is not None:
         out, given = result
-        out = _pad(out.reshape(rows, *out.shape[-3:]), _features(dims)).astype(q.dtype)
-        by_row = out, given.lse.reshape(rows, dims.N, dims.T)
+        lse = given.lse.reshape(rows, dims.N, dims.T)
+        by_row = pad(out, odd_q).astype(q.dtype), jnp.pad(lse, ((0, 0), (0, 0), (0, odd_q)))
+    q, k, v = pad(q, odd_q), pad(k, odd_k), pad(v, odd_k)
     out, lse = edge_cases.attend(call, spec.mask is not None, q, k, v, bias, sinks, band, by_row)
-    out = out[..., : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
-    return out, Sums.of(lse.reshape(*dims.B, dims.N, dims.T), given)
-
-
-def _pad(x: jax.Array, features: int) -> jax.Array:
-    return jnp.pad(x, ((0, 0),) * 3 + ((0, features - x.shape[-1]),))
+    out = out[:, : dims.T, :, : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
+    return out, Sums.of(lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T), given)
 
 
 def _features(dims: Dims) -> int:

@@ -6,11 +6,13 @@ lse′ = log(exp(lse) + exp(sink)), it computes the right gradients from out′ 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from flax_mha.kernels import loops
 from flax_mha.kernels.cudnn import mask as bands
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.mask import Band
@@ -23,6 +25,8 @@ Result = tuple[jax.Array, jax.Array]
 # Replaces −∞ in a bias, for which cuDNN returns NaN. jax.nn uses the same number. If all biases of
 # a row are −∞, its lse is below half of this.
 MIN_BIAS = -float(2**41)
+# The bias of a pair that a mask hides.
+HIDDEN = 2 * MIN_BIAS
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -47,47 +51,81 @@ def _attend(
 ) -> tuple[Result, tuple[Any, ...]]:  # fmt: skip
     """Return the result, and the residuals of its gradients.
 
-    These are the inputs, finite under a mask, out with sinks, and lse without sinks. It is −∞ for
-    fully masked rows, and NaN for those that see NaN.
+    These are the inputs, out with sinks, and lse without sinks. It is −∞ for fully masked rows, and
+    NaN for those that see NaN.
     """
-    nan_rows = None
-    if masked:
-        nan_rows = _nan_rows(q, k, v, band) if result is None else None
-        # In cuDNN's inputs, NaN would meet weights of 0.
-        q, k, v = finite(q), finite(k), finite(v)
-    out, lse = result or name_result(*_attend_keys(call, q, k, v, bias, band, nan_rows))
+    out, lse = result or name_result(*_attend_keys(call, masked, q, k, v, bias, band))
     result = (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
     return result, (q, k, v, bias, sinks, band, result[0], lse)
 
 
-def _nan_rows(q: jax.Array, k: jax.Array, v: jax.Array, band: Band) -> jax.Array:
-    """Return True for queries that see a value that is not finite, bool [rows, N, T]."""
-    bad_q, bad_k, bad_v = (~jnp.isfinite(x).all(-1) for x in (q, k, v))
-    start, end = band.keys(q.shape[1], k.shape[1])
-    by_keys = bands.any_between(bad_k | bad_v, start, end)
-    by_keys = jnp.repeat(by_keys, q.shape[2] // k.shape[2], 2)
-    return jnp.swapaxes(by_keys | (bad_q & (end > start)[..., None]), 1, 2)
-
-
 def _attend_keys(
-    call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band,
-    nan_rows: jax.Array | None,
+    call: CudnnCall, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array,
+    bias: jax.Array | None, band: Band,
 ) -> Result:  # fmt: skip
-    """Attend by cuDNN, and set fully masked rows to 0 and −∞, and nan_rows [rows, N, T] to NaN."""
+    """Attend by cuDNN, with NaN for the rows that see NaN, and for no others."""
+    out, lse = _run(call, q, k, v, bias, band)
+    if not masked:
+        return out, lse
+
+    def isolate(_: Any, result: Result) -> Result:
+        # In cuDNN's inputs, NaN would meet weights of 0.
+        out, lse = _run(call, finite(q), finite(k), finite(v), bias, band)
+        lse = jnp.where(_nan_rows(call, q, k, v, bias, band), jnp.nan, lse)
+        return _set_nan(out, jnp.isnan(jnp.swapaxes(lse, 1, 2))), lse
+
+    return _repair(isolate, (out, lse), out)
+
+
+def _run(
+    call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band
+) -> Result:
+    """Attend by cuDNN, and set fully masked rows to 0 and −∞."""
     out, lse = primitives.forward(call, q, k, v, bias, *band.operands())
     lse = lse if band.runs is None else band.runs.lse(lse)
-    if nan_rows is None and bias is None:
+    if band.sees and bias is None:
         return out, lse
     start, end = band.keys(q.shape[1], k.shape[1])
     is_empty = (end <= start)[:, None]
     if bias is not None:
         is_empty = is_empty | (lse < MIN_BIAS / 2)
-    lse = jnp.where(is_empty, -jnp.inf, lse)
-    if nan_rows is not None:
-        lse = jnp.where(nan_rows, jnp.nan, lse)
-    by_query = jnp.swapaxes(lse, 1, 2)[..., None]
-    out = jnp.where(by_query == -jnp.inf, 0, jnp.where(jnp.isnan(by_query), jnp.nan, out))
-    return out.astype(q.dtype), lse
+    is_empty = jnp.broadcast_to(is_empty, lse.shape)
+    by_query = jnp.swapaxes(is_empty, 1, 2)[..., None]
+    return jnp.where(by_query, jnp.zeros_like(out), out), jnp.where(is_empty, -jnp.inf, lse)
+
+
+def _repair(step: Callable[[Any, Any], Any], results: Any, *read: jax.Array) -> Any:
+    """Return step(0, results) if an array that is read is not finite, else the results.
+
+    A loop of at most one step keeps them in place, where a branch would copy them.
+    """
+    found = [~jnp.isfinite(x).all() for x in read]
+    times = functools.reduce(jnp.logical_or, found).astype(jnp.int32)
+    with jax.named_scope("isolate_nan"):
+        return loops.repeat(0, times, step, results)
+
+
+def _nan_rows(
+    call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band
+) -> jax.Array:
+    """Return True for queries that see a value that is not finite, bool [rows, N, T]."""
+    bad_q, bad_k, bad_v = (~jnp.isfinite(x).all(-1) for x in (q, k, v))
+    bad_keys = jnp.repeat(bad_k | bad_v, q.shape[2] // k.shape[2], 2)
+    bad_q = jnp.swapaxes(bad_q, 1, 2)
+    start, end = band.keys(q.shape[1], k.shape[1])
+    if call.hides:
+        seen = _seen(bias, start, end)
+        bad_keys = jnp.swapaxes(bad_keys, 1, 2)[:, :, None]
+        return (seen & bad_keys).any(-1) | (bad_q & seen.any(-1))
+    by_keys = bands.any_between(bad_keys, start, end)
+    return jnp.swapaxes(by_keys, 1, 2) | (bad_q & (end > start)[:, None])
+
+
+def _seen(bias: Any, start: jax.Array, end: jax.Array) -> jax.Array:
+    """Return the pairs that neither the band nor the bias hides, bool [rows|1, N|1, T, S]."""
+    j = jnp.arange(bias.shape[-1], dtype=jnp.int32)[None, None, None]
+    start, end = (x[:, None, :, None] for x in (start, end))
+    return ~(bias < (MIN_BIAS + HIDDEN) / 2) & (j >= start) & (j < end)
 
 
 def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
@@ -110,29 +148,42 @@ def _backward(
     )
     q, k, v, bias, sinks, band, out, lse_of_keys = residuals
     lse = lse_of_keys if sinks is None else jnp.logaddexp(lse_of_keys, sinks[None, :, None])
-    has_edges = masked or bias is not None
-    if has_edges:
-        is_empty = lse_of_keys == -jnp.inf
+    is_empty = lse_of_keys == -jnp.inf
+
+    def pull(
+        inputs: Any, lse: jax.Array, off: jax.Array, out: jax.Array, dout: jax.Array | None
+    ) -> tuple[Any, ...]:
+        """Return the gradients of q, k, v, bias and sinks, from no row that is `off`."""
+        dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, dout, dlse)
+        of_lse = None if dlse is None else jnp.where(off, 0, dlse)
+        return *_pull(call, inputs, band, jnp.where(off, FAR, lse), out, dout, of_lse), dsinks
+
+    gradients = pull((q, k, v, bias), lse, is_empty, out, dout)
+    if not masked and bias is None:
+        return *gradients, None, None
+
+    def isolate(_: Any, gradients: Any) -> tuple[Any, ...]:
         of_heads = None if dout is None else jnp.swapaxes(dout, 1, 2)
         lost, asked = lost_queries(lse_of_keys, of_heads, dlse)
         lost &= ~is_empty
-        lse = jnp.where(lost, jnp.where(asked, jnp.nan, FAR), lse)
         # With a weight and a cotangent of 0, these rows add exactly 0 even if they hold NaN.
         off, nan_rows = lost | is_empty, lost & asked
         off_rows = jnp.swapaxes(off, 1, 2)[..., None]
-        out = jnp.where(off_rows, 0, out).astype(out.dtype)
-        dout = None if dout is None else jnp.where(off_rows, 0, dout).astype(out.dtype)
-    dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, dout, dlse)
-    if has_edges:
-        lse = jnp.where(off, FAR, lse)
-        dlse = None if dlse is None else jnp.where(off, 0, dlse)
-    dq, dk, dv, dbias = _pull(call, (q, k, v, bias), band, lse, out, dout, dlse)
-    if has_edges:
-        dq, dk, dv = _mark_edges(dq, dk, dv, band, nan_rows)
-    if bias is not None:
-        shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
-        dbias = _set_nan(dbias, nan_rows.any(shared, keepdims=True))
-    return dq, dk, dv, dbias, dsinks, None, None
+        results = [None if x is None else jnp.where(off_rows, 0, x) for x in (out, dout)]
+        results = [x if x is None else x.astype(out.dtype) for x in results]
+        inputs = (finite(q), finite(k), finite(v)) if masked else (q, k, v)
+        marked = jnp.where(lost, jnp.where(asked, jnp.nan, FAR), lse)
+        dq, dk, dv, dbias, dsinks = pull((*inputs, bias), marked, off, *results)
+        dq, dk, dv = _mark_nan(call, dq, dk, dv, bias, band, nan_rows)
+        if dbias is not None:
+            shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+            dbias = _set_nan(dbias, nan_rows.any(shared, keepdims=True))
+        return dq, dk, dv, dbias, dsinks
+
+    # NaN of any input or cotangent is in dq too. That of a query without keys may be in dk alone.
+    dq, dk, *_, dsinks = gradients
+    read = dq, dsinks, None if band.sees and bias is None else dk
+    return *_repair(isolate, gradients, *jax.tree.leaves(read)), None, None
 
 
 attend.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -146,7 +197,7 @@ def _pull(
     q, k, v, bias = inputs
     pull = functools.partial(primitives.backward, call)
     operands = (bias, *band.operands(), lse if band.runs is None else band.runs.by_run(lse))
-    gradients = jax.tree.map(jnp.zeros_like, inputs)
+    gradients = jax.tree.map(jnp.zeros_like, (q, k, v, bias if call.learned else None))
     if dout is not None:
         gradients = pull(q, k, v, *operands, out, dout)
     if dlse is not None:
@@ -156,23 +207,29 @@ def _pull(
         as_dout = jnp.zeros_like(out).at[..., 0].set(jnp.swapaxes(dlse, 1, 2).astype(out.dtype))
         dq, dk, _, dbias = pull(q, k, one, *operands, jnp.zeros_like(out), as_dout)
         gradients = jax.tree.map(jnp.add, gradients, (dq, dk, jnp.zeros_like(v), dbias))
-    return gradients
+    if band.runs is None:
+        return gradients
+    # cuDNN writes gradients only for tokens of documents.
+    dq, *of_keys, dbias = gradients
+    sizes = dq.shape[1], k.shape[1]
+    (first, last), (start, end) = band.keys(*sizes), band.queries(*sizes)
+    dk, dv = (jnp.where((end <= start)[..., None, None], 0, x) for x in of_keys)
+    return jnp.where((last <= first)[..., None, None], 0, dq), dk, dv, dbias
 
 
-def _mark_edges(
-    dq: jax.Array, dk: jax.Array, dv: jax.Array, band: Band, nan_rows: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Set gradients of NaN rows and of the keys they see to NaN, and unwritten ones to 0."""
+def _mark_nan(
+    call: CudnnCall, dq: jax.Array, dk: jax.Array, dv: jax.Array, bias: jax.Array | None,
+    band: Band, nan_rows: jax.Array,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Set gradients of NaN rows [rows, N, T], and of the keys that they see, to NaN."""
     T, S = dq.shape[1], dk.shape[1]
     by_query = jnp.swapaxes(nan_rows, 1, 2)
-    start, end = band.queries(T, S)
-    by_key = bands.any_between(by_query, start, end)
+    if call.hides:
+        seen = _seen(bias, *band.keys(T, S)) & nan_rows[..., None]
+        by_key = jnp.swapaxes(seen.any(-2), 1, 2)
+    else:
+        by_key = bands.any_between(by_query, *band.queries(T, S))
     by_key = by_key.reshape(*by_key.shape[:2], dk.shape[2], -1).any(-1)
-    if band.runs is not None:
-        # cuDNN writes gradients only for tokens of documents.
-        first, last = band.keys(T, S)
-        dq = jnp.where((last <= first)[..., None, None], 0, dq)
-        dk, dv = (jnp.where((end <= start)[..., None, None], 0, x) for x in (dk, dv))
     return _set_nan(dq, by_query), _set_nan(dk, by_key), _set_nan(dv, by_key)
 
 

@@ -1,5 +1,11 @@
-"""The masks that cuDNN supports: a band along the diagonal, within lengths and runs."""
+"""The masks that cuDNN supports: a band along the diagonal, within lengths and runs.
 
+Other masks hide pairs within the band by a bias.
+"""
+
+import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,17 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from flax_mha.base.coordinates import Array, flat_batch, tiles_of
+from flax_mha.base.coordinates import Array, At, flat_batch, tiles_of
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.masks import FULL, Causal, Lengths, Mask, Segments, Window
+from flax_mha.masks import FULL, Causal, Mask, Segments, Window
 from flax_mha.masks.tiles import is_static
-
-_POSITIONS_OF_RUNS = (
-    " (for packed documents leave them out: masks count tokens in their order, and positions that "
-    "restart in each document belong in the layer's `positions`, for rotary)"
-)
 
 
 class Band(struct.PyTreeNode):
@@ -29,6 +30,7 @@ class Band(struct.PyTreeNode):
       k: the number of keys, int32 [rows|1], 0 … S.
       causal: True if the rule j ≤ i applies.
       left: the number of earlier keys that a query sees, only with `causal`; None for all.
+      sees: True if each query is known to see a key.
       runs: the packed documents; None for one document per row.
     """
 
@@ -36,6 +38,7 @@ class Band(struct.PyTreeNode):
     k: Any
     causal: bool = struct.field(pytree_node=False)
     left: int | None = struct.field(pytree_node=False)
+    sees: bool = struct.field(pytree_node=False)
     runs: "Runs | None" = None
 
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -87,42 +90,47 @@ def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array
     return until(end) > until(start)
 
 
-def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
-    """Return the call's mask as a band, or the reason why it is not one."""
+def lower(spec: AttentionSpec, dims: Dims, takes_runs: bool) -> tuple[Band, Mask | None]:
+    """Split the call's mask into a band, and a mask of the pairs within it; None for all of them.
+
+    `takes_runs` is False if packed documents are left to the second mask.
+    """
     at = spec.at(dims)
-    masks = conjuncts(spec.mask)
-    parts = MaskParts.of(mask for mask in masks if not _allows_all(mask, at.q, at.k, dims))
+    masks = [x for x in conjuncts(spec.mask) if not _allows_all(x, at.q, at.k, dims)]
+    band = _band(masks, at, dims)
+    if band is not None and (band.runs is None or takes_runs):
+        return band, None
+    bands = [_band([mask], at, dims) for mask in masks]
+    is_native = [band is not None and band.runs is None for band in bands]
+    native: Any = _band([*itertools.compress(masks, is_native)], at, dims)
+    others = [mask for mask, left_out in zip(masks, is_native, strict=True) if not left_out]
+    return native, functools.reduce(operator.and_, others)
+
+
+def _band(masks: Sequence[Mask], at: At, dims: Dims) -> Band | None:
+    """Return the masks, joined by `&`, as a band, or None if they are not one."""
+    parts = MaskParts.of(masks)
     lengths, packed, positional = parts.lengths, parts.segments, _Reach.of(parts.band)
-    no_runs = (*(mask for mask in packed if not mask.runs), *packed[1:])
-    unsupported = (*parts.others, *parts.queries, *parts.keys, *no_runs)
     reads_both = positional != _Reach() or bool(packed)
     reads_q = reads_both or any(mask.q is not None for mask in lengths)
     first_q, first_k = _first(at.q), _first(at.k)
     q0, k0 = first_q or 0, first_k or 0
     reach = positional.shift(q0 - k0, dims)
     is_causal = reach.right == 0
-    uneven = "do not count up from one static number" + _POSITIONS_OF_RUNS * bool(packed)
-    refusals = {
-        "takes Causal, Window, Lengths and one Segments of runs joined by &, got "
-        + "".join(map(_describe, unsupported[:1])): bool(unsupported),
-        "needs at_most of Segments in runs: memory for each of them": any(
-            mask.at_most is None for mask in packed
-        ),
-        f"q_positions {uneven}": first_q is None and reads_q,
-        f"kv_positions {uneven}": first_k is None and (reads_both or bool(lengths)),
-        f"takes windows that end at the query's own index, 0 … {dims.T - 1}, here they reach "
-        f"{_signed(reach.left, 'back')} and {_signed(reach.right, 'ahead')}": (
-            not is_causal and reach != _Reach()
-        ),
-        "takes runs of tokens that are queries and keys alike, from one position on": (
-            bool(packed) and (dims.T, q0) != (dims.S, k0)
-        ),
-    }
-    if any(refusals.values()):
-        return next(reason for reason, is_refused in refusals.items() if is_refused)
+    if (
+        (parts.others or parts.queries or parts.keys or len(packed) > 1)
+        or any(not mask.runs or mask.at_most is None for mask in packed)
+        or (first_q is None and reads_q)
+        or (first_k is None and (reads_both or lengths))
+        or (not is_causal and reach != _Reach())
+        or (packed and (dims.T, q0) != (dims.S, k0))
+    ):
+        return None
     q = _min_length([mask.q.array - q0 for mask in lengths if mask.q is not None], dims.T, dims)
     k = _min_length([mask.kv.array - k0 for mask in lengths], dims.S, dims)
-    return Band(q, k, is_causal, reach.left, _find_runs(packed, dims))
+    runs = _find_runs(packed, dims)
+    sees = not lengths and runs is None and (reach.left is None or dims.T <= dims.S)
+    return Band(q, k, is_causal, reach.left, sees, runs)
 
 
 class _Reach(NamedTuple):
@@ -181,19 +189,6 @@ def _min_length(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
     for x in lengths:
         least = jnp.minimum(least, jnp.asarray(flat_batch(x, dims), jnp.int32).reshape(-1))
     return jnp.maximum(least, 0)
-
-
-def _describe(mask: Mask) -> str:
-    """Return a mask's name, with the reason if only some masks of its class are supported."""
-    remarks = {
-        Lengths: " of each query",
-        Segments: ", not known to be runs (give runs=True, or use Documents)",
-    }
-    return type(mask).__name__ + remarks.get(type(mask), "")
-
-
-def _signed(reach: int | None, where: str) -> str:
-    return f"without end {where}" if reach is None else f"{reach} {where}"
 
 
 class Runs(struct.PyTreeNode):

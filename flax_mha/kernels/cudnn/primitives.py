@@ -59,6 +59,8 @@ class CudnnCall(NamedTuple):
       left: the number of earlier keys that a query sees; None for all.
       divisible: True if XLA may shard the call between devices.
       cap: c of c·tanh(score/c), applied before the mask; None for none.
+      learned: True if the bias has a gradient.
+      hides: True if the bias hides pairs.
     """
 
     scale: float
@@ -66,6 +68,8 @@ class CudnnCall(NamedTuple):
     left: int | None
     divisible: bool
     cap: float | None = None
+    learned: bool = False
+    hides: bool = False
 
     def settings(self, has_bias: bool) -> dict[str, Any]:
         """Return the parameters of both primitives.
@@ -78,7 +82,7 @@ class CudnnCall(NamedTuple):
             "scale": self.scale,
             "seed": 0,
             "dropout_rate": 0.0,
-            "variadic_args": (has_bias, has_bias),
+            "variadic_args": (has_bias, self.learned),
             "mask_type": mask,
             "layout": fused.AttentionLayout.BTNH.value,
             "sliding_window_length": None if self.left is None else self.left + 1,
