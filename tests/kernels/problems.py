@@ -110,6 +110,7 @@ class Problem(NamedTuple):
       truth: out, lse and gradients by name, in float64.
       plain: the same values by `tests.support.plain_attention`, in half precision several times,
         with other roundings.
+      as_cudnn: the same values with the mean of a rounded output.
       sizes: the sizes of the gradients if nothing cancelled.
     """
 
@@ -120,6 +121,7 @@ class Problem(NamedTuple):
     call: Callable[[dict[str, jax.Array]], dict[str, Any]]
     truth: dict[str, np.ndarray]
     plain: list[dict[str, np.ndarray]]
+    as_cudnn: dict[str, np.ndarray]
     sizes: dict[str, float]
 
 
@@ -164,12 +166,16 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
         found = plain_attention.attention(*operands[:3], **known, shifts=shifts)
         plain.append(by_name(at, learned, *found))
     if case.dtype != "float32":
-        # Sums over all scores, such as the gradient of a slope, nearly cancel: see `mean_of_out`.
-        found = plain_attention.attention(*operands[:3], **known, mean_of_out=True)
+        # Sums over all scores, such as the gradient of a slope, nearly cancel: see `mean_of`.
+        found = plain_attention.attention(*operands[:3], **known, mean_of="out")
         values = by_name(at, learned, *found)
         plain.append(plain[0] | {name: values[name] for name in learned})
+    found = plain_attention.attention(*operands[:3], **known, mean_of="rounded out")
+    plain.append(by_name(at, learned, *found))
     rounded = {name: x.dtype for name, x in learned.items()}
-    plain = [x | {name: x[name].astype(dtype) for name, dtype in rounded.items()} for x in plain]
+    *plain, as_cudnn = (
+        x | {name: x[name].astype(dtype) for name, dtype in rounded.items()} for x in plain
+    )
     positive = oracle.attention_gradients(*operands[:3], **known, cancelling=False)
     sizes = {
         name: float(np.linalg.norm(x))
@@ -180,7 +186,9 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
     ends = case.place == "aligned" and case.given == "known"
     q_positions = at.S - at.T if ends else at.q_positions
     given = (mask, q_positions, at.kv_positions)
-    return Problem(operands[:3], (operands[3], dlse), learned, given, call, truth, plain, sizes)
+    return Problem(
+        operands[:3], (operands[3], dlse), learned, given, call, truth, plain, as_cudnn, sizes
+    )
 
 
 def exact(*qkv: Any, **known: Any) -> tuple[np.ndarray, np.ndarray, oracle.Gradients]:

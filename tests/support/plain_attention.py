@@ -7,7 +7,7 @@ the errors of `jax.nn`.
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,15 +32,17 @@ def attention(
     keep: Array | None = None,
     rate: float = 0.0,
     shifts: np.random.Generator | None = None,
-    mean_of_out: bool = False,
+    mean_of: Literal["weights", "out", "rounded out"] = "weights",
 ) -> tuple[Array, Array, Gradients]:
     """Compute out, lse and gradients. For the arguments see `oracle.attention_gradients`.
 
     With `shifts` each number is rounded on a grid that is stretched at random by 1 to 2: to the
-    nearest number as before, with another error of the same distribution. With `mean_of_out` the
-    gradients of scores are those of a kernel that keeps no weights (Dao et al., "FlashAttention",
-    2022): their mean, Σ p·dp, is out·dout, where out is of rounded weights, and no dp is rounded.
-    The gradients of a query's scores then sum to a small number instead of 0.
+    nearest number as before, with another error of the same distribution.
+
+    `mean_of` says from which numbers Σ p·dp is computed: "weights", or as kernels that keep none
+    (Dao et al., "FlashAttention", 2022), out·dout of an "out" of rounded weights, or of the
+    "rounded out" that cuDNN reads. The gradients of a query's scores then sum to a small number
+    instead of 0. Neither rounds dp.
     """
     dtype = np.asarray(q).dtype
 
@@ -69,8 +71,9 @@ def attention(
     p = p / np.where(total == 0, Float(1), total)
     weights = rounded(oracle.dropped(p, keep, rate))
     out, dp = weights @ v, dout @ v.mT
-    dp = oracle.dropped(dp if mean_of_out else rounded(dp), keep, rate).astype(Float)
-    mean = (out * dout if mean_of_out else p * dp).sum(-1, keepdims=True)
+    dp = oracle.dropped(rounded(dp) if mean_of == "weights" else dp, keep, rate).astype(Float)
+    read = rounded(out) if mean_of == "rounded out" else out
+    mean = (p * dp if mean_of == "weights" else read * dout).sum(-1, keepdims=True)
     if lse_cotangent is not None:
         mean = mean - np.asarray(lse_cotangent, Float)[..., None]
     ds = p * (dp - mean)
