@@ -186,7 +186,7 @@ def _attend(
         )  # fmt: skip
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], dims.T, dims.S))
     odd_q, odd_k = (0, 0) if bias is None else (dims.T % 2, dims.S % 2)
-    if odd_q or odd_k:
+    if bias is not None and (odd_q or odd_k):
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, odd_q), (0, odd_k)))
         band = band.replace(sees=False)
     band = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), band)

@@ -169,11 +169,11 @@ def _backward(
         # With a weight and a cotangent of 0, these rows add exactly 0 even if they hold NaN.
         off, nan_rows = lost | is_empty, lost & asked
         off_rows = jnp.swapaxes(off, 1, 2)[..., None]
-        results = [None if x is None else jnp.where(off_rows, 0, x) for x in (out, dout)]
-        results = [x if x is None else x.astype(out.dtype) for x in results]
+        clean_out = jnp.where(off_rows, 0, out).astype(out.dtype)
+        clean_dout = None if dout is None else jnp.where(off_rows, 0, dout).astype(out.dtype)
         inputs = (finite(q), finite(k), finite(v)) if masked else (q, k, v)
         marked = jnp.where(lost, jnp.where(asked, jnp.nan, FAR), lse)
-        dq, dk, dv, dbias, dsinks = pull((*inputs, bias), marked, off, *results)
+        dq, dk, dv, dbias, dsinks = pull((*inputs, bias), marked, off, clean_out, clean_dout)
         dq, dk, dv = _mark_nan(call, dq, dk, dv, bias, band, nan_rows)
         if dbias is not None:
             shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
