@@ -45,8 +45,9 @@ def all_scores(x: Any) -> dict[str, Any]:
 
 
 def check(
-    kernel: str, mask: Any, call: Any, names: Any, dtype: str = "float32", kv_heads: int = 1
-) -> None:
+    kernel: str, mask: Any, call: Any, names: Any, dtype: str = "float32", kv_heads: int = 1,
+    rtol: float = 0,
+) -> None:  # fmt: skip
     """Compare the second document's numbers with NaN in the first, and without."""
     rng = np.random.default_rng(0)
     qkv = [jnp.asarray(rng.normal(size=(B, T, n, H)), dtype) for n in (N, kv_heads, kv_heads)]
@@ -71,7 +72,7 @@ def check(
         bad = [y.at[:, 2].set(jnp.nan) if n == place else y for n, y in enumerate(qkv)]
         for got, want in zip(jax.tree.leaves(run(bad, x)), jax.tree.leaves(clean), strict=True):
             assert np.isfinite(want.astype(jnp.float32)).all()
-            np.testing.assert_array_equal(got, want)
+            np.testing.assert_allclose(got, want, rtol)
 
 
 @pytest.mark.sampled(0.5)
@@ -102,7 +103,8 @@ def test_nan_changes_nothing_in_other_documents_on_hopper(hopper_memory) -> None
 
 def test_nan_changes_nothing_in_other_documents_of_cudnn(nvidia) -> None:
     mask = Causal() & Segments(jnp.asarray(IDS), runs=True, at_most=2)
-    check("cudnn", mask, lambda x: {"sinks": x["sinks"]}, ["sinks"], "bfloat16", 2)
+    # The sum over queries has another order where NaN is isolated.
+    check("cudnn", mask, lambda x: {"sinks": x["sinks"]}, ["sinks"], "bfloat16", 2, rtol=1e-6)
 
 
 @pytest.mark.sampled(0.5)
