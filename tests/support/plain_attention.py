@@ -70,9 +70,10 @@ def attention(
         lse = top + np.log(total)
     p = p / np.where(total == 0, Float(1), total)
     weights = rounded(oracle.dropped(p, keep, rate))
-    out, dp = weights @ v, dout @ v.mT
+    out = weights @ v
+    rounded_out, dp = rounded(out), dout @ v.mT
     dp = oracle.dropped(rounded(dp) if mean_of == "weights" else dp, keep, rate).astype(Float)
-    read = rounded(out) if mean_of == "rounded out" else out
+    read = rounded_out if mean_of == "rounded out" else out
     mean = (p * dp if mean_of == "weights" else read * dout).sum(-1, keepdims=True)
     if lse_cotangent is not None:
         mean = mean - np.asarray(lse_cotangent, Float)[..., None]
@@ -86,4 +87,4 @@ def attention(
     dq, dk, dv = (np.swapaxes(x, -3, -2) for x in (dq, dk, dv))
     dk, dv = (oracle.grouped(x, group) for x in (dk, dv))
     gradients = [rounded(x) for x in (dq, dk, dv)]
-    return np.swapaxes(rounded(out), -3, -2), lse[..., 0], Gradients(*gradients, ds, dsinks)
+    return np.swapaxes(rounded_out, -3, -2), lse[..., 0], Gradients(*gradients, ds, dsinks)
