@@ -51,8 +51,8 @@ def _attend(
 ) -> tuple[Result, tuple[Any, ...]]:  # fmt: skip
     """Return the result, and the residuals of its gradients.
 
-    These are the inputs, out with sinks, and lse without sinks. It is −∞ for fully masked rows, and
-    NaN for those that see NaN.
+    These are the inputs, out with sinks, and lse without sinks. The lse is −∞ for fully masked
+    rows, and NaN for rows that see NaN.
     """
     out, lse = result or name_result(*_attend_keys(call, masked, q, k, v, bias, band))
     result = (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
@@ -180,7 +180,8 @@ def _backward(
             dbias = _set_nan(dbias, nan_rows.any(shared, keepdims=True))
         return dq, dk, dv, dbias, dsinks
 
-    # NaN of any input or cotangent is in dq too. That of a query without keys may be in dk alone.
+    # NaN of any input or cotangent is in dq too, except that NaN of a query without keys may be in
+    # dk alone.
     dq, dk, *_, dsinks = gradients
     read = dq, dsinks, None if band.sees and bias is None else dk
     return *_repair(isolate, gradients, *jax.tree.leaves(read)), None, None

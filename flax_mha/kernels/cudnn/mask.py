@@ -91,7 +91,7 @@ def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array
 
 
 def lower(spec: AttentionSpec, dims: Dims, takes_runs: bool) -> tuple[Band, Mask | None]:
-    """Split the call's mask into a band, and a mask of the pairs within it; None for all of them.
+    """Split the call's mask into a band, and a mask that hides other pairs within it, or None.
 
     `takes_runs` is False if packed documents are left to the second mask.
     """
