@@ -45,7 +45,7 @@ REFUSED = {
     "a bias of keys": (r"bias of \(1, 64\) .* T·S = 40·64", {"bias": HALF[0]}),
     "a mask of float16": (r"hides pairs of Prefix by a bfloat16 bias, got float16",
                           {"mask": Causal() & Prefix(3), "dtype": "float16"}),
-    "a cap and a mask": (r"no SoftCap with the bias that hides pairs of Dense",
+    "a cap and a mask": (r"no SoftCap with the bias that hides|SoftCap from JAX 0.12",
                          {"mask": np.zeros((T, S), bool), "scores": (SoftCap(2.0),)}),
     "a large mask": (r"pairs of Prefix by a bias of 2,147,549,184 bytes, more than 1,073,741,824",
                      {"mask": Prefix(3), "t": 2**15 + 1, "s": 2**15}),
