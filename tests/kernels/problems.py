@@ -110,7 +110,7 @@ class Problem(NamedTuple):
       truth: out, lse and gradients by name, in float64.
       plain: the same values by `tests.support.plain_attention`, in half precision several times,
         with other roundings.
-      as_cudnn: the same values with the mean of a rounded output.
+      as_cudnn: in half precision, the same values with the mean of a rounded output.
       sizes: the sizes of the gradients if nothing cancelled.
     """
 
@@ -165,13 +165,14 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
         shifts = None if seed is None else np.random.default_rng(seed)
         found = plain_attention.attention(*operands[:3], **known, shifts=shifts)
         plain.append(by_name(at, learned, *found))
+    plain.append(plain[0])
     if case.dtype != "float32":
         # Sums over all scores, such as the gradient of a slope, nearly cancel: see `mean_of`.
         found = plain_attention.attention(*operands[:3], **known, mean_of="out")
         values = by_name(at, learned, *found)
-        plain.append(plain[0] | {name: values[name] for name in learned})
-    found = plain_attention.attention(*operands[:3], **known, mean_of="rounded out")
-    plain.append(by_name(at, learned, *found))
+        plain[-1] = plain[0] | {name: values[name] for name in learned}
+        found = plain_attention.attention(*operands[:3], **known, mean_of="rounded out")
+        plain.append(by_name(at, learned, *found))
     rounded = {name: x.dtype for name, x in learned.items()}
     *plain, as_cudnn = (
         x | {name: x[name].astype(dtype) for name, dtype in rounded.items()} for x in plain

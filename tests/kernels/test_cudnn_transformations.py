@@ -94,7 +94,7 @@ def test_vmap_over_any_arguments(nvidia, mapped: tuple[str, ...], axis: int) -> 
 @pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("array", [False, True])
 def test_nan_of_an_example_changes_no_other_under_vmap(nvidia, array: bool) -> None:
-    """Only one of the mapped calls repeats with finite inputs."""
+    """All mapped calls repeat with finite inputs, and the finite one keeps its numbers."""
     q, k, v, _ = arrays(T, S, 2, "bfloat16")
     mask = Causal() & (np.arange(S) != 2)[None] if array else Causal()
 

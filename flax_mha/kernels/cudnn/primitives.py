@@ -118,7 +118,8 @@ def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
 def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
     """Return the gradients of q, k, v and bias, from the arguments of `forward`, lse, out, dout.
 
-    With p = exp(scores − lse): d score = p·(dout·v − Σ dout·out).
+    With p = exp(scores − lse): d score = p·(dout·v − Σ dout·out). The gradient of a bias that
+    is not `learned` is None.
     """
 
     @jax.custom_batching.custom_vmap
