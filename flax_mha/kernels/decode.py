@@ -90,11 +90,10 @@ def _forward(platform: str, *args: Any) -> tuple[Result, Any]:
 
 
 def _backward(platform: str, residuals: Any, cotangents: Result) -> Any:
-    del platform
     args, total = residuals
 
     def recompute(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Any:
-        out, (top, total) = reference.attend(q, dequantize(k), dequantize(v), spec)
+        out, (top, total) = reference.attend(q, dequantize(k), dequantize(v), spec, platform)
         # An lse, 0 without keys: `jax_debug_infs` would report −∞.
         has_keys = total > 0
         return out, jnp.where(has_keys, top + jnp.log(jnp.where(has_keys, total, 1.0)), 0.0)

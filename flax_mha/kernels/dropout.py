@@ -50,7 +50,7 @@ class WeightDropout(struct.PyTreeNode):
         row, head, i, j = (x.astype(jnp.uint32) for x in (row, head, q_pos, k_pos))
         s0, s1 = self.seed[0], self.seed[1]
         if self.broadcast:
-            row, head = jnp.zeros_like(row), jnp.zeros_like(head)
+            row = head = jnp.zeros([1] * row.ndim, jnp.uint32)
         a = _mix(_mix(row ^ s0) + head)
         a = _mix(a ^ i)
         b = _mix(a + s1)

@@ -131,7 +131,7 @@ def _compute(
     if "scores" in names:
         captured["scores"] = reference.scores(q, k, spec.replace(mask=None), at)[0]
     if "weights" in names:
-        score, allowed = reference.scores(q, k, spec, at)
+        score, allowed = reference.scores(q, k, spec, at, has_nan=True)
         if spec.normalizer in OTHERS:
             weights = OTHERS[spec.normalizer](score, allowed, spec.total)
         else:
@@ -149,9 +149,11 @@ def _compute(
 
 def _softmax(spec: AttentionSpec, score: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """Return the weights of scores [*B, N, T, S]. If one of a query is NaN, all are."""
-    weights, _, total, lost = reference.exponentials(score, allowed, spec)
-    weights /= divisor(total)
-    return weights if lost is None else jnp.where(lost, jnp.nan, weights)
+    lost = jnp.isnan(score).any(-1, keepdims=True)
+    score = jnp.where(lost, 0.0, score)
+    weights, _, total = reference.exponentials(score, reference.sinks_by_head(spec, score))
+    weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
+    return jnp.where(lost, jnp.nan, weights / divisor(total))
 
 
 def _map_arrays(fn: Callable[[Any], Any], at: At, tree: Any) -> tuple[At, Any]:
@@ -190,7 +192,9 @@ def _map_blocks(
         def block(indices: jax.Array) -> tuple[jax.Array, ...]:
             of_block = functools.partial(pick, heads=None, queries=indices)
             block_at, (block_spec, masks) = _map_arrays(of_block, part_at, part_tree)
-            score, allowed = reference.scores(of_block(q), part_k, block_spec, block_at)
+            score, allowed = reference.scores(
+                of_block(q), part_k, block_spec, block_at, has_nan=True
+            )
             score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
             return summary(score, *(jnp.asarray(evaluate(mask, block_at)) for mask in masks))
 

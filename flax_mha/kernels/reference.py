@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys, poison
+from flax_mha.kernels.softmax import finfo_min, finite, poison, repair
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.masks.base import evaluate
+from flax_mha.sharding.shard_map import vary
 
-# Below every sum of exponentials except 0, because the maximum exponential is 1. All powers of its
-# inverse, which derivatives take, are finite.
+# Below every sum of exponentials except 0, because the maximum exponential is 1.
 _LEAST_TOTAL = 0.5
 
 
@@ -25,11 +26,10 @@ def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered:
     """Prepare the call. This kernel supports every call."""
-    del platform
-    return functools.partial(attend, q, k, v, spec)
+    return functools.partial(attend, q, k, v, spec, platform.name)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Result:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str) -> Result:
     """Compute softmax(q·kᵀ·scale + bias, where the mask allows)·v.
 
     q is [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv]. Returns out [*B, T, N, Hv] in the
@@ -37,102 +37,128 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
     exactly 0. Without a softmax the sums are 0.
     """
     at = spec.at(shapes.Dims.of(q, k, v))
-    q, k, v = heads_first(q, k, v)
+    lost: Any = None
     if spec.mask is not None:
-        k, v = move_nan_to_keys(k, v)
+        q, k, v, lost = isolate_nan(q, k, v, jnp.asarray(evaluate(spec.mask, at)), platform)
+    q, k, v = heads_first(q, k, v)
     logits, allowed = scores(q, k, spec, at)
+    sinks = sinks_by_head(spec, logits)
     if spec.normalizer != SOFTMAX:
-        lost: Any = False if allowed is None else ~(logits < jnp.inf)
-        weights = OTHERS[spec.normalizer](jnp.where(lost, 0.0, logits), allowed, spec.total)
-        out = _apply_weights(weights, v, spec, at, logits.dtype)
-        out = out if allowed is None else poison(out, lost.any(-1, keepdims=True), q)
-        # Sums that are not read, and no NaN for `jax_debug_nans`.
-        zeros = jnp.zeros(out.shape[:-1], logits.dtype)
-        return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), Sums(zeros, zeros))
-    rounds = v.dtype != logits.dtype
-    weights, top, total, lost = exponentials(logits, allowed, spec, shared=rounds)
-    if not spec.reads_lse:
-        sums = [jnp.zeros((*logits.shape[:-1], 1), logits.dtype)] * 2
-    elif rounds:
-        # Share the output's scores, so that the lse's gradient is added before rounding.
-        sums = [top, total]
-    else:
-        # Recompute the scores. Sharing the output's scores would change its last bits, because
-        # XLA:CPU fuses them with both matmuls only if nothing else reads them.
-        same_q, same_k = jax.lax.optimization_barrier((q, k))
-        _, *sums, _ = exponentials(*scores(same_q, same_k, spec, at), spec)
-    if allowed is not None or spec.scores or 0 in logits.shape:
-        # It is 0 for fully masked queries, and at least 1 for others, except for rounding.
+        weights = OTHERS[spec.normalizer](logits, allowed, spec.total)
+        out = _apply_weights(weights, v, spec, at)
+    elif v.dtype == logits.dtype:
+        weights, _, total = exponentials(logits, sinks)
         total = jnp.maximum(total, _LEAST_TOTAL)
-    if rounds:
+        # XLA:CPU divides the output in less time, because it is smaller than the weights. Elsewhere
+        # the division is part of the pass that computes the weights.
+        if platform == "cpu":
+            out = _apply_weights(weights, v, spec, at) / total
+        else:
+            out = _apply_weights(weights / total, v, spec, at)
+    else:
         # Divide before rounding. Otherwise the rounded gradient of the exponentials would not
         # cancel with the exact gradient of their sum.
-        weights = weights * (1 / total)
-        weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
-    out = _apply_weights(weights, v, spec, at, total.dtype)
-    # The output is smaller than the weights, so dividing it is cheaper.
-    out = out if rounds else out / total
-    # Fully masked queries get an output of 0, whose cotangent, perhaps NaN, is dropped. Without
-    # score functions the mask finds them: XLA does not fuse a sum that is read twice.
-    if spec.scores:
-        out = jnp.where(jnp.sum(weights, axis=-1, keepdims=True) == 0, 0.0, out)
-    elif allowed is not None:
-        out = jnp.where(jnp.any(allowed, axis=-1, keepdims=True), out, 0.0)
-    if lost is not None:
-        out, sums[1] = poison(out, lost, q), jnp.where(lost, jnp.nan, sums[1])
+        out = _apply_weights(softmax(logits, sinks), v, spec, at)
+    top = total = jnp.zeros((*logits.shape[:-1], 1), logits.dtype)
+    if spec.reads_lse and spec.normalizer == SOFTMAX:
+        if v.dtype == logits.dtype:
+            # Recompute the scores. Sharing the output's scores would change its last bits, because
+            # XLA:CPU fuses them with both matmuls only if nothing else reads them.
+            logits, _ = scores(*jax.lax.optimization_barrier((q, k)), spec, at)
+        _, top, total = exponentials(logits, sinks)
+    if allowed is not None:
+        # The cotangent of a fully masked query, perhaps NaN, is dropped.
+        seen = allowed.any(-1, keepdims=True)
+        out = poison(jnp.where(seen, out, 0.0), lost, q)
+        total = total if sinks is not None else jnp.where(seen, total, 0.0)
+        total = jnp.where(lost, jnp.nan, total) if spec.reads_lse else total
     out = jnp.swapaxes(out, -3, -2).astype(q.dtype)
-    return name_result(out, Sums(*(x[..., 0] for x in sums)))
+    return name_result(out, Sums(top[..., 0], total[..., 0]))
 
 
-def exponentials(
-    logits: jax.Array, allowed: jax.Array | None, spec: AttentionSpec, shared: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return exp(logits − top), 0 where masked, the maximum top [*B, N, T, 1], and the sum.
+def isolate_nan(
+    q: jax.Array, k: jax.Array, v: jax.Array, allowed: jax.Array, platform: str
+) -> tuple[Any, ...]:
+    """Return finite q, k and v, and True for queries that see NaN or infinity, [*B, N, T, 1].
 
-    The last result is True for queries that see NaN under a mask, None without a mask. Their sum is
-    1, so that it does not bring NaN to masked keys. If `shared`, XLA compiles the output alike
-    whether the lse is read or not.
+    Masked values would bring NaN by a weight of 0. If all are finite, this only reads them.
     """
-    top = jnp.max(logits, axis=-1, keepdims=True, initial=finfo_min(logits.dtype))
-    if spec.sinks is not None:
-        sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
-        top = jnp.maximum(top, sinks)
-    # The weights do not depend on the shift.
-    top = jax.lax.stop_gradient(top)
-    top = top if allowed is None else jnp.where(jnp.isnan(top), 0.0, top)
-    top = jax.lax.optimization_barrier(top) if shared else top
-    weights = jnp.exp(logits - top) if allowed is None else _masked_exp(logits - top, allowed)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    total = total if spec.sinks is None else total + jnp.exp(sinks - top)
-    if allowed is None:
-        return weights, top, total, None
-    lost = jnp.isnan(total)
-    return weights, top, jnp.where(lost, 1.0, total), lost
+
+    def isolate(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        q, k, v, lost = given
+        bad_q, bad_k, bad_v = (jnp.swapaxes(~jnp.isfinite(x).all(-1), -1, -2) for x in (q, k, v))
+        bad_keys = jnp.repeat(bad_k | bad_v, q.shape[-2] // k.shape[-2], -2)
+        bad = bad_q[..., None] | bad_keys[..., None, :]
+        return finite(q), finite(k), finite(v), lost | (allowed & bad).any(-1, keepdims=True)
+
+    lost = vary(jnp.swapaxes(jnp.zeros_like(q[..., :1], bool), -3, -2), (q, k, v, allowed))
+    given = jax.lax.stop_gradient((q, k, v))
+    if platform == "cpu":
+        # Otherwise XLA:CPU computes them twice, for the loop and for its condition.
+        given = jax.lax.optimization_barrier(given)
+    *clean, lost = repair(isolate, (*given, lost), *given)
+    return *map(_replace, (q, k, v), clean), lost
 
 
 @jax.custom_jvp
-def _masked_exp(x: jax.Array, allowed: jax.Array) -> jax.Array:
-    """Return exp(x), 0 where masked. It is its own derivative, so gradients save only it.
-
-    The derivative at NaN is 0, so that score functions get no NaN from queries that see it.
-    """
-    # Multiply instead of select: XLA:CPU fuses the multiplication with matmuls.
-    return jnp.exp(x) * allowed.astype(x.dtype)
+def _replace(x: jax.Array, value: jax.Array) -> jax.Array:
+    """Return a value in place of x, with the derivative of x."""
+    del x
+    return value
 
 
-@_masked_exp.defjvp
+@_replace.defjvp
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    weights = _masked_exp(*primals)
-    return weights, finite(weights) * tangents[0]
+    return _replace(*primals), tangents[0]
 
 
-def _apply_weights(
-    weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At, dtype: Any
-) -> jax.Array:
+@jax.custom_jvp
+def softmax(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Return exp(logits − lse). The lse includes sinks [N, 1, 1].
+
+    All operations are on the scores alone, so that compilers for GPUs and TPUs make one pass.
+    """
+    weights, _, total = exponentials(logits, sinks)
+    return weights / jnp.maximum(total, _LEAST_TOTAL)
+
+
+@softmax.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    weights = softmax(*primals)
+    change = weights * tangents[0]
+    mean = jnp.sum(change, axis=-1, keepdims=True)
+    if primals[1] is not None:
+        _, top, total = exponentials(*primals)
+        mean = mean + jnp.exp(primals[1] - top) / jnp.maximum(total, _LEAST_TOTAL) * tangents[1]
+    return weights, change - weights * mean
+
+
+def exponentials(
+    logits: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return exp(logits − top), the maximum top [*B, N, T, 1], and the sum, with sinks."""
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=finfo_min(logits.dtype))
+    top = top if sinks is None else jnp.maximum(top, sinks)
+    # The weights do not depend on the shift.
+    top = jax.lax.stop_gradient(top)
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, top, total if sinks is None else total + jnp.exp(sinks - top)
+
+
+def sinks_by_head(spec: AttentionSpec, logits: jax.Array) -> jax.Array | None:
+    """Return the sinks in the shape of scores [*B, N, T, S], or None."""
+    if spec.sinks is None:
+        return None
+    return shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
+
+
+def _apply_weights(weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At) -> jax.Array:
     """Return the values weighted by the weights, after dropout."""
-    kept = spec.apply_dropout(weights, at).astype(v.dtype)
-    out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=dtype)
-    return spec.scale_kept(out)
+    kept = spec.apply_dropout(weights, at)
+    if v.dtype == weights.dtype:
+        return spec.scale_kept(jnp.matmul(kept, v, precision=spec.precision))
+    return jnp.matmul(spec.scale_kept(kept).astype(v.dtype), v, precision=spec.precision)
 
 
 def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
@@ -152,17 +178,19 @@ def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
 
 
 def scores(
-    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At
+    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At, has_nan: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the scores of q [*B, N, T, H] and k [*B, N, S, H], and the mask or None.
 
     The scores [*B, N, T, S] are in at least float32. `at` holds their coordinates. Masked scores
-    are finfo.min, not −∞, which `jax_debug_infs` would report.
+    are finfo.min, not −∞, which `jax_debug_infs` would report. With `has_nan`, NaN of masked keys
+    and queries reaches no other score, and no gradient.
     """
     dtype = shapes.wide(q.dtype)
     if q.dtype == dtype:
         q = q * jnp.asarray(spec.scale, dtype)
-    product = multiply if spec.mask is None else multiply_finite
+    isolates = has_nan and spec.mask is not None
+    product = multiply_finite if isolates else multiply
     logits = product(q, k, spec.precision, dtype)
     if q.dtype != dtype:
         # Scaling q in half precision would round it once more.
@@ -170,9 +198,9 @@ def scores(
     vectors = None
     if spec.vectors:
         wide = q if q.dtype == dtype else q.astype(dtype) * jnp.asarray(spec.scale, dtype)
-        wide, k = (x if spec.mask is None else finite(x) for x in (wide, k))
+        wide, k = (finite(x) if isolates else x for x in (wide, k))
         vectors = wide, k.astype(dtype)
-    if spec.mask is None or not spec.scores:
+    if not isolates or not spec.scores:
         return spec.apply(logits, at, finfo_min(dtype), vectors)
     # Score functions may have a derivative of NaN at NaN.
     lost = jnp.isnan(logits)

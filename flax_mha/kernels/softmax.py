@@ -17,12 +17,17 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 "FlashAttention-2", 2023, for the gradient.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from flax_mha.base import shapes
+from flax_mha.kernels import loops
 from flax_mha.kernels.loops import select
 from flax_mha.kernels.spec import Result, Sums
 
@@ -43,16 +48,27 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
 
 def nan_flag(x: jax.Array) -> jax.Array:
     """Return 0 for each vector of x [..., F] that is finite, NaN for the others, [...]."""
-    zeros = lax.mul(lax.stop_gradient(x), lax.full_like(x, 0))
     # A matmul, because XLA:CPU is far slower at sums, and at `all`, over a short last axis.
-    ones = lax.full((x.shape[-1],), 1, x.dtype)
-    return lax.dot_general(zeros, ones, (((x.ndim - 1,), (0,)), ((), ())))
+    zeros = lax.full((x.shape[-1],), 0, x.dtype)
+    return lax.dot_general(lax.stop_gradient(x), zeros, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def poison(out: jax.Array, lost: jax.Array, q: jax.Array) -> jax.Array:
     """Set the outputs [..., T, Hv] of lost queries to NaN, with gradients of q alone, also NaN."""
     flag = jnp.where(lost, jnp.nan, 0.0).astype(out.dtype)
     return jnp.where(lost, flag * finite(q)[..., :1].astype(out.dtype), out)
+
+
+def repair(step: Callable[[Any, Any], Any], results: Any, *read: jax.Array) -> Any:
+    """Return step(0, results) if an array that is read is not finite, else the results.
+
+    A loop of at most one step keeps them in place, where a branch would copy them. Under `vmap` all
+    calls take the step if one needs it, which leaves finite results as they are.
+    """
+    found = [jnp.isnan(nan_flag(x).sum()) for x in read]
+    times = functools.reduce(jnp.logical_or, found).astype(jnp.int32)
+    with jax.named_scope("isolate_nan"):
+        return loops.repeat(0, times, step, results)
 
 
 def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

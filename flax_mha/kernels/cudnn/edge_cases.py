@@ -6,18 +6,16 @@ lse′ = log(exp(lse) + exp(sink)), it computes the right gradients from out′ 
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flax_mha.kernels import loops
 from flax_mha.kernels.cudnn import mask as bands
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.mask import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.softmax import FAR, finite, lost_queries
+from flax_mha.kernels.softmax import FAR, finite, lost_queries, repair
 from flax_mha.kernels.spec import name_result
 
 # An output and its lse.
@@ -74,7 +72,7 @@ def _attend_keys(
         lse = jnp.where(_nan_rows(call, q, k, v, bias, band), jnp.nan, lse)
         return _set_nan(out, jnp.isnan(jnp.swapaxes(lse, 1, 2))), lse
 
-    return _repair(isolate, (out, lse), out)
+    return repair(isolate, (out, lse), out)
 
 
 def _run(
@@ -92,17 +90,6 @@ def _run(
     is_empty = jnp.broadcast_to(is_empty, lse.shape)
     by_query = jnp.swapaxes(is_empty, 1, 2)[..., None]
     return jnp.where(by_query, jnp.zeros_like(out), out), jnp.where(is_empty, -jnp.inf, lse)
-
-
-def _repair(step: Callable[[Any, Any], Any], results: Any, *read: jax.Array) -> Any:
-    """Return step(0, results) if an array that is read is not finite, else the results.
-
-    A loop of at most one step keeps them in place, where a branch would copy them.
-    """
-    found = [~jnp.isfinite(x).all() for x in read]
-    times = functools.reduce(jnp.logical_or, found).astype(jnp.int32)
-    with jax.named_scope("isolate_nan"):
-        return loops.repeat(0, times, step, results)
 
 
 def _nan_rows(
@@ -184,7 +171,7 @@ def _backward(
     # dk alone.
     dq, dk, *_, dsinks = gradients
     read = dq, dsinks, None if band.sees and bias is None else dk
-    return *_repair(isolate, gradients, *jax.tree.leaves(read)), None, None
+    return *repair(isolate, gradients, *jax.tree.leaves(read)), None, None
 
 
 attend.defvjp(_forward, _backward, symbolic_zeros=True)
