@@ -70,8 +70,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
         # The cotangent of a fully masked query, perhaps NaN, is dropped.
         seen = allowed.any(-1, keepdims=True)
         out = poison(jnp.where(seen, out, 0.0), lost, q)
-        total = total if sinks is not None else jnp.where(seen, total, 0.0)
-        total = jnp.where(lost, jnp.nan, total) if spec.reads_lse else total
+        if spec.reads_lse:
+            total = jnp.where(seen, total, 0.0 if sinks is None else jnp.exp(sinks - top))
+            total = jnp.where(lost, jnp.nan, total)
     out = jnp.swapaxes(out, -3, -2).astype(q.dtype)
     return name_result(out, Sums(top[..., 0], total[..., 0]))
 
