@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.softmax import finfo_min, finite, poison, repair
+from flax_mha.kernels.softmax import finfo_min, finite, poison, repair_inputs
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
 from flax_mha.masks.base import evaluate
 from flax_mha.sharding.shard_map import vary
@@ -92,25 +92,11 @@ def isolate_nan(
         bad = bad_q[..., None] | bad_keys[..., None, :]
         return finite(q), finite(k), finite(v), lost | (allowed & bad).any(-1, keepdims=True)
 
-    lost = vary(jnp.swapaxes(jnp.zeros_like(q[..., :1], bool), -3, -2), (q, k, v, allowed))
-    given = jax.lax.stop_gradient((q, k, v))
     if platform == "cpu":
         # Otherwise XLA:CPU computes them twice, for the loop and for its condition.
-        given = jax.lax.optimization_barrier(given)
-    *clean, lost = repair(isolate, (*given, lost), *given)
-    return *map(_replace, (q, k, v), clean), lost
-
-
-@jax.custom_jvp
-def _replace(x: jax.Array, value: jax.Array) -> jax.Array:
-    """Return a value in place of x, with the derivative of x."""
-    del x
-    return value
-
-
-@_replace.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _replace(*primals), tangents[0]
+        q, k, v = jax.lax.optimization_barrier((q, k, v))
+    nothing_lost = vary(jnp.zeros_like(jnp.swapaxes(q[..., :1], -3, -2), bool), allowed)
+    return repair_inputs(isolate, (q, k, v), nothing_lost)
 
 
 @jax.custom_jvp

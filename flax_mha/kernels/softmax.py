@@ -30,6 +30,7 @@ from flax_mha.base import shapes
 from flax_mha.kernels import loops
 from flax_mha.kernels.loops import select
 from flax_mha.kernels.spec import Result, Sums
+from flax_mha.sharding.shard_map import vary
 
 
 @jax.custom_jvp
@@ -67,8 +68,38 @@ def repair(step: Callable[[Any, Any], Any], results: Any, *read: jax.Array) -> A
     """
     found = [jnp.isnan(nan_flag(x).sum()) for x in read]
     times = functools.reduce(jnp.logical_or, found).astype(jnp.int32)
+    return repeat_if(times, step, results)
+
+
+def repeat_if(times: jax.Array, step: Callable[[Any, Any], Any], results: Any) -> Any:
+    """Return step(0, results) if times is 1, and the results if it is 0."""
+    # Readers of compiled programs know the loop by this name.
     with jax.named_scope("isolate_nan"):
         return loops.repeat(0, times, step, results)
+
+
+def repair_inputs(
+    step: Callable[[Any, Any], Any], inputs: tuple[jax.Array, ...], *more: jax.Array
+) -> tuple[Any, ...]:
+    """Return step(0, (*inputs, *more)) if an input is not finite, else both as they are.
+
+    The new inputs have the derivatives of those given.
+    """
+    given = jax.lax.stop_gradient(inputs)
+    results = repair(step, (*given, *(vary(x, (inputs, more)) for x in more)), *given)
+    return *map(_replace, inputs, results), *results[len(inputs) :]
+
+
+@jax.custom_jvp
+def _replace(x: jax.Array, value: jax.Array) -> jax.Array:
+    """Return a value in place of x, with the derivative of x."""
+    del x
+    return value
+
+
+@_replace.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _replace(*primals), tangents[0]
 
 
 def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

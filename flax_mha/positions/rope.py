@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
@@ -34,15 +35,39 @@ def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float 
 
     def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:
         theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
+        cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
+        if sharding.platform() == "tpu":
+            return _rotate_whole(x, cos, sin, interleaved)
         R = 2 * theta.shape[-1]
         rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
-        cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
         join = jnp.stack if interleaved else jnp.concatenate
         x1, x2 = (rotated[..., i::2] for i in (0, 1)) if interleaved else jnp.split(rotated, 2, -1)
         pairs = join((x1 * cos - x2 * sin, x2 * cos + x1 * sin), axis=-1).reshape(rotated.shape)
         return jnp.concatenate([pairs.astype(x.dtype), unrotated], axis=-1)
 
     return sharding.auto(rotate, (), x, theta)
+
+
+def _rotate_whole(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool) -> jax.Array:
+    """Return x·cos ± partner(x)·sin, with the same numbers.
+
+    A TPU pads the halves of x to whole vectors, and writes them. The product with a permutation is
+    exact, and part of the pass that rotates.
+    """
+    H, R = x.shape[-1], 2 * cos.shape[-1]
+    partner = np.arange(H)
+    partner[:R] = partner[:R] ^ 1 if interleaved else np.roll(partner[:R], R // 2)
+    swap = np.eye(H, dtype=np.float32)[partner]
+    cos, sin = (
+        jnp.repeat(a, 2, -1) if interleaved else jnp.concatenate([a, a], -1) for a in (cos, sin)
+    )
+    is_second = np.arange(R) % 2 == 1 if interleaved else np.arange(R) >= R // 2
+    rest = [(0, 0)] * (cos.ndim - 1) + [(0, H - R)]
+    cos = jnp.pad(cos, rest, constant_values=1)
+    sin = jnp.pad(jnp.where(is_second, sin, -sin), rest)
+    other = jnp.einsum("...h,hg->...g", x, jnp.asarray(swap, x.dtype), precision="highest",
+                       preferred_element_type=cos.dtype)  # fmt: skip
+    return (x.astype(cos.dtype) * cos + other * sin).astype(x.dtype)
 
 
 def check_base(base: float) -> None:

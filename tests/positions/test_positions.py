@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flax_mha import sharding
 from flax_mha.positions import (
     Axial,
     DynamicNtk,
     MRope,
+    Ntk,
     PositionEmbedding,
     Rotary,
     rotary,
@@ -81,6 +83,26 @@ def test_rotary_matches_formula(
     turned = jax.jit(Rotary(**how))(x, positions)
     np.testing.assert_allclose(turned, oracle.rotary(x, positions, **how), atol=1e-3)
     np.testing.assert_array_equal(turned[..., 2 * pairs :], x[..., 2 * pairs :])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("fraction", "interleaved"), [(1.0, False), (0.5, False), (0.5, True)])
+def test_tpus_rotate_to_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, fraction: float, interleaved: bool
+) -> None:
+    """Outputs to the bit, and gradients, of the form without halves. JAX has no jit here."""
+    x = jnp.asarray(normal(2, T, 3, 16), dtype)
+    turn = Rotary(fraction=fraction, interleaved=interleaved, scaling=Ntk(4.0))
+    cotangent = jnp.asarray(normal(3, 16), dtype)
+    results = []
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
+        with jax.disable_jit():
+            out, pull = jax.vjp(lambda x: turn(x, ROWS), x)
+            results.append((out, *pull(jnp.broadcast_to(cotangent, out.shape))))
+    (out, dx), (same, other_dx) = results
+    np.testing.assert_array_equal(out, same)
+    assert oracle.error(np.float32(other_dx), np.float32(dx)) < jnp.finfo(dtype).eps
 
 
 def test_rotary_computes_angles_in_float32() -> None:

@@ -73,12 +73,18 @@ def _attend(
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
     """Compute attention, with first derivatives only."""
     dims = shapes.Dims.of(q, k, v)
-    if spec.mask is not None:
-        # Move values that are not finite to the scores, as NaN, where the mask can remove them.
-        q, (k, v) = q + nan_flag(q)[..., None], softmax.move_nan_to_keys(k, v)
     q, k = _scale(q, k, spec)
     T, S = blocks.padded(dims)
     q, k, v = tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S)
+    found = jnp.int32(0)
+    if spec.mask is not None:
+
+        def isolate(_: Any, given: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            # Move values that are not finite to the scores, as NaN, where the mask can remove them.
+            q, k, v, _ = given
+            return q + nan_flag(q)[..., None], *softmax.move_nan_to_keys(k, v), jnp.int32(1)
+
+        q, k, v, found = softmax.repair_inputs(isolate, (q, k, v), found)
     sinks = jnp.full(dims.N, _MIN_SINK, jnp.float32)
     if spec.sinks is not None:
         sinks = jnp.maximum(spec.sinks.astype(jnp.float32), _MIN_SINK)
@@ -90,8 +96,8 @@ def _attend(
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
     guarded, pure = spec.mask is not None, not spec.user_types()
-    calls = [SplashCall(mask, blocks, cap, guarded, pure) for mask in masks.masks]
-    out, lse = _attend_groups(tuple(calls), masks.heads, q, k, v, sinks, ids)
+    calls = [SplashCall(mask, blocks, cap, guarded, pure, spec.reads_lse) for mask in masks.masks]
+    out, lse = _attend_groups(tuple(calls), masks.heads, q, k, v, sinks, ids, found)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     return out, Sums.of(jnp.where(lse <= _MIN_SINK, -jnp.inf, lse))
@@ -124,6 +130,7 @@ class SplashCall(NamedTuple):
       cap: the soft cap of the scores, or None.
       guarded: True if q and k are NaN where an input was not finite.
       pure: False if the call holds user-defined functions. See `trees.trace_once`.
+      reads_lse: False if the lse is not read, and may be 0.
     """
 
     mask: mask.splash.MultiHeadMask
@@ -131,6 +138,7 @@ class SplashCall(NamedTuple):
     cap: float | None
     guarded: bool
     pure: bool
+    reads_lse: bool
 
     def common(self, function: Any) -> dict[str, Any]:
         """Return the arguments that all of splash's kernels share."""
@@ -151,7 +159,7 @@ class SplashCall(NamedTuple):
 
 def _attend_groups(
     calls: tuple[SplashCall, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
-    v: jax.Array, sinks: jax.Array, ids: Any,
+    v: jax.Array, sinks: jax.Array, ids: Any, found: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Attend in all rows of the batch, one group of heads after another."""
     parts = []
@@ -161,7 +169,7 @@ def _attend_groups(
             n = np.array(group)
             shared = n // (q.shape[1] // k.shape[1])
             args = q[:, n], k[:, shared], v[:, shared], sinks[n]
-        parts.append(_call(call, *args, ids))
+        parts.append(_call(call, *args, ids, found))
     if len(parts) == 1:
         return parts[0]
     order = np.argsort(np.concatenate(heads))
@@ -181,25 +189,37 @@ def _outputs(
     `_MIN_SINK` for fully masked queries.
     """
     info, function = mask_info.process_mask(call.mask, tuple(call.blocks))
-    out, (lse,) = kernels._splash_attention_forward(
+    result = kernels._splash_attention_forward(
         info, q, k, v, ids, sinks,
         block_sizes=kernels.BlockSizes(call.blocks.q, call.blocks.k),
         residual_checkpoint_name=None,
-        save_residuals=True,
+        save_residuals=call.reads_lse,
         **call.common(function),
     )  # fmt: skip
-    return out, lse
+    if call.reads_lse:
+        out, (lse,) = result
+        return out, lse
+    return result, jnp.zeros(result.shape[:-1], jnp.float32)
+
+
+def _primal(call: SplashCall, *args: Any) -> Any:
+    *args, _ = args
+    return _outputs(call, *args)
 
 
 def _forward(call: SplashCall, *args: Any) -> tuple[Any, Any]:
-    result = name_result(*_outputs(call, *args))
-    return result, (args, result)
+    *args, found = args
+    result = name_result(*_outputs(call._replace(reads_lse=True), *args))
+    return result, (args, result, found)
 
 
 def _backward(call: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (*args, ids), result = residuals
-    dq, dk, dv, dsinks = _gradients(call, *args, ids, result, cotangents)
-    return dq, dk, dv, jnp.sum(dsinks, axis=0), None
+    (q, k, *rest), result, found = residuals
+    if call.guarded:
+        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the share.
+        q, k = softmax.repeat_if(found, lambda _, x: tuple(map(finite, x)), (q, k))
+    dq, dk, dv, dsinks = _gradients(call, q, k, *rest, result, cotangents)
+    return dq, dk, dv, jnp.sum(dsinks, axis=0), None, None
 
 
 @trees.trace_once
@@ -214,10 +234,7 @@ def _gradients(
     total = jnp.where(lse <= _MIN_SINK, 0.0, 1.0)
     inputs = out, total != 0, lse, total, dout, Sums(lse, dlse)
     dout, lse, share, delta = softmax.gradient_inputs(*inputs)
-    if call.guarded:
-        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the share.
-        q, k = finite(q), finite(k)
-    else:
+    if not call.guarded:
         lse = lse * share
     # d score = p·(dp − δ), with p from the lse, and δ = Σ dout·out − dlse.
     dout = dout.astype(q.dtype)
@@ -237,5 +254,5 @@ def _gradients(
     return dq, dk, dv, dsinks
 
 
-_call = jax.custom_vjp(_outputs, nondiff_argnums=(0,))
+_call = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _call.defvjp(_forward, _backward)
