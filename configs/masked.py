@@ -46,9 +46,9 @@ def get_config() -> ConfigDict:
     config.model.kernel = "auto"  # see flax_mha.explain
     config.model.dtype = "float32"  # the dtype of the computation; parameters are float32
     config.model.scan = True  # run the layers in one loop, compiled once
-    # True to recompute each layer in the backward pass to save memory; or the names of activations
-    # to store instead, such as "z,lse" (docs/training.md)
-    config.model.remat = FieldReference(False, field_type=object)
+    # The activations that the backward pass finds in memory: False for all, True for each layer's
+    # input, or names (docs/language-models.md)
+    config.model.remat = FieldReference("products,z,lse", field_type=object)
 
     config.optimizer = base.optimizer
     config.optimizer.learning_rate = 4e-3

@@ -59,8 +59,8 @@ def get_config() -> ConfigDict:
     config.model.kernel = "auto"  # see flax_mha.explain
     config.model.dtype = "float32"  # the dtype of the computation; parameters are float32
     config.model.scan = False  # True to run the layers in one loop, compiled once
-    # True to recompute each layer in the backward pass to save memory; or the names of activations
-    # to store instead, such as "z,lse" (docs/training.md)
+    # The activations that the backward pass finds in memory: False for all, True for each layer's
+    # input, or names (docs/language-models.md)
     config.model.remat = FieldReference(False, field_type=object)
 
     config.optimizer = ConfigDict()

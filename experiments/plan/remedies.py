@@ -133,8 +133,9 @@ def _stored(config: ConfigDict) -> float:
     one = 4 + 2 * shared + mlp  # norms, residuals, attention and the MLP of a layer
     remat = m.get("remat", False)
     names = remat.split(",") if isinstance(remat, str) else []
-    kept = 1 + ("q" in names) * shared + ("z" in names)
-    kept += ("mlp_pre" in names) * (mlp - m.mlp_dim / m.features)
+    products = "products" in names
+    kept = 1 + (products or "q" in names) * shared + ("z" in names)
+    kept += (products or "mlp_pre" in names) * (mlp - m.mlp_dim / m.features)
     layers = m.get("num_layers", 1)
     return layers * kept + one if remat else (layers + 1) * one
 

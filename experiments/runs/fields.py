@@ -179,7 +179,7 @@ TABLE = {
     "model.remat": Field(
         "compute layers again in the backward pass; names: all but these activations",
         f"true, false, or some of {', '.join(remat.NAMES)}, each perhaps after {remat.OFFLOAD}, "
-        f"joined by commas", bool | str, _remat,
+        f"and {remat.PRODUCTS}, joined by commas", bool | str, _remat,
     ),
     "model.dtype": one_of("of the computation", "float32", "bfloat16", "float16"),
     "model.dropout_rate": real("of embeddings and of what blocks add", _RATE),

@@ -46,11 +46,13 @@ class Block(nn.Module):
       gated: True for a gated MLP.
       dropout_rate: the dropout rate of the MLP's hidden features and of each branch's output. The
         rate of attention weights is the layer's `dropout_rate`.
-      remat: True to recompute the block in the backward pass instead of storing activations; or a
-        tuple of names to store, such as ("z", "lse"), and recompute the others; or a policy of
-        `jax.checkpoint_policies`. A name after "offload:" waits in the host's memory. The names:
-        q, k, v (of the kernel), z and lse (its results, for each head), out (of the layer),
-        mlp_pre, mlp_hidden (before and after the activation), and mlp_out.
+      remat: what the backward pass finds in memory; it recomputes the rest. True: the block's input
+        alone. False: all activations. A tuple of names, such as ("z", "lse"), or a policy of
+        `jax.checkpoint_policies`: these too. None: ("products", "z", "lse") under `scan` of a
+        stack that does not decode, where norms and activations take more memory than time; else
+        all. A name after "offload:" waits in the host's memory. The names: q, k, v (of the kernel),
+        z and lse (its results, for each head), out (of the layer), mlp_pre, mlp_hidden (before and
+        after the activation), mlp_out, and products (the results of all matrix products).
       norm_epsilon: the epsilon of "layernorm" and "rmsnorm" (PyTorch's LayerNorm: 1e-5).
       mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
       branch_norm: True to normalize the output of each branch (Gemma 2; without `pre_norm`, OLMo
@@ -73,7 +75,7 @@ class Block(nn.Module):
     activation: str | Activation = "gelu"
     gated: bool = False
     dropout_rate: float = 0.0
-    remat: Remat = False
+    remat: Remat = None
     norm_epsilon: float = 1e-6
     mlp_bias: bool | None = None
     branch_norm: bool = False

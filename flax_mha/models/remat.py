@@ -1,5 +1,7 @@
 """Rematerialization: the activations that a block stores for the backward pass."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -10,32 +12,64 @@ from flax_mha.base import checks
 
 # The names of activations, which `jax.ad_checkpoint.checkpoint_name` marks.
 NAMES = ("q", "k", "v", "z", "lse", "out", "mlp_pre", "mlp_hidden", "mlp_out")
+# The name of the results of all matrix products.
+PRODUCTS = "products"
 # A prefix of names, for activations that wait in the host's memory.
 OFFLOAD = "offload:"
 Policy: TypeAlias = Callable[..., Any]
-Remat: TypeAlias = bool | tuple[str, ...] | Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Scanned:
+    """The rule of a block that a scan runs.
+
+    Attributes:
+      policy: the policy of `jax.checkpoint`, None to recompute all.
+    """
+
+    policy: Policy | None
+
+
+Remat: TypeAlias = bool | tuple[str, ...] | Policy | Scanned | None
+
+
+def in_scan(remat: Remat) -> Remat:
+    """Return the rule of a block in a scan, by default to store products and kernels' results."""
+    if isinstance(remat, bool):
+        return Scanned(None) if remat else False
+    return Scanned(as_policy((PRODUCTS, "z", "lse") if remat is None else remat))
 
 
 def apply(remat: Remat, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return fn(module, *arrays), which recomputes activations by the rule of `Block.remat`."""
-    if isinstance(remat, bool):
-        return nn.remat(fn) if remat else fn
-    return nn.remat(fn, policy=as_policy(remat))
+    if remat is None or remat is False:
+        return fn
+    if isinstance(remat, Scanned):
+        # The loop already keeps XLA from merging what is recomputed with the forward pass. Barriers
+        # would only keep it from fusing.
+        return nn.remat(fn, policy=remat.policy, prevent_cse=False)
+    return nn.remat(fn, policy=None if remat is True else as_policy(remat))
 
 
-def as_policy(remat: tuple[str, ...] | Policy) -> Policy:
+def as_policy(remat: Any) -> Policy:
     """Return the policy of `jax.checkpoint` that stores these names, or a policy itself."""
     if callable(remat):
         return remat
     names = remat if isinstance(remat, tuple) else ()
     plain = [str(name).removeprefix(OFFLOAD) for name in names]
-    if not isinstance(remat, tuple) or len({*plain} & {*NAMES}) < len(names):
+    if not isinstance(remat, tuple) or len({*plain} & {*NAMES, PRODUCTS}) < len(names):
         raise ValueError(
             f"remat must be a bool, a policy of jax.checkpoint_policies, or a tuple of different "
-            f"names among {', '.join(NAMES)}, each perhaps after {OFFLOAD!r}, got "
+            f"names among {', '.join(NAMES)}, each perhaps after {OFFLOAD!r}, and {PRODUCTS}, got "
             f"{checks.describe(remat)}; give ('z', 'lse'), for example"
         )
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
+    return _of_names(names)
+
+
+@functools.cache
+def _of_names(names: tuple[str, ...]) -> Policy:
+    """Return the policy of these names, one object for the caches of JAX."""
+    stored = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[name for name in names if not name.startswith(OFFLOAD)],
         names_which_can_be_offloaded=[
             name.removeprefix(OFFLOAD) for name in names if name.startswith(OFFLOAD)
@@ -43,3 +77,9 @@ def as_policy(remat: tuple[str, ...] | Policy) -> Policy:
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        is_product = primitive.name in ("dot_general", "ragged_dot_general")
+        return is_product or stored(primitive, *avals, **params)
+
+    return policy if PRODUCTS in names else stored

@@ -14,6 +14,7 @@ from flax_mha.cache.sources import Shared
 from flax_mha.layer import points
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions, MultiHeadAttention, with_parameters
+from flax_mha.models import remat
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
 from flax_mha.scores import ScoreMod, as_scores
 from flax_mha.sharding import rules
@@ -128,6 +129,8 @@ class Stack(nn.Module):
     ) -> jax.Array:  # fmt: skip
         """Run a scan whose steps have all blocks."""
         blocks = self.blocks
+        if not self.decodes:
+            blocks = tuple(block.copy(remat=remat.in_scan(block.remat)) for block in blocks)
 
         def step(
             module: Any, x: jax.Array, inputs: Inputs, by_layer: Sequence[Options]
@@ -153,7 +156,7 @@ class Stack(nn.Module):
             length=count,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        group = _Group(blocks, name="layers") if len(blocks) > 1 else self.first.copy(name="layers")
+        group = _Group(blocks, name="layers") if len(blocks) > 1 else blocks[0].copy(name="layers")
         by_step = [by_layer[i :: len(blocks)] for i in range(len(blocks))]
         stacked = [jax.tree.map(lambda *x: jnp.stack(x), *options) for options in by_step]
         # The carry of a scan must keep its dtype.
