@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%?([^\s=]+) = (.*)$")
+_LINE = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(
-    r"\b(?:calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
+    r"\b(calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
 )
 _WORD = re.compile(r"%([^\s,(){}]+)")
 
@@ -69,6 +69,7 @@ class Instruction(NamedTuple):
     opcode: str
     operands: tuple[str, ...]
     rest: str  # literals, attributes, metadata
+    is_root: bool = False
 
 
 class Run(NamedTuple):
@@ -99,13 +100,14 @@ class Module:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry, self.unknown = "", list[str]()
+        self._frames = _frames(text)
         here: list[Instruction] = []
         for line in text.splitlines():
             if head := _HEAD.match(line):
                 here = self.computations[head[2]] = []
                 self.entry = head[2] if head[1] else self.entry
             elif found := _LINE.match(line):
-                here.append(_instruction(found[1], found[2]))
+                here.append(_instruction(found[2], found[3])._replace(is_root=bool(found[1])))
         self._types = {
             name: {x.name: x.type for x in lines} for name, lines in self.computations.items()
         }
@@ -118,27 +120,47 @@ class Module:
             found = parts(found)[int(place)]
         return found
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self, usual: bool = False) -> Iterator[Run]:
         """Yield every instruction that the program runs, with its number of runs.
 
-        All branches of a conditional count, although only one of them runs at a time. Such counts
-        are upper bounds.
+        All branches of a conditional count, although only one of them runs at a time, so that
+        counts are upper bounds; or if `usual`, its first branch alone, `lax.cond`'s for False.
         """
         self.unknown.clear()
-        yield from self._runs(self.entry, 1, False)
+        yield from self._runs(self.entry, 1, False, usual)
 
-    def _runs(self, name: str, times: int, fused: bool) -> Iterator[Run]:
+    def source(self, x: Instruction) -> str:
+        """Return the file and line of Python that an instruction is from, such as "a/b.py:12"."""
+        if found := re.search(r"stack_frame_id=(\d+)", x.rest):
+            return self._frames.get(int(found[1]), "")
+        found = re.search(r'source_file="([^"]*)" source_line=(\d+)', x.rest)
+        return _place(*found.groups()) if found else ""
+
+    def root(self, computation: str) -> Instruction:
+        """Return the instruction whose result is a computation's."""
+        return next(x for x in self.computations[computation] if x.is_root)
+
+    def _runs(self, name: str, times: int, fused: bool, usual: bool) -> Iterator[Run]:
         for x in self.computations[name]:
             yield Run(x, name, times, fused)
             if x.opcode == "while":
                 trips = self._trips(name, x)
-                yield from self._runs(_attribute(x.rest, "body"), times * trips, fused)
+                yield from self._runs(_attribute(x.rest, "body"), times * trips, fused, usual)
                 continue
-            for several, one in _CALLED.findall(x.rest):
-                for inner in [word.strip(" %") for word in (several or one).split(",")]:
-                    # In reductions and sorts it is the function of two numbers.
-                    if inner in self.computations and x.opcode not in _SCALAR:
-                        yield from self._runs(inner, times, fused or x.opcode == "fusion")
+            # In reductions and sorts it is the function of two numbers.
+            called = [] if x.opcode in _SCALAR else self._called(x)
+            for inner in called[:1] if usual and x.opcode == "conditional" else called:
+                yield from self._runs(inner, times, fused or "fusion" in x.opcode, usual)
+
+    def _called(self, x: Instruction) -> list[str]:
+        """Return the computations that an instruction calls, a conditional's for False first."""
+        found = [
+            (word.strip(" %"), attribute == "true_computation")
+            for attribute, several, one in _CALLED.findall(x.rest)
+            for word in (several or one).split(",")
+        ]
+        found = [pair for pair in found if pair[0] in self.computations]
+        return [name for name, _ in sorted(found, key=lambda pair: pair[1])]
 
     def _trips(self, computation: str, loop: Instruction) -> int:
         if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
@@ -171,6 +193,28 @@ class Module:
         while first.opcode in ("copy", "bitcast") and first.operands[0] in lines:
             first = lines[first.operands[0]]
         return int(first.rest.split(")")[0]) if first.opcode == "constant" else None
+
+
+def _frames(text: str) -> dict[int, str]:
+    """Return the innermost place of each stack frame in the tables before the computations."""
+    files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.M)}
+    line = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
+    places = {
+        int(n): _place(files[int(file)], row)
+        for n, file, row in re.findall(line, _table(text, "FileLocations"), re.M)
+    }
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackFrames"), re.M)
+    return {int(n): places[int(place)] for n, place in frames}
+
+
+def _table(text: str, name: str) -> str:
+    """Return the lines of a table, up to the next empty line."""
+    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
+    return found[1] if found else ""
+
+
+def _place(file: str, line: str) -> str:
+    return f"{'/'.join(file.split('/')[-2:])}:{line}"
 
 
 def _tuple_index(condition: dict[str, Instruction], name: str) -> int | None:

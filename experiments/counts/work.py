@@ -1,6 +1,6 @@
-"""The operations and memory traffic of one device of a compiled program.
+"""The operations of one device of a compiled program.
 
-Operations are the ones of matmuls, two for each multiplication and addition: `dot`, `convolution`
+They are the ones of matmuls, two for each multiplication and addition: `dot`, `convolution`
 (the TPU compiler's form of matmuls), the GPU libraries' own, and the matmuls inside Pallas kernels,
 which the compiler does not count. XLA's own count (`cost_analysis`) has each loop's body once, and
 no Pallas kernel.
@@ -12,32 +12,12 @@ from typing import Any
 
 from jax.extend import core
 
-from experiments.counts.hlo import Array, Instruction, Module, arrays
-
-# These move nothing, or bytes that other instructions count.
-_FREE = (
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call",
-    "conditional", "after-all", "copy-done", "async-update", "async-done", "partition-id",
-)  # fmt: skip
-
+from experiments.counts.hlo import Instruction, Module, arrays
 
 def flops(module: Module) -> int:
     """Return the operations of a program's matmuls, except inside Pallas kernels."""
     return sum(
         run.times * _product(module, run.computation, run.instruction) for run in module.runs()
-    )
-
-
-def moved(module: Module) -> int:
-    """Return the bytes of operands and results of a program's instructions in main memory.
-
-    Each counts as read and written once. For a slice of a larger array only the slice counts. A
-    Pallas kernel may read its operands again.
-    """
-    return sum(
-        run.times * _traffic(module, run.computation, run.instruction)
-        for run in module.runs()
-        if not run.fused
     )
 
 
@@ -141,48 +121,3 @@ def _meetings(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
         for o in range(out)
         for place in range(o * stride - low, o * stride - low + kernel * dilation, dilation)
     )
-
-
-def _traffic(module: Module, computation: str, x: Instruction) -> int:
-    if x.opcode in _FREE:
-        return 0
-    operands = dict.fromkeys(x.operands)
-    taken = {name: _main(arrays(module.type_of(computation, name))) for name in operands}
-    result = _main(arrays(x.type))
-    if x.opcode in ("copy-start", "slice-start", "async-start"):
-        return sum(taken.values())  # Their results contain the operands again.
-    if x.opcode in ("dynamic-slice", "gather"):
-        return 2 * result
-    if x.opcode == "dynamic-update-slice":
-        return 2 * taken[x.operands[1]]
-    if x.opcode == "fusion":
-        return _fused_traffic(module, x, taken, result)
-    return sum(taken.values()) + result
-
-
-def _fused_traffic(module: Module, x: Instruction, taken: dict[str, int], result: int) -> int:
-    """Return the traffic of a fusion: only the slices that it reads, only the update that it
-    writes.
-    """
-    called = re.search(r"calls=%?([^\s,]+)", x.rest)
-    inside = module.computations[called[1]] if called else []
-    parameters = {y.name: int(y.rest.split(")")[0]) for y in inside if y.opcode == "parameter"}
-    for name, number in parameters.items():
-        users = [y for y in inside if name in y.operands]
-        outer = x.operands[number]
-        sliced = [y for y in users if y.opcode == "dynamic-slice" and y.operands[0] == name]
-        if users and len(sliced) == len(users):
-            taken[outer] = min(taken[outer], sum(_main(arrays(y.type)) for y in sliced))
-        updated = [y for y in users if y.opcode == "dynamic-update-slice" and y.operands[0] == name]
-        if users and len(updated) == len(users):
-            written = sum(
-                array.bytes for y in updated
-                for array in arrays(module.type_of(called[1] if called else "", y.operands[1]))
-            )  # fmt: skip
-            result = max(0, result - taken[outer]) + written
-            taken[outer] = 0
-    return sum(taken.values()) + result
-
-
-def _main(found: list[Array]) -> int:
-    return sum(array.bytes for array in found if array.main)

@@ -11,7 +11,7 @@ import jax
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.counts import work
+from experiments.counts import traffic, work
 from experiments.counts.hlo import Module
 from experiments.phases import Phase
 from experiments.plan import collectives
@@ -50,7 +50,7 @@ class Compiled(NamedTuple):
       devices: the mesh's devices, in its order.
       memory: the memory of a device, by kind.
       flops: the operations of matmuls, see `work`.
-      moved: the bytes to and from memory, see `work`.
+      moved: the bytes to and from memory, see `traffic`.
       sent: the collectives.
       unknown: loops of unknown trip count; they count as run once.
       seconds: the compile time.
@@ -105,7 +105,7 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     )  # fmt: skip
     return Compiled(
         dict(built.mesh.shape), list(built.mesh.devices.flat), memory,
-        work.flops(module) + work.pallas_flops(traced.jaxpr.jaxpr), work.moved(module),
+        work.flops(module) + work.pallas_flops(traced.jaxpr.jaxpr), traffic.moved(module),
         collectives.read(module, built.mesh.size, built.mesh.shape.get("dcn", 1)),
         list(module.unknown),
         time.perf_counter() - start,

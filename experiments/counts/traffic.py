@@ -1,0 +1,170 @@
+"""The bytes that a compiled program moves between a chip and its main memory.
+
+An instruction that touches main memory reads each of its operands once and writes its result once,
+with these exceptions:
+
+| instruction | bytes |
+|---|---|
+| slices and gathers, alone or as the only use of a fusion's operand | those of the slice |
+| updates in place (`dynamic-update-slice`, `scatter`), alone or in a fusion | those of the update |
+| copies between main memory and the memory on a TPU's chip | those on one side |
+| cuDNN's calls | without their workspace |
+
+A Pallas kernel or a call of cuDNN may read its operands again, block by block, which is not here.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from experiments.counts.hlo import Instruction, Module, arrays, parts
+
+# These move nothing, or bytes that other instructions count.
+_FREE = frozenset((
+    "parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "while", "call",
+    "conditional", "after-all", "add-dependency", "opt-barrier", "optimization-barrier",
+    "partition-id", "replica-id", "async-start", "async-update",
+))  # fmt: skip
+_FREE_CALLS = re.compile(r'custom_call_target="(?:ConcatBitcast|AllocateBuffer|Sharding|Assume\w+)"')
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+
+class Moved(NamedTuple):
+    """An instruction outside of fusions, with its bytes to and from main memory in one run."""
+
+    instruction: Instruction
+    times: int
+    bytes: int
+
+
+def walk(module: Module, usual: bool = False) -> Iterator[Moved]:
+    """Yield the instructions that a program runs, which on GPUs are its kernel launches.
+
+    Args:
+      module: the program.
+      usual: True to run the first branch alone of each conditional, `lax.cond`'s for False.
+    """
+    for run in module.runs(usual):
+        x = run.instruction
+        if run.fused or x.opcode in _FREE or x.opcode.endswith("-done"):
+            continue
+        if x.opcode != "custom-call" or not _FREE_CALLS.search(x.rest):
+            yield Moved(x, run.times, _bytes(module, run.computation, x))
+
+
+def moved(module: Module, usual: bool = False) -> int:
+    """Return the bytes that a program moves."""
+    return sum(one.times * one.bytes for one in walk(module, usual))
+
+
+def launches(module: Module, usual: bool = False) -> int:
+    """Return the number of kernels that a program starts."""
+    return sum(one.times for one in walk(module, usual))
+
+
+def _bytes(module: Module, computation: str, x: Instruction) -> int:
+    operands = [_size(module.type_of(computation, name)) for name in x.operands]
+    result = _size(x.type)
+    distinct = sum(dict(zip(x.operands, operands, strict=True)).values())
+    if x.opcode in ("copy-start", "slice-start"):
+        # The result's type has the operand's, the result's, and a flag.
+        result -= distinct
+        return min(result, distinct) if x.opcode == "slice-start" else max(result, distinct)
+    if x.opcode.endswith("-start") and not x.opcode.startswith("fusion"):
+        return max(distinct, result)  # a collective's result has its operands again
+    if x.opcode in ("dynamic-slice", "slice"):
+        return 2 * result
+    if x.opcode == "gather":
+        return 2 * result + operands[1]
+    if x.opcode == "dynamic-update-slice":
+        return 2 * operands[1]
+    if x.opcode == "scatter":
+        return operands[1] + 3 * operands[2]  # reads and writes the rows that it updates
+    if x.opcode == "custom-call" and "__cudnn" in x.rest:
+        result -= sum(array.bytes for array in arrays(x.type) if array.dtype == "u8")
+    called = _called(x)
+    if called is None:
+        return distinct + result
+    reads = _reads(module, called)
+    taken: dict[str, int] = {}
+    for number, (name, size) in enumerate(zip(x.operands, operands, strict=True)):
+        taken[name] = max(taken.get(name, 0), min(size, reads.get(number, 0)))
+    return sum(taken.values()) + _written(module, called, module.root(called), x.type)
+
+
+def _reads(module: Module, computation: str) -> dict[int, int]:
+    """Return the bytes that a fusion reads of each parameter, if it lies in main memory."""
+    parameters: dict[str, int] = {}  # also by the names of their reshaped forms
+    whole: dict[int, int] = {}
+    reads: dict[int, int] = {}
+    for x in module.computations[computation]:
+        if x.opcode == "parameter":
+            parameters[x.name] = number = _number(x)
+            whole[number] = _size(x.type, anywhere=True)
+            continue
+        same = _same(module, x)
+        if same is not None and x.operands[same] in parameters:
+            parameters[x.name] = parameters[x.operands[same]]
+        for place, name in enumerate(x.operands):
+            if name in parameters and place != same:
+                number = parameters[name]
+                size = _read(module, computation, x, place, whole[number])
+                reads[number] = min(whole[number], reads.get(number, 0) + size)
+    return reads
+
+
+def _read(module: Module, computation: str, x: Instruction, place: int, whole: int) -> int:
+    """Return the bytes that an instruction of a fusion reads of an operand of `whole` bytes."""
+    if x.opcode in _SLICES and place == 0:
+        return _size(x.type, anywhere=True)
+    if x.opcode == "dynamic-update-slice" and place == 0:
+        return 0
+    if x.opcode == "scatter" and place == 0:
+        return _size(module.type_of(computation, x.operands[2]), anywhere=True)
+    called = _called(x)
+    return whole if called is None else _reads(module, called).get(place, 0)
+
+
+def _written(module: Module, computation: str, x: Instruction, type_: str) -> int:
+    """Return the bytes that a fusion writes to main memory, of the part of this type."""
+    inside = {y.name: y for y in module.computations[computation]}
+    if x.opcode == "tuple":
+        each = zip(x.operands, parts(type_), strict=True)
+        return sum(_written(module, computation, inside[name], part) for name, part in each)
+    size = _size(type_)
+    while (same := _same(module, x)) is not None or x.opcode in ("copy", "convert"):
+        x = inside[x.operands[same or 0]]
+    if x.opcode in ("dynamic-update-slice", "scatter"):
+        update = x.operands[1 if x.opcode == "dynamic-update-slice" else 2]
+        return min(size, _size(module.type_of(computation, update), anywhere=True))
+    called = _called(x)
+    return size if called is None else _written(module, called, module.root(called), type_)
+
+
+def _same(module: Module, x: Instruction) -> int | None:
+    """Return the place of the operand whose reshaped form an instruction is, or None."""
+    if x.opcode in ("bitcast", "reshape"):
+        return 0
+    called = _called(x)
+    if called is None:
+        return None
+    inside = {y.name: y for y in module.computations[called]}
+    root = module.root(called)
+    while (same := _same(module, root)) is not None:
+        root = inside[root.operands[same]]
+    return _number(root) if root.opcode == "parameter" else None
+
+
+def _called(x: Instruction) -> str | None:
+    """Return the computation of a fusion, or None."""
+    found = re.search(r"calls=%?([^\s,]+)", x.rest) if "fusion" in x.opcode else None
+    return found[1] if found else None
+
+
+def _number(parameter: Instruction) -> int:
+    return int(parameter.rest.split(")")[0])
+
+
+def _size(type_: str, anywhere: bool = False) -> int:
+    """Return the bytes of a type's arrays in main memory, or of all."""
+    return sum(array.bytes for array in arrays(type_) if anywhere or array.main)

@@ -1,0 +1,1 @@
+"""The measuring program, `python -m experiments.measure`."""

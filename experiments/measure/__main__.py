@@ -1,0 +1,40 @@
+"""Measure programs of the package beside others.
+
+    python -m experiments.measure compiled --chip=v5e    # what a chip's compiler makes of them
+
+Each command has --help.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from experiments.measure import compiled
+from experiments.runs.failures import RunError
+
+COMMANDS = {"compiled": compiled}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.measure", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        module.add_flags(
+            commands.add_parser(
+                name, description=module.__doc__, allow_abbrev=False,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )  # fmt: skip
+    flags = parser.parse_args(argv)
+    try:
+        COMMANDS[flags.command].run(flags)
+    except RunError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

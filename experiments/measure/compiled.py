@@ -1,0 +1,183 @@
+"""Compile programs for a chip that need not be there, and read what they cost.
+
+    python -m experiments.measure compiled --chip=v5e
+    python -m experiments.measure compiled --chip=h200 --programs=arrays,decode --top=10
+
+Nothing runs. The table has, for each program and contestant,
+
+    MiB      moved to and from the chip's main memory in a run, and the ratio to the one by hand
+    kernels  started in a run
+    Mcycles  estimated by the compiler; on TPUs, without Pallas kernels
+    held     MiB of temporaries, beside arguments and results
+    seconds  to trace and to compile on this machine
+
+--top=n prints the n instructions of each program that move most, with their lines of Python. The
+table, as table.md and results.json, and a picture go to --workdir (default: a new folder under
+runs/).
+"""
+
+import argparse
+import contextlib
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from matplotlib.figure import Figure
+
+from experiments import libtpu
+from experiments.counts import traffic
+from experiments.counts.hlo import Module
+from experiments.measure import programs
+from experiments.measure.programs import Chip, Entry
+from experiments.phases import Phase
+from experiments.plan import devices, gpus
+from experiments.plan.compiled import dumped
+from experiments.runs import folders
+from experiments.runs.failures import RunError
+
+TPUS = {
+    "v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1",
+}  # fmt: skip
+MIB = 2**20
+Row = dict[str, Any]
+COLORS = {"ours": "black", "flax": "tab:blue", "hand": "tab:gray"}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument("--chip", choices=[*TPUS, *sorted(gpus.TARGETS)], default="v5e")
+    parser.add_argument("--programs", default=",".join(programs.PROGRAMS), metavar="NAME,…",
+                        help=f"some of {', '.join(programs.PROGRAMS)}")  # fmt: skip
+    parser.add_argument("--top", type=int, default=0, metavar="N")
+    parser.add_argument("--workdir", metavar="FOLDER")
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Compile the programs one by one, and print and write the table.
+
+    Raises:
+      RunError: if a flag is wrong, or no installed compiler supports the chip.
+    """
+    names = flags.programs.split(",")
+    if unknown := [name for name in names if name not in programs.PROGRAMS]:
+        raise RunError(
+            f"--programs must be some of {', '.join(programs.PROGRAMS)}, got {unknown[0]!r}"
+        )
+    folder = folders.result_folder(flags.workdir, f"compiled-{flags.chip}")
+    libtpu.compiler_only()
+    # Nothing runs, so JAX need not start this machine's devices.
+    jax.config.update("jax_platforms", "cpu")
+    size = TPUS.get(flags.chip, "1")
+    chip = Chip(devices.of(f"{flags.chip}:{size}")[0], flags.chip in gpus.TARGETS)
+    rows: list[Row] = []
+    print("\n".join(HEAD), flush=True)
+    for entry in programs.entries(chip, names):
+        with Phase(f"compiling {entry.program}, {entry.passes}, {entry.contestant}"):
+            row = measure(chip, entry, flags.top)
+        rows.append(row)
+        print(line(row, rows), flush=True)
+        for moved in row["top"]:
+            print(f"    {moved['MiB']:8.1f} MiB  {moved['times']:3d} × {moved['opcode']:22s} "
+                  f"{moved['source']:34s} {moved['name']}")  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    # With the ratios to contestants that came later.
+    table = "\n".join([*HEAD, *(line(row, rows) for row in rows)])
+    (folder / "table.md").write_text(table + "\n")
+    (folder / "results.json").write_text(json.dumps({"chip": flags.chip, "rows": rows}, indent=1))
+    draw(folder / "compiled.png", flags.chip, rows)
+    print(f"\n{table}\n\ntable.md, results.json and compiled.png are in {folder}")
+
+
+def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
+    """Compile a program, and return its costs."""
+    start = time.perf_counter()
+    with jax.set_mesh(chip.mesh):
+        # A fresh function, so that nothing is traced already.
+        jitted = jax.jit(lambda *arguments: entry.function(*arguments),
+                         donate_argnums=entry.donated)  # fmt: skip
+        lowered = jitted.lower(*entry.arguments)
+        traced = time.perf_counter()
+        text, found = dumped(lowered)
+    end = time.perf_counter()
+    # Unlike the compiler's dump, it has estimates of cycles, if this jaxlib can read the program.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        text = found.as_text() or text
+    module = Module(text)
+    moved = sorted(traffic.walk(module, usual=True), key=lambda one: -one.times * one.bytes)
+    stats: Any = found.memory_analysis()
+    return {
+        "program": entry.program, "passes": entry.passes, "contestant": entry.contestant,
+        "MiB": sum(one.times * one.bytes for one in moved) / MIB,
+        "kernels": sum(one.times for one in moved),
+        "Mcycles": None if chip.is_gpu else sum(one.times * _cycles(one) for one in moved) / 1e6,
+        "held": stats.temp_size_in_bytes / MIB,
+        "traced": traced - start, "compiled": end - traced,
+        "top": [
+            {
+                "MiB": one.times * one.bytes / MIB, "times": one.times,
+                "opcode": one.instruction.opcode, "source": module.source(one.instruction),
+                "name": _scope(one.instruction.rest),
+            }
+            for one in moved[:top]
+        ],
+    }  # fmt: skip
+
+
+HEAD = (
+    "| program | pass | | MiB | × by hand | kernels | Mcycles | held | traced | compiled |",
+    "|---" * 10 + "|",
+)
+
+
+def line(row: Row, rows: Sequence[Row]) -> str:
+    """Return a row's line of the table in Markdown."""
+    hand = [
+        other["MiB"] for other in rows
+        if other["contestant"] == "hand"
+        and (other["program"], other["passes"]) == (row["program"], row["passes"])
+    ]  # fmt: skip
+    ratio = f"{row['MiB'] / hand[0]:.2f}" if hand else ""
+    cycles = "" if row["Mcycles"] is None else f"{row['Mcycles']:.2f}"
+    cells = [
+        f"`{row['program']}`", row["passes"], row["contestant"], f"{row['MiB']:,.0f}", ratio,
+        str(row["kernels"]), cycles, f"{row['held']:,.0f}", f"{row['traced']:.1f} s",
+        f"{row['compiled']:.1f} s",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def draw(path: Path, chip: str, rows: Sequence[Row]) -> None:
+    """Draw the bytes of each program, relative to the least of its contestants."""
+    groups = list(dict.fromkeys((row["program"], row["passes"]) for row in rows))
+    figure = Figure(figsize=(1.6 + 1.1 * len(groups), 4.2), layout="constrained")
+    axes = figure.subplots()
+    contestants = [name for name in COLORS if any(row["contestant"] == name for row in rows)]
+    for place, group in enumerate(groups):
+        here = [row for row in rows if (row["program"], row["passes"]) == group]
+        least = min(row["MiB"] for row in here)
+        for row in here:
+            shift = 0.26 * (contestants.index(row["contestant"]) - (len(contestants) - 1) / 2)
+            bar = axes.bar(place + shift, row["MiB"] / least, 0.24, color=COLORS[row["contestant"]])
+            axes.bar_label(bar, [f"{row['MiB']:,.0f}"], fontsize=7, rotation=90, padding=2)
+    axes.set_xticks(range(len(groups)), [f"{name}\n{passes}" for name, passes in groups])
+    axes.set_ylabel("bytes moved, relative to the least")
+    axes.margins(y=0.15)
+    axes.set_title(f"Programs compiled for {chip}: MiB to and from main memory")
+    handles = [axes.bar(0, 0, color=COLORS[name]) for name in contestants]
+    axes.legend(handles, contestants, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _cycles(moved: traffic.Moved) -> int:
+    found = re.search(r'"estimated_cycles":"(\d+)"', moved.instruction.rest)
+    return int(found[1]) if found else 0
+
+
+def _scope(rest: str) -> str:
+    """Return the end of an operation's name in JAX, which names modules."""
+    found = re.search(r'op_name="([^"]*)"', rest)
+    return found[1][-60:] if found else ""
