@@ -197,7 +197,9 @@ class Module:
 
 def _frames(text: str) -> dict[int, str]:
     """Return the innermost place of each stack frame in the tables before the computations."""
-    files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.M)}
+    files = {
+        int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.M)
+    }
     line = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
     places = {
         int(n): _place(files[int(file)], row)

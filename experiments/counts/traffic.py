@@ -25,7 +25,9 @@ _FREE = frozenset((
     "conditional", "after-all", "add-dependency", "opt-barrier", "optimization-barrier",
     "partition-id", "replica-id", "async-start", "async-update",
 ))  # fmt: skip
-_FREE_CALLS = re.compile(r'custom_call_target="(?:ConcatBitcast|AllocateBuffer|Sharding|Assume\w+)"')
+_FREE_CALLS = re.compile(
+    r'custom_call_target="(?:ConcatBitcast|AllocateBuffer|Sharding|Assume\w+)"'
+)
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -66,10 +68,10 @@ def _bytes(module: Module, computation: str, x: Instruction) -> int:
     operands = [_size(module.type_of(computation, name)) for name in x.operands]
     result = _size(x.type)
     distinct = sum(dict(zip(x.operands, operands, strict=True)).values())
-    if x.opcode in ("copy-start", "slice-start"):
-        # The result's type has the operand's, the result's, and a flag.
-        result -= distinct
-        return min(result, distinct) if x.opcode == "slice-start" else max(result, distinct)
+    if x.opcode == "copy-start":
+        return result  # Its type has the copy's, the operand's, and a flag.
+    if x.opcode == "slice-start":
+        return _size(parts(x.type)[1], anywhere=True)
     if x.opcode.endswith("-start") and not x.opcode.startswith("fusion"):
         return max(distinct, result)  # a collective's result has its operands again
     if x.opcode in ("dynamic-slice", "slice"):
@@ -89,7 +91,10 @@ def _bytes(module: Module, computation: str, x: Instruction) -> int:
     taken: dict[str, int] = {}
     for number, (name, size) in enumerate(zip(x.operands, operands, strict=True)):
         taken[name] = max(taken.get(name, 0), min(size, reads.get(number, 0)))
-    return sum(taken.values()) + _written(module, called, module.root(called), x.type)
+    root = module.root(called)
+    # The type of an asynchronous fusion has its operands too.
+    type_ = x.type if x.opcode == "fusion" else root.type
+    return sum(taken.values()) + _written(module, called, root, type_)
 
 
 def _reads(module: Module, computation: str) -> dict[int, int]:

@@ -14,6 +14,7 @@ from jax.extend import core
 
 from experiments.counts.hlo import Instruction, Module, arrays
 
+
 def flops(module: Module) -> int:
     """Return the operations of a program's matmuls, except inside Pallas kernels."""
     return sum(

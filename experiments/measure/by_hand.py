@@ -41,7 +41,8 @@ def splash(T: int, N: int, H: int) -> Attend:
     )
 
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    blocks = splash_attention_kernel.BlockSizes(**{f"block_{n}": min(512, T) for n in names})
+    sizes: Any = {f"block_{name}": min(512, T) for name in names}
+    blocks = splash_attention_kernel.BlockSizes(**sizes)
     mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * N)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -114,7 +115,7 @@ def decoding_step(
 
     q = padded(q.reshape(B, K, group, H))
     s = jnp.einsum("bkmh,bksh->bkms", q, k, preferred_element_type=jnp.float32)[:, :, :group]
-    seen = jnp.arange(S) <= length[:, None]
+    seen = jnp.arange(S)[None] <= length[:, None]
     s = jnp.where(seen[:, None, None], s * H**-0.5, -1e30)
     p = jnp.exp(s - s.max(-1, keepdims=True))
     z = jnp.einsum(
@@ -162,5 +163,3 @@ def _rotate(x: jax.Array, axis: int) -> jax.Array:
     cos, sin = jnp.cos(turns), jnp.sin(turns)
     one, other = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], -1).astype(x.dtype)
-
-

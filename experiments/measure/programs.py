@@ -5,14 +5,15 @@
 | `layer` | a layer, B=4, T=4,096, D=2,048, 16 heads of 128, causal |
 | `rotary` | the same with rotary positions |
 | `grouped` | the same with 4 key/value heads and norms of queries and keys |
-| `arrays` | a layer under Flax's mask arrays, causal and padding, B=8, T=1,024, D=1,024, 16 heads of 64 |
+| `arrays` | a layer under Flax's arrays of masks, B=8, T=1,024, D=1,024, 16 heads of 64 |
 | `short` | a layer of a vision transformer, B=64, T=197, D=768, 12 heads of 64, no mask |
 | `decode` | a step of one token in a layer with a cache of S=8,192, B=8, D=2,048, 16 heads of 128 |
 | `decode-grouped` | the same with 4 key/value heads |
-| `model` | loss and gradient of a language model with 12 layers by a scan: B=4, T=2,048, D=1,024, 16 heads of 64, 32,768 tokens |
+| `model` | a language model of 12 layers by a scan, B=4, T=2,048, D=1,024, 16 heads of 64 |
 
-Layers are compiled forward and with the gradients of parameters and input. All compute in bfloat16
-with a float32 softmax. Parameters are float32, but bfloat16 where a token is decoded.
+Layers are compiled forward and with the gradients of parameters and input, and the model with its
+loss and gradient, for a vocabulary of 32,768. All compute in bfloat16 with a float32 softmax.
+Parameters are float32, but bfloat16 where a token is decoded. The arrays are causal and padding.
 """
 
 import functools
@@ -123,13 +124,14 @@ def _arrays(chip: Chip, name: str) -> Iterator[Entry]:
     H = D // N
     x, tokens = chip.array(B, T, D), chip.array(B, T, dtype=jnp.int32)
 
-    def mask(tokens: jax.Array) -> jax.Array:
+    def mask(tokens: jax.Array) -> Any:
         return nn.combine_masks(
             nn.make_causal_mask(tokens, dtype=bool),
             nn.make_attention_mask(tokens > 0, tokens > 0, dtype=bool), dtype=bool,
         )  # fmt: skip
 
     for contestant, layer in _layers(N):
+
         def apply(v: Any, x: jax.Array, tokens: jax.Array, layer: Any = layer) -> Any:
             return layer.apply(v, x, mask=mask(tokens))
 
@@ -183,7 +185,7 @@ def _model(chip: Chip, name: str) -> Iterator[Entry]:
     L, B, T, D, N, H, F, V = 12, 4, 2048, 1024, 16, 64, 4096, 32768
     tokens = chip.array(B, T + 1, dtype=jnp.int32)
 
-    def gradient(apply: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def gradient(apply: Callable[..., Any]) -> Callable[..., Any]:
         def loss(weights: Any, tokens: jax.Array) -> jax.Array:
             logits = apply(weights, tokens[:, :-1])
             errors = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
@@ -208,8 +210,9 @@ def _model(chip: Chip, name: str) -> Iterator[Entry]:
 def _layers(N: int) -> Iterator[tuple[str, Any]]:
     """Yield our layer and Flax's, without biases."""
     yield "ours", flax_mha.MultiHeadDotProductAttention(N, dtype=HALF, use_bias=False)
-    yield "flax", nn.MultiHeadDotProductAttention(
-        N, dtype=HALF, use_bias=False, force_fp32_for_softmax=True
+    yield (
+        "flax",
+        nn.MultiHeadDotProductAttention(N, dtype=HALF, use_bias=False, force_fp32_for_softmax=True),
     )
 
 

@@ -64,7 +64,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
         if v.dtype == logits.dtype:
             # Recompute the scores. Sharing the output's scores would change its last bits, because
             # XLA:CPU fuses them with both matmuls only if nothing else reads them.
-            logits, _ = scores(*jax.lax.optimization_barrier((q, k)), spec, at)
+            same_q, same_k = jax.lax.optimization_barrier((q, k))
+            logits, _ = scores(same_q, same_k, spec, at)
         _, top, total = exponentials(logits, sinks)
     if allowed is not None:
         # The cotangent of a fully masked query, perhaps NaN, is dropped.

@@ -203,14 +203,13 @@ def _outputs(
 
 
 def _primal(call: SplashCall, *args: Any) -> Any:
-    *args, _ = args
-    return _outputs(call, *args)
+    return _outputs(call, *args[:-1])
 
 
 def _forward(call: SplashCall, *args: Any) -> tuple[Any, Any]:
-    *args, found = args
-    result = name_result(*_outputs(call._replace(reads_lse=True), *args))
-    return result, (args, result, found)
+    *given, found = args
+    result = name_result(*_outputs(call._replace(reads_lse=True), *given))
+    return result, (given, result, found)
 
 
 def _backward(call: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:

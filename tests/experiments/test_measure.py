@@ -1,0 +1,177 @@
+"""`measure compiled`: the bytes of small programs by hand, and its own table."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import pytest
+
+from experiments.counts import traffic
+from experiments.counts.hlo import Module
+from experiments.measure import __main__ as measure
+from experiments.measure import compiled
+
+SUM = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+"""
+# A buffer [8, 1024] of float32 has 32 KiB, a row of it 4 KiB.
+SLICES = """
+%inner (x: f32[8,1024]) -> f32[8192] {
+  %x = f32[8,1024]{1,0} parameter(0)
+  ROOT %same = f32[8192]{0} bitcast(%x)
+}
+
+%rows (p0: f32[8,1024], p1: f32[8,1024], p2: s32[]) -> (f32[8,1024], f32[1,1024]) {
+  %p0 = f32[8,1024]{1,0} parameter(0)
+  %p1 = f32[8,1024]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %flat = f32[8192]{0} fusion(%p1), kind=kLoop, calls=%inner
+  %row = f32[1024]{0} dynamic-slice(%flat, %p2), dynamic_slice_sizes={1024}
+  %again = f32[1,1024]{1,0} bitcast(%row)
+  %new = f32[8,1024]{1,0} dynamic-update-slice(%p0, %again, %p2, %p2)
+  ROOT %both = (f32[8,1024]{1,0}, f32[1,1024]{1,0}) tuple(%new, %again)
+}
+
+ENTRY %main (x: f32[8,1024], y: f32[8,1024], i: s32[]) -> f32[8,1024] {
+  %x = f32[8,1024]{1,0} parameter(0)
+  %y = f32[8,1024]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %f = (f32[8,1024]{1,0}, f32[1,1024]{1,0:T(8,128)S(1)}) fusion(%x, %y, %i), kind=kLoop, calls=%rows
+  ROOT %r = f32[8,1024]{1,0} get-tuple-element(%f), index=0
+}
+"""
+LOOPS = """
+%body (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
+  %p = (s32[], f32[1024]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%p), index=0
+  %x = f32[1024]{0} get-tuple-element(%p), index=1
+  %y = f32[1024]{0} negate(%x)
+  ROOT %t = (s32[], f32[1024]{0}) tuple(%n, %y)
+}
+
+%goes (p.1: (s32[], f32[1024])) -> pred[] {
+  %p.1 = (s32[], f32[1024]{0}) parameter(0)
+  %n.1 = s32[] get-tuple-element(%p.1), index=0
+  %end = s32[] constant(5)
+  ROOT %less = pred[] compare(%n.1, %end), direction=LT
+}
+
+%no (q: f32[1024]) -> f32[1024] {
+  ROOT %q = f32[1024]{0} parameter(0)
+}
+
+%yes (q.1: f32[1024]) -> f32[1024] {
+  %q.1 = f32[1024]{0} parameter(0)
+  ROOT %e = f32[1024]{0} exponential(%q.1)
+}
+
+ENTRY %main (x: f32[1024], b: pred[]) -> f32[1024] {
+  %x = f32[1024]{0} parameter(0)
+  %b = pred[] parameter(1)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[1024]{0}) tuple(%zero, %x)
+  %w = (s32[], f32[1024]{0}) while(%start), condition=%goes, body=%body, metadata={op_name="NAME"}
+  %z = f32[1024]{0} get-tuple-element(%w), index=1
+  ROOT %c = f32[1024]{0} conditional(%b, %z, %z), true_computation=%yes, false_computation=%no
+}
+"""
+
+
+def test_slices_and_updates_count_alone() -> None:
+    """One row is read from main memory, and one written there; its copy stays on the chip."""
+    (fusion,) = traffic.walk(Module(SUM + SLICES))
+    assert (fusion.times, fusion.bytes) == (1, 4096 + 4096 + 4)
+
+
+def test_loops_and_branches_count_as_they_run() -> None:
+    """A step reads and writes 4 KiB, as the branch does that usually does not run."""
+    module = Module(LOOPS)
+    assert traffic.moved(module, usual=True) == 5 * 8192
+    assert traffic.moved(module) == 6 * 8192 + 0
+    assert traffic.launches(module) == 6
+    isolating = Module(LOOPS.replace("NAME", "isolate_nan/while"))
+    assert traffic.moved(isolating, usual=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "bytes"),
+    [
+        ("add(%x, %y)", 3 * 4096), ("add(%x, %x)", 2 * 4096), ("bitcast(%x)", 0),
+        ("all-reduce(%x), to_apply=%add", 2 * 4096),
+        ('custom-call(%x), custom_call_target="AllocateBuffer"', 0),
+    ],
+)  # fmt: skip
+def test_bytes_of_an_instruction(line: str, bytes: int) -> None:
+    text = SUM + "\n".join([
+        "ENTRY %main (x: f32[1024], y: f32[1024]) -> f32[1024] {",
+        "  %x = f32[1024]{0} parameter(0)", "  %y = f32[1024]{0} parameter(1)",
+        f"  ROOT %r = f32[1024]{{0}} {line}", "}",
+    ])  # fmt: skip
+    assert traffic.moved(Module(text)) == bytes
+    on_chip = text.replace("f32[1024]{0} parameter(1)", "f32[1024]{0:T(1024)S(1)} parameter(1)")
+    assert traffic.moved(Module(on_chip)) == bytes - 4096 * ("%y" in line)
+
+
+def test_scan_moves_each_layer_once(optimized: None) -> None:
+    """A step copies its own of the stacked weights, multiplies by it, and copies the result."""
+    w, x = jnp.ones((6, 64, 64)), jnp.ones((64, 64))
+
+    def run(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]
+
+    module = Module(jax.jit(run).lower(w, x).compile().as_text())
+    product = 3 * 4 * 64 * 64
+    assert 6 * product <= traffic.moved(module) < 6 * 2.5 * product
+
+
+def test_instructions_know_their_source() -> None:
+    def double(x: jax.Array) -> jax.Array:
+        return jnp.sin(x) * 2
+
+    module = Module(jax.jit(double).lower(jnp.ones(4)).compile().as_text())
+    line = double.__code__.co_firstlineno + 1
+    found = {module.source(x) for lines in module.computations.values() for x in lines}
+    assert f"experiments/test_measure.py:{line}" in found
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--programs=layer,lair"], "--programs must be some of layer, .*, got 'lair'"),
+        (["--chip=v9"], "invalid choice: 'v9'"),
+    ],
+)
+def test_wrong_flags_are_named(
+    flags: list[str], error: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        measure.main(["compiled", f"--workdir={tmp_path / 'new'}", *flags])
+    said = f"{stop.value} {capsys.readouterr().err}"
+    assert re.search(error, said), said
+
+
+@pytest.mark.slow
+def test_table_of_a_decoding_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A step reads parameters and cache once, and hardly anything else."""
+    folder = tmp_path / "new"
+    measure.main(["compiled", "--programs=decode-grouped", "--top=2", f"--workdir={folder}"])
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    least = (2 * (2 * 16 + 2 * 4) * 2048 * 128 + 2 * 2 * 8 * 4 * 8192 * 128) / 2**20
+    ours, hand = (
+        next(row for row in rows if row["contestant"] == name) for name in ("ours", "hand")
+    )
+    for row in (ours, hand):
+        assert least <= row["MiB"] < 1.1 * least
+        assert row["held"] < 4
+    assert ours["Mcycles"] < 1.5 * hand["Mcycles"]
+    assert any(one["source"].startswith("kernels/decode.py:") for one in ours["top"])
+    assert compiled.line(hand, rows) in (folder / "table.md").read_text()
+    assert compiled.line(hand, rows) in capsys.readouterr().out
+    assert matplotlib.image.imread(folder / "compiled.png").std() > 0.01
