@@ -1,6 +1,6 @@
 """Measure programs of the package beside others.
 
-    python -m experiments.measure compiled --chip=v5e    # what a chip's compiler makes of them
+    python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
 
 Each command has --help.
 """

@@ -1,4 +1,4 @@
-"""Compile programs for a chip that need not be there, and read what they cost.
+"""Compile programs for a chip that need not be there, and read their costs.
 
     python -m experiments.measure compiled --chip=v5e
     python -m experiments.measure compiled --chip=h200 --programs=arrays,decode --top=10

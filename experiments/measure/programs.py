@@ -1,6 +1,6 @@
-"""The programs that `measure compiled` compiles: each by us, by Flax where it has one, and by hand.
+"""The programs that `measure compiled` compiles, by this package, by Flax, and by hand.
 
-| program | what it computes |
+| program | computation |
 |---|---|
 | `layer` | a layer, B=4, T=4,096, D=2,048, 16 heads of 128, causal |
 | `rotary` | the same with rotary positions |

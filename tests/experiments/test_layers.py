@@ -12,11 +12,11 @@ FILES = sorted((ROOT / "experiments").rglob("*.py"))
 LAYERS = (
     "", "libtpu", "phases", "command", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
     "finished", "reports", "responses", "pretrained", "convert", "generate", "heads", "look",
-    "report", "train", "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table",
+    "report", "train", "plan", "measure", "benchmark", "gpu_day", "kernels_memory", "kernels_table",
     "flex_registers", "ring_orders", "studies",
 )  # fmt: skip
 MAINTAINERS = {
-    "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "flex_registers",
+    "plan", "measure", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "flex_registers",
     "ring_orders", "studies",
 }  # fmt: skip
 # The files that a user reads to know how the layer is trained, and their lines at most.
