@@ -129,7 +129,10 @@ def decoding_step(
 def language_model(
     attend: Attend, heads_first: bool, w: dict[str, Any], tokens: jax.Array
 ) -> jax.Array:
-    """Return logits [B, T, V] of a pre-norm model with RMS norms and GELU, its layers by a scan."""
+    """Return logits [B, T, V] of a pre-norm model with RMS norms and GELU.
+
+    Layers are a list of weights, or run by a scan over stacked weights.
+    """
     table = w["table"].astype(jnp.bfloat16)
 
     def block(x: jax.Array, w: Weights) -> tuple[jax.Array, None]:
@@ -138,7 +141,12 @@ def language_model(
         up, down = (w[name].astype(x.dtype) for name in ("up", "down"))
         return x + jax.nn.gelu(_rms(x, w["mlp_norm"]) @ up) @ down, None
 
-    x = lax.scan(block, table[tokens], w["layers"])[0]
+    x = table[tokens]
+    if isinstance(w["layers"], dict):
+        x = lax.scan(block, x, w["layers"])[0]
+    else:
+        for weights in w["layers"]:
+            x = block(x, weights)[0]
     return jnp.einsum("btd,vd->btv", _rms(x, w["norm"]), table, preferred_element_type=jnp.float32)
 
 

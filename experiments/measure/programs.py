@@ -10,6 +10,7 @@
 | `decode` | a step of one token in a layer with a cache of S=8,192, B=8, D=2,048, 16 heads of 128 |
 | `decode-grouped` | the same with 4 key/value heads |
 | `model` | a language model of 12 layers by a scan, B=4, T=2,048, D=1,024, 16 heads of 64 |
+| `unrolled` | the same without a scan |
 
 Layers are compiled forward and with the gradients of parameters and input, and the model with its
 loss and gradient, for a vocabulary of 32,768. All compute in bfloat16 with a float32 softmax.
@@ -181,7 +182,7 @@ def _decode(chip: Chip, name: str, K: int = 16) -> Iterator[Entry]:
     yield Entry(name, "hand", "step", lambda c, w, x: hand(c, w, x)[::-1], arguments, (0,))
 
 
-def _model(chip: Chip, name: str) -> Iterator[Entry]:
+def _model(chip: Chip, name: str, scan: bool = True) -> Iterator[Entry]:
     L, B, T, D, N, H, F, V = 12, 4, 2048, 1024, 16, 64, 4096, 32768
     tokens = chip.array(B, T + 1, dtype=jnp.int32)
 
@@ -195,13 +196,14 @@ def _model(chip: Chip, name: str) -> Iterator[Entry]:
 
     attention = flax_mha.MultiHeadAttention(N, dtype=HALF, use_bias=False)
     block = DecoderBlock(attention, F, norm="rmsnorm")
-    ours = LanguageModel(TokenEmbedding(V, D, dtype=HALF), Decoder(L, block, scan=True))
+    ours = LanguageModel(TokenEmbedding(V, D, dtype=HALF), Decoder(L, block, scan=scan))
     weights = _initial(chip, ours, chip.array(B, T, dtype=jnp.int32))
     yield Entry(name, "ours", PASSES[1], gradient(ours.apply), (weights, tokens))
     w: dict[str, Any] = chip.weights(table=(V, D), norm=(D,))
     shapes = {"q": (D, N, H), "k": (D, N, H), "v": (D, N, H), "o": (N, H, D), "up": (D, F),
               "down": (F, D), "norm": (D,), "mlp_norm": (D,)}  # fmt: skip
-    w["layers"] = chip.weights(**{name: (L, *shape) for name, shape in shapes.items()})
+    stacked = {name: (L, *shape) for name, shape in shapes.items()}
+    w["layers"] = chip.weights(**stacked) if scan else [chip.weights(**shapes)] * L
     attend = by_hand.cudnn(H) if chip.is_gpu else by_hand.splash(T, N, H)
     hand = functools.partial(by_hand.language_model, attend, not chip.is_gpu)
     yield Entry(name, "hand", PASSES[1], gradient(hand), (w, tokens))
@@ -234,4 +236,5 @@ PROGRAMS: dict[str, Callable[[Chip, str], Iterator[Entry]]] = {
     "decode": _decode,
     "decode-grouped": functools.partial(_decode, K=4),
     "model": _model,
+    "unrolled": functools.partial(_model, scan=False),
 }

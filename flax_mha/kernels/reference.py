@@ -125,10 +125,13 @@ def exponentials(
     logits: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return exp(logits − top), the maximum top [*B, N, T, 1], and the sum, with sinks."""
-    top = jnp.max(logits, axis=-1, keepdims=True, initial=finfo_min(logits.dtype))
-    top = top if sinks is None else jnp.maximum(top, sinks)
     # The weights do not depend on the shift.
-    top = jax.lax.stop_gradient(top)
+    fixed, lowest = (
+        jax.lax.stop_gradient(logits),
+        jnp.asarray(finfo_min(logits.dtype), logits.dtype),
+    )
+    top = jax.lax.reduce(fixed, lowest, jax.lax.max, (logits.ndim - 1,))[..., None]
+    top = top if sinks is None else jax.lax.stop_gradient(jnp.maximum(top, sinks))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights, top, total if sinks is None else total + jnp.exp(sinks - top)
