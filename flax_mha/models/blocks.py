@@ -48,11 +48,12 @@ class Block(nn.Module):
         rate of attention weights is the layer's `dropout_rate`.
       remat: the activations that the backward pass finds in memory; it recomputes the rest. False:
         all. True: the block's input alone. A tuple of names, such as ("z", "lse"), or a policy of
-        `jax.checkpoint_policies`: these too. None: ("products", "z", "lse") under `scan` of a
-        stack that does not decode, because there memory costs more than norms and activations;
-        else all. A name after "offload:" waits in the host's memory. The names: q, k, v (of the
-        kernel), z and lse (its results, for each head), out (of the layer), mlp_pre, mlp_hidden
-        (before and after the activation), mlp_out, and products (results of matrix products).
+        `jax.checkpoint_policies`: these too. None: ("products", "q", "k", "v", "z", "lse") under
+        `scan` of a stack that does not decode, because there memory costs more than norms and
+        activations; else all. A name after "offload:" waits in the host's memory. The names: q, k,
+        v (of the kernel), z and lse (its results, for each head), out (of the layer), mlp_pre,
+        mlp_hidden (before and after the activation), mlp_out, and products (results of matrix
+        products).
       norm_epsilon: the epsilon of "layernorm" and "rmsnorm" (PyTorch's LayerNorm: 1e-5).
       mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
       branch_norm: True to normalize the output of each branch (Gemma 2; without `pre_norm`, OLMo

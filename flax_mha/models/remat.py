@@ -16,6 +16,8 @@ NAMES = ("q", "k", "v", "z", "lse", "out", "mlp_pre", "mlp_hidden", "mlp_out")
 PRODUCTS = "products"
 # A prefix of names, for activations that wait in the host's memory.
 OFFLOAD = "offload:"
+# The default of a scan. With q and k, it stores no product that rotates them.
+IN_SCAN = (PRODUCTS, "q", "k", "v", "z", "lse")
 Policy: TypeAlias = Callable[..., Any]
 
 
@@ -34,10 +36,10 @@ Remat: TypeAlias = bool | tuple[str, ...] | Policy | Scanned | None
 
 
 def in_scan(remat: Remat) -> Remat:
-    """Return the rule of a block in a scan, by default to store products and kernels' results."""
+    """Return the rule of a block in a scan, by default to repeat no product and no kernel."""
     if isinstance(remat, bool):
         return Scanned(None) if remat else False
-    return Scanned(as_policy((PRODUCTS, "z", "lse") if remat is None else remat))
+    return Scanned(as_policy(IN_SCAN if remat is None else remat))
 
 
 def apply(remat: Remat, fn: Callable[..., Any]) -> Callable[..., Any]:

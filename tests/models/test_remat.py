@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import flax_mha.nnx
-from flax_mha import Decoder, DecoderBlock, MultiHeadAttention
+from flax_mha import Decoder, DecoderBlock, MultiHeadAttention, sharding
 from flax_mha.kernels import spec
 from flax_mha.layer import core
 from flax_mha.models import blocks, feed_forward, remat
@@ -151,6 +151,17 @@ def test_scan_stores_less_by_default(capsys: pytest.CaptureFixture) -> None:
     params = parameters(True)
     sizes = [stored(loss(model(x, True)), params, capsys=capsys)[0] for x in (True, None, False)]
     assert sizes[0] < sizes[1] < 0.6 * sizes[2]
+
+
+def test_default_stores_no_product_of_a_rotation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """TPUs rotate by a product, which the backward pass does not need."""
+    sizes = []
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
+        sizes.append(stored(loss(model(None, True)), parameters(True), capsys=capsys)[0])
+    assert sizes[1] < 1.01 * sizes[0]
 
 
 def test_default_stores_all_without_scan_and_while_decoding() -> None:
