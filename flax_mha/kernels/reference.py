@@ -125,12 +125,12 @@ def exponentials(
     logits: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return exp(logits − top), the maximum top [*B, N, T, 1], and the sum, with sinks."""
+    # `jnp.max` would compare the maximum with its initial value afterwards. For that, TPUs read the
+    # scores once more.
+    lowest = jnp.asarray(finfo_min(logits.dtype), logits.dtype)
+    axis = logits.ndim - 1
+    top = jax.lax.reduce(jax.lax.stop_gradient(logits), lowest, jax.lax.max, (axis,))[..., None]
     # The weights do not depend on the shift.
-    fixed, lowest = (
-        jax.lax.stop_gradient(logits),
-        jnp.asarray(finfo_min(logits.dtype), logits.dtype),
-    )
-    top = jax.lax.reduce(fixed, lowest, jax.lax.max, (logits.ndim - 1,))[..., None]
     top = top if sinks is None else jax.lax.stop_gradient(jnp.maximum(top, sinks))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
