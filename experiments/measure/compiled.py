@@ -71,8 +71,12 @@ def run(flags: argparse.Namespace) -> None:
     libtpu.compiler_only()
     # Nothing runs, so JAX need not start this machine's devices.
     jax.config.update("jax_platforms", "cpu")
-    size = TPUS.get(flags.chip, "1")
-    chip = Chip(devices.of(f"{flags.chip}:{size}")[0], flags.chip in gpus.TARGETS)
+    topology = f"{flags.chip}:{TPUS.get(flags.chip, 1)}"
+    try:
+        chip = Chip(devices.of(topology)[0], flags.chip in gpus.TARGETS)
+    except RunError as error:
+        said = str(error).replace(f"--topology={topology}", f"--chip={flags.chip}")
+        raise RunError(said) from error
     rows: list[Row] = []
     print("\n".join(HEAD), flush=True)
     for entry in programs.entries(chip, names):

@@ -13,6 +13,7 @@ from experiments.counts import traffic
 from experiments.counts.hlo import Module
 from experiments.measure import __main__ as measure
 from experiments.measure import compiled
+from experiments.plan import gpus
 
 SUM = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -146,11 +147,14 @@ def test_instructions_know_their_source() -> None:
     [
         (["--programs=layer,lair"], "--programs must be some of layer, .*, got 'lair'"),
         (["--chip=v9"], "invalid choice: 'v9'"),
+        (["--chip=a100"], "--chip=a100 needs the wheels .* pip install"),
     ],
 )
 def test_wrong_flags_are_named(
-    flags: list[str], error: str, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+    flags: list[str], error: str, capsys: pytest.CaptureFixture, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(gpus, "NEEDED", ("no_such_module",))
     with pytest.raises(SystemExit) as stop:
         measure.main(["compiled", f"--workdir={tmp_path / 'new'}", *flags])
     said = f"{stop.value} {capsys.readouterr().err}"
