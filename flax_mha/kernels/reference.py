@@ -46,15 +46,11 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
     if spec.normalizer != SOFTMAX:
         weights = OTHERS[spec.normalizer](logits, allowed, spec.total)
         out = _apply_weights(weights, v, spec, at)
-    elif v.dtype == logits.dtype:
+    elif v.dtype == logits.dtype and platform == "cpu":
         weights, _, total = exponentials(logits, sinks)
-        total = jnp.maximum(total, _LEAST_TOTAL)
         # XLA:CPU divides the output in less time, because it is smaller than the weights. Elsewhere
         # the division is part of the pass that computes the weights.
-        if platform == "cpu":
-            out = _apply_weights(weights, v, spec, at) / total
-        else:
-            out = _apply_weights(weights / total, v, spec, at)
+        out = _apply_weights(weights, v, spec, at) / jnp.maximum(total, _LEAST_TOTAL)
     else:
         # Divide before rounding. Otherwise the rounded gradient of the exponentials would not
         # cancel with the exact gradient of their sum.
