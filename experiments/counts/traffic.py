@@ -59,11 +59,6 @@ def moved(module: Module, usual: bool = False) -> int:
     return sum(one.times * one.bytes for one in walk(module, usual))
 
 
-def launches(module: Module, usual: bool = False) -> int:
-    """Return the number of kernels that a program starts."""
-    return sum(one.times for one in walk(module, usual))
-
-
 def _bytes(module: Module, computation: str, x: Instruction) -> int:
     operands = [_size(module.type_of(computation, name)) for name in x.operands]
     result = _size(x.type)

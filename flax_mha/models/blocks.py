@@ -49,8 +49,8 @@ class Block(nn.Module):
       remat: the activations that the backward pass finds in memory; it recomputes the rest. False:
         all. True: the block's input alone. A tuple of names, such as ("z", "lse"), or a policy of
         `jax.checkpoint_policies`: these too. None: ("products", "q", "k", "v", "z", "lse") under
-        `scan` of a stack that does not decode, because there memory costs more than norms and
-        activations; else all. A name after "offload:" waits in the host's memory. The names: q, k,
+        `scan` of a stack that does not decode, because a scan writes and reads again all that it
+        stores; else all. A name after "offload:" waits in the host's memory. The names: q, k,
         v (of the kernel), z and lse (its results, for each head), out (of the layer), mlp_pre,
         mlp_hidden (before and after the activation), mlp_out, and products (results of matrix
         products).

@@ -16,7 +16,7 @@ NAMES = ("q", "k", "v", "z", "lse", "out", "mlp_pre", "mlp_hidden", "mlp_out")
 PRODUCTS = "products"
 # A prefix of names, for activations that wait in the host's memory.
 OFFLOAD = "offload:"
-# The default of a scan. With q and k, it stores no product that rotates them.
+# The default of a scan. With q and k stored, the products that rotate them on TPUs are not.
 IN_SCAN = (PRODUCTS, "q", "k", "v", "z", "lse")
 Policy: TypeAlias = Callable[..., Any]
 

@@ -95,10 +95,33 @@ def test_loops_and_branches_count_as_they_run() -> None:
     """A step reads and writes 4 KiB, as the branch does that usually does not run."""
     module = Module(LOOPS)
     assert traffic.moved(module, usual=True) == 5 * 8192
-    assert traffic.moved(module) == 6 * 8192 + 0
-    assert traffic.launches(module) == 6
+    assert traffic.moved(module) == 6 * 8192
+    assert sum(one.times for one in traffic.walk(module)) == 6
     isolating = Module(LOOPS.replace("NAME", "isolate_nan/while"))
     assert traffic.moved(isolating, usual=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "bytes"),
+    [
+        # To the chip, within main memory, a quarter to the chip.
+        ("(f32[1024]{0:S(1)}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%x)", 4096),
+        ("(f32[1024]{0}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%x)", 2 * 4096),
+        ("((f32[1024]{0}), f32[256]{0:S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:256]}", 1024),
+        (
+            "((f32[1024]{0}), f32[1024]{0}, u8[]) fusion-start(%x), kind=kLoop, calls=%twice",
+            2 * 4096,
+        ),
+    ],
+)
+def test_bytes_of_asynchronous_instructions(line: str, bytes: int) -> None:
+    text = "\n".join([
+        "%twice (p: f32[1024]) -> f32[1024] {", "  %p = f32[1024]{0} parameter(0)",
+        "  ROOT %t = f32[1024]{0} add(%p, %p)", "}",
+        "ENTRY %main (x: f32[1024]) -> f32[1024] {", "  %x = f32[1024]{0} parameter(0)",
+        f"  ROOT %r = {line}", "}",
+    ])  # fmt: skip
+    assert traffic.moved(Module(text)) == bytes
 
 
 @pytest.mark.parametrize(
