@@ -55,7 +55,7 @@ _PARTS: dict[str, dict[str, str]] = {
         """,
         "jax.experimental.pallas.tpu": """
             PrefetchScalarGridSpec(num_scalar_prefetch * grid in_specs out_specs scratch_shapes)
-            CompilerParams(* dimension_semantics) VMEM
+            CompilerParams(* dimension_semantics vmem_limit_bytes) VMEM
         """,
     },
     "flex.hopper": {

@@ -15,6 +15,20 @@ from flax_mha.sharding.shard_map import varying
 # functions. These sizes compile for v5e, v5p and v6e. Their speed has not been measured.
 BLOCKS = {256: 512, 512: 256}
 
+# The fast memory of a core in MiB, by the device kind of JAX. Others have at least `_LEAST`.
+_MEMORY = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128, "TPU7x": 64}
+_LEAST = 16
+
+
+def memory(device: str) -> int:
+    """Return the bytes of fast memory of a core of a device kind."""
+    return _MEMORY.get(device, _LEAST) * 2**20
+
+
+def limit(device: str, held: int) -> int:
+    """Return the bytes of fast memory to ask for, for a kernel that holds some of them."""
+    return min(memory(device) * 15 // 16, max(held + 16 * 2**20, _LEAST * 2**20))
+
 
 def check(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
     """Return the reason why no TPU kernel supports a call, or None."""

@@ -27,11 +27,10 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels.flex.core import Arrays, core
 from flax_mha.kernels.flex.tile import FlexCall, Machine
 from flax_mha.kernels.flex.traced import PRECISIONS, trace
-from flax_mha.kernels.softmax import move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tpu import heads_first
-from flax_mha.masks import EMPTY, FULL, PARTIAL
+from flax_mha.masks import FULL, PARTIAL
 from flax_mha.masks.tiles import is_static
 
 # The module of each platform's part, loaded when a call asks for it.
@@ -50,7 +49,7 @@ def lower(
         return Refusal(reason)
     if spec.precision not in PRECISIONS:
         return Refusal(f"has the precisions default and highest, got {spec.precision}")
-    traced = trace(q, k, spec, shapes.Dims.of(q, k, v), machine)
+    traced = trace(q, k, spec, shapes.Dims.of(q, k, v), machine, platform.device)
     if isinstance(traced, str):
         return Refusal(traced)
     if platform.not_partitionable:
@@ -60,7 +59,7 @@ def lower(
 
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, call: FlexCall,
-    closed: Sequence[Any], leaves: Sequence[Any], result: Result | None = None,
+    closed: Sequence[Sequence[Any]], leaves: Sequence[Any], result: Result | None = None,
 ) -> Result:  # fmt: skip
     """Compute attention for the results of `trace`.
 
@@ -70,23 +69,25 @@ def _attend(
     dims = shapes.Dims.of(q, k, v)
     states = _tile_states(spec, dims, call.plan, call.machine.table)
     if is_static(states):
-        is_visited = states > EMPTY
-        by_query, by_key = (max(int(np.max(is_visited.sum(axis))), 1) for axis in (-1, -2))
         full, partial = (bool((states == state).any()) for state in (FULL, PARTIAL))
-        call = call._replace(visits=(by_query, by_key), states=(full, partial))
-    if spec.mask is not None:
-        k, v = move_nan_to_keys(k, v)
+        call = call._replace(states=(full, partial))
     T, S = call.plan.nq * call.plan.block_q, call.plan.nk * call.plan.block_k
     sinks = None
     if spec.sinks is not None:
         sinks = spec.sinks.astype(jnp.float32)[None, :, None, None]
     at = spec.at(dims)
+    calls = zip((call, call.swapped), (*closed, [])[:2], strict=True)
+    arrays = (
+        [y.store(x, call.plan) for y, x in zip(one.closed if one else (), given, strict=True)]
+        for one, given in calls
+    )
     operands = Arrays(
         heads_first(q, T), heads_first(k, S), heads_first(v, S),
         [y.store(x, call.plan) for y, x in zip(call.leaves, leaves, strict=True)],
         sinks,
-        [y.store(x, call.plan) for y, x in zip(call.closed, closed, strict=True)],
+        *arrays,
         jnp.asarray(states, jnp.int32),
+        call.machine.visits(call, states),
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
     )  # fmt: skip

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from flax_mha.kernels import softmax
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.spec import Result, Sums, name_result
 
 
@@ -21,8 +20,10 @@ class Arrays(NamedTuple):
       v: [R, K, S′, Hv].
       leaves: the spec's leaves.
       sinks: float32 [1, N, 1, 1], or None.
-      closed: the arrays that the functions close over.
+      closed: the arrays that the call's functions close over.
+      swapped: those of `FlexCall.swapped`.
       states: the states of the tiles, int32 [R|1, N|1, nq, nk].
+      visits: the machine's lists of visited tiles, or None.
       rows: the rows' indices, int32 [R].
       heads: the query heads' indices, int32 [N].
     """
@@ -33,7 +34,9 @@ class Arrays(NamedTuple):
     leaves: list[Any]
     sinks: Any
     closed: Any
+    swapped: Any
     states: Any
+    visits: Any
     rows: Any
     heads: Any
 
@@ -43,19 +46,19 @@ def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
     """Return out [R, N, T′, Hv] and float32 sums [R, N, T′], precomputed or computed."""
     if result is not None:
         return result
-    out, stats = _attend(call, x, x.q.dtype)
+    out, stats = call.machine.forward(call, x, x.q.dtype)
     return out, Sums(stats[:, :, 0], stats[:, :, 1])
-
-
-def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return call.machine.forward(call, x, dtype)
 
 
 def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, Any]:
     if result is not None:
         return result, (x, result[0], jnp.stack(result[1], 2))
-    # In float32, because δ must cancel with products of weights that are not rounded.
-    out, stats = name_result(*_attend(call, x, jnp.float32))
+    call = call._replace(reads_sums=True)
+    # In float32 for learned scores, because in their sums, δ must cancel with products of weights
+    # that are not rounded.
+    is_wide = any(operand.is_learned for operand in call.leaves)
+    dtype = jnp.float32 if is_wide else x.q.dtype
+    out, stats = name_result(*call.machine.forward(call, x, dtype))
     return (out.astype(x.q.dtype), Sums(stats[:, :, 0], stats[:, :, 1])), (x, out, stats)
 
 
@@ -63,16 +66,13 @@ def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Ar
     x, out, stats = residuals
     top, total = stats[:, :, 0], stats[:, :, 1]
     dout, top, share, delta = softmax.gradient_inputs(out, total != 0, top, total, *cotangents)
-    if call.guarded:
-        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
-        x = x._replace(q=finite(x.q), k=finite(x.k))
     given = dout.astype(x.q.dtype), jnp.stack([top, share, delta], 2)
     dq, dk, dv, leaves = call.machine.gradients(call, x, *given)
     sinks = None
     if x.sinks is not None:
         by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
         sinks = by_row.sum((0, 2))[None, :, None, None]
-    return None, Arrays(dq, dk, dv, leaves, sinks, None, None, None, None)
+    return None, Arrays(dq, dk, dv, leaves, sinks, *[None] * 6)
 
 
 core.defvjp(_forward, _backward)

@@ -21,6 +21,8 @@ class Machine(NamedTuple):
       check: the reason why no call with these q, k and v can run on a platform, or None.
       blocks: the most queries and keys of a tile.
       table: the most entries of a table of tiles.
+      swaps: True if kernels have tiles of keys × queries too.
+      visits: the lists of visited tiles, given the states of all, or None.
       missing: the reason why a `Function` cannot run in a kernel, or None, given the layouts of its
         first arguments.
       run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
@@ -32,6 +34,8 @@ class Machine(NamedTuple):
     check: Callable[[jax.Array, jax.Array, jax.Array, Platform], str | None]
     blocks: Callable[[Dims], tuple[int, int]]
     table: int
+    swaps: bool
+    visits: Callable[["FlexCall", Array], Any]
     missing: Callable[[Function, Sequence[Operand]], str | None]
     run: Callable[..., Any]
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -44,7 +48,7 @@ class FlexCall(NamedTuple):
     Attributes:
       machine: the kind of device that runs it.
       plan: the division into tiles.
-      visits: the maximum number of visited tiles of a block of queries, and of a block of keys.
+      device: JAX's name of the device kind.
       states: True if there may be full tiles, and partial ones.
       plain: a tile's scores, a function of the arrays it closes over, the spec's leaves, the
         coordinates of `At`, and q·kᵀ.
@@ -52,32 +56,44 @@ class FlexCall(NamedTuple):
         argument tells which scores exist.
       num_plain: the number of arrays that `plain` closes over.
       closed: the arrays that both functions close over.
-      leaves: the spec's leaves. Dropout has two seeds of one number each.
+      leaves: the spec's arrays. Dropout has two seeds of one number each.
+      constants: the spec's leaves that are Python's numbers, None for arrays.
       tree: the spec's tree structure.
       guarded: True if factors of gradients must be finite.
       precision: the precision of float32 matmuls.
+      reads_sums: False if only the output is read, and the sums may be 0.
+      swapped: the call with functions of tiles of keys × queries, or None.
     """
 
     machine: Machine
     plan: Plan
-    visits: tuple[int, int]
+    device: str
     states: tuple[bool, bool]
     plain: Function
     masked: Function
     num_plain: int
     closed: tuple[Operand, ...]
     leaves: tuple[Operand, ...]
+    constants: tuple[float | None, ...]
     tree: Any
     guarded: bool
     precision: Any
+    reads_sums: bool
+    swapped: "FlexCall | None" = None
 
     def spec(self, leaves: Sequence[Any]) -> AttentionSpec:
-        """Return the spec with these leaves."""
-        return jax.tree.unflatten(self.tree, leaves)
+        """Return the spec with these arrays."""
+        return jax.tree.unflatten(self.tree, fill(self.constants, leaves))
 
     def gain(self, x: jax.Array) -> jax.Array:
         """Scale a product of kept weights, as `AttentionSpec.scale_kept`."""
         return self.spec(self.leaves).scale_kept(x)
+
+
+def fill(constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Return the constants, with arrays in place of None."""
+    rest = iter(arrays)
+    return [next(rest) if x is None else x for x in constants]
 
 
 class Tile(NamedTuple):

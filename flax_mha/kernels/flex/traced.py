@@ -1,6 +1,7 @@
 """A call's masks and scores as functions of tiles, for any machine."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels.flex import vectors
 from flax_mha.kernels.flex.function import DTYPES, Function
 from flax_mha.kernels.flex.operand import Operand
-from flax_mha.kernels.flex.tile import FlexCall, Machine
+from flax_mha.kernels.flex.tile import FlexCall, Machine, fill
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.tile_plan import Plan, smallest_blocks
 from flax_mha.masks.base import evaluate
@@ -26,12 +27,12 @@ PRECISIONS: dict[Any, Any] = {
 
 
 def trace(
-    q: jax.Array, k: jax.Array, spec: AttentionSpec, dims: Dims, machine: Machine
-) -> tuple[FlexCall, list[Any], list[Any]] | str:
+    q: jax.Array, k: jax.Array, spec: AttentionSpec, dims: Dims, machine: Machine, device: str
+) -> tuple[FlexCall, list[list[Any]], list[Any]] | str:
     """Return the functions of a call, or the reason why they cannot run in a kernel.
 
-    The functions are in the static part of the call, with `visits` and `states` for an unknown
-    mask. The arrays that they close over, and the spec's leaves, follow.
+    The functions are in the static part of the call, with `states` for an unknown mask. The arrays
+    that they close over, for both orders of a tile's axes, and the spec's leaves, follow.
     """
     plan = _divide(spec, dims, machine)
     if plan.nq * plan.nk > machine.table:
@@ -47,29 +48,40 @@ def trace(
     if spec.dropout is not None:
         seed = spec.dropout.seed
         spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))
-    arrays, tree = jax.tree.flatten(spec)
-    leaves = [Operand.of(x, plan) for x in jax.tree.leaves(spec, is_leaf=is_score_array)]
+    values, tree = jax.tree.flatten(spec)
+    # Python's numbers are compiled into the kernel.
+    constants = tuple(x if isinstance(x, float | int) else None for x in values)
+    array_leaves = zip(jax.tree.leaves(spec, is_leaf=is_score_array), constants, strict=True)
+    leaves = [Operand.of(x, plan) for x, number in array_leaves if number is None]
+    arrays = [x for x, number in zip(values, constants, strict=True) if number is None]
     for x, operand in zip(arrays, leaves, strict=True):
         if operand.layout == "whole" and (jnp.ndim(x) > 2 or jnp.size(x) > WHOLE):
             return (
                 f"takes arguments of masks and scores of at most two axes and {WHOLE} entries, "
                 f"got {jnp.shape(x)}"
             )
-    blocks = [
-        jax.ShapeDtypeStruct(jnp.shape(x) if y.layout == "whole" else y.shape, y.dtype)
-        for x, y in zip(arrays, leaves, strict=True)
-    ]
-    traced = _trace_functions(jax.tree.unflatten(tree, blocks), plan, machine, leaves)
-    if isinstance(traced, str):
-        return traced
-    (plain, first), (masked, second) = traced
-    closed = [*first, *second]
-    call = FlexCall(
-        machine, plan, (plan.nk, plan.nq), (True, True), plain, masked, len(first),
-        tuple(Operand.of(x, plan) for x in closed), tuple(leaves), tree,
-        spec.mask is not None, PRECISIONS[spec.precision],
-    )  # fmt: skip
-    return call, closed, arrays
+
+    def rebuild(arrays: list[Any]) -> AttentionSpec:
+        return jax.tree.unflatten(tree, fill(constants, arrays))
+
+    calls, closed = list[FlexCall](), list[list[Any]]()
+    for step in (1, -1) if machine.swaps else (1,):
+        blocks = [
+            jax.ShapeDtypeStruct(jnp.shape(x) if y.layout == "whole" else y.shape[::step], y.dtype)
+            for x, y in zip(arrays, leaves, strict=True)
+        ]
+        traced = _trace_functions(rebuild, blocks, plan, machine, leaves, step)
+        if isinstance(traced, str):
+            return traced
+        (plain, first), (masked, second) = traced
+        closed.append([*first, *second])
+        calls.append(FlexCall(
+            machine, plan, device, (True, True), plain, masked, len(first),
+            tuple(Operand.of(x, plan) for x in closed[-1]), tuple(leaves), constants, tree,
+            spec.mask is not None, PRECISIONS[spec.precision], spec.reads_lse,
+        ))  # fmt: skip
+    call, *swapped = calls
+    return call._replace(swapped=swapped[0] if swapped else None), closed, arrays
 
 
 def _divide(spec: AttentionSpec, dims: Dims, machine: Machine) -> Plan:
@@ -88,32 +100,40 @@ def _divide(spec: AttentionSpec, dims: Dims, machine: Machine) -> Plan:
 
 
 def _trace_functions(
-    tile: AttentionSpec, plan: Plan, machine: Machine, leaves: list[Operand]
-) -> tuple[tuple[Function, list], tuple[Function, list]] | str:
-    """Trace the scores of a tile, without and with the mask, and return the closed-over arrays."""
+    rebuild: Callable[[list[Any]], AttentionSpec], arrays: list[Any], plan: Plan,
+    machine: Machine, leaves: list[Operand], step: int,
+) -> tuple[tuple[Function, list], tuple[Function, list]] | str:  # fmt: skip
+    """Trace the scores of a tile, without and with the mask, and return the closed-over arrays.
 
-    def plain(tile: AttentionSpec, at: At, s: jax.Array) -> jax.Array:
+    `rebuild` makes the spec of a tile from arrays. A step of −1 reverses the axes of the tile, to
+    keys × queries.
+    """
+
+    def plain(arrays: list[Any], at: At, s: jax.Array) -> jax.Array:
+        tile = rebuild(arrays)
         return tile.replace(mask=None).apply(s * tile.scale, at)[0]
 
-    def masked(tile: AttentionSpec, at: At, s: jax.Array, *inside: jax.Array) -> jax.Array:
+    def masked(arrays: list[Any], at: At, s: jax.Array, *inside: jax.Array) -> jax.Array:
+        tile = rebuild(arrays)
         s = s * tile.scale
         allowed = jnp.ones((1, 1), bool) if tile.mask is None else evaluate(tile.mask, at)
         for x in inside:
             allowed = allowed & x
         allowed = jnp.broadcast_to(allowed, s.shape)
-        # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
-        s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
+        if tile.scores:
+            # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
+            s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
         return jnp.where(allowed, s, -jnp.inf)
 
     def aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
+        return jax.ShapeDtypeStruct(shape[::step], dtype)
 
     scores = plan.block_q, plan.block_k
     sizes = (1, 1), (1, 1), (plan.block_q, 1), (1, plan.block_k)
-    at = tile.override(At(*map(aval, sizes)))
+    at = rebuild(arrays).override(At(*map(aval, sizes)))
     functions = []
     for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if plan.ragged else [])):
-        function, consts = Function.of(fn, tile, at, aval(scores, jnp.float32), *more)
+        function, consts = Function.of(fn, arrays, at, aval(scores, jnp.float32), *more)
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"

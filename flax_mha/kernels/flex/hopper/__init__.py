@@ -35,6 +35,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str 
 
 
 MACHINE = Machine(
-    check=_check, blocks=lambda dims: (BLOCK, BLOCK), table=2**22, missing=missing, run=call,
-    forward=forward, gradients=gradients,
+    check=_check, blocks=lambda dims: (BLOCK, BLOCK), table=2**22, swaps=False,
+    visits=lambda call, states: None, missing=missing, run=call, forward=forward,
+    gradients=gradients,
 )  # fmt: skip

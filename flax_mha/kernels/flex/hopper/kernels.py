@@ -49,7 +49,8 @@ def _store(out: Any, block: BlockTiles, first: Any, y: jax.Array) -> None:
 
 def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return out in a dtype, and each query's maximum and sum of exponentials. See `Machine`."""
-    q, k, v = padded(x.q), padded(x.k), padded(x.v)
+    k, v = softmax.move_nan_to_keys(x.k, x.v) if call.guarded else (x.k, x.v)
+    q, k, v = padded(x.q), padded(k), padded(v)
     Hv = v.shape[-1]
     size = size_of(FORWARD, max(q.shape[-1], Hv), call)
     shape = (ROW, size.step)

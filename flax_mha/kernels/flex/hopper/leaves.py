@@ -25,6 +25,7 @@ from flax_mha.kernels.flex.hopper.kernels import BACKWARD, LOG2E, matrix_gradien
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import multiply
 from flax_mha.kernels.flex.tile import FlexCall, Tile
+from flax_mha.kernels.softmax import finite
 from flax_mha.masks import EMPTY
 
 # The entries of a table whose gradients are summed together, in registers.
@@ -35,6 +36,9 @@ def gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
     """Return the gradients of q, k, v and the learned leaves. See `Machine`."""
+    if call.guarded:
+        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
+        x = x._replace(q=finite(x.q), k=finite(x.k), v=finite(x.v))
     learned = [
         _leaf(call, x, n, dout, stats).astype(y.dtype) if operand.is_learned else None
         for n, (operand, y) in enumerate(zip(call.leaves, x.leaves, strict=True))
@@ -117,7 +121,7 @@ def _sum_tiles(call: FlexCall, x: Arrays, n: int, dout: jax.Array, stats: jax.Ar
         ]
         q, k, v, states = (part(y, at) for y in (x.q, x.k, x.v, x.states))
         rows, heads = part(x.rows[:, None], at)[:, 0], part(x.heads[None], at)[0]
-        here = Arrays(q, k, v, leaves, None, x.closed, states, rows, heads)
+        here = x._replace(q=q, k=k, v=v, leaves=leaves, states=states, rows=rows, heads=heads)
         found = _pass(call, here, n, part(dout, at), part(stats, at))
         # Nothing was written to empty tiles.
         is_visited = jnp.repeat(jnp.repeat(states > EMPTY, BLOCK, -1), BLOCK, -2)

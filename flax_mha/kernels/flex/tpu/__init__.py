@@ -2,13 +2,14 @@
 
 from flax_mha.kernels import tpu
 from flax_mha.kernels.flex.tile import Machine
-from flax_mha.kernels.flex.tpu.kernels import forward, gradients
+from flax_mha.kernels.flex.tpu.kernels import forward, gradients, visits
 from flax_mha.kernels.flex.tpu.mosaic import call, missing_operation
 
 MACHINE = Machine(
     check=lambda q, k, v, platform: tpu.check(q, k, v),
     blocks=tpu.blocks,
     table=2**16,  # in scalar memory
+    swaps=True, visits=visits,
     missing=lambda function, operands: missing_operation(function),
     run=call, forward=forward, gradients=gradients,
 )  # fmt: skip

@@ -1,7 +1,14 @@
-"""The kernels of flex for TPUs: forward, and the gradients of queries, keys, values and leaves."""
+"""The kernels of flex for TPUs: forward, and the gradients of queries, keys, values and leaves.
+
+The running maximum and sum of a query are kept in 128 equal lanes, because numbers in one lane
+would be spread over a tile again and again. The gradients of q, k and v come from one pass: those
+of a stretch of keys stay in fast memory, in float32, until all queries have added to them. Its
+tiles are of keys × queries, so that numbers of queries are rows, which are spread for free.
+"""
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,33 +18,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_mha.base.coordinates import At
-from flax_mha.kernels import softmax
+from flax_mha.base.coordinates import Array, At
+from flax_mha.kernels import softmax, tpu
 from flax_mha.kernels.flex.core import Arrays
 from flax_mha.kernels.flex.tile import FlexCall, Tile
-from flax_mha.kernels.flex.tpu.order import FlexTile, Operand, TileOrder, blocks_of, read
+from flax_mha.kernels.flex.tpu.order import Step, TileOrder, list_visits, read
 from flax_mha.masks import FULL, PARTIAL
 
 Shape = jax.ShapeDtypeStruct
+_LANES = 128
 
 
-def _tile(
-    call: FlexCall, masked: bool, tile: FlexTile, row: jax.Array, head: jax.Array,
-    refs: Sequence[Any],
-) -> Tile:  # fmt: skip
-    """Return a tile from its indices, those of its row and head in the whole call, and its arrays.
+def visits(call: FlexCall, states: Array) -> tuple[jax.Array, jax.Array]:
+    """Return the lists of visits of the forward pass and of the gradients. See `Machine`."""
+    forward = list_visits(states, call.plan, call.plan.nk)
+    width = _stretch(call)
+    return forward, forward if width == call.plan.nk else list_visits(states, call.plan, width)
 
-    The references are to the closed-over arrays and the spec's leaves.
-    """
-    operands = zip((*call.closed, *call.leaves), refs, strict=True)
-    values = [read(operand, ref) for operand, ref in operands]
-    sizes = (call.plan.block_q, 1), (1, call.plan.block_k)
-    q, k = (
-        lax.broadcasted_iota(jnp.int32, size, axis) + block * max(size)
-        for axis, (size, block) in enumerate(zip(sizes, (tile.i, tile.j), strict=True))
-    )
-    row, head = (jnp.full((1, 1), x, jnp.int32) for x in (row, head))
-    return Tile.of(call, masked, values, At(row, head, q, k))
+
+def _stretch(call: FlexCall) -> int:
+    """Return the blocks of keys whose gradients stay in fast memory together."""
+    most = max(1, tpu.memory(call.device) // 2 // (call.plan.block_k * _bytes_of_key(call)))
+    return -(-call.plan.nk // -(-call.plan.nk // most))
+
+
+def _bytes_of_key(call: FlexCall) -> int:
+    """Return the memory of a key's gradients: sums in float32, and two buffers of results."""
+    features = sum(-(-n // _LANES) * _LANES for n in (call.plan.dims.H, call.plan.dims.Hv))
+    return features * (4 + 2 * 4)
 
 
 def _dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
@@ -49,12 +57,147 @@ def _dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -
     )  # fmt: skip
 
 
+def _spread(x: jax.Array, size: int) -> jax.Array:
+    """Return [n, size] from equal lanes [n, 128]."""
+    return jnp.tile(x, (1, -(-size // _LANES)))[:, :size]
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """Replace values that are not finite by 0."""
+    wide = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(wide) < jnp.inf, wide, 0.0).astype(x.dtype)
+
+
+def _run(
+    call: FlexCall, x: Arrays, order: TileOrder, table: jax.Array, name: str,
+    inputs: Sequence[tuple[jax.Array, Any]], outputs: Sequence[tuple[Any, Any]],
+    scratch: Sequence[Any], body: Callable, swapped: bool = False,
+) -> Any:  # fmt: skip
+    """Run body(step, inner, tile, inputs, outputs, scratch) at every step of an order.
+
+    `inputs` and `outputs` pair arrays or shapes with their blocks. `inner` are the step's indices
+    of the inner axes, and tile(masked) is the tile of the step. If `swapped`, it is of keys ×
+    queries.
+    """
+    one, closed = (call.swapped, x.swapped) if swapped else (call, x.closed)
+    pairs = [*zip(one.closed, closed, strict=True), *zip(one.leaves, x.leaves, strict=True)]
+    prefetched = x.rows, x.heads, table.reshape(-1)
+    counts = [*map(len, (prefetched, inputs, pairs, outputs, scratch))]
+
+    def kernel(*refs: Any) -> None:
+        iterator = iter(refs)
+        (rows, heads, visits), ins, arrays, outs, sums = (
+            list(itertools.islice(iterator, count)) for count in counts
+        )
+        step, inner = order.current(visits)
+
+        def tile(masked: bool) -> Tile:
+            values = [read(y, ref, swapped) for (y, _), ref in zip(pairs, arrays, strict=True)]
+            sizes = (call.plan.block_q, 1), (1, call.plan.block_k)
+            q, k = (
+                lax.broadcasted_iota(jnp.int32, size[::-1] if swapped else size, axis ^ swapped)
+                + block * max(size)
+                for axis, (size, block) in enumerate(zip(sizes, (step.i, step.j), strict=True))
+            )
+            row, head = (jnp.full((1, 1), n, jnp.int32) for n in (rows[step.r], heads[step.n]))
+            return Tile.of(one, masked, values, At(row, head, q, k))
+
+        body(step, inner, tile, ins, outs, sums)
+
+    outer = len(order.axes) - order.inner
+    semantics: Any = ("parallel",) * outer + ("arbitrary",) * order.inner
+    held = sum(math.prod(s.shape) * s.dtype.itemsize for s in scratch)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(prefetched),
+            grid=order.sizes,
+            in_specs=[*(b for _, b in inputs), *(order.block_of(*pair) for pair in pairs)],
+            out_specs=[block for _, block in outputs],
+            scratch_shapes=[pltpu.VMEM(s.shape, s.dtype) for s in scratch],
+        ),
+        out_shape=[shape for shape, _ in outputs],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, vmem_limit_bytes=tpu.limit(call.device, 2 * held)
+        ),
+        name=name,
+    )(*prefetched, *(array for array, _ in inputs), *(array for _, array in pairs))
+
+
+def _visit(call: FlexCall, step: Step, visit: Callable[[bool], None]) -> None:
+    """Run visit(masked) if the step's tile is not empty."""
+    for state, may_be in zip((FULL, PARTIAL), call.states, strict=True):
+        if may_be:
+            pl.when(step.state == state)(functools.partial(visit, state == PARTIAL))
+
+
+def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′]."""
+    (R, N, T, H), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
+    bq, bk, table = call.plan.block_q, call.plan.block_k, x.visits[0]
+    order = TileOrder.of("rnt", 1, table, call.plan, R, N)
+
+    def body(step: Step, _: Any, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
+        (q, k, v, *sinks), (out, *stats), (top, total, acc) = ins, outs, sums
+
+        @pl.when(step.begin)
+        def _() -> None:
+            acc[...] = jnp.zeros_like(acc)
+            total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
+            initial = softmax.begin(jnp.zeros_like(top))
+            top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
+
+        def visit(masked: bool) -> None:
+            tile, keys, values = make(masked), k[...], v[...]
+            if masked and call.guarded:
+                # The mask can hide scores, but not products. So a value that is not finite marks
+                # its key. In a full tile, all queries see it.
+                flag = jnp.sum(values.astype(f32) * 0, 1, keepdims=True)
+                keys, values = (keys.astype(f32) + flag).astype(keys.dtype), _finite(values)
+            s = tile.score(_dot(call, q[...], keys, 1, 1), tile.leaves)
+            before = top[...]
+            new = jnp.maximum(before, jnp.max(s, 1, keepdims=True))
+            p, old = jnp.exp(s - _spread(new, bk)), jnp.exp(before - new)
+            total[...] = total[...] * old + jnp.sum(p, 1, keepdims=True)
+            top[...] = new
+            product = _dot(call, tile.drop(p).astype(values.dtype), values, 1, 0)
+            acc[...] = acc[...] * _spread(old, Hv) + product
+
+        _visit(call, step, visit)
+
+        @pl.when(step.end)
+        def _() -> None:
+            # NaN in a visible value reaches the sum.
+            seen = total[...] + jnp.sum(acc[...] * 0, 1, keepdims=True)
+            share = _spread(softmax.divisor(seen), Hv)
+            out[...] = (call.gain(acc[...]) / share).astype(out.dtype)
+            for ref in stats:
+                ref[0:1, :] = top[...].T[0:1]
+                ref[1:2, :] = seen.T[0:1]
+
+    inputs = [
+        (x.q, order.block((bq, H), "rni.")), (x.k, order.block((bk, H), "rhj.")),
+        (x.v, order.block((bk, Hv), "rhj.")),
+    ]  # fmt: skip
+    inputs += [] if x.sinks is None else [(x.sinks, order.block((1, 1), ".n.."))]
+    outputs = [(Shape((R, N, T, Hv), dtype), order.block((bq, Hv), "rni."))]
+    if call.reads_sums:
+        outputs.append((Shape((R, N, 2, T), f32), order.block((2, bq), "rn.i")))
+    scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
+    out, *stats = _run(call, x, order, table, "flex_forward", inputs, outputs, scratch, body)
+    return out, stats[0] if stats else jnp.zeros((R, N, 2, T), f32)
+
+
 def _gradient(
-    tile: Tile, operands: Sequence[Any], learned: Sequence[int] = ()
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, stats: Sequence[Any],
+    learned: Sequence[int], swapped: bool,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
     """Return the kept weights, and the gradients of q·kᵀ and of learned leaves."""
-    q, k, v, dout, stats = operands
-    call, (top, share, delta) = tile.call, (stats[n : n + 1, :].T for n in range(3))
+    call, (top, share, delta) = tile.call, stats
+
+    def dot(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
+        pair = (of_keys, of_queries) if swapped else (of_queries, of_keys)
+        return _dot(call, *pair, 1, 1)
 
     def score(s: jax.Array, arrays: list[jax.Array]) -> jax.Array:
         leaves = list(tile.leaves)
@@ -62,200 +205,171 @@ def _gradient(
             leaves[n] = x
         return tile.score(s, leaves)
 
-    dot = _dot(call, q[...], k[...], 1, 1)
-    s, pull = jax.vjp(score, dot, [tile.leaves[n] for n in learned])
-    p = softmax.weights(s, top, share, guarded=True)
-    dp = call.gain(tile.drop(_dot(call, dout[...], v[...], 1, 1)))
-    return tile.drop(p), *pull(softmax.gradient(p, dp, delta))
+    s, pull = jax.vjp(score, dot(q, k), [tile.leaves[n] for n in learned])
+    p = softmax.weights(s, top, share)
+    dp = call.gain(tile.drop(dot(dout, v)))
+    # The derivative of the mask makes masked gradients 0, also where dp is infinite.
+    return tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked=False))
 
 
-def _begin_at_zero(_: Any, sums: Sequence[Any]) -> None:
-    for acc in sums:
-        acc[...] = jnp.zeros_like(acc)
+def _stats(call: FlexCall, numbers: Any) -> list[jax.Array]:
+    """Return the maximum, share and δ of a block of queries as rows.
 
-
-def _kernel(
-    call: FlexCall, grid: TileOrder, counts: Sequence[int], visit: Callable, end: Callable | None,
-    begin: Callable,
-) -> Callable[..., None]:  # fmt: skip
-    """Return the kernel of `_run`, given the number of references of each kind."""
-
-    def kernel(*refs: Any) -> None:
-        iterator = iter(refs)
-        (rows, heads, *tables), ins, others, outs, sums = (
-            list(itertools.islice(iterator, count)) for count in counts
-        )
-        sums = sums or outs
-        tile, first, last = grid.current(tables)
-        row, head = rows[tile.r], heads[tile.n]
-        pl.when(first)(functools.partial(begin, ins, sums))
-        for state, may_be in zip((FULL, PARTIAL), call.states, strict=True):
-            if may_be:
-
-                @pl.when(tile.state == state)
-                def _(masked: bool = state == PARTIAL) -> None:
-                    visit(_tile(call, masked, tile, row, head, others), ins, sums)
-
-        if end:
-            pl.when(last)(functools.partial(end, outs, sums))
-
-    return kernel
-
-
-def _run(
-    call: FlexCall, x: Arrays, order: tuple[str, int], name: str, inputs: str,
-    more: dict[str, jax.Array], outputs: Sequence[Any], scratch: Sequence[Any], visit: Callable,
-    end: Callable | None, begin: Callable = _begin_at_zero,
-) -> Any:  # fmt: skip
-    """Run visit(tile, inputs, sums) over the tiles that are not empty, in an order.
-
-    `order` has the axes and the number of inner ones, `inputs` a letter for each input, and `more`
-    further inputs [R, N, ·, T′] by letter. `outputs` pairs a shape with the letter of its blocks,
-    or with its `Operand`. `scratch` holds the shapes of the sums, float32, which begin at 0, or as
-    begin(inputs, sums) sets them. Where they end, end(outputs, sums) runs. If it is None, the
-    outputs are the sums.
+    Without the NaN of a share, which `_marked` moves to the query, where the mask can hide it.
     """
-    axes, inner = order
-    R, N, _, H = x.q.shape
-    bq, bk, Hv = call.plan.block_q, call.plan.block_k, x.v.shape[-1]
-    grid, tables = TileOrder.of(axes, inner, x.states, call.plan, call.visits, R, N)
-    blocks: dict[str, Any] = {
-        "q": ((bq, H), "rni."), "k": ((bk, H), "rhj."), "v": ((bk, Hv), "rhj."),
-        "o": ((bq, Hv), "rni."), "s": ((3, bq), "rn.i"), "t": ((2, bq), "rn.i"),
-        "b": ((1, 1), ".n.."),
-    }  # fmt: skip
-    arrays = {"q": x.q, "k": x.k, "v": x.v, "b": x.sinks} | more
-    operands = [*zip(call.closed, x.closed, strict=True), *zip(call.leaves, x.leaves, strict=True)]
-
-    def place(letter: str) -> pl.BlockSpec:
-        shape, axes = blocks[letter]
-        return grid.block((None, None, *shape), axes)
-
-    blocks_in = [*map(place, inputs), *(blocks_of(y, grid, array) for y, array in operands)]
-    blocks_out = [place(b) if isinstance(b, str) else blocks_of(b, grid, y) for y, b in outputs]
-    prefetched = [x.rows, x.heads, *tables]
-    counts = [*map(len, (prefetched, inputs, operands, outputs, scratch))]
-    semantics: Any = ("parallel",) * (len(axes) - inner) + ("arbitrary",) * inner
-    return pl.pallas_call(
-        _kernel(call, grid, counts, visit, end, begin),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetched),
-            grid=grid.sizes,
-            in_specs=blocks_in,
-            out_specs=blocks_out,
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-        ),
-        out_shape=[shape for shape, _ in outputs],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
-        name=name,
-    )(*map(jnp.asarray, prefetched), *(arrays[a] for a in inputs), *(y for _, y in operands))
+    top, share, delta = (numbers[n : n + 1, :] for n in range(3))
+    return [top, jnp.where(jnp.isnan(share), 1.0, share) if call.guarded else share, delta]
 
 
-def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′]."""
-    R, N, T, _ = x.q.shape
-    bq, Hv = call.plan.block_q, x.v.shape[-1]
-
-    def begin(inputs: Any, sums: Any) -> None:
-        sinks, (top, total, acc) = inputs[3:], sums
-        acc[...] = jnp.zeros_like(acc)
-        total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
-        initial = softmax.begin(jnp.zeros_like(top))
-        top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
-
-    def visit(tile: Tile, inputs: Any, sums: Any) -> None:
-        (q, k, v, *_), (top, total, acc) = inputs, sums
-        s = tile.score(_dot(call, q[...], k[...], 1, 1), tile.leaves)
-        top[...], total[...], p, old = softmax.step(top[...], total[...], s)
-        p = tile.drop(p).astype(v.dtype)
-        acc[...] = acc[...] * old + _dot(call, p, v[...], 1, 0)
-
-    def end(outputs: Any, sums: Any) -> None:
-        (out, stats), (top, total, acc) = outputs, sums
-        out[...] = (call.gain(acc[...]) / softmax.divisor(total[...])).astype(out.dtype)
-        stats[0:1, :] = top[...].T
-        stats[1:2, :] = total[...].T
-
-    outputs = [(Shape((R, N, T, Hv), dtype), "o"), (Shape((R, N, 2, T), jnp.float32), "t")]
-    inputs = "qkv" if x.sinks is None else "qkvb"
-    scratch = [(bq, 1), (bq, 1), (bq, Hv)]
-    order = "rnit", 1
-    return _run(call, x, order, "flex_forward", inputs, {}, outputs, scratch, visit, end, begin)
+def _marked(call: FlexCall, q: jax.Array, numbers: Any) -> jax.Array:
+    """Return finite queries, with NaN for those whose share is NaN."""
+    if not call.guarded:
+        return q
+    return (q.astype(jnp.float32) + 0 * numbers[1:2, :].T).astype(q.dtype)
 
 
 def gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
     """Return the gradients of q, k, v and the learned leaves. See `Machine`."""
-    more = {"o": dout, "s": stats}
-    dk, dv = _key_gradients(call, x, more)
-    return _query_gradient(call, x, more), dk, dv, _leaf_gradients(call, x, more)
+    (R, N, T, H), (K, Hv), f32 = x.q.shape, x.v.shape[1::2], jnp.float32
+    bq, bk, table, G = call.plan.block_q, call.plan.block_k, x.visits[1], call.plan.dims.G
+    order = TileOrder.of("rhcgt", 2, table, call.plan, R, N)
+    C, width = table.shape[2], _stretch(call)
+    rows, steps = width * bk, table.shape[3]
 
+    def body(step: Step, inner: Any, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
+        (q, k, v, do, numbers), (dq, dk, dv), (queries, marked, *accs) = ins, outs, sums
+        (g, t), (dq_acc, dk_acc, dv_acc) = inner, accs
+        keys = pl.ds(pl.multiple_of((step.j - step.c * width) * bk, bk), bk)
 
-def _query_gradient(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> jax.Array:
-    def visit(tile: Tile, inputs: Any, sums: Any) -> None:
-        k = inputs[1][...]
-        _, ds, _ = _gradient(tile, inputs)
-        sums[0][...] += _dot(call, ds.astype(k.dtype), k, 1, 0)
+        @pl.when((g == 0) & (t == 0))
+        def _() -> None:
+            for ref in (dk_acc, dv_acc):
+                ref[...] = jnp.zeros_like(ref)
 
-    def end(outputs: Any, sums: Any) -> None:
-        outputs[0][...] = sums[0][...].astype(outputs[0].dtype)
+        @pl.when(step.begin)
+        def _() -> None:
+            dq_acc[...] = jnp.zeros_like(dq_acc)
+            # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
+            queries[...] = _finite(q[...]) if call.guarded else q[...]
+            marked[...] = _marked(call, queries[...], numbers)
 
-    outputs = [(Shape(x.q.shape, x.q.dtype), "q")]
-    scratch = [(call.plan.block_q, x.q.shape[-1])]
-    return _run(call, x, ("rnit", 1), "flex_dq", "qkvos", more, outputs, scratch, visit, end)[0]
+        def visit(masked: bool) -> None:
+            kk, vv = (_finite(y[...]) if call.guarded else y[...] for y in (k, v))
+            args = marked[...], kk, vv, do[...], _stats(call, numbers), (), True
+            p, ds, _ = _gradient(make(masked), *args)
+            p, ds = p.astype(do.dtype), ds.astype(q.dtype)
+            dv_acc[keys, :] += _dot(call, p, do[...], 1, 0)
+            dk_acc[keys, :] += _dot(call, ds, queries[...], 1, 0)
+            dq_acc[...] += _dot(call, ds, kk, 0, 0)
 
+        _visit(call, step, visit)
 
-def _key_gradients(
-    call: FlexCall, x: Arrays, more: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    def visit(tile: Tile, inputs: Any, sums: Any) -> None:
-        q, dout = inputs[0][...], inputs[3][...]
-        p, ds, _ = _gradient(tile, inputs)
-        sums[0][...] += _dot(call, ds.astype(q.dtype), q, 0, 0)
-        sums[1][...] += _dot(call, p.astype(q.dtype), dout, 0, 0)
+        @pl.when(step.end)
+        def _() -> None:
+            dq[...] = dq_acc[...].astype(dq.dtype)
 
-    def end(outputs: Any, sums: Any) -> None:
-        dk, dv = outputs
-        dk[...] = sums[0][...].astype(dk.dtype)
-        dv[...] = call.gain(sums[1][...]).astype(dv.dtype)
+        @pl.when((g == G - 1) & (t == steps - 1))
+        def _() -> None:
+            dk[...] = dk_acc[...].astype(dk.dtype)
+            dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
-    outputs = [(Shape(x.k.shape, x.k.dtype), "k"), (Shape(x.v.shape, x.v.dtype), "v")]
-    scratch = [(call.plan.block_k, y.shape[-1]) for y in (x.k, x.v)]
-    order = "rkjgt", 2
-    dk, dv = _run(call, x, order, "flex_dkv", "qkvos", more, outputs, scratch, visit, end)
-    return dk, dv
+    inputs = [
+        (x.q, order.block((bq, H), "rni.")), (x.k, order.block((bk, H), "rhj.")),
+        (x.v, order.block((bk, Hv), "rhj.")), (dout, order.block((bq, Hv), "rni.")),
+        (stats, order.block((3, bq), "rn.i")),
+    ]  # fmt: skip
+    outputs = [
+        (Shape((C, R, N, T, H), x.q.dtype if C == 1 else f32), order.block((bq, H), "crni.")),
+        *((Shape((R, K, C * rows, y.shape[-1]), y.dtype), order.block((rows, y.shape[-1]), "rhc."))
+          for y in (x.k, x.v)),
+    ]  # fmt: skip
+    scratch = [
+        *[Shape((bq, H), x.q.dtype)] * 2, Shape((bq, H), f32), Shape((rows, H), f32),
+        Shape((rows, Hv), f32),
+    ]  # fmt: skip
+    args = inputs, outputs, scratch, body
+    dq, dk, dv = _run(call, x, order, table, "flex_backward", *args, swapped=True)
+    dq = dq[0] if C == 1 else dq.sum(0).astype(x.q.dtype)
+    dk, dv = dk[:, :, : x.k.shape[2]], dv[:, :, : x.k.shape[2]]
+    return dq, dk, dv, _leaf_gradients(call, x, dout, stats)
 
 
 def _leaf_gradients(
-    call: FlexCall, x: Arrays, more: dict[str, jax.Array]
+    call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
 ) -> list[jax.Array | None]:
-    """Return the gradients of the learned leaves, computed together for each order."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for n, (operand, y) in enumerate(zip(call.leaves, x.leaves, strict=True)):
-        if operand.is_learned:
-            groups.setdefault(_order_of(operand, y), []).append(n)
+    """Return the gradients of the learned leaves, in passes that XLA leaves out if it can.
+
+    Those of queries × keys are computed in memory of their size, and the others for each row and
+    head.
+    """
+    R, N = x.q.shape[:2]
     grads: list[jax.Array | None] = [None] * len(x.leaves)
-    for order, learned in groups.items():
+    learned = [n for n, operand in enumerate(call.leaves) if operand.is_learned]
+    for n in learned:
+        if call.leaves[n].layout == "tile":
+            kept = "".join(a for a, size in zip("rn", x.leaves[n].shape, strict=False) if size > 1)
+            summed = "".join(a for a in "rn" if a not in kept)
+            order = TileOrder.of(kept + "ij" + summed, len(summed), x.states, call.plan, R, N)
+            grads[n] = _sum_gradients(call, x, order, x.states, [n], dout, stats)[0]
+    learned = [n for n in learned if grads[n] is None]
+    if learned:
+        order = TileOrder.of("rnt", 1, x.visits[0], call.plan, R, N)
+        found = _sum_gradients(call, x, order, x.visits[0], learned, dout, stats)
+        for n, d in zip(learned, found, strict=True):
+            like = x.leaves[n].shape
+            axes = [a for a in (0, 1) if call.leaves[n].layout == "whole" or like[a] == 1]
+            grads[n] = d.sum(axes, keepdims=True).reshape(like)
+    return [d if d is None else d.astype(y.dtype) for d, y in zip(grads, x.leaves, strict=True)]
 
-        def visit(tile: Tile, inputs: Any, sums: Any, learned: Any = learned) -> None:
-            _, _, of_tile = _gradient(tile, inputs, learned)
-            for n, out, d in zip(learned, sums, of_tile, strict=True):
+
+def _sum_gradients(
+    call: FlexCall, x: Arrays, order: TileOrder, table: jax.Array, learned: list[int],
+    dout: jax.Array, stats: jax.Array,
+) -> list[jax.Array]:  # fmt: skip
+    """Return the gradients of leaves, summed over the inner axes of an order."""
+    (R, N, T, H), Hv, S = x.q.shape, x.v.shape[-1], x.k.shape[2]
+    bq, bk = call.plan.block_q, call.plan.block_k
+    layouts = [call.leaves[n].layout for n in learned]
+
+    def body(step: Step, inner: Any, make: Callable, ins: Any, outs: Any, _: Any) -> None:
+        q, k, v, do, numbers = ins
+        first = functools.reduce(jnp.logical_and, [n == 0 for n in inner], jnp.bool_(True))
+        for layout, out in zip(layouts, outs, strict=True):
+
+            @pl.when(step.begin if layout == "column" else first)
+            def _(out: Any = out) -> None:
+                out[...] = jnp.zeros_like(out)
+
+        def visit(masked: bool) -> None:
+            qq, kk, vv = (_finite(y[...]) if call.guarded else y[...] for y in (q, k, v))
+            columns = [row.T for row in _stats(call, numbers)]
+            args = _marked(call, qq, numbers), kk, vv, do[...], columns, learned, False
+            _, _, of_leaves = _gradient(make(masked), *args)
+            for layout, out, d in zip(layouts, outs, of_leaves, strict=True):
                 d = d.astype(jnp.float32)
-                out[...] += d.T if call.leaves[n].layout == "column" else d
+                if layout == "row":
+                    out[:, pl.ds(pl.multiple_of(step.j * bk, bk), bk)] += d
+                else:
+                    out[...] += d.T if layout == "column" else d
 
-        outputs = [(Shape(x.leaves[n].shape, jnp.float32), call.leaves[n]) for n in learned]
-        sums = _run(call, x, order, "flex_dleaves", "qkvos", more, outputs, (), visit, None)
-        for n, d in zip(learned, sums, strict=True):
-            grads[n] = d.astype(x.leaves[n].dtype)
-    return grads
+        _visit(call, step, visit)
 
-
-def _order_of(operand: Operand, x: jax.Array) -> tuple[str, int]:
-    """Return the order that sums a gradient in consecutive steps, with the array's axes first."""
-    sizes = zip("rn", x.shape if operand.layout != "whole" else (), strict=False)
-    kept = "".join(axis for axis, size in sizes if size > 1)
-    summed = "".join(axis for axis in "rn" if axis not in kept)
-    last = {"tile": ("ij", ""), "column": ("i", "t"), "row": ("j", "t")}
-    blocks, visits = last.get(operand.layout, ("", "it"))
-    return kept + blocks + summed + visits, len(summed + visits)
+    inputs = [
+        (x.q, order.block((bq, H), "rni.")), (x.k, order.block((bk, H), "rhj.")),
+        (x.v, order.block((bk, Hv), "rhj.")), (dout, order.block((bq, Hv), "rni.")),
+        (stats, order.block((3, bq), "rn.i")),
+    ]  # fmt: skip
+    outputs = []
+    for n in learned:
+        operand, y = call.leaves[n], x.leaves[n]
+        kinds: dict[str, Any] = {
+            "tile": (y.shape, order.block_of(operand, y)),
+            "column": ((R, N, 1, T), order.block((1, bq), "rn.i")),
+            "row": ((R, N, 1, S), order.block((1, S), "rn..")),
+        }  # fmt: skip
+        each = (R, N, *operand.shape), order.block(operand.shape, "rn..")
+        shape, block = kinds.get(operand.layout, each)
+        outputs.append((Shape(shape, jnp.float32), block))
+    return _run(call, x, order, table, "flex_dleaves", inputs, outputs, (), body)
