@@ -87,7 +87,7 @@ def _attend(
         sinks,
         *arrays,
         jnp.asarray(states, jnp.int32),
-        call.machine.visits(call, states),
+        call.machine.visits(call, states, q.dtype),
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
     )  # fmt: skip

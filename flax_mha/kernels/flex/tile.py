@@ -22,7 +22,7 @@ class Machine(NamedTuple):
       blocks: the most queries and keys of a tile.
       table: the most entries of a table of tiles.
       swaps: True if kernels have tiles of keys × queries too.
-      visits: the lists of visited tiles, given the states of all, or None.
+      visits: the lists of visited tiles, given the states of all and the dtype of q, or None.
       missing: the reason why a `Function` cannot run in a kernel, or None, given the layouts of its
         first arguments.
       run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
@@ -35,7 +35,7 @@ class Machine(NamedTuple):
     blocks: Callable[[Dims], tuple[int, int]]
     table: int
     swaps: bool
-    visits: Callable[["FlexCall", Array], Any]
+    visits: Callable[["FlexCall", Array, Any], Any]
     missing: Callable[[Function, Sequence[Operand]], str | None]
     run: Callable[..., Any]
     forward: Callable[..., tuple[jax.Array, jax.Array]]

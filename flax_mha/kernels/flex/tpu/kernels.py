@@ -29,23 +29,25 @@ Shape = jax.ShapeDtypeStruct
 _LANES = 128
 
 
-def visits(call: FlexCall, states: Array) -> tuple[jax.Array, jax.Array]:
-    """Return the lists of visits of the forward pass and of the gradients. See `Machine`."""
-    forward = list_visits(states, call.plan, call.plan.nk)
-    width = _stretch(call)
+def visits(call: FlexCall, states: Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the lists of visits of the forward pass, and of the gradients. See `Machine`."""
+    forward, width = list_visits(states, call.plan, call.plan.nk), _stretch(call, dtype)
     return forward, forward if width == call.plan.nk else list_visits(states, call.plan, width)
 
 
-def _stretch(call: FlexCall) -> int:
-    """Return the blocks of keys whose gradients stay in fast memory together."""
-    most = max(1, tpu.memory(call.device) // 2 // (call.plan.block_k * _bytes_of_key(call)))
+def _stretch(call: FlexCall, dtype: Any) -> int:
+    """Return the blocks of keys whose gradients fill half of the fast memory, or all.
+
+    A key has a sum in float32, and a result that is stored twice while it is copied.
+    """
+    features = sum(map(_padded, (call.plan.dims.H, call.plan.dims.Hv)))
+    block = call.plan.block_k * features * (4 + 2 * jnp.dtype(dtype).itemsize)
+    most = max(1, tpu.memory(call.device) // 2 // block)
     return -(-call.plan.nk // -(-call.plan.nk // most))
 
 
-def _bytes_of_key(call: FlexCall) -> int:
-    """Return the memory of a key's gradients: sums in float32, and two buffers of results."""
-    features = sum(-(-n // _LANES) * _LANES for n in (call.plan.dims.H, call.plan.dims.Hv))
-    return features * (4 + 2 * 4)
+def _padded(n: int) -> int:
+    return -(-n // _LANES) * _LANES
 
 
 def _dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
@@ -59,7 +61,7 @@ def _dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -
 
 def _spread(x: jax.Array, size: int) -> jax.Array:
     """Return [n, size] from equal lanes [n, 128]."""
-    return jnp.tile(x, (1, -(-size // _LANES)))[:, :size]
+    return jnp.tile(x, (1, _padded(size) // _LANES))[:, :size]
 
 
 def _finite(x: jax.Array) -> jax.Array:
@@ -71,25 +73,27 @@ def _finite(x: jax.Array) -> jax.Array:
 def _run(
     call: FlexCall, x: Arrays, order: TileOrder, table: jax.Array, name: str,
     inputs: Sequence[tuple[jax.Array, Any]], outputs: Sequence[tuple[Any, Any]],
-    scratch: Sequence[Any], body: Callable, swapped: bool = False,
+    scratch: Sequence[Any], body: Callable, swapped: bool = False, start: Any = 0,
+    aliases: dict[int, int] | None = None,
 ) -> Any:  # fmt: skip
     """Run body(step, inner, tile, inputs, outputs, scratch) at every step of an order.
 
     `inputs` and `outputs` pair arrays or shapes with their blocks. `inner` are the step's indices
     of the inner axes, and tile(masked) is the tile of the step. If `swapped`, it is of keys ×
-    queries.
+    queries. `start` is the first block of keys of a stretch, and `aliases` the inputs that outputs
+    replace, by number.
     """
     one, closed = (call.swapped, x.swapped) if swapped else (call, x.closed)
     pairs = [*zip(one.closed, closed, strict=True), *zip(one.leaves, x.leaves, strict=True)]
-    prefetched = x.rows, x.heads, table.reshape(-1)
+    prefetched = x.rows, x.heads, jnp.asarray(start, jnp.int32).reshape(1), table.reshape(-1)
     counts = [*map(len, (prefetched, inputs, pairs, outputs, scratch))]
 
     def kernel(*refs: Any) -> None:
         iterator = iter(refs)
-        (rows, heads, visits), ins, arrays, outs, sums = (
+        (rows, heads, *places), ins, arrays, outs, sums = (
             list(itertools.islice(iterator, count)) for count in counts
         )
-        step, inner = order.current(visits)
+        step, inner = order.current(*places)
 
         def tile(masked: bool) -> Tile:
             values = [read(y, ref, swapped) for (y, _), ref in zip(pairs, arrays, strict=True)]
@@ -106,7 +110,9 @@ def _run(
 
     outer = len(order.axes) - order.inner
     semantics: Any = ("parallel",) * outer + ("arbitrary",) * order.inner
-    held = sum(math.prod(s.shape) * s.dtype.itemsize for s in scratch)
+    blocks = [*inputs, *outputs, *((y, order.block_of(one, y)) for one, y in pairs)]
+    held = sum(_bytes(s.shape, s.dtype) for s in scratch)
+    held += 2 * sum(_bytes(block.block_shape, y.dtype) for y, block in blocks)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -118,10 +124,17 @@ def _run(
         ),
         out_shape=[shape for shape, _ in outputs],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=tpu.limit(call.device, 2 * held)
+            dimension_semantics=semantics, vmem_limit_bytes=tpu.limit(call.device, held)
         ),
+        input_output_aliases={n + len(prefetched): out for n, out in (aliases or {}).items()},
         name=name,
     )(*prefetched, *(array for array, _ in inputs), *(array for _, array in pairs))
+
+
+def _bytes(shape: Sequence[int | None], dtype: Any) -> int:
+    """Return the fast memory of a block, whose last axis is padded."""
+    *lead, last = (n or 1 for n in shape)
+    return math.prod(lead) * _padded(last) * jnp.dtype(dtype).itemsize
 
 
 def _visit(call: FlexCall, step: Step, visit: Callable[[bool], None]) -> None:
@@ -134,7 +147,7 @@ def _visit(call: FlexCall, step: Step, visit: Callable[[bool], None]) -> None:
 def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′]."""
     (R, N, T, H), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
-    bq, bk, table = call.plan.block_q, call.plan.block_k, x.visits[0]
+    bq, bk, table = call.plan.block_q, call.plan.block_k, x.visits[0][0]
     order = TileOrder.of("rnt", 1, table, call.plan, R, N)
 
     def body(step: Step, _: Any, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
@@ -232,16 +245,43 @@ def gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
     """Return the gradients of q, k, v and the learned leaves. See `Machine`."""
-    (R, N, T, H), (K, Hv), f32 = x.q.shape, x.v.shape[1::2], jnp.float32
-    bq, bk, table, G = call.plan.block_q, call.plan.block_k, x.visits[1], call.plan.dims.G
-    order = TileOrder.of("rhcgt", 2, table, call.plan, R, N)
-    C, width = table.shape[2], _stretch(call)
-    rows, steps = width * bk, table.shape[3]
+    tables, (K, S), f32 = x.visits[1], x.k.shape[1:3], jnp.float32
+    if len(tables) == 1:
+        dq, dk, dv = _stretch_gradients(call, x, dout, stats, tables[0])
+    else:
+        # The gradient of the queries passes from one stretch of keys to the next.
+        width = _stretch(call, x.q.dtype)
+
+        def add(dq: jax.Array, given: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            dq, *of_keys = _stretch_gradients(call, x, dout, stats, *given, dq)
+            return dq, (of_keys[0], of_keys[1])
+
+        starts = width * jnp.arange(len(tables), dtype=jnp.int32)
+        wide, parts = lax.scan(add, jnp.zeros(x.q.shape, f32), (tables, starts))
+        dq = wide.astype(x.q.dtype)
+        dk, dv = (
+            jnp.moveaxis(y, 0, 2).reshape(len(x.q), K, -1, y.shape[-1])[:, :, :S] for y in parts
+        )
+    return dq, dk, dv, _leaf_gradients(call, x, dout, stats)
+
+
+def _stretch_gradients(
+    call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array, table: jax.Array,
+    start: Any = 0, before: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Return the gradients of q, of the keys of a stretch, and of their values.
+
+    That of q is added to the one of other stretches, float32 [R, N, T′, H], if given.
+    """
+    (R, N, _, H), (K, Hv), f32 = x.q.shape, x.v.shape[1::2], jnp.float32
+    bq, bk, G = call.plan.block_q, call.plan.block_k, call.plan.dims.G
+    order = TileOrder.of("rhgt", 2, table, call.plan, R, N)
+    rows, steps = _stretch(call, x.q.dtype) * bk, table.shape[-1]
 
     def body(step: Step, inner: Any, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
-        (q, k, v, do, numbers), (dq, dk, dv), (queries, marked, *accs) = ins, outs, sums
+        (q, k, v, do, numbers, *earlier), (dq, dk, dv), (queries, marked, *accs) = ins, outs, sums
         (g, t), (dq_acc, dk_acc, dv_acc) = inner, accs
-        keys = pl.ds(pl.multiple_of((step.j - step.c * width) * bk, bk), bk)
+        keys = pl.ds(pl.multiple_of(step.near * bk, bk), bk)
 
         @pl.when((g == 0) & (t == 0))
         def _() -> None:
@@ -250,7 +290,7 @@ def gradients(
 
         @pl.when(step.begin)
         def _() -> None:
-            dq_acc[...] = jnp.zeros_like(dq_acc)
+            dq_acc[...] = earlier[0][...] if earlier else jnp.zeros_like(dq_acc)
             # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
             queries[...] = _finite(q[...]) if call.guarded else q[...]
             marked[...] = _marked(call, queries[...], numbers)
@@ -275,25 +315,31 @@ def gradients(
             dk[...] = dk_acc[...].astype(dk.dtype)
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
-    inputs = [
+    queries = order.block((bq, H), "rni.")
+    inputs = _inputs(call, x, order, dout, stats)
+    inputs += [] if before is None else [(before, queries)]
+    outputs = [(Shape(x.q.shape, x.q.dtype if before is None else f32), queries)]
+    for y in (x.k, x.v):
+        of_stretch = order.block((rows, y.shape[-1]), "rh..")
+        outputs.append((Shape((R, K, rows, y.shape[-1]), y.dtype), of_stretch))
+    scratch = [*[Shape((bq, H), x.q.dtype)] * 2]
+    scratch += [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
+    aliases = {} if before is None else {len(inputs) - 1: 0}
+    args = inputs, outputs, scratch, body, True, start, aliases
+    dq, dk, dv = _run(call, x, order, table, "flex_backward", *args)
+    return dq, dk, dv
+
+
+def _inputs(
+    call: FlexCall, x: Arrays, order: TileOrder, dout: jax.Array, stats: jax.Array
+) -> list[tuple[jax.Array, Any]]:
+    """Return the inputs of gradients: q, k, v, the cotangent of out, and numbers of queries."""
+    bq, bk, H, Hv = call.plan.block_q, call.plan.block_k, x.q.shape[-1], x.v.shape[-1]
+    return [
         (x.q, order.block((bq, H), "rni.")), (x.k, order.block((bk, H), "rhj.")),
         (x.v, order.block((bk, Hv), "rhj.")), (dout, order.block((bq, Hv), "rni.")),
         (stats, order.block((3, bq), "rn.i")),
     ]  # fmt: skip
-    outputs = [
-        (Shape((C, R, N, T, H), x.q.dtype if C == 1 else f32), order.block((bq, H), "crni.")),
-        *((Shape((R, K, C * rows, y.shape[-1]), y.dtype), order.block((rows, y.shape[-1]), "rhc."))
-          for y in (x.k, x.v)),
-    ]  # fmt: skip
-    scratch = [
-        *[Shape((bq, H), x.q.dtype)] * 2, Shape((bq, H), f32), Shape((rows, H), f32),
-        Shape((rows, Hv), f32),
-    ]  # fmt: skip
-    args = inputs, outputs, scratch, body
-    dq, dk, dv = _run(call, x, order, table, "flex_backward", *args, swapped=True)
-    dq = dq[0] if C == 1 else dq.sum(0).astype(x.q.dtype)
-    dk, dv = dk[:, :, : x.k.shape[2]], dv[:, :, : x.k.shape[2]]
-    return dq, dk, dv, _leaf_gradients(call, x, dout, stats)
 
 
 def _leaf_gradients(
@@ -315,8 +361,9 @@ def _leaf_gradients(
             grads[n] = _sum_gradients(call, x, order, x.states, [n], dout, stats)[0]
     learned = [n for n in learned if grads[n] is None]
     if learned:
-        order = TileOrder.of("rnt", 1, x.visits[0], call.plan, R, N)
-        found = _sum_gradients(call, x, order, x.visits[0], learned, dout, stats)
+        table = x.visits[0][0]
+        order = TileOrder.of("rnt", 1, table, call.plan, R, N)
+        found = _sum_gradients(call, x, order, table, learned, dout, stats)
         for n, d in zip(learned, found, strict=True):
             like = x.leaves[n].shape
             axes = [a for a in (0, 1) if call.leaves[n].layout == "whole" or like[a] == 1]
@@ -329,7 +376,7 @@ def _sum_gradients(
     dout: jax.Array, stats: jax.Array,
 ) -> list[jax.Array]:  # fmt: skip
     """Return the gradients of leaves, summed over the inner axes of an order."""
-    (R, N, T, H), Hv, S = x.q.shape, x.v.shape[-1], x.k.shape[2]
+    (R, N, T), S = x.q.shape[:3], x.k.shape[2]
     bq, bk = call.plan.block_q, call.plan.block_k
     layouts = [call.leaves[n].layout for n in learned]
 
@@ -356,11 +403,7 @@ def _sum_gradients(
 
         _visit(call, step, visit)
 
-    inputs = [
-        (x.q, order.block((bq, H), "rni.")), (x.k, order.block((bk, H), "rhj.")),
-        (x.v, order.block((bk, Hv), "rhj.")), (dout, order.block((bq, Hv), "rni.")),
-        (stats, order.block((3, bq), "rn.i")),
-    ]  # fmt: skip
+    inputs = _inputs(call, x, order, dout, stats)
     outputs = []
     for n in learned:
         operand, y = call.leaves[n], x.leaves[n]

@@ -6,8 +6,7 @@ A kernel's grid has an axis for each of these letters. The last axis is the fast
 |---|---|
 | `r` | rows of the batch |
 | `n` | query heads; or `h` and `g`: key/value heads, and the query heads of each |
-| `c` | stretches of adjacent blocks of keys |
-| `t` | visited tiles, from a list: blocks of queries in order, each with its blocks of keys |
+| `t` | visits of a list: the blocks of queries in order, each with its blocks of keys |
 | `i`, `j` | instead of `t`: all blocks of queries, all blocks of keys |
 
 Results are summed over the `inner` axes. They are the fastest, because a block of results may only
@@ -35,9 +34,10 @@ _BEGIN, _END, _STATE, _FLAGS = 8, 4, 3, 4
 
 
 class Step(NamedTuple):
-    """A step of a kernel: its row, heads, blocks and stretch of keys, all scalars.
+    """A step of a kernel: its row, heads and blocks, all scalars.
 
     Attributes:
+      near: the block of keys, counted from the first of its stretch.
       state: the state of the tile under the mask.
       begin: true at the first visit of a block of queries in its list.
       end: true at the last one.
@@ -48,53 +48,46 @@ class Step(NamedTuple):
     h: Any
     i: Any
     j: Any
-    c: Any
+    near: Any
     state: Any
     begin: Any
     end: Any
 
 
-def _bits(plan: Plan) -> int:
-    """Return the number of bits of the index of a block of keys."""
-    return (plan.nk - 1).bit_length()
-
-
 def list_visits(states: Array, plan: Plan, width: int) -> jax.Array:
-    """Return the lists of visits, int32 [rows|1, heads|1, stretches, steps].
+    """Return the list of visits of each stretch of keys, int32 [stretches, rows|1, heads|1, steps].
 
     The states of tiles are [rows|1, heads|1, nq, nk], and a stretch has `width` blocks of keys. A
-    block of queries that sees no key has one visit, of an empty tile. Lists of several rows or
-    heads end in empty visits of the last tile, which load nothing.
+    block of queries that sees no key of it has one visit, of an empty tile. Shorter lists end in
+    empty visits of their last tile, which load nothing.
     """
     xp: Any = np if is_static(states) else jnp
     *lines, nq, nk = states.shape
     count = -(-nk // width)
-    states = xp.pad(states, [(0, 0)] * 3 + [(0, count * width - nk)])
-    states = xp.moveaxis(states.reshape(*lines, nq, count, width), -2, -3)
-    visited = states > EMPTY
-    first = lead(np.arange(width) == 0, 5)
+    states = xp.pad(states.astype(np.int32), [(0, 0)] * 3 + [(0, count * width - nk)])
+    states = xp.moveaxis(states.reshape(*lines, nq, count, width), -2, 0)
+    visited, first = states > EMPTY, lead(np.arange(width) == 0, 5)
     visited = visited | ~visited.any(-1, keepdims=True) & first
-    visited, states = (x.reshape(*lines, count, nq * width) for x in (visited, states))
+    visited, states = (x.reshape(count, *lines, nq * width) for x in (visited, states))
     some = visited.sum(-1, keepdims=True, dtype=np.int32)
     order = xp.argsort(~visited, axis=-1, stable=True).astype(np.int32)
     if is_static(states):
         order = order[..., : some.max()]
     steps = lead(np.arange(order.shape[-1], dtype=np.int32), 4)
-    exists = steps < some
-    # The last stretch may be shorter.
-    i, j = (
-        order // width,
-        order % width + lead(width * np.arange(count, dtype=np.int32)[:, None], 4),
-    )
-    state = xp.where(exists, xp.take_along_axis(states.astype(np.int32), order, -1), EMPTY)
+    exists, i = steps < some, order // width
+    state = xp.where(exists, xp.take_along_axis(states, order, -1), EMPTY)
+    words = (i << _bits(plan) | order % width) << _FLAGS | state
     begin = exists & ((steps == 0) | (i != xp.roll(i, 1, -1)))
     end = exists & ((steps == some - 1) | (i != xp.roll(i, -1, -1)))
-    blocks = i << _bits(plan) | xp.minimum(j, nk - 1)
-    words = blocks << _FLAGS | state
     for flag, is_set in ((_BEGIN, begin), (_END, end)):
         words = words | xp.where(is_set, np.int32(flag), np.int32(0))
     last = xp.take_along_axis(words, some - 1, -1) >> _FLAGS << _FLAGS
     return jnp.asarray(xp.where(exists, words, last), jnp.int32)
+
+
+def _bits(plan: Plan) -> int:
+    """Return the number of bits of the index of a block of keys."""
+    return (plan.nk - 1).bit_length()
 
 
 class TileOrder(NamedTuple):
@@ -104,8 +97,8 @@ class TileOrder(NamedTuple):
       axes: the letters of the grid's axes.
       sizes: the sizes of the grid's axes.
       inner: the number of last axes that a result is summed over.
-      table: the shape of the table: [rows|1, heads|1, stretches, steps] of visits, or [rows|1,
-        heads|1, nq, nk] of states.
+      table: the shape of the table: [rows|1, heads|1, steps] of visits, or [rows|1, heads|1, nq,
+        nk] of states.
       plan: the division into tiles.
     """
 
@@ -120,40 +113,43 @@ class TileOrder(NamedTuple):
         cls, axes: str, inner: int, table: jax.Array, plan: Plan, rows: int, heads: int
     ) -> "TileOrder":
         """Return an order for the batch rows and query heads on this device."""
-        G, (stretches, steps) = plan.dims.G, table.shape[2:]
+        G = plan.dims.G
         sizes = {
             "r": rows, "n": heads, "h": heads // G, "g": G, "i": plan.nq, "j": plan.nk,
-            "c": stretches, "t": steps,
+            "t": table.shape[-1],
         }  # fmt: skip
         return cls(axes, tuple(sizes[a] for a in axes), inner, table.shape, plan)
 
-    def step_at(self, ids: Sequence[Any], table: Any) -> Step:
-        """Return the step at indices of the grid, from the table in memory, flat."""
+    def step_at(self, ids: Sequence[Any], start: Any, table: Any) -> Step:
+        """Return the step at indices of the grid.
+
+        `start` has the first block of keys of the stretch, and `table` the table, flat.
+        """
         at = dict(zip(self.axes, ids, strict=True))
         G, (rows, heads, *last) = self.plan.dims.G, self.table
-        n = at["n"] if "n" in at else at["h"] * G + at["g"]
+        r, n = at["r"], at["n"] if "n" in at else at["h"] * G + at["g"]
         h = at["h"] if "h" in at else lax.div(n, jnp.int32(G))
-        line = (at["r"] if rows > 1 else 0) * heads + (n if heads > 1 else 0)
-        c, no = at.get("c", 0), jnp.bool_(False)
+        line = (r if rows > 1 else 0) * heads + (n if heads > 1 else 0)
         if "t" not in at:
-            i, j = at["i"], at["j"]
-            return Step(at["r"], n, h, i, j, c, table[(line * last[0] + i) * last[1] + j], no, no)
-        word = table[(line * last[0] + c) * last[1] + at["t"]]
-        block, bits = word >> _FLAGS, _bits(self.plan)
-        i, j = block >> bits, block & ((1 << bits) - 1)
+            i, j, no = at["i"], at["j"], jnp.bool_(False)
+            return Step(r, n, h, i, j, j, table[(line * last[0] + i) * last[1] + j], no, no)
+        word, bits = table[line * last[0] + at["t"]], _bits(self.plan)
+        i, near = word >> (_FLAGS + bits), word >> _FLAGS & ((1 << bits) - 1)
+        # The last stretch may be shorter.
+        j = jnp.minimum(start[0] + near, self.plan.nk - 1)
         flags = (word & flag != 0 for flag in (_BEGIN, _END))
-        return Step(at["r"], n, h, i, j, c, word & _STATE, *flags)
+        return Step(r, n, h, i, j, near, word & _STATE, *flags)
 
-    def current(self, table: Any) -> tuple[Step, list[Any]]:
+    def current(self, start: Any, table: Any) -> tuple[Step, list[Any]]:
         """Return a running kernel's step, and its indices of the inner axes."""
         ids = [pl.program_id(axis) for axis in range(len(self.axes))]
-        return self.step_at(ids, table), ids[len(ids) - self.inner :]
+        return self.step_at(ids, start, table), ids[len(ids) - self.inner :]
 
     def block(self, shape: Sequence[int | None], axes: str) -> pl.BlockSpec:
         """Return an array's blocks, with the coordinate of a step for each axis (`.` for none)."""
 
         def index(*args: Any) -> tuple[Any, ...]:
-            step = self.step_at(args[: len(self.axes)], args[-1])
+            step = self.step_at(args[: len(self.axes)], *args[-2:])
             return tuple(0 if a == "." else getattr(step, a) for a in axes)
 
         return pl.BlockSpec((*[None] * (len(axes) - len(shape)), *shape), index)
