@@ -52,7 +52,7 @@ _PARTS: dict[str, dict[str, str]] = {
     "flex.tpu": {
         "jax.experimental.pallas": """
             pallas_call(kernel out_shape * grid_spec compiler_params input_output_aliases name)
-            BlockSpec ds multiple_of program_id when
+            BlockSpec ds multiple_of num_programs program_id when
         """,
         "jax.experimental.pallas.tpu": """
             PrefetchScalarGridSpec(num_scalar_prefetch * grid in_specs out_specs scratch_shapes)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, sharding
+from flax_mha.kernels import tpu as blocks
 from flax_mha.kernels.flex import tpu as machine
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
@@ -104,6 +105,16 @@ def close(got: Any, want: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_flex_gradients_of_learned_arrays_match_reference(tpu, name: str) -> None:
+    call, names = CALLS[name]
+    args = call, arrays(), learned(*names)
+    close(pulled("flex", *args), pulled("reference", *args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_stretches_of_keys_match_reference(tpu, monkeypatch, name: str) -> None:
+    """In a memory that holds the gradients of one block of keys of two."""
+    monkeypatch.setattr(blocks, "memory", lambda device: 2**20)
     call, names = CALLS[name]
     args = call, arrays(), learned(*names)
     close(pulled("flex", *args), pulled("reference", *args))

@@ -22,14 +22,14 @@ from flax_mha.base.coordinates import Array, At
 from flax_mha.kernels import softmax, tpu
 from flax_mha.kernels.flex.core import Arrays
 from flax_mha.kernels.flex.tile import FlexCall, Tile
-from flax_mha.kernels.flex.tpu.order import Step, TileOrder, list_visits, read
+from flax_mha.kernels.flex.tpu.order import Step, TileOrder, Visits, list_visits, read
 from flax_mha.masks import FULL, PARTIAL
 
 Shape = jax.ShapeDtypeStruct
 _LANES = 128
 
 
-def visits(call: FlexCall, states: Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def visits(call: FlexCall, states: Array, dtype: Any) -> tuple[Visits, Visits]:
     """Return the lists of visits of the forward pass, and of the gradients. See `Machine`."""
     forward, width = list_visits(states, call.plan, call.plan.nk), _stretch(call, dtype)
     return forward, forward if width == call.plan.nk else list_visits(states, call.plan, width)
@@ -76,12 +76,12 @@ def _run(
     scratch: Sequence[Any], body: Callable, swapped: bool = False, start: Any = 0,
     aliases: dict[int, int] | None = None,
 ) -> Any:  # fmt: skip
-    """Run body(step, inner, tile, inputs, outputs, scratch) at every step of an order.
+    """Run body(step, first, last, tile, inputs, outputs, scratch) at every step of an order.
 
-    `inputs` and `outputs` pair arrays or shapes with their blocks. `inner` are the step's indices
-    of the inner axes, and tile(masked) is the tile of the step. If `swapped`, it is of keys ×
-    queries. `start` is the first block of keys of a stretch, and `aliases` the inputs that outputs
-    replace, by number.
+    `inputs` and `outputs` pair arrays or shapes with their blocks. `first` and `last` are true at
+    the ends of a sum over the inner axes, and tile(masked) is the tile of the step. If `swapped`,
+    it is of keys × queries. `start` is the first block of keys of a stretch, and `aliases` the
+    inputs that outputs replace, by number.
     """
     one, closed = (call.swapped, x.swapped) if swapped else (call, x.closed)
     pairs = [*zip(one.closed, closed, strict=True), *zip(one.leaves, x.leaves, strict=True)]
@@ -93,7 +93,7 @@ def _run(
         (rows, heads, *places), ins, arrays, outs, sums = (
             list(itertools.islice(iterator, count)) for count in counts
         )
-        step, inner = order.current(*places)
+        step, first, last = order.current(*places)
 
         def tile(masked: bool) -> Tile:
             values = [read(y, ref, swapped) for (y, _), ref in zip(pairs, arrays, strict=True)]
@@ -106,7 +106,7 @@ def _run(
             row, head = (jnp.full((1, 1), n, jnp.int32) for n in (rows[step.r], heads[step.n]))
             return Tile.of(one, masked, values, At(row, head, q, k))
 
-        body(step, inner, tile, ins, outs, sums)
+        body(step, first, last, tile, ins, outs, sums)
 
     outer = len(order.axes) - order.inner
     semantics: Any = ("parallel",) * outer + ("arbitrary",) * order.inner
@@ -144,13 +144,20 @@ def _visit(call: FlexCall, step: Step, visit: Callable[[bool], None]) -> None:
             pl.when(step.state == state)(functools.partial(visit, state == PARTIAL))
 
 
+def _all_visits(call: FlexCall, x: Arrays) -> tuple[TileOrder, jax.Array]:
+    """Return the order of all visits, row by row and head by head, and its table."""
+    tables, counts = x.visits[0]
+    count = None if counts is None else counts[0]
+    return TileOrder.of("rnt", 1, tables[0], call.plan, *x.q.shape[:2], count), tables[0]
+
+
 def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′]."""
     (R, N, T, H), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
-    bq, bk, table = call.plan.block_q, call.plan.block_k, x.visits[0][0]
-    order = TileOrder.of("rnt", 1, table, call.plan, R, N)
+    bq, bk = call.plan.block_q, call.plan.block_k
+    order, table = _all_visits(call, x)
 
-    def body(step: Step, _: Any, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
+    def body(step: Step, _: Any, __: Any, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
         (q, k, v, *sinks), (out, *stats), (top, total, acc) = ins, outs, sums
 
         @pl.when(step.begin)
@@ -245,9 +252,10 @@ def gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
     """Return the gradients of q, k, v and the learned leaves. See `Machine`."""
-    tables, (K, S), f32 = x.visits[1], x.k.shape[1:3], jnp.float32
-    if len(tables) == 1:
-        dq, dk, dv = _stretch_gradients(call, x, dout, stats, tables[0])
+    visits, (K, S), f32 = x.visits[1], x.k.shape[1:3], jnp.float32
+    if len(visits.tables) == 1:
+        first = jax.tree.map(lambda y: y[0], visits)
+        dq, dk, dv = _stretch_gradients(call, x, dout, stats, first)
     else:
         # The gradient of the queries passes from one stretch of keys to the next.
         width = _stretch(call, x.q.dtype)
@@ -256,8 +264,8 @@ def gradients(
             dq, *of_keys = _stretch_gradients(call, x, dout, stats, *given, dq)
             return dq, (of_keys[0], of_keys[1])
 
-        starts = width * jnp.arange(len(tables), dtype=jnp.int32)
-        wide, parts = lax.scan(add, jnp.zeros(x.q.shape, f32), (tables, starts))
+        starts = width * jnp.arange(len(visits.tables), dtype=jnp.int32)
+        wide, parts = lax.scan(add, jnp.zeros(x.q.shape, f32), (visits, starts))
         dq = wide.astype(x.q.dtype)
         dk, dv = (
             jnp.moveaxis(y, 0, 2).reshape(len(x.q), K, -1, y.shape[-1])[:, :, :S] for y in parts
@@ -266,7 +274,7 @@ def gradients(
 
 
 def _stretch_gradients(
-    call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array, table: jax.Array,
+    call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array, visits: Visits,
     start: Any = 0, before: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the gradients of q, of the keys of a stretch, and of their values.
@@ -274,16 +282,18 @@ def _stretch_gradients(
     That of q is added to the one of other stretches, float32 [R, N, T′, H], if given.
     """
     (R, N, _, H), (K, Hv), f32 = x.q.shape, x.v.shape[1::2], jnp.float32
-    bq, bk, G = call.plan.block_q, call.plan.block_k, call.plan.dims.G
-    order = TileOrder.of("rhgt", 2, table, call.plan, R, N)
-    rows, steps = _stretch(call, x.q.dtype) * bk, table.shape[-1]
+    bq, bk = call.plan.block_q, call.plan.block_k
+    order = TileOrder.of("rhgt", 2, visits.tables, call.plan, R, N, visits.counts)
+    rows = _stretch(call, x.q.dtype) * bk
 
-    def body(step: Step, inner: Any, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
+    def body(
+        step: Step, first: Any, last: Any, make: Callable, ins: Any, outs: Any, sums: Any
+    ) -> None:
         (q, k, v, do, numbers, *earlier), (dq, dk, dv), (queries, marked, *accs) = ins, outs, sums
-        (g, t), (dq_acc, dk_acc, dv_acc) = inner, accs
+        dq_acc, dk_acc, dv_acc = accs
         keys = pl.ds(pl.multiple_of(step.near * bk, bk), bk)
 
-        @pl.when((g == 0) & (t == 0))
+        @pl.when(first)
         def _() -> None:
             for ref in (dk_acc, dv_acc):
                 ref[...] = jnp.zeros_like(ref)
@@ -310,7 +320,7 @@ def _stretch_gradients(
         def _() -> None:
             dq[...] = dq_acc[...].astype(dq.dtype)
 
-        @pl.when((g == G - 1) & (t == steps - 1))
+        @pl.when(last)
         def _() -> None:
             dk[...] = dk_acc[...].astype(dk.dtype)
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
@@ -326,7 +336,7 @@ def _stretch_gradients(
     scratch += [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
     aliases = {} if before is None else {len(inputs) - 1: 0}
     args = inputs, outputs, scratch, body, True, start, aliases
-    dq, dk, dv = _run(call, x, order, table, "flex_backward", *args)
+    dq, dk, dv = _run(call, x, order, visits.tables, "flex_backward", *args)
     return dq, dk, dv
 
 
@@ -361,8 +371,7 @@ def _leaf_gradients(
             grads[n] = _sum_gradients(call, x, order, x.states, [n], dout, stats)[0]
     learned = [n for n in learned if grads[n] is None]
     if learned:
-        table = x.visits[0][0]
-        order = TileOrder.of("rnt", 1, table, call.plan, R, N)
+        order, table = _all_visits(call, x)
         found = _sum_gradients(call, x, order, table, learned, dout, stats)
         for n, d in zip(learned, found, strict=True):
             like = x.leaves[n].shape
@@ -380,9 +389,8 @@ def _sum_gradients(
     bq, bk = call.plan.block_q, call.plan.block_k
     layouts = [call.leaves[n].layout for n in learned]
 
-    def body(step: Step, inner: Any, make: Callable, ins: Any, outs: Any, _: Any) -> None:
+    def body(step: Step, first: Any, _: Any, make: Callable, ins: Any, outs: Any, __: Any) -> None:
         q, k, v, do, numbers = ins
-        first = functools.reduce(jnp.logical_and, [n == 0 for n in inner], jnp.bool_(True))
         for layout, out in zip(layouts, outs, strict=True):
 
             @pl.when(step.begin if layout == "column" else first)

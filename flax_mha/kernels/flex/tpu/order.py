@@ -54,8 +54,20 @@ class Step(NamedTuple):
     end: Any
 
 
-def list_visits(states: Array, plan: Plan, width: int) -> jax.Array:
-    """Return the list of visits of each stretch of keys, int32 [stretches, rows|1, heads|1, steps].
+class Visits(NamedTuple):
+    """The lists of visits of stretches of keys.
+
+    Attributes:
+      tables: int32 [stretches, rows|1, heads|1, steps].
+      counts: the steps to take in each stretch, int32 [stretches]; None for all.
+    """
+
+    tables: jax.Array
+    counts: jax.Array | None
+
+
+def list_visits(states: Array, plan: Plan, width: int) -> Visits:
+    """Return the lists of visits of stretches of keys.
 
     The states of tiles are [rows|1, heads|1, nq, nk], and a stretch has `width` blocks of keys. A
     block of queries that sees no key of it has one visit, of an empty tile. Shorter lists end in
@@ -82,7 +94,9 @@ def list_visits(states: Array, plan: Plan, width: int) -> jax.Array:
     for flag, is_set in ((_BEGIN, begin), (_END, end)):
         words = words | xp.where(is_set, np.int32(flag), np.int32(0))
     last = xp.take_along_axis(words, some - 1, -1) >> _FLAGS << _FLAGS
-    return jnp.asarray(xp.where(exists, words, last), jnp.int32)
+    tables = jnp.asarray(xp.where(exists, words, last), jnp.int32)
+    is_known = count == 1 and is_static(states)
+    return Visits(tables, None if is_known else jnp.asarray(some.max((1, 2, 3)), jnp.int32))
 
 
 def _bits(plan: Plan) -> int:
@@ -95,7 +109,7 @@ class TileOrder(NamedTuple):
 
     Attributes:
       axes: the letters of the grid's axes.
-      sizes: the sizes of the grid's axes.
+      sizes: the sizes of the grid's axes; the last may be traced.
       inner: the number of last axes that a result is summed over.
       table: the shape of the table: [rows|1, heads|1, steps] of visits, or [rows|1, heads|1, nq,
         nk] of states.
@@ -103,20 +117,24 @@ class TileOrder(NamedTuple):
     """
 
     axes: str
-    sizes: tuple[int, ...]
+    sizes: tuple[Any, ...]
     inner: int
     table: tuple[int, ...]
     plan: Plan
 
     @classmethod
     def of(
-        cls, axes: str, inner: int, table: jax.Array, plan: Plan, rows: int, heads: int
-    ) -> "TileOrder":
-        """Return an order for the batch rows and query heads on this device."""
+        cls, axes: str, inner: int, table: jax.Array, plan: Plan, rows: int, heads: int,
+        count: jax.Array | None = None,
+    ) -> "TileOrder":  # fmt: skip
+        """Return an order for the batch rows and query heads on this device.
+
+        `count` is the number of visits to make, of all by default.
+        """
         G = plan.dims.G
         sizes = {
             "r": rows, "n": heads, "h": heads // G, "g": G, "i": plan.nq, "j": plan.nk,
-            "t": table.shape[-1],
+            "t": table.shape[-1] if count is None else count,
         }  # fmt: skip
         return cls(axes, tuple(sizes[a] for a in axes), inner, table.shape, plan)
 
@@ -140,10 +158,14 @@ class TileOrder(NamedTuple):
         flags = (word & flag != 0 for flag in (_BEGIN, _END))
         return Step(r, n, h, i, j, near, word & _STATE, *flags)
 
-    def current(self, start: Any, table: Any) -> tuple[Step, list[Any]]:
-        """Return a running kernel's step, and its indices of the inner axes."""
-        ids = [pl.program_id(axis) for axis in range(len(self.axes))]
-        return self.step_at(ids, start, table), ids[len(ids) - self.inner :]
+    def current(self, start: Any, table: Any) -> tuple[Step, jax.Array, jax.Array]:
+        """Return a running kernel's step, and flags for the first and the last step of a sum."""
+        axes = range(len(self.axes))
+        first, last = jnp.bool_(True), jnp.bool_(True)
+        for axis in axes[len(axes) - self.inner :]:
+            n = pl.program_id(axis)
+            first, last = first & (n == 0), last & (n == pl.num_programs(axis) - 1)
+        return self.step_at([pl.program_id(axis) for axis in axes], start, table), first, last
 
     def block(self, shape: Sequence[int | None], axes: str) -> pl.BlockSpec:
         """Return an array's blocks, with the coordinate of a step for each axis (`.` for none)."""
