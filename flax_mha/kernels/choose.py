@@ -110,8 +110,8 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         Kernel("cudnn", ("gpu",), takes_result=True, limit="first"),
-        Kernel("splash", ("tpu",), limit="first"),
         Kernel("flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), limit="first"),
+        Kernel("splash", ("tpu",), limit="first"),
         Kernel("blockwise", takes_result=True, vectors=True, symbolic=True, limit="inner"),
         Kernel("checkpointed", vectors=True, symbolic=True),
         Kernel("reference", normalizes=True, vectors=True, symbolic=True),
@@ -234,7 +234,7 @@ def preference(
     if platform.name == "cpu" and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
         first = []
     elif platform.name in ("cpu", "tpu"):
-        # Up to this size, `reference` is as fast on CPU, and compiles faster. On TPU, splash's
+        # Up to this size, `reference` is as fast on CPU, and compiles faster. On TPU, flex's
         # blocks would be mostly empty.
         most = 256**2
         if platform.name == "cpu" and traced and symbols.at_most(scores * rows, FEW_SCORES):

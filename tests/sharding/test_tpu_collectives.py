@@ -84,7 +84,7 @@ def test_layer_sends_the_bytes_of_the_formula(
     if kernel == "auto":
         # The kernel for those chips, though this machine has none. 12 matmuls of D by H per token:
         # 4 forward, each with two gradients.
-        assert "splash_mha_fwd" in both
+        assert "flex_forward" in both
         assert work.flops(Module(both)) == 12 * 2 * ROWS * T * D * H
         assert work.pallas_flops(traced.jaxpr.jaxpr) > 9 * 2 * ROWS * T**2 * H / 2
 
