@@ -77,7 +77,7 @@ def _attend(
         sinks = spec.sinks.astype(jnp.float32)[None, :, None, None]
     at = spec.at(dims)
     calls = zip((call, call.swapped), (*closed, [])[:2], strict=True)
-    arrays = (
+    first, second = (
         [y.store(x, call.plan) for y, x in zip(one.closed if one else (), given, strict=True)]
         for one, given in calls
     )
@@ -85,7 +85,8 @@ def _attend(
         heads_first(q, T), heads_first(k, S), heads_first(v, S),
         [y.store(x, call.plan) for y, x in zip(call.leaves, leaves, strict=True)],
         sinks,
-        *arrays,
+        first,
+        second,
         jnp.asarray(states, jnp.int32),
         call.machine.visits(call, states, q.dtype),
         flat_batch(at.row, dims).reshape(-1),

@@ -62,7 +62,8 @@ class FlexCall(NamedTuple):
       guarded: True if factors of gradients must be finite.
       precision: the precision of float32 matmuls.
       reads_sums: False if only the output is read, and the sums may be 0.
-      swapped: the call with functions of tiles of keys × queries, or None.
+      keys_first: True if the functions are of tiles of keys × queries.
+      swapped: the call with keys first, or None.
     """
 
     machine: Machine
@@ -79,6 +80,7 @@ class FlexCall(NamedTuple):
     guarded: bool
     precision: Any
     reads_sums: bool
+    keys_first: bool
     swapped: "FlexCall | None" = None
 
     def spec(self, leaves: Sequence[Any]) -> AttentionSpec:

@@ -78,7 +78,7 @@ def trace(
         calls.append(FlexCall(
             machine, plan, device, (True, True), plain, masked, len(first),
             tuple(Operand.of(x, plan) for x in closed[-1]), tuple(leaves), constants, tree,
-            spec.mask is not None, PRECISIONS[spec.precision], spec.reads_lse,
+            spec.mask is not None, PRECISIONS[spec.precision], spec.reads_lse, step < 0,
         ))  # fmt: skip
     call, *swapped = calls
     return call._replace(swapped=swapped[0] if swapped else None), closed, arrays

@@ -71,21 +71,19 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def _run(
-    call: FlexCall, x: Arrays, order: TileOrder, table: jax.Array, name: str,
+    call: FlexCall, x: Arrays, order: TileOrder, name: str,
     inputs: Sequence[tuple[jax.Array, Any]], outputs: Sequence[tuple[Any, Any]],
-    scratch: Sequence[Any], body: Callable, swapped: bool = False, start: Any = 0,
-    aliases: dict[int, int] | None = None,
+    scratch: Sequence[Any], body: Callable, aliases: dict[int, int] | None = None,
 ) -> Any:  # fmt: skip
-    """Run body(step, first, last, tile, inputs, outputs, scratch) at every step of an order.
+    """Run body(step, tile, inputs, outputs, scratch) at every step of an order.
 
-    `inputs` and `outputs` pair arrays or shapes with their blocks. `first` and `last` are true at
-    the ends of a sum over the inner axes, and tile(masked) is the tile of the step. If `swapped`,
-    it is of keys × queries. `start` is the first block of keys of a stretch, and `aliases` the
-    inputs that outputs replace, by number.
+    `inputs` and `outputs` pair arrays or shapes with their blocks, and `aliases` has the inputs
+    that outputs replace, by number. tile(masked) is the tile of the step.
     """
-    one, closed = (call.swapped, x.swapped) if swapped else (call, x.closed)
-    pairs = [*zip(one.closed, closed, strict=True), *zip(one.leaves, x.leaves, strict=True)]
-    prefetched = x.rows, x.heads, jnp.asarray(start, jnp.int32).reshape(1), table.reshape(-1)
+    swapped = call.keys_first
+    closed = x.swapped if swapped else x.closed
+    pairs = [*zip(call.closed, closed, strict=True), *zip(call.leaves, x.leaves, strict=True)]
+    prefetched = x.rows, x.heads, *order.prefetched
     counts = [*map(len, (prefetched, inputs, pairs, outputs, scratch))]
 
     def kernel(*refs: Any) -> None:
@@ -93,7 +91,7 @@ def _run(
         (rows, heads, *places), ins, arrays, outs, sums = (
             list(itertools.islice(iterator, count)) for count in counts
         )
-        step, first, last = order.current(*places)
+        step = order.current(*places)
 
         def tile(masked: bool) -> Tile:
             values = [read(y, ref, swapped) for (y, _), ref in zip(pairs, arrays, strict=True)]
@@ -104,21 +102,21 @@ def _run(
                 for axis, (size, block) in enumerate(zip(sizes, (step.i, step.j), strict=True))
             )
             row, head = (jnp.full((1, 1), n, jnp.int32) for n in (rows[step.r], heads[step.n]))
-            return Tile.of(one, masked, values, At(row, head, q, k))
+            return Tile.of(call, masked, values, At(row, head, q, k))
 
-        body(step, first, last, tile, ins, outs, sums)
+        body(step, tile, ins, outs, sums)
 
     outer = len(order.axes) - order.inner
     semantics: Any = ("parallel",) * outer + ("arbitrary",) * order.inner
-    blocks = [*inputs, *outputs, *((y, order.block_of(one, y)) for one, y in pairs)]
+    read_blocks = [*inputs, *((y, order.block_of(operand, y)) for operand, y in pairs)]
     held = sum(_bytes(s.shape, s.dtype) for s in scratch)
-    held += 2 * sum(_bytes(block.block_shape, y.dtype) for y, block in blocks)
+    held += 2 * sum(_bytes(block.block_shape, y.dtype) for y, block in [*read_blocks, *outputs])
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
             grid=order.sizes,
-            in_specs=[*(b for _, b in inputs), *(order.block_of(*pair) for pair in pairs)],
+            in_specs=[block for _, block in read_blocks],
             out_specs=[block for _, block in outputs],
             scratch_shapes=[pltpu.VMEM(s.shape, s.dtype) for s in scratch],
         ),
@@ -128,7 +126,7 @@ def _run(
         ),
         input_output_aliases={n + len(prefetched): out for n, out in (aliases or {}).items()},
         name=name,
-    )(*prefetched, *(array for array, _ in inputs), *(array for _, array in pairs))
+    )(*prefetched, *(array for array, _ in read_blocks))
 
 
 def _bytes(shape: Sequence[int | None], dtype: Any) -> int:
@@ -144,24 +142,23 @@ def _visit(call: FlexCall, step: Step, visit: Callable[[bool], None]) -> None:
             pl.when(step.state == state)(functools.partial(visit, state == PARTIAL))
 
 
-def _all_visits(call: FlexCall, x: Arrays) -> tuple[TileOrder, jax.Array]:
-    """Return the order of all visits, row by row and head by head, and its table."""
-    tables, counts = x.visits[0]
-    count = None if counts is None else counts[0]
-    return TileOrder.of("rnt", 1, tables[0], call.plan, *x.q.shape[:2], count), tables[0]
+def _all_visits(call: FlexCall, x: Arrays) -> TileOrder:
+    """Return the order of all visits, row by row and head by head."""
+    table, count = jax.tree.map(lambda y: y[0], x.visits[0])
+    return TileOrder.of("rnt", 1, table, call.plan, x.q.shape[:2], count)
 
 
 def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′]."""
     (R, N, T, H), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
     bq, bk = call.plan.block_q, call.plan.block_k
-    order, table = _all_visits(call, x)
+    order = _all_visits(call, x)
 
-    def body(step: Step, _: Any, __: Any, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
+    def body(step: Step, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
         (q, k, v, *sinks), (out, *stats), (top, total, acc) = ins, outs, sums
 
         @pl.when(step.begin)
-        def _() -> None:
+        def begin() -> None:
             acc[...] = jnp.zeros_like(acc)
             total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
             initial = softmax.begin(jnp.zeros_like(top))
@@ -186,7 +183,7 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
         _visit(call, step, visit)
 
         @pl.when(step.end)
-        def _() -> None:
+        def end() -> None:
             # NaN in a visible value reaches the sum.
             seen = total[...] + jnp.sum(acc[...] * 0, 1, keepdims=True)
             share = _spread(softmax.divisor(seen), Hv)
@@ -204,19 +201,19 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
     if call.reads_sums:
         outputs.append((Shape((R, N, 2, T), f32), order.block((2, bq), "rn.i")))
     scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
-    out, *stats = _run(call, x, order, table, "flex_forward", inputs, outputs, scratch, body)
+    out, *stats = _run(call, x, order, "flex_forward", inputs, outputs, scratch, body)
     return out, stats[0] if stats else jnp.zeros((R, N, 2, T), f32)
 
 
 def _gradient(
     tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, stats: Sequence[Any],
-    learned: Sequence[int], swapped: bool,
+    learned: Sequence[int] = (),
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
     """Return the kept weights, and the gradients of q·kᵀ and of learned leaves."""
     call, (top, share, delta) = tile.call, stats
 
     def dot(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
-        pair = (of_keys, of_queries) if swapped else (of_queries, of_keys)
+        pair = (of_keys, of_queries) if call.keys_first else (of_queries, of_keys)
         return _dot(call, *pair, 1, 1)
 
     def score(s: jax.Array, arrays: list[jax.Array]) -> jax.Array:
@@ -261,8 +258,9 @@ def gradients(
         width = _stretch(call, x.q.dtype)
 
         def add(dq: jax.Array, given: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            dq, *of_keys = _stretch_gradients(call, x, dout, stats, *given, dq)
-            return dq, (of_keys[0], of_keys[1])
+            one, start = given
+            dq, dk, dv = _stretch_gradients(call, x, dout, stats, one, start, dq)
+            return dq, (dk, dv)
 
         starts = width * jnp.arange(len(visits.tables), dtype=jnp.int32)
         wide, parts = lax.scan(add, jnp.zeros(x.q.shape, f32), (visits, starts))
@@ -283,23 +281,22 @@ def _stretch_gradients(
     """
     (R, N, _, H), (K, Hv), f32 = x.q.shape, x.v.shape[1::2], jnp.float32
     bq, bk = call.plan.block_q, call.plan.block_k
-    order = TileOrder.of("rhgt", 2, visits.tables, call.plan, R, N, visits.counts)
+    assert call.swapped is not None
+    order = TileOrder.of("rhgt", 2, visits.tables, call.plan, (R, N), visits.counts, start)
     rows = _stretch(call, x.q.dtype) * bk
 
-    def body(
-        step: Step, first: Any, last: Any, make: Callable, ins: Any, outs: Any, sums: Any
-    ) -> None:
+    def body(step: Step, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
         (q, k, v, do, numbers, *earlier), (dq, dk, dv), (queries, marked, *accs) = ins, outs, sums
         dq_acc, dk_acc, dv_acc = accs
         keys = pl.ds(pl.multiple_of(step.near * bk, bk), bk)
 
-        @pl.when(first)
-        def _() -> None:
+        @pl.when(step.first)
+        def begin_stretch() -> None:
             for ref in (dk_acc, dv_acc):
                 ref[...] = jnp.zeros_like(ref)
 
         @pl.when(step.begin)
-        def _() -> None:
+        def begin() -> None:
             dq_acc[...] = earlier[0][...] if earlier else jnp.zeros_like(dq_acc)
             # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
             queries[...] = _finite(q[...]) if call.guarded else q[...]
@@ -307,7 +304,7 @@ def _stretch_gradients(
 
         def visit(masked: bool) -> None:
             kk, vv = (_finite(y[...]) if call.guarded else y[...] for y in (k, v))
-            args = marked[...], kk, vv, do[...], _stats(call, numbers), (), True
+            args = marked[...], kk, vv, do[...], _stats(call, numbers)
             p, ds, _ = _gradient(make(masked), *args)
             p, ds = p.astype(do.dtype), ds.astype(q.dtype)
             dv_acc[keys, :] += _dot(call, p, do[...], 1, 0)
@@ -317,11 +314,11 @@ def _stretch_gradients(
         _visit(call, step, visit)
 
         @pl.when(step.end)
-        def _() -> None:
+        def end() -> None:
             dq[...] = dq_acc[...].astype(dq.dtype)
 
-        @pl.when(last)
-        def _() -> None:
+        @pl.when(step.last)
+        def end_stretch() -> None:
             dk[...] = dk_acc[...].astype(dk.dtype)
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
@@ -335,8 +332,8 @@ def _stretch_gradients(
     scratch = [*[Shape((bq, H), x.q.dtype)] * 2]
     scratch += [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
     aliases = {} if before is None else {len(inputs) - 1: 0}
-    args = inputs, outputs, scratch, body, True, start, aliases
-    dq, dk, dv = _run(call, x, order, visits.tables, "flex_backward", *args)
+    args = inputs, outputs, scratch, body, aliases
+    dq, dk, dv = _run(call.swapped, x, order, "flex_backward", *args)
     return dq, dk, dv
 
 
@@ -360,19 +357,18 @@ def _leaf_gradients(
     Those of queries × keys are computed in memory of their size, and the others for each row and
     head.
     """
-    R, N = x.q.shape[:2]
     grads: list[jax.Array | None] = [None] * len(x.leaves)
     learned = [n for n, operand in enumerate(call.leaves) if operand.is_learned]
     for n in learned:
         if call.leaves[n].layout == "tile":
             kept = "".join(a for a, size in zip("rn", x.leaves[n].shape, strict=False) if size > 1)
             summed = "".join(a for a in "rn" if a not in kept)
-            order = TileOrder.of(kept + "ij" + summed, len(summed), x.states, call.plan, R, N)
-            grads[n] = _sum_gradients(call, x, order, x.states, [n], dout, stats)[0]
+            letters = kept + "ij" + summed
+            order = TileOrder.of(letters, len(summed), x.states, call.plan, x.q.shape[:2])
+            grads[n] = _sum_gradients(call, x, order, [n], dout, stats)[0]
     learned = [n for n in learned if grads[n] is None]
     if learned:
-        order, table = _all_visits(call, x)
-        found = _sum_gradients(call, x, order, table, learned, dout, stats)
+        found = _sum_gradients(call, x, _all_visits(call, x), learned, dout, stats)
         for n, d in zip(learned, found, strict=True):
             like = x.leaves[n].shape
             axes = [a for a in (0, 1) if call.leaves[n].layout == "whole" or like[a] == 1]
@@ -381,26 +377,26 @@ def _leaf_gradients(
 
 
 def _sum_gradients(
-    call: FlexCall, x: Arrays, order: TileOrder, table: jax.Array, learned: list[int],
-    dout: jax.Array, stats: jax.Array,
+    call: FlexCall, x: Arrays, order: TileOrder, learned: list[int], dout: jax.Array,
+    stats: jax.Array,
 ) -> list[jax.Array]:  # fmt: skip
     """Return the gradients of leaves, summed over the inner axes of an order."""
     (R, N, T), S = x.q.shape[:3], x.k.shape[2]
     bq, bk = call.plan.block_q, call.plan.block_k
     layouts = [call.leaves[n].layout for n in learned]
 
-    def body(step: Step, first: Any, _: Any, make: Callable, ins: Any, outs: Any, __: Any) -> None:
+    def body(step: Step, make: Callable, ins: Any, outs: Any, _: Any) -> None:
         q, k, v, do, numbers = ins
         for layout, out in zip(layouts, outs, strict=True):
 
-            @pl.when(step.begin if layout == "column" else first)
-            def _(out: Any = out) -> None:
+            @pl.when(step.begin if layout == "column" else step.first)
+            def begin(out: Any = out) -> None:
                 out[...] = jnp.zeros_like(out)
 
         def visit(masked: bool) -> None:
             qq, kk, vv = (_finite(y[...]) if call.guarded else y[...] for y in (q, k, v))
             columns = [row.T for row in _stats(call, numbers)]
-            args = _marked(call, qq, numbers), kk, vv, do[...], columns, learned, False
+            args = _marked(call, qq, numbers), kk, vv, do[...], columns, learned
             _, _, of_leaves = _gradient(make(masked), *args)
             for layout, out, d in zip(layouts, outs, of_leaves, strict=True):
                 d = d.astype(jnp.float32)
@@ -423,4 +419,4 @@ def _sum_gradients(
         each = (R, N, *operand.shape), order.block(operand.shape, "rn..")
         shape, block = kinds.get(operand.layout, each)
         outputs.append((Shape(shape, jnp.float32), block))
-    return _run(call, x, order, table, "flex_dleaves", inputs, outputs, (), body)
+    return _run(call, x, order, "flex_dleaves", inputs, outputs, (), body)

@@ -41,6 +41,8 @@ class Step(NamedTuple):
       state: the state of the tile under the mask.
       begin: true at the first visit of a block of queries in its list.
       end: true at the last one.
+      first: true at the first step of a sum over the inner axes, in a running kernel.
+      last: true at the last one.
     """
 
     r: Any
@@ -52,6 +54,8 @@ class Step(NamedTuple):
     state: Any
     begin: Any
     end: Any
+    first: Any = None
+    last: Any = None
 
 
 class Visits(NamedTuple):
@@ -84,7 +88,7 @@ def list_visits(states: Array, plan: Plan, width: int) -> Visits:
     some = visited.sum(-1, keepdims=True, dtype=np.int32)
     order = xp.argsort(~visited, axis=-1, stable=True).astype(np.int32)
     if is_static(states):
-        order = order[..., : some.max()]
+        order = order[..., : int(np.max(some))]
     steps = lead(np.arange(order.shape[-1], dtype=np.int32), 4)
     exists, i = steps < some, order // width
     state = xp.where(exists, xp.take_along_axis(states, order, -1), EMPTY)
@@ -96,7 +100,8 @@ def list_visits(states: Array, plan: Plan, width: int) -> Visits:
     last = xp.take_along_axis(words, some - 1, -1) >> _FLAGS << _FLAGS
     tables = jnp.asarray(xp.where(exists, words, last), jnp.int32)
     is_known = count == 1 and is_static(states)
-    return Visits(tables, None if is_known else jnp.asarray(some.max((1, 2, 3)), jnp.int32))
+    counts = xp.max(some, (1, 2, 3))
+    return Visits(tables, None if is_known else jnp.asarray(counts, jnp.int32))
 
 
 def _bits(plan: Plan) -> int:
@@ -105,46 +110,50 @@ def _bits(plan: Plan) -> int:
 
 
 class TileOrder(NamedTuple):
-    """The static part of an order of tiles. A table of visits, or of states, holds the rest.
+    """An order of tiles, by a table of visits or of states.
 
     Attributes:
       axes: the letters of the grid's axes.
       sizes: the sizes of the grid's axes; the last may be traced.
       inner: the number of last axes that a result is summed over.
-      table: the shape of the table: [rows|1, heads|1, steps] of visits, or [rows|1, heads|1, nq,
-        nk] of states.
+      table: visits, int32 [rows|1, heads|1, steps], or states, int32 [rows|1, heads|1, nq, nk].
+      start: the first block of keys of the stretch.
       plan: the division into tiles.
     """
 
     axes: str
     sizes: tuple[Any, ...]
     inner: int
-    table: tuple[int, ...]
+    table: jax.Array
+    start: Any
     plan: Plan
 
     @classmethod
     def of(
-        cls, axes: str, inner: int, table: jax.Array, plan: Plan, rows: int, heads: int,
-        count: jax.Array | None = None,
+        cls, axes: str, inner: int, table: jax.Array, plan: Plan, heads: Sequence[int],
+        count: jax.Array | None = None, start: Any = 0,
     ) -> "TileOrder":  # fmt: skip
-        """Return an order for the batch rows and query heads on this device.
+        """Return an order for this device's batch rows and query heads, `heads`.
 
         `count` is the number of visits to make, of all by default.
         """
+        R, N = heads
         G = plan.dims.G
         sizes = {
-            "r": rows, "n": heads, "h": heads // G, "g": G, "i": plan.nq, "j": plan.nk,
+            "r": R, "n": N, "h": N // G, "g": G, "i": plan.nq, "j": plan.nk,
             "t": table.shape[-1] if count is None else count,
         }  # fmt: skip
-        return cls(axes, tuple(sizes[a] for a in axes), inner, table.shape, plan)
+        return cls(axes, tuple(sizes[a] for a in axes), inner, table, start, plan)
+
+    @property
+    def prefetched(self) -> list[jax.Array]:
+        """The arrays that a kernel reads from scalar memory, flat."""
+        return [jnp.asarray(x, jnp.int32).reshape(-1) for x in (self.start, self.table)]
 
     def step_at(self, ids: Sequence[Any], start: Any, table: Any) -> Step:
-        """Return the step at indices of the grid.
-
-        `start` has the first block of keys of the stretch, and `table` the table, flat.
-        """
+        """Return the step at indices of the grid, from the arrays that are `prefetched`."""
         at = dict(zip(self.axes, ids, strict=True))
-        G, (rows, heads, *last) = self.plan.dims.G, self.table
+        G, (rows, heads, *last) = self.plan.dims.G, self.table.shape
         r, n = at["r"], at["n"] if "n" in at else at["h"] * G + at["g"]
         h = at["h"] if "h" in at else lax.div(n, jnp.int32(G))
         line = (r if rows > 1 else 0) * heads + (n if heads > 1 else 0)
@@ -158,14 +167,15 @@ class TileOrder(NamedTuple):
         flags = (word & flag != 0 for flag in (_BEGIN, _END))
         return Step(r, n, h, i, j, near, word & _STATE, *flags)
 
-    def current(self, start: Any, table: Any) -> tuple[Step, jax.Array, jax.Array]:
-        """Return a running kernel's step, and flags for the first and the last step of a sum."""
+    def current(self, start: Any, table: Any) -> Step:
+        """Return a running kernel's step."""
         axes = range(len(self.axes))
         first, last = jnp.bool_(True), jnp.bool_(True)
         for axis in axes[len(axes) - self.inner :]:
             n = pl.program_id(axis)
             first, last = first & (n == 0), last & (n == pl.num_programs(axis) - 1)
-        return self.step_at([pl.program_id(axis) for axis in axes], start, table), first, last
+        step = self.step_at([pl.program_id(axis) for axis in axes], start, table)
+        return step._replace(first=first, last=last)
 
     def block(self, shape: Sequence[int | None], axes: str) -> pl.BlockSpec:
         """Return an array's blocks, with the coordinate of a step for each axis (`.` for none)."""
