@@ -1,5 +1,6 @@
 """Measure programs of the package beside others.
 
+    python -m experiments.measure check                  # do the kernels hold on this device?
     python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
 
 Each command has --help.
@@ -8,11 +9,12 @@ Each command has --help.
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from experiments.measure import compiled
+from experiments.measure import check, compiled
 from experiments.runs.failures import RunError
 
-COMMANDS = {"compiled": compiled}
+COMMANDS: dict[str, Any] = {"check": check, "compiled": compiled}
 
 
 def main(argv: Sequence[str]) -> None:

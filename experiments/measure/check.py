@@ -1,0 +1,237 @@
+"""Run the kernels of the device that is here, and compare them with the reference.
+
+    python -m experiments.measure check                        # 5 minutes at most
+    python -m experiments.measure check --kernels=flex --calls=causal,packed
+
+Run it first on a kind of TPU or GPU that is new to you. Each call takes random queries, keys and
+values. `reference` computes its output and gradients in float32, with matmuls of the highest
+precision, and each kernel that takes the call has to agree. The table has
+
+    milliseconds  of the output and the gradients, the least of three runs
+    refused       if the kernel does not take the call
+    DIFFERS       with the error of the worst token or array, beyond the bound
+    FAILED        if the kernel does not compile or run; the reasons are below the table
+
+A token's error is that of its vector, relative to a usual one of the array. The command ends with
+status 1 if a kernel differs or fails. The table, as check.md, and results.json go to --workdir.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.phases import Phase
+from experiments.runs import folders
+from experiments.runs.failures import RunError
+from flax_mha import dot_product_attention, masks, scores, sharding
+from flax_mha.kernels import KERNELS
+
+# The worst token's error of half precision, and of float32.
+BOUNDS = {"bfloat16": 0.05, "float32": 0.002}
+RUNS = 3
+# The words of a kernel that does not take a call.
+REFUSAL = "can't run this call: "
+
+
+class Sizes(NamedTuple):
+    """The queries T, keys S, query heads N, key/value heads K and features H, Hv of a call."""
+
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    Hv: int
+
+
+LARGE, SMALL = Sizes(2048, 2048, 8, 2, 128, 128), Sizes(256, 256, 2, 1, 16, 16)
+
+
+class Call(NamedTuple):
+    """A call of attention.
+
+    Attributes:
+      options: the arguments beside q, k and v, from the sizes and the learned arrays.
+      learned: the shapes of the learned arrays.
+      change: the sizes of this call, from those of most calls.
+      dtype: the dtype of q, k and v.
+    """
+
+    options: Callable[..., dict[str, Any]]
+    learned: Callable[[Sizes], tuple[tuple[int, ...], ...]] = lambda n: ()
+    change: Callable[[Sizes], Sizes] = lambda n: n
+    dtype: str = "bfloat16"
+
+
+def _packed(n: Sizes) -> dict[str, Any]:
+    ids = jnp.asarray(np.arange(n.T) * 5 // n.T)
+    return {"mask": CAUSAL & masks.Segments(jnp.stack([ids, ids // 2]))}
+
+
+CAUSAL = masks.Causal()
+CALLS: dict[str, Call] = {
+    "full": Call(lambda n: {}),
+    "causal": Call(lambda n: {"mask": CAUSAL}),
+    "float32": Call(lambda n: {"mask": CAUSAL, "precision": "highest"}, dtype="float32"),
+    "window": Call(lambda n: {"mask": masks.Window(n.T // 8, 0)}),
+    "packed": Call(_packed),
+    "lengths": Call(lambda n: {"mask": masks.Lengths(jnp.array([n.S // 3, n.S]))}),
+    "array": Call(lambda n: {"mask": jnp.asarray(np.tri(n.T, n.S, n.S // 5, bool))}),
+    "predicate": Call(
+        lambda n: {"mask": masks.Predicate(lambda row, head, i, j: (i + j + head) % 3 > 0)}
+    ),
+    "per head": Call(
+        lambda n: {"mask": masks.PerHead([CAUSAL, masks.Window(9, 9)] * (n.N // 2))}
+    ),
+    "cross": Call(lambda n: {}, change=lambda n: n._replace(S=3 * n.T // 4 + 40)),
+    "wide values": Call(lambda n: {"mask": CAUSAL}, change=lambda n: n._replace(Hv=2 * n.H)),
+    "soft cap": Call(lambda n: {"mask": CAUSAL, "scores": (scores.SoftCap(20.0),)}),
+    "slopes": Call(
+        lambda n, x: {"mask": CAUSAL, "scores": (scores.Alibi(x),)}, lambda n: ((n.N,),)
+    ),
+    "bias": Call(lambda n, x: {"bias": x}, lambda n: ((n.N, n.T, n.S),)),
+    "table": Call(lambda n, x: {"scores": (scores.RelativeBias(x),)}, lambda n: ((n.N, 32),)),
+    "sinks": Call(lambda n, x: {"mask": CAUSAL, "sinks": x}, lambda n: ((n.N,),)),
+    "dropout": Call(
+        lambda n: {"mask": CAUSAL, "dropout_rate": 0.2, "dropout_rng": jax.random.key(3)}
+    ),
+    # Masked keys and values are NaN, which must change nothing.
+    "NaN": Call(lambda n: {"mask": masks.Lengths(jnp.array([n.S // 3, n.S // 2]))}),
+}  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument("--kernels", metavar="NAME,…", help="all of this platform by default")
+    parser.add_argument("--calls", default=",".join(CALLS), metavar="NAME,…",
+                        help=f"some of {', '.join(CALLS)}")  # fmt: skip
+    parser.add_argument("--total", type=float, default=300.0, help="the time limit in seconds")
+    parser.add_argument("--small", action="store_true", help="short calls, to try the command")
+    parser.add_argument("--workdir", metavar="FOLDER")
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Check kernel by kernel, and print and write the table.
+
+    Raises:
+      RunError: if a flag is wrong.
+    """
+    platform = sharding.platform()
+    here = [
+        name for name, kernel in KERNELS.items()
+        if name not in ("reference", "decode") and platform in (kernel.platforms or (platform,))
+    ]  # fmt: skip
+    names, calls = (flags.kernels or ",".join(here)).split(","), flags.calls.split(",")
+    for flag, given, known in (("kernels", names, here), ("calls", calls, [*CALLS])):
+        if unknown := [name for name in given if name not in known]:
+            raise RunError(f"--{flag} must be some of {', '.join(known)}, got {unknown[0]!r}")
+    folder = folders.result_folder(flags.workdir, f"check-{platform}")
+    end, sizes = time.perf_counter() + flags.total, SMALL if flags.small else LARGE
+    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in calls}
+    expected: dict[str, Any] = {}
+    for kernel in names:
+        with Phase(f"checking {kernel}"):
+            for name in calls:
+                left = end - time.perf_counter()
+                found[name][kernel] = (
+                    check(kernel, name, sizes, expected) if left > 0 else {"status": "no time"}
+                )
+    device = jax.devices()[0].device_kind
+    table = page(device, names, found)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "check.md").write_text(table + "\n")
+    results = {"device": device, "jax": jax.__version__, "found": found}
+    (folder / "results.json").write_text(json.dumps(results, indent=1))
+    print(f"{table}\n\ncheck.md and results.json are in {folder}")
+    if any(x["status"] in ("DIFFERS", "FAILED") for row in found.values() for x in row.values()):
+        sys.exit(1)
+
+
+def check(kernel: str, name: str, sizes: Sizes, expected: dict[str, Any]) -> dict[str, Any]:
+    """Return how a kernel does in a call: its status, and the error, time or reason.
+
+    `expected` holds the reference's results of earlier kernels.
+    """
+    call, arrays = CALLS[name], inputs(name, sizes)
+    options = functools.partial(call.options, call.change(sizes))
+    try:
+        function = _both(kernel, options).lower(*arrays).compile()
+        if name not in expected:
+            wide = [x.astype(jnp.float32) for x in arrays]
+            expected[name] = jax.device_get(_both("reference", options, "highest")(*wide))
+        got = jax.device_get(function(*arrays))
+        times = []
+        for _ in range(RUNS):
+            start = time.perf_counter()
+            jax.block_until_ready(function(*arrays))
+            times.append(1000 * (time.perf_counter() - start))
+    except Exception as failure:  # a compiler's, or a device's
+        said = str(failure)
+        if REFUSAL in said:
+            return {"status": "refused", "reason": said.split(REFUSAL)[1].split("; ")[0]}
+        reason = (said.splitlines() or [""])[0][:300]
+        return {"status": "FAILED", "reason": f"{type(failure).__name__}: {reason}"}
+    error = max(map(worst, got, expected[name]))
+    status = "holds" if error <= BOUNDS[call.dtype] else "DIFFERS"
+    return {"status": status, "error": float(error), "milliseconds": min(times)}
+
+
+def inputs(name: str, sizes: Sizes) -> list[jax.Array]:
+    """Return q, k, v, a cotangent and the learned arrays of a call."""
+    call = CALLS[name]
+    T, S, N, K, H, Hv = n = call.change(sizes)
+    rng = np.random.default_rng(0)
+    shapes = [(2, T, N, H), (2, S, K, H), (2, S, K, Hv), (2, T, N, Hv)]
+    arrays = [jnp.asarray(rng.normal(size=shape), call.dtype) for shape in shapes]
+    if name == "NaN":
+        arrays[1:3] = [x.at[:, S // 2 :].set(jnp.nan) for x in arrays[1:3]]
+    return arrays + [jnp.asarray(rng.normal(size=shape), "float32") for shape in call.learned(n)]
+
+
+def _both(kernel: Any, options: Callable[..., Any], precision: str | None = None) -> Any:
+    """Return a function of the arrays to the output and all gradients."""
+
+    def both(q: Any, k: Any, v: Any, cotangent: Any, *learned: Any) -> list[jax.Array]:
+        def attend(q: Any, k: Any, v: Any, *learned: Any) -> jax.Array:
+            given = options(*learned) | ({"precision": precision} if precision else {})
+            return dot_product_attention(q, k, v, kernel=kernel, **given)
+
+        out, pull = jax.vjp(attend, q, k, v, *learned)
+        return [out, *pull(cotangent.astype(out.dtype))]
+
+    return jax.jit(both)
+
+
+def worst(got: Any, expected: Any) -> float:
+    """Return the error of the worst token, relative to a usual one; infinite if one is NaN."""
+    a, b = (np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in (got, expected))
+    if not np.isfinite(a).all():
+        return float("inf")
+    sizes = np.linalg.norm(b, axis=-1)
+    usual = np.sqrt(np.mean(sizes**2)) or 1.0
+    return float(np.max(np.linalg.norm(a - b, axis=-1) / np.maximum(sizes, usual)))
+
+
+def page(device: str, names: list[str], found: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Return the table in Markdown, and the reasons of failures."""
+    lines = [f"| {device} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    reasons = []
+    for name, row in found.items():
+        cells = []
+        for kernel in names:
+            result = row[kernel]
+            status = result["status"]
+            if status == "FAILED":
+                reasons.append(f"- {kernel}, {name}: {result['reason']}")
+            more = f" {result['error']:.3g}" if status == "DIFFERS" else ""
+            cells.append(f"{result['milliseconds']:.2f} ms" if status == "holds" else status + more)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, *([""] if reasons else []), *reasons])

@@ -1,0 +1,73 @@
+"""`measure check` on this machine: kernels as they are, those for TPUs interpreted, and broken."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from experiments.measure import __main__ as measure
+from experiments.measure import check
+
+
+def checked(folder: Path, *flags: str) -> dict[str, dict[str, Any]]:
+    measure.main(["check", "--small", f"--workdir={folder}", *flags])
+    return json.loads((folder / "results.json").read_text())["found"]
+
+
+def test_every_call_holds_here(tmp_path: Path, capsys) -> None:
+    found = checked(tmp_path, "--kernels=blockwise", "--calls=packed,bias,NaN")
+    assert [row["blockwise"]["status"] for row in found.values()] == ["holds"] * 3
+    assert (tmp_path / "check.md").read_text().count(" ms |") == 3
+    assert "check.md and results.json are in" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_call_holds_on_an_interpreted_tpu(tpu, tmp_path: Path) -> None:
+    found = checked(tmp_path)
+    assert [*found] == [*check.CALLS]
+    assert {row["flex"]["status"] for row in found.values()} == {"holds"}
+    refused = {name for name, row in found.items() if row["splash"]["status"] == "refused"}
+    assert refused == {"float32", "array", "slopes", "bias", "table", "dropout"}
+    statuses = {result["status"] for row in found.values() for result in row.values()}
+    assert statuses == {"holds", "refused"}
+
+
+def test_wrong_and_failing_kernels_are_named(tmp_path: Path, monkeypatch, capsys) -> None:
+    real = check.dot_product_attention
+
+    def broken(q, k, v, *, kernel: str, **call):
+        if kernel == "checkpointed":
+            raise RuntimeError("no such instruction\nat line 3")
+        out = real(q, k, v, kernel=kernel, **call)
+        # One head of one token is wrong, or a whole one is NaN.
+        value = jnp.nan if "mask" in call else 0.5
+        return out if kernel == "reference" else out.at[1, -1, 0].add(value)
+
+    monkeypatch.setattr(check, "dot_product_attention", broken)
+    with pytest.raises(SystemExit) as ended:
+        checked(tmp_path, "--calls=full,causal")
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert said.count("DIFFERS inf") == 1
+    assert len(re.findall(r"DIFFERS \d", said)) == 1
+    assert "- checkpointed, causal: RuntimeError: no such instruction" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (["--kernels=splash"], r"--kernels must be some of blockwise, checkpointed, got 'splash'"),
+        (["--calls=casual"], r"--calls must be some of full, causal, .* got 'casual'"),
+    ],
+)
+def test_unknown_names_are_refused(tmp_path: Path, flags: list[str], rule: str) -> None:
+    with pytest.raises(SystemExit, match=rule):
+        checked(tmp_path, *flags)
+
+
+def test_calls_end_with_the_time(tmp_path: Path) -> None:
+    found = checked(tmp_path, "--total=0", "--calls=full")
+    assert {result["status"] for result in found["full"].values()} == {"no time"}
