@@ -87,6 +87,8 @@ class Tiles(NamedTuple):
       k_min: the minimum position of each tile's keys, int [*B|1, 1, 1, nk].
       k_max: the maximum position of each tile's keys.
       heads: the heads' indices, int [1, N, 1, 1], if the tiles cover a subset of the heads.
+      q: the positions of the queries, int [*B|1, 1, T, 1]; None if they are not known.
+      k: the positions of the keys, int [*B|1, 1, 1, S]; None if they are not known.
     """
 
     block_q: int
@@ -96,6 +98,8 @@ class Tiles(NamedTuple):
     k_min: Array
     k_max: Array
     heads: Array | None = None
+    q: Array | None = None
+    k: Array | None = None
 
     def least(self, x: Array) -> Array:
         """Return the minimum over each tile of x [*B|1, N|1, T|1, S|1]."""
@@ -137,7 +141,7 @@ def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
     """Return the tiles of positions q_pos [*B|1, 1, T, 1] and k_pos [*B|1, 1, 1, S]."""
     empty = Tiles(block_q, block_k, q_pos, q_pos, k_pos, k_pos)
     bounds = (f(x) for x in (q_pos, k_pos) for f in (empty.least, empty.greatest))
-    return Tiles(block_q, block_k, *bounds)
+    return Tiles(block_q, block_k, *bounds)._replace(q=q_pos, k=k_pos)
 
 
 def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) -> At:

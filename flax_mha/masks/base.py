@@ -13,6 +13,7 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, Node, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.arrays import read_table
+from flax_mha.masks.static_pairs import static_pairs
 from flax_mha.masks.tiles import FULL, both, either, tile_state
 
 
@@ -37,13 +38,19 @@ class Mask(Node):
     def tiles(self, tiles: Tiles) -> Array:
         """Return for each tile if no pair (EMPTY), all (FULL) or some (PARTIAL) may attend.
 
-        PARTIAL is always correct, but lets kernels skip nothing.
+        PARTIAL is always correct, but lets kernels skip nothing. By default it is the answer for
+        masks that read traced values, the row or the head, or that have more than 2²⁶ pairs. Others
+        are evaluated.
 
         Returns:
           int, broadcastable to [*B, N, nq, nk]; a NumPy array if it is static.
         """
-        del tiles
-        return tile_state(np.True_, np.False_)
+        pairs = None
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+            pairs = static_pairs(functools.partial(evaluate, self), tiles.q, tiles.k)
+        if pairs is None:
+            return tile_state(np.True_, np.False_)
+        return tile_state(tiles.greatest(pairs), tiles.least(pairs))
 
     def max_lookback(self) -> int | None:
         """Return the maximum of i − j over the pairs that may attend, or None if unknown."""
@@ -207,6 +214,10 @@ class PositionDependent(Mask):
     def resolve(self, at: At) -> Mask:
         """Return the bound mask for the coordinates of all scores of a call."""
         raise NotImplementedError(f"{type(self).__name__} must define resolve(at)")
+
+    def tiles(self, tiles: Tiles) -> Array:
+        del tiles
+        return tile_state(np.True_, np.False_)
 
     def allowed(self, at: At) -> Array:
         return self.resolve(at).allowed(at)

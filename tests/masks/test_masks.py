@@ -172,7 +172,7 @@ def test_tile_states_are_true(expression: Expression, block_q: int, block_k: int
         (Dilated(1), 0, 16),
         (Dilated(16), 12, 0),
         (~Causal(), 6, 6),
-        (Predicate(lambda b, n, i, j: i == j), 0, 0),
+        (Predicate(lambda b, n, i, j: i == j), 12, 0),
     ],
 )
 def test_tiles_are_static_for_masks_without_arrays(mask: Mask, empty: int, full: int) -> None:

@@ -46,8 +46,12 @@ def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
     """Return out [R, N, T′, Hv] and float32 sums [R, N, T′], precomputed or computed."""
     if result is not None:
         return result
-    out, stats = call.machine.forward(call, x, x.q.dtype)
+    out, stats = _attend(call, x, x.q.dtype)
     return out, Sums(stats[:, :, 0], stats[:, :, 1])
+
+
+def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return call.machine.forward(call, x, dtype)
 
 
 def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, Any]:
@@ -58,7 +62,7 @@ def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, 
     # that are not rounded.
     is_wide = any(operand.is_learned for operand in call.leaves)
     dtype = jnp.float32 if is_wide else x.q.dtype
-    out, stats = name_result(*call.machine.forward(call, x, dtype))
+    out, stats = name_result(*_attend(call, x, dtype))
     return (out.astype(x.q.dtype), Sums(stats[:, :, 0], stats[:, :, 1])), (x, out, stats)
 
 

@@ -1,0 +1,125 @@
+"""Tiles of masks that have none of their own, from the pairs that they allow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_mha import dot_product_attention
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels import bind_call
+from flax_mha.kernels.tile_plan import Plan, tile_states
+from flax_mha.masks import EMPTY, FULL, PARTIAL, Causal, Mask, Predicate, static_pairs
+from tests.support.oracle import error
+
+T, S = 40, 56
+DIMS = Dims((2,), T, S, 2, 2, 8, 8)
+
+
+def states(mask: Mask, block: int = 8, **call) -> np.ndarray:
+    x = np.zeros((2, T, 2, 8), np.float32), np.zeros((2, S, 2, 8), np.float32)
+    *_, spec = bind_call(x[0], x[1], x[1], mask=mask, **call)
+    return tile_states(spec, spec.at(DIMS), Plan(DIMS, block, block))
+
+
+def blocked(size: int, step: int):
+    return lambda row, head, i, j: (i // size >= j // size) & ((i - j) % step < step // 2 + 1)
+
+
+@given(
+    st.integers(1, 20), st.integers(1, 30), st.integers(1, 17), st.integers(-9, 9),
+    st.booleans(),
+)  # fmt: skip
+def test_states_are_those_of_the_table(
+    size: int, step: int, block: int, first: int, inverted: bool
+) -> None:
+    mask: Mask = Predicate(blocked(size, step))
+    mask = ~mask if inverted else mask
+    table = np.asarray(mask.dense(T, S, q_positions=first))[0]
+    found = states(mask, block, q_positions=first)
+    np.testing.assert_array_equal(found, states(table, block))
+    assert found.shape[:2] == (1, 1)
+
+
+class Striped(Mask):
+    """A mask of a user."""
+
+    step: int
+
+    def allowed(self, at):
+        return jnp.abs(at.q - at.k) // self.step % 2 == 0
+
+
+def test_masks_of_users_are_evaluated_too() -> None:
+    assert set(np.unique(states(Striped(16)))) == {EMPTY, PARTIAL, FULL}
+    both = states(Striped(16) & Causal())
+    assert (both[0, 0, 0, 1:] == EMPTY).all()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda row, head, i, j: j <= i + row, lambda row, head, i, j: j <= i - head],
+    ids=["row", "head"],
+)
+def test_functions_of_rows_or_heads_are_partial(fn) -> None:
+    assert (states(Predicate(fn)) == PARTIAL).all()
+
+
+def test_traced_values_are_partial() -> None:
+    found = []
+
+    @jax.jit
+    def call(width, positions):
+        known = Predicate(lambda row, head, i, j: j < 8)
+        found.append(states(Predicate(lambda row, head, i, j, n: j < n, (width,))))
+        found.append(states(known, q_positions=positions))
+        found.append(states(known))
+        return width
+
+    call(9, jnp.arange(T))
+    assert all((np.asarray(x) == PARTIAL).all() for x in found[:2])
+    assert set(np.unique(found[2])) == {EMPTY, FULL}
+
+
+def test_too_many_pairs_are_partial(monkeypatch) -> None:
+    monkeypatch.setattr(static_pairs, "MOST", T * S - 1)
+    assert (states(Predicate(blocked(8, 4))) == PARTIAL).all()
+
+
+def test_equal_programs_are_computed_once_and_others_anew(monkeypatch) -> None:
+    counts, real = [0], static_pairs._compute
+    monkeypatch.setattr(static_pairs, "_KEPT", type(static_pairs._KEPT)())
+    monkeypatch.setattr(
+        static_pairs, "_compute",
+        lambda *args: counts.__setitem__(0, counts[0] + 1) or real(*args),
+    )  # fmt: skip
+    limit = [8]
+    changing = Predicate(lambda row, head, i, j: j < limit[0])
+    for _ in range(3):
+        states(Predicate(blocked(8, 4)))
+    assert counts == [1]
+    before = states(changing)
+    limit[0] = 16
+    assert (states(changing) != before).any()
+    table = jnp.arange(64) % 3 == 0
+    states(Predicate(lambda row, head, i, j: table[j]))
+    states(Predicate(lambda row, head, i, j: ~table[j]))
+    assert counts == [5]
+    for n in range(static_pairs._TABLES + 3):
+        states(Predicate(lambda row, head, i, j, n=n: j < n))
+    assert len(static_pairs._KEPT) == static_pairs._TABLES
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
+def test_skipped_tiles_change_nothing(kernel: str, monkeypatch) -> None:
+    mask = Predicate(lambda row, head, i, j: (i // 64 == j // 64) | (j // 64 < i // 64 - 3))
+    q = jax.random.normal(jax.random.key(0), (1, 600, 2, 8))
+
+    def loss(q):
+        return jnp.sin(dot_product_attention(q, q, q, mask=mask, kernel=kernel)).sum()
+
+    skipped = jax.grad(loss)(q)
+    monkeypatch.setattr(static_pairs, "MOST", 0)
+    assert error(skipped, jax.grad(loss)(q)) < 1e-5
