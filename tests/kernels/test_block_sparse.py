@@ -237,7 +237,7 @@ def test_chosen_blocks_with_flex_match_oracle(tpu, sizes: Any) -> None:
 
 def test_tpu_tiles_are_as_small_as_tables_allow() -> None:
     x = jnp.zeros((1, 1, N, 8))  # Read by scores of vectors alone.
-    kernel = functools.partial(trace, x, x, machine=MACHINE)
+    kernel = functools.partial(trace, x, x, machine=MACHINE, device="")
 
     def tiles(T: int, *grain: int) -> tuple[int, int]:
         plan = planned(Chosen(np.zeros((1, 1), int), *grain), T, kernel)[0].plan

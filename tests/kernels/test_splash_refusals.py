@@ -138,9 +138,9 @@ def test_splash_refuses_on_meshes_with_reason(tpu, monkeypatch, name: str) -> No
         raise ValueError(refused["splash"])
 
 
-def test_auto_prefers_splash_on_tpu(tpu) -> None:
+def test_splash_runs_by_name_on_tpu(tpu) -> None:
     x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
-    assert explain(x, x, x, mask=Causal()).chosen == "splash"
+    assert explain(x, x, x, mask=Causal(), kernel="splash").chosen == "splash"
 
 
 def test_splash_refuses_other_platforms() -> None:

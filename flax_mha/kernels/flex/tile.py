@@ -81,7 +81,7 @@ class FlexCall(NamedTuple):
     precision: Any
     reads_sums: bool
     keys_first: bool
-    swapped: "FlexCall | None" = None
+    swapped: Any = None
 
     def spec(self, leaves: Sequence[Any]) -> AttentionSpec:
         """Return the spec with these arrays."""

@@ -281,7 +281,6 @@ def _stretch_gradients(
     """
     (R, N, _, H), (K, Hv), f32 = x.q.shape, x.v.shape[1::2], jnp.float32
     bq, bk = call.plan.block_q, call.plan.block_k
-    assert call.swapped is not None
     order = TileOrder.of("rhgt", 2, visits.tables, call.plan, (R, N), visits.counts, start)
     rows = _stretch(call, x.q.dtype) * bk
 
