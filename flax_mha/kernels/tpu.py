@@ -14,6 +14,9 @@ from flax_mha.sharding.shard_map import varying
 # scores of a block in float32 (1 MiB at 512²), their gradients, and the intermediates of score
 # functions. These sizes compile for v5e, v5p and v6e. Their speed has not been measured.
 BLOCKS = {256: 512, 512: 256}
+# Larger blocks for heads of up to 256 features, and the share of a score's cycles, by device kind.
+# libtpu's schedule for a v6e has 0.905 of the bundles in full tiles, and 0.875 in partial ones.
+_LARGE = {"TPU v6 lite": (1024, 0.9)}
 
 # The fast memory of a core in MiB, by the device kind of JAX. Others have at least `_LEAST`.
 _MEMORY = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128, "TPU7x": 64}
@@ -27,7 +30,7 @@ def memory(device: str) -> int:
 
 def limit(device: str, held: int) -> int:
     """Return the bytes of fast memory to ask for, for a kernel that holds some of them."""
-    return min(memory(device) * 15 // 16, max(held + 16 * 2**20, _LEAST * 2**20))
+    return max(min(memory(device) * 15 // 16, held), _LEAST * 2**20)
 
 
 def check(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
@@ -47,11 +50,25 @@ def check(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
 def blocks(dims: Dims) -> tuple[int, int]:
     """Return the queries and keys of a block: the fewest equal blocks, in multiples of 128."""
     most = next(most for features, most in BLOCKS.items() if max(dims.H, dims.Hv) <= features)
+    return _equal(dims.T, most), _equal(dims.S, most)
 
-    def size(length: int) -> int:
-        return 128 * -(-length // (128 * -(-length // most)))
 
-    return size(dims.T), size(dims.S)
+def block_choices(dims: Dims, device: str) -> list[tuple[tuple[int, int], float]]:
+    """Return pairs of queries and keys of a block, with the relative cost of a score."""
+    features = max(dims.H, dims.Hv)
+    if memory(device) <= _LEAST * 2**20 and 128 < features <= 256:
+        # Half of the memory holds the gradients of keys.
+        return [((_equal(dims.T, 256), _equal(dims.S, 256)), 1.0)]
+    found = [(blocks(dims), 1.0)]
+    if device in _LARGE and features <= 256:
+        most, cost = _LARGE[device]
+        found.append(((_equal(dims.T, most), _equal(dims.S, most)), cost))
+    return found
+
+
+def _equal(length: int, most: int) -> int:
+    """Return the size of the fewest equal blocks with at most `most` entries, a multiple of 128."""
+    return 128 * -(-length // (128 * -(-length // most)))
 
 
 def heads_first(x: jax.Array, length: int) -> jax.Array:

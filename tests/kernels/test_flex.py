@@ -11,8 +11,11 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, sharding
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels import bind_call
 from flax_mha.kernels import tpu as blocks
 from flax_mha.kernels.flex import tpu as machine
+from flax_mha.kernels.flex.traced import trace
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 from tests.kernels.problems import SINKS
@@ -108,6 +111,23 @@ def test_flex_gradients_of_learned_arrays_match_reference(tpu, name: str) -> Non
     call, names = CALLS[name]
     args = call, arrays(), learned(*names)
     close(pulled("flex", *args), pulled("reference", *args))
+
+
+def test_blocks_follow_the_chip_and_the_mask() -> None:
+    def sizes(device: str, T: int, mask: Any, H: int = 128) -> tuple[int, int]:
+        x = jnp.zeros((1, T, 1, H), jnp.bfloat16)
+        *qkv, spec = bind_call(x, x, x, mask=mask)
+        call = trace(*qkv[:2], spec, Dims.of(*qkv), machine.MACHINE, device)[0]
+        return call.plan.block_q, call.plan.block_k
+
+    assert sizes("TPU v6 lite", 8192, Causal()) == (1024, 1024)
+    assert sizes("TPU v6 lite", 8192, Window(1024, 0)) == (512, 512)
+    found = []
+    jax.make_jaxpr(lambda n: found.append(sizes("TPU v6 lite", 8192, Lengths(n))))(jnp.array([9]))
+    assert found == [(512, 512)]
+    assert sizes("TPU v5 lite", 8192, Causal()) == (512, 512)
+    assert sizes("TPU v4", 8192, Causal(), 256) == (256, 256)
+    assert sizes("TPU v6 lite", 8192, Causal(), 512) == (256, 256)
 
 
 @pytest.mark.slow

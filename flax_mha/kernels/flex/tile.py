@@ -19,7 +19,8 @@ class Machine(NamedTuple):
 
     Attributes:
       check: the reason why no call with these q, k and v can run on a platform, or None.
-      blocks: the most queries and keys of a tile.
+      blocks: choices of the most queries and keys of a tile on a device kind, with the relative
+        cost of a score; the first is for masks that are traced.
       table: the most entries of a table of tiles.
       swaps: True if kernels have tiles of keys × queries too.
       visits: the lists of visited tiles, given the states of all and the dtype of q, or None.
@@ -32,7 +33,7 @@ class Machine(NamedTuple):
     """
 
     check: Callable[[jax.Array, jax.Array, jax.Array, Platform], str | None]
-    blocks: Callable[[Dims], tuple[int, int]]
+    blocks: Callable[[Dims, str], Sequence[tuple[tuple[int, int], float]]]
     table: int
     swaps: bool
     visits: Callable[["FlexCall", Array, Any], Any]

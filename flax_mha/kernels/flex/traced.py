@@ -15,8 +15,10 @@ from flax_mha.kernels.flex.function import DTYPES, Function
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Machine, fill
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tile_plan import Plan, smallest_blocks
+from flax_mha.kernels.tile_plan import Plan, smallest_blocks, tile_states
+from flax_mha.masks import EMPTY
 from flax_mha.masks.base import evaluate
+from flax_mha.masks.tiles import is_static
 
 # The maximum entries of a function's argument, in fast memory.
 WHOLE = 2**17
@@ -34,7 +36,7 @@ def trace(
     The functions are in the static part of the call, with `states` for an unknown mask. The arrays
     that they close over, for both orders of a tile's axes, and the spec's leaves, follow.
     """
-    plan = _divide(spec, dims, machine)
+    plan = _divide(spec, dims, machine, device)
     if plan.nq * plan.nk > machine.table:
         return (
             f"divides scores into at most {machine.table} tiles, T·S = {dims.T}·{dims.S} need more"
@@ -84,10 +86,21 @@ def trace(
     return call._replace(swapped=swapped[0] if swapped else None), closed, arrays
 
 
-def _divide(spec: AttentionSpec, dims: Dims, machine: Machine) -> Plan:
+def _divide(spec: AttentionSpec, dims: Dims, machine: Machine, device: str) -> Plan:
     """Divide the scores into tiles as fine as the mask's blocks, if the table is small enough."""
-    most = machine.blocks(dims)
-    least = smallest_blocks(spec.mask, spec.piece) or most
+    choices, least = machine.blocks(dims, device), smallest_blocks(spec.mask, spec.piece)
+    most = choices[0][0]
+    if least is None and len(choices) > 1:
+
+        def cost(choice: tuple[tuple[int, int], float]) -> float:
+            (block_q, block_k), of_score = choice
+            states = tile_states(spec, spec.at(dims), Plan(dims, block_q, block_k))
+            if not is_static(states):
+                return math.inf
+            return of_score * block_q * block_k * float((states > EMPTY).sum(dtype=float))
+
+        most = min(choices, key=cost)[0]
+    least = least or most
     sizes = [min(128 * -(-n // 128), size) for n, size in zip(least, most, strict=True)]
     while sizes != [*most]:
         plan = Plan(dims, sizes[0], sizes[1])

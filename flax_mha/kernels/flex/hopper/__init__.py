@@ -35,7 +35,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str 
 
 
 MACHINE = Machine(
-    check=_check, blocks=lambda dims: (BLOCK, BLOCK), table=2**22, swaps=False,
+    check=_check, blocks=lambda dims, device: [((BLOCK, BLOCK), 1.0)], table=2**22, swaps=False,
     visits=lambda call, states, dtype: None, missing=missing, run=call, forward=forward,
     gradients=gradients,
 )  # fmt: skip

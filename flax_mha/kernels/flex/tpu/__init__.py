@@ -7,7 +7,7 @@ from flax_mha.kernels.flex.tpu.mosaic import call, missing_operation
 
 MACHINE = Machine(
     check=lambda q, k, v, platform: tpu.check(q, k, v),
-    blocks=tpu.blocks,
+    blocks=tpu.block_choices,
     table=2**16,  # in scalar memory
     swaps=True, visits=visits,
     missing=lambda function, operands: missing_operation(function),

@@ -109,7 +109,9 @@ def _run(
     outer = len(order.axes) - order.inner
     semantics: Any = ("parallel",) * outer + ("arbitrary",) * order.inner
     read_blocks = [*inputs, *((y, order.block_of(operand, y)) for operand, y in pairs)]
-    held = sum(_bytes(s.shape, s.dtype) for s in scratch)
+    # What a tile of 512² computes takes 16 MiB at most, beside the blocks.
+    held = 64 * call.plan.block_q * call.plan.block_k
+    held += sum(_bytes(s.shape, s.dtype) for s in scratch)
     held += 2 * sum(_bytes(block.block_shape, y.dtype) for y, block in [*read_blocks, *outputs])
     return pl.pallas_call(
         kernel,
