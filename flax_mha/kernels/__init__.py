@@ -25,6 +25,8 @@ from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import Platform as Platform
 from flax_mha.kernels.stored import dequantize
+from flax_mha.kernels.using import resolve
+from flax_mha.kernels.using import use as use
 
 _WEIGHTS = Capture(("weights",))
 
@@ -110,9 +112,12 @@ def dot_product_attention(
     checks.flag("return_residuals", return_residuals)
     capture = as_capture(capture)
     _check_lse(spec.normalizer, return_residuals, capture)
+    kernel, blocks = resolve(kernel)
     _, name = choose.parse_kernel(kernel)
     reads = return_residuals or (capture is not None and "lse" in capture.what)
-    call_spec = spec.replace(invalid=None, reads_lse=reads, exact_lse=return_residuals)
+    call_spec = spec.replace(
+        invalid=None, reads_lse=reads, exact_lse=return_residuals, blocks=blocks
+    )
     division = shards.Division.of(q, k)
     if division is None:
         out, sums = choose.run(name, current_platform(), q, k, v, call_spec)
@@ -189,11 +194,12 @@ def explain(
         else:
             checks.floating(name, x)
     capture = as_capture(capture)
+    kernel, blocks = resolve(kernel)
     _, name = choose.parse_kernel(kernel)
 
     def trace(q: Array, k: Keyed, v: Keyed) -> Explanation:
         q, k, v, spec = bind_call(q, k, v, **call)
-        spec = spec.replace(invalid=None)
+        spec = spec.replace(invalid=None, blocks=blocks)
         if capture:
             capture.chosen(shapes.Dims.of(q, k, v))
         division = shards.Division.of(q, k)

@@ -15,7 +15,7 @@ import jax
 from flax_mha.base import private_jax, symbols
 from flax_mha.kernels import derivatives, gpus, softmax
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Tiled
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.kernels.tile_plan import computes_in_bfloat16
 
@@ -62,6 +62,7 @@ class Kernel(NamedTuple):
       normalizes: True if it supports other normalizers than the softmax.
       vectors: True if it supports scores of query and key vectors, or the platforms where it does.
       symbolic: True if it supports symbolic sizes of `jax.export`.
+      blocks: True if the caller may set the sizes of tiles.
       limit: the derivatives it supports, see `derivatives.Limit`; None for all.
     """
 
@@ -72,6 +73,7 @@ class Kernel(NamedTuple):
     normalizes: bool = False
     vectors: bool | tuple[str, ...] = False
     symbolic: bool = False
+    blocks: bool = False
     limit: derivatives.Limit | None = None
 
     def lower(
@@ -91,6 +93,8 @@ class Kernel(NamedTuple):
         if spec.vectors and not has_vectors:
             names = ", ".join(type(mod).__name__ for mod in spec.scores if mod.vectors)
             return Refusal(f"has no scores that see queries and keys, got {names}")
+        if any(spec.blocks) and not self.blocks:
+            return Refusal(f"has no blocks to set, got {spec.blocks}")
         if not self.symbolic and symbols.is_symbolic(*q.shape, *k.shape):
             return Refusal(f"needs static sizes, got q {q.shape} and k {k.shape}")
         if not self.stored:
@@ -110,10 +114,14 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         Kernel("cudnn", ("gpu",), takes_result=True, limit="first"),
-        Kernel("flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), limit="first"),
+        Kernel(
+            "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), blocks=True, limit="first"
+        ),
         Kernel("splash", ("tpu",), limit="first"),
-        Kernel("blockwise", takes_result=True, vectors=True, symbolic=True, limit="inner"),
-        Kernel("checkpointed", vectors=True, symbolic=True),
+        Kernel(
+            "blockwise", takes_result=True, vectors=True, symbolic=True, blocks=True, limit="inner"
+        ),
+        Kernel("checkpointed", vectors=True, symbolic=True, blocks=True),
         Kernel("reference", normalizes=True, vectors=True, symbolic=True),
         Kernel("decode", stored=True, vectors=True, symbolic=True, limit="reverse"),
     )
@@ -128,11 +136,13 @@ class Explanation(NamedTuple):
       chosen: the kernel's name; None if no kernel supports the call.
       refused: the reasons against other kernels and strategies.
       strategy: the context-parallel strategy; None if the sequence is not sharded.
+      tile: the queries and keys of a tile of `flex`; None for other kernels.
     """
 
     chosen: str | None
     refused: dict[str, str]
     strategy: str | None = None
+    tile: tuple[int, int] | None = None
 
     @property
     def way(self) -> str | None:
@@ -151,6 +161,8 @@ class Explanation(NamedTuple):
             reason = self.refused.get(name)
             is_chosen = name in (self.chosen, self.strategy)
             status = f"refused: {reason}" if reason else "chosen" if is_chosen else "possible"
+            if self.tile and name == self.chosen:
+                status += ", in tiles of {} queries × {} keys".format(*self.tile)
             rows.append(f"{name:<{width}}  {status}")
         return "\n".join(rows)
 
@@ -213,7 +225,8 @@ def decide(
                 )
         elif chosen is None:
             chosen, chosen_call = name, lowered
-    return Explanation(chosen, refused), chosen_call
+    tile = chosen_call.tile if isinstance(chosen_call, Tiled) else None
+    return Explanation(chosen, refused, tile=tile), chosen_call
 
 
 def preference(

@@ -39,17 +39,28 @@ def any_derivative() -> Iterator[None]:
         rule.
       RuntimeError: if JAX has no setting to store the context in.
     """
-    if reason := private_jax.missing("any_derivative"):
-        raise RuntimeError(f"any_derivative() can't be used: {reason}; name kernel='checkpointed'")
-    from jax.experimental import xla_metadata as metadata
-
     token = _asked.set(True)
     try:
-        # Other metadata makes JAX trace again, and does not change the computation.
-        with metadata.set_xla_metadata(flax_mha="any_derivative"):
+        with traced_anew("any_derivative", "True", "name kernel='checkpointed'"):
             yield
     finally:
         _asked.reset(token)
+
+
+@contextlib.contextmanager
+def traced_anew(context: str, value: str, remedy: str) -> Iterator[None]:
+    """Make JAX trace functions again that were traced outside a context with this value.
+
+    Raises:
+      RuntimeError: if JAX lacks the setting; it names the context and the remedy.
+    """
+    if reason := private_jax.missing("any_derivative"):
+        raise RuntimeError(f"{context}() can't be used: {reason}; {remedy}")
+    from jax.experimental import xla_metadata as metadata
+
+    # Other metadata makes JAX trace again, and does not change the computation.
+    with metadata.set_xla_metadata(**{f"flax_mha_{context}": value}):
+        yield
 
 
 def all_asked() -> bool:

@@ -1,6 +1,7 @@
 """One attention call without q, k and v, in the form that all kernels read."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,6 +69,25 @@ def name_result(out: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
     return checkpoint_name(out, "z"), checkpoint_name(sums, "lse")
 
 
+class TileSize(NamedTuple):
+    """The queries and keys of a tile that a caller sets; None where the kernel chooses."""
+
+    q: int | None = None
+    k: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+    """A function that computes a call, and the queries and keys of its tiles."""
+
+    run: Lowered
+    tile: tuple[int, int]
+
+    def __call__(self, *result: Result) -> Result:
+        """Compute the call, or its gradients from a precomputed result."""
+        return self.run(*result)
+
+
 class Refusal(NamedTuple):
     """The reason why a kernel can't run a call."""
 
@@ -116,6 +136,7 @@ class AttentionSpec(struct.PyTreeNode):
       total: the number of slots of a cache, which `normalizers` count (default: S).
       piece: the number of tokens in a piece, if pieces are in any order: a larger tile is hardly
         ever empty. None if tokens are contiguous.
+      blocks: the sizes of tiles that the caller sets.
     """
 
     mask: Mask | None
@@ -134,6 +155,7 @@ class AttentionSpec(struct.PyTreeNode):
     normalizer: str = struct.field(pytree_node=False, default=SOFTMAX)
     total: int | None = struct.field(pytree_node=False, default=None)
     piece: int | None = struct.field(pytree_node=False, default=None)
+    blocks: TileSize = struct.field(pytree_node=False, default=TileSize())
 
     def at(self, dims: Dims) -> At:
         """Return the coordinates of all scores of the call."""

@@ -142,13 +142,15 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     """Return the fastest plan with at most `most` scores in a matmul, and visit lists or None."""
     at = spec.at(dims)
     if symbols.is_symbolic(dims.T, dims.S):
-        plan = Plan(dims, *_SYMBOLIC)
+        plan = Plan(dims, spec.blocks.q or _SYMBOLIC[0], spec.blocks.k or _SYMBOLIC[1])
         return plan, make_visit_lists(jnp.asarray(tile_states(spec, at, plan)))
     choices: list[tuple[float, Plan, np.ndarray]] = []
     sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
     plans = [Plan.of(dims, *most) for most in sizes]
+    if any(spec.blocks):
+        plans = [_with_blocks(plan, *spec.blocks) for plan in plans]
     mask_blocks, fine = smallest_blocks(spec.mask, spec.piece), None
-    if mask_blocks is not None:
+    if mask_blocks is not None and not any(spec.blocks):
         fine = Plan(dims, _fit(mask_blocks[0], dims.T), _fit(mask_blocks[1], dims.S))
         plans.insert(0, fine)
     for plan in plans:
@@ -166,6 +168,13 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
         return plan, None
     full, partial = (bool((states == state).any()) for state in (FULL, PARTIAL))
     return plan._replace(full=full, partial=partial), make_visit_lists(states)
+
+
+def _with_blocks(plan: Plan, q: int | None, k: int | None) -> Plan:
+    """Return the plan with the blocks that a caller sets, at most the call's size."""
+    block_q = plan.block_q if q is None else min(q, plan.dims.T)
+    block_k = plan.block_k if k is None else min(k, plan.dims.S)
+    return plan._replace(block_q=block_q, block_k=block_k)
 
 
 def _equal_size(length: int, most: int) -> int:

@@ -27,7 +27,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels.flex.core import Arrays, core
 from flax_mha.kernels.flex.tile import FlexCall, Machine
 from flax_mha.kernels.flex.traced import PRECISIONS, trace
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums, Tiled
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tpu import heads_first
 from flax_mha.masks import FULL, PARTIAL
@@ -49,12 +49,19 @@ def lower(
         return Refusal(reason)
     if spec.precision not in PRECISIONS:
         return Refusal(f"has the precisions default and highest, got {spec.precision}")
+    if any(spec.blocks):
+        if not machine.swaps:
+            return Refusal(f"has tiles of one size on NVIDIA GPUs, got {spec.blocks}")
+        if any((size or 0) % 128 for size in spec.blocks):
+            return Refusal(f"takes blocks of multiples of 128, got {spec.blocks}")
     traced = trace(q, k, spec, shapes.Dims.of(q, k, v), machine, platform.device)
     if isinstance(traced, str):
         return Refusal(traced)
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
-    return functools.partial(_attend, q, k, v, spec, *traced)
+    plan = traced[0].plan
+    call = functools.partial(_attend, q, k, v, spec, *traced)
+    return Tiled(call, (plan.block_q, plan.block_k))
 
 
 def _attend(

@@ -88,6 +88,9 @@ def trace(
 
 def _divide(spec: AttentionSpec, dims: Dims, machine: Machine, device: str) -> Plan:
     """Divide the scores into tiles as fine as the mask's blocks, if the table is small enough."""
+    if any(spec.blocks):
+        chosen = machine.blocks(dims, device)[0][0]
+        return Plan(dims, spec.blocks.q or chosen[0], spec.blocks.k or chosen[1])
     choices, least = machine.blocks(dims, device), smallest_blocks(spec.mask, spec.piece)
     most = choices[0][0]
     if least is None and len(choices) > 1:
