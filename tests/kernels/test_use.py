@@ -82,7 +82,8 @@ def test_named_kernels_keep_their_name_and_refuse_blocks() -> None:
     x = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)
     with kernels.use(block_k=100):
         told = explain(x, x, x, platform=on)
-        assert told.refused["flex"] == "takes blocks of multiples of 128, got TileSize(q=None, k=100)"
+        rule = "takes blocks of multiples of 128, got TileSize(q=None, k=100)"
+        assert told.refused["flex"] == rule
         assert told.chosen == "blockwise"
     with kernels.use("flex", block_q=256):
         told = explain(x, x, x, platform=on)
