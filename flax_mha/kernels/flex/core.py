@@ -58,11 +58,8 @@ def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, 
     if result is not None:
         return result, (x, result[0], jnp.stack(result[1], 2))
     call = call._replace(reads_sums=True)
-    # In float32 for learned scores, because in their sums, δ must cancel with products of weights
-    # that are not rounded.
-    is_wide = any(operand.is_learned for operand in call.leaves)
-    dtype = jnp.float32 if is_wide else x.q.dtype
-    out, stats = name_result(*_attend(call, x, dtype))
+    # In float32, because δ must cancel with products of weights that are not rounded.
+    out, stats = name_result(*_attend(call, x, jnp.float32))
     return (out.astype(x.q.dtype), Sums(stats[:, :, 0], stats[:, :, 1])), (x, out, stats)
 
 
