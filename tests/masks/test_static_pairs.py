@@ -112,6 +112,26 @@ def test_equal_programs_are_computed_once_and_others_anew(monkeypatch) -> None:
     assert len(static_pairs._KEPT) == static_pairs._TABLES
 
 
+def test_arrays_that_a_programs_text_leaves_out_are_read() -> None:
+    """Of a jitted function, and of a function of Python that JAX calls back."""
+
+    def jitted(table: np.ndarray) -> Predicate:
+        inner = jax.jit(lambda j: jnp.asarray(table)[j])
+        return Predicate(lambda row, head, i, j: inner(j))
+
+    def called(table: np.ndarray) -> Predicate:
+        def read(j):
+            shape = jax.ShapeDtypeStruct(j.shape, bool)
+            return jax.pure_callback(lambda j: table[np.asarray(j)], shape, j)
+
+        return Predicate(lambda row, head, i, j: read(j))
+
+    tables = np.arange(64) < 8, np.arange(64) >= 8
+    for make in (jitted, called):
+        one, other = (states(make(table)) for table in tables)
+        np.testing.assert_array_equal(one, FULL - other)
+
+
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 def test_skipped_tiles_change_nothing(kernel: str, monkeypatch) -> None:
     mask = Predicate(lambda row, head, i, j: (i // 64 == j // 64) | (j // 64 < i // 64 - 3))
