@@ -56,9 +56,9 @@ def static_pairs(
 
 
 def _tells_all(jaxpr: Any) -> bool:
-    """Return True if the text of a program tells all that it computes.
+    """Return True if the text of a program tells everything it computes.
 
-    The text leaves out the arrays of programs inside it, and what Python functions do.
+    The text leaves out the arrays of programs inside it and the code of Python functions.
     """
     for eqn in jaxpr.eqns:
         for value in eqn.params.values():

@@ -113,7 +113,7 @@ def test_equal_programs_are_computed_once_and_others_anew(monkeypatch) -> None:
 
 
 def test_arrays_that_a_programs_text_leaves_out_are_read() -> None:
-    """Of a jitted function, and of a function of Python that JAX calls back."""
+    """Try the arrays of a jitted function, and of a Python function that JAX calls back."""
 
     def jitted(table: np.ndarray) -> Predicate:
         inner = jax.jit(lambda j: jnp.asarray(table)[j])
