@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from flax_mha.kernels import softmax
 from flax_mha.kernels.flex.tile import FlexCall
@@ -46,27 +47,55 @@ def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
     """Return out [R, N, T′, Hv] and float32 sums [R, N, T′], precomputed or computed."""
     if result is not None:
         return result
-    out, stats = _attend(call, x, x.q.dtype)
+    (out,), stats = _attend(call, x, exact=False)
     return out, Sums(stats[:, :, 0], stats[:, :, 1])
 
 
-def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return call.machine.forward(call, x, dtype)
+def _attend(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], jax.Array]:
+    return call.machine.forward(call, x, exact)
 
 
 def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, Any]:
     if result is not None:
-        return result, (x, result[0], jnp.stack(result[1], 2))
+        return result, (x, [result[0]], jnp.stack(result[1], 2))
     call = call._replace(reads_sums=True)
-    # In float32, because δ must cancel with products of weights that are not rounded.
-    out, stats = name_result(*_attend(call, x, jnp.float32))
-    return (out.astype(x.q.dtype), Sums(stats[:, :, 0], stats[:, :, 1])), (x, out, stats)
+    parts, stats = name_result(*_attend(call, x, exact=True))
+    out = parts[0].astype(x.q.dtype)
+    return (out, Sums(stats[:, :, 0], stats[:, :, 1])), (x, parts, stats)
+
+
+def split(out: jax.Array, dtype: Any, exact: bool) -> list[jax.Array]:
+    """Return float32 numbers in a dtype and, if they are to be exact, the rest that it leaves.
+
+    The rest of bfloat16 is the next 8 bits, as int8: rounded to 16 bits, δ cancels with products of
+    weights that are not rounded, at 3 bytes a number. Other dtypes have float32 alone.
+    """
+    if not exact or dtype not in (jnp.float32, jnp.bfloat16):
+        return [out.astype(jnp.float32 if exact else dtype)]
+    parts = [out.astype(dtype)]
+    if dtype == jnp.bfloat16:
+        rest = _bits(out) - _bits(parts[0])
+        parts.append(jnp.minimum((rest + 128) >> 8, 127).astype(jnp.int8))
+    return parts
+
+
+def _join(out: jax.Array, *rest: jax.Array) -> jax.Array:
+    """Return the numbers that `split` was given, or out if there is no rest."""
+    if not rest:
+        return out
+    bits = _bits(out) + (rest[0].astype(jnp.int32) << 8)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Return the bits of numbers in float32, as int32."""
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Arrays]:
-    x, out, stats = residuals
+    x, parts, stats = residuals
     top, total = stats[:, :, 0], stats[:, :, 1]
-    dout, top, share, delta = softmax.gradient_inputs(out, total != 0, top, total, *cotangents)
+    dout, top, share, delta = softmax.gradient_inputs(_join(*parts), total != 0, top, total, *cotangents)
     given = dout.astype(x.q.dtype), jnp.stack([top, share, delta], 2)
     dq, dk, dv, leaves = call.machine.gradients(call, x, *given)
     sinks = None

@@ -27,7 +27,8 @@ class Machine(NamedTuple):
       missing: the reason why a `Function` cannot run in a kernel, or None, given the layouts of its
         first arguments.
       run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
-      forward: out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′].
+      forward: out, with the rest that its dtype leaves if asked for as `exact`, see `split`; and
+        each query's maximum and sum of exponentials, [R, N, 2, T′].
       gradients: the gradients of q, k, v and leaves, from `Arrays`, the cotangent of out, and
         [R, N, 3, T′]: the maximum, 1/sum, and δ of `softmax.gradient_inputs`.
     """
@@ -39,7 +40,7 @@ class Machine(NamedTuple):
     visits: Callable[["FlexCall", Array, Any], Any]
     missing: Callable[[Function, Sequence[Operand]], str | None]
     run: Callable[..., Any]
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    forward: Callable[..., tuple[list[jax.Array], jax.Array]]
     gradients: Callable[..., tuple[Any, Any, Any, list[Any]]]
 
 

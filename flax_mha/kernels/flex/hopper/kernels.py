@@ -47,8 +47,8 @@ def _store(out: Any, block: BlockTiles, first: Any, y: jax.Array) -> None:
     plgpu.store(at, y.astype(out.dtype), optimized=False)
 
 
-def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return out in a dtype, and each query's maximum and sum of exponentials. See `Machine`."""
+def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], jax.Array]:
+    """Return out, and each query's maximum and sum of exponentials. See `Machine`."""
     k, v = softmax.move_nan_to_keys(x.k, x.v) if call.guarded else (x.k, x.v)
     q, k, v = padded(x.q), padded(k), padded(v)
     Hv = v.shape[-1]
@@ -86,11 +86,12 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
 
     R, N, T, _ = q.shape
     outputs = [
-        jax.ShapeDtypeStruct((R, N, T, Hv), dtype), jax.ShapeDtypeStruct((R, N, 2, T), jnp.float32),
-    ]  # fmt: skip
+        jax.ShapeDtypeStruct((R, N, T, Hv), jnp.float32 if exact else q.dtype),
+        jax.ShapeDtypeStruct((R, N, 2, T), jnp.float32),
+    ]
     sinks = [] if x.sinks is None else [x.sinks]
     out, stats = run(call, x, True, size, "flex_forward", [q], [k, v], sinks, outputs, body)
-    return out[..., : x.v.shape[-1]], stats
+    return [out[..., : x.v.shape[-1]]], stats
 
 
 def _gradient(

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.base.coordinates import Array, At
 from flax_mha.kernels import softmax, tpu
-from flax_mha.kernels.flex.core import Arrays
+from flax_mha.kernels.flex.core import Arrays, split
 from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.flex.tpu.order import Step, TileOrder, Visits, list_visits, read
 from flax_mha.masks import FULL, PARTIAL
@@ -150,14 +150,16 @@ def _all_visits(call: FlexCall, x: Arrays) -> TileOrder:
     return TileOrder.of("rnt", 1, table, call.plan, x.q.shape[:2], count)
 
 
-def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′]."""
+def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], jax.Array]:
+    """Return out, and each query's maximum and sum of exponentials, [R, N, 2, T′]. See `Machine`."""
     (R, N, T, H), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
+    parts = jax.eval_shape(lambda: split(jnp.zeros((R, N, T, Hv), f32), x.q.dtype, exact))
     bq, bk = call.plan.block_q, call.plan.block_k
     order = _all_visits(call, x)
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
-        (q, k, v, *sinks), (out, *stats), (top, total, acc) = ins, outs, sums
+        (q, k, v, *sinks), (top, total, acc) = ins, sums
+        results, stats = outs[: len(parts)], outs[len(parts) :]
 
         @pl.when(step.begin)
         def begin() -> None:
@@ -189,7 +191,9 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
             # NaN in a visible value reaches the sum.
             seen = total[...] + jnp.sum(acc[...] * 0, 1, keepdims=True)
             share = _spread(softmax.divisor(seen), Hv)
-            out[...] = (call.gain(acc[...]) / share).astype(out.dtype)
+            out = call.gain(acc[...]) / share
+            for ref, part in zip(results, split(out, x.q.dtype, exact), strict=True):
+                ref[...] = part
             for ref in stats:
                 ref[0:1, :] = top[...].T[0:1]
                 ref[1:2, :] = seen.T[0:1]
@@ -199,12 +203,13 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
         (x.v, order.block((bk, Hv), "rhj.")),
     ]  # fmt: skip
     inputs += [] if x.sinks is None else [(x.sinks, order.block((1, 1), ".n.."))]
-    outputs = [(Shape((R, N, T, Hv), dtype), order.block((bq, Hv), "rni."))]
+    outputs = [(part, order.block((bq, Hv), "rni.")) for part in parts]
     if call.reads_sums:
         outputs.append((Shape((R, N, 2, T), f32), order.block((2, bq), "rn.i")))
     scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
-    out, *stats = _run(call, x, order, "flex_forward", inputs, outputs, scratch, body)
-    return out, stats[0] if stats else jnp.zeros((R, N, 2, T), f32)
+    found = _run(call, x, order, "flex_forward", inputs, outputs, scratch, body)
+    stats = found[-1] if call.reads_sums else jnp.zeros((R, N, 2, T), f32)
+    return list(found[: len(parts)]), stats
 
 
 def _gradient(
