@@ -2,6 +2,7 @@
 
     python -m experiments.measure check                  # do the kernels hold on this device?
     python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
+    python -m experiments.measure tiles --chip=v5e       # cycles of a tile of the TPU kernels
 
 Each command has --help.
 """
@@ -11,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.measure import check, compiled
+from experiments.measure import check, compiled, tiles
 from experiments.runs.failures import RunError
 
-COMMANDS: dict[str, Any] = {"check": check, "compiled": compiled}
+COMMANDS: dict[str, Any] = {"check": check, "compiled": compiled, "tiles": tiles}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -68,15 +68,7 @@ def run(flags: argparse.Namespace) -> None:
             f"--programs must be some of {', '.join(programs.PROGRAMS)}, got {unknown[0]!r}"
         )
     folder = folders.result_folder(flags.workdir, f"compiled-{flags.chip}")
-    libtpu.compiler_only()
-    # Nothing runs, so JAX need not start this machine's devices.
-    jax.config.update("jax_platforms", "cpu")
-    topology = f"{flags.chip}:{TPUS.get(flags.chip, 1)}"
-    try:
-        chip = Chip(devices.of(topology)[0], flags.chip in gpus.TARGETS)
-    except RunError as error:
-        said = str(error).replace(f"--topology={topology}", f"--chip={flags.chip}")
-        raise RunError(said) from error
+    chip = chip_of(flags.chip)
     rows: list[Row] = []
     print("\n".join(HEAD), flush=True)
     for entry in programs.entries(chip, names):
@@ -94,6 +86,23 @@ def run(flags: argparse.Namespace) -> None:
     (folder / "results.json").write_text(json.dumps({"chip": flags.chip, "rows": rows}, indent=1))
     draw(folder / "compiled.png", flags.chip, rows)
     print(f"\n{table}\n\ntable.md, results.json and compiled.png are in {folder}")
+
+
+def chip_of(name: str) -> Chip:
+    """Return a chip to compile for.
+
+    Raises:
+      RunError: if no installed compiler supports it.
+    """
+    libtpu.compiler_only()
+    # Nothing runs, so JAX need not start this machine's devices.
+    jax.config.update("jax_platforms", "cpu")
+    topology = f"{name}:{TPUS.get(name, 1)}"
+    try:
+        return Chip(devices.of(topology)[0], name in gpus.TARGETS)
+    except RunError as error:
+        said = str(error).replace(f"--topology={topology}", f"--chip={name}")
+        raise RunError(said) from error
 
 
 def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:

@@ -12,10 +12,12 @@ from flax_mha.sharding.shard_map import varying
 # The maximum queries and keys of a block, by the maximum features of a head. Each block of queries
 # loads all keys, so large blocks are better. Their limit is a core's fast memory, which holds the
 # scores of a block in float32 (1 MiB at 512²), their gradients, and the intermediates of score
-# functions. These sizes compile for v5e, v5p and v6e. Their speed has not been measured.
+# functions. These sizes compile for v5e, v5p and v6e. They have run on none. The cycles of a tile
+# by the compiler, at these and other sizes: `python -m experiments.measure tiles --chip=v5e`.
 BLOCKS = {256: 512, 512: 256}
 # Larger blocks for heads of up to 256 features, and the share of a score's cycles, by device kind.
-# libtpu's schedule for a v6e has 0.905 of the bundles in full tiles, and 0.875 in partial ones.
+# `python -m experiments.measure tiles --chip=v6e` has 0.905 of the cycles in full tiles, and 0.875
+# in partial ones. A TPU7x would gain 6%, but has no memory for such tiles with bias or dropout.
 _LARGE = {"TPU v6 lite": (1024, 0.9)}
 
 # The fast memory of a core in MiB, by the device kind of JAX. Others have at least `_LEAST`.
@@ -57,7 +59,7 @@ def block_choices(dims: Dims, device: str) -> list[tuple[tuple[int, int], float]
     """Return pairs of queries and keys of a block, with the relative cost of a score."""
     features = max(dims.H, dims.Hv)
     if memory(device) <= _LEAST * 2**20 and 128 < features <= 256:
-        # Half of the memory holds the gradients of keys.
+        # Half of the memory holds the gradients of keys. 512² does not compile in float32.
         return [((_equal(dims.T, 256), _equal(dims.S, 256)), 1.0)]
     found = [(blocks(dims), 1.0)]
     if device in _LARGE and features <= 256:
