@@ -96,8 +96,8 @@ def lower(spec: AttentionSpec, plan: Plan) -> tuple[Ids | None, splash.Mask] | s
         is_same, is_computed = _traits(mask, dims)
         if not is_same:
             return (
-                f"{name} is not one mask for all rows and heads; only {_IDS}, may differ between "
-                f"rows"
+                f"takes one mask for all rows and heads, got {name}: only {_IDS}, may differ "
+                f"between rows"
             )
         is_rule &= is_computed
     for label, x in (("q_positions", at.q), ("kv_positions", at.k)):
