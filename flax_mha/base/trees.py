@@ -114,19 +114,21 @@ class _Program:
         return self.fn(*args)
 
 
-def _key(x: Any) -> Any:
+def hash_key(x: Any) -> Any:
     """Return the code and values of a function, or the value of a tree, in hashable form."""
     if isinstance(x, types.FunctionType):
         cells = [cell.cell_contents for cell in x.__closure__ or ()]
-        return x.__code__, _key((cells, x.__defaults__, x.__kwdefaults__))
+        return x.__code__, hash_key((cells, x.__defaults__, x.__kwdefaults__))
     if isinstance(x, functools.partial):
-        return functools.partial, _key((x.func, x.args, x.keywords))
+        return functools.partial, hash_key((x.func, x.args, x.keywords))
     if isinstance(x, np.ndarray):
         return x.shape, x.dtype, x.tobytes()
     if isinstance(x, set):
         return frozenset(x)
     leaves, tree = jax.tree.flatten(x)
-    return tree if not leaves else (type(x), x) if leaves[0] is x else (tree, *map(_key, leaves))
+    if leaves and leaves[0] is x:
+        return type(x), x
+    return (tree, *map(hash_key, leaves)) if leaves else tree
 
 
 def run_once(fn: Callable[..., Any], *args: Any) -> Any:
@@ -134,7 +136,7 @@ def run_once(fn: Callable[..., Any], *args: Any) -> Any:
 
     They are of the same code, values in closures, and axis rules. fn closes over no JAX array.
     """
-    return _Program(fn, (_key(fn), _key(nn.get_logical_axis_rules()))).run(*args)
+    return _Program(fn, (hash_key(fn), hash_key(nn.get_logical_axis_rules()))).run(*args)
 
 
 def is_traced(tree: Any) -> bool:

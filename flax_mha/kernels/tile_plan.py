@@ -77,6 +77,11 @@ class Plan(NamedTuple):
         return -(-self.dims.S // self.block_k)
 
     @property
+    def padded(self) -> tuple[int, int]:
+        """T and S, rounded up to whole blocks."""
+        return self.nq * self.block_q, self.nk * self.block_k
+
+    @property
     def ragged(self) -> bool:
         """True if the last blocks reach beyond the last query or key."""
         return self.dims.T % self.block_q != 0 or self.dims.S % self.block_k != 0

@@ -17,7 +17,6 @@ from flax_mha.masks import (
     Dense,
     Lengths,
     Mask,
-    PerHead,
     Predicate,
     Prefix,
     Segments,
@@ -49,10 +48,8 @@ MASKS: dict[str, Mask | None] = {
     "keys": Dense(jnp.asarray(RNG.random((B, 1, 1, S)) < 0.5)) & Causal(),
     "queries": Dense(jnp.asarray(RNG.random((T, 1)) < 0.5)) & Causal(),
     "table": Dense(np.kron(RNG.random((28, 30)) < 0.3, np.ones((10, 10))) > 0),
-    "table of heads": Dense(RNG.random((N, T, S)) < 0.3) & PACKED,
+    "packed table": Dense(RNG.random((T, S)) < 0.3) & PACKED,
     "predicate": Predicate(lambda b, n, i, j, m: (i + j) % m == 0, (np.array(3),)),
-    "predicate of heads": Predicate(lambda b, n, i, j: j <= i + 60 * n - 100),
-    "per head": PerHead([Causal(), Window(4, 4), ~Causal(), Causal()]) & PACKED,
     "not": ~(Causal() & Window(100)),
     "nothing": Window(0, 0) & ~Causal(),
 }
@@ -61,7 +58,7 @@ MASKS: dict[str, Mask | None] = {
 @pytest.mark.sampled(0.015)
 @pytest.mark.parametrize(
     ("mask", "K"),
-    [*((mask, 2) for mask in MASKS), ("packed", 1), ("per head", 4), ("table of heads", 1)],
+    [*((mask, 2) for mask in MASKS), ("packed", 1), ("packed", 4), ("packed table", 1)],
 )
 def test_splash_masks_match_oracle(tpu, mask: str, K: int) -> None:
     known = {"allowed": table(MASKS[mask], T, S)}
@@ -71,7 +68,7 @@ def test_splash_masks_match_oracle(tpu, mask: str, K: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "K"),
-    [("none", 4), ("packed", 1), ("lengths", 4), ("per head", 1), ("table of heads", 4)],
+    [("none", 4), ("packed", 1), ("lengths", 4), ("packed table", 4)],
 )
 def test_splash_sinks_and_soft_cap_match_oracle(tpu, mask: str, K: int) -> None:
     sinks = jnp.array([0.0, 1.0, -2.0, 5.0])

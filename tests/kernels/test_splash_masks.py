@@ -12,7 +12,8 @@ from flax_mha.kernels import spec
 from flax_mha.kernels.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.splash import mask as splash_mask
 from flax_mha.kernels.splash.segment_ids import merge_ids
-from flax_mha.masks import EMPTY, Causal, Lengths, Mask, Predicate, Prefix, Segments, Window
+from flax_mha.kernels.tile_plan import Plan
+from flax_mha.masks import Causal, Lengths, Mask, Predicate, Prefix, Segments, Window
 
 EXTREMES = np.array([-(2**31), 2**31 - 1, 0, 1, 2, 3, 4, -1])
 
@@ -47,9 +48,9 @@ def test_splash_mask_makes_no_table_of_all_pairs(mask: Mask) -> None:
     length = 2**17
     dims = Dims((), length, length, 8, 8, 64, 64)
     call = spec.AttentionSpec(mask.bind(dims), (), None, None, None, None, 1.0)
-    lowered = splash_mask.lower(call, dims, splash_mask.Blocks(512, 512))
+    lowered = splash_mask.lower(call, Plan(dims, 512, 512))
     assert not isinstance(lowered, str)
-    (known,) = lowered.masks
+    known = splash.MultiHeadMask([lowered[1]])
     info, function = mask_info.process_mask(known, (512, 512))
     assert function is not None
     assert info.partial_mask_blocks is None
@@ -62,7 +63,7 @@ def test_lowered_masks_compare_equal() -> None:
 
     def lowered(mask, dims=dims):
         call = spec.AttentionSpec(mask.bind(dims), (), None, None, None, None, 1.0)
-        return splash_mask.lower(call, dims, splash_mask.Blocks(128, 128)).masks[0]
+        return splash_mask.lower(call, Plan(dims, 128, 128))[1]
 
     same = lowered(Causal() & Window(7)), lowered(Causal() & Window(7))
     assert same[0] == same[1]
@@ -74,22 +75,21 @@ def test_lowered_masks_compare_equal() -> None:
 @pytest.mark.parametrize("shift", [0, 1000])
 def test_block_states_match_the_table(shift: int) -> None:
     """A query block that sees no key visits one block."""
-    dims, blocks = Dims((), 500, 600, 1, 1, 8, 8), splash_mask.Blocks(128, 256)
+    dims, blocks = Dims((), 500, 600, 1, 1, 8, 8), (128, 256)
     i, j = np.arange(500)[:, None] - shift, np.arange(768)
     call = spec.AttentionSpec(
         (Causal() & Window(130)).bind(dims), (), None, None, ScoreArray(i[None]), None, 1.0
     )
-    lowered = splash_mask.lower(call, dims, blocks)
+    lowered = splash_mask.lower(call, Plan(dims, *blocks))
     assert not isinstance(lowered, str)
-    ((mask,),) = (group.masks for group in lowered.masks)
+    mask = lowered[1]
     allowed = (j <= i) & (j >= i - 130) & (j < 600)
     some = np.pad(allowed, ((0, 12), (0, 0))).reshape(4, 128, 3, 256).any((1, 3))
-    np.testing.assert_array_equal(mask.mask.block_states() > EMPTY, some)
     some[0, 0] |= not some.any()
     table = splash.MultiHeadMask([splash.NumpyMask(np.kron(some, np.ones(blocks)) > 0)])
     for process in (mask_info.process_mask, mask_info.process_mask_dkv):
-        got, function = process(lowered.masks[0], tuple(blocks))
-        want, _ = process(table, tuple(blocks))
+        got, function = process(splash.MultiHeadMask([mask]), blocks)
+        want, _ = process(table, blocks)
         np.testing.assert_array_equal(got.data_next, want.data_next)
         np.testing.assert_array_equal(got.block_mask > 0, want.block_mask > 0)
         assert got.partial_mask_blocks is None

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from experiments.kernels_table import traced
-from flax_mha import dot_product_attention, explain
+from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels.splash import mask as splash_mask
 from flax_mha.masks import (
     Causal,
@@ -68,9 +68,12 @@ REFUSED = {
     "segments per head": (r"PerHead holds arrays", {"mask": PerHead([Causal(), PACKED] * 2)}),
     "traced args": (r"Predicate holds arrays",
                     {"mask": Predicate(lambda b, n, i, j, m: j < m, (jnp.array(3),))}),
-    "known, by row": (r"differs between rows", {"mask": Prefix(np.array([3, 4]))}),
-    "by row": (r"differs between rows", {"mask": Predicate(lambda b, n, i, j: j <= i + b)}),
-    "large table": (r"more than 100 entries: T·S = 280·300, for 1 dif", {"mask": TABLE}),
+    "known, by row": (r"one mask .* and heads, got Prefix", {"mask": Prefix(np.array([3, 4]))}),
+    "by row": (r"one mask .*, got Predicate", {"mask": Predicate(lambda b, n, i, j: j <= i + b)}),
+    "by head": (r"one mask .*, got Predicate", {"mask": Predicate(lambda b, n, i, j: j <= i + n)}),
+    "per head": (r"one mask .*, got PerHead", {"mask": PerHead([Causal(), Window(1)] * 2)}),
+    "table of heads": (r"one mask .*, got Dense", {"mask": np.ones((N, T, S), bool)}),
+    "large table": (r"more than 100 entries: T·S = 280·300", {"mask": TABLE}),
     "traced positions": (r"q_positions are not NumPy's",
                          {"mask": Causal(), "q_positions": jnp.arange(T)}),
     "positions by row": (r"kv_positions differ between rows",
@@ -116,7 +119,6 @@ def test_splash_inside_shard_map_needs_check_vma_false(tpu) -> None:
 MESHES = {
     "no mesh": (None, (), r"between the 8 devices by itself; wrap in `with jax.set_mesh"),
     "no rules": (AxisType.Auto, (), r"no rule uses"),
-    "by head": (AxisType.Auto, (("heads", "data"), ("kv_heads", "data")), r"masks of their own"),
 }
 
 
@@ -126,7 +128,7 @@ def test_splash_refuses_on_meshes_with_reason(tpu, monkeypatch, name: str) -> No
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     x = jax.ShapeDtypeStruct((B, T, N, H), jnp.float32)
     kv = jax.ShapeDtypeStruct((B, T, 2, H), jnp.float32)
-    ask = functools.partial(explain, x, kv, kv, mask=PerHead([Causal(), Window(1)] * 2))
+    ask = functools.partial(explain, x, kv, kv, mask=Causal())
     if kind is None:
         refused = ask().refused
     else:
@@ -136,6 +138,25 @@ def test_splash_refuses_on_meshes_with_reason(tpu, monkeypatch, name: str) -> No
     assert "splash" in refused
     with pytest.raises(ValueError, match=reason):
         raise ValueError(refused["splash"])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        PerHead([Causal(), Window(1)] * 2),
+        Predicate(lambda b, n, i, j: j <= i + n),
+        Predicate(lambda b, n, i, j: j <= i + b),
+    ],
+    ids=["per head", "by head", "by row"],
+)
+def test_splash_refuses_masks_that_differ_between_devices(tpu, mask) -> None:
+    """A device has one row and one head, with the same mask as far as it sees."""
+    mesh = jax.make_mesh((B, N), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        assert (
+            "takes one mask for all rows and heads" in explain(Q, Q, Q, mask=mask).refused["splash"]
+        )
+        assert "splash" not in explain(Q, Q, Q, mask=Causal()).refused
 
 
 def test_splash_runs_by_name_on_tpu(tpu) -> None:

@@ -78,7 +78,7 @@ def _attend(
     if is_static(states):
         full, partial = (bool((states == state).any()) for state in (FULL, PARTIAL))
         call = call._replace(states=(full, partial))
-    T, S = call.plan.nq * call.plan.block_q, call.plan.nk * call.plan.block_k
+    T, S = call.plan.padded
     sinks = None
     if spec.sinks is not None:
         sinks = spec.sinks.astype(jnp.float32)[None, :, None, None]

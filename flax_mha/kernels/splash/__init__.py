@@ -5,6 +5,9 @@
 Memory is O(T + S). Blocks that are empty under a static mask are skipped, forward and backward. In
 other blocks the mask is a function of positions and segment ids (see `mask`).
 
+`auto` takes `flex` first, which has more features. This kernel is for plain attention, by its name:
+one static mask for all rows and heads, segment ids and lengths, sinks, and a soft cap.
+
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`. Its kernels are called directly, because
 its own gradient ignores the lse's cotangent. Dao, "FlashAttention-2", 2023.
 """
@@ -15,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
@@ -25,7 +27,8 @@ from flax_mha.kernels import softmax, tpu
 from flax_mha.kernels.softmax import finite, nan_flag
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Sums, name_result
 from flax_mha.kernels.splash import mask
-from flax_mha.kernels.splash.mask import Blocks, SplashMasks
+from flax_mha.kernels.splash.segment_ids import Ids
+from flax_mha.kernels.tile_plan import Plan
 from flax_mha.scores import SoftCap
 
 # Private. `private_jax.NAMES` lists the names used here.
@@ -44,15 +47,13 @@ def lower(
     dims = shapes.Dims.of(q, k, v)
     if reason := tpu.check(q, k, v) or _check_features(spec):
         return Refusal(reason)
-    blocks = Blocks(*tpu.blocks(dims))
-    masks = mask.lower(spec, dims, blocks)
+    plan = Plan(dims, *tpu.blocks(dims))
+    masks = mask.lower(spec, plan)
     if isinstance(masks, str):
         return Refusal(masks)
-    if spec.head_ids is not None and masks.by_head:
-        return Refusal("heads with masks of their own can't be sharded over a mesh")
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
-    return functools.partial(_attend, q, k, v, spec, masks, blocks)
+    return functools.partial(_attend, q, k, v, spec, *masks, plan)
 
 
 def _check_features(spec: AttentionSpec) -> str | None:
@@ -68,13 +69,12 @@ def _check_features(spec: AttentionSpec) -> str | None:
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, masks: SplashMasks,
-    blocks: Blocks,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, mask_ids: Ids | None,
+    known: mask.splash.Mask, plan: Plan,
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
     """Compute attention, with first derivatives only."""
-    dims = shapes.Dims.of(q, k, v)
+    dims, (T, S) = plan.dims, plan.padded
     q, k = _scale(q, k, spec)
-    T, S = blocks.padded(dims)
     q, k, v = tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S)
     found = jnp.int32(0)
     if spec.mask is not None:
@@ -89,15 +89,17 @@ def _attend(
     if spec.sinks is not None:
         sinks = jnp.maximum(spec.sinks.astype(jnp.float32), _MIN_SINK)
     ids = None
-    if masks.ids is not None:
+    if mask_ids is not None:
         ids = kernels.SegmentIds(*(
             jnp.broadcast_to(jnp.pad(x, ((0, 0), (0, to - x.shape[1]))), (len(q), to))
-            for x, to in zip(masks.ids, (T, S), strict=True)
+            for x, to in zip(mask_ids, (T, S), strict=True)
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
+    heads = mask.splash.MultiHeadMask([known])
     guarded, pure = spec.mask is not None, not spec.user_types()
-    calls = [SplashCall(mask, blocks, cap, guarded, pure, spec.reads_lse) for mask in masks.masks]
-    out, lse = _attend_groups(tuple(calls), masks.heads, q, k, v, sinks, ids, found)
+    blocks = plan.block_q, plan.block_k
+    call = SplashCall(heads, blocks, cap, guarded, pure, spec.reads_lse)
+    out, lse = _call(call, q, k, v, sinks, ids, found)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     return out, Sums.of(jnp.where(lse <= _MIN_SINK, -jnp.inf, lse))
@@ -122,11 +124,11 @@ def _scale(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, 
 
 
 class SplashCall(NamedTuple):
-    """The static part of a call of a group of heads.
+    """The static part of a call.
 
     Attributes:
-      mask: one mask for all heads, or one for each.
-      blocks: the block sizes of all three kernels.
+      mask: one mask for all heads.
+      blocks: the queries and keys of a block, in all three kernels.
       cap: the soft cap of the scores, or None.
       guarded: True if q and k are NaN where an input was not finite.
       pure: False if the call holds user-defined functions. See `trees.trace_once`.
@@ -134,7 +136,7 @@ class SplashCall(NamedTuple):
     """
 
     mask: mask.splash.MultiHeadMask
-    blocks: Blocks
+    blocks: tuple[int, int]
     cap: float | None
     guarded: bool
     pure: bool
@@ -154,27 +156,7 @@ class SplashCall(NamedTuple):
         """Return the arguments that both gradient kernels share."""
         layout = kernels.QKVLayout.HEAD_DIM_MINOR
         layouts = {f"{x}_layout": layout for x in "qkv"}
-        return {"bq": self.blocks.q, "bkv": self.blocks.k, **layouts}
-
-
-def _attend_groups(
-    calls: tuple[SplashCall, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
-    v: jax.Array, sinks: jax.Array, ids: Any, found: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Attend in all rows of the batch, one group of heads after another."""
-    parts = []
-    for call, group in zip(calls, heads, strict=True):
-        args = q, k, v, sinks
-        if len(calls) > 1:
-            n = np.array(group)
-            shared = n // (q.shape[1] // k.shape[1])
-            args = q[:, n], k[:, shared], v[:, shared], sinks[n]
-        parts.append(_call(call, *args, ids, found))
-    if len(parts) == 1:
-        return parts[0]
-    order = np.argsort(np.concatenate(heads))
-    out, lse = (jnp.concatenate(x, 1)[:, order] for x in zip(*parts, strict=True))
-    return out, lse
+        return {"bq": self.blocks[0], "bkv": self.blocks[1], **layouts}
 
 
 @trees.trace_once
@@ -182,16 +164,16 @@ def _attend_groups(
 def _outputs(
     call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend in a group of heads, with T and S multiples of the blocks.
+    """Attend with T and S multiples of the blocks.
 
     q, scaled, is [B, N, T, ·], k [B, K, S, ·], v [B, K, S, Hv], sinks float32 [N], at least
     `_MIN_SINK`, and ids splash's SegmentIds or None. Returns out [B, N, T, Hv], and lse [B, N, T],
     `_MIN_SINK` for fully masked queries.
     """
-    info, function = mask_info.process_mask(call.mask, tuple(call.blocks))
+    info, function = mask_info.process_mask(call.mask, call.blocks)
     result = kernels._splash_attention_forward(
         info, q, k, v, ids, sinks,
-        block_sizes=kernels.BlockSizes(call.blocks.q, call.blocks.k),
+        block_sizes=kernels.BlockSizes(*call.blocks),
         residual_checkpoint_name=None,
         save_residuals=call.reads_lse,
         **call.common(function),
@@ -238,12 +220,12 @@ def _gradients(
     # d score = p·(dp − δ), with p from the lse, and δ = Σ dout·out − dlse.
     dout = dout.astype(q.dtype)
     args = q, k, v, ids, sinks, lse, dout, delta
-    info, function = mask_info.process_mask_dkv(call.mask, tuple(call.blocks))
+    info, function = mask_info.process_mask_dkv(call.mask, call.blocks)
     _, dk, dv = kernels._splash_attention_bwd_dkv(
-        *args, bkv_compute=call.blocks.k, mask_info=info, use_fused_bwd_kernel=False,
+        *args, bkv_compute=call.blocks[1], mask_info=info, use_fused_bwd_kernel=False,
         **call.backward(), **call.common(function),
     )  # fmt: skip
-    info, function = mask_info.process_mask(call.mask, tuple(call.blocks))
+    info, function = mask_info.process_mask(call.mask, call.blocks)
     dq = kernels._splash_attention_bwd_dq(
         *args, mask_info=info, **call.backward(), **call.common(function)
     )
