@@ -10,7 +10,7 @@ import pytest
 from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.mesh.legs import schedule
+from flax_mha.kernels.mesh.legs import schedule, split
 from flax_mha.kernels.mesh.ring import Ring
 from flax_mha.kernels.spec import AttentionSpec, Platform
 from flax_mha.masks import Causal, Mask, Segments, Window
@@ -54,3 +54,25 @@ def test_static_parts_of_masks_leave_steps_out() -> None:
 )
 def test_schedule_of_hops(steps: list[int], legs: list[tuple[Any, ...]]) -> None:
     assert schedule(steps, 8) == legs
+
+
+@pytest.mark.parametrize(
+    ("reach", "passes"),
+    [
+        ({}, [((), 0, 8)]),
+        ({0: (0, 8), 1: (0, 8)}, [((0, 1), 0, 8)]),
+        # The device itself has its keys.
+        ({0: (2, 4), 1: (6, 8)}, [((0,), 0, 8), ((1,), 6, 8)]),
+        ({0: (0, 8), 1: (0, 8), 2: (5, 8)}, [((0, 1), 0, 8), ((2,), 5, 8)]),
+        ({0: (0, 8), 1: (0, 8), 2: (4, 8)}, [((0, 1, 2), 0, 8)]),
+        ({0: (0, 8), 1: (7, 8), 7: (0, 3)}, [((0,), 0, 8), ((1,), 7, 8), ((7,), 0, 3)]),
+        # The shard of step 1 passes by.
+        ({0: (0, 8), 1: (7, 8), 2: (0, 8)}, [((0, 1, 2), 0, 8)]),
+        # At most two parts are compiled.
+        ({1: (7, 8), 4: (7, 8), 7: (7, 8)}, [((7,), 0, 8), ((4,), 7, 8), ((1,), 7, 8)]),
+    ],
+)
+def test_parts_of_blocks_that_leave_fewer_bytes_on_links(
+    reach: dict[int, tuple[int, int]], passes: list[tuple[Any, ...]]
+) -> None:
+    assert [*split(reach, 8, 8)] == passes

@@ -1,9 +1,61 @@
-"""The legs of a pass around a ring: steps that one compiled loop can run."""
+"""The passes around a ring, and their legs: steps that one compiled loop can run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+
+class Pass(NamedTuple):
+    """Steps in which the same keys of each device's block pass around.
+
+    Attributes:
+      steps: the ring offsets.
+      start: the first of these keys in a block.
+      stop: the end of these keys in a block.
+    """
+
+    steps: tuple[int, ...]
+    start: int
+    stop: int
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Return these keys of a block [*B, S/n, K, ·]."""
+        return x[..., self.start : self.stop, :, :]
+
+    def pad(self, x: jax.Array, size: int) -> jax.Array:
+        """Return these keys among the `size` keys of a block, and 0 for the others."""
+        none = (0, 0)
+        around = (self.start, size - self.stop)
+        return jnp.pad(x, (*(none,) * (x.ndim - 3), around, none, none))
+
+
+# The maximum number of parts, because each is compiled separately. A window has one on each side.
+_PARTS = 2
+
+
+def split(reach: Mapping[int, tuple[int, int]], size: int, n: int) -> tuple[Pass, ...]:
+    """Return the passes around n devices for blocks of `size` keys, first that of whole blocks.
+
+    `reach` has the first key and the end of the keys that any device sees in a step, by offset. A
+    part of a block goes from its owner straight to its device, if less then crosses the links
+    between neighbors. So it does not if the whole block passes by on its way to others.
+    """
+
+    def crossing(parts: Sequence[int]) -> int:
+        hops = np.diff([0, *(step for step in reach if step not in parts)])
+        direct = sum((reach[s][1] - reach[s][0]) * min(s, n - s) for s in parts)
+        return size * int(np.minimum(hops, n - hops).sum()) + direct
+
+    parts: list[int] = []
+    partial = [step for step in reach if reach[step] != (0, size)]
+    for step in sorted(partial, key=lambda step: -min(step, n - step)):
+        if len(parts) < _PARTS and crossing([*parts, step]) < crossing(parts):
+            parts.append(step)
+    whole = tuple(step for step in reach if step not in parts)
+    return Pass(whole, 0, size), *(Pass((step,), *reach[step]) for step in parts)
 
 
 class Leg(NamedTuple):

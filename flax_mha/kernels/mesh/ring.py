@@ -5,10 +5,11 @@ to the keys of device i − s, while it sends them to the next device. Then it m
 each with the maximum score and the sum of exponentials of its keys (see `softmax.merge`).
 
 A step is skipped, without transfers, if the static parts of the mask let no device see a key in it.
-A device computes nothing in a step if all tiles of its mask are empty, static or traced. The
-backward pass goes around again, from the merged out and sums. The gradients of a block follow it,
-and return home at the end. They are summed in float32, because in bfloat16 each device would round
-the sum once more. So a device holds one block and its neighbor at a time, forward and backward.
+If the last step of a window sees a part of each block, only this part is sent, see `legs.split`. A
+device computes nothing in a step if all tiles of its mask are empty, static or traced. The backward
+pass goes around again, from the merged out and sums. The gradients of a block follow it, and return
+home at the end. They are summed in float32, because in bfloat16 each device would round the sum
+once more. So a device holds one block and its neighbor at a time, forward and backward.
 
 Sources: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merge is
 from Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
@@ -30,7 +31,7 @@ from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels import derivatives, softmax
 from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mask_parts import conjuncts
-from flax_mha.kernels.mesh.legs import Leg, schedule
+from flax_mha.kernels.mesh.legs import Leg, Pass, schedule, split
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result, Sums, name_result
 from flax_mha.kernels.tile_plan import visible_tiles
 from flax_mha.kernels.tiles import empty_result
@@ -49,6 +50,8 @@ class Ring(NamedTuple):
       seen: bool [n, n], True if the queries of a device may see the keys of another.
       steps: the ring offsets that need work, ascending. In step s, device i attends to the keys of
         device i − s.
+      passes: the steps by the keys that they need: those of whole blocks, and those of a part.
+      block: the number of keys of a device.
       traced: True if a device must look for empty steps itself, because the mask or the positions
         are traced.
       plain: True if the blocks of other devices are full or empty, as under a causal mask. Then a
@@ -58,6 +61,8 @@ class Ring(NamedTuple):
     axes: Any
     seen: np.ndarray
     steps: tuple[int, ...]
+    passes: tuple[Pass, ...]
+    block: int
     traced: bool = False
     plain: bool = False
 
@@ -70,18 +75,22 @@ class Ring(NamedTuple):
 
         parts, positions = conjuncts(spec.mask), (spec.q_pos, spec.k_pos)
         static = [] if is_traced(positions) else [x for x in parts if not is_traced(x)]
-        seen = np.ones((n, n), bool)
+        visible, block = np.ones((n, n), bool), dims.S // n
         if static:
-            visible = visible_tiles(spec.replace(mask=And(tuple(static))), dims, n)
-            per_device = visible.reshape(n, len(visible) // n, n, -1)
-            seen = np.asarray(per_device).any((1, 3))
+            visible = np.asarray(visible_tiles(spec.replace(mask=And(tuple(static))), dims, n))
+        per_device = visible.reshape(n, len(visible) // n, n, -1)
         # Only on GPUs, because the kernels of other platforms take positions.
         others = *positions, spec.dropout, *spec.scores
         plain = dims.T == dims.S and others == (None,) * 3 and platform.name == "gpu"
         plain &= spec.mask is None or type(spec.mask) is Causal
-        device = np.arange(n)
-        steps = tuple(s for s in range(n) if seen[device, device - s].any())
-        return cls(axes, seen, steps, len(static) < len(parts), plain)
+        device, tile, reach = np.arange(n), block // per_device.shape[-1], {}
+        for step in range(n):
+            tiles = np.flatnonzero(per_device[device, :, device - step].any((0, 1)))
+            if len(tiles):
+                reach[step] = int(tiles[0]) * tile, int(tiles[-1] + 1) * tile
+        passes, is_partly_traced = split(reach, block, n), len(static) < len(parts)
+        seen = per_device.any((1, 3))
+        return cls(axes, seen, tuple(reach), passes, block, is_partly_traced, plain)
 
     def send(self, tree: Any, hop: int) -> Any:
         """Shift arrays `hop` devices forward."""
@@ -95,14 +104,18 @@ class Ring(NamedTuple):
         """Return the device whose keys this device holds in a step."""
         return (lax.axis_index(self.axes) - step) % len(self.seen)
 
-    def cut(self, tree: Any, S: int, start: jax.Array) -> Any:
-        """Slice the arrays over all n·S keys to S keys from `start`."""
-        n = len(self.seen)
+    def start(self, part: Pass, step: Array | int) -> jax.Array:
+        """Return the first key that this device holds in a step of a pass, of all keys."""
+        return self.source(step) * self.block + part.start
+
+    def cut(self, tree: Any, part: Pass, step: Array | int) -> Any:
+        """Slice the arrays over all keys to those that this device holds in a step of a pass."""
+        n, start = len(self.seen), self.start(part, step)
 
         def cut(x: Array) -> Array:
-            if x.shape[-1] != n * S or n == 1:
+            if x.shape[-1] != n * self.block or n == 1:
                 return x
-            return lax.dynamic_slice_in_dim(jnp.asarray(x), start, S, axis=-1)
+            return lax.dynamic_slice_in_dim(jnp.asarray(x), start, part.stop - part.start, axis=-1)
 
         return map_score_arrays(cut, tree)
 
@@ -114,8 +127,8 @@ class Ring(NamedTuple):
         return spec.replace(mask=spec.mask if is_home else None, q_pos=None, k_pos=None)
 
     def where_seen(
-        self, step: Any, spec: AttentionSpec, dims: Dims, fn: Callable[..., Any], otherwise: Any,
-        *args: Any,
+        self, part: Pass, step: Any, spec: AttentionSpec, dims: Dims, fn: Callable[..., Any],
+        otherwise: Any, *args: Any,
     ) -> Any:  # fmt: skip
         """Return fn(*args) on devices that see a key in a step, `otherwise` on others.
 
@@ -127,19 +140,37 @@ class Ring(NamedTuple):
             seen = jnp.asarray(self.seen)[lax.axis_index(self.axes), self.source(step)]
         if self.traced:
             spec = spec.replace(scores=(), dropout=None)
-            block = self.cut(spec, dims.S, self.source(step) * dims.S)
-            seen &= visible_tiles(block, dims, 1).any()
+            dims = dims._replace(S=part.stop - part.start)
+            seen &= visible_tiles(self.cut(spec, part, step), dims, 1).any()
         is_known = not isinstance(seen, jax.Array)
         return fn(*args) if is_known else lax.cond(seen, fn, lambda *_: otherwise, *args)
 
     def run(
-        self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Any
+        self, visit: Callable[..., Any], state: Any, blocks: Any, *, backward: bool = False
     ) -> tuple[Any, Any]:
-        """Run state, sums = visit(step, state, blocks) in each step, while the blocks pass around.
+        """Run state, sums = visit(part, step, state, blocks) in all steps of all passes.
+
+        The backward order is the opposite one. In the forward order, XLA would reuse the forward
+        pass's transfers, and keep every block in memory until now, as it keeps parts of blocks.
 
         Returns:
           The last state, and for each device's own blocks the sums over the steps, if any.
         """
+        total: Any = None
+        for part in reversed(self.passes) if backward else self.passes:
+            steps, visit_part = part.steps, functools.partial(visit, part)
+            if backward:
+                steps = tuple(sorted(steps, key=lambda step: -step % len(self.seen)))
+            state, sums = self._run_pass(steps, visit_part, state, jax.tree.map(part.of, blocks))
+            if sums is not None:
+                sums = jax.tree.map(lambda x, part=part: part.pad(x, self.block), sums)
+                total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        return state, total
+
+    def _run_pass(
+        self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Any
+    ) -> tuple[Any, Any]:
+        """Run the steps of one pass, as `run` does, while the blocks pass around."""
         add = functools.partial(jax.tree.map, jnp.add)
 
         def run_step(leg: Leg, carry: Any, step: Any) -> tuple[Any, None]:
@@ -190,9 +221,10 @@ def explain(
     ring: Ring, local: Callable[..., Explanation], q: jax.Array, k: Any, v: Any, spec: AttentionSpec
 ) -> Explanation:
     """Return the explanation of `local` for the first block of keys of this device."""
-    step, S = ring.steps[0] if ring.steps else 0, k.shape[-3]
-    spec = ring.cut(spec.replace(sinks=None), S, ring.source(step) * S)
-    return local(q, k, v, ring.spec_at(spec, step))
+    part = next((x for x in ring.passes if x.steps), ring.passes[0])
+    step = part.steps[0] if part.steps else 0
+    spec = ring.cut(spec.replace(sinks=None), part, step)
+    return local(q, part.of(k), part.of(v), ring.spec_at(spec, step))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -204,15 +236,15 @@ def _core(
     dims = shapes.Dims.of(q, k, v)
     spec = combine(arrays, static_leaves)
 
-    def visit(step: Any, merged: Result, blocks: Any) -> tuple[Result, tuple[()]]:
+    def visit(part: Pass, step: Any, merged: Result, blocks: Any) -> tuple[Result, tuple[()]]:
         def attend_visible(k: jax.Array, v: jax.Array) -> Result:
-            block = ring.cut(spec, dims.S, ring.source(step) * dims.S)
+            block = ring.cut(spec, part, step)
             return softmax.merge(merged, local(q, k, v, ring.spec_at(block, step)))
 
-        return ring.where_seen(step, spec, dims, attend_visible, merged, *blocks), ()
+        return ring.where_seen(part, step, spec, dims, attend_visible, merged, *blocks), ()
 
     empty = empty_result(dims, shapes.wide(q.dtype), None)
-    (out, sums), _ = ring.run(ring.steps, visit, empty, (k, v))
+    (out, sums), _ = ring.run(visit, empty, (k, v))
     return out.astype(q.dtype), sums
 
 
@@ -236,10 +268,9 @@ def _backward(
     dims, acc = shapes.Dims.of(q, k, v), whole.total.dtype
     leaves, others = partition(arrays, is_inexact)
 
-    def visit(step: Any, sums: Any, blocks: Any) -> tuple[Any, Result]:
-        start = ring.source(step) * dims.S
+    def visit(part: Pass, step: Any, sums: Any, blocks: Any) -> tuple[Any, Result]:
         learned, static = (
-            ring.cut(x, dims.S, start) for x in (leaves, combine(others, static_leaves))
+            ring.cut(x, part, step) for x in (leaves, combine(others, static_leaves))
         )
 
         def block(q: jax.Array, k: jax.Array, v: jax.Array, learned: Any) -> Any:
@@ -254,14 +285,12 @@ def _backward(
         wide = functools.partial(jnp.zeros_like, dtype=acc)
         zeros = (wide(q), jax.tree.map(jnp.zeros_like, learned)), jax.tree.map(wide, blocks)
         spec = combine(arrays, static_leaves)
-        grads, dkv = ring.where_seen(step, spec, dims, attend_visible, zeros, *blocks)
-        return jax.tree.map(functools.partial(_add, start=start), sums, grads), dkv
+        grads, dkv = ring.where_seen(part, step, spec, dims, attend_visible, zeros, *blocks)
+        add = functools.partial(_add, start=ring.start(part, step))
+        return jax.tree.map(add, sums, grads), dkv
 
     zeros = jnp.zeros(q.shape, acc), jax.tree.map(jnp.zeros_like, leaves)
-    # Send blocks in the opposite order. In the forward order, XLA would reuse the forward pass's
-    # transfers, and keep every block in memory until now.
-    steps = sorted(ring.steps, key=lambda step: -step % len(ring.seen))
-    (dq, dleaves), dkv = ring.run(steps, visit, zeros, (k, v))
+    (dq, dleaves), dkv = ring.run(visit, zeros, (k, v), backward=True)
     dk, dv = dkv or (jnp.zeros_like(k), jnp.zeros_like(v))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dleaves
 
