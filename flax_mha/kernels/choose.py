@@ -33,15 +33,15 @@ FEW_SCORES = 2**24
 STRATEGIES = ("ulysses", "usp", "ring", "all_gather")
 # The names of kernels and strategies, for type checkers.
 KernelName: TypeAlias = Literal[
-    "auto", "cudnn", "splash", "flex", "blockwise", "checkpointed", "reference", "decode",
+    "auto", "cudnn", "short", "flex", "splash", "blockwise", "checkpointed", "reference", "decode",
     "ulysses", "usp", "ring", "all_gather",
-    "ulysses:cudnn", "ulysses:splash", "ulysses:flex",
+    "ulysses:cudnn", "ulysses:short", "ulysses:flex", "ulysses:splash",
     "ulysses:blockwise", "ulysses:checkpointed", "ulysses:reference", "ulysses:decode",
-    "usp:cudnn", "usp:splash", "usp:flex",
+    "usp:cudnn", "usp:short", "usp:flex", "usp:splash",
     "usp:blockwise", "usp:checkpointed", "usp:reference", "usp:decode",
-    "ring:cudnn", "ring:splash", "ring:flex",
+    "ring:cudnn", "ring:short", "ring:flex", "ring:splash",
     "ring:blockwise", "ring:checkpointed", "ring:reference", "ring:decode",
-    "all_gather:cudnn", "all_gather:splash", "all_gather:flex",
+    "all_gather:cudnn", "all_gather:short", "all_gather:flex", "all_gather:splash",
     "all_gather:blockwise", "all_gather:checkpointed", "all_gather:reference", "all_gather:decode",
 ]  # fmt: skip
 
@@ -114,6 +114,7 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         Kernel("cudnn", ("gpu",), takes_result=True, limit="first"),
+        Kernel("short", ("tpu",), limit="first"),
         Kernel(
             "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), blocks=True, limit="first"
         ),
@@ -236,7 +237,7 @@ def preference(
 
     | platform | the first of these that supports the call |
     |---|---|
-    | TPU | `reference` up to T·S = 256², then the others in order |
+    | TPU | `reference` below T·S = 64², `short`, `reference` up to 256², then the others in order |
     | CPU | `reference` up to 256², or under a traced mask up to 512² and 2²⁴ scores in all |
     | CPU, bfloat16 | the same, but only with fewer than 64 queries or keys |
     | GPU | `cudnn`, `reference` up to 2,048² and 2²⁸ scores in all, then the others in order |
@@ -254,6 +255,8 @@ def preference(
             # In short calls, kernels skip few tiles of a traced mask.
             most = 512**2
         first = ["reference"] if symbols.at_most(scores, most) else []
+        if first and platform.name == "tpu" and not symbols.at_most(scores, 64**2 - 1):
+            first = ["short", *first]
     else:
         # `reference` runs large matmuls, but stores the scores twice, until the gradient.
         fits = symbols.at_most(scores, 2048**2) and symbols.at_most(scores * rows, MOST_SCORES)

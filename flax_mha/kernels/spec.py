@@ -60,7 +60,7 @@ Result = tuple[jax.Array, Sums]
 Lowered = Callable[..., Result]
 
 
-def name_result(out: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
+def name_result(out: Any, sums: Any) -> tuple[Any, Any]:
     """Return a kernel's output and sums with the names "z" and "lse", for `jax.checkpoint`.
 
     A custom derivative rule names its residuals. If a policy stores both, the forward kernel does

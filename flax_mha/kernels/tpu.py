@@ -15,6 +15,8 @@ from flax_mha.sharding.shard_map import varying
 # functions. These sizes compile for v5e, v5p and v6e. They have run on none. The cycles of a tile
 # by the compiler, at these and other sizes: `python -m experiments.measure tiles --chip=v5e`.
 BLOCKS = {256: 512, 512: 256}
+# The most queries, and keys, of the kernel for short sequences.
+SHORT = 512
 # Larger blocks for heads of up to 256 features, and the share of a score's cycles, by device kind.
 # `python -m experiments.measure tiles --chip=v6e` has 0.905 of the cycles in full tiles, and 0.875
 # in partial ones. A TPU7x would gain 6%, but has no memory for such tiles with bias or dropout.

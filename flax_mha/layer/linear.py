@@ -13,8 +13,9 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
+from flax_mha.kernels import tpu
 from flax_mha.sharding import LogicalNames
 from flax_mha.sharding.tensor_parallel import column_parallel, gather_kernel, gathered, row_parallel
 
@@ -77,10 +78,10 @@ class Linear(struct.PyTreeNode):
     def product(self, x: jax.Array) -> jax.Array:
         """Return x·W + b."""
         x, kernel, bias = promote_dtype(x, self.kernel, self.bias, dtype=self.dtype)
-        sums = _SUMS[self.contracted, len(self.features)]
-        multiply = functools.partial(shapes.einsum, sums, precision=self.precision)
+        flat = _has_flat_heads(x.shape[: -self.contracted])
+        multiply = functools.partial(self._multiply, flat=flat)
         if jax.sharding.get_abstract_mesh().empty:
-            return _plus(multiply(x, kernel), bias)
+            return _plus(multiply(x, kernel), bias, flat)
 
         def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
             y = column_parallel(multiply, x, self, kernel) if self.contracted == 1 else None
@@ -88,13 +89,37 @@ class Linear(struct.PyTreeNode):
             return multiply(x, kernel) if y is None else y
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            return _plus(gather_kernel(whole, x, self, kernel), bias)
+            return _plus(gather_kernel(whole, x, self, kernel), bias, flat)
 
         return sharding.auto(product, self.names_of_result, x, kernel, bias)
 
+    def _multiply(self, x: jax.Array, kernel: jax.Array, flat: bool) -> jax.Array:
+        """Return x·W. If `flat`, heads and their features are one axis of the product."""
+        sums, rows = _SUMS[self.contracted, len(self.features)], x.shape[: -self.contracted]
+        if not flat:
+            return shapes.einsum(sums, x, kernel, precision=self.precision)
+        axes, x = kernel.shape[self.contracted :], x.reshape(*rows, -1)
+        kernel = kernel.reshape(x.shape[-1], -1)
+        y = shapes.einsum(_SUMS[1, 1], x, kernel, precision=self.precision)
+        return y.reshape(*rows, *axes)
 
-def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return y if bias is None else y + shapes.lead(bias, y.ndim)
+
+def _has_flat_heads(rows: Shape) -> bool:
+    """Return True if heads lie side by side, as the TPU kernel for short sequences reads them.
+
+    Else XLA chooses an order that other kernels read, and would transpose it for this one.
+    """
+    is_short = rows[-1:] != (1,) and all(symbols.at_most(n, tpu.SHORT) for n in rows[-1:])
+    return is_short and sharding.platform() == "tpu"
+
+
+def _plus(y: jax.Array, bias: jax.Array | None, flat: bool) -> jax.Array:
+    if bias is None:
+        return y
+    if flat:
+        one_axis = y.reshape(*y.shape[: y.ndim - bias.ndim], -1)
+        return (one_axis + shapes.lead(bias.reshape(-1), one_axis.ndim)).reshape(y.shape)
+    return y + shapes.lead(bias, y.ndim)
 
 
 class Projection(nn.Module):

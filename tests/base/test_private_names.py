@@ -100,7 +100,7 @@ print(*plain, "|", *set(sys.modules) - before)
     imports, calls = (set(part.split()) for part in out.split("|"))
     assert not [name for name in imports if name.startswith(("jax._src", "jax.experimental"))]
     assert not [name for name in calls if "pallas" in name or "splash" in name]
-    assert not {f"flax_mha.kernels.{name}" for name in ("cudnn", "splash", "flex")} & calls
+    assert not {f"flax_mha.kernels.{name}" for name in ("cudnn", "short", "flex", "splash")} & calls
 
 
 # Old versions of JAX have not what the part of flex for Hopper needs.

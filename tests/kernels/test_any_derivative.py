@@ -125,7 +125,7 @@ def test_reverse_over_gradient_of_tilewise_masks_raises(mask: Any) -> None:
             trace(lambda f, name=name: twice(f, q)[name])
 
 
-@pytest.mark.parametrize("kernel", ["flex", "splash"])
+@pytest.mark.parametrize("kernel", ["short", "flex", "splash"])
 def test_kernels_without_second_derivatives_raise(tpu: None, kernel: str) -> None:
     q = jnp.ones((1, 128, 1, 8))
 

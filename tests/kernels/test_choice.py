@@ -20,6 +20,7 @@ from tests.support.meshes import KINDS
 # The expensive step of preparing a call, by kernel.
 LOWERING = {
     "splash": ("flax_mha.kernels.splash.mask", "lower"),
+    "short": ("flax_mha.kernels.short", "trace"),
     "flex": ("flax_mha.kernels.flex", "trace"),
     "cudnn": ("flax_mha.kernels.cudnn.mask", "lower"),
 }
@@ -40,8 +41,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-def trace(kernel: str, **call) -> None:
-    x = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
+def trace(kernel: str, length: int = 1024, **call) -> None:
+    x = jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16)
     jax.eval_shape(
         lambda q, k, v: dot_product_attention(q, k, v, kernel=kernel, mask=Causal(), **call),
         x,
@@ -50,28 +51,38 @@ def trace(kernel: str, **call) -> None:
     )
 
 
+def only(kernel: str) -> dict[str, int]:
+    return {name: int(name == kernel) for name in LOWERING}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "short"])
+def test_short_lowers_once(tpu, counts, kernel: str) -> None:
+    trace(kernel, 256, scores=(Alibi(),))
+    assert counts == only("short")
+
+
 def test_splash_lowers_once(tpu, counts) -> None:
     trace("splash", scores=(SoftCap(30.0),))
-    assert counts == {"splash": 1, "flex": 0, "cudnn": 0}
+    assert counts == only("splash")
 
 
 @pytest.mark.parametrize("kernel", ["auto", "flex"])
 def test_flex_lowers_once(tpu, counts, kernel: str) -> None:
     trace(kernel, scores=(Alibi(),))
-    assert counts == {"splash": 0, "flex": 1, "cudnn": 0}
+    assert counts == only("flex")
 
 
 @pytest.mark.parametrize("kernel", ["auto", "cudnn"])
 def test_cudnn_lowers_once(nvidia, counts, kernel: str) -> None:
     trace(kernel)
-    assert counts == {"splash": 0, "flex": 0, "cudnn": 1}
+    assert counts == only("cudnn")
 
 
 def test_call_on_mesh_lowers_once(tpu, counts) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         trace("auto")
-    assert counts == {"splash": 0, "flex": 1, "cudnn": 0}
+    assert counts == only("flex")
 
 
 def test_auto_stops_asking_at_first_kernel_that_runs() -> None:
@@ -79,9 +90,9 @@ def test_auto_stops_asking_at_first_kernel_that_runs() -> None:
     call = bind_call(x, x, x, mask=Causal())
     found, _ = choose.decide("auto", *call, Platform("cpu"))
     assert found.chosen == "blockwise"
-    assert list(found.refused) == ["cudnn", "flex", "splash"]
+    assert list(found.refused) == ["cudnn", "short", "flex", "splash"]
     assert set(choose.decide("auto", *call, Platform("cpu"), ask_all=True)[0].refused) == {
-        "cudnn", "splash", "flex", "decode",
+        "cudnn", "short", "splash", "flex", "decode",
     }  # fmt: skip
 
 

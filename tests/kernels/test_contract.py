@@ -14,7 +14,13 @@ from tests.support import oracle, plain_attention
 
 # Kernels that run here interpreted, or on a model of cuDNN, with the fixture for each.
 # A kernel for several platforms has a name for each. The first word is the kernel's own.
-PLATFORMS = {"flex": "tpu", "flex on Hopper": "hopper_memory", "splash": "tpu", "cudnn": "nvidia"}
+PLATFORMS = {
+    "flex": "tpu",
+    "flex on Hopper": "hopper_memory",
+    "splash": "tpu",
+    "short": "tpu",
+    "cudnn": "nvidia",
+}
 EVERY = (*KERNELS, "decode", *PLATFORMS)
 # A GPU day has the time for each third of the ordinary cases.
 THIRD = 3

@@ -11,7 +11,7 @@ T, HIDDEN = 128, 100
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["splash", "flex", "reference"])
+@pytest.mark.parametrize("kernel", ["splash", "short", "flex", "reference"])
 def test_nan_queries_change_no_gradient_of_others(tpu: None, kernel: str) -> None:
     """The loss leaves out their outputs, as docs/guarantees.md assumes."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, T, 2, 16)), jnp.float32)

@@ -253,11 +253,11 @@ def test_other_kernels_refuse_vector_scores() -> None:
     args, _ = problem("relative", 128, 128)
     told = explain(*args[:3], scores=(SoftCap(5.0), Relative(args[3])))
     assert told.chosen == "reference"
-    assert set(told.refused) == {"cudnn", "splash", "flex", "decode"}
+    assert set(told.refused) == {"cudnn", "short", "splash", "flex", "decode"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flax_mha.sharding.platform", lambda: "tpu")
         refused = explain(*args[:3], scores=(SoftCap(5.0), Relative(args[3]))).refused
-    for kernel in ("flex", "splash"):
+    for kernel in ("short", "flex", "splash"):
         assert refused[kernel] == "has no scores that see queries and keys, got Relative"
 
 

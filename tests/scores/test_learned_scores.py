@@ -79,7 +79,8 @@ def test_layer_learns_its_bias_table() -> None:
         return jnp.sum(out**2), out
 
     gradient, out = jax.jit(jax.grad(loss, has_aux=True))(full)
-    np.testing.assert_allclose(out, jax.jit(given.apply)({"params": params}, X), atol=1e-6)
+    # Several roundings of float32: outputs are up to 8.
+    np.testing.assert_allclose(out, jax.jit(given.apply)({"params": params}, X), atol=4e-6)
     assert np.abs(gradient["params"]["relative_bias"]).max() > 1e-3
 
 

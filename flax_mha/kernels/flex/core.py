@@ -95,7 +95,9 @@ def _bits(x: jax.Array) -> jax.Array:
 def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Arrays]:
     x, parts, stats = residuals
     top, total = stats[:, :, 0], stats[:, :, 1]
-    dout, top, share, delta = softmax.gradient_inputs(_join(*parts), total != 0, top, total, *cotangents)
+    dout, top, share, delta = softmax.gradient_inputs(
+        _join(*parts), total != 0, top, total, *cotangents
+    )
     given = dout.astype(x.q.dtype), jnp.stack([top, share, delta], 2)
     dq, dk, dv, leaves = call.machine.gradients(call, x, *given)
     sinks = None

@@ -50,7 +50,7 @@ def _padded(n: int) -> int:
     return -(-n // _LANES) * _LANES
 
 
-def _dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+def dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     """Return the matmul of a and b over one axis of each, in float32."""
     return lax.dot_general(
         a, b, (((axis_a,), (axis_b,)), ((), ())),
@@ -64,7 +64,7 @@ def _spread(x: jax.Array, size: int) -> jax.Array:
     return jnp.tile(x, (1, _padded(size) // _LANES))[:, :size]
 
 
-def _finite(x: jax.Array) -> jax.Array:
+def finite(x: jax.Array) -> jax.Array:
     """Replace values that are not finite by 0."""
     wide = x.astype(jnp.float32)
     return jnp.where(jnp.abs(wide) < jnp.inf, wide, 0.0).astype(x.dtype)
@@ -111,8 +111,10 @@ def _run(
     read_blocks = [*inputs, *((y, order.block_of(operand, y)) for operand, y in pairs)]
     # What a tile of 512² computes takes 16 MiB at most, beside the blocks.
     held = 64 * call.plan.block_q * call.plan.block_k
-    held += sum(_bytes(s.shape, s.dtype) for s in scratch)
-    held += 2 * sum(_bytes(block.block_shape, y.dtype) for y, block in [*read_blocks, *outputs])
+    held += sum(block_bytes(s.shape, s.dtype) for s in scratch)
+    held += 2 * sum(
+        block_bytes(block.block_shape, y.dtype) for y, block in [*read_blocks, *outputs]
+    )
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -131,7 +133,7 @@ def _run(
     )(*prefetched, *(array for array, _ in read_blocks))
 
 
-def _bytes(shape: Sequence[int | None], dtype: Any) -> int:
+def block_bytes(shape: Any, dtype: Any) -> int:
     """Return the fast memory of a block, whose last axis is padded."""
     *lead, last = (n or 1 for n in shape)
     return math.prod(lead) * _padded(last) * jnp.dtype(dtype).itemsize
@@ -151,7 +153,7 @@ def _all_visits(call: FlexCall, x: Arrays) -> TileOrder:
 
 
 def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], jax.Array]:
-    """Return out, and each query's maximum and sum of exponentials, [R, N, 2, T′]. See `Machine`."""
+    """Return out, and each query's maximum and sum of exponentials. See `Machine`."""
     (R, N, T, H), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
     parts = jax.eval_shape(lambda: split(jnp.zeros((R, N, T, Hv), f32), x.q.dtype, exact))
     bq, bk = call.plan.block_q, call.plan.block_k
@@ -174,14 +176,14 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
                 # The mask can hide scores, but not products. So a value that is not finite marks
                 # its key. In a full tile, all queries see it.
                 flag = jnp.sum(values.astype(f32) * 0, 1, keepdims=True)
-                keys, values = (keys.astype(f32) + flag).astype(keys.dtype), _finite(values)
-            s = tile.score(_dot(call, q[...], keys, 1, 1), tile.leaves)
+                keys, values = (keys.astype(f32) + flag).astype(keys.dtype), finite(values)
+            s = tile.score(dot(call, q[...], keys, 1, 1), tile.leaves)
             before = top[...]
             new = jnp.maximum(before, jnp.max(s, 1, keepdims=True))
             p, old = jnp.exp(s - _spread(new, bk)), jnp.exp(before - new)
             total[...] = total[...] * old + jnp.sum(p, 1, keepdims=True)
             top[...] = new
-            product = _dot(call, tile.drop(p).astype(values.dtype), values, 1, 0)
+            product = dot(call, tile.drop(p).astype(values.dtype), values, 1, 0)
             acc[...] = acc[...] * _spread(old, Hv) + product
 
         _visit(call, step, visit)
@@ -219,9 +221,9 @@ def _gradient(
     """Return the kept weights, and the gradients of q·kᵀ and of learned leaves."""
     call, (top, share, delta) = tile.call, stats
 
-    def dot(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
+    def product(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
         pair = (of_keys, of_queries) if call.keys_first else (of_queries, of_keys)
-        return _dot(call, *pair, 1, 1)
+        return dot(call, *pair, 1, 1)
 
     def score(s: jax.Array, arrays: list[jax.Array]) -> jax.Array:
         leaves = list(tile.leaves)
@@ -229,9 +231,9 @@ def _gradient(
             leaves[n] = x
         return tile.score(s, leaves)
 
-    s, pull = jax.vjp(score, dot(q, k), [tile.leaves[n] for n in learned])
+    s, pull = jax.vjp(score, product(q, k), [tile.leaves[n] for n in learned])
     p = softmax.weights(s, top, share)
-    dp = call.gain(tile.drop(dot(dout, v)))
+    dp = call.gain(tile.drop(product(dout, v)))
     # The derivative of the mask makes masked gradients 0, also where dp is infinite.
     return tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked=False))
 
@@ -305,17 +307,17 @@ def _stretch_gradients(
         def begin() -> None:
             dq_acc[...] = earlier[0][...] if earlier else jnp.zeros_like(dq_acc)
             # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
-            queries[...] = _finite(q[...]) if call.guarded else q[...]
+            queries[...] = finite(q[...]) if call.guarded else q[...]
             marked[...] = _marked(call, queries[...], numbers)
 
         def visit(masked: bool) -> None:
-            kk, vv = (_finite(y[...]) if call.guarded else y[...] for y in (k, v))
+            kk, vv = (finite(y[...]) if call.guarded else y[...] for y in (k, v))
             args = marked[...], kk, vv, do[...], _stats(call, numbers)
             p, ds, _ = _gradient(make(masked), *args)
             p, ds = p.astype(do.dtype), ds.astype(q.dtype)
-            dv_acc[keys, :] += _dot(call, p, do[...], 1, 0)
-            dk_acc[keys, :] += _dot(call, ds, queries[...], 1, 0)
-            dq_acc[...] += _dot(call, ds, kk, 0, 0)
+            dv_acc[keys, :] += dot(call, p, do[...], 1, 0)
+            dk_acc[keys, :] += dot(call, ds, queries[...], 1, 0)
+            dq_acc[...] += dot(call, ds, kk, 0, 0)
 
         _visit(call, step, visit)
 
@@ -400,7 +402,7 @@ def _sum_gradients(
                 out[...] = jnp.zeros_like(out)
 
         def visit(masked: bool) -> None:
-            qq, kk, vv = (_finite(y[...]) if call.guarded else y[...] for y in (q, k, v))
+            qq, kk, vv = (finite(y[...]) if call.guarded else y[...] for y in (q, k, v))
             columns = [row.T for row in _stats(call, numbers)]
             args = _marked(call, qq, numbers), kk, vv, do[...], columns, learned
             _, _, of_leaves = _gradient(make(masked), *args)

@@ -202,7 +202,11 @@ _BLOCKS = {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."
 def read(operand: Operand, ref: Any, swapped: bool) -> jax.Array:
     """Load the block of an operand's array, for a tile of queries × keys, or keys × queries."""
     x = ref[...]
-    x = x.astype(jnp.int32) if operand.dtype == jnp.bool_ else x
-    is_turned = {"column": not swapped, "row": swapped, "tile": swapped}
-    x = x.T if is_turned.get(operand.layout, False) else x
+    x = turn(operand, x.astype(jnp.int32) if operand.dtype == jnp.bool_ else x, swapped)
     return x != 0 if operand.dtype == jnp.bool_ else x
+
+
+def turn(operand: Operand, x: jax.Array, swapped: bool) -> jax.Array:
+    """Turn a block of an operand's array from its order in memory to that in a tile, or back."""
+    is_turned = {"column": not swapped, "row": swapped, "tile": swapped}
+    return x.T if is_turned.get(operand.layout, False) else x

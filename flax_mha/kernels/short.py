@@ -1,0 +1,106 @@
+"""Attention over short sequences on TPUs: a Pallas kernel of whole rows of scores.
+
+    out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
+
+A step of the kernel computes some heads of one row. It reads q, k and v as the projections write
+them, [T, N·H], so nothing is transposed, and small heads are not padded to 128 features. Scores
+stay in fast memory. The backward pass computes the softmax again, with its δ from the weights, so
+that only q, k and v are kept for it. Masks and scores run as in `flex`.
+
+Source: Dao et al., "FlashAttention", 2022, for the recomputation.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flax_mha.base import private_jax
+from flax_mha.base.coordinates import flat_batch
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels import tpu
+from flax_mha.kernels.flex.tile import FlexCall
+from flax_mha.kernels.flex.traced import PRECISIONS, trace
+from flax_mha.kernels.spec import (
+    AttentionSpec,
+    Lowered,
+    Platform,
+    Refusal,
+    Result,
+    Sums,
+    TileSize,
+)
+
+# The scores of a step. More heads hide more of each other's latencies, until they fill the memory.
+_SCORES = 3 * 2**18
+
+
+def lower(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
+) -> Lowered | Refusal:
+    """Prepare the call, or return the reason why this kernel does not support it."""
+    dims = Dims.of(q, k, v)
+    if reason := private_jax.missing("flex.tpu") or tpu.check(q, k, v):
+        return Refusal(reason)
+    # Pallas is loaded only when a call asks for it.
+    from flax_mha.kernels.flex.tpu import MACHINE
+    from flax_mha.kernels.flex.tpu import short as kernel
+
+    if max(dims.T, dims.S) > tpu.SHORT:
+        return Refusal(f"takes at most {tpu.SHORT} queries and keys, got {dims.T} and {dims.S}")
+    if spec.precision not in PRECISIONS:
+        return Refusal(f"has the precisions default and highest, got {spec.precision}")
+    traced = trace(
+        q, k, spec.replace(blocks=TileSize(dims.T, dims.S)), dims, MACHINE, platform.device
+    )
+    if isinstance(traced, str):
+        return Refusal(traced)
+    call, (_, closed), leaves = traced
+    for operand, x in zip(call.leaves, leaves, strict=True):
+        if operand.is_learned and operand.layout == "tile" and math.prod(x.shape[:-3]) > 1:
+            return Refusal(f"shares float arrays over the scores among rows, got {x.shape}")
+    if platform.not_partitionable:
+        return Refusal(platform.not_partitionable)
+    most = tpu.memory(platform.device) // kernel.BYTES
+    of_head = kernel.scores_of(dims)
+    heads = _heads(dims, of_head, most)
+    if heads * dims.G * of_head > most:
+        return Refusal(
+            f"holds at most {most} scores in fast memory, got {heads * dims.G} heads of "
+            f"{dims.T} × {dims.S}"
+        )
+    return functools.partial(_attend, kernel, q, k, v, spec, heads, call.swapped, closed, leaves)
+
+
+def _heads(dims: Dims, scores: int, most: int) -> int:
+    """Return the key/value heads of a step: all, or fewer that fill whole registers."""
+    fitting = [
+        n for n in range(1, dims.K + 1)
+        if n == dims.K or not (dims.K % n or n * dims.H % 128 or n * dims.Hv % 128)
+    ]  # fmt: skip
+    most = min(most, _SCORES) // (dims.G * scores)
+    return max((n for n in fitting if n <= most), default=fitting[0])
+
+
+def _attend(
+    kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, heads: int,
+    call: FlexCall, closed: Sequence[Any], leaves: Sequence[Any],
+) -> Result:  # fmt: skip
+    """Compute attention, with the functions and arrays of `trace` for tiles of keys × queries."""
+    dims, at = call.plan.dims, spec.at(call.plan.dims)
+    of_leaves, of_functions = (
+        [y.store(x, call.plan) for y, x in zip(operands, arrays, strict=True)]
+        for operands, arrays in ((call.leaves, leaves), (call.closed, closed))
+    )
+    sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32)[None, :, None, None]
+    rows, numbers = flat_batch(at.row, dims).reshape(-1), at.head.reshape(-1)
+    flat_q, flat_k, flat_v = (
+        x.reshape(-1, x.shape[-3], math.prod(x.shape[-2:])) for x in (q, k, v)
+    )
+    x = kernel.FlatArrays(flat_q, flat_k, flat_v, of_leaves, of_functions, sinks, rows, numbers)
+    out, sums = kernel.core(call, heads, x)
+    by_query = (sums[:, :, n].reshape(*dims.B, dims.N, dims.T) for n in range(2))
+    return out.reshape(*dims.B, dims.T, dims.N, dims.Hv), Sums(*by_query)
