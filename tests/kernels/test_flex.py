@@ -1,4 +1,4 @@
-"""The numbers of flax_mha's own TPU kernel in Pallas' interpret modes."""
+"""The numbers of flax_mha's own TPU kernels in Pallas' interpret modes."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, sharding
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import bind_call
+from flax_mha.kernels import bind_call, short
 from flax_mha.kernels import tpu as blocks
 from flax_mha.kernels.flex import tpu as machine
 from flax_mha.kernels.flex.traced import trace
@@ -106,11 +106,22 @@ def close(got: Any, want: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["flex", "short"])
 @pytest.mark.parametrize("name", CALLS)
-def test_flex_gradients_of_learned_arrays_match_reference(tpu, name: str) -> None:
+def test_gradients_of_learned_arrays_match_reference(tpu, name: str, kernel: str) -> None:
     call, names = CALLS[name]
     args = call, arrays(), learned(*names)
-    close(pulled("flex", *args), pulled("reference", *args))
+    close(pulled(kernel, *args), pulled("reference", *args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_some_heads_at_a_step_match_reference(tpu, monkeypatch, name: str) -> None:
+    """Arrays that all heads share are summed over the steps."""
+    monkeypatch.setattr(short, "_heads", lambda dims, scores, most: 1)
+    call, names = CALLS[name]
+    args = call, arrays(), learned(*names)
+    close(pulled("short", *args), pulled("reference", *args))
 
 
 def test_blocks_follow_the_chip_and_the_mask() -> None:
@@ -141,8 +152,9 @@ def test_gradients_of_stretches_of_keys_match_reference(tpu, monkeypatch, name: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["flex", "short"])
 @pytest.mark.parametrize("name", ["everything", "user_score", "of keys"])
-def test_flex_reads_no_memory_before_it_is_written(tpu_memory, name: str) -> None:
+def test_no_memory_is_read_before_it_is_written(tpu_memory, name: str, kernel: str) -> None:
     """With races detected. One row, because it is slow."""
     call, names = CALLS[name]
 
@@ -152,7 +164,7 @@ def test_flex_reads_no_memory_before_it_is_written(tpu_memory, name: str) -> Non
         return given | ({"mask": Causal() & first} if given.get("mask") is PACKED else {})
 
     args = one, arrays(b=1), learned(*names)
-    close(pulled("flex", *args), pulled("reference", *args))
+    close(pulled(kernel, *args), pulled("reference", *args))
 
 
 @pytest.mark.slow
@@ -236,7 +248,8 @@ def test_flex_is_bitwise_equal_with_and_without_jit(tpu) -> None:
 
 
 @pytest.mark.slow
-def test_flex_under_vmap_remat_and_scan_matches_reference(tpu) -> None:
+@pytest.mark.parametrize("kernel", ["flex", "short"])
+def test_vmap_remat_and_scan_match_plain_call(tpu, kernel: str) -> None:
     """With a mask and a table of tiles per row, and a shared score."""
     *qkv, _ = arrays()
     ids, table = jnp.asarray(IDS), learned("table")["table"]
@@ -244,7 +257,7 @@ def test_flex_under_vmap_remat_and_scan_matches_reference(tpu) -> None:
     def one(q, k, v, ids, table):
         mask = Causal() & Segments(ids[..., :T], ids)
         scores = (RelativeBias(table),)
-        return dot_product_attention(q, k, v, mask=mask, scores=scores, kernel="flex")
+        return dot_product_attention(q, k, v, mask=mask, scores=scores, kernel=kernel)
 
     def scanned(q, *args):
         def step(carry, _):
@@ -262,8 +275,9 @@ def test_flex_under_vmap_remat_and_scan_matches_reference(tpu) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["flex", "short"])
 @pytest.mark.parametrize("name", ["everything", "user_score"])
-def test_flex_on_mesh_matches_one_device(tpu, name: str) -> None:
+def test_mesh_matches_one_device(tpu, name: str, kernel: str) -> None:
     """Dropout follows the global row and head."""
     call, names = CALLS[name]
     args = call, arrays(), learned(*names)
@@ -271,7 +285,7 @@ def test_flex_on_mesh_matches_one_device(tpu, name: str) -> None:
     kind = AxisType.Explicit if name == "user_score" else AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        close(pulled("flex", *args), expected)
+        close(pulled(kernel, *args), expected)
 
 
 @pytest.mark.slow

@@ -82,8 +82,8 @@ def _run(
 ) -> Any:  # fmt: skip
     """Run body(first, tile, inputs, outputs) for some heads of a row at each step.
 
-    FlatArrays are [R, L, features], or [R|1, N|1, …] over heads. `first` is true at the first row, and
-    tile(n) is the tile of a query head of the step.
+    Inputs and outputs are [R, L, features], or [R|1, N|1, …] over heads. `first` is true at the
+    first row, and tile(n) is the tile of a query head of the step.
     """
     dims = call.plan.dims
     groups, count = dims.K // heads, heads * dims.G
