@@ -45,6 +45,9 @@ T = 64
         ),
         ("parts of both", "segments", "ring:reference", "Auto"),
         ("a shard and a part", "", "ring:reference", "Explicit"),
+        # Transfers of both passes, and of loops.
+        ("all later keys", "", "ring:reference", "Auto"),
+        ("all later keys", "lengths", "ring:reference", "Explicit"),
     ],
 )  # fmt: skip
 def test_windows_match_the_definition(window: str, beside: str, kernel: str, kind: str) -> None:

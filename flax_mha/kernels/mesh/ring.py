@@ -56,6 +56,8 @@ class Ring(NamedTuple):
         are traced.
       plain: True if the blocks of other devices are full or empty, as under a causal mask. Then a
         step needs no positions, so that cuDNN can compute it.
+      serial: True if transfers must not run at once, because XLA:CPU takes the data of one for that
+        of another.
     """
 
     axes: Any
@@ -65,6 +67,7 @@ class Ring(NamedTuple):
     block: int
     traced: bool = False
     plain: bool = False
+    serial: bool = False
 
     @classmethod
     def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims, platform: Platform) -> "Ring":
@@ -90,7 +93,8 @@ class Ring(NamedTuple):
                 reach[step] = int(tiles[0]) * tile, int(tiles[-1] + 1) * tile
         passes, is_partly_traced = split(reach, block, n), len(static) < len(parts)
         seen = per_device.any((1, 3))
-        return cls(axes, seen, tuple(reach), passes, block, is_partly_traced, plain)
+        serial = platform.name == "cpu"
+        return cls(axes, seen, tuple(reach), passes, block, is_partly_traced, plain, serial)
 
     def send(self, tree: Any, hop: int) -> Any:
         """Shift arrays `hop` devices forward."""
@@ -99,6 +103,10 @@ class Ring(NamedTuple):
             return tree
         pairs = [(i, (i + hop) % n) for i in range(n)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), tree)
+
+    def wait(self, tree: Any, *before: Any) -> Any:
+        """Return arrays to send. If transfers must not run at once, others come before."""
+        return lax.optimization_barrier((tree, before))[0] if self.serial else tree
 
     def source(self, step: Array | int) -> jax.Array:
         """Return the device whose keys this device holds in a step."""
@@ -186,7 +194,7 @@ class Ring(NamedTuple):
         # Of a device's own blocks, and of the blocks that pass around.
         own_sums: Any = None
         sums: Any = None
-        blocks = self.send(blocks, steps[0] if steps else 0)
+        blocks = self.send(self.wait(blocks, state), steps[0] if steps else 0)
         for leg in schedule(steps, len(self.seen)):
             carry = state, blocks, sums
             if len(leg.steps) > 1:
@@ -290,6 +298,7 @@ def _backward(
         return jax.tree.map(add, sums, grads), dkv
 
     zeros = jnp.zeros(q.shape, acc), jax.tree.map(jnp.zeros_like, leaves)
+    k, v = ring.wait((k, v), whole, douts)
     (dq, dleaves), dkv = ring.run(visit, zeros, (k, v), backward=True)
     dk, dv = dkv or (jnp.zeros_like(k), jnp.zeros_like(v))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dleaves
