@@ -64,7 +64,8 @@ def lower(
             return Refusal(f"shares float arrays over the scores among rows, got {x.shape}")
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
-    most = tpu.memory(platform.device) // kernel.BYTES
+    # The other half of the memory holds blocks of q, k, v and the arrays of scores.
+    most = tpu.memory(platform.device) // 2 // kernel.BYTES
     of_head = kernel.scores_of(dims)
     heads = _heads(dims, of_head, most)
     if heads * dims.G * of_head > most:
