@@ -109,7 +109,8 @@ def _has_flat_heads(rows: Shape) -> bool:
 
     Else XLA chooses an order that other kernels read, and would transpose it for this one.
     """
-    is_short = rows[-1:] != (1,) and all(symbols.at_most(n, tpu.SHORT) for n in rows[-1:])
+    length = rows[-1] if rows else 1
+    is_short = length != 1 and symbols.at_most(length, tpu.SHORT)
     return is_short and sharding.platform() == "tpu"
 
 

@@ -154,6 +154,16 @@ def test_masked_values_do_not_leak(kernel: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_huge_masked_numbers_do_not_leak(kernel: str, dtype: str) -> None:
     """They are finite but their products are not: infinity times a weight of 0 must not count."""
+    check_huge_masked_numbers(kernel, dtype)
+
+
+@pytest.mark.parametrize("kernel", ["short", "flex"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_huge_masked_numbers_do_not_leak_on_tpu(tpu, kernel: str, dtype: str) -> None:
+    check_huge_masked_numbers(kernel, dtype)
+
+
+def check_huge_masked_numbers(kernel: str, dtype: str) -> None:
     q, k, v, cotangent = (x.astype(dtype) for x in arrays(60, 90))
     run = pulled(kernel, mask=np.arange(90) != 4)
     clean = run(q, k, v, cotangent)

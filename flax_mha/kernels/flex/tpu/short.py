@@ -242,7 +242,7 @@ def _backward(
             s, pull = _scores(call, tile, queries, keys, values, learned)
             yield
             p, total, top = _exponentials(s, sink)
-            share, ignored = 1 / softmax.divisor(total), None
+            share = 1 / softmax.divisor(total)
             dsum = jnp.where(total == 0, 0.0, dtotals[0][n]) if dtotals else None
             if call.guarded:
                 # A query that sees NaN, or gets it, has weights of NaN, but 0 where masked, or if
@@ -255,13 +255,16 @@ def _backward(
                 share = jnp.where(lost, jnp.nan, share)
                 queries, keys, values, cotangent = map(finite, (queries, keys, values, cotangent))
             p = p * share
-            p = p if ignored is None else jnp.where((s == -jnp.inf) | ignored, 0.0, p)
+            if call.guarded:
+                p = jnp.where((s == -jnp.inf) | ignored, 0.0, p)
             yield
             dp = call.gain(tile.drop(dot(call, values, cotangent, 1, 1)))
             yield
-            delta = jnp.sum(p * dp, 0, keepdims=True)
+            # The product of a huge masked value may be infinite, and 0·∞ is NaN.
+            each = jnp.where(p == 0, 0.0, p * dp) if call.guarded else p * dp
+            delta = jnp.sum(each, 0, keepdims=True)
             delta = delta if dsum is None else delta - dsum * total
-            delta = delta if ignored is None else jnp.where(jnp.isnan(delta), 0.0, delta)
+            delta = jnp.where(lost, 0.0, delta) if call.guarded else delta
             ds, of_leaves = pull(softmax.gradient(p, dp, delta, masked=False))
             ds, p = ds.astype(q.dtype), tile.drop(p).astype(do.dtype)
             yield
@@ -272,7 +275,7 @@ def _backward(
                 ref[n] += turn(call.leaves[leaf], d.astype(jnp.float32), swapped=True)
             if sink is not None:
                 of_sink = softmax.sink_gradient(sink, top, share, delta)
-                of_sink = of_sink if ignored is None else jnp.where(ignored, 0.0, of_sink)
+                of_sink = jnp.where(ignored, 0.0, of_sink) if call.guarded else of_sink
                 more[0][n] += jnp.sum(of_sink, 1, keepdims=True)
 
         _run_together(map(differentiate, range(heads * G)))

@@ -1,0 +1,59 @@
+"""Projections of short sequences on TPUs, whose product has one axis for heads and features."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from flax_mha import MultiHeadAttention, positions, sharding
+from flax_mha.layer import linear
+from tests.support.meshes import GROUPED, KEY, KINDS, X, on
+from tests.support.oracle import error, random_like
+
+SHAPES = {"one device": (), "two axes": (2, 4), "heads over two axes": (2, 2, 2)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flat_heads_match_the_einsum(monkeypatch, shape: str, kind: str) -> None:
+    """Outputs, and gradients of all parameters, on meshes too."""
+    layer = MultiHeadAttention(
+        8,
+        num_kv_heads=2,
+        qkv_features=32,
+        kernel="reference",
+        rotary=positions.Rotary(),
+    )
+    variables = random_like(jax.eval_shape(layer.init, KEY, X))
+
+    def loss(variables: Any, x: jax.Array) -> Any:
+        out = layer.apply(variables, x)
+        return (out**2).sum(), out
+
+    def gradients() -> Any:
+        # A new function, as jit keeps the program of another platform.
+        lowered = jax.jit(lambda *args: jax.value_and_grad(loss, (0, 1), has_aux=True)(*args))
+        lowered = lowered.lower(variables, X)
+        return lowered.compile()(variables, X), lowered.as_text()
+
+    want, text = gradients()
+    assert "32x32xf32" not in text
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    rules = GROUPED if len(SHAPES[shape]) == 3 else sharding.RULES
+    leave = on(kind, rules, SHAPES[shape])[1] if SHAPES[shape] else lambda: None
+    try:
+        got, text = gradients()
+    finally:
+        leave()
+    assert "32x32xf32" in text
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert error(x, y) < 1e-5
+
+
+def test_long_and_single_positions_keep_their_heads(monkeypatch) -> None:
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    assert not linear._has_flat_heads((4, 1))
+    assert not linear._has_flat_heads((4, 513))
+    assert not linear._has_flat_heads(())
+    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    assert not linear._has_flat_heads((4, 64))
