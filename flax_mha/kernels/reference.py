@@ -109,17 +109,13 @@ def softmax(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
 @softmax.defjvp
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     weights = softmax(*primals)
-
-    def weigh(x: jax.Array) -> jax.Array:
-        # The cotangent of a masked weight may be infinite, if its value is huge, and 0·∞ is NaN.
-        return jnp.where(weights == 0, 0.0, weights * x)
-
-    change = weigh(tangents[0])
+    change = weights * tangents[0]
     mean = jnp.sum(change, axis=-1, keepdims=True)
     if primals[1] is not None:
         _, top, total = exponentials(*primals)
         mean = mean + jnp.exp(primals[1] - top) / jnp.maximum(total, _LEAST_TOTAL) * tangents[1]
-    return weights, change - weigh(mean)
+    # The cotangent of a masked weight may be infinite, if its value is huge, and 0·∞ is NaN.
+    return weights, jnp.where(weights == 0, 0.0, change - weights * mean)
 
 
 def exponentials(

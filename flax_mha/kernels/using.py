@@ -51,4 +51,4 @@ def use(
 def resolve(kernel: choose.KernelName) -> tuple[choose.KernelName, TileSize]:
     """Return a call's kernel, that of the context for "auto", and the blocks of the context."""
     of_context, blocks = _set.get()
-    return of_context if kernel == "auto" else kernel, blocks
+    return of_context if isinstance(kernel, str) and kernel == "auto" else kernel, blocks

@@ -31,6 +31,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(blocks, "BLOCKS", {128: 128})
+    monkeypatch.setattr(blocks, "memory", lambda device: 2**27)
 
 
 @pytest.fixture

@@ -132,9 +132,8 @@ def test_windows_send_the_keys_that_they_reach(optimized: None) -> None:
     assert sent(masks.Window(1024 + 128, 0), T) == 1024 + 128
     # Rounded up to a sixteenth of a shard.
     assert sent(masks.Window(1, 65), T) == 64 + 128
-    # Forward, backward, and their gradients, which return. TPUs keep the parts instead of the second
-    # transfer, see `test_tpu_collectives`.
-    assert sent(masks.Window(256, 64), T, grad=True) == 3 * (256 + 64)
+    # The parts are kept for the backward pass, and their gradients return.
+    assert sent(masks.Window(256, 64), T, grad=True) == 2 * (256 + 64)
 
 
 @pytest.mark.slow

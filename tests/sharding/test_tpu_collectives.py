@@ -84,7 +84,7 @@ def test_layer_sends_the_bytes_of_the_formula(
     if kernel == "auto":
         # The kernel for those chips, though this machine has none. 12 matmuls of D by H per token:
         # 4 forward, each with two gradients.
-        assert "flex_forward" in both
+        assert "short_forward" in both
         assert work.flops(Module(both)) == 12 * 2 * ROWS * T * D * H
         assert work.pallas_flops(traced.jaxpr.jaxpr) > 9 * 2 * ROWS * T**2 * H / 2
 
@@ -143,7 +143,9 @@ def test_gradients_of_projections_are_summed_once(optimized: None, name: str, ki
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixed_heads_are_gathered(optimized: None, kind: str) -> None:
     found: Counter[str] = Counter()
-    for name, size in sent(TalkingHeadsAttention(8), kind, sharding.RULES, grad=True):
+    # XLA shares the gathered queries and keys of this kernel. Kernels on shards gather once more.
+    layer = TalkingHeadsAttention(8, kernel="reference")
+    for name, size in sent(layer, kind, sharding.RULES, grad=True):
         found[name] += size
     # A reduce-scatter's result is an eighth; the forward one is an all-reduce on TPUs.
     assert found == {"all-gather": 3 * BTD, "reduce-scatter": BTD // 8, "all-reduce": 9 * BTD // 2}

@@ -47,7 +47,7 @@ def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
     """Return out [R, N, T′, Hv] and float32 sums [R, N, T′], precomputed or computed."""
     if result is not None:
         return result
-    (out,), stats = _attend(call, x, exact=False)
+    (out,), stats = _attend(call, x, False)
     return out, Sums(stats[:, :, 0], stats[:, :, 1])
 
 
@@ -59,7 +59,7 @@ def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, 
     if result is not None:
         return result, (x, [result[0]], jnp.stack(result[1], 2))
     call = call._replace(reads_sums=True)
-    parts, stats = name_result(*_attend(call, x, exact=True))
+    parts, stats = name_result(*_attend(call, x, True))
     out = parts[0].astype(x.q.dtype)
     return (out, Sums(stats[:, :, 0], stats[:, :, 1])), (x, parts, stats)
 

@@ -56,8 +56,8 @@ class Ring(NamedTuple):
         are traced.
       plain: True if the blocks of other devices are full or empty, as under a causal mask. Then a
         step needs no positions, so that cuDNN can compute it.
-      serial: True if transfers must not run at once, because XLA:CPU takes the data of one for that
-        of another.
+      serial: True if transfers must wait for a loop of others, because XLA:CPU takes the data of
+        one for that of another.
     """
 
     axes: Any
@@ -93,7 +93,8 @@ class Ring(NamedTuple):
                 reach[step] = int(tiles[0]) * tile, int(tiles[-1] + 1) * tile
         passes, is_partly_traced = split(reach, block, n), len(static) < len(parts)
         seen = per_device.any((1, 3))
-        serial = platform.name == "cpu"
+        loops = any(len(leg.steps) > 1 for part in passes for leg in schedule(part.steps, n))
+        serial = loops and platform.name == "cpu"
         return cls(axes, seen, tuple(reach), passes, block, is_partly_traced, plain, serial)
 
     def send(self, tree: Any, hop: int) -> Any:

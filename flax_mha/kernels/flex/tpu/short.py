@@ -151,14 +151,23 @@ def _features(n: int, size: int) -> slice:
 
 
 def _scores(
-    call: FlexCall, tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array,
-    learned: Sequence[int] = (),
-) -> tuple[jax.Array, Callable]:  # fmt: skip
-    """Return the scores of a head, and their derivative by k·qᵀ and by learned leaves."""
+    call: FlexCall,
+    tile: Tile,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return k·qᵀ of a head, and the scores."""
     if call.guarded:
         # The mask can hide scores, but not products. So a value that is not finite marks its key.
         flag = jnp.sum(v.astype(jnp.float32) * 0, 1, keepdims=True)
         k = (k.astype(jnp.float32) + flag).astype(k.dtype)
+    product = dot(call, k, q, 1, 1)
+    return product, tile.score(product, tile.leaves)
+
+
+def _pull(tile: Tile, product: jax.Array, learned: Sequence[int]) -> tuple[jax.Array, Callable]:
+    """Return the scores, and their derivative by k·qᵀ and by learned leaves."""
 
     def score(s: jax.Array, arrays: list[jax.Array]) -> jax.Array:
         leaves = list(tile.leaves)
@@ -166,7 +175,7 @@ def _scores(
             leaves[n] = x
         return tile.score(s, leaves)
 
-    return jax.vjp(score, dot(call, k, q, 1, 1), [tile.leaves[n] for n in learned])
+    return jax.vjp(score, product, [tile.leaves[n] for n in learned])
 
 
 def _exponentials(s: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -195,7 +204,7 @@ def _forward(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.
         def attend(n: int) -> Iterator[None]:
             of_k, of_v = (_features(n // dims.G, size) for size in (dims.H, dims.Hv))
             keys, values, tile = k[:, of_k], v[:, of_v], make(n)
-            s, _ = _scores(call, tile, q[:, _features(n, dims.H)], keys, values)
+            _, s = _scores(call, tile, q[:, _features(n, dims.H)], keys, values)
             yield
             p, total, top = _exponentials(s, _of_head(sinks[0], n)[...] if sinks else None)
             yield
@@ -239,24 +248,24 @@ def _backward(
             tile, sink = make(n), _of_head(sinks[0], n)[...] if sinks else None
             queries, keys = q[:, _features(n, H)], k[:, _features(n // G, H)]
             cotangent, values = do[:, _features(n, Hv)], v[:, _features(n // G, Hv)]
-            s, pull = _scores(call, tile, queries, keys, values, learned)
+            product, s = _scores(call, tile, queries, keys, values)
             yield
             p, total, top = _exponentials(s, sink)
             share = 1 / softmax.divisor(total)
             dsum = jnp.where(total == 0, 0.0, dtotals[0][n]) if dtotals else None
             if call.guarded:
-                # A query that sees NaN, or gets it, has weights of NaN, but 0 where masked, or if
-                # it has no cotangent. All factors of weights are finite.
+                # A query that sees NaN, or gets it, has scores of NaN where it is visible, or
+                # weights of 0 if it has no cotangent. All other factors are finite.
                 mean = jnp.full((1, Hv), 1 / Hv, cotangent.dtype)
                 size = dot(call, mean, jnp.abs(cotangent), 1, 1)
                 size = size if dsum is None else size + jnp.abs(dsum)
                 lost = jnp.isnan(total + 0 * size)
-                ignored = lost & (size == 0)
-                share = jnp.where(lost, jnp.nan, share)
+                mark = jnp.where(lost & (size != 0), jnp.nan, 0.0)
+                top, share = jnp.where(lost, softmax.FAR, top), jnp.where(lost, 1.0, share)
+                product = finite(product) + mark
                 queries, keys, values, cotangent = map(finite, (queries, keys, values, cotangent))
-            p = p * share
-            if call.guarded:
-                p = jnp.where((s == -jnp.inf) | ignored, 0.0, p)
+            s, pull = _pull(tile, product, learned)
+            p = (jnp.exp(s - top) if call.guarded else p) * share
             yield
             dp = call.gain(tile.drop(dot(call, values, cotangent, 1, 1)))
             yield
@@ -275,7 +284,7 @@ def _backward(
                 ref[n] += turn(call.leaves[leaf], d.astype(jnp.float32), swapped=True)
             if sink is not None:
                 of_sink = softmax.sink_gradient(sink, top, share, delta)
-                of_sink = jnp.where(ignored, 0.0, of_sink) if call.guarded else of_sink
+                of_sink = of_sink + mark if call.guarded else of_sink
                 more[0][n] += jnp.sum(of_sink, 1, keepdims=True)
 
         _run_together(map(differentiate, range(heads * G)))
