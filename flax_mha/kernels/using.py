@@ -51,4 +51,5 @@ def use(
 def resolve(kernel: choose.KernelName) -> tuple[choose.KernelName, TileSize]:
     """Return a call's kernel, that of the context for "auto", and the blocks of the context."""
     of_context, blocks = _set.get()
+    # Another type is refused by `parse_kernel`; an array has no truth value.
     return of_context if isinstance(kernel, str) and kernel == "auto" else kernel, blocks

@@ -81,10 +81,16 @@ def test_options_compile(tpu, name: str) -> None:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("generation", TOPOLOGIES)
-@pytest.mark.parametrize("which", ["17 16 bfloat16", "256 128 float32", "512 256 bfloat16"])
+@pytest.mark.parametrize(
+    ("generation", "which"),
+    [
+        (generation, which)
+        for generation in TOPOLOGIES
+        for which in ("17 16 bfloat16", "256 128 float32", "512 256 bfloat16")
+        # A v4 has 16 MiB of fast memory, and the kernel refuses the longest there.
+        if (generation, which) != ("v4", "512 256 bfloat16")
+    ],
+)
 def test_sizes_compile(tpu, generation: str, which: str) -> None:
     length, H, dtype = which.split()
-    if (generation, length) == ("v4", "512"):
-        pytest.skip("refused: it has 16 MiB of fast memory")
     compiled(generation, int(length), int(H), *CALLS["user_score"], jnp.dtype(dtype))

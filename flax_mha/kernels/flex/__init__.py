@@ -5,8 +5,8 @@
 Memory is O(T + S), except for the arrays of masks and scores. Empty tiles are skipped, forward and
 backward, and the mask is evaluated only in partial tiles. Masks and score functions, user-defined
 ones included, run in the kernel, and so do the derivatives of scores. The backward pass recomputes
-the scores from the saved maximum and sum: for dq, for dk and dv, and for the learned arrays, in
-memory of their own size. XLA removes the passes that are not needed.
+the scores from the saved maximum and sum: on TPUs once for dq, dk and dv together, and in passes of
+their own for learned arrays, in memory of their size. XLA removes passes that are not needed.
 
 Sources: Dao, "FlashAttention-2", 2023; Dong et al., "Flex Attention", 2024, for the idea; Milakov
 and Gimelshein, "Online normalizer calculation for softmax", 2018.
