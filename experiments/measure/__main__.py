@@ -2,6 +2,7 @@
 
     python -m experiments.measure check                  # do the kernels hold on this device?
     python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
+    python -m experiments.measure timed                  # the same programs, run on this device
     python -m experiments.measure tiles --chip=v5e       # cycles of a tile of the TPU kernels
 
 Each command has --help.
@@ -12,10 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.measure import check, compiled, tiles
+from experiments.measure import check, compiled, tiles, timed
 from experiments.runs.failures import RunError
 
-COMMANDS: dict[str, Any] = {"check": check, "compiled": compiled, "tiles": tiles}
+COMMANDS: dict[str, Any] = {
+    "check": check, "compiled": compiled, "timed": timed, "tiles": tiles,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:

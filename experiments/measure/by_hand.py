@@ -96,34 +96,35 @@ def einsum(mask: jax.Array | None = None) -> Attend:
 def decoding_step(
     pads: bool, cache: dict[str, jax.Array], w: Weights, x: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Apply a layer to one token [B, 1, D], after those in a cache of k and v [B, K, S, H].
+    """Apply a layer to tokens [B, T, D], after those in a cache of k and v [B, K, S, H].
 
     `pads` fills the rows of a matmul to eight, because the matrix unit of TPUs takes eight at once.
     """
-    length, (B, K, S, H) = cache["length"], cache["k"].shape
-    q, k, v = (jnp.einsum("bd,dnh->bnh", x[:, 0], w[name]) for name in "qkv")
-    group = q.shape[1] // K
-    at = jnp.arange(B)[:, None], jnp.arange(K)[None], length[:, None]
+    length, (B, K, S, H), T = cache["length"], cache["k"].shape, x.shape[1]
+    q, k, v = (jnp.einsum("btd,dnh->bnth", x, w[name]) for name in "qkv")
+    places = length[:, None] + jnp.arange(T)[None]
+    at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], places[:, None]
     k, v = (
         cache[name].at[at].set(new, mode="drop", unique_indices=True)
         for name, new in (("k", k), ("v", v))
     )
-    rows = max(8, group) if pads else group
+    used = q.shape[1] // K * T
+    rows = max(8, used) if pads else used
 
     def padded(a: jax.Array) -> jax.Array:
-        return jnp.pad(a, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+        return jnp.pad(a, ((0, 0), (0, 0), (0, rows - used), (0, 0)))
 
-    q = padded(q.reshape(B, K, group, H))
-    s = jnp.einsum("bkmh,bksh->bkms", q, k, preferred_element_type=jnp.float32)[:, :, :group]
-    seen = jnp.arange(S)[None] <= length[:, None]
-    s = jnp.where(seen[:, None, None], s * H**-0.5, -1e30)
+    q = padded(q.reshape(B, K, used, H))
+    s = jnp.einsum("bkmh,bksh->bkms", q, k, preferred_element_type=jnp.float32)[:, :, :used]
+    ends = jnp.tile(places, (1, used // T))[:, None, :, None]
+    seen = jnp.arange(S)[None, None, None] <= ends
+    s = jnp.where(seen, s * H**-0.5, -1e30)
     p = jnp.exp(s - s.max(-1, keepdims=True))
     z = jnp.einsum(
         "bkms,bksh->bkmh", padded(p.astype(v.dtype)), v, preferred_element_type=jnp.float32
     )
-    z = (z[:, :, :group] / p.sum(-1, keepdims=True)).reshape(B, 1, -1, H).astype(x.dtype)
-    new = {"k": k, "v": v, "length": length + 1}
-    return jnp.einsum("btnh,nhd->btd", z, w["o"]), new
+    z = (z[:, :, :used] / p.sum(-1, keepdims=True)).reshape(B, -1, T, H).astype(x.dtype)
+    return jnp.einsum("bnth,nhd->btd", z, w["o"]), {"k": k, "v": v, "length": length + T}
 
 
 def language_model(

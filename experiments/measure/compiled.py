@@ -5,7 +5,8 @@
 
 Nothing runs. The table has, for each program and contestant,
 
-    MiB      moved to and from the chip's main memory in a run, and the ratio to the one by hand
+    MiB      moved to and from the chip's main memory in a run, and the ratio to the one by hand;
+             "≥" if a loop's number of turns depends on values, which count as one turn
     kernels  started in a run
     Mcycles  estimated by the compiler; on TPUs, without Pallas kernels
     held     MiB of temporaries, beside arguments and results
@@ -50,8 +51,7 @@ COLORS = {"ours": "black", "flax": "tab:blue", "hand": "tab:gray"}
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--chip", choices=[*TPUS, *sorted(gpus.TARGETS)], default="v5e")
-    parser.add_argument("--programs", default=",".join(programs.PROGRAMS), metavar="NAME,…",
-                        help=f"some of {', '.join(programs.PROGRAMS)}")  # fmt: skip
+    programs.add_names(parser)
     parser.add_argument("--top", type=int, default=0, metavar="N")
     parser.add_argument("--workdir", metavar="FOLDER")
 
@@ -62,11 +62,7 @@ def run(flags: argparse.Namespace) -> None:
     Raises:
       RunError: if a flag is wrong, or no installed compiler supports the chip.
     """
-    names = flags.programs.split(",")
-    if unknown := [name for name in names if name not in programs.PROGRAMS]:
-        raise RunError(
-            f"--programs must be some of {', '.join(programs.PROGRAMS)}, got {unknown[0]!r}"
-        )
+    names = programs.chosen(flags.programs)
     folder = folders.result_folder(flags.workdir, f"compiled-{flags.chip}")
     chip = chip_of(flags.chip)
     rows: list[Row] = []
@@ -125,6 +121,7 @@ def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
     return {
         "program": entry.program, "passes": entry.passes, "contestant": entry.contestant,
         "MiB": sum(one.times * one.bytes for one in moved) / MIB,
+        "least": bool(module.unknown),
         "kernels": sum(one.times for one in moved),
         "Mcycles": None if chip.is_gpu else sum(one.times * _cycles(one) for one in moved) / 1e6,
         "held": stats.temp_size_in_bytes / MIB,
@@ -153,11 +150,12 @@ def line(row: Row, rows: Sequence[Row]) -> str:
         if other["contestant"] == "hand"
         and (other["program"], other["passes"]) == (row["program"], row["passes"])
     ]  # fmt: skip
-    ratio = f"{row['MiB'] / hand[0]:.2f}" if hand else ""
+    ratio = f"{row['MiB'] / hand[0]:.2f}" if hand and not row["least"] else ""
     cycles = "" if row["Mcycles"] is None else f"{row['Mcycles']:.2f}"
     cells = [
-        f"`{row['program']}`", row["passes"], row["contestant"], f"{row['MiB']:,.0f}", ratio,
-        str(row["kernels"]), cycles, f"{row['held']:,.0f}", f"{row['traced']:.1f} s",
+        f"`{row['program']}`", row["passes"], row["contestant"],
+        f"{'≥ ' * row['least']}{row['MiB']:,.0f}", ratio, str(row["kernels"]), cycles,
+        f"{row['held']:,.0f}", f"{row['traced']:.1f} s",
         f"{row['compiled']:.1f} s",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"

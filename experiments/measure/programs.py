@@ -1,4 +1,4 @@
-"""The programs that `measure compiled` compiles, by this package, by Flax, and by hand.
+"""The programs of `measure compiled` and `measure timed`, by this package, by Flax, and by hand.
 
 | program | computation |
 |---|---|
@@ -9,6 +9,9 @@
 | `short` | a layer of a vision transformer, B=64, T=197, D=768, 12 heads of 64, no mask |
 | `decode` | a step of one token in a layer with a cache of S=8,192, B=8, D=2,048, 16 heads of 128 |
 | `decode-grouped` | the same with 4 key/value heads |
+| `decode-64` | the same as `decode`, of 64 tokens |
+| `decode-model` | a step of one token in a model of 4 layers, each with 8 key/value heads |
+| `decode-scan` | the same by a scan |
 | `model` | a language model of 12 layers by a scan, B=4, T=2,048, D=1,024, 16 heads of 64 |
 | `unrolled` | the same without a scan |
 
@@ -17,6 +20,7 @@ loss and gradient, for a vocabulary of 32,768. All compute in bfloat16 with a fl
 Parameters are float32, but bfloat16 where a token is decoded. The arrays are causal and padding.
 """
 
+import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_mha
 from experiments.measure import by_hand
+from experiments.runs.failures import RunError
 from flax_mha import Decoder, DecoderBlock, LanguageModel, masks, positions
 from flax_mha.models import TokenEmbedding
 
@@ -88,6 +93,24 @@ def entries(chip: Chip, names: Sequence[str]) -> Iterator[Entry]:
     """Yield the programs of some names, contestant by contestant."""
     for name in names:
         yield from PROGRAMS[name](chip, name)
+
+
+def add_names(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names programs."""
+    parser.add_argument("--programs", default=",".join(PROGRAMS), metavar="NAME,…",
+                        help=f"some of {', '.join(PROGRAMS)}")  # fmt: skip
+
+
+def chosen(flag: str) -> list[str]:
+    """Return the names of the programs that a flag lists.
+
+    Raises:
+      RunError: if there is no such program.
+    """
+    names = flag.split(",")
+    if unknown := [name for name in names if name not in PROGRAMS]:
+        raise RunError(f"--programs must be some of {', '.join(PROGRAMS)}, got {unknown[0]!r}")
+    return names
 
 
 def _both(
@@ -158,28 +181,45 @@ def _short(chip: Chip, name: str) -> Iterator[Entry]:
     yield from _both(name, "hand", hand, _projections(chip, D, N, D // N), x)
 
 
-def _decode(chip: Chip, name: str, K: int = 16) -> Iterator[Entry]:
+def _decode(chip: Chip, name: str, K: int = 16, T: int = 1) -> Iterator[Entry]:
     B, S, D, N, H = 8, 8192, 2048, 16, 128
-    x = chip.array(B, 1, D)
+    x = chip.array(B, T, D)
     options: dict[str, Any] = {"dtype": HALF, "param_dtype": HALF, "use_bias": False}
     ours = flax_mha.MultiHeadAttention(N, num_kv_heads=K, decode=True, **options)
     layers: dict[str, nn.Module] = {"ours": ours}
-    if K == N:
+    if K == N and T == 1:
         layers["flax"] = nn.MultiHeadDotProductAttention(N, decode=True, **options)
     for contestant, layer in layers.items():
-        held = _initial(chip, layer, chip.array(B, S, D))
-
-        def step(cache: Any, params: Any, x: jax.Array, layer: Any = layer) -> Any:
-            y, new = layer.apply({"params": params, "cache": cache}, x, mutable=["cache"])
-            return y, new["cache"]
-
-        yield Entry(name, contestant, "step", step, (held["cache"], held["params"], x), (0,))
+        yield _step(chip, name, contestant, layer, chip.array(B, S, D), x)
     w = chip.weights(HALF, q=(D, N, H), k=(D, K, H), v=(D, K, H), o=(N, H, D))
     cache = chip.weights(HALF, k=(B, K, S, H), v=(B, K, S, H))
     cache["length"] = chip.array(B, dtype=jnp.int32)
     hand = functools.partial(by_hand.decoding_step, not chip.is_gpu)
     arguments = cache, w, x
-    yield Entry(name, "hand", "step", lambda c, w, x: hand(c, w, x)[::-1], arguments, (0,))
+    yield Entry(name, "hand", "step", hand, arguments, (0,))
+
+
+def _decode_model(chip: Chip, name: str, scan: bool = False) -> Iterator[Entry]:
+    B, S, D, N = 8, 8192, 2048, 16
+    attention = flax_mha.MultiHeadAttention(
+        N, num_kv_heads=8, dtype=HALF, param_dtype=HALF, use_bias=False,
+        rotary=positions.Rotary(), decode=True,
+    )  # fmt: skip
+    embed = TokenEmbedding(32000, D, dtype=HALF, param_dtype=HALF)
+    decoder = Decoder(4, DecoderBlock(attention, mlp_dim=4 * D), scan=scan)
+    whole, one = (chip.array(B, T, dtype=jnp.int32) for T in (S, 1))
+    yield _step(chip, name, "ours", LanguageModel(embed, decoder), whole, one)
+
+
+def _step(chip: Chip, name: str, contestant: str, module: Any, whole: Any, x: Any) -> Entry:
+    """Return a step in which a module decodes x, with a cache for the tokens of `whole`."""
+    held = _initial(chip, module, whole)
+
+    def step(cache: Any, params: Any, x: jax.Array) -> Any:
+        y, new = module.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+        return y, new["cache"]
+
+    return Entry(name, contestant, "step", step, (held["cache"], held["params"], x), (0,))
 
 
 def _model(chip: Chip, name: str, scan: bool = True) -> Iterator[Entry]:
@@ -235,6 +275,9 @@ PROGRAMS: dict[str, Callable[[Chip, str], Iterator[Entry]]] = {
     "short": _short,
     "decode": _decode,
     "decode-grouped": functools.partial(_decode, K=4),
+    "decode-64": functools.partial(_decode, T=64),
+    "decode-model": _decode_model,
+    "decode-scan": functools.partial(_decode_model, scan=True),
     "model": _model,
     "unrolled": functools.partial(_model, scan=False),
 }

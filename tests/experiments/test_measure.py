@@ -12,7 +12,7 @@ import pytest
 from experiments.counts import traffic
 from experiments.counts.hlo import Module
 from experiments.measure import __main__ as measure
-from experiments.measure import compiled
+from experiments.measure import compiled, programs, timed
 from experiments.plan import gpus
 
 SUM = """
@@ -202,3 +202,31 @@ def test_table_of_a_decoding_step(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert compiled.line(hand, rows) in (folder / "table.md").read_text()
     assert compiled.line(hand, rows) in capsys.readouterr().out
     assert matplotlib.image.imread(folder / "compiled.png").std() > 0.01
+
+
+@pytest.mark.slow
+def test_contestants_of_a_decoding_step_run_in_turns(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "timed"
+    measure.main(["timed", "--programs=decode-grouped", "--seconds=0.5", f"--workdir={folder}"])
+    results = json.loads((folder / "results.json").read_text())
+    assert [row["contestant"] for row in results["rows"]] == ["ours", "hand"]
+    printed = capsys.readouterr().out
+    for row in results["rows"]:
+        median, q1, q3 = row["milliseconds"]
+        assert 0 < q1 <= median <= q3
+        assert row["ratio"] >= 1
+        assert timed.line(row) in (folder / "timed.md").read_text()
+        assert timed.line(row) in printed
+
+
+def test_tokens_of_a_step_are_the_last_that_fit() -> None:
+    chip = programs.Chip(jax.devices()[0], False)
+    cache = {"k": chip.array(2, 2, 64, 4), "length": chip.array(2, dtype=jnp.int32)}
+    tokens = chip.array(2, 8, dtype=jnp.int32)
+    entry = programs.Entry("", "", "", lambda *_: None, (cache, tokens), (0,))
+    filled, drawn = timed.filled(entry)
+    assert filled["length"].tolist() == [56, 56]
+    assert filled["k"].std() > 0
+    assert drawn.min() == 0 < drawn[:, :7].min()

@@ -140,7 +140,9 @@ def test_sinks_and_soft_caps_on_gpu_match_oracle(name: str, mask) -> None:
 def test_very_small_scores_on_gpu_match_oracle(shift: float, s: int) -> None:
     """All scores are near −120, where exp(0 − lse) overflows."""
     q, k, v, cotangent = arrays(s, s, 2, "bfloat16")
-    q, k = q.at[..., 0].set(1.0), (k * 0.1).at[..., 0].set(shift)
+    # Of the queries: dq is a sum over keys in which a feature that all keys share cancels, up to the
+    # rounding of the scores' gradients.
+    q, k = q.at[..., 0].set(shift), (k * 0.5).at[..., 0].set(1.0)
     known = {"scale": 1.0, "allowed": table(Causal(), s, s)}
     call = {"scale": 1.0, "mask": Causal()}
     check("cudnn", [q, k, v, cotangent], known, lambda _: call, {})
