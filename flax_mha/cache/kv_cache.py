@@ -25,7 +25,7 @@ class KVCache(Slots, Struct):
 
     Attributes:
       key: [*B, K, S, H], heads first, the layout that decoding reads.
-      value: [*B, K, S, Hv].
+      value: [*B, K, S, Hv], finite: NaN of a value is in its key.
       length: int32 [*B], the tokens appended to each row. A row of length 0 is empty.
       key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
       value_scale: the scales of int8 values, float32 [*B, K, S]; else None.

@@ -14,6 +14,7 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
+from flax_mha.kernels.softmax import move_nan_to_keys
 from flax_mha.kernels.stored import OfLayer, Stored, is_part, map_part, read
 from flax_mha.sharding import LogicalNames, rules
 
@@ -42,14 +43,15 @@ class Slots:
     def stored(self, total: int | None = None) -> tuple[Stored, Stored]:
         """Return keys and values in the form that kernels read, [*B, S, K, ·], of `total` slots."""
 
-        def as_stored(x: Any, scale: Any) -> Stored:
+        def as_stored(x: Any, scale: Any, finite: bool) -> Stored:
             slots = self.names[2] or "length"
             if scale is not None:
                 scale = map_part(lambda x: jnp.swapaxes(x[..., None], -3, -2), scale)
             x = map_part(lambda x: jnp.swapaxes(x, -3, -2), x)
-            return Stored(x, scale, jnp.float32, slots, total)
+            return Stored(x, scale, jnp.float32, slots, total, finite)
 
-        return as_stored(self.key, self.key_scale), as_stored(self.value, self.value_scale)
+        key = as_stored(self.key, self.key_scale, False)
+        return key, as_stored(self.value, self.value_scale, True)
 
     def next_positions(self, T: int) -> jax.Array:
         """Return the positions of the next T queries of each row, int32 [*B, T]."""
@@ -104,8 +106,8 @@ class Memory(Slots, Struct):
     Queries attend to them call by call, and continue at their own positions.
 
     Attributes:
-      key: [*B, K, S, H].
-      value: [*B, K, S, Hv].
+      key: [*B, K, S, H], NaN where the token's key or value is not finite.
+      value: [*B, K, S, Hv], finite, because a weight of 0 would not hide NaN.
       key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
       value_scale: the scales of int8 values, float32 [*B, K, S]; else None.
       length: int32 [*B], the number of queries so far: the position of the next one; None if no
@@ -125,6 +127,7 @@ class Memory(Slots, Struct):
     @classmethod
     def of(cls, key: jax.Array, value: jax.Array, dtype: jnp.dtype) -> Self:
         """Encode keys [*B, S, K, H] and values [*B, S, K, Hv] in a dtype."""
+        key, value = move_nan_to_keys(key, value)
         (key, key_scale), (value, value_scale) = (_encode(x, dtype) for x in (key, value))
         return cls(key, value, key_scale, value_scale)
 

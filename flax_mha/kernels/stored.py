@@ -66,6 +66,7 @@ class Stored(Struct):
       slots: the logical name of S: "cache_length" for the slots of a cache, which the rules may
         shard; "length" for tokens.
       total: the number of slots of the cache, if S is another (default: S).
+      finite: True if all are finite, as the values of a cache, whose `Memory.of` moves NaN to keys.
     """
 
     values: Any
@@ -73,6 +74,7 @@ class Stored(Struct):
     dtype: Any = struct.field(pytree_node=False)
     slots: str = struct.field(pytree_node=False, default="length")
     total: int | None = struct.field(pytree_node=False, default=None)
+    finite: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> Shape:
