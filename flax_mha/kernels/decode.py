@@ -49,8 +49,8 @@ _MANY_ROWS = {"tpu": 32}
 # Up to this share of the blocks, visiting them one by one is faster than reading all keys.
 # Measured on two CPU cores at 2,048 keys.
 _FEW = 0.2
-# On a GPU, a branch takes 60 to 100 µs, in which an H100 reads 200 to 300 MiB. Fewer bytes of keys and
-# values than these are read at once.
+# On a GPU, a branch takes 60 to 100 µs, in which an H100 reads 200 to 300 MiB. Fewer bytes of keys
+# and values than these are read at once.
 _LEAST_BYTES = {"gpu": 2**30}
 
 Keyed = jax.Array | Stored

@@ -37,6 +37,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
     exactly 0. Without a softmax the sums are 0.
     """
     at = spec.at(shapes.Dims.of(q, k, v))
+    if isinstance(q, jax.core.Tracer):
+        # Otherwise XLA computes the pairs of static positions while it compiles, for seconds, and
+        # keeps tables of them.
+        at = At(*jax.lax.optimization_barrier(tuple(at)))
     lost: Any = None
     if spec.mask is not None:
         q, k, v, lost = isolate_nan(q, k, v, jnp.asarray(evaluate(spec.mask, at)), platform)

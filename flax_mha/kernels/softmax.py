@@ -60,22 +60,35 @@ def poison(out: jax.Array, lost: jax.Array, q: jax.Array) -> jax.Array:
     return jnp.where(lost, flag * finite(q)[..., :1].astype(out.dtype), out)
 
 
-def repair(step: Callable[[Any, Any], Any], results: Any, *read: jax.Array) -> Any:
-    """Return step(0, results) if an array that is read is not finite, else the results.
+def holds_nan(*arrays: jax.Array) -> jax.Array:
+    """Return True if an array holds a value that is not finite."""
+    return functools.reduce(jnp.logical_or, (jnp.isnan(nan_flag(x).sum()) for x in arrays))
 
-    A loop of at most one step keeps them in place, where a branch would copy them. Under `vmap` all
-    calls take the step if one needs it, which leaves finite results as they are.
+
+@jax.custom_batching.custom_vmap
+def in_any_call(found: jax.Array) -> jax.Array:
+    """Return a bool; under `vmap` whether it holds in any call, for branches of all calls.
+
+    With a bool for each call, `lax.cond` would compute both branches.
     """
-    found = [jnp.isnan(nan_flag(x).sum()) for x in read]
-    times = functools.reduce(jnp.logical_or, found).astype(jnp.int32)
-    return repeat_if(times, step, results)
+    return found
 
 
-def repeat_if(times: jax.Array, step: Callable[[Any, Any], Any], results: Any) -> Any:
-    """Return step(0, results) if times is 1, and the results if it is 0."""
+@in_any_call.def_vmap
+def _(size: int, batched: list[bool], found: jax.Array) -> tuple[jax.Array, bool]:
+    del size
+    return in_any_call(found.any(0) if batched[0] else found), False
+
+
+def repeat_if(found: jax.Array, step: Callable[[Any, Any], Any], results: Any) -> Any:
+    """Return step(0, results) if found, else the results.
+
+    A loop of at most one step keeps them in place, where a branch would copy them. It is slow on
+    GPUs, whose host starts each step: there, branches compute the one or the other.
+    """
     # Readers of compiled programs know the loop by this name.
     with jax.named_scope("isolate_nan"):
-        return loops.repeat(0, times, step, results)
+        return loops.repeat(0, found.astype(jnp.int32), step, results)
 
 
 def repair_inputs(
@@ -86,7 +99,8 @@ def repair_inputs(
     The new inputs have the derivatives of those given.
     """
     given = jax.lax.stop_gradient(inputs)
-    results = repair(step, (*given, *(vary(x, (inputs, more)) for x in more)), *given)
+    results = (*given, *(vary(x, (inputs, more)) for x in more))
+    results = repeat_if(holds_nan(*given), step, results)
     return *map(_replace, inputs, results), *results[len(inputs) :]
 
 

@@ -14,7 +14,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 MASKS = {fused.MaskType.PADDING: False, fused.MaskType.PADDING_CAUSAL: True}
 
 
-def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, window, score_mod):
+def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, window):
     """Compute the float32 scores [rows, N, T, S], −∞ if masked."""
     (rows, T, N, F), (_, S, K, _) = q.shape, k.shape
     has_bias, has_dbias = variadic_args
@@ -29,8 +29,6 @@ def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, wind
     assert q_length.dtype == k_length.dtype == jnp.int32
     k = jnp.repeat(k, N // K, 2)
     x = jnp.einsum("btnf,bsnf->bnts", q, k, preferred_element_type=jnp.float32) * scale
-    if score_mod is not None:
-        x = score_mod(x)
     if has_bias:
         assert bias.shape[-2:] == (T, S)
         assert bias.shape[0] in (1, rows)
@@ -62,10 +60,10 @@ def forward(
 ):  # fmt: skip
     """Compute out and lse. Fully masked queries, and positions beyond a row's length, are NaN."""
     q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
-    assert score_mod_args == ()
+    assert (score_mod, score_mod_args) == (None, ())
     check((page_table_k, page_table_v), seed, dropout_rate, layout)
     assert is_training
-    settings = scale, variadic_args, mask_type, sliding_window_length, score_mod
+    settings = scale, variadic_args, mask_type, sliding_window_length
     if q_offsets.size:
         q, k, v, *lengths, covered, _ = cut(q, k, v, q_length, k_length, q_offsets, kv_offsets)
         out, lse = of_rows(q, k, v, bias, *lengths, *settings)
@@ -92,13 +90,13 @@ def backward(
 ):  # fmt: skip
     """Compute the gradients from the given lse, out and dout."""
     q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
-    assert score_mod_args == ()
+    assert (score_mod, score_mod_args) == (None, ())
     lse, out, dout = activation, fwd_output, grad_output
     check((page_table_k, page_table_v), seed, dropout_rate, layout)
     assert lse.dtype == jnp.float32
     assert out.dtype == dout.dtype == q.dtype
     assert out.shape == dout.shape == q.shape
-    settings = scale, variadic_args, mask_type, sliding_window_length, score_mod
+    settings = scale, variadic_args, mask_type, sliding_window_length
     if q_offsets.size:
         q, k, v, *lengths, covered_q, covered_k = cut(
             q, k, v, q_length, k_length, q_offsets, kv_offsets

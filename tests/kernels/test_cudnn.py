@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha.base import private_jax
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.cudnn import primitives
@@ -20,7 +19,6 @@ from flax_mha.masks import (
     Window,
     as_mask,
 )
-from flax_mha.scores import SoftCap
 from tests.kernels import cudnn_model
 from tests.kernels.cases import pairs
 from tests.kernels.half_precision import close, run
@@ -149,29 +147,6 @@ def test_cudnn_sinks_match_oracle(nvidia, mask: str, biased: bool, K: int) -> No
     known = {"allowed": table(MASKS[mask], T, S)} | learned
     call = lambda learned: {"mask": MASKS[mask]} | learned  # noqa: E731
     check("cudnn", arrays(T, S, K, "bfloat16"), known, call, learned)
-
-
-@pytest.mark.sampled(0.15)
-@pytest.mark.parametrize("mask", ["none", "window", "empty windows"])
-@pytest.mark.parametrize("K", [2, 4])
-def test_cudnn_soft_caps_match_oracle(nvidia, monkeypatch, mask: str, K: int) -> None:
-    """With caps near the scores. The gradient of the lse takes its own pass."""
-    monkeypatch.setattr(primitives, "takes_caps", lambda device: True)
-    monkeypatch.setattr(private_jax, "takes", lambda function, argument: True)
-    known = {"allowed": table(MASKS[mask], T, S), "cap": 1.5}
-    call = lambda _: {"mask": MASKS[mask], "scores": (SoftCap(1.5),)}  # noqa: E731
-    operands = arrays(T, S, K, "bfloat16")
-    check("cudnn", operands, known, call, {})
-
-    def loss(qkv, kernel):
-        lse = run(*qkv, kernel, **call(None))[1]
-        return jnp.where(lse == -jnp.inf, 0, jnp.sin(lse)).sum()
-
-    got, want = (
-        jax.jit(jax.grad(loss), static_argnums=1)(operands[:3], kernel)
-        for kernel in ("cudnn", "reference")
-    )
-    jax.tree.map(close, got, want)
 
 
 POSITIONS = {

@@ -13,7 +13,6 @@ from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Lengths, Window, as_mask
-from flax_mha.scores import SoftCap
 from tests.kernels.half_precision import run
 from tests.kernels.oracle_check import B, N, arrays, check, table
 
@@ -67,22 +66,6 @@ def test_cudnn_calls_have_native_arguments(hopper, monkeypatch, name: str, devic
         assert bool(re.search(rf"{T}x{S}x", text)) == bool(bias)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX's cuDNN has no soft caps")
-@pytest.mark.parametrize("devices", [1, 8])
-def test_soft_cap_lowers_to_score_function(hopper, monkeypatch, devices: int) -> None:
-    """Forward and backward, and under vmap."""
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    *qkv, _ = arrays(T, S, 2, "bfloat16")
-
-    def loss(q, k, v):
-        return run(q, k, v, mask=Causal(), scores=(SoftCap(9.0),))[0].sum(dtype=jnp.float32)
-
-    for fn, *args in ((loss, *qkv), (jax.vmap(loss, (0, None, None)), qkv[0][None], *qkv[1:])):
-        text = lowered(jax.grad(lambda *x, fn=fn: fn(*x).sum(), (0, 1, 2)), *args)
-        called = re.findall(r"called_computations = \[@(soft_cap(?:_bwd)?)", text)
-        assert called == ["soft_cap"] * 2 + ["soft_cap_bwd"] * 2
-
-
 def test_lse_gradient_takes_a_second_backward_call(hopper) -> None:
     *qkv, _ = arrays(T, S, 2, "bfloat16")
     text = lowered(jax.grad(lambda *x: run(*x)[1].sum(), (0, 1, 2)), *qkv)
@@ -123,14 +106,10 @@ def test_cudnn_on_gpu_matches_oracle(name: str, dtype: str, t: int, s: int) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", [None, Causal(), LENGTHS], ids=["full", "causal", "lengths"])
-@pytest.mark.parametrize("name", ["sinks", "cap"])
-def test_sinks_and_soft_caps_on_gpu_match_oracle(name: str, mask) -> None:
-    if name == "cap" and not primitives.takes_caps(primitives.gpu(shards.current_platform())):
-        pytest.skip("this JAX, cuDNN or GPU has no soft caps")
-    learned = {"sinks": jnp.array([-1.0, 0.0, 1.0, 9.0])} if name == "sinks" else {}
-    scores = {} if name == "sinks" else {"scores": (SoftCap(1.5),)}
-    known = {"allowed": table(mask, T, S)} | (learned or {"cap": 1.5})
-    call = lambda learned: {"mask": mask} | scores | learned  # noqa: E731
+def test_sinks_on_gpu_match_oracle(mask) -> None:
+    learned = {"sinks": jnp.array([-1.0, 0.0, 1.0, 9.0])}
+    known = {"allowed": table(mask, T, S)} | learned
+    call = lambda learned: {"mask": mask} | learned  # noqa: E731
     check("cudnn", arrays(T, S, 2, "bfloat16"), known, call, learned)
 
 
@@ -140,8 +119,7 @@ def test_sinks_and_soft_caps_on_gpu_match_oracle(name: str, mask) -> None:
 def test_very_small_scores_on_gpu_match_oracle(shift: float, s: int) -> None:
     """All scores are near −120, where exp(0 − lse) overflows."""
     q, k, v, cotangent = arrays(s, s, 2, "bfloat16")
-    # Of the queries: dq is a sum over keys in which a feature that all keys share cancels, up to the
-    # rounding of the scores' gradients.
+    # A feature that all keys share cancels in dq, up to the rounding of the scores' gradients.
     q, k = q.at[..., 0].set(shift), (k * 0.5).at[..., 0].set(1.0)
     known = {"scale": 1.0, "allowed": table(Causal(), s, s)}
     call = {"scale": 1.0, "mask": Causal()}

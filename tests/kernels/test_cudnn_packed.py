@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from flax_mha import MultiHeadAttention, explain, sharding
+from flax_mha import MultiHeadAttention, sharding
 from flax_mha.base import private_jax
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
@@ -19,7 +19,6 @@ from flax_mha.kernels.cudnn.mask import Runs
 from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
 from flax_mha.positions import Rotary
-from flax_mha.scores import SoftCap
 from tests.kernels import cudnn_model
 from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import B, N, arrays, check
@@ -231,13 +230,6 @@ def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
     monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", forward)
     jax.tree.map(close, both("cudnn"), both("reference"))
     assert {shape[-2:] for shape in biases} == {(T, T)}
-
-
-def test_soft_caps_need_documents_of_their_own(hopper, monkeypatch) -> None:
-    monkeypatch.setattr(primitives, "takes_caps", lambda device: True)
-    x = jax.ShapeDtypeStruct((B, T, N, 64), jnp.bfloat16)
-    refused = explain(x, x, x, mask=Documents(LENGTHS), scores=(SoftCap(9.0),)).refused
-    assert "no SoftCap with the bias that hides pairs of Segments" in refused["cudnn"]
 
 
 @pytest.mark.sampled(0.3, slow=0.5)

@@ -1,6 +1,6 @@
 """cuDNN's flash attention for NVIDIA GPUs, the kernel behind `jax.nn.dot_product_attention`.
 
-    out = softmax(cap(q·kᵀ·scale) + bias, over a band of keys, and the sink)·v
+    out = softmax(q·kᵀ·scale + bias, over a band of keys, and the sink)·v
 
 Memory is O(T + S), except for a bias, and times the number of packed documents for the lse.
 Causality, windows that end at the query, lengths (see `mask`) and packed documents are cuDNN's own.
@@ -40,7 +40,7 @@ from flax_mha.kernels.mask_parts import conjuncts
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
 from flax_mha.masks import Mask
 from flax_mha.masks.base import evaluate
-from flax_mha.scores import Bias, SoftCap
+from flax_mha.scores import Bias
 from flax_mha.sharding.shard_map import varying
 
 # The most numbers of a bias that hides pairs: 1 GiB. Other kernels keep no table.
@@ -97,18 +97,9 @@ def _check_scores(
 ) -> str | None:
     if not spec.scores:
         return None
-    if len(spec.scores) == 1 and type(spec.scores[0]) is SoftCap:
-        if not primitives.takes_caps(device):
-            return (
-                f"has SoftCap from JAX 0.12, compute capability 9.0 and cuDNN (9, 13, 0) on, got "
-                f"{jax.__version__} and {device}"
-            )
-        if _features(dims) > 128:
-            return f"has SoftCap for at most 128 features, got {_features(dims)}"
-        return None
     if len(spec.scores) > 1 or type(spec.scores[0]) is not Bias:
         names = ", ".join(type(mod).__name__ for mod in spec.scores)
-        return f"changes scores by one Bias or one SoftCap only, got {names}"
+        return f"changes scores by one Bias only, got {names}"
     array = spec.scores[0].array.array
     if not array.dtype == q.dtype == jnp.bfloat16:
         return f"adds a bfloat16 bias to bfloat16 scores, got {array.dtype} to {q.dtype}"
@@ -125,8 +116,6 @@ def _check_hidden(q: jax.Array, spec: AttentionSpec, mask: Mask, dims: Dims) -> 
     (name, *_) = (type(x).__name__ for x in conjuncts(mask))
     if q.dtype != jnp.bfloat16:
         return f"hides pairs of {name} by a bfloat16 bias, got {q.dtype}"
-    if spec.scores and type(spec.scores[0]) is SoftCap:
-        return f"takes no SoftCap with the bias that hides pairs of {name}"
     size = math.prod(jax.eval_shape(lambda: _allowed(mask, spec, dims)).shape[:2]) * dims.T * dims.S
     if size > MOST_HIDDEN:
         return (
@@ -169,12 +158,11 @@ def _attend(
     scale = spec.scale
     if not isinstance(scale, int | float | np.number):
         q, scale = q * jnp.asarray(scale, q.dtype), 1.0
-    # `lower` allows at most one, a Bias or a SoftCap.
+    # `lower` allows at most one, a Bias.
     (mod,) = spec.scores or (None,)
-    cap = mod.cap if isinstance(mod, SoftCap) else None
     bias = jnp.asarray(flat_batch(mod.array.array, dims)) if isinstance(mod, Bias) else None
     call = CudnnCall(
-        float(scale), band.causal, band.left, is_divided, cap, bias is not None, hidden is not None
+        float(scale), band.causal, band.left, is_divided, bias is not None, hidden is not None
     )
     if bias is not None:
         bias = jnp.maximum(bias, jnp.asarray(edge_cases.MIN_BIAS, bias.dtype))

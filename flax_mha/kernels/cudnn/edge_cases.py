@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flax_mha.kernels import loops
 from flax_mha.kernels.cudnn import mask as bands
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.mask import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.softmax import FAR, finite, lost_queries, repair
+from flax_mha.kernels.softmax import FAR, finite, holds_nan, in_any_call, lost_queries
 from flax_mha.kernels.spec import name_result
 
 # An output and its lse.
@@ -40,39 +41,43 @@ def attend(
     other keys, without sinks, only its gradients are computed. Returns out [rows, T, N, F], and lse
     [rows, N, T], −∞ for fully masked rows without a sink.
     """
-    return _attend(call, masked, q, k, v, bias, sinks, band, result)[0]
+    # A band hides NaN of queries and keys from the output. A weight of 0 does not hide that of
+    # values, nor a bias that of keys.
+    found = holds_nan(*(q, k, v) if call.hides else (v,)) if masked else None
+    return _attend(call, found, q, k, v, bias, sinks, band, result)[0]
 
 
 def _attend(
-    call: CudnnCall, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array,
+    call: CudnnCall, found: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array,
     bias: jax.Array | None, sinks: jax.Array | None, band: Band, result: Result | None,
 ) -> tuple[Result, tuple[Any, ...]]:  # fmt: skip
     """Return the result, and the residuals of its gradients.
 
-    These are the inputs, out with sinks, and lse without sinks. The lse is −∞ for fully masked
-    rows, and NaN for rows that see NaN.
+    These are the inputs, out with sinks, lse without sinks, and whether NaN was found, None without
+    a mask. The lse is −∞ for fully masked rows, and NaN for rows that see NaN.
     """
-    out, lse = result or name_result(*_attend_keys(call, masked, q, k, v, bias, band))
+    out, lse = result or name_result(*_attend_keys(call, found, q, k, v, bias, band))
     result = (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
-    return result, (q, k, v, bias, sinks, band, result[0], lse)
+    return result, (q, k, v, bias, sinks, band, result[0], lse, found)
 
 
 def _attend_keys(
-    call: CudnnCall, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array,
+    call: CudnnCall, found: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array,
     bias: jax.Array | None, band: Band,
 ) -> Result:  # fmt: skip
     """Attend by cuDNN, with NaN for the rows that see NaN, and for no others."""
-    out, lse = _run(call, q, k, v, bias, band)
-    if not masked:
-        return out, lse
 
-    def isolate(_: Any, result: Result) -> Result:
+    def isolate() -> Result:
         # In cuDNN's inputs, NaN would meet weights of 0.
         out, lse = _run(call, finite(q), finite(k), finite(v), bias, band)
         lse = jnp.where(_nan_rows(call, q, k, v, bias, band), jnp.nan, lse)
         return _set_nan(out, jnp.isnan(jnp.swapaxes(lse, 1, 2))), lse
 
-    return repair(isolate, (out, lse), out)
+    def attend() -> Result:
+        return _run(call, q, k, v, bias, band)
+
+    # In place of a repair of the result, which a branch would copy.
+    return attend() if found is None else loops.cond(in_any_call(found), isolate, attend)
 
 
 def _run(
@@ -124,7 +129,9 @@ def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
 
 
 def _forward(call: CudnnCall, masked: bool, *primals: Any) -> tuple[Result, tuple[Any, ...]]:
-    return _attend(call, masked, *jax.tree.map(lambda x: x.value, primals))
+    q, k, v, *others = jax.tree.map(lambda x: x.value, primals)
+    found = holds_nan(*(q, k, v) if call.hides else (k, v)) if masked else None
+    return _attend(call, found, q, k, v, *others)
 
 
 def _backward(
@@ -133,7 +140,7 @@ def _backward(
     dout, dlse = (
         None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents
     )
-    q, k, v, bias, sinks, band, out, lse_of_keys = residuals
+    q, k, v, bias, sinks, band, out, lse_of_keys, found = residuals
     lse = lse_of_keys if sinks is None else jnp.logaddexp(lse_of_keys, sinks[None, :, None])
     is_empty = lse_of_keys == -jnp.inf
 
@@ -145,11 +152,13 @@ def _backward(
         of_lse = None if dlse is None else jnp.where(off, 0, dlse)
         return *_pull(call, inputs, band, jnp.where(off, FAR, lse), out, dout, of_lse), dsinks
 
-    gradients = pull((q, k, v, bias), lse, is_empty, out, dout)
-    if not masked and bias is None:
-        return *gradients, None, None
+    def attend() -> tuple[Any, ...]:
+        return pull((q, k, v, bias), lse, is_empty, out, dout)
 
-    def isolate(_: Any, gradients: Any) -> tuple[Any, ...]:
+    if not masked and bias is None:
+        return *attend(), None, None
+
+    def isolate() -> tuple[Any, ...]:
         of_heads = None if dout is None else jnp.swapaxes(dout, 1, 2)
         lost, asked = lost_queries(lse_of_keys, of_heads, dlse)
         lost &= ~is_empty
@@ -167,11 +176,11 @@ def _backward(
             dbias = _set_nan(dbias, nan_rows.any(shared, keepdims=True))
         return dq, dk, dv, dbias, dsinks
 
-    # NaN of any input or cotangent is in dq too, except that NaN of a query without keys may be in
-    # dk alone.
-    dq, dk, *_, dsinks = gradients
-    read = dq, dsinks, None if band.sees and bias is None else dk
-    return *repair(isolate, gradients, *jax.tree.leaves(read)), None, None
+    # NaN of a query is in its lse, if it sees a key.
+    is_seen = band.sees and bias is None
+    read = jnp.where(is_empty, 0, lse_of_keys), dout, dlse, None if is_seen or call.hides else q
+    found = holds_nan(*jax.tree.leaves(read)) | (False if found is None else found)
+    return *loops.cond(in_any_call(found), isolate, attend), None, None
 
 
 attend.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -3,7 +3,6 @@
 JAX's own batching rule, before 0.11, supports no operand that the batch shares.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -58,7 +57,6 @@ class CudnnCall(NamedTuple):
       causal: True if query i sees only keys j ≤ i.
       left: the number of earlier keys that a query sees; None for all.
       divisible: True if XLA may shard the call between devices.
-      cap: c of c·tanh(score/c), applied before the mask; None for none.
       learned: True if the bias has a gradient.
       hides: True if the bias hides pairs.
     """
@@ -67,7 +65,6 @@ class CudnnCall(NamedTuple):
     causal: bool
     left: int | None
     divisible: bool
-    cap: float | None = None
     learned: bool = False
     hides: bool = False
 
@@ -142,44 +139,14 @@ def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
     return run(*args)
 
 
-def takes_caps(device: Gpu) -> bool:
-    """Return True if this JAX and GPU support functions of the scores."""
-    forward = fused._dot_product_attention_fwd_impl
-    newer = device.capability >= (9, 0) and device.cudnn >= (9, 13, 0)
-    return newer and private_jax.takes(forward, "score_mod")
-
-
-@functools.cache
-def capped(cap: float) -> Any:
-    """Return a soft cap of scores that XLA can convert to cuDNN's operations.
-
-    Its gradient is written without 1 − tanh², because XLA aborts the process at a difference with a
-    constant as its first operand.
-    """
-
-    @jax.custom_vjp
-    def soft_cap(score: jax.Array) -> jax.Array:
-        return jnp.tanh(score * (1 / cap)) * cap
-
-    def forward(score: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return soft_cap(score), score
-
-    def backward(score: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
-        share = jnp.tanh(score * (1 / cap))
-        return (grad * (share * share + -1.0) * -1.0,)
-
-    soft_cap.defvjp(forward, backward)
-    return soft_cap
-
-
 def _bind(phase: str, call: CudnnCall, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
     """Call a cuDNN primitive directly, or in the form that XLA may shard between devices."""
     function = getattr(fused, f"_dot_product_attention_{phase}_impl")
     if private_jax.takes(function, "score_mod"):
         # From JAX 0.11 on.
-        settings = settings | {"score_mod": None if call.cap is None else capped(call.cap)}
+        # cuDNN has no functions of the scores beside a mask or lengths.
+        settings = settings | {"score_mod": None}
         if not call.divisible:
-            # No arguments, because JAX loses their gradients.
             settings = settings | {"score_mod_args": ()}
     if call.divisible:
         function = getattr(fused, f"_dot_product_attention_{phase}_p_wrapper").bind
