@@ -97,7 +97,7 @@ def isolate_nan(
         # Otherwise XLA:CPU computes them twice, for the loop and for its condition.
         q, k, v = jax.lax.optimization_barrier((q, k, v))
     nothing_lost = vary(jnp.zeros_like(jnp.swapaxes(q[..., :1], -3, -2), bool), allowed)
-    return repair_inputs(isolate, (q, k, v), nothing_lost)
+    return repair_inputs(isolate, (q, k, v), nothing_lost, branches=platform == "gpu")
 
 
 @jax.custom_jvp

@@ -80,27 +80,32 @@ def _(size: int, batched: list[bool], found: jax.Array) -> tuple[jax.Array, bool
     return in_any_call(found.any(0) if batched[0] else found), False
 
 
-def repeat_if(found: jax.Array, step: Callable[[Any, Any], Any], results: Any) -> Any:
+def repeat_if(
+    found: jax.Array, step: Callable[[Any, Any], Any], results: Any, branches: bool = False
+) -> Any:
     """Return step(0, results) if found, else the results.
 
-    A loop of at most one step keeps them in place, where a branch would copy them. It is slow on
-    GPUs, whose host starts each step: there, branches compute the one or the other.
+    A loop of at most one step keeps them in place, where a branch copies them. But on GPUs the host
+    starts each step of a loop, and a branch takes a fifth of that time.
     """
     # Readers of compiled programs know the loop by this name.
     with jax.named_scope("isolate_nan"):
+        if branches:
+            return loops.cond(in_any_call(found), lambda: step(0, results), lambda: results)
         return loops.repeat(0, found.astype(jnp.int32), step, results)
 
 
 def repair_inputs(
-    step: Callable[[Any, Any], Any], inputs: tuple[jax.Array, ...], *more: jax.Array
-) -> tuple[Any, ...]:
+    step: Callable[[Any, Any], Any], inputs: tuple[jax.Array, ...], *more: jax.Array,
+    branches: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
     """Return step(0, (*inputs, *more)) if an input is not finite, else both as they are.
 
-    The new inputs have the derivatives of those given.
+    The new inputs have the derivatives of those given. See `repeat_if` for `branches`.
     """
     given = jax.lax.stop_gradient(inputs)
     results = (*given, *(vary(x, (inputs, more)) for x in more))
-    results = repeat_if(holds_nan(*given), step, results)
+    results = repeat_if(holds_nan(*given), step, results, branches)
     return *map(_replace, inputs, results), *results[len(inputs) :]
 
 

@@ -272,6 +272,27 @@ def test_kv_cache_works_under_vmap_and_scan() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("T", [1, 3])
+def test_nan_of_a_cached_token_reaches_only_those_that_see_it(dtype: str, T: int) -> None:
+    """Its value is finite in the cache, and its key is NaN."""
+    q, k, v = (jnp.asarray(RNG.normal(size=(2, 9, n, 4)), jnp.float32) for n in (4, 2, 2))
+    bad = v.at[0, 2, 1, 3].set(jnp.inf)
+    outs, window = [], Window(3, 0)
+    for values in (v, bad):
+        held, out = KVCache.empty((2,), 12, 2, 4, dtype=dtype), []
+        for t in range(0, 9, T):
+            part = (x[:, t : t + T] for x in (q, k, values))
+            y, held = held.extend(*part, mask=window)
+            out.append(y)
+        outs.append(jnp.concatenate(out, 1))
+    assert np.isfinite(held.value.astype(jnp.float32)).all()
+    nan = np.isnan(outs[1])
+    assert nan[0, 2:6, 2:].all()
+    assert nan.sum() == nan[0, 2:6, 2:].size
+    close(jnp.where(nan, 0, outs[1]), jnp.where(nan, 0, outs[0]), 0)
+
+
 @pytest.mark.slow
 def test_decode_kernel_passes_gradients_and_nan_like_reference() -> None:
     q, k, v = (

@@ -51,6 +51,25 @@ def test_step_does_not_copy_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -
     assert compiled.memory_analysis().temp_size_in_bytes < size
 
 
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_step_on_a_gpu_has_no_branch(dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch or loop takes longer there than to read a cache that is not huge."""
+    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    module = layer(mask=Window(900, 0), cache=CacheConfig(dtype))
+    variables = jax.eval_shape(module.init, KEY, jnp.ones((2, 2048, 32)))
+
+    def step(x: jax.Array) -> Any:
+        return module.apply(zeros, x, mutable=["cache"])
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
+    text = jax.jit(step).lower(jnp.ones((2, 1, 32))).as_text()
+    assert not re.findall("stablehlo.(?:while|case|if)", text)
+    huge = {"gpu": 2**10}
+    monkeypatch.setattr(decode, "_LEAST_BYTES", huge)
+    text = jax.jit(lambda x: step(x)).lower(jnp.ones((2, 1, 32))).as_text()
+    assert re.findall("stablehlo.(?:while|case|if)", text)
+
+
 def layer(**fields: Any) -> MultiHeadAttention:
     return MultiHeadAttention(16, dtype=jnp.bfloat16, decode=True, **fields)
 

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import Capture, KVCache, dot_product_attention
+from flax_mha.kernels import reference
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Segments
 from flax_mha.scores import Alibi, Score, SoftCap
 from tests.kernels.cases import KERNELS, pairs
@@ -159,3 +160,38 @@ def test_nan_reaches_the_gradient_of_queries_that_see_it(kernel: str) -> None:
     q = jnp.ones((1, 4, 1, 2))
     dq = jax.jit(jax.grad(loss))(q, q.at[:, 2].set(jnp.nan))
     np.testing.assert_array_equal(np.isnan(dq[0, :, 0, 0]), [False, False, True, True])
+
+
+def test_branches_of_gpus_isolate_nan_as_loops_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly, under jit, vmap, shard_map and remat, forward and backward; for vmap one branch."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(4, 6, 2, 8)), jnp.float32) for _ in range(3))
+    qkv = q, k.at[1, 5].set(jnp.nan), v.at[2, 4].set(jnp.inf)
+
+    def one(*qkv: jax.Array) -> jax.Array:
+        return dot_product_attention(*qkv, mask=Causal(), kernel="reference")
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        out = one(*qkv)
+        return jnp.sum(jnp.where(jnp.isnan(out), 0, out))
+
+    def gradient(*qkv: jax.Array) -> Any:
+        return jax.grad(loss, (0, 1, 2))(*qkv)
+
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("rows")
+    parts = jax.shard_map(jax.vmap(one), mesh=mesh, in_specs=rows, out_specs=rows)
+    calls = one, gradient, jax.vmap(gradient), jax.checkpoint(gradient), parts
+    wanted = [jax.jit(call)(*qkv) for call in calls]
+    real = reference.attend
+    monkeypatch.setattr(reference, "attend", lambda *args: real(*args[:4], "gpu"))
+    jax.clear_caches()
+    for call, want in zip(calls, wanted, strict=True):
+        fresh = jax.jit(lambda *x, call=call: call(*x))
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), fresh(*qkv), want
+        )
+    text = str(jax.make_jaxpr(jax.vmap(one))(*qkv))
+    assert text.count("cond[") == 1
+    assert "while[" not in text
+    jax.clear_caches()
