@@ -119,7 +119,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Check kernel by kernel, and print and write the table.
+    """Check call by call, and print and write the table.
 
     Raises:
       RunError: if a flag is wrong.
@@ -134,22 +134,23 @@ def run(flags: argparse.Namespace) -> None:
         if unknown := [name for name in given if name not in known]:
             raise RunError(f"--{flag} must be some of {', '.join(known)}, got {unknown[0]!r}")
     folder = folders.result_folder(flags.workdir, f"check-{platform}")
-    end, sizes = time.perf_counter() + flags.total, SMALL if flags.small else LARGE
-    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in calls}
-    expected: dict[str, Any] = {}
-    for kernel in names:
-        with Phase(f"checking {kernel}"):
-            for name in calls:
-                left = end - time.perf_counter()
-                found[name][kernel] = (
-                    check(kernel, name, sizes, expected) if left > 0 else {"status": "no time"}
-                )
-    device = jax.devices()[0].device_kind
-    table = page(device, names, found)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "check.md").write_text(table + "\n")
-    results = {"device": device, "jax": jax.__version__, "found": found}
-    (folder / "results.json").write_text(json.dumps(results, indent=1))
+    end, sizes = time.perf_counter() + flags.total, SMALL if flags.small else LARGE
+    device = jax.devices()[0].device_kind
+    found: dict[str, dict[str, dict[str, Any]]] = {
+        name: {kernel: {"status": "no time"} for kernel in names} for name in calls
+    }
+    for name in calls:
+        expected: dict[str, Any] = {}
+        with Phase(f"checking {name}"):
+            for kernel in names:
+                if time.perf_counter() < end:
+                    found[name][kernel] = check(kernel, name, sizes, expected)
+        # After each call, for a command that is stopped.
+        table = page(device, names, found)
+        (folder / "check.md").write_text(table + "\n")
+        results = {"device": device, "jax": jax.__version__, "found": found}
+        (folder / "results.json").write_text(json.dumps(results, indent=1))
     print(f"{table}\n\ncheck.md and results.json are in {folder}")
     if any(x["status"] in ("DIFFERS", "FAILED") for row in found.values() for x in row.values()):
         sys.exit(1)
@@ -158,7 +159,7 @@ def run(flags: argparse.Namespace) -> None:
 def check(kernel: str, name: str, sizes: Sizes, expected: dict[str, Any]) -> dict[str, Any]:
     """Return how a kernel does in a call: its status, and the error, time or reason.
 
-    `expected` holds the reference's results of earlier kernels.
+    `expected` keeps the reference's results for the next kernels.
     """
     call, arrays = CALLS[name], inputs(name, sizes)
     options = functools.partial(call.options, call.change(sizes))

@@ -14,6 +14,7 @@ from experiments.gpu_day import __main__ as day
 from experiments.gpu_day import results, steps
 from experiments.gpu_day.steps import Step
 from experiments.runs import settings
+from flax_mha.kernels import choose
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = {"platform": "gpu", "device": "a GPU", "cpu": "a CPU", "python": "3", "versions": {}}
@@ -232,10 +233,12 @@ def test_proposal_is_a_diff_of_the_limit() -> None:
     assert results.proposal(_rows({2048: (1, 2)})) == ""
 
 
-def test_flex_is_proposed_only_if_all_its_tests_passed() -> None:
+def test_flex_is_proposed_only_if_all_its_tests_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert results.flex_proposal("NVIDIA H200", {"passed": 60, "failed": []}) == ""
+    monkeypatch.setattr(choose, "FLEX_GPUS", frozenset([(8, 0)]))
     passed = {"passed": 60, "skipped": 5, "failed": []}
     lines = results.flex_proposal("NVIDIA H200", passed).splitlines()
-    assert "+FLEX_GPUS: frozenset[tuple[int, int]] = frozenset([(9, 0)])" in lines
+    assert "+FLEX_GPUS: frozenset[tuple[int, int]] = frozenset([(8, 0), (9, 0)])" in lines
     for tests in (None, passed | {"passed": 0}, passed | {"failed": ["one"]}):
         assert results.flex_proposal("NVIDIA H200", tests) == ""
     assert results.flex_proposal("a GPU", passed) == ""

@@ -117,14 +117,8 @@ def gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings):
     dp = jnp.einsum("btnf,bsnf->bnts", dout.astype(jnp.float32), wide[1])
     delta = jnp.einsum("btnf,btnf->bnt", dout, out, preferred_element_type=jnp.float32)
     ds = p * (dp - delta[..., None])
-    slope = ds
-    if settings[-1] is not None:
-        # Like JAX, compute it from the scores before the function.
-        plain = jnp.einsum("btnf,bsnf->bnts", q, wide[0].astype(q.dtype),
-                           preferred_element_type=jnp.float32) * scale  # fmt: skip
-        (slope,) = jax.vjp(settings[-1], plain)[1](ds)
-    dq = jnp.einsum("bnts,bsnf->btnf", slope, wide[0]) * scale
-    dk = jnp.einsum("bnts,btnf->bsnf", slope, q.astype(jnp.float32)) * scale
+    dq = jnp.einsum("bnts,bsnf->btnf", ds, wide[0]) * scale
+    dk = jnp.einsum("bnts,btnf->bsnf", ds, q.astype(jnp.float32)) * scale
     dv = jnp.einsum("bnts,btnf->bsnf", p, dout.astype(jnp.float32))
     dk, dv = (x.reshape(*k.shape[:3], groups, -1).sum(3) for x in (dk, dv))
     found = [x.astype(q.dtype) for x in (dq, dk, dv)]

@@ -15,6 +15,7 @@ from flax_mha.kernels import Platform, choose
 from flax_mha.kernels.bind import bind_call
 from flax_mha.masks import Causal, Lengths, Mask, Window
 from flax_mha.scores import Alibi, SoftCap
+from tests.kernels.test_flex_hopper import needs_mosaic
 from tests.support.meshes import KINDS
 
 # The expensive step of preparing a call, by kernel.
@@ -131,7 +132,8 @@ def test_short_calls_on_cpu_take_reference_kernel(
         (Platform("tpu"), "flex"),
         (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), "cudnn"),
         (Platform("gpu", "NVIDIA V100-SXM2-16GB", cudnn=(9, 20, 0)), "blockwise"),
-        (Platform("gpu", "NVIDIA H200", cudnn=(9, 1, 0)), "blockwise"),
+        (Platform("gpu", "NVIDIA A100-SXM4-80GB", cudnn=(9, 1, 0)), "blockwise"),
+        pytest.param(Platform("gpu", "NVIDIA H200", cudnn=(9, 1, 0)), "flex", marks=needs_mosaic),
     ],
 )
 def test_explain_for_another_platform(platform: Platform, chosen: str) -> None:
@@ -185,7 +187,7 @@ def test_explain_names_strategy_and_kernel_of_ring() -> None:
         (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), Causal(), "cudnn"),
         (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), None, "cudnn"),
         (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), Causal() & Window(70), "cudnn"),
-        (Platform("gpu", "NVIDIA H200", cudnn=(9, 1, 0)), Causal(), "reference"),
+        (Platform("gpu", "NVIDIA A100-SXM4-80GB", cudnn=(9, 1, 0)), Causal(), "reference"),
         (Platform("tpu"), Causal(), "flex"),
         (Platform("cpu"), Causal(), "blockwise"),
     ],
