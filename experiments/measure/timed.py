@@ -10,8 +10,8 @@ each program and contestant,
     × best   the ratio to the fastest contestant
     compile  seconds to trace and to compile
 
-The tokens of a step are the last that fit in the cache. The table, as timed.md, and results.json go to --workdir
-(default: a new folder under runs/).
+The tokens of a step are the last that fit in the cache. The table, as timed.md, and results.json
+go to --workdir (default: a new folder under runs/).
 """
 
 import argparse

@@ -240,8 +240,7 @@ def preference(
     | TPU | `reference` below T·S = 64², `short`, `reference` up to 256², then the others in order |
     | CPU | `reference` up to 256², or under a traced mask up to 512² and 2²⁴ scores in all |
     | CPU, bfloat16 | the same, but only with fewer than 64 queries or keys |
-    | GPU | `cudnn`, `flex` above 256² on `FLEX_GPUS`, `reference` up to 2,048² and 2²⁸ scores in all,
-      then the others in order |
+    | GPU | `cudnn`, `flex` above 256², `reference` up to 2,048² and 2²⁸ scores, then the others |
 
     With keys of a cache, `decode` comes first. `flex` is left out on GPUs other than `FLEX_GPUS`.
     """

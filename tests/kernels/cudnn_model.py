@@ -7,7 +7,6 @@ In the ragged layout each run is its own sequence, as in XLA's graph: q, k, v, o
 gradients by offsets, the lse in one line per run. Values outside all runs are NaN.
 """
 
-import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
