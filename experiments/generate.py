@@ -11,7 +11,6 @@ does. Of a model the `config.json`, safetensors and `tokenizer.json` of a Huggin
 used.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ import jax
 from absl import app, flags
 
 from experiments import command, finished, pretrained, responses
-from experiments.runs import log
 from experiments.runs.failures import RunError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
 TOKENIZER = flags.DEFINE_string("tokenizer", None, "The file of the run's tokenizer, if any.")
 MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder.")
+flags.mark_flags_as_mutual_exclusive(["workdir", "model"], required=True)
 PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translate.", required=True)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
 TOP_K = flags.DEFINE_integer("top_k", None, "Draw from so many most likely tokens only.")
@@ -41,27 +40,19 @@ EARLY = flags.DEFINE_enum("early_stopping", "false", ["false", "true", "never"],
 
 def main(argv: Sequence[str]) -> None:
     """Print the answer of the model, piece by piece."""
-    log.hush()
-    try:
-        if argv[1:]:
-            raise RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
-        options: dict[str, Any] = {
-            "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
-            "min_p": MIN_P.value, "max_new_tokens": NEW.value, "beams": BEAMS.value,
-            "length_penalty": PENALTY.value, "rng": jax.random.key(SEED.value),
-            "early_stopping": EARLY.value if EARLY.value == "never" else EARLY.value == "true",
-        }  # fmt: skip
-        workdir, model = WORKDIR.value, MODEL.value
-        if workdir is not None and model is None:
-            speak(workdir, PROMPT.value, DATA.value, TOKENIZER.value, **options)
-        elif model is not None and workdir is None:
-            given = {name: value for name, value in options.items() if value is not None}
-            pretrained.respond(model, PROMPT.value, _say, **given)
-            print(flush=True)
-        else:
-            raise RunError("give --workdir, a run, or --model, a Hugging Face folder")
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    del argv
+    options: dict[str, Any] = {
+        "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
+        "min_p": MIN_P.value, "max_new_tokens": NEW.value, "beams": BEAMS.value,
+        "length_penalty": PENALTY.value, "rng": jax.random.key(SEED.value),
+        "early_stopping": EARLY.value if EARLY.value == "never" else EARLY.value == "true",
+    }  # fmt: skip
+    if WORKDIR.value is not None:
+        speak(WORKDIR.value, PROMPT.value, DATA.value, TOKENIZER.value, **options)
+    elif MODEL.value is not None:
+        given = {name: value for name, value in options.items() if value is not None}
+        pretrained.respond(MODEL.value, PROMPT.value, _say, **given)
+        print(flush=True)
 
 
 def speak(
@@ -100,4 +91,4 @@ def _say(piece: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=command.parse)
+    app.run(main, flags_parser=command.parse_prompt)

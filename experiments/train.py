@@ -14,6 +14,7 @@ The exit status is 0 of a finished run, 75 (EX_TEMPFAIL) of one that SIGTERM or 
 a checkpoint, to be resumed by the same command, and another of one that failed.
 """
 
+import functools
 from pathlib import Path
 
 from absl import app, flags
@@ -37,11 +38,11 @@ HEARTBEAT = flags.DEFINE_integer("heartbeat_timeout", 100, "Seconds until a sile
 def main(asked: settings.Asked) -> None:
     """Train, then report; the last line is the score."""
     cluster = (ADDRESS.value, PROCESSES.value, PROCESS.value, START.value, HEARTBEAT.value)
-    with start.joined(asked, DISTRIBUTED.value, hosts.Cluster(*cluster)):
+    with start.joined(DISTRIBUTED.value, hosts.Cluster(*cluster)):
         run, program = start.begin(asked, WORKDIR.value, PROFILE.value, tasks.make, loop.build)
         result = loop.train(program, run.path, PROFILE.value)
         summary.finish(program, run.path, result)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=lambda argv: settings.parse(argv, DEFAULT))
+    app.run(main, flags_parser=functools.partial(settings.parse, default=DEFAULT))

@@ -25,6 +25,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 from rich.console import Console
 
+from experiments import command
 from experiments.benchmark import (
     cases,
     contestants,
@@ -51,16 +52,13 @@ FULL = {"seconds": 10.0, "total": 6 * 3600.0, "repeats": 200}
 
 def main(argv: Sequence[str]) -> None:
     """Run race after race, and report each as it ends."""
-    try:
-        flags = parse(argv)
-        fields = {field.name for field in dataclasses.fields(races.Settings)}
-        settings = races.Settings(**{key: flags[key] for key in fields & flags.keys()})
-        _check(settings)
-        folder = folders.result_folder(flags.get("workdir"), "benchmark")
-    except RunError as error:
-        sys.exit(f"error: {error}")
+    flags = parse(argv)
+    fields = {field.name for field in dataclasses.fields(races.Settings)}
+    settings = races.Settings(**{key: flags[key] for key in fields & flags.keys()})
+    _check(settings)
+    folder = folders.result_folder(flags.get("workdir"), "benchmark")
     started, console = time.perf_counter(), report.console()
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.make(folder)
     end = started + flags["total"]
     header = _header()
     _introduce(console, header["machine"])
@@ -159,10 +157,7 @@ def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[repo
 
 def parse(argv: Sequence[str]) -> dict[str, Any]:
     """Return the flags, with defaults of --quick or of a full run."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
-    )  # fmt: skip
+    parser = command.Parser(__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("--quick", action="store_true", help="a few cases, within 2 minutes")
     add(
@@ -176,22 +171,22 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     add("--dtypes", type=_among(cases.DTYPES), help="float32, bfloat16, float16")
     add("--contestants", type=_among(contestants.names()), help=", ".join(contestants.names()))
     add("--lengths", type=_counts, help="sequence lengths such as 128,1024, or cache slots")
-    add("--batch", type=_count, help="sequences per batch (default: from --tokens)")
-    add("--tokens", type=_count, help="tokens per batch (default: 2,048)")
-    add("--documents", type=_count, help="documents packed into a sequence (default: 8)")
-    add("--kv_heads", type=_count, help="key/value heads of cores (default: --heads)")
-    add("--heads", type=_count, help="attention heads (default: 8)")
-    add("--features", type=_count, help="model features (default: 512)")
-    add("--window", type=_count, help="the number of near tokens that a query sees")
+    add("--batch", type=command.count, help="sequences per batch (default: from --tokens)")
+    add("--tokens", type=command.count, help="tokens per batch (default: 2,048)")
+    add("--documents", type=command.count, help="documents packed into a sequence (default: 8)")
+    add("--kv_heads", type=command.count, help="key/value heads of cores (default: --heads)")
+    add("--heads", type=command.count, help="attention heads (default: 8)")
+    add("--features", type=command.count, help="model features (default: 512)")
+    add("--window", type=command.count, help="the number of near tokens that a query sees")
     add("--memory", type=_lengths, help="lengths for memory and compile time, or none")
     add(
         "--extras",
         action=argparse.BooleanOptionalAction,
         help="extra races: a window, bfloat16, long T",
     )
-    add("--repeats", type=_count, help="the maximum number of rounds of a race")
-    add("--seconds", type=_seconds, help="seconds for the rounds of a race")
-    add("--total", type=_seconds, help="seconds after which nothing new starts")
+    add("--repeats", type=command.count, help="the maximum number of rounds of a race")
+    add("--seconds", type=command.seconds, help="seconds for the rounds of a race")
+    add("--total", type=command.seconds, help="seconds after which nothing new starts")
     add("--workdir", help="a new or empty folder for the results")
     said = vars(parser.parse_args(argv))
     return FULL | (QUICK if said.get("quick") else {}) | said
@@ -254,28 +249,12 @@ def _among(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return int(text)
-
-
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(word) for word in text.split(","))
+    return tuple(command.count(word) for word in text.split(","))
 
 
 def _lengths(text: str) -> tuple[int, ...]:
     return () if text == "none" else _counts(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return seconds
 
 
 if __name__ == "__main__":

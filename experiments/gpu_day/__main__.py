@@ -14,7 +14,6 @@ Results go to --workdir: report.md, day.json, and a folder for each step. The re
 steps, and the others run anyway.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -27,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import command
 from experiments.gpu_day import results, steps
 from experiments.gpu_day.steps import Step
 from experiments.phases import Phase
@@ -44,22 +44,19 @@ _MACHINE = (
 
 def main(argv: Sequence[str]) -> None:
     """Run the missing steps, and write the report after each."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.gpu_day", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command.Parser(__doc__)
     parser.add_argument("--workdir", help="a new folder, or one of an interrupted day to resume")
     parser.add_argument("--small", action="store_true", help="tiny cases, on any machine")
     parser.add_argument(
-        "--total", type=_seconds, default=TOTAL, help="the time limit in seconds (default: 2400)"
+        "--total",
+        type=command.seconds,
+        default=TOTAL,
+        help="the time limit (default: 2400 s)",
     )
     flags = parser.parse_args(argv)
-    try:
-        unsaid = flags.workdir is None
-        folder = folders.new_folder("gpu-day") if unsaid else folders.local(flags.workdir)
-        day = _opened(folder, flags.small)
-    except RunError as error:
-        sys.exit(f"error: {error}")
+    unsaid = flags.workdir is None
+    folder = folders.new_folder("gpu-day") if unsaid else folders.local(flags.workdir)
+    day = _opened(folder, flags.small)
     _write(folder, day)
     end = time.perf_counter() + flags.total
     for step in steps.plan(flags.small):
@@ -261,16 +258,6 @@ def _advice(rows: list[Any]) -> list[str]:
     text = f"In float32 `reference` beats `blockwise` {where}."
     diff = results.proposal(rows)
     return [text, f"```diff\n{diff}```" if diff else "", *results.slower_cudnn(rows)]
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
-    return seconds
 
 
 if __name__ == "__main__":

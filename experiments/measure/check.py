@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import command
 from experiments.phases import Phase
 from experiments.runs import folders
 from experiments.runs.failures import RunError
@@ -113,7 +114,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", metavar="NAME,…", help="all of this platform by default")
     parser.add_argument("--calls", default=",".join(CALLS), metavar="NAME,…",
                         help=f"some of {', '.join(CALLS)}")  # fmt: skip
-    parser.add_argument("--total", type=float, default=300.0, help="the time limit in seconds")
+    parser.add_argument("--total", type=command.seconds, default=300.0, help="the time limit")
     parser.add_argument("--small", action="store_true", help="short calls, to try the command")
     parser.add_argument("--workdir", metavar="FOLDER")
 

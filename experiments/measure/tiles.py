@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments import command
 from experiments.counts import schedule
 from experiments.counts.schedule import TileCost
 from experiments.measure import compiled
@@ -58,9 +59,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", default="flex,splash", metavar="NAME,…")
     parser.add_argument("--blocks", default="256,512,1024", metavar="SIZE,…",
                         help="queries and keys of flex's tiles, as 512 or 512x1024")  # fmt: skip
-    parser.add_argument("--features", type=int, default=128, metavar="H", help="of a head")
+    parser.add_argument("--features", type=command.count, default=128, metavar="H")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--length", type=int, default=4096, metavar="T", help="queries and keys")
+    parser.add_argument("--length", type=command.count, default=4096, metavar="T", help="tokens")
     parser.add_argument("--mask", choices=[*MASKS], default="causal")
     parser.add_argument("--workdir", metavar="FOLDER")
 

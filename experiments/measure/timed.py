@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments import command
 from experiments.benchmark.timing import Failure, Timing, attempt, interleave
 from experiments.benchmark.work import Work
 from experiments.measure import programs
@@ -39,8 +40,8 @@ HEAD = ("| program | pass | | ms | middle half | × best | compile |", "|---" * 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     programs.add_names(parser)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of a program")
-    parser.add_argument("--total", type=float, default=600.0, help="the time limit in seconds")
+    parser.add_argument("--seconds", type=command.seconds, default=2.0, help="of a program")
+    parser.add_argument("--total", type=command.seconds, default=600.0, help="the time limit")
     parser.add_argument("--workdir", metavar="FOLDER")
 
 

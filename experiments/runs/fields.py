@@ -5,6 +5,7 @@ line or a run's folder.
 """
 
 import ast
+import json
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import configs.dates
 import configs.digits
 import configs.masked
 import configs.pydoc_lm
+from experiments import command
 from experiments.runs import writers
 from experiments.runs.failures import RunError
 from experiments.runs.keys import flatten
@@ -72,8 +74,8 @@ class Field(NamedTuple):
                 return {"true": True, "1": True, "false": False, "0": False}.get(word.lower(), word)
             if self.kind in (int, float, str):
                 return self.kind(word)
-            return ast.literal_eval(word)
-        except (ValueError, SyntaxError):
+            return normalize("", ast.literal_eval(word))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             return word
 
 
@@ -207,6 +209,21 @@ ADDED = {
 def of(key: str, example: Any) -> Field:
     """Return the row of a key, or a row for values like the example if the table lacks it."""
     return TABLE.get(key) or like(example)
+
+
+def normalize(key: str, value: Any) -> Any:
+    """Return the value of a key as its run's folder will have it: a list for a tuple.
+
+    Raises:
+      RunError: if no JSON can hold it.
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RunError(
+            f"config.{key} must be of numbers, texts, lists and groups of them, got a "
+            f"{type(value).__name__}: {command.line(error)}; give its name or its numbers"
+        ) from None
 
 
 def schema(task: Any, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from experiments.runs.failures import RunError
 
 ASIDE = ".aside-"  # in front of a name: not whole yet
 MOST = 2**20  # bytes of a JSON file that is read: those of runs have a few thousand
+SHARE = (
+    10  # of this part of the memory a file of data may be: an order of its bytes takes 8 times it
+)
 
 
 @contextlib.contextmanager
@@ -46,9 +49,27 @@ def write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def to_json(value: Mapping[str, Any]) -> str:
+    """Return an object as the text of a file that `read_json` reads.
+
+    Raises:
+      RunError: if it has NaN or infinity, or is longer than any that is read.
+    """
+    try:
+        text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise RunError(f"a config must hold finite numbers, got: {error}") from None
+    if len(text) > MOST:
+        raise RunError(
+            f"a config must have at most {MOST:,} characters in JSON, got {len(text):,}; let its "
+            f"code read long lists from a file"
+        )
+    return text
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file aside and rename it."""
-    write(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write(path, to_json(value))
 
 
 def append(path: Path, text: str) -> None:
@@ -143,12 +164,15 @@ def read_data(path: str, at_least: int = 0) -> bytes:
       at_least: the fewest bytes that it may have.
 
     Raises:
-      RunError: if it can't be read, has fewer bytes, or is no regular file: a device or a pipe may
-        have no end.
+      RunError: if it can't be read, has fewer bytes, or so many that its tokens and their order
+        would not fit the memory, or is no regular file: a device or a pipe may have no end.
     """
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is no regular file")
+        if (size := Path(path).stat().st_size) > most:
+            raise OSError(f"it has {size:,} bytes, and this machine's memory holds {most:,}")
         data = Path(path).read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -178,7 +202,7 @@ def read_pairs(path: str, at_least: int = 0) -> list[tuple[str, str]]:
         source, tab, target = line.partition("\t")
         if not (source and tab and target) or "\t" in target:
             raise RunError(
-                f"each line of {path} must be a source, a tab and a target, got {line!r} in line "
+                f"each line of {path} must be a source, a tab and a target, got {line!r:.100} in line "
                 f"{number}"
             )
         pairs[source, target] = None

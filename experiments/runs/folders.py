@@ -16,6 +16,21 @@ def new_folder(task: str) -> Path:
     return path
 
 
+def make(path: Path) -> None:
+    """Make a folder for results, with its parents.
+
+    Raises:
+      RunError: if it can't be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"--workdir must be a folder that can be made, got {path}: {error.strerror}; choose "
+            f"another"
+        ) from None
+
+
 def local(workdir: str | Path, flag: str = "--workdir") -> Path:
     """Return the folder that a flag names, with ~ for a home.
 

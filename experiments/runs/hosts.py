@@ -8,9 +8,7 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -189,7 +187,7 @@ def ending_together() -> Iterator[None]:
     """
     try:
         yield
-    except SystemExit:
+    except (SystemExit, RunError):
         raise  # All come here alike.
     except BaseException as error:
         if jax.process_count() == 1:
@@ -199,11 +197,8 @@ def ending_together() -> Iterator[None]:
             # The collective that a peer left says that it is gone.
             reason = str(error).splitlines()[0]
             line = f"{place} stops, most likely because another one ended: {reason}"
-        elif lacks := failures.reason(error):
-            line = f"{place} failed, and the others will end too: {lacks}"
         else:
-            traceback.print_exc()
-            line = f"{place} failed, and the others will end too"
+            line = f"{place} failed, and the others will end too: {failures.describe(error)}"
         end(f"{line}; to go on from the last checkpoint, start all with the same --workdir")
 
 
@@ -254,6 +249,5 @@ def _give_up(cluster: Cluster) -> None:
 
 def end(message: str) -> None:
     """End this process at once: its absence ends the others too, even if they wait for it."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    failures.tell(message)
     os._exit(1)

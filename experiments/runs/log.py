@@ -5,7 +5,6 @@ All of it is part of each checkpoint too: a run that was cut off has the log of 
 
 import contextlib
 import json
-import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,24 +12,15 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from absl import logging as absl_logging
 from ml_collections import ConfigDict
 
-from experiments.runs import failures, files, hosts, writers
+from experiments.runs import files, hosts, writers
 from experiments.runs.failures import RunError
 from experiments.runs.record import Saved
 from experiments.runs.rundir import METRICS
 
 Row = dict[str, Any]
 MOST = 2**28  # bytes of a log that is read
-
-
-def hush() -> None:
-    """Silence Orbax, and the tracebacks of errors that end the run with one line."""
-    absl_logging.set_verbosity(absl_logging.ERROR)
-    logging.getLogger("absl").addFilter(failures.said_later)
-    # Orbax awaits only one of several reads that fail at once.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 class Log:
@@ -103,7 +93,7 @@ class Log:
         self.rows.append(row)
         if self._events is None:
             return
-        self._append(_line(row))
+        files.append(self._file, _line(row))
         for name, x in metrics.items():
             each = [(f"{name}/{i}", value) for i, value in enumerate(x if x.size > 1 else ())]
             for event, value in [(name, x.mean()), *each]:
@@ -120,23 +110,13 @@ class Log:
             self._series(step)
         if self._events is not None:
             self._events.flush()
-            self._append("")
+            files.append(self._file, "")  # Waits until all lines are on the disk.
         pending = [{name: x.tolist() for name, x in each.items()} for each in self._fetched]
         return {"rows": list(self.rows), "pending": pending}
 
     @property
     def _writers(self) -> list[writers.Writer]:
         return [*self._others] if self._events is None else [self._events, *self._others]
-
-    def _append(self, line: str) -> None:
-        """Add a line, or wait until all lines are on the disk if it is empty."""
-        try:
-            files.append(self._file, line)
-        except FileNotFoundError:
-            raise RunError(
-                f"{self._file} was removed while it was written; the same command goes on from the "
-                f"last checkpoint, if that is still there"
-            ) from None
 
     def _series(self, step: int) -> dict[str, np.ndarray]:
         """Return the metrics [steps, seeds] since the last row."""

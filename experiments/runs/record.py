@@ -40,7 +40,7 @@ class Saved(NamedTuple):
     log: Mapping[str, Any]  # see `Log.saved`
 
 
-class DamagedError(ValueError):
+class DamagedError(RunError):
     """A checkpoint that is not whole."""
 
 

@@ -56,7 +56,7 @@ class Run:
             )
 
     def _claim(self, data: str) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        folders.make(self.path)
         if not lock.hold(self.path):
             print(
                 f"the file system of {self.path} has no locks: see to it that no other run uses it",
@@ -76,9 +76,15 @@ class Run:
             "devices": [device.device_kind for device in jax.devices()],
             "data": data,
             "config": digest(config),
+            "more": sorted(flatten(config).keys() - fields.schema(self.config.task, {}).keys()),
         }
-        files.write_json(self.path / CONFIG, config)
-        files.write_json(self.path / MARK, mark)  # Last: a folder with this file has a config too.
+        try:
+            files.write_json(self.path / CONFIG, config)
+            files.write_json(self.path / MARK, mark)  # Last: then the folder has a config too.
+        except BaseException:  # A start that fails leaves nothing.
+            (self.path / CONFIG).unlink(missing_ok=True)
+            lock.release(self.path, remove=True)
+            raise
 
 
 def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[str, Any]) -> Run:
@@ -135,20 +141,23 @@ def find_run(
         raise RunError(
             f"{path / CONFIG} is not what the run began with; restore it, or choose a new --workdir"
         )
-    task = found.get("task")
-    more = own.to_dict() if own is not None and own.task == task else {}
+    task, flat = found.get("task"), flatten(found)
+    # Runs of earlier versions do not say which keys they have beyond those of their task.
+    more = flatten(own.to_dict()) if own is not None and own.task == task else {}
+    named_more = mark.get("more")
+    more |= {k: x for k, x in flat.items() if isinstance(named_more, list) and k in named_more}
     try:
-        schema = fields.schema(task, flatten(more))
+        schema = fields.schema(task, more)
         # A run of a time when meshes had fewer axes has the others' defaults.
         axes = {key: value for key, value in schema.items() if key.startswith("mesh.")}
         added = {key: value for key, value in fields.ADDED.items() if key in schema}
-        fields.check(axes | added | flatten(found), schema)
+        fields.check(axes | added | flat, schema)
     except RunError as error:
         raise RunError(f"{path / CONFIG} is no config of a run: {error}") from None
     for key, value in added.items():
         group, name = key.split(".")
         found[group].setdefault(name, value)
-    for key, value in flatten(found).items():
+    for key, value in flat.items():
         if _names_file(key) and value and (named or {}).get(key) != value:
             raise RunError(
                 f"{path} was trained on the file {value!r:.300}, and only its owner can say that "

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from configs import pydoc_lm
-from experiments import plots
+from experiments import command, plots
 from experiments.tasks.task import Batch, Metrics, Params
 from experiments.trainer.loop import one_model
 from flax_mha import Capture, DecoderBlock, MultiHeadAttention, analysis, edits
@@ -200,13 +200,13 @@ def read_flags(doc: str, *, steps: int, seeds: int) -> argparse.Namespace:
     """Return the flags of a study: `steps`, `seeds`, and `figure`, the path of its PNG.
 
     Args:
-      doc: the study's docstring, whose first line helps.
+      doc: the study's docstring, the help.
       steps: the default.
       seeds: the default.
     """
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=steps, help="training steps of each model")
-    parser.add_argument("--seeds", type=int, default=seeds, help="models that differ by seed")
+    parser = command.Parser(doc)
+    parser.add_argument("--steps", type=command.count, default=steps, help="of each model")
+    parser.add_argument("--seeds", type=command.count, default=seeds, help="models of each kind")
     parser.add_argument("--figure", type=Path, default=Path("study.png"), help="the PNG to write")
     return parser.parse_args()
 

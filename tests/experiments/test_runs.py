@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from configs import digits
 from experiments.runs import keys, rundir, signals
 from experiments.runs.failures import RunError
 from experiments.runs.log import Log
@@ -81,6 +83,37 @@ def test_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
     assert run.config.to_dict() == config.to_dict()
     with pytest.raises(RunError, match=r"optimizer\.b1 is 0\.9 there, and 0\.5 was asked"):
         rundir.open_run(tmp_path, config, {"optimizer.b1": 0.5})
+
+
+def test_run_with_keys_of_its_own_is_taken_up(config: ConfigDict, tmp_path: Path) -> None:
+    config.more, config.mine = [1, [2, 3]], ConfigDict({"name": "x", "sizes": [4]})
+    begin(tmp_path, config, {})
+    own = keys.flatten(config.to_dict())
+    assert rundir.open_run(tmp_path, config, own).config.to_dict() == config.to_dict()
+    # Commands that have no config file, or that of the task, read it too.
+    assert rundir.find_run(tmp_path).config.mine.sizes == [4]
+    assert rundir.open_run(tmp_path, digits.get_config(), {}).config.more == [1, [2, 3]]
+    with pytest.raises(RunError, match=r"mine\.name is 'x' there, and 'y' was asked for"):
+        rundir.open_run(tmp_path, config, {"mine.name": "y"})
+    for foreign in (7, {"more": 1}, "more", None):
+        mark = json.loads((tmp_path / "run.json").read_text())
+        (tmp_path / "run.json").write_text(json.dumps(mark | {"more": foreign}))
+        with pytest.raises(RunError, match="no such key as 'mine.name'"):
+            rundir.find_run(tmp_path)
+
+
+def test_failed_start_leaves_nothing(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, value: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir.files, "write_json", fail)
+        with pytest.raises(OSError, match="No space"):
+            begin(tmp_path / "run", config, {})
+    assert not (tmp_path / "run").exists()
+    assert not begin(tmp_path / "run", config, {}).resumed
 
 
 def test_run_keeps_its_data(config: ConfigDict, tmp_path: Path) -> None:
