@@ -12,10 +12,10 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 # The packages of the extra `experiments`, by the names of their modules.
 PACKAGES = {
@@ -29,6 +29,10 @@ REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO), F
 }  # fmt: skip
 LONGEST = 900  # characters of a line; the rule is at its begin, the remedy at its end
 INTERRUPTED = 130  # the exit status that shells give for Ctrl-C
+PATIENCE = 30.0  # seconds until a loop has heeded the death of a thread
+died: list[str] = []  # the errors of threads
+stop: Callable[[], None] | None = None  # asks the loop, while there is one, to save and end
+_last = threading.Timer(0, lambda: None)
 _needed: dict[Path, int] = {}  # the inodes of what the program works with, by path
 
 
@@ -120,10 +124,32 @@ def tell(line: str) -> None:
 def in_thread(args: "threading.ExceptHookArgs") -> None:
     """End the program where any thread fails: a `threading.excepthook`.
 
-    Others might wait for that thread for ever.
+    Others might wait for that thread for ever. A loop that can save its state is asked to do so.
     """
-    if args.exc_value is not None:
-        say(args.exc_type, args.exc_value, args.exc_traceback)
+    error = args.exc_value or args.exc_type()
+    name = args.thread.name if args.thread else "a thread"
+    died.append(reason(error) or f"{name} failed: {describe(error)}")
+    if stop is None or reason(error):
+        _end()
+    stop()
+    hurry()
+
+
+def hurry() -> None:
+    """End the program in some seconds if a thread died, whatever waits for it then."""
+    global _last
+    _last = threading.Timer(PATIENCE, _end)
+    _last.daemon = True
+    _last.start()
+
+
+def heed() -> None:
+    """Take back `hurry`: the state is about to be saved."""
+    _last.cancel()
+
+
+def _end() -> NoReturn:
+    tell(died[0])
     os._exit(1)
 
 

@@ -12,9 +12,7 @@ from experiments.runs.failures import RunError
 
 ASIDE = ".aside-"  # in front of a name: not whole yet
 MOST = 2**20  # bytes of a JSON file that is read: those of runs have a few thousand
-SHARE = (
-    10  # of this part of the memory a file of data may be: an order of its bytes takes 8 times it
-)
+SHARE = 10  # the part of the memory that data may have: the order of bytes takes 8 more
 
 
 @contextlib.contextmanager
@@ -202,8 +200,8 @@ def read_pairs(path: str, at_least: int = 0) -> list[tuple[str, str]]:
         source, tab, target = line.partition("\t")
         if not (source and tab and target) or "\t" in target:
             raise RunError(
-                f"each line of {path} must be a source, a tab and a target, got {line!r:.100} in line "
-                f"{number}"
+                f"each line of {path} must be a source, a tab and a target, got {line!r:.100} in "
+                f"line {number}"
             )
         pairs[source, target] = None
     if len(pairs) < at_least:

@@ -99,6 +99,7 @@ class Log:
             for event, value in [(name, x.mean()), *each]:
                 for writer in self._writers:
                     writer.log_scalar(f"{split}/{event}", float(value), step=step)
+        self._events.flush()
 
     def saved(self, step: int) -> Mapping[str, Any]:
         """Return the part of a checkpoint: the rows, then on the disk, and steps that are in none.
