@@ -11,6 +11,7 @@ does. Of a model the `config.json`, safetensors and `tokenizer.json` of a Huggin
 used.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,9 @@ def speak(
 
 
 def _say(piece: str) -> None:
-    print(piece, end="", flush=True)
+    """Print a piece, with its control characters as codes: a terminal would obey them."""
+    codes = re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", lambda c: f"\\x{ord(c[0]):02x}", piece)
+    print(codes, end="", flush=True)
 
 
 if __name__ == "__main__":

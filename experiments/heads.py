@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import finished, pretrained
+from experiments.plots import save
 from experiments.runs.failures import RunError
 from experiments.tasks.text import Bytes, Text
 from flax_mha import Capture, analysis, edits, plots
@@ -70,7 +71,7 @@ def open_folder(folder: str) -> Reader:
     return Reader(model, variables, read)
 
 
-def write(reader: Reader, prompt: str, beside: str | None, out: str, png: str | None) -> None:
+def write(reader: Reader, prompt: str, beside: str | None, out: Path, png: Path | None) -> None:
     """Write the page of one or two prompts, and the picture of the first.
 
     Raises:
@@ -89,7 +90,7 @@ def write(reader: Reader, prompt: str, beside: str | None, out: str, png: str | 
     analysis.report(out, runs, tokens, scores={"attribution": attribution, **scores})
     print(out)
     if png is not None:
-        plots.heads(runs[prompt], tokens[prompt]).savefig(png)
+        save(plots.heads(runs[prompt], tokens[prompt]), png, 100)
         print(png)
 
 

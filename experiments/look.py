@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from experiments import command, heads
+from experiments.runs import files
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
@@ -30,11 +31,13 @@ PNG = flags.DEFINE_string("png", None, "A picture of all heads to write.")
 def main(argv: Sequence[str]) -> None:
     """Write the page, and the picture."""
     del argv
+    out = files.try_output(OUT.value, "--out")
+    png = None if PNG.value is None else files.try_output(PNG.value, "--png")
     if WORKDIR.value is not None:
         reader = heads.open_run(WORKDIR.value, DATA.value, TOKENIZER.value)
     else:
         reader = heads.open_folder(MODEL.value or "")
-    heads.write(reader, PROMPT.value, BESIDE.value, OUT.value, PNG.value)
+    heads.write(reader, PROMPT.value, BESIDE.value, out, png)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from matplotlib.figure import Figure
 
-from experiments import libtpu
+from experiments import libtpu, plots
 from experiments.counts import traffic
 from experiments.counts.hlo import Module
 from experiments.measure import programs
@@ -180,7 +180,7 @@ def draw(path: Path, chip: str, rows: Sequence[Row]) -> None:
     axes.set_title(f"Programs compiled for {chip}: MiB to and from main memory")
     handles = [axes.bar(0, 0, color=COLORS[name]) for name in contestants]
     axes.legend(handles, contestants, frameon=False)
-    figure.savefig(path, dpi=110)
+    plots.save(figure, path, 110)
 
 
 def _cycles(moved: traffic.Moved) -> int:

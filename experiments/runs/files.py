@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, and files of folders that may hold anything."""
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -21,8 +22,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
     The file is made exclusively, so that nothing is written through a link that lies there.
     """
-    aside = path.with_name(ASIDE + path.name)
-    aside.unlink(missing_ok=True)
+    aside = _beside(path)
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with open(handle, "wb") as file:
@@ -39,6 +39,35 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(folder)  # Without this a crash of the machine may forget the new name.
     finally:
         os.close(folder)
+
+
+def _beside(path: Path) -> Path:
+    """Return a free name beside a path that is free, or of a file."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
+    aside = path.with_name(ASIDE + path.name)
+    aside.unlink(missing_ok=True)
+    return aside
+
+
+def try_output(name: str | Path, flag: str) -> Path:
+    """Return the path of a file that a flag names, after a trial to write it, before the work.
+
+    Raises:
+      RunError: if it can't be, or is a folder, a pipe or a device.
+    """
+    path = Path(name).expanduser().absolute()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = _beside(path)
+        aside.touch()
+        aside.unlink()
+    except OSError as error:
+        raise RunError(
+            f"{flag} must be a file that can be written, got {path}: {error.strerror}; choose "
+            f"another"
+        ) from None
+    return path
 
 
 def write(path: Path, text: str) -> None:

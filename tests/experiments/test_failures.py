@@ -204,9 +204,7 @@ def test_dead_thread_ends_a_run_after_its_checkpoint(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
-    assert re.match(
-        r"error: an odd thread failed: ValueError: odd; its traceback is in \S+; ", line
-    )
+    assert line.startswith("error: an odd thread failed: ValueError: odd; its traceback is in ")
     step = re.search(r"stopped at step (\d+); to go on: --workdir=", line)[1]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [step]
 
