@@ -195,6 +195,14 @@ def test_invalid_conversions_raise(qwen: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "b" / "variables").exists()
 
 
+def test_checkpoint_of_other_heads_is_not_converted(qwen: Path, tmp_path: Path) -> None:
+    convert(qwen, tmp_path / "ours")
+    other = json.dumps(QWEN | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16})
+    (tmp_path / "ours" / "config.json").write_text(other)
+    with pytest.raises(ValueError, match=r"kernel \(\[32, 4, 8\] in place of \[32, 2, 16\]\)"):
+        convert(tmp_path / "ours", tmp_path / "back")
+
+
 def test_control_characters_of_a_tokenizer_do_not_reach_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
