@@ -157,9 +157,9 @@ def agree(prepared: dict[str, object] | None) -> None:
         differ = sorted(key for key in first | other if first.get(key) != other.get(key))
         if differ:
             raise RunError(
-                f"all processes need the same settings and packages, and {differ[0]} is "
+                f"all processes need the same settings, data and packages, and {differ[0]} is "
                 f"{first.get(differ[0])!r} at process 0 and {other.get(differ[0])!r} at process "
-                f"{i}; give all the same packages, and the same flags save --process_id"
+                f"{i}; give all the same packages, files, variables, and flags save --process_id"
             )
 
 

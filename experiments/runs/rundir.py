@@ -19,6 +19,16 @@ from experiments.runs.keys import flatten
 PROGRAM = "experiments.train"
 CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"
 FORMAT = 2  # of the folder; checkpoints of the first had no checksums
+# The settings of JAX under which a run draws and computes other numbers.
+SETTINGS = (
+    "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl",
+    "jax_random_seed_offset", "jax_default_matmul_precision",
+)  # fmt: skip
+
+
+def settings() -> dict[str, Any]:
+    """Return the values of `SETTINGS`."""
+    return {name: getattr(jax.config, name) for name in SETTINGS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +49,7 @@ class Run:
         try:
             if self.resumed:
                 self.check_data(data)
+                self._check_settings()
             if jax.process_index() == 0:
                 self._claim(data)
                 (self.path / record.FOLDER).mkdir(exist_ok=True)
@@ -54,6 +65,22 @@ class Run:
                 f"the data of {self.path} have the SHA-256 {had}, those found now {data}; go on "
                 f"with the files and the versions of Python and packages that it was begun with"
             )
+
+    def _check_settings(self) -> None:
+        """Check that the run draws and computes as it did when it began."""
+        had = _read_mark(self.path).get("settings")
+        for name, value in settings().items():
+            # Runs of earlier versions do not say it.
+            if isinstance(had, dict) and had.get(name, value) != value:
+                raise RunError(
+                    f"{self.path} was begun under {name}={had[name]!r:.50}, and would draw or "
+                    f"compute other numbers under {name}={value!r}; "
+                    + (
+                        f"unset {name.upper()}"
+                        if had[name] is None
+                        else f"set {name.upper()}={had[name]!s:.50}"
+                    )
+                )
 
     def _claim(self, data: str) -> None:
         folders.make(self.path)
@@ -74,6 +101,7 @@ class Run:
             "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "jax": jax.__version__,
             "devices": [device.device_kind for device in jax.devices()],
+            "settings": settings(),
             "data": data,
             "config": digest(config),
             "more": sorted(flatten(config).keys() - fields.schema(self.config.task, {}).keys()),

@@ -74,8 +74,10 @@ def begin(
         hosts.agree(None)
         raise
     phases.quiet = jax.process_index() > 0
-    hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
-    run.begin(fingerprint(program.task))
+    data, config = fingerprint(program.task), run.config.to_dict()
+    same = {"config": config, "--workdir": str(run.path), "the SHA-256 of the data": data}
+    hosts.agree(same | rundir.settings())
+    run.begin(data)
     for name in (rundir.MARK, record.FOLDER):
         failures.needs(run.path / name)
     _say(f"{'resuming' if run.resumed else 'training'} {run.path}")

@@ -136,9 +136,7 @@ def test_outputs_replace_files_alone(tmp_path: Path) -> None:
     folder.mkdir()
     for path in (pipe, folder, Path("/dev/full")):
         before = path.lstat()
-        with pytest.raises(
-            RunError, match=r"must be a file that can be written, got .*: not"
-        ):
+        with pytest.raises(RunError, match=r"must be a file that can be written, got .*: not"):
             files.try_output(path, "--figure")
         with pytest.raises(FileExistsError, match="not a regular file"):
             files.write(path, "text")

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -120,6 +121,34 @@ def test_run_keeps_its_data(config: ConfigDict, tmp_path: Path) -> None:
     begin(tmp_path, config, {})
     with pytest.raises(RunError, match=r"have the SHA-256 hash of the data, those found now"):
         rundir.open_run(tmp_path, config, {}).begin("another")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("jax_enable_x64", True, "set JAX_ENABLE_X64=False"),
+        ("jax_threefry_partitionable", False, "set JAX_THREEFRY_PARTITIONABLE=True"),
+        ("jax_default_prng_impl", "rbg", "set JAX_DEFAULT_PRNG_IMPL=threefry2x32"),
+        ("jax_default_matmul_precision", "float32", "unset JAX_DEFAULT_MATMUL_PRECISION"),
+    ],
+)
+def test_run_keeps_the_settings_of_its_draws(
+    config: ConfigDict, tmp_path: Path, name: str, value: Any, remedy: str
+) -> None:
+    begin(tmp_path, config, {})
+    before = getattr(jax.config, name)
+    try:
+        jax.config.update(name, value)
+        with pytest.raises(RunError, match=f"begun under {name}={before!r}, .*; {remedy}$"):
+            begin(tmp_path, config, {})
+    finally:
+        jax.config.update(name, before)
+    assert begin(tmp_path, config, {}).resumed
+    # A folder of strangers, or of an earlier version, may say anything.
+    mark = json.loads((tmp_path / "run.json").read_text())
+    for odd in (7, {}, {name: before, "jax_other": 1}, None):
+        (tmp_path / "run.json").write_text(json.dumps(mark | {"settings": odd}))
+        assert begin(tmp_path, config, {}).resumed
 
 
 def test_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) -> None:
