@@ -18,8 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import app, flags
 
-from experiments import command
-from experiments.runs import files, folders
+from experiments.runs import command, files, folders
 from experiments.runs.failures import RunError
 from flax_mha import interop
 from flax_mha.base import checks

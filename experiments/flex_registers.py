@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import command
+from experiments.runs import command
 from experiments.runs.failures import RunError
 
 T, N, K = 1000, 4, 2

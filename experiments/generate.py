@@ -19,7 +19,8 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import command, finished, pretrained, responses
+from experiments import finished, pretrained, responses
+from experiments.runs import command
 from experiments.runs.failures import RunError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")

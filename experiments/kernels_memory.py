@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments import command
 from experiments.plan import gpus
+from experiments.runs import command
 from flax_mha import dot_product_attention, explain, masks
 from flax_mha.kernels import KernelName, Platform
 

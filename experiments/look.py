@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from experiments import command, heads
-from experiments.runs import files
+from experiments import heads
+from experiments.runs import command, files
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")

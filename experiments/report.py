@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from absl import app, flags
 
-from experiments import command, finished
+from experiments import finished
 from experiments.reports import summary
+from experiments.runs import command
 from experiments.runs.failures import RunError
 
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import command
+from experiments.runs import command
 from flax_mha import masks, sharding
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims

@@ -25,7 +25,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 from rich.console import Console
 
-from experiments import command
 from experiments.benchmark import (
     cases,
     contestants,
@@ -39,7 +38,7 @@ from experiments.benchmark import (
     torch_peers,
 )
 from experiments.phases import Phase
-from experiments.runs import folders
+from experiments.runs import command, folders
 from experiments.runs.failures import RunError
 
 PROGRAM = "experiments.benchmark"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from experiments import command
+from experiments.runs import command
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, edits, masks
 from flax_mha.layer.edits import Edit
 

@@ -26,11 +26,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import command
 from experiments.gpu_day import results, steps
 from experiments.gpu_day.steps import Step
 from experiments.phases import Phase
-from experiments.runs import files, folders
+from experiments.runs import command, files, folders
 from experiments.runs.failures import RunError
 
 TOTAL = 40 * 60.0

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import command
 from experiments.measure import check, compiled, tiles, timed
+from experiments.runs import command
 
 COMMANDS: dict[str, Any] = {
     "check": check, "compiled": compiled, "timed": timed, "tiles": tiles,

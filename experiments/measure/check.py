@@ -28,9 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command
 from experiments.phases import Phase
-from experiments.runs import folders
+from experiments.runs import command, folders
 from experiments.runs.failures import RunError
 from flax_mha import dot_product_attention, masks, scores, sharding
 from flax_mha.kernels import KERNELS

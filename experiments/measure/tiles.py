@@ -32,13 +32,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import command
 from experiments.counts import schedule
 from experiments.counts.schedule import TileCost
 from experiments.measure import compiled
 from experiments.measure.programs import Chip
 from experiments.phases import Phase
-from experiments.runs import folders
+from experiments.runs import command, folders
 from experiments.runs.failures import RunError
 from flax_mha import dot_product_attention, kernels, masks
 from flax_mha.base.shapes import Dims

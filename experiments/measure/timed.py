@@ -24,13 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import command
 from experiments.benchmark.timing import Failure, Timing, attempt, interleave
 from experiments.benchmark.work import Work
 from experiments.measure import programs
 from experiments.measure.programs import Chip, Entry
 from experiments.phases import Phase
-from experiments.runs import folders
+from experiments.runs import command, folders
 from flax_mha import sharding
 
 Row = dict[str, Any]

@@ -18,8 +18,7 @@ import configs.dates
 import configs.digits
 import configs.masked
 import configs.pydoc_lm
-from experiments import command
-from experiments.runs import writers
+from experiments.runs import command, writers
 from experiments.runs.failures import RunError
 from experiments.runs.keys import flatten
 from flax_mha.kernels import choose

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import command
-from experiments.runs import fields, files
+from experiments.runs import command, fields, files
 from experiments.runs.failures import RunError
 from experiments.runs.keys import check_key, flatten
 

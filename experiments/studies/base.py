@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from configs import pydoc_lm
-from experiments import command, plots
-from experiments.runs import files
+from experiments import plots
+from experiments.runs import command, files
 from experiments.tasks.task import Batch, Metrics, Params
 from experiments.trainer.loop import one_model
 from flax_mha import Capture, DecoderBlock, MultiHeadAttention, analysis, edits
