@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.runs import files
 from experiments.runs.failures import RunError
-from flax_mha.interop import safetensors
 
 _INNER = bytes(range(0x80, 0xC0))  # the bytes that begin no character
 _ROOT = Path(__file__).parent.parent
@@ -42,10 +42,7 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         if importlib.util.find_spec("tokenizers") is None:
             raise RunError(f"{path} needs the package tokenizers; pip install tokenizers")
-        try:
-            self._path, self.file = path, safetensors.read_bytes(Path(path))
-        except (ValueError, FileNotFoundError) as error:
-            raise RunError(f"{path!s:.300} must be a tokenizer.json: {error!s:.300}") from None
+        self._path, self.file = path, files.read_data(str(path), key="the tokenizer.json")
         paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(_ROOT)])
         self._child = subprocess.Popen(
             [sys.executable, "-c", "from experiments import tokenizer; tokenizer.serve()"],

@@ -183,12 +183,13 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def read_data(path: str, at_least: int = 0) -> bytes:
-    """Return the bytes of the file that config.data.path names.
+def read_data(path: str, at_least: int = 0, key: str = "config.data.path") -> bytes:
+    """Return the bytes of a file that a user names.
 
     Args:
       path: the file.
       at_least: the fewest bytes that it may have.
+      key: the key of the config that names it.
 
     Raises:
       RunError: if it can't be read, has fewer bytes, or so many that its tokens and their order
@@ -203,7 +204,7 @@ def read_data(path: str, at_least: int = 0) -> bytes:
         data = Path(path).read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise RunError(f"config.data.path must be a file, got {path:.300}: {reason}") from None
+        raise RunError(f"{key} must be a file, got {path:.300}: {reason}") from None
     if len(data) < at_least:
         raise RunError(f"{path} must hold at least {at_least} bytes, got {len(data)}; give more")
     return data
