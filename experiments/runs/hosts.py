@@ -193,7 +193,7 @@ def ending_together() -> Iterator[None]:
         if jax.process_count() == 1:
             raise
         place = f"process {jax.process_index()} of {jax.process_count()}"
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
             # The collective that a peer left says that it is gone.
             reason = str(error).splitlines()[0]
             line = f"{place} stops, most likely because another one ended: {reason}"

@@ -180,6 +180,8 @@ def test_no_process_starts_if_one_cannot(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (ValueError("mine"), "process 0 of 2 failed, and the others will end too"),
         (jax.errors.JaxRuntimeError("UNAVAILABLE: peer\nmore"), "another one ended: UNAVAILABLE"),
+        # Of a process that SIGSTOP held, until the others gave it up.
+        (ValueError("UNKNOWN: Gloo all-reduce failed: …"), "another one ended: UNKNOWN: Gloo"),
     ],
 )
 def test_failed_process_exits_at_once(
