@@ -47,10 +47,10 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
       ValueError: if a folder is invalid, or its files do not fit each other.
     """
     source = Path(source).expanduser().absolute()
-    target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")
     config = safetensors.read_json(source / _CONFIG)
+    files.check_tree(source / _WEIGHTS)
+    target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")
     if (source / _WEIGHTS).is_dir():
-        files.check_tree(source / _WEIGHTS)
         try:
             variables = ocp.StandardCheckpointer().restore(source / _WEIGHTS)
         except Exception as error:

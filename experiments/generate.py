@@ -23,11 +23,7 @@ from experiments import finished, pretrained, responses
 from experiments.runs import command
 from experiments.runs.failures import RunError
 
-WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
-DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
-TOKENIZER = flags.DEFINE_string("tokenizer", None, "The file of the run's tokenizer, if any.")
-MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder.")
-flags.mark_flags_as_mutual_exclusive(["workdir", "model"], required=True)
+WORKDIR, MODEL = finished.define_models()
 PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translate.", required=True)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
 TOP_K = flags.DEFINE_integer("top_k", None, "Draw from so many most likely tokens only.")
@@ -43,17 +39,18 @@ EARLY = flags.DEFINE_enum("early_stopping", "false", ["false", "true", "never"],
 def main(argv: Sequence[str]) -> None:
     """Print the answer of the model, piece by piece."""
     del argv
-    options: dict[str, Any] = {
+    given: dict[str, Any] = {
         "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
         "min_p": MIN_P.value, "max_new_tokens": NEW.value, "beams": BEAMS.value,
         "length_penalty": PENALTY.value, "rng": jax.random.key(SEED.value),
         "early_stopping": EARLY.value if EARLY.value == "never" else EARLY.value == "true",
     }  # fmt: skip
+    options = {name: value for name, value in given.items() if value is not None}
     if WORKDIR.value is not None:
-        speak(WORKDIR.value, PROMPT.value, DATA.value, TOKENIZER.value, **options)
+        files = finished.DATA.value, finished.TOKENIZER.value
+        speak(WORKDIR.value, PROMPT.value, *files, **options)
     elif MODEL.value is not None:
-        given = {name: value for name, value in options.items() if value is not None}
-        pretrained.respond(MODEL.value, PROMPT.value, _say, **given)
+        pretrained.respond(MODEL.value, PROMPT.value, _say, **options)
         print(flush=True)
 
 
@@ -68,10 +65,7 @@ def speak(
       prompt: a text.
       path: the file that the run was trained on, if it was one.
       tokenizer: the file of its tokenizer, if it has one.
-      **options: options of `flax_mha.generate`; None for the task's own.
-
-    Raises:
-      ValueError: if there is no such run, or it can't do that.
+      **options: options of `flax_mha.generate`.
     """
     run, task = finished.open_run(workdir, path, tokenizer)
     respond = responses.RESPOND.get(run.config.task)
@@ -81,9 +75,6 @@ def speak(
             f"configs/pydoc_lm.py or configs/dates.py"
         )
     params = finished.load(run, task).params
-    if run.config.seeds > 1:
-        params = jax.tree.map(lambda x: x[0], params)
-    options = {name: value for name, value in options.items() if value is not None}
     respond(task, params, prompt, _say, options)
     print(flush=True)
 

@@ -32,17 +32,11 @@ class Reader(NamedTuple):
 
 
 def open_run(workdir: str | Path, data: str | None = None, tokenizer: str | None = None) -> Reader:
-    """Return the model of a run of the text task.
-
-    Raises:
-      ValueError: if there is no such run.
-    """
+    """Return the model of a run of the text task."""
     run, task = finished.open_run(workdir, data, tokenizer)
     if not isinstance(task, Text):
         raise RunError(f"{run.path} was trained on {run.config.task!r}; give a run of 'text'")
     params = finished.load(run, task).params
-    if run.config.seeds > 1:
-        params = jax.tree.map(lambda x: x[0], params)
 
     def read(text: str) -> tuple[Sequence[int], list[str]]:
         ids = task.vocabulary.encode(text.encode())[-task.config.length :].tolist()

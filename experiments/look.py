@@ -14,14 +14,10 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from experiments import heads
+from experiments import finished, heads
 from experiments.runs import command, files
 
-WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
-DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
-TOKENIZER = flags.DEFINE_string("tokenizer", None, "The file of the run's tokenizer, if any.")
-MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder.")
-flags.mark_flags_as_mutual_exclusive(["workdir", "model"], required=True)
+WORKDIR, MODEL = finished.define_models()
 PROMPT = flags.DEFINE_string("prompt", None, "The text to look at.", required=True)
 BESIDE = flags.DEFINE_string("beside", None, "Another text of as many tokens, shown beside it.")
 OUT = flags.DEFINE_string("out", "look.html", "The page to write.")
@@ -34,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     out = files.try_output(OUT.value, "--out")
     png = None if PNG.value is None else files.try_output(PNG.value, "--png")
     if WORKDIR.value is not None:
-        reader = heads.open_run(WORKDIR.value, DATA.value, TOKENIZER.value)
+        reader = heads.open_run(WORKDIR.value, finished.DATA.value, finished.TOKENIZER.value)
     else:
         reader = heads.open_folder(MODEL.value or "")
     heads.write(reader, PROMPT.value, BESIDE.value, out, png)

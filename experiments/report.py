@@ -11,20 +11,17 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from absl import app, flags
+from absl import app
 
 from experiments import finished
 from experiments.reports import summary
 from experiments.runs import command
 from experiments.runs.failures import RunError
 
-DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
-TOKENIZER = flags.DEFINE_string("tokenizer", None, "The file of the run's tokenizer, if any.")
-
 
 def main(argv: Sequence[str]) -> None:
     """Print the report; its last line is the score."""
-    opened = finished.open_run(argv[1], DATA.value, TOKENIZER.value)
+    opened = finished.open_run(argv[1], finished.DATA.value, finished.TOKENIZER.value)
     run, task, params, rows = finished.load(*opened)
     tests = [row for row in rows if row["split"] == "test"]
     if not tests:

@@ -31,8 +31,8 @@ PROFILE = flags.DEFINE_string("profile", None, "The steps to trace: a number, or
 ADDRESS = flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 listens.")
 PROCESSES = flags.DEFINE_integer("num_processes", None, "The number of processes.")
 PROCESS = flags.DEFINE_integer("process_id", None, "The number of this process, from 0.")
-START = flags.DEFINE_integer("start_timeout", 300, "Seconds until all processes have started.")
-HEARTBEAT = flags.DEFINE_integer("heartbeat_timeout", 100, "Seconds until a silent one is dead.")
+START = flags.DEFINE_integer("start_timeout", 300, "Seconds until all have started.", 1)
+HEARTBEAT = flags.DEFINE_integer("heartbeat_timeout", 100, "Seconds until it is dead.", 1)
 
 
 def main(asked: settings.Asked) -> None:

@@ -57,7 +57,6 @@ def main(argv: Sequence[str]) -> None:
     _check(settings)
     folder = folders.result_folder(flags.get("workdir"), "benchmark")
     started, console = time.perf_counter(), report.console()
-    folders.make(folder)
     end = started + flags["total"]
     header = _header()
     _introduce(console, header["machine"])

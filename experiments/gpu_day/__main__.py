@@ -76,11 +76,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _opened(folder: Path, small: bool) -> dict[str, Any]:
-    """Return the day so far, on this machine.
-
-    Raises:
-      RunError: if the folder holds something else, or there is no GPU.
-    """
+    """Return the day so far, on this machine."""
     machine = json.loads(_output([sys.executable, "-c", _MACHINE]))
     if machine["platform"] != "gpu" and not small:
         raise RunError(
@@ -89,7 +85,7 @@ def _opened(folder: Path, small: bool) -> dict[str, Any]:
         )
     path, new = folder / "day.json", {"machine": machine, "small": small, "steps": {}}
     if not os.path.lexists(path):
-        folders.result_folder(folder, "gpu-day").mkdir(parents=True, exist_ok=True)
+        folders.result_folder(folder, "gpu-day")
         return new
     try:
         day = files.read_json(path, MOST)
@@ -107,11 +103,7 @@ def _opened(folder: Path, small: bool) -> dict[str, Any]:
 
 
 def _check(path: Path, day: dict[str, Any]) -> None:
-    """Check that the contents are a day.
-
-    Raises:
-      RunError: if no report can be written from them.
-    """
+    """Check that the contents are a day."""
     try:
         page(day)
         if not isinstance(day["small"], bool):

@@ -119,11 +119,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Check kernel by kernel, and print and write the table.
-
-    Raises:
-      RunError: if a flag is wrong.
-    """
+    """Check kernel by kernel, and print and write the table."""
     platform = sharding.platform()
     here = [
         name for name, kernel in KERNELS.items()
@@ -146,7 +142,6 @@ def run(flags: argparse.Namespace) -> None:
                 )
     device = jax.devices()[0].device_kind
     table = page(device, names, found)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "check.md").write_text(table + "\n")
     results = {"device": device, "jax": jax.__version__, "found": found}
     (folder / "results.json").write_text(json.dumps(results, indent=1))

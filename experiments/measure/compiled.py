@@ -57,11 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Compile the programs one by one, and print and write the table.
-
-    Raises:
-      RunError: if a flag is wrong, or no installed compiler supports the chip.
-    """
+    """Compile the programs one by one, and print and write the table."""
     names = programs.chosen(flags.programs)
     folder = folders.result_folder(flags.workdir, f"compiled-{flags.chip}")
     chip = chip_of(flags.chip)
@@ -75,7 +71,6 @@ def run(flags: argparse.Namespace) -> None:
         for moved in row["top"]:
             print(f"    {moved['MiB']:8.1f} MiB  {moved['times']:3d} × {moved['opcode']:22s} "
                   f"{moved['source']:34s} {moved['name']}")  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
     # With the ratios to contestants that came later.
     table = "\n".join([*HEAD, *(line(row, rows) for row in rows)])
     (folder / "table.md").write_text(table + "\n")
@@ -85,11 +80,7 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def chip_of(name: str) -> Chip:
-    """Return a chip to compile for.
-
-    Raises:
-      RunError: if no installed compiler supports it.
-    """
+    """Return a chip to compile for."""
     libtpu.compiler_only()
     # Nothing runs, so JAX need not start this machine's devices.
     jax.config.update("jax_platforms", "cpu")

@@ -102,11 +102,7 @@ def add_names(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(flag: str) -> list[str]:
-    """Return the names of the programs that a flag lists.
-
-    Raises:
-      RunError: if there is no such program.
-    """
+    """Return the names of the programs that a flag lists."""
     names = flag.split(",")
     if unknown := [name for name in names if name not in PROGRAMS]:
         raise RunError(f"--programs must be some of {', '.join(PROGRAMS)}, got {unknown[0]!r}")

@@ -66,11 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Compile kernel by kernel, and print and write the table.
-
-    Raises:
-      RunError: if a flag is wrong, or libtpu is not installed.
-    """
+    """Compile kernel by kernel, and print and write the table."""
     names, blocks = flags.kernels.split(","), []
     if unknown := [name for name in names if name not in ("flex", "splash")]:
         raise RunError(f"--kernels must be some of flex, splash, got {unknown[0]!r}")
@@ -96,7 +92,6 @@ def run(flags: argparse.Namespace) -> None:
                 with Phase(f"compiling {kernel} {_sizes(block) if block else ''}".rstrip()):
                     rows += measure(chip, Path(dump), kernel, block, flags)
     table = page(flags.chip, rows)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(table + "\n")
     (folder / "results.json").write_text(json.dumps({"flags": vars(flags), "rows": rows}, indent=1))
     print(f"{table}\n\ntable.md and results.json are in {folder}")
@@ -105,11 +100,7 @@ def run(flags: argparse.Namespace) -> None:
 def measure(
     chip: Chip, dump: Path, kernel: Any, block: Blocks | None, flags: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Compile a kernel's gradient, and yield the costs of its tiles, then their sums.
-
-    Raises:
-      RunError: if the kernel does not take the call, or libtpu writes no schedules.
-    """
+    """Compile a kernel's gradient, and yield the costs of its tiles, then their sums."""
     x = chip.array(1, flags.length, 2, flags.features, dtype=jnp.dtype(flags.dtype))
     size = block or tpu.blocks(Dims.of(x, x, x))
 

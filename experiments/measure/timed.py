@@ -45,15 +45,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Time the programs one by one, and print and write the table.
-
-    Raises:
-      RunError: if a flag is wrong.
-    """
+    """Time the programs one by one, and print and write the table."""
     names = programs.chosen(flags.programs)
     platform = sharding.platform()
     folder = folders.result_folder(flags.workdir, f"timed-{platform}")
-    folder.mkdir(parents=True, exist_ok=True)
     chip = Chip(jax.devices()[0], platform == "gpu")
     end = time.perf_counter() + flags.total
     rows: list[Row] = []

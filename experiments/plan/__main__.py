@@ -57,14 +57,14 @@ def main(asked: settings.Asked) -> None:
     if SCALING.value:
         scaling.study(Path(WORKDIR.value or folders.new_folder("scaling")))
     else:
-        _plan(asked, folders.result_folder(WORKDIR.value, "plan"))
+        _plan(asked)
 
 
-def _plan(asked: settings.Asked, folder: Path) -> None:
+def _plan(asked: settings.Asked) -> None:
     config, console = asked.config, report.console()
     with Phase(f"describing {TOPOLOGY.value}"):
         found = devices.of(TOPOLOGY.value)
-    kind = found[0].device_kind
+    folder, kind = folders.result_folder(WORKDIR.value, "plan"), found[0].device_kind
     header = {
         "program": PROGRAM,
         "command": sys.argv,
@@ -78,7 +78,6 @@ def _plan(asked: settings.Asked, folder: Path) -> None:
     console.print(
         f"{len(found)} × {kind}, {TOPOLOGY.value}, compiled by {header['compiler']}", style="dim"
     )
-    folders.make(folder)
     with Phase(f"compiling for {TOPOLOGY.value}"):
         if SEARCH.value:
             layouts = search.search(config, found, MOST.value, _tell, WHOLE.value)

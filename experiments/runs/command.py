@@ -25,9 +25,6 @@ def parse(argv: Sequence[str], more: str = "", words: int = 0, rule: str = "") -
       more: text that help prints after the flags.
       words: the number of other arguments, beside the command's name.
       rule: the rule for them.
-
-    Raises:
-      RunError: if a flag is wrong, or there is another number of arguments.
     """
     try:
         rest = flags.FLAGS(argv)

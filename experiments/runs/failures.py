@@ -37,7 +37,7 @@ _needed: dict[Path, int] = {}  # the inodes of what the program works with, by p
 
 
 class RunError(ValueError):
-    """A mistake that its message explains, without a traceback."""
+    """A mistake that its message explains: any function of experiments may raise it."""
 
 
 def install() -> None:

@@ -211,11 +211,7 @@ def of(key: str, example: Any) -> Field:
 
 
 def normalize(key: str, value: Any) -> Any:
-    """Return the value of a key as its run's folder will have it: a list for a tuple.
-
-    Raises:
-      RunError: if no JSON can hold it.
-    """
+    """Return the value of a key as its run's folder will have it: a list for a tuple."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
@@ -226,22 +222,14 @@ def normalize(key: str, value: Any) -> Any:
 
 
 def schema(task: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a task's own config by dotted key, beside more keys of yours.
-
-    Raises:
-      RunError: if there is no such task.
-    """
+    """Return the values of a task's own config by dotted key, beside more keys of yours."""
     if not isinstance(task, str) or not TABLE["task"].takes(task):
         raise RunError(f"config.task must be {TABLE['task'].rule}, got {task!r:.100}; try digits")
     return {**more, **flatten(EXAMPLES[task]().to_dict())}
 
 
 def check(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Check that flat values have the keys of a schema, and that each is one that its key takes.
-
-    Raises:
-      RunError: if one does not, or they do not fit together.
-    """
+    """Check that flat values have the keys of a schema, and that each is one that its key takes."""
     for key in sorted(schema.keys() | values.keys()):
         if key not in schema:
             raise RunError(f"there is no such key as {key!r:.100}")

@@ -51,11 +51,7 @@ def _beside(path: Path) -> Path:
 
 
 def try_output(name: str | Path, flag: str) -> Path:
-    """Return the path of a file that a flag names, after a trial to write it, before the work.
-
-    Raises:
-      RunError: if it can't be, or is a folder, a pipe or a device.
-    """
+    """Return the path of a file that a flag names, after a trial to write it, before the work."""
     path = Path(name).expanduser().absolute()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,11 +73,7 @@ def write(path: Path, text: str) -> None:
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """Return an object as the text of a file that `read_json` reads.
-
-    Raises:
-      RunError: if it has NaN or infinity, or is longer than any that is read.
-    """
+    """Return an object as the text of a file that `read_json` reads."""
     try:
         text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     except ValueError as error:
@@ -127,9 +119,6 @@ def check_tree(folder: Path) -> None:
 
     A link may lead to any file of whoever writes through it, a pipe lets its reader wait for ever,
     and a device may have no end.
-
-    Raises:
-      RunError: if it holds something else, with its names.
     """
     odd = []
     for parent, folders, names in os.walk(folder):  # which follows no links
@@ -162,9 +151,6 @@ def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
     Args:
       path: the file.
       most: the most bytes that it may have.
-
-    Raises:
-      RunError: if there is none, in one line.
     """
     try:
         data = read(path, most + 1)
@@ -216,9 +202,6 @@ def read_pairs(path: str, at_least: int = 0) -> list[tuple[str, str]]:
     Args:
       path: the file. Each line is a source, a tab and a target.
       at_least: the fewest different pairs that it may have.
-
-    Raises:
-      RunError: if it can't be read, has fewer pairs, or a line is something else.
     """
     try:
         lines = read_data(path).decode().splitlines()

@@ -56,12 +56,6 @@ class Cluster:
                 f"{', '.join(given)} go together, and {', '.join(missing)} is missing; give all "
                 f"three, or none where SLURM, Open MPI, Kubernetes or a Cloud TPU knows them"
             )
-        for name, seconds in (
-            ("--start_timeout", self.start_timeout),
-            ("--heartbeat_timeout", self.heartbeat_timeout),
-        ):
-            if seconds < 1:
-                raise RunError(f"{name} must be at least 1 second, got {seconds}")
         if self.address is None or self.processes is None or self.process is None:
             return
         if not re.fullmatch(r".+:\d+", self.address):
@@ -80,9 +74,6 @@ def start(cluster: Cluster) -> None:
     """Join the other processes, before anything asks for devices.
 
     It ends the process, with a message, if they do not come together in time.
-
-    Raises:
-      RunError: if the cluster does not fit itself, is unknown, or can't be served.
     """
     cluster.check()
     if cluster.address is not None and cluster.process == 0:
@@ -140,9 +131,6 @@ def agree(prepared: dict[str, object] | None) -> None:
 
     Args:
       prepared: the settings of this one; None if it could not prepare, and says so itself.
-
-    Raises:
-      RunError: if another one could not prepare, or prepared something else.
     """
     if jax.process_count() == 1:
         return
@@ -168,9 +156,6 @@ def all_begin(refused: str | None) -> None:
 
     Args:
       refused: the reason why this one may not; None if it may.
-
-    Raises:
-      RunError: on all of them, if one may not.
     """
     reasons = [refused or ""] if jax.process_count() == 1 else _gather(refused or "")
     for reason in reasons:

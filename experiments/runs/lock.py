@@ -22,9 +22,6 @@ def hold(folder: Path) -> bool:
 
     Returns:
       False if the file system has no locks.
-
-    Raises:
-      RunError: if another process holds it.
     """
     if folder in _held:
         return True

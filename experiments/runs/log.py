@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.runs import files, hosts, writers
+from experiments.runs import failures, files, hosts, writers
 from experiments.runs.failures import RunError
 from experiments.runs.record import Saved
 from experiments.runs.rundir import METRICS
@@ -35,10 +35,6 @@ class Log:
     Attributes:
       rows: the rows.
       skipping: True if the last step of a seed was left out, as not finite.
-
-    Raises:
-      RunError: if there is no checkpoint, and the file shows that there was one; or if
-        config.report_to names a tracker that is not there.
     """
 
     def __init__(self, path: Path, config: ConfigDict, saved: Saved | None) -> None:
@@ -58,8 +54,8 @@ class Log:
             refused = _differs(self._file, text, config.checkpoint_every if not saved else 0)
             try:
                 self._others = [] if refused else writers.others(path, config)
-            except RunError as error:
-                refused = str(error)
+            except Exception as error:  # Any error of theirs about an address or a login.
+                refused = failures.describe(error)
         hosts.all_begin(refused)
         if jax.process_index() == 0:
             files.write(self._file, text)
@@ -77,11 +73,7 @@ class Log:
         self._pending.append(metrics)
 
     def take(self, step: int) -> dict[str, np.ndarray]:
-        """Return the metrics [steps, seeds] since the last call, up to this step.
-
-        Raises:
-          RunError: if too many steps in a row were left out.
-        """
+        """Return the metrics [steps, seeds] since the last call, up to this step."""
         series = self._series(step)
         self._fetched = []
         return series
@@ -102,11 +94,7 @@ class Log:
         self._events.flush()
 
     def saved(self, step: int) -> Mapping[str, Any]:
-        """Return the part of a checkpoint: the rows, then on the disk, and steps that are in none.
-
-        Raises:
-          RunError: if too many steps in a row were left out.
-        """
+        """Return a checkpoint's part: the rows, then on the disk, and steps that are in none."""
         if self._pending or self._fetched:
             self._series(step)
         if self._events is not None:
@@ -137,9 +125,6 @@ def _check_skipped(series: Mapping[str, np.ndarray], step: int, config: ConfigDi
       series: the metrics [steps, seeds] of the steps up to this one.
       step: the last step.
       config: the run's config, with the limit `max_skipped`.
-
-    Raises:
-      RunError: if one did.
     """
     bad = np.argwhere(series["skipped"] >= config.max_skipped)
     if not len(bad):

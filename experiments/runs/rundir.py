@@ -40,11 +40,7 @@ class Run:
     resumed: bool
 
     def begin(self, data: str) -> None:
-        """Lock the folder, and write config and data's fingerprint to a new one.
-
-        Raises:
-          RunError: on all processes, if it is in use, or of other data.
-        """
+        """Lock the folder, and write config and data's fingerprint to a new one."""
         refused = None
         try:
             if self.resumed:
@@ -71,15 +67,14 @@ class Run:
         had = _read_mark(self.path).get("settings")
         for name, value in settings().items():
             # Runs of earlier versions do not say it.
-            if isinstance(had, dict) and had.get(name, value) != value:
+            was = had.get(name, value) if isinstance(had, dict) else value
+            if was != value:
+                remedy = (
+                    f"unset {name.upper()}" if was is None else f"set {name.upper()}={was!s:.50}"
+                )
                 raise RunError(
-                    f"{self.path} was begun under {name}={had[name]!r:.50}, and would draw or "
-                    f"compute other numbers under {name}={value!r}; "
-                    + (
-                        f"unset {name.upper()}"
-                        if had[name] is None
-                        else f"set {name.upper()}={had[name]!s:.50}"
-                    )
+                    f"{self.path} was begun under {name}={was!r:.50}, and would draw or compute "
+                    f"other numbers under {name}={value!r}; {remedy}"
                 )
 
     def _claim(self, data: str) -> None:
@@ -123,9 +118,6 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
       config: the config of a new run, overrides included.
       overrides: the values that a resumed run must have, by dotted key. Its other values are its
         own; only the mesh may change with the machine.
-
-    Raises:
-      RunError: if the folder holds something else, or a run with other values.
     """
     if workdir is None:
         if jax.distributed.is_initialized():
@@ -157,9 +149,6 @@ def find_run(
       workdir: the folder.
       named: files that the caller names, by dotted key: no others are read.
       own: a config that may have keys beyond those of the task's own.
-
-    Raises:
-      RunError: if there is none, or its config has changed since it began.
     """
     path = folders.local(workdir)
     if not _is_ours(path):

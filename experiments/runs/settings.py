@@ -37,9 +37,6 @@ def parse(argv: Sequence[str], default: Path) -> Asked:
     """Parse the command line, the program's other flags included.
 
     The program ends after the help of --help.
-
-    Raises:
-      RunError: if something is wrong.
     """
     asked = read(argv, default)
     more, rule = described(asked.config, asked.path), "settings must be --config.KEY=VALUE"
@@ -52,9 +49,6 @@ def read(argv: Sequence[str], default: Path) -> Asked:
     Args:
       argv: the command line.
       default: the config file without `--config`.
-
-    Raises:
-      RunError: if the file is no config, or a key or a value is wrong.
     """
     words, rest = _taken(argv, {"config": False})
     path = words.get("config", str(default))

@@ -69,37 +69,26 @@ def begin(
     """
     try:
         with Phase("reading the data"):
-            run, program = _prepare(asked, workdir, steps, make, build)
+            run = rundir.open_run(workdir, asked.config, asked.overrides)
+            if steps is not None:
+                profile.parse(steps, 0)
+            writers.check(run.config)
+            forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
+            program = build(run.config, make(run.config))
+            checks.check_fits(program)
+            data = fingerprint(program.task)
     except BaseException:
         hosts.agree(None)
         raise
+    if forced and jax.default_backend() == "cpu":
+        _say(f"this host's cores serve as {forced} devices, as config.mesh.force_host_devices says")
     phases.quiet = jax.process_index() > 0
-    data, config = fingerprint(program.task), run.config.to_dict()
-    same = {"config": config, "--workdir": str(run.path), "the SHA-256 of the data": data}
-    hosts.agree(same | rundir.settings())
+    same = {"config": run.config.to_dict(), "--workdir": str(run.path), **rundir.settings()}
+    hosts.agree({"the SHA-256 of the data": data, **same})
     run.begin(data)
     for name in (rundir.MARK, record.FOLDER):
         failures.needs(run.path / name)
     _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
-    return run, program
-
-
-def _prepare(
-    asked: settings.Asked,
-    workdir: str | None,
-    steps: str | None,
-    make: Callable[[ConfigDict], Any],
-    build: Callable[[ConfigDict, Any], Any],
-) -> tuple[rundir.Run, Any]:
-    run = rundir.open_run(workdir, asked.config, asked.overrides)
-    if steps is not None:
-        profile.parse(steps, 0)
-    writers.check(run.config)
-    forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
-    program = build(run.config, make(run.config))
-    checks.check_fits(program)
-    if forced and jax.default_backend() == "cpu":
-        _say(f"this host's cores serve as {forced} devices, as config.mesh.force_host_devices says")
     return run, program
 
 

@@ -100,33 +100,15 @@ def named(value: str) -> list[str]:
 
 
 def check(config: ConfigDict) -> None:
-    """Check that the trackers of config.report_to are installed.
-
-    Raises:
-      RunError: if one is not.
-    """
+    """Check that the trackers of config.report_to are installed."""
     for name in named(config.report_to):
         for module, package in NEEDED[name].items():
             _package(module, package)
 
 
 def others(path: Path, config: ConfigDict) -> list[Writer]:
-    """Return the writers that config.report_to names, the same again for a resumed run.
-
-    Raises:
-      RunError: if one fails, or its package is missing.
-    """
-    return [_opened(name, path, config) for name in named(config.report_to)]
-
-
-def _opened(name: str, path: Path, config: ConfigDict) -> Writer:
-    try:
-        return OTHERS[name](path, config)
-    except RunError:
-        raise
-    except Exception as error:  # Any error of theirs about an address or a login.
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RunError(f"config.report_to={name} fails: {line[:300]}") from error
+    """Return the writers that config.report_to names, the same again for a resumed run."""
+    return [OTHERS[name](path, config) for name in named(config.report_to)]
 
 
 def _id(path: Path) -> str:

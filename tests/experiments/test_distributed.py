@@ -151,8 +151,6 @@ def assert_saved(run: Path) -> None:
         (hosts.Cluster("host", 2, 0), "must be HOST:PORT, such as .*, got 'host'"),
         (hosts.Cluster("h:1", 2, 2), "--process_id must be one of .* got 2 of 2"),
         (hosts.Cluster("h:1", 0, 0), "got 0 of 0"),
-        (hosts.Cluster(start_timeout=0), "--start_timeout must be at least 1 second, got 0"),
-        (hosts.Cluster(heartbeat_timeout=0), "--heartbeat_timeout must be at least 1"),
     ],
 )
 def test_incomplete_cluster_flags_raise(cluster: hosts.Cluster, message: str) -> None:

@@ -246,7 +246,7 @@ def test_help_creates_no_files(command: str, tmp_path: Path) -> None:
     [
         ("train", "--profile=abc", "--profile must be a number of steps"),
         ("plan", "--topology=v5e:0x0", "--topology must be a generation of TPUs"),
-        ("train", "--start_timeout=-1", "--start_timeout must be"),
+        ("train", "--start_timeout=-1", "flag --start_timeout=-1: -1 is not a positive"),
         ("train", "--start_timeout=x", "--start_timeout=x: invalid"),
         ("train", "--workdir=", "--workdir must name a folder"),
         ("train", "--worker=a", "Unknown command line flag 'worker'"),
