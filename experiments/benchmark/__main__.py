@@ -15,7 +15,7 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,33 +156,26 @@ def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[repo
 def parse(argv: Sequence[str]) -> dict[str, Any]:
     """Return the flags, with defaults of --quick or of a full run."""
     parser = command.Parser(__doc__, argument_default=argparse.SUPPRESS)
-    add = parser.add_argument
+    add, among, count = parser.add_argument, command.among, command.count
     add("--quick", action="store_true", help="a few cases, within 2 minutes")
-    add(
-        "--decode",
-        action="store_true",
-        help="decoding steps with a cache, instead of layer and core",
-    )
-    add("--parts", type=_among(cases.PARTS), help="the parts to time: layer, core")
-    add("--passes", type=_among(cases.PASSES), help="forward, or backward (both passes together)")
-    add("--masks", type=_among(cases.MASKS), help="causal, full, packed (causal with documents)")
-    add("--dtypes", type=_among(cases.DTYPES), help="float32, bfloat16, float16")
-    add("--contestants", type=_among(contestants.names()), help=", ".join(contestants.names()))
+    add("--decode", action="store_true", help="decoding steps, instead of layer and core")
+    add("--parts", type=among(cases.PARTS), help="the parts to time: layer, core")
+    add("--passes", type=among(cases.PASSES), help="forward, or backward (both passes together)")
+    add("--masks", type=among(cases.MASKS), help="causal, full, packed (causal with documents)")
+    add("--dtypes", type=among(cases.DTYPES), help="float32, bfloat16, float16")
+    add("--contestants", type=among(contestants.names()), help=", ".join(contestants.names()))
     add("--lengths", type=_counts, help="sequence lengths such as 128,1024, or cache slots")
-    add("--batch", type=command.count, help="sequences per batch (default: from --tokens)")
-    add("--tokens", type=command.count, help="tokens per batch (default: 2,048)")
-    add("--documents", type=command.count, help="documents packed into a sequence (default: 8)")
-    add("--kv_heads", type=command.count, help="key/value heads of cores (default: --heads)")
-    add("--heads", type=command.count, help="attention heads (default: 8)")
-    add("--features", type=command.count, help="model features (default: 512)")
-    add("--window", type=command.count, help="the number of near tokens that a query sees")
+    add("--batch", type=count, help="sequences per batch (default: from --tokens)")
+    add("--tokens", type=count, help="tokens per batch (default: 2,048)")
+    add("--documents", type=count, help="documents packed into a sequence (default: 8)")
+    add("--kv_heads", type=count, help="key/value heads of cores (default: --heads)")
+    add("--heads", type=count, help="attention heads (default: 8)")
+    add("--features", type=count, help="model features (default: 512)")
+    add("--window", type=count, help="the number of near tokens that a query sees")
     add("--memory", type=_lengths, help="lengths for memory and compile time, or none")
-    add(
-        "--extras",
-        action=argparse.BooleanOptionalAction,
-        help="extra races: a window, bfloat16, long T",
-    )
-    add("--repeats", type=command.count, help="the maximum number of rounds of a race")
+    extra = argparse.BooleanOptionalAction
+    add("--extras", action=extra, help="extra races: a window, bfloat16, long T")
+    add("--repeats", type=count, help="the maximum number of rounds of a race")
     add("--seconds", type=command.seconds, help="seconds for the rounds of a race")
     add("--total", type=command.seconds, help="seconds after which nothing new starts")
     add("--workdir", help="a new or empty folder for the results")
@@ -232,19 +225,6 @@ def _introduce(console: Console, found: dict[str, Any]) -> None:
             "expect slower and uneven times, most of all for torch",
             style="bold",
         )
-
-
-def _among(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        words = tuple(text.split(","))
-        for word in words:
-            if word not in known:
-                raise argparse.ArgumentTypeError(
-                    f"must be among {', '.join(known)}, separated by commas, got {word!r}"
-                )
-        return words
-
-    return parse
 
 
 def _counts(text: str) -> tuple[int, ...]:

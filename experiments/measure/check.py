@@ -110,9 +110,9 @@ CALLS: dict[str, Call] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("--kernels", metavar="NAME,…", help="all of this platform by default")
-    parser.add_argument("--calls", default=",".join(CALLS), metavar="NAME,…",
-                        help=f"some of {', '.join(CALLS)}")  # fmt: skip
+    every = ",".join(CALLS)
+    parser.add_argument("--kernels", type=command.among([*KERNELS]), help="default: all there are")
+    parser.add_argument("--calls", type=command.among([*CALLS]), default=every, help=every)
     parser.add_argument("--total", type=command.seconds, default=300.0, help="the time limit")
     parser.add_argument("--small", action="store_true", help="short calls, to try the command")
     parser.add_argument("--workdir", metavar="FOLDER")
@@ -125,10 +125,9 @@ def run(flags: argparse.Namespace) -> None:
         name for name, kernel in KERNELS.items()
         if name not in ("reference", "decode") and platform in (kernel.platforms or (platform,))
     ]  # fmt: skip
-    names, calls = (flags.kernels or ",".join(here)).split(","), flags.calls.split(",")
-    for flag, given, known in (("kernels", names, here), ("calls", calls, [*CALLS])):
-        if unknown := [name for name in given if name not in known]:
-            raise RunError(f"--{flag} must be some of {', '.join(known)}, got {unknown[0]!r}")
+    names, calls = flags.kernels or here, flags.calls
+    if unknown := [name for name in names if name not in here]:
+        raise RunError(f"--kernels must be some of {','.join(here)}, got {unknown[0]!r}")
     folder = folders.result_folder(flags.workdir, f"check-{platform}")
     end, sizes = time.perf_counter() + flags.total, SMALL if flags.small else LARGE
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in calls}

@@ -58,12 +58,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> None:
     """Compile the programs one by one, and print and write the table."""
-    names = programs.chosen(flags.programs)
     folder = folders.result_folder(flags.workdir, f"compiled-{flags.chip}")
     chip = chip_of(flags.chip)
     rows: list[Row] = []
     print("\n".join(HEAD), flush=True)
-    for entry in programs.entries(chip, names):
+    for entry in programs.entries(chip, flags.programs):
         with Phase(f"compiling {entry.program}, {entry.passes}, {entry.contestant}"):
             row = measure(chip, entry, flags.top)
         rows.append(row)

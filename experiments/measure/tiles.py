@@ -55,7 +55,8 @@ _NAME = re.compile(r"flex_(?:forward|backward)|splash_[a-z]+_(?:fwd|dq|dkv)")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--chip", choices=[*compiled.TPUS], default="v5e")
-    parser.add_argument("--kernels", default="flex,splash", metavar="NAME,…")
+    both = command.among(("flex", "splash"))
+    parser.add_argument("--kernels", type=both, default="flex,splash", metavar="NAME,…")
     parser.add_argument("--blocks", default="256,512,1024", metavar="SIZE,…",
                         help="queries and keys of flex's tiles, as 512 or 512x1024")  # fmt: skip
     parser.add_argument("--features", type=command.count, default=128, metavar="H")
@@ -67,9 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> None:
     """Compile kernel by kernel, and print and write the table."""
-    names, blocks = flags.kernels.split(","), []
-    if unknown := [name for name in names if name not in ("flex", "splash")]:
-        raise RunError(f"--kernels must be some of flex, splash, got {unknown[0]!r}")
+    blocks: list[Blocks] = []
     for text in flags.blocks.split(","):
         found = re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?", text, re.ASCII)
         blocks.append((int(found[1]), int(found[2] or found[1])) if found else (0, 0))
@@ -87,7 +86,7 @@ def run(flags: argparse.Namespace) -> None:
         chip = compiled.chip_of(flags.chip)
         # A program of the cache would have no schedule.
         jax.config.update("jax_enable_compilation_cache", False)
-        for kernel in names:
+        for kernel in flags.kernels:
             for block in blocks if kernel == "flex" else [None]:
                 with Phase(f"compiling {kernel} {_sizes(block) if block else ''}".rstrip()):
                     rows += measure(chip, Path(dump), kernel, block, flags)

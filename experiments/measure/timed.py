@@ -10,8 +10,8 @@ each program and contestant,
     × best   the ratio to the fastest contestant
     compile  seconds to trace and to compile
 
-The tokens of a step are the last that fit in the cache. The table, as timed.md, and results.json go to --workdir
-(default: a new folder under runs/).
+The tokens of a step are the last that fit in the cache. The table, as timed.md, and results.json
+go to --workdir (default: a new folder under runs/).
 """
 
 import argparse
@@ -46,14 +46,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> None:
     """Time the programs one by one, and print and write the table."""
-    names = programs.chosen(flags.programs)
     platform = sharding.platform()
     folder = folders.result_folder(flags.workdir, f"timed-{platform}")
     chip = Chip(jax.devices()[0], platform == "gpu")
     end = time.perf_counter() + flags.total
     rows: list[Row] = []
     print("\n".join(HEAD), flush=True)
-    for program, passes, contestants in races(chip, names):
+    for program, passes, contestants in races(chip, flags.programs):
         if time.perf_counter() > end:
             break
         with Phase(f"timing {program}, {passes}"), jax.set_mesh(chip.mesh):

@@ -5,7 +5,7 @@ import functools
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from absl import flags
@@ -72,6 +72,18 @@ def count(word: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", word) or int(word) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {word!r}")
     return int(word)
+
+
+def among(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return a function that reads names, with commas between them: the type of a flag."""
+
+    def read(words: str) -> tuple[str, ...]:
+        for word in words.split(","):
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}, got {word!r}")
+        return tuple(words.split(","))
+
+    return read
 
 
 def seconds(word: str) -> float:

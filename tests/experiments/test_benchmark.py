@@ -206,8 +206,8 @@ def test_race_without_time_starts_nothing() -> None:
     [
         (["--lengths=12,x"], "--lengths: must be a whole number from 1, got 'x'"),
         (["--heads=0"], "--heads: must be a whole number from 1, got '0'"),
-        (["--dtypes=float64"], "--dtypes: must be among float32, bfloat16"),
-        (["--contestants=our"], "must be among ours, linen, .* got 'our'"),
+        (["--dtypes=float64"], "--dtypes: must be some of float32,bfloat16"),
+        (["--contestants=our"], "must be some of ours,linen,.* got 'our'"),
         (["--seconds=-1"], "--seconds: must be a number of seconds above 0, got '-1'"),
         (["--heads=3"], "--features must be a multiple of --heads, got 512 and 3; choose another"),
         (

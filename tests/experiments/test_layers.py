@@ -12,7 +12,7 @@ FILES = sorted((ROOT / "experiments").rglob("*.py"))
 LAYERS = (
     "", "libtpu", "phases", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
     "finished", "reports", "responses", "pretrained", "convert", "generate", "heads", "look",
-    "report", "train", "plan", "measure", "benchmark", "gpu_day", "kernels_memory", "kernels_table",
+    "report", "train", "plan", "benchmark", "measure", "gpu_day", "kernels_memory", "kernels_table",
     "flex_registers", "ring_orders", "studies",
 )  # fmt: skip
 MAINTAINERS = {

@@ -168,7 +168,7 @@ def test_instructions_know_their_source() -> None:
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--programs=layer,lair"], "--programs must be some of layer, .*, got 'lair'"),
+        (["--programs=layer,lair"], "--programs: must be some of layer,.*, got 'lair'"),
         (["--chip=v9"], "invalid choice: 'v9'"),
         (["--chip=a100"], "--chip=a100 needs the wheels .* pip install"),
     ],

@@ -97,7 +97,7 @@ def test_table_compares_with_512() -> None:
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--kernels=flex,flox"], "--kernels must be some of flex, splash, got 'flox'"),
+        (["--kernels=flex,flox"], "--kernels: must be some of flex,splash, got 'flox'"),
         (["--blocks=512,x"], "--blocks must be sizes such as 512,512x1024, .*, got 'x'"),
         (["--blocks=512x200"], "multiples of 128 .*, got '512x200'"),
         (["--blocks=512", "--length=512"], "at most half of --length=512, got '512'"),
