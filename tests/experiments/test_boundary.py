@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.runs import failures
+from experiments.runs import failures, files
 from experiments.runs.failures import RunError
 from flax_mha import masks
 
@@ -52,6 +52,15 @@ def test_lines_are_short_and_have_no_control_characters() -> None:
     assert line.startswith("rule xxx")
     assert line.endswith(r"\x1b[31m\x9b\u202e; remedy")
     assert len(line) < 1000
+
+
+def test_log_that_became_a_link_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.symlink_to("/etc/hostname")
+    with pytest.raises(OSError, match="symbolic") as refused:
+        files.append(log, "row\n")
+    line = failures.describe(refused.value)
+    assert line == f"Too many levels of symbolic links: {log}; {failures.BARRED}"
 
 
 COMMANDS = {
@@ -105,7 +114,9 @@ def test_commands_end_in_one_line(name: str, tmp_path: Path) -> None:
     assert line.startswith("error: ")
     assert message in line
     assert len(line) < 1000
-    assert {path.name for path in tmp_path.iterdir()} == before
+    # A folder that was tried before the work is empty.
+    assert {path.name for path in tmp_path.iterdir()} - before <= {"out"}
+    assert not list((tmp_path / "out").glob("*"))
 
 
 def called(words: str, shell: str = "", **env: str) -> subprocess.CompletedProcess[str]:
