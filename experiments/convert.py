@@ -7,7 +7,7 @@ Both have `config.json`. The weights are safetensors in the former and `variable
 Any program restores these with `orbax.checkpoint.StandardCheckpointer().restore(path)`.
 """
 
-import sys
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import app, flags
 
-from experiments import command
-from experiments.runs import folders, log
+from experiments.runs import command, files, folders
 from experiments.runs.failures import RunError
 from flax_mha import interop
 from flax_mha.base import checks
@@ -32,15 +31,8 @@ _CONFIG, _WEIGHTS = "config.json", "variables"
 
 def main(argv: Sequence[str]) -> None:
     """Convert the first folder into the second."""
-    log.hush()
-    try:
-        _, *given = argv
-        if len(given) != 2:
-            raise RunError(f"the arguments must be two folders, SRC DST, got {given}")
-        source, target = given
-        print(convert(source, target, dtype=DTYPE.value))
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    source, target = argv[1:]
+    print(convert(source, target, dtype=DTYPE.value))
 
 
 def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
@@ -55,10 +47,15 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
       ValueError: if a folder is invalid, or its files do not fit each other.
     """
     source = Path(source).expanduser().absolute()
-    target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")
     config = safetensors.read_json(source / _CONFIG)
+    files.check_tree(source / _WEIGHTS)
+    target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")
     if (source / _WEIGHTS).is_dir():
-        variables = ocp.StandardCheckpointer().restore(source / _WEIGHTS)
+        try:
+            variables = ocp.StandardCheckpointer().restore(source / _WEIGHTS)
+        except Exception as error:
+            place, words = source / _WEIGHTS, f"{type(error).__name__}: {command.line(error)}"
+            raise RunError(f"{place} must be a checkpoint of Orbax, got {words:.200}") from error
         if dtype is not None:
             dtype = checks.dtype("dtype", dtype, "a floating dtype")
             variables = _cast(variables, dtype)
@@ -83,4 +80,5 @@ def _cast(variables: Any, dtype: Any) -> Any:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=command.parse)
+    rule = "the arguments must be two folders, SRC DST"
+    app.run(main, flags_parser=functools.partial(command.parse, words=2, rule=rule))

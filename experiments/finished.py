@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+from absl import flags
+
 from experiments import tasks
 from experiments.phases import Phase
 from experiments.runs import rundir
@@ -12,14 +15,25 @@ from experiments.runs.record import FOLDER
 from experiments.trainer import loop, mesh
 from experiments.trainer.checkpoints import Checkpoints
 
+DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
+TOKENIZER = flags.DEFINE_string("tokenizer", None, "The file of the run's tokenizer, if any.")
+
 
 class Finished(NamedTuple):
-    """A run, its task, and the content of its latest checkpoint."""
+    """A run, its task, and the content of its latest checkpoint: parameters of the first seed."""
 
     run: rundir.Run
     task: Any
     params: Any
     rows: list[dict[str, Any]]
+
+
+def define_models() -> tuple[flags.FlagHolder[str | None], flags.FlagHolder[str | None]]:
+    """Define and return the flags --workdir and --model, of which one is given."""
+    run = flags.DEFINE_string("workdir", None, "A run's folder.")
+    model = flags.DEFINE_string("model", None, "A Hugging Face folder.")
+    flags.mark_flags_as_mutual_exclusive([run, model], required=True)
+    return run, model
 
 
 def open_run(
@@ -31,9 +45,6 @@ def open_run(
       workdir: the folder.
       data: the file that the run was trained on, if it was one.
       tokenizer: the file of its tokenizer, if it has one.
-
-    Raises:
-      ValueError: if there is no such run, or its data have changed.
     """
     run = rundir.find_run(workdir, {"data.path": data, "data.tokenizer": tokenizer})
     for axis in mesh.AXES:
@@ -44,11 +55,7 @@ def open_run(
 
 
 def load(run: rundir.Run, task: Any) -> Finished:
-    """Return the run with its latest checkpoint.
-
-    Raises:
-      RunError: if it has none.
-    """
+    """Return the run with its latest checkpoint."""
     program, saved = loop.build(run.config, task), None
     if (run.path / FOLDER).is_dir():
         with (
@@ -59,4 +66,7 @@ def load(run: rundir.Run, task: Any) -> Finished:
             saved = checkpoints.restore(program, program.batches())
     if saved is None:
         raise RunError(f"{run.path} has no checkpoint yet; train it first")
-    return Finished(run, task, saved.state.params, list(saved.log["rows"]))
+    params = saved.state.params
+    if run.config.seeds > 1:
+        params = jax.tree.map(lambda x: x[0], params)
+    return Finished(run, task, params, list(saved.log["rows"]))

@@ -12,7 +12,6 @@ their limits. These limits are arithmetic. Nothing is run or timed. It needs the
 gpu-compile, and `ptxas` (nvidia-cuda-nvcc).
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -23,6 +22,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from experiments.runs import command
+from experiments.runs.failures import RunError
 
 T, N, K = 1000, 4, 2
 HEADS = (64, 128, 192, 256)
@@ -55,17 +57,14 @@ class Found(NamedTuple):
 
 def main(argv: Sequence[str]) -> None:
     """Print the table as Markdown, line by line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.flex_registers", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command.Parser(__doc__)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--call", choices=("plain", "causal", "vectors", "all"), default="plain")
     parser.add_argument("--heads", default=",".join(map(str, HEADS)), help="features, with commas")
     flags = parser.parse_args(argv)
     ptxas = _ptxas()
     if ptxas is None:
-        sys.exit("error: needs ptxas; pip install --no-deps nvidia-cuda-nvcc")
+        raise RunError("needs ptxas; pip install --no-deps nvidia-cuda-nvcc")
     print("| " + " | ".join(HEADER) + " |\n" + "|---" * len(HEADER) + "|")
     for features in map(int, flags.heads.split(",")):
         for found in compiled(features, flags.dtype, flags.call, ptxas):

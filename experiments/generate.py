@@ -11,7 +11,7 @@ does. Of a model the `config.json`, safetensors and `tokenizer.json` of a Huggin
 used.
 """
 
-import sys
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,11 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import command, finished, pretrained, responses
-from experiments.runs import log
+from experiments import finished, pretrained, responses
+from experiments.runs import command
 from experiments.runs.failures import RunError
 
-WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
-DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
-TOKENIZER = flags.DEFINE_string("tokenizer", None, "The file of the run's tokenizer, if any.")
-MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder.")
+WORKDIR, MODEL = finished.define_models()
 PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translate.", required=True)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
 TOP_K = flags.DEFINE_integer("top_k", None, "Draw from so many most likely tokens only.")
@@ -41,27 +38,20 @@ EARLY = flags.DEFINE_enum("early_stopping", "false", ["false", "true", "never"],
 
 def main(argv: Sequence[str]) -> None:
     """Print the answer of the model, piece by piece."""
-    log.hush()
-    try:
-        if argv[1:]:
-            raise RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
-        options: dict[str, Any] = {
-            "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
-            "min_p": MIN_P.value, "max_new_tokens": NEW.value, "beams": BEAMS.value,
-            "length_penalty": PENALTY.value, "rng": jax.random.key(SEED.value),
-            "early_stopping": EARLY.value if EARLY.value == "never" else EARLY.value == "true",
-        }  # fmt: skip
-        workdir, model = WORKDIR.value, MODEL.value
-        if workdir is not None and model is None:
-            speak(workdir, PROMPT.value, DATA.value, TOKENIZER.value, **options)
-        elif model is not None and workdir is None:
-            given = {name: value for name, value in options.items() if value is not None}
-            pretrained.respond(model, PROMPT.value, _say, **given)
-            print(flush=True)
-        else:
-            raise RunError("give --workdir, a run, or --model, a Hugging Face folder")
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    del argv
+    given: dict[str, Any] = {
+        "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
+        "min_p": MIN_P.value, "max_new_tokens": NEW.value, "beams": BEAMS.value,
+        "length_penalty": PENALTY.value, "rng": jax.random.key(SEED.value),
+        "early_stopping": EARLY.value if EARLY.value == "never" else EARLY.value == "true",
+    }  # fmt: skip
+    options = {name: value for name, value in given.items() if value is not None}
+    if WORKDIR.value is not None:
+        files = finished.DATA.value, finished.TOKENIZER.value
+        speak(WORKDIR.value, PROMPT.value, *files, **options)
+    elif MODEL.value is not None:
+        pretrained.respond(MODEL.value, PROMPT.value, _say, **options)
+        print(flush=True)
 
 
 def speak(
@@ -75,10 +65,7 @@ def speak(
       prompt: a text.
       path: the file that the run was trained on, if it was one.
       tokenizer: the file of its tokenizer, if it has one.
-      **options: options of `flax_mha.generate`; None for the task's own.
-
-    Raises:
-      ValueError: if there is no such run, or it can't do that.
+      **options: options of `flax_mha.generate`.
     """
     run, task = finished.open_run(workdir, path, tokenizer)
     respond = responses.RESPOND.get(run.config.task)
@@ -88,16 +75,15 @@ def speak(
             f"configs/pydoc_lm.py or configs/dates.py"
         )
     params = finished.load(run, task).params
-    if run.config.seeds > 1:
-        params = jax.tree.map(lambda x: x[0], params)
-    options = {name: value for name, value in options.items() if value is not None}
     respond(task, params, prompt, _say, options)
     print(flush=True)
 
 
 def _say(piece: str) -> None:
-    print(piece, end="", flush=True)
+    """Print a piece, with its control characters as codes: a terminal would obey them."""
+    codes = re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", lambda c: f"\\x{ord(c[0]):02x}", piece)
+    print(codes, end="", flush=True)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=command.parse)
+    app.run(main, flags_parser=command.parse_prompt)

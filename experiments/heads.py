@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import finished, pretrained
+from experiments.plots import save
 from experiments.runs.failures import RunError
 from experiments.tasks.text import Bytes, Text
 from flax_mha import Capture, analysis, edits, plots
@@ -31,17 +32,11 @@ class Reader(NamedTuple):
 
 
 def open_run(workdir: str | Path, data: str | None = None, tokenizer: str | None = None) -> Reader:
-    """Return the model of a run of the text task.
-
-    Raises:
-      ValueError: if there is no such run.
-    """
+    """Return the model of a run of the text task."""
     run, task = finished.open_run(workdir, data, tokenizer)
     if not isinstance(task, Text):
         raise RunError(f"{run.path} was trained on {run.config.task!r}; give a run of 'text'")
     params = finished.load(run, task).params
-    if run.config.seeds > 1:
-        params = jax.tree.map(lambda x: x[0], params)
 
     def read(text: str) -> tuple[Sequence[int], list[str]]:
         ids = task.vocabulary.encode(text.encode())[-task.config.length :].tolist()
@@ -70,7 +65,7 @@ def open_folder(folder: str) -> Reader:
     return Reader(model, variables, read)
 
 
-def write(reader: Reader, prompt: str, beside: str | None, out: str, png: str | None) -> None:
+def write(reader: Reader, prompt: str, beside: str | None, out: Path, png: Path | None) -> None:
     """Write the page of one or two prompts, and the picture of the first.
 
     Raises:
@@ -89,7 +84,7 @@ def write(reader: Reader, prompt: str, beside: str | None, out: str, png: str | 
     analysis.report(out, runs, tokens, scores={"attribution": attribution, **scores})
     print(out)
     if png is not None:
-        plots.heads(runs[prompt], tokens[prompt]).savefig(png)
+        save(plots.heads(runs[prompt], tokens[prompt]), png, 100)
         print(png)
 
 

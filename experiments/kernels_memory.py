@@ -7,7 +7,6 @@ Each cell is the peak memory beside arguments and results. It needs the wheels o
 gpu-compile.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.plan import gpus
-from experiments.runs.failures import RunError
+from experiments.runs import command
 from flax_mha import dot_product_attention, explain, masks
 from flax_mha.kernels import KernelName, Platform
 
@@ -32,19 +31,13 @@ MASKS = {"none": None, "causal": masks.Causal()}
 
 def main(argv: Sequence[str]) -> None:
     """Print the table as Markdown, line by line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.kernels_memory", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command.Parser(__doc__)
     parser.add_argument("--chip", choices=sorted(gpus.TARGETS), default="h200")
     parser.add_argument("--mask", choices=sorted(MASKS), default="causal")
     flags = parser.parse_args(argv)
     # Nothing runs, so JAX need not start this machine's devices.
     jax.config.update("jax_platforms", "cpu")
-    try:
-        (device,) = gpus.of(flags.chip, 1)
-    except RunError as error:
-        sys.exit(f"error: {error}")
+    (device,) = gpus.of(flags.chip, 1)
     columns = [f"`{kernel}`, {passes}" for kernel in ("reference", "blockwise")
                for passes in ("forward", "with gradients")]  # fmt: skip
     print("| T = S | B·N | " + " | ".join(["scores", *columns]) + " | `auto` |")

@@ -5,7 +5,6 @@ $ python -m experiments.kernels_table    # regenerates it
 Each kernel is asked for a platform that it runs on, present or not. Nothing runs.
 """
 
-import argparse
 import functools
 import re
 import sys
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.runs import command
 from flax_mha import explain, kernels
 from flax_mha.kernels import Platform
 from flax_mha.kernels.bind import bind_call
@@ -274,11 +274,7 @@ def page(text: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Regenerate the table in the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.kernels_table", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.parse_args(argv)
+    command.Parser(__doc__).parse_args(argv)
     PAGE.write_text(page(PAGE.read_text()))
 
 

@@ -10,19 +10,14 @@ on the head's output: to first order, the logit falls by it if the head is remov
 kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt.
 """
 
-import sys
 from collections.abc import Sequence
 
 from absl import app, flags
 
-from experiments import command, heads
-from experiments.runs import log
-from experiments.runs.failures import RunError
+from experiments import finished, heads
+from experiments.runs import command, files
 
-WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
-DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
-TOKENIZER = flags.DEFINE_string("tokenizer", None, "The file of the run's tokenizer, if any.")
-MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder.")
+WORKDIR, MODEL = finished.define_models()
 PROMPT = flags.DEFINE_string("prompt", None, "The text to look at.", required=True)
 BESIDE = flags.DEFINE_string("beside", None, "Another text of as many tokens, shown beside it.")
 OUT = flags.DEFINE_string("out", "look.html", "The page to write.")
@@ -31,21 +26,15 @@ PNG = flags.DEFINE_string("png", None, "A picture of all heads to write.")
 
 def main(argv: Sequence[str]) -> None:
     """Write the page, and the picture."""
-    log.hush()
-    try:
-        if argv[1:]:
-            raise RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
-        workdir, model = WORKDIR.value, MODEL.value
-        if workdir is not None and model is None:
-            reader = heads.open_run(workdir, DATA.value, TOKENIZER.value)
-        elif model is not None and workdir is None:
-            reader = heads.open_folder(model)
-        else:
-            raise RunError("give --workdir, a run, or --model, a Hugging Face folder")
-        heads.write(reader, PROMPT.value, BESIDE.value, OUT.value, PNG.value)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    del argv
+    out = files.try_output(OUT.value, "--out")
+    png = None if PNG.value is None else files.try_output(PNG.value, "--png")
+    if WORKDIR.value is not None:
+        reader = heads.open_run(WORKDIR.value, finished.DATA.value, finished.TOKENIZER.value)
+    else:
+        reader = heads.open_folder(MODEL.value or "")
+    heads.write(reader, PROMPT.value, BESIDE.value, out, png)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=command.parse)
+    app.run(main, flags_parser=command.parse_prompt)

@@ -118,7 +118,7 @@ def attention(path: Path, images: np.ndarray, weights: np.ndarray, titles: Seque
         image, title = images[row // layers], titles[row // layers]
         first, *others = grid[row]
         first.imshow(image, cmap="gray_r", extent=extent)
-        first.set_ylabel(f"{title}\nlayer {row % layers}", fontsize=9)
+        first.set_ylabel(f"{title}\nlayer {row % layers}", fontsize=9, parse_math=False)
         for axes, one in zip(others, received[row], strict=True):
             # The digit in light grey, so that strong attention shows through on ink and paper.
             axes.imshow(image, cmap="gray_r", extent=extent, vmax=2 * image.max())
@@ -169,11 +169,12 @@ def alignment(
         axes.imshow(
             each[: len(labels), : len(source)], cmap=shades.cmap, norm=shades.norm, aspect="auto"
         )
-        axes.set_xticks(range(len(source)), map(_tick, source))
-        axes.set_yticks(range(len(labels)), labels)
+        axes.set_xticks(range(len(source)), map(_tick, source), parse_math=False)
+        axes.set_yticks(range(len(labels)), labels, parse_math=False)
         axes.set(xlabel="character of the source", ylabel="character of the output")
         verdict = "right" if output == target else f"wrong, true is {readable(target)}"
-        axes.set_title(f"read as {readable(output) or 'nothing'}: {verdict}", fontsize=10)
+        title = f"read as {readable(output) or 'nothing'}: {verdict}"
+        axes.set_title(title, fontsize=10, parse_math=False)
     save(figure, path, 110)
 
 

@@ -1,7 +1,5 @@
 """Generate text from a prompt with the model in a Hugging Face folder."""
 
-import functools
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -101,32 +99,10 @@ def _tokenizer(folder: Path) -> tuple[Encode, Decode]:
     path = folder / _TOKENIZER
     if not path.exists():
         return _ids, lambda ids: " ".join(map(str, ids))
-    try:
-        tokenizers = importlib.import_module("tokenizers")
-    except ImportError:
-        raise RunError(f"{path} needs the package tokenizers; pip install tokenizers") from None
+    from experiments.tokenizer import Tokenizer
 
-    def guarded(call: Callable[..., Any], *args: Any) -> Any:
-        """Call the library, and turn its plain exceptions and panics into a RunError."""
-        try:
-            return call(*args)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            raise RunError(
-                f"{path} must be a tokenizer that the package tokenizers can use, got "
-                f"{shown(str(error))}; fetch it again"
-            ) from None
-
-    tokenizer = guarded(tokenizers.Tokenizer.from_buffer, safetensors.read_bytes(path))
-    # A prompt needs no padding.
-    guarded(tokenizer.no_padding)
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = guarded(tokenizer.encode, text).ids
-        return ids
-
-    return encode, functools.partial(guarded, tokenizer.decode)
+    tokenizer = Tokenizer(path)
+    return tokenizer.encode_prompt, tokenizer.decode
 
 
 def _ids(text: str) -> list[int]:

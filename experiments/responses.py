@@ -26,9 +26,6 @@ def continue_text(
       prompt: the beginning of the text.
       say: a function that takes each piece.
       options: options of `flax_mha.generate`.
-
-    Raises:
-      RunError: if the prompt leaves no room for `max_new_tokens`.
     """
     length = task.config.length
     given = task.vocabulary.encode(prompt.encode())[-length:]
@@ -71,9 +68,6 @@ def translate(task: Any, params: Params, prompt: str, say: Say, options: dict[st
       prompt: the source.
       say: a function that takes each piece.
       options: options of `flax_mha.generate`.
-
-    Raises:
-      RunError: if the source is longer than any that the model has seen, or empty.
     """
     if not 1 <= len(prompt) <= task.source_length:
         raise RunError(

@@ -7,11 +7,11 @@ its busiest device. Documents have a log-normal number of tokens, with a median 
 runs.
 """
 
-import argparse
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.runs import command
 from flax_mha import masks, sharding
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims
@@ -90,5 +90,5 @@ def _of_draw(order: str, mask: Any, is_packed: bool, draw: int) -> Lockstep:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    command.Parser(__doc__).parse_args()
     print(table())

@@ -14,6 +14,7 @@ The exit status is 0 of a finished run, 75 (EX_TEMPFAIL) of one that SIGTERM or 
 a checkpoint, to be resumed by the same command, and another of one that failed.
 """
 
+import functools
 from pathlib import Path
 
 from absl import app, flags
@@ -30,18 +31,18 @@ PROFILE = flags.DEFINE_string("profile", None, "The steps to trace: a number, or
 ADDRESS = flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 listens.")
 PROCESSES = flags.DEFINE_integer("num_processes", None, "The number of processes.")
 PROCESS = flags.DEFINE_integer("process_id", None, "The number of this process, from 0.")
-START = flags.DEFINE_integer("start_timeout", 300, "Seconds until all processes have started.")
-HEARTBEAT = flags.DEFINE_integer("heartbeat_timeout", 100, "Seconds until a silent one is dead.")
+START = flags.DEFINE_integer("start_timeout", 300, "Seconds until all have started.", 1)
+HEARTBEAT = flags.DEFINE_integer("heartbeat_timeout", 100, "Seconds until it is dead.", 1)
 
 
 def main(asked: settings.Asked) -> None:
     """Train, then report; the last line is the score."""
     cluster = (ADDRESS.value, PROCESSES.value, PROCESS.value, START.value, HEARTBEAT.value)
-    with start.joined(asked, DISTRIBUTED.value, hosts.Cluster(*cluster)):
+    with start.joined(DISTRIBUTED.value, hosts.Cluster(*cluster)):
         run, program = start.begin(asked, WORKDIR.value, PROFILE.value, tasks.make, loop.build)
         result = loop.train(program, run.path, PROFILE.value)
         summary.finish(program, run.path, result)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=lambda argv: settings.parse(argv, DEFAULT))
+    app.run(main, flags_parser=functools.partial(settings.parse, default=DEFAULT))

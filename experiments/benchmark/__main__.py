@@ -15,7 +15,7 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from experiments.benchmark import (
     torch_peers,
 )
 from experiments.phases import Phase
-from experiments.runs import folders
+from experiments.runs import command, folders
 from experiments.runs.failures import RunError
 
 PROGRAM = "experiments.benchmark"
@@ -51,16 +51,12 @@ FULL = {"seconds": 10.0, "total": 6 * 3600.0, "repeats": 200}
 
 def main(argv: Sequence[str]) -> None:
     """Run race after race, and report each as it ends."""
-    try:
-        flags = parse(argv)
-        fields = {field.name for field in dataclasses.fields(races.Settings)}
-        settings = races.Settings(**{key: flags[key] for key in fields & flags.keys()})
-        _check(settings)
-        folder = folders.result_folder(flags.get("workdir"), "benchmark")
-    except RunError as error:
-        sys.exit(f"error: {error}")
+    flags = parse(argv)
+    fields = {field.name for field in dataclasses.fields(races.Settings)}
+    settings = races.Settings(**{key: flags[key] for key in fields & flags.keys()})
+    _check(settings)
+    folder = folders.result_folder(flags.get("workdir"), "benchmark")
     started, console = time.perf_counter(), report.console()
-    folder.mkdir(parents=True, exist_ok=True)
     end = started + flags["total"]
     header = _header()
     _introduce(console, header["machine"])
@@ -159,39 +155,29 @@ def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[repo
 
 def parse(argv: Sequence[str]) -> dict[str, Any]:
     """Return the flags, with defaults of --quick or of a full run."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
-    )  # fmt: skip
-    add = parser.add_argument
+    parser = command.Parser(__doc__, argument_default=argparse.SUPPRESS)
+    add, among, count = parser.add_argument, command.among, command.count
     add("--quick", action="store_true", help="a few cases, within 2 minutes")
-    add(
-        "--decode",
-        action="store_true",
-        help="decoding steps with a cache, instead of layer and core",
-    )
-    add("--parts", type=_among(cases.PARTS), help="the parts to time: layer, core")
-    add("--passes", type=_among(cases.PASSES), help="forward, or backward (both passes together)")
-    add("--masks", type=_among(cases.MASKS), help="causal, full, packed (causal with documents)")
-    add("--dtypes", type=_among(cases.DTYPES), help="float32, bfloat16, float16")
-    add("--contestants", type=_among(contestants.names()), help=", ".join(contestants.names()))
+    add("--decode", action="store_true", help="decoding steps, instead of layer and core")
+    add("--parts", type=among(cases.PARTS), help="the parts to time: layer, core")
+    add("--passes", type=among(cases.PASSES), help="forward, or backward (both passes together)")
+    add("--masks", type=among(cases.MASKS), help="causal, full, packed (causal with documents)")
+    add("--dtypes", type=among(cases.DTYPES), help="float32, bfloat16, float16")
+    add("--contestants", type=among(contestants.names()), help=", ".join(contestants.names()))
     add("--lengths", type=_counts, help="sequence lengths such as 128,1024, or cache slots")
-    add("--batch", type=_count, help="sequences per batch (default: from --tokens)")
-    add("--tokens", type=_count, help="tokens per batch (default: 2,048)")
-    add("--documents", type=_count, help="documents packed into a sequence (default: 8)")
-    add("--kv_heads", type=_count, help="key/value heads of cores (default: --heads)")
-    add("--heads", type=_count, help="attention heads (default: 8)")
-    add("--features", type=_count, help="model features (default: 512)")
-    add("--window", type=_count, help="the number of near tokens that a query sees")
+    add("--batch", type=count, help="sequences per batch (default: from --tokens)")
+    add("--tokens", type=count, help="tokens per batch (default: 2,048)")
+    add("--documents", type=count, help="documents packed into a sequence (default: 8)")
+    add("--kv_heads", type=count, help="key/value heads of cores (default: --heads)")
+    add("--heads", type=count, help="attention heads (default: 8)")
+    add("--features", type=count, help="model features (default: 512)")
+    add("--window", type=count, help="the number of near tokens that a query sees")
     add("--memory", type=_lengths, help="lengths for memory and compile time, or none")
-    add(
-        "--extras",
-        action=argparse.BooleanOptionalAction,
-        help="extra races: a window, bfloat16, long T",
-    )
-    add("--repeats", type=_count, help="the maximum number of rounds of a race")
-    add("--seconds", type=_seconds, help="seconds for the rounds of a race")
-    add("--total", type=_seconds, help="seconds after which nothing new starts")
+    extra = argparse.BooleanOptionalAction
+    add("--extras", action=extra, help="extra races: a window, bfloat16, long T")
+    add("--repeats", type=count, help="the maximum number of rounds of a race")
+    add("--seconds", type=command.seconds, help="seconds for the rounds of a race")
+    add("--total", type=command.seconds, help="seconds after which nothing new starts")
     add("--workdir", help="a new or empty folder for the results")
     said = vars(parser.parse_args(argv))
     return FULL | (QUICK if said.get("quick") else {}) | said
@@ -241,41 +227,12 @@ def _introduce(console: Console, found: dict[str, Any]) -> None:
         )
 
 
-def _among(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        words = tuple(text.split(","))
-        for word in words:
-            if word not in known:
-                raise argparse.ArgumentTypeError(
-                    f"must be among {', '.join(known)}, separated by commas, got {word!r}"
-                )
-        return words
-
-    return parse
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return int(text)
-
-
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(word) for word in text.split(","))
+    return tuple(command.count(word) for word in text.split(","))
 
 
 def _lengths(text: str) -> tuple[int, ...]:
     return () if text == "none" else _counts(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return seconds
 
 
 if __name__ == "__main__":

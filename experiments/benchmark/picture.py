@@ -55,7 +55,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         )  # fmt: skip
     for axes in grid[-1]:
         axes.set_xlabel("length T")
-    figure.savefig(path, dpi=110)
+    plots.save(figure, path, 110)
 
 
 def _panel(axes: Axes, rows: Sequence[Row], ticks: Sequence[int]) -> None:

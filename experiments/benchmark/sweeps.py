@@ -6,7 +6,6 @@
 with a loop of one jitted function, in turns, and with 144 times the compilation of one program.
 """
 
-import argparse
 import functools
 import statistics
 import time
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from experiments.runs import command
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, edits, masks
 from flax_mha.layer.edits import Edit
 
@@ -29,11 +29,8 @@ BATCHES = (1, 8, 36, 144)
 
 def main(argv: Sequence[str]) -> None:
     """Print both tables as Markdown."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.benchmark.sweeps", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of all contestants in turns")
+    parser = command.Parser(__doc__)
+    parser.add_argument("--rounds", type=command.count, default=5, help="rounds of all in turns")
     flags = parser.parse_args(argv)
     columns = ["loop", *(f"sweep of {size}" for size in BATCHES), "compile each"]
     print("| tokens | features | " + " | ".join(columns) + " |")

@@ -14,7 +14,6 @@ Results go to --workdir: report.md, day.json, and a folder for each step. The re
 steps, and the others run anyway.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -30,7 +29,7 @@ from typing import Any
 from experiments.gpu_day import results, steps
 from experiments.gpu_day.steps import Step
 from experiments.phases import Phase
-from experiments.runs import files, folders
+from experiments.runs import command, files, folders
 from experiments.runs.failures import RunError
 
 TOTAL = 40 * 60.0
@@ -44,22 +43,19 @@ _MACHINE = (
 
 def main(argv: Sequence[str]) -> None:
     """Run the missing steps, and write the report after each."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.gpu_day", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command.Parser(__doc__)
     parser.add_argument("--workdir", help="a new folder, or one of an interrupted day to resume")
     parser.add_argument("--small", action="store_true", help="tiny cases, on any machine")
     parser.add_argument(
-        "--total", type=_seconds, default=TOTAL, help="the time limit in seconds (default: 2400)"
+        "--total",
+        type=command.seconds,
+        default=TOTAL,
+        help="the time limit (default: 2400 s)",
     )
     flags = parser.parse_args(argv)
-    try:
-        unsaid = flags.workdir is None
-        folder = folders.new_folder("gpu-day") if unsaid else folders.local(flags.workdir)
-        day = _opened(folder, flags.small)
-    except RunError as error:
-        sys.exit(f"error: {error}")
+    unsaid = flags.workdir is None
+    folder = folders.new_folder("gpu-day") if unsaid else folders.local(flags.workdir)
+    day = _opened(folder, flags.small)
     _write(folder, day)
     end = time.perf_counter() + flags.total
     for step in steps.plan(flags.small):
@@ -80,11 +76,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _opened(folder: Path, small: bool) -> dict[str, Any]:
-    """Return the day so far, on this machine.
-
-    Raises:
-      RunError: if the folder holds something else, or there is no GPU.
-    """
+    """Return the day so far, on this machine."""
     machine = json.loads(_output([sys.executable, "-c", _MACHINE]))
     if machine["platform"] != "gpu" and not small:
         raise RunError(
@@ -93,7 +85,7 @@ def _opened(folder: Path, small: bool) -> dict[str, Any]:
         )
     path, new = folder / "day.json", {"machine": machine, "small": small, "steps": {}}
     if not os.path.lexists(path):
-        folders.result_folder(folder, "gpu-day").mkdir(parents=True, exist_ok=True)
+        folders.result_folder(folder, "gpu-day")
         return new
     try:
         day = files.read_json(path, MOST)
@@ -111,11 +103,7 @@ def _opened(folder: Path, small: bool) -> dict[str, Any]:
 
 
 def _check(path: Path, day: dict[str, Any]) -> None:
-    """Check that the contents are a day.
-
-    Raises:
-      RunError: if no report can be written from them.
-    """
+    """Check that the contents are a day."""
     try:
         page(day)
         if not isinstance(day["small"], bool):
@@ -261,16 +249,6 @@ def _advice(rows: list[Any]) -> list[str]:
     text = f"In float32 `reference` beats `blockwise` {where}."
     diff = results.proposal(rows)
     return [text, f"```diff\n{diff}```" if diff else "", *results.slower_cudnn(rows)]
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
-    return seconds
 
 
 if __name__ == "__main__":

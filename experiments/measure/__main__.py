@@ -8,13 +8,12 @@
 Each command has --help.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from experiments.measure import check, compiled, tiles, timed
-from experiments.runs.failures import RunError
+from experiments.runs import command
 
 COMMANDS: dict[str, Any] = {
     "check": check, "compiled": compiled, "timed": timed, "tiles": tiles,
@@ -23,23 +22,12 @@ COMMANDS: dict[str, Any] = {
 
 def main(argv: Sequence[str]) -> None:
     """Run a command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.measure", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command.Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
-        module.add_flags(
-            commands.add_parser(
-                name, description=module.__doc__, allow_abbrev=False,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-        )  # fmt: skip
+        module.add_flags(commands.add_parser(name, description=module.__doc__))
     flags = parser.parse_args(argv)
-    try:
-        COMMANDS[flags.command].run(flags)
-    except RunError as error:
-        sys.exit(f"error: {error}")
+    COMMANDS[flags.command].run(flags)
 
 
 if __name__ == "__main__":

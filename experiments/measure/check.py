@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.phases import Phase
-from experiments.runs import folders
+from experiments.runs import command, folders
 from experiments.runs.failures import RunError
 from flax_mha import dot_product_attention, masks, scores, sharding
 from flax_mha.kernels import KERNELS
@@ -110,31 +110,25 @@ CALLS: dict[str, Call] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("--kernels", metavar="NAME,…", help="all of this platform by default")
-    parser.add_argument("--calls", default=",".join(CALLS), metavar="NAME,…",
-                        help=f"some of {', '.join(CALLS)}")  # fmt: skip
-    parser.add_argument("--total", type=float, default=300.0, help="the time limit in seconds")
+    every = ",".join(CALLS)
+    parser.add_argument("--kernels", type=command.among([*KERNELS]), help="default: all there are")
+    parser.add_argument("--calls", type=command.among([*CALLS]), default=every, help=every)
+    parser.add_argument("--total", type=command.seconds, default=300.0, help="the time limit")
     parser.add_argument("--small", action="store_true", help="short calls, to try the command")
     parser.add_argument("--workdir", metavar="FOLDER")
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Check call by call, and print and write the table.
-
-    Raises:
-      RunError: if a flag is wrong.
-    """
+    """Check call by call, and print and write the table."""
     platform = sharding.platform()
     here = [
         name for name, kernel in KERNELS.items()
         if name not in ("reference", "decode") and platform in (kernel.platforms or (platform,))
     ]  # fmt: skip
-    names, calls = (flags.kernels or ",".join(here)).split(","), flags.calls.split(",")
-    for flag, given, known in (("kernels", names, here), ("calls", calls, [*CALLS])):
-        if unknown := [name for name in given if name not in known]:
-            raise RunError(f"--{flag} must be some of {', '.join(known)}, got {unknown[0]!r}")
+    names, calls = flags.kernels or here, flags.calls
+    if unknown := [name for name in names if name not in here]:
+        raise RunError(f"--kernels must be some of {','.join(here)}, got {unknown[0]!r}")
     folder = folders.result_folder(flags.workdir, f"check-{platform}")
-    folder.mkdir(parents=True, exist_ok=True)
     end, sizes = time.perf_counter() + flags.total, SMALL if flags.small else LARGE
     device = jax.devices()[0].device_kind
     found: dict[str, dict[str, dict[str, Any]]] = {

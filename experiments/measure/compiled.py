@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from matplotlib.figure import Figure
 
-from experiments import libtpu
+from experiments import libtpu, plots
 from experiments.counts import traffic
 from experiments.counts.hlo import Module
 from experiments.measure import programs
@@ -57,17 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Compile the programs one by one, and print and write the table.
-
-    Raises:
-      RunError: if a flag is wrong, or no installed compiler supports the chip.
-    """
-    names = programs.chosen(flags.programs)
+    """Compile the programs one by one, and print and write the table."""
     folder = folders.result_folder(flags.workdir, f"compiled-{flags.chip}")
     chip = chip_of(flags.chip)
     rows: list[Row] = []
     print("\n".join(HEAD), flush=True)
-    for entry in programs.entries(chip, names):
+    for entry in programs.entries(chip, flags.programs):
         with Phase(f"compiling {entry.program}, {entry.passes}, {entry.contestant}"):
             row = measure(chip, entry, flags.top)
         rows.append(row)
@@ -75,7 +70,6 @@ def run(flags: argparse.Namespace) -> None:
         for moved in row["top"]:
             print(f"    {moved['MiB']:8.1f} MiB  {moved['times']:3d} × {moved['opcode']:22s} "
                   f"{moved['source']:34s} {moved['name']}")  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
     # With the ratios to contestants that came later.
     table = "\n".join([*HEAD, *(line(row, rows) for row in rows)])
     (folder / "table.md").write_text(table + "\n")
@@ -85,11 +79,7 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def chip_of(name: str) -> Chip:
-    """Return a chip to compile for.
-
-    Raises:
-      RunError: if no installed compiler supports it.
-    """
+    """Return a chip to compile for."""
     libtpu.compiler_only()
     # Nothing runs, so JAX need not start this machine's devices.
     jax.config.update("jax_platforms", "cpu")
@@ -180,7 +170,7 @@ def draw(path: Path, chip: str, rows: Sequence[Row]) -> None:
     axes.set_title(f"Programs compiled for {chip}: MiB to and from main memory")
     handles = [axes.bar(0, 0, color=COLORS[name]) for name in contestants]
     axes.legend(handles, contestants, frameon=False)
-    figure.savefig(path, dpi=110)
+    plots.save(figure, path, 110)
 
 
 def _cycles(moved: traffic.Moved) -> int:

@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_mha
 from experiments.measure import by_hand
-from experiments.runs.failures import RunError
+from experiments.runs import command
 from flax_mha import Decoder, DecoderBlock, LanguageModel, masks, positions
 from flax_mha.models import TokenEmbedding
 
@@ -97,20 +97,8 @@ def entries(chip: Chip, names: Sequence[str]) -> Iterator[Entry]:
 
 def add_names(parser: argparse.ArgumentParser) -> None:
     """Add the flag that names programs."""
-    parser.add_argument("--programs", default=",".join(PROGRAMS), metavar="NAME,…",
-                        help=f"some of {', '.join(PROGRAMS)}")  # fmt: skip
-
-
-def chosen(flag: str) -> list[str]:
-    """Return the names of the programs that a flag lists.
-
-    Raises:
-      RunError: if there is no such program.
-    """
-    names = flag.split(",")
-    if unknown := [name for name in names if name not in PROGRAMS]:
-        raise RunError(f"--programs must be some of {', '.join(PROGRAMS)}, got {unknown[0]!r}")
-    return names
+    every = ",".join(PROGRAMS)
+    parser.add_argument("--programs", type=command.among([*PROGRAMS]), default=every, help=every)
 
 
 def _both(

@@ -37,7 +37,7 @@ from experiments.counts.schedule import TileCost
 from experiments.measure import compiled
 from experiments.measure.programs import Chip
 from experiments.phases import Phase
-from experiments.runs import folders
+from experiments.runs import command, folders
 from experiments.runs.failures import RunError
 from flax_mha import dot_product_attention, kernels, masks
 from flax_mha.base.shapes import Dims
@@ -55,25 +55,20 @@ _NAME = re.compile(r"flex_(?:forward|backward)|splash_[a-z]+_(?:fwd|dq|dkv)")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--chip", choices=[*compiled.TPUS], default="v5e")
-    parser.add_argument("--kernels", default="flex,splash", metavar="NAME,…")
+    both = command.among(("flex", "splash"))
+    parser.add_argument("--kernels", type=both, default="flex,splash", metavar="NAME,…")
     parser.add_argument("--blocks", default="256,512,1024", metavar="SIZE,…",
                         help="queries and keys of flex's tiles, as 512 or 512x1024")  # fmt: skip
-    parser.add_argument("--features", type=int, default=128, metavar="H", help="of a head")
+    parser.add_argument("--features", type=command.count, default=128, metavar="H")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--length", type=int, default=4096, metavar="T", help="queries and keys")
+    parser.add_argument("--length", type=command.count, default=4096, metavar="T", help="tokens")
     parser.add_argument("--mask", choices=[*MASKS], default="causal")
     parser.add_argument("--workdir", metavar="FOLDER")
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Compile kernel by kernel, and print and write the table.
-
-    Raises:
-      RunError: if a flag is wrong, or libtpu is not installed.
-    """
-    names, blocks = flags.kernels.split(","), []
-    if unknown := [name for name in names if name not in ("flex", "splash")]:
-        raise RunError(f"--kernels must be some of flex, splash, got {unknown[0]!r}")
+    """Compile kernel by kernel, and print and write the table."""
+    blocks: list[Blocks] = []
     for text in flags.blocks.split(","):
         found = re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?", text, re.ASCII)
         blocks.append((int(found[1]), int(found[2] or found[1])) if found else (0, 0))
@@ -91,12 +86,11 @@ def run(flags: argparse.Namespace) -> None:
         chip = compiled.chip_of(flags.chip)
         # A program of the cache would have no schedule.
         jax.config.update("jax_enable_compilation_cache", False)
-        for kernel in names:
+        for kernel in flags.kernels:
             for block in blocks if kernel == "flex" else [None]:
                 with Phase(f"compiling {kernel} {_sizes(block) if block else ''}".rstrip()):
                     rows += measure(chip, Path(dump), kernel, block, flags)
     table = page(flags.chip, rows)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(table + "\n")
     (folder / "results.json").write_text(json.dumps({"flags": vars(flags), "rows": rows}, indent=1))
     print(f"{table}\n\ntable.md and results.json are in {folder}")
@@ -105,11 +99,7 @@ def run(flags: argparse.Namespace) -> None:
 def measure(
     chip: Chip, dump: Path, kernel: Any, block: Blocks | None, flags: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Compile a kernel's gradient, and yield the costs of its tiles, then their sums.
-
-    Raises:
-      RunError: if the kernel does not take the call, or libtpu writes no schedules.
-    """
+    """Compile a kernel's gradient, and yield the costs of its tiles, then their sums."""
     x = chip.array(1, flags.length, 2, flags.features, dtype=jnp.dtype(flags.dtype))
     size = block or tpu.blocks(Dims.of(x, x, x))
 

@@ -29,7 +29,7 @@ from experiments.benchmark.work import Work
 from experiments.measure import programs
 from experiments.measure.programs import Chip, Entry
 from experiments.phases import Phase
-from experiments.runs import folders
+from experiments.runs import command, folders
 from flax_mha import sharding
 
 Row = dict[str, Any]
@@ -39,26 +39,20 @@ HEAD = ("| program | pass | | ms | middle half | × best | compile |", "|---" * 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     programs.add_names(parser)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of a program")
-    parser.add_argument("--total", type=float, default=600.0, help="the time limit in seconds")
+    parser.add_argument("--seconds", type=command.seconds, default=2.0, help="of a program")
+    parser.add_argument("--total", type=command.seconds, default=600.0, help="the time limit")
     parser.add_argument("--workdir", metavar="FOLDER")
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Time the programs one by one, and print and write the table.
-
-    Raises:
-      RunError: if a flag is wrong.
-    """
-    names = programs.chosen(flags.programs)
+    """Time the programs one by one, and print and write the table."""
     platform = sharding.platform()
     folder = folders.result_folder(flags.workdir, f"timed-{platform}")
-    folder.mkdir(parents=True, exist_ok=True)
     chip = Chip(jax.devices()[0], platform == "gpu")
     end = time.perf_counter() + flags.total
     rows: list[Row] = []
     print("\n".join(HEAD), flush=True)
-    for program, passes, contestants in races(chip, names):
+    for program, passes, contestants in races(chip, flags.programs):
         if time.perf_counter() > end:
             break
         with Phase(f"timing {program}, {passes}"), jax.set_mesh(chip.mesh):

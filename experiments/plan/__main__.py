@@ -15,6 +15,7 @@ layout fits, the command tries changes of the config, from the cheapest on.
 """
 
 import datetime
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -31,7 +32,6 @@ from experiments import libtpu, phases
 from experiments.phases import Phase
 from experiments.plan import devices, picture, remedies, report, scaling, search
 from experiments.runs import folders, settings
-from experiments.runs.failures import RunError
 
 PROGRAM = "experiments.plan"
 DEFAULT = Path(__file__).parent.parent.parent / "configs" / "long_encoder.py"
@@ -51,25 +51,20 @@ WORKDIR = flags.DEFINE_string("workdir", None, "A new or empty folder for the re
 
 def main(asked: settings.Asked) -> None:
     """Compile, report and draw the plan."""
-    try:
-        if asked.rest[1:]:
-            raise RunError(f"unexpected {asked.rest[1:]}; settings are --config.KEY=VALUE")
-        if not TOPOLOGY.value.startswith("gpu"):
-            jax.config.update("jax_platforms", "cpu")
-            libtpu.quiet()
-        if SCALING.value:
-            scaling.study(Path(WORKDIR.value or folders.new_folder("scaling")))
-        else:
-            _plan(asked, folders.result_folder(WORKDIR.value, "plan"))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    if not TOPOLOGY.value.startswith("gpu"):
+        jax.config.update("jax_platforms", "cpu")
+        libtpu.quiet()
+    if SCALING.value:
+        scaling.study(Path(WORKDIR.value or folders.new_folder("scaling")))
+    else:
+        _plan(asked)
 
 
-def _plan(asked: settings.Asked, folder: Path) -> None:
+def _plan(asked: settings.Asked) -> None:
     config, console = asked.config, report.console()
     with Phase(f"describing {TOPOLOGY.value}"):
         found = devices.of(TOPOLOGY.value)
-    kind = found[0].device_kind
+    folder, kind = folders.result_folder(WORKDIR.value, "plan"), found[0].device_kind
     header = {
         "program": PROGRAM,
         "command": sys.argv,
@@ -83,7 +78,6 @@ def _plan(asked: settings.Asked, folder: Path) -> None:
     console.print(
         f"{len(found)} × {kind}, {TOPOLOGY.value}, compiled by {header['compiler']}", style="dim"
     )
-    folder.mkdir(parents=True, exist_ok=True)
     with Phase(f"compiling for {TOPOLOGY.value}"):
         if SEARCH.value:
             layouts = search.search(config, found, MOST.value, _tell, WHOLE.value)
@@ -137,9 +131,5 @@ def _tell(layout: search.Layout) -> None:
     phases.say(f"compiled {layout}", sys.stderr)
 
 
-def _parse(argv: list[str]) -> settings.Asked:
-    return settings.parse(argv, DEFAULT)
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=functools.partial(settings.parse, default=DEFAULT))

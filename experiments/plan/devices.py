@@ -25,9 +25,6 @@ def of(topology: str) -> Sequence[jax.Device]:
     | `a100:8`, `h100:8`, `h200:64`, `b200:8` | this number of NVIDIA GPUs, for the compiler only |
     | `cpu:8` | 8 devices simulated on the cores of this machine |
     | `gpu:8` | 8 of the GPUs of this machine |
-
-    Raises:
-      RunError: if the topology does not exist, or no installed compiler supports it.
     """
     known = re.fullmatch(r"(?:(\d{1,9})x)?(\w+):(\d{1,9}(?:x\d{1,9})*)", topology, re.ASCII)
     chip, sizes = (known[2], [*map(int, known[3].split("x"))]) if known else ("", [])

@@ -98,11 +98,7 @@ def _there(name: str) -> bool:
 
 
 def of(chip: str, count: int) -> Sequence[jax.Device]:
-    """Return GPUs in machines of 8, for the compiler only.
-
-    Raises:
-      RunError: if they do not fill machines, or no installed compiler supports them.
-    """
+    """Return GPUs in machines of 8, for the compiler only."""
     if not count or count > MOST or (count > HOST and count % HOST):
         raise RunError(f"--topology={chip}:{count} must be 1 to {HOST} GPUs, or a multiple of "
                        f"{HOST}; try {HOST * max(1, round(min(count, MOST) / HOST))}")  # fmt: skip

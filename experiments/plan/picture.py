@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments import plots
+
 Row = dict[str, Any]
 HELD = {
     "parameters": "tab:blue", "optimizer": "tab:cyan", "batch": "tab:gray",
@@ -32,7 +34,7 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     ]
     timed = all(row["seconds"] for row in rows)
     figure = Figure(figsize=(11 if timed else 8, 2.0 + 0.5 * len(rows)), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     left, *others = figure.subplots(1, 1 + timed, sharey=True, squeeze=False)[0]
     at = np.arange(len(rows))
     start = np.zeros(len(rows))
@@ -56,4 +58,4 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     for axes in (left, *others):
         axes.grid(alpha=0.3, axis="x")
         axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5)
-    figure.savefig(path, dpi=110)
+    plots.save(figure, path, 110)

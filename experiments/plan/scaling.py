@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from configs import long_encoder, masked
-from experiments import tasks
+from experiments import plots, tasks
 from experiments.phases import Phase
 from experiments.plan import devices, report, search
 from experiments.runs import hosts
@@ -175,4 +175,4 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     for axes in panels:
         axes.set_xlabel("devices")
     panels[0].legend(fontsize=9)
-    figure.savefig(path, dpi=110)
+    plots.save(figure, path, 110)

@@ -45,6 +45,8 @@ def finish(program: Program, workdir: Path, result: Result) -> None:
             f"{config.seeds} models in one step took {together:.1f} s; one after another they "
             f"would take {ratio * together:.1f} s ({ratio:.2f}×)"
         )
+    if config.seeds > 1:
+        params = jax.tree.map(lambda x: x[0], params)
     if jax.process_index() == 0:
         report(program.task, params, workdir, result.rows, result.metrics)
 
@@ -57,14 +59,12 @@ def report(
 
     Args:
       task: the run's task.
-      params: the trained parameters, of all seeds.
+      params: the trained parameters, of the first seed.
       workdir: the run's folder.
       rows: the rows of its log.
       metrics: the test metrics [seeds] of the parameters.
     """
     about = reports.make(task)
-    if task.config.seeds > 1:
-        params = jax.tree.map(lambda x: x[0], params)
     with Phase("drawing the pictures"):
         plots.curves(workdir / "curves.png", rows, about.training, about.objective)
         about.draw(params, workdir)

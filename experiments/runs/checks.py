@@ -20,9 +20,6 @@ def mesh_sizes(config: ConfigDict, have: int, slices: int = 1) -> tuple[int, int
       config: the run's config.
       have: the number of devices, of each slice.
       slices: the number of TPU slices, which share the rows of the batch.
-
-    Raises:
-      RunError: if devices, processes, batch and sizes do not fit together.
     """
     m, rows, processes = config.mesh, config.batch_size, jax.process_count()
     data, fsdp, model, context = m.data, m.fsdp, m.model, m.context
@@ -79,31 +76,10 @@ def check_fits(program: Any) -> None:
         jax.eval_shape(program.step, state, batch)
 
 
-def check_stride(stride: int, length: int) -> None:
-    """Check that windows of a length, a stride apart, leave out no token of a text."""
-    if not 1 <= stride <= length:
-        raise RunError(
-            f"config.data.stride must be in 1 … config.length={length}, got {stride}; try "
-            f"{max(1, length // 4)}"
-        )
-
-
-def check_length(length: int, size: int) -> None:
-    """Check that a training text of a size has more tokens than the model sees at once."""
-    if size <= length:
-        raise RunError(
-            f"the training text must be longer than config.length={length} tokens, got "
-            f"{size}; give more text, or a shorter length"
-        )
-
-
-def check_held_out(length: int, size: int) -> None:
-    """Check that a held-out text of a size has as many bytes as the model sees at once."""
-    if not 1 <= length <= size:
-        raise RunError(
-            f"config.length must be at least 1 and at most the {size} bytes that are held out, got "
-            f"{length}"
-        )
+def check_size(key: str, value: int, most: int, of: str) -> None:
+    """Check that the value of a key is in 1 … most, a number described by `of`."""
+    if not 1 <= value <= most:
+        raise RunError(f"{key} must be in 1 … {of}={most}, got {value}; try {max(1, most // 4)}")
 
 
 def read_remat(model: ConfigDict) -> bool | tuple[str, ...]:

@@ -5,6 +5,7 @@ line or a run's folder.
 """
 
 import ast
+import json
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ import configs.dates
 import configs.digits
 import configs.masked
 import configs.pydoc_lm
-from experiments.runs import writers
+from experiments.runs import command, writers
 from experiments.runs.failures import RunError
 from experiments.runs.keys import flatten
 from flax_mha.kernels import choose
@@ -72,8 +73,8 @@ class Field(NamedTuple):
                 return {"true": True, "1": True, "false": False, "0": False}.get(word.lower(), word)
             if self.kind in (int, float, str):
                 return self.kind(word)
-            return ast.literal_eval(word)
-        except (ValueError, SyntaxError):
+            return normalize("", ast.literal_eval(word))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             return word
 
 
@@ -209,23 +210,26 @@ def of(key: str, example: Any) -> Field:
     return TABLE.get(key) or like(example)
 
 
-def schema(task: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a task's own config by dotted key, beside more keys of yours.
+def normalize(key: str, value: Any) -> Any:
+    """Return the value of a key as its run's folder will have it: a list for a tuple."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RunError(
+            f"config.{key} must be of numbers, texts, lists and groups of them, got a "
+            f"{type(value).__name__}: {command.line(error)}; give its name or its numbers"
+        ) from None
 
-    Raises:
-      RunError: if there is no such task.
-    """
+
+def schema(task: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a task's own config by dotted key, beside more keys of yours."""
     if not isinstance(task, str) or not TABLE["task"].takes(task):
         raise RunError(f"config.task must be {TABLE['task'].rule}, got {task!r:.100}; try digits")
     return {**more, **flatten(EXAMPLES[task]().to_dict())}
 
 
 def check(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Check that flat values have the keys of a schema, and that each is one that its key takes.
-
-    Raises:
-      RunError: if one does not, or they do not fit together.
-    """
+    """Check that flat values have the keys of a schema, and that each is one that its key takes."""
     for key in sorted(schema.keys() | values.keys()):
         if key not in schema:
             raise RunError(f"there is no such key as {key!r:.100}")

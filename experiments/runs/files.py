@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, and files of folders that may hold anything."""
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -12,6 +13,7 @@ from experiments.runs.failures import RunError
 
 ASIDE = ".aside-"  # in front of a name: not whole yet
 MOST = 2**20  # bytes of a JSON file that is read: those of runs have a few thousand
+SHARE = 10  # the part of the memory that data may have: the order of bytes takes 8 more
 
 
 @contextlib.contextmanager
@@ -20,8 +22,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
     The file is made exclusively, so that nothing is written through a link that lies there.
     """
-    aside = path.with_name(ASIDE + path.name)
-    aside.unlink(missing_ok=True)
+    aside = _beside(path)
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with open(handle, "wb") as file:
@@ -40,15 +41,54 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.close(folder)
 
 
+def _beside(path: Path) -> Path:
+    """Return a free name beside a path that is free, or of a file."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
+    aside = path.with_name(ASIDE + path.name)
+    aside.unlink(missing_ok=True)
+    return aside
+
+
+def try_output(name: str | Path, flag: str) -> Path:
+    """Return the path of a file that a flag names, after a trial to write it, before the work."""
+    path = Path(name).expanduser().absolute()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = _beside(path)
+        aside.touch()
+        aside.unlink()
+    except OSError as error:
+        raise RunError(
+            f"{flag} must be a file that can be written, got {path}: {error.strerror}; choose "
+            f"another"
+        ) from None
+    return path
+
+
 def write(path: Path, text: str) -> None:
     """Write a file aside and rename it."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
+def to_json(value: Mapping[str, Any]) -> str:
+    """Return an object as the text of a file that `read_json` reads."""
+    try:
+        text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise RunError(f"a config must hold finite numbers, got: {error}") from None
+    if len(text) > MOST:
+        raise RunError(
+            f"a config must have at most {MOST:,} characters in JSON, got {len(text):,}; let its "
+            f"code read long lists from a file"
+        )
+    return text
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file aside and rename it."""
-    write(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write(path, to_json(value))
 
 
 def append(path: Path, text: str) -> None:
@@ -79,9 +119,6 @@ def check_tree(folder: Path) -> None:
 
     A link may lead to any file of whoever writes through it, a pipe lets its reader wait for ever,
     and a device may have no end.
-
-    Raises:
-      RunError: if it holds something else, with its names.
     """
     odd = []
     for parent, folders, names in os.walk(folder):  # which follows no links
@@ -114,9 +151,6 @@ def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
     Args:
       path: the file.
       most: the most bytes that it may have.
-
-    Raises:
-      RunError: if there is none, in one line.
     """
     try:
         data = read(path, most + 1)
@@ -135,24 +169,28 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def read_data(path: str, at_least: int = 0) -> bytes:
-    """Return the bytes of the file that config.data.path names.
+def read_data(path: str, at_least: int = 0, key: str = "config.data.path") -> bytes:
+    """Return the bytes of a file that a user names.
 
     Args:
       path: the file.
       at_least: the fewest bytes that it may have.
+      key: the key of the config that names it.
 
     Raises:
-      RunError: if it can't be read, has fewer bytes, or is no regular file: a device or a pipe may
-        have no end.
+      RunError: if it can't be read, has fewer bytes, or so many that its tokens and their order
+        would not fit the memory, or is no regular file: a device or a pipe may have no end.
     """
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is no regular file")
+        if (size := Path(path).stat().st_size) > most:
+            raise OSError(f"it has {size:,} bytes, and this machine's memory holds {most:,}")
         data = Path(path).read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise RunError(f"config.data.path must be a file, got {path:.300}: {reason}") from None
+        raise RunError(f"{key} must be a file, got {path:.300}: {reason}") from None
     if len(data) < at_least:
         raise RunError(f"{path} must hold at least {at_least} bytes, got {len(data)}; give more")
     return data
@@ -164,9 +202,6 @@ def read_pairs(path: str, at_least: int = 0) -> list[tuple[str, str]]:
     Args:
       path: the file. Each line is a source, a tab and a target.
       at_least: the fewest different pairs that it may have.
-
-    Raises:
-      RunError: if it can't be read, has fewer pairs, or a line is something else.
     """
     try:
         lines = read_data(path).decode().splitlines()
@@ -178,8 +213,8 @@ def read_pairs(path: str, at_least: int = 0) -> list[tuple[str, str]]:
         source, tab, target = line.partition("\t")
         if not (source and tab and target) or "\t" in target:
             raise RunError(
-                f"each line of {path} must be a source, a tab and a target, got {line!r} in line "
-                f"{number}"
+                f"each line of {path} must be a source, a tab and a target, got {line!r:.100} in "
+                f"line {number}"
             )
         pairs[source, target] = None
     if len(pairs) < at_least:

@@ -16,12 +16,19 @@ def new_folder(task: str) -> Path:
     return path
 
 
-def local(workdir: str | Path, flag: str = "--workdir") -> Path:
-    """Return the folder that a flag names, with ~ for a home.
+def make(path: Path) -> None:
+    """Make a folder for results, with its parents."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"--workdir must be a folder that can be made, got {path}: {error.strerror}; choose "
+            f"another"
+        ) from None
 
-    Raises:
-      RunError: if it is empty, or none of a file system.
-    """
+
+def local(workdir: str | Path, flag: str = "--workdir") -> Path:
+    """Return the folder that a flag names, with ~ for a home."""
     if not str(workdir):
         raise RunError(f"{flag} must name a folder, got an empty name; leave it out for a new one")
     # A Path has single slashes already.
@@ -37,14 +44,9 @@ def local(workdir: str | Path, flag: str = "--workdir") -> Path:
 
 
 def result_folder(workdir: str | Path | None, name: str, flag: str = "--workdir") -> Path:
-    """Return the folder for results that are written once: a new one, or an empty one by name.
-
-    Raises:
-      RunError: if there is something in it.
-    """
-    if workdir is None:
-        return new_folder(name)
-    path = local(workdir, flag)
+    """Make and return the folder for results that are written once: a new one, or an empty one."""
+    path = new_folder(name) if workdir is None else local(workdir, flag)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(f"{flag} must be a new or empty folder, and {path} is not; choose another")
+    make(path)
     return path

@@ -8,9 +8,7 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -58,12 +56,6 @@ class Cluster:
                 f"{', '.join(given)} go together, and {', '.join(missing)} is missing; give all "
                 f"three, or none where SLURM, Open MPI, Kubernetes or a Cloud TPU knows them"
             )
-        for name, seconds in (
-            ("--start_timeout", self.start_timeout),
-            ("--heartbeat_timeout", self.heartbeat_timeout),
-        ):
-            if seconds < 1:
-                raise RunError(f"{name} must be at least 1 second, got {seconds}")
         if self.address is None or self.processes is None or self.process is None:
             return
         if not re.fullmatch(r".+:\d+", self.address):
@@ -82,9 +74,6 @@ def start(cluster: Cluster) -> None:
     """Join the other processes, before anything asks for devices.
 
     It ends the process, with a message, if they do not come together in time.
-
-    Raises:
-      RunError: if the cluster does not fit itself, is unknown, or can't be served.
     """
     cluster.check()
     if cluster.address is not None and cluster.process == 0:
@@ -142,9 +131,6 @@ def agree(prepared: dict[str, object] | None) -> None:
 
     Args:
       prepared: the settings of this one; None if it could not prepare, and says so itself.
-
-    Raises:
-      RunError: if another one could not prepare, or prepared something else.
     """
     if jax.process_count() == 1:
         return
@@ -159,9 +145,9 @@ def agree(prepared: dict[str, object] | None) -> None:
         differ = sorted(key for key in first | other if first.get(key) != other.get(key))
         if differ:
             raise RunError(
-                f"all processes need the same settings and packages, and {differ[0]} is "
+                f"all processes need the same settings, data and packages, and {differ[0]} is "
                 f"{first.get(differ[0])!r} at process 0 and {other.get(differ[0])!r} at process "
-                f"{i}; give all the same packages, and the same flags save --process_id"
+                f"{i}; give all the same packages, files, variables, and flags save --process_id"
             )
 
 
@@ -170,9 +156,6 @@ def all_begin(refused: str | None) -> None:
 
     Args:
       refused: the reason why this one may not; None if it may.
-
-    Raises:
-      RunError: on all of them, if one may not.
     """
     reasons = [refused or ""] if jax.process_count() == 1 else _gather(refused or "")
     for reason in reasons:
@@ -189,21 +172,18 @@ def ending_together() -> Iterator[None]:
     """
     try:
         yield
-    except SystemExit:
+    except (SystemExit, RunError):
         raise  # All come here alike.
     except BaseException as error:
         if jax.process_count() == 1:
             raise
         place = f"process {jax.process_index()} of {jax.process_count()}"
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
             # The collective that a peer left says that it is gone.
             reason = str(error).splitlines()[0]
             line = f"{place} stops, most likely because another one ended: {reason}"
-        elif lacks := failures.reason(error):
-            line = f"{place} failed, and the others will end too: {lacks}"
         else:
-            traceback.print_exc()
-            line = f"{place} failed, and the others will end too"
+            line = f"{place} failed, and the others will end too: {failures.describe(error)}"
         end(f"{line}; to go on from the last checkpoint, start all with the same --workdir")
 
 
@@ -254,6 +234,5 @@ def _give_up(cluster: Cluster) -> None:
 
 def end(message: str) -> None:
     """End this process at once: its absence ends the others too, even if they wait for it."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    failures.tell(message)
     os._exit(1)

@@ -1,5 +1,6 @@
 """One run in one folder: a lock that ends with its process."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -21,15 +22,14 @@ def hold(folder: Path) -> bool:
 
     Returns:
       False if the file system has no locks.
-
-    Raises:
-      RunError: if another process holds it.
     """
     if folder in _held:
         return True
     handle = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.fstat(handle).st_nlink:  # Its holder has just removed it.
+            raise BlockingIOError(errno.EAGAIN, "removed")
     except OSError as error:
         found = os.read(handle, 300).decode(errors="replace")
         os.close(handle)
@@ -46,7 +46,11 @@ def hold(folder: Path) -> bool:
     return True
 
 
-def release(folder: Path) -> None:
-    """Give the folder up to another run."""
+def release(folder: Path, remove: bool = False) -> None:
+    """Give the folder up to another run, or remove it if there is nothing else in it."""
     if (handle := _held.pop(folder, None)) is not None:
+        if remove:
+            (folder / NAME).unlink()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         os.close(handle)

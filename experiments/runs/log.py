@@ -5,7 +5,6 @@ All of it is part of each checkpoint too: a run that was cut off has the log of 
 
 import contextlib
 import json
-import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from absl import logging as absl_logging
 from ml_collections import ConfigDict
 
 from experiments.runs import failures, files, hosts, writers
@@ -23,14 +21,6 @@ from experiments.runs.rundir import METRICS
 
 Row = dict[str, Any]
 MOST = 2**28  # bytes of a log that is read
-
-
-def hush() -> None:
-    """Silence Orbax, and the tracebacks of errors that end the run with one line."""
-    absl_logging.set_verbosity(absl_logging.ERROR)
-    logging.getLogger("absl").addFilter(failures.said_later)
-    # Orbax awaits only one of several reads that fail at once.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 class Log:
@@ -45,10 +35,6 @@ class Log:
     Attributes:
       rows: the rows.
       skipping: True if the last step of a seed was left out, as not finite.
-
-    Raises:
-      RunError: if there is no checkpoint, and the file shows that there was one; or if
-        config.report_to names a tracker that is not there.
     """
 
     def __init__(self, path: Path, config: ConfigDict, saved: Saved | None) -> None:
@@ -68,8 +54,8 @@ class Log:
             refused = _differs(self._file, text, config.checkpoint_every if not saved else 0)
             try:
                 self._others = [] if refused else writers.others(path, config)
-            except RunError as error:
-                refused = str(error)
+            except Exception as error:  # Any error of theirs about an address or a login.
+                refused = failures.describe(error)
         hosts.all_begin(refused)
         if jax.process_index() == 0:
             files.write(self._file, text)
@@ -87,11 +73,7 @@ class Log:
         self._pending.append(metrics)
 
     def take(self, step: int) -> dict[str, np.ndarray]:
-        """Return the metrics [steps, seeds] since the last call, up to this step.
-
-        Raises:
-          RunError: if too many steps in a row were left out.
-        """
+        """Return the metrics [steps, seeds] since the last call, up to this step."""
         series = self._series(step)
         self._fetched = []
         return series
@@ -103,40 +85,27 @@ class Log:
         self.rows.append(row)
         if self._events is None:
             return
-        self._append(_line(row))
+        files.append(self._file, _line(row))
         for name, x in metrics.items():
             each = [(f"{name}/{i}", value) for i, value in enumerate(x if x.size > 1 else ())]
             for event, value in [(name, x.mean()), *each]:
                 for writer in self._writers:
                     writer.log_scalar(f"{split}/{event}", float(value), step=step)
+        self._events.flush()
 
     def saved(self, step: int) -> Mapping[str, Any]:
-        """Return the part of a checkpoint: the rows, then on the disk, and steps that are in none.
-
-        Raises:
-          RunError: if too many steps in a row were left out.
-        """
+        """Return a checkpoint's part: the rows, then on the disk, and steps that are in none."""
         if self._pending or self._fetched:
             self._series(step)
         if self._events is not None:
             self._events.flush()
-            self._append("")
+            files.append(self._file, "")  # Waits until all lines are on the disk.
         pending = [{name: x.tolist() for name, x in each.items()} for each in self._fetched]
         return {"rows": list(self.rows), "pending": pending}
 
     @property
     def _writers(self) -> list[writers.Writer]:
         return [*self._others] if self._events is None else [self._events, *self._others]
-
-    def _append(self, line: str) -> None:
-        """Add a line, or wait until all lines are on the disk if it is empty."""
-        try:
-            files.append(self._file, line)
-        except FileNotFoundError:
-            raise RunError(
-                f"{self._file} was removed while it was written; the same command goes on from the "
-                f"last checkpoint, if that is still there"
-            ) from None
 
     def _series(self, step: int) -> dict[str, np.ndarray]:
         """Return the metrics [steps, seeds] since the last row."""
@@ -156,9 +125,6 @@ def _check_skipped(series: Mapping[str, np.ndarray], step: int, config: ConfigDi
       series: the metrics [steps, seeds] of the steps up to this one.
       step: the last step.
       config: the run's config, with the limit `max_skipped`.
-
-    Raises:
-      RunError: if one did.
     """
     bad = np.argwhere(series["skipped"] >= config.max_skipped)
     if not len(bad):

@@ -23,9 +23,6 @@ def tracing(folder: Path, steps: str | None, start: int) -> Iterator[Callable[[i
 
     Yields:
       A function to be called before each step and after the last.
-
-    Raises:
-      RunError: if steps have another form.
     """
     first, last = parse(steps, start) if steps is not None else (0, 0)
     tracing = False

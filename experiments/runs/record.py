@@ -40,7 +40,7 @@ class Saved(NamedTuple):
     log: Mapping[str, Any]  # see `Log.saved`
 
 
-class DamagedError(ValueError):
+class DamagedError(RunError):
     """A checkpoint that is not whole."""
 
 
@@ -52,9 +52,6 @@ def seal(step: int, state: Any, data: Any, log: Mapping[str, Any]) -> dict[str, 
       state: the arrays.
       data: the state of the data's iterator, the same on all processes.
       log: the log, see `Log.saved`.
-
-    Raises:
-      RunError: if a parameter is not finite.
     """
     sums = checksums(state)
     if bad := [name for name in sums.not_finite if name.startswith("params/")]:
@@ -89,11 +86,7 @@ def check(record: Any, step: int, data: Any) -> dict[str, Any]:
 
 
 def check_model(record: Mapping[str, Any], abstract: Any) -> None:
-    """Check that a record's arrays have the names, dtypes and shapes of this program's state.
-
-    Raises:
-      RunError: if they have not.
-    """
+    """Check that a record's arrays have the names, dtypes and shapes of this program's state."""
     here = descriptions(abstract)
     there = {name: text.partition(" ")[2] for name, text in record["arrays"].items()}
     if here != there:
@@ -156,11 +149,7 @@ def set_aside(folder: Path, steps: Sequence[int]) -> None:
 
 
 def check_none(folder: Path, damaged: Sequence[int]) -> None:
-    """Check that a run without a whole checkpoint never had one.
-
-    Raises:
-      RunError: if there are damaged ones, among them or set aside before.
-    """
+    """Check that a run without a whole checkpoint never had one."""
     aside = folder / DAMAGED
     if damaged or (aside.is_dir() and any(aside.iterdir())):
         raise RunError(

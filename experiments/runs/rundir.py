@@ -19,6 +19,16 @@ from experiments.runs.keys import flatten
 PROGRAM = "experiments.train"
 CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"
 FORMAT = 2  # of the folder; checkpoints of the first had no checksums
+# The settings of JAX under which a run draws and computes other numbers.
+SETTINGS = (
+    "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl",
+    "jax_random_seed_offset", "jax_default_matmul_precision",
+)  # fmt: skip
+
+
+def settings() -> dict[str, Any]:
+    """Return the values of `SETTINGS`."""
+    return {name: getattr(jax.config, name) for name in SETTINGS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +40,12 @@ class Run:
     resumed: bool
 
     def begin(self, data: str) -> None:
-        """Lock the folder, and write config and data's fingerprint to a new one.
-
-        Raises:
-          RunError: on all processes, if it is in use, or of other data.
-        """
+        """Lock the folder, and write config and data's fingerprint to a new one."""
         refused = None
         try:
             if self.resumed:
                 self.check_data(data)
+                self._check_settings()
             if jax.process_index() == 0:
                 self._claim(data)
                 (self.path / record.FOLDER).mkdir(exist_ok=True)
@@ -55,8 +62,23 @@ class Run:
                 f"with the files and the versions of Python and packages that it was begun with"
             )
 
+    def _check_settings(self) -> None:
+        """Check that the run draws and computes as it did when it began."""
+        had = _read_mark(self.path).get("settings")
+        for name, value in settings().items():
+            # Runs of earlier versions do not say it.
+            was = had.get(name, value) if isinstance(had, dict) else value
+            if was != value:
+                remedy = (
+                    f"unset {name.upper()}" if was is None else f"set {name.upper()}={was!s:.50}"
+                )
+                raise RunError(
+                    f"{self.path} was begun under {name}={was!r:.50}, and would draw or compute "
+                    f"other numbers under {name}={value!r}; {remedy}"
+                )
+
     def _claim(self, data: str) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        folders.make(self.path)
         if not lock.hold(self.path):
             print(
                 f"the file system of {self.path} has no locks: see to it that no other run uses it",
@@ -74,11 +96,18 @@ class Run:
             "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "jax": jax.__version__,
             "devices": [device.device_kind for device in jax.devices()],
+            "settings": settings(),
             "data": data,
             "config": digest(config),
+            "more": sorted(flatten(config).keys() - fields.schema(self.config.task, {}).keys()),
         }
-        files.write_json(self.path / CONFIG, config)
-        files.write_json(self.path / MARK, mark)  # Last: a folder with this file has a config too.
+        try:
+            files.write_json(self.path / CONFIG, config)
+            files.write_json(self.path / MARK, mark)  # Last: then the folder has a config too.
+        except BaseException:  # A start that fails leaves nothing.
+            (self.path / CONFIG).unlink(missing_ok=True)
+            lock.release(self.path, remove=True)
+            raise
 
 
 def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[str, Any]) -> Run:
@@ -89,9 +118,6 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
       config: the config of a new run, overrides included.
       overrides: the values that a resumed run must have, by dotted key. Its other values are its
         own; only the mesh may change with the machine.
-
-    Raises:
-      RunError: if the folder holds something else, or a run with other values.
     """
     if workdir is None:
         if jax.distributed.is_initialized():
@@ -123,9 +149,6 @@ def find_run(
       workdir: the folder.
       named: files that the caller names, by dotted key: no others are read.
       own: a config that may have keys beyond those of the task's own.
-
-    Raises:
-      RunError: if there is none, or its config has changed since it began.
     """
     path = folders.local(workdir)
     if not _is_ours(path):
@@ -135,20 +158,23 @@ def find_run(
         raise RunError(
             f"{path / CONFIG} is not what the run began with; restore it, or choose a new --workdir"
         )
-    task = found.get("task")
-    more = own.to_dict() if own is not None and own.task == task else {}
+    task, flat = found.get("task"), flatten(found)
+    # Runs of earlier versions do not say which keys they have beyond those of their task.
+    more = flatten(own.to_dict()) if own is not None and own.task == task else {}
+    named_more = mark.get("more")
+    more |= {k: x for k, x in flat.items() if isinstance(named_more, list) and k in named_more}
     try:
-        schema = fields.schema(task, flatten(more))
+        schema = fields.schema(task, more)
         # A run of a time when meshes had fewer axes has the others' defaults.
         axes = {key: value for key, value in schema.items() if key.startswith("mesh.")}
         added = {key: value for key, value in fields.ADDED.items() if key in schema}
-        fields.check(axes | added | flatten(found), schema)
+        fields.check(axes | added | flat, schema)
     except RunError as error:
         raise RunError(f"{path / CONFIG} is no config of a run: {error}") from None
     for key, value in added.items():
         group, name = key.split(".")
         found[group].setdefault(name, value)
-    for key, value in flatten(found).items():
+    for key, value in flat.items():
         if _names_file(key) and value and (named or {}).get(key) != value:
             raise RunError(
                 f"{path} was trained on the file {value!r:.300}, and only its owner can say that "

@@ -1,9 +1,9 @@
 """The command line: a config file, the keys that it overrides, and the other flags."""
 
+import json
 import os
 import re
 import runpy
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import command
-from experiments.runs import fields
+from experiments.runs import command, fields, files
 from experiments.runs.failures import RunError
 from experiments.runs.keys import check_key, flatten
 
@@ -37,13 +36,11 @@ class Asked(NamedTuple):
 def parse(argv: Sequence[str], default: Path) -> Asked:
     """Parse the command line, the program's other flags included.
 
-    The program ends with one line if something is wrong, and after the help of --help.
+    The program ends after the help of --help.
     """
-    try:
-        asked = read(argv, default)
-    except RunError as error:
-        sys.exit(f"error: {error}")
-    return asked._replace(rest=command.parse(asked.rest, described(asked.config, asked.path)))
+    asked = read(argv, default)
+    more, rule = described(asked.config, asked.path), "settings must be --config.KEY=VALUE"
+    return asked._replace(rest=command.parse(asked.rest, more, rule=rule))
 
 
 def read(argv: Sequence[str], default: Path) -> Asked:
@@ -52,14 +49,11 @@ def read(argv: Sequence[str], default: Path) -> Asked:
     Args:
       argv: the command line.
       default: the config file without `--config`.
-
-    Raises:
-      RunError: if the file is no config, or a key or a value is wrong.
     """
     words, rest = _taken(argv, {"config": False})
     path = words.get("config", str(default))
     config = _load(path, default)
-    values = flatten(config.to_dict())
+    values = {k: fields.normalize(k, x) for k, x in flatten(config.to_dict()).items()}
     schema = fields.schema(values.get("task"), values)
     fields.check(values, schema)
     kinds = {f"config.{key}": type(value) is bool for key, value in values.items()}
@@ -76,6 +70,7 @@ def read(argv: Sequence[str], default: Path) -> Asked:
     fields.check(values | typed, fields.schema(typed.get("task", config.task), values))
     with config.ignore_type():  # A file may have an int for a float.
         config.update_from_flattened_dict(typed)
+    config = ConfigDict(json.loads(files.to_json(config.to_dict())))  # as it will be resumed
     named = flatten(config.to_dict()) if path != str(default) else {}
     return Asked(config, named | typed, path, rest)
 
@@ -130,7 +125,7 @@ def _load(path: str, default: Path) -> ConfigDict:
         if not isinstance(config, ConfigDict):
             raise TypeError(f"get_config() must return a ConfigDict, got {type(config).__name__}")
         config.to_dict()  # Values that are still missing raise an error.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = "it has no get_config()" if repr(error) == "KeyError('get_config')" else (
             f"{type(error).__name__}: {command.line(error)}"
         )  # fmt: skip

@@ -1,13 +1,19 @@
 """Signals that ask a run to stop, after a step and with all of it saved."""
 
 import contextlib
+import functools
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
+
+from experiments.runs import failures
+from experiments.runs.failures import RunError
 
 STOPPED = 75  # the exit status: EX_TEMPFAIL of sysexits.h, "try again later"
 
@@ -25,7 +31,8 @@ def stoppable() -> Iterator[Callable[[int], bool]]:
     """Turn the first SIGINT or SIGTERM into a request that the loop can read.
 
     The second kills. With several processes, a signal to one stops all of them, after the same
-    step; more signals change nothing there, save SIGKILL.
+    step; more signals change nothing there, save SIGKILL. The death of a thread is such a signal,
+    and an error after it.
 
     Yields:
       A function of a step, called after each, that returns True if the run is to stop.
@@ -33,7 +40,10 @@ def stoppable() -> Iterator[Callable[[int], bool]]:
     asked = threading.Event()
 
     def stop(step: int) -> bool:
-        return asked.is_set() or multihost_utils.reached_preemption_sync_point(step)
+        asks = asked.is_set() or multihost_utils.reached_preemption_sync_point(step)
+        if asks:
+            failures.heed()
+        return asks
 
     together = jax.distributed.is_initialized()
     if threading.current_thread() is not threading.main_thread():
@@ -53,8 +63,14 @@ def stoppable() -> Iterator[Callable[[int], bool]]:
 
     for number in signals:
         signal.signal(number, ask)
+    failures.stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
     try:
         yield stop
     finally:
+        failures.stop = None
         for number in signals:
             signal.signal(number, before[number])
+        if failures.died:
+            failures.hurry()
+            end = sys.exception() or "the last step was saved"
+            raise RunError(f"{failures.died[0]}; {end}") from None

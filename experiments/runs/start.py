@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import phases
@@ -15,7 +14,6 @@ from experiments.runs import (
     checks,
     failures,
     hosts,
-    log,
     profile,
     record,
     rundir,
@@ -28,46 +26,29 @@ from experiments.runs.fingerprint import fingerprint
 
 
 @contextlib.contextmanager
-def joined(asked: settings.Asked, distributed: bool, cluster: hosts.Cluster) -> Iterator[None]:
+def joined(distributed: bool, cluster: hosts.Cluster) -> Iterator[None]:
     """Join the other processes, if any, and end all of them on an error inside.
 
-    Errors of users are printed in one line.
-
     Args:
-      asked: the command line, without other words than flags.
       distributed: True for several processes.
       cluster: the others.
     """
-    if not flags.FLAGS["verbosity"].present:
-        log.hush()
-    try:
-        if asked.rest[1:]:
-            raise RunError(f"unexpected {asked.rest[1:]}; settings are --config.KEY=VALUE")
-        _join(distributed, cluster)
-    except RunError as error:
-        sys.exit(f"error: {error}")
-    with hosts.ending_together():
-        try:
-            yield
-        except RunError as error:
-            sys.exit(f"error: {error}")
-        except signals.Stopped as stopped:
-            if jax.process_index() == 0:
-                print(stopped, file=sys.stderr, flush=True)
-            raise
-
-
-def _join(distributed: bool, cluster: hosts.Cluster) -> None:
     if distributed:
         with Phase("waiting for the other processes"):
             hosts.start(cluster)
-        return
-    if (cluster.address, cluster.processes, cluster.process) != (None, None, None):
+    elif (cluster.address, cluster.processes, cluster.process) != (None, None, None):
         raise RunError(
             "--coordinator_address, --num_processes and --process_id are for --distributed, "
             "which is missing"
         )
     cluster.check()
+    with hosts.ending_together():
+        try:
+            yield
+        except signals.Stopped as stopped:
+            if jax.process_index() == 0:
+                print(stopped, file=sys.stderr, flush=True)
+            raise
 
 
 def begin(
@@ -88,42 +69,26 @@ def begin(
     """
     try:
         with Phase("reading the data"):
-            run, program = _prepare(asked, workdir, steps, make, build)
-    except ValueError as error:
+            run = rundir.open_run(workdir, asked.config, asked.overrides)
+            if steps is not None:
+                profile.parse(steps, 0)
+            writers.check(run.config)
+            forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
+            program = build(run.config, make(run.config))
+            checks.check_fits(program)
+            data = fingerprint(program.task)
+    except BaseException:
         hosts.agree(None)
-        sys.exit(f"error: {error}")
+        raise
+    if forced and jax.default_backend() == "cpu":
+        _say(f"this host's cores serve as {forced} devices, as config.mesh.force_host_devices says")
     phases.quiet = jax.process_index() > 0
-    hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
-    run.begin(fingerprint(program.task))
+    same = {"config": run.config.to_dict(), "--workdir": str(run.path), **rundir.settings()}
+    hosts.agree({"the SHA-256 of the data": data, **same})
+    run.begin(data)
     for name in (rundir.MARK, record.FOLDER):
         failures.needs(run.path / name)
     _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
-    return run, program
-
-
-def _prepare(
-    asked: settings.Asked,
-    workdir: str | None,
-    steps: str | None,
-    make: Callable[[ConfigDict], Any],
-    build: Callable[[ConfigDict, Any], Any],
-) -> tuple[rundir.Run, Any]:
-    run = rundir.open_run(workdir, asked.config, asked.overrides)
-    if steps is not None:
-        profile.parse(steps, 0)
-    writers.check(run.config)
-    forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
-    try:
-        program = build(run.config, make(run.config))
-        checks.check_fits(program)
-    except Exception as error:
-        if not run.resumed or isinstance(error, ValueError):
-            raise
-        # Its config may be anybody's.
-        first = (str(error).splitlines() or [""])[0]
-        raise RunError(f"{run.path} can't be trained: {type(error).__name__}: {first}") from error
-    if forced and jax.default_backend() == "cpu":
-        _say(f"this host's cores serve as {forced} devices, as config.mesh.force_host_devices says")
     return run, program
 
 

@@ -5,12 +5,15 @@ as it is; another one is a class with two methods and a line in `OTHERS`.
 """
 
 import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from ml_collections import ConfigDict
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
 from experiments.runs.failures import RunError
 from experiments.runs.integrity import digest
@@ -32,16 +35,22 @@ class TensorBoard:
     """TensorBoard events in a folder.
 
     Events after a step, left by a run that was cut off, are dropped; the backend of metrax can't.
+    They are written by no other thread, which could die and be waited for.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
+        folder.mkdir(exist_ok=True)
         # Names go by seconds, in which two starts may fall.
-        self._events = SummaryWriter(str(folder), purge_step=step + 1, filename_suffix=f".{step}")
+        self._events = EventsWriter(str(folder / "events"), f".{step}")
         self.flush, self.close = self._events.flush, self._events.close
+        self._write(step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log_scalar(self, event: str, value: float, **kwargs: Any) -> None:
         """See `Writer`."""
-        self._events.add_scalar(event, value, kwargs["step"])
+        self._write(kwargs["step"], summary=scalar(event, value))
+
+    def _write(self, step: int, **content: Any) -> None:
+        self._events.write_event(Event(step=step, wall_time=time.time(), **content))
 
 
 class MLflow:
@@ -91,33 +100,15 @@ def named(value: str) -> list[str]:
 
 
 def check(config: ConfigDict) -> None:
-    """Check that the trackers of config.report_to are installed.
-
-    Raises:
-      RunError: if one is not.
-    """
+    """Check that the trackers of config.report_to are installed."""
     for name in named(config.report_to):
         for module, package in NEEDED[name].items():
             _package(module, package)
 
 
 def others(path: Path, config: ConfigDict) -> list[Writer]:
-    """Return the writers that config.report_to names, the same again for a resumed run.
-
-    Raises:
-      RunError: if one fails, or its package is missing.
-    """
-    return [_opened(name, path, config) for name in named(config.report_to)]
-
-
-def _opened(name: str, path: Path, config: ConfigDict) -> Writer:
-    try:
-        return OTHERS[name](path, config)
-    except RunError:
-        raise
-    except Exception as error:  # Any error of theirs about an address or a login.
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RunError(f"config.report_to={name} fails: {line[:300]}") from error
+    """Return the writers that config.report_to names, the same again for a resumed run."""
+    return [OTHERS[name](path, config) for name in named(config.report_to)]
 
 
 def _id(path: Path) -> str:

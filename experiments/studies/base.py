@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from configs import pydoc_lm
 from experiments import plots
+from experiments.runs import command, files
 from experiments.tasks.task import Batch, Metrics, Params
 from experiments.trainer.loop import one_model
 from flax_mha import Capture, DecoderBlock, MultiHeadAttention, analysis, edits
@@ -200,15 +201,17 @@ def read_flags(doc: str, *, steps: int, seeds: int) -> argparse.Namespace:
     """Return the flags of a study: `steps`, `seeds`, and `figure`, the path of its PNG.
 
     Args:
-      doc: the study's docstring, whose first line helps.
+      doc: the study's docstring, the help.
       steps: the default.
       seeds: the default.
     """
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=steps, help="training steps of each model")
-    parser.add_argument("--seeds", type=int, default=seeds, help="models that differ by seed")
+    parser = command.Parser(doc)
+    parser.add_argument("--steps", type=command.count, default=steps, help="of each model")
+    parser.add_argument("--seeds", type=command.count, default=seeds, help="models of each kind")
     parser.add_argument("--figure", type=Path, default=Path("study.png"), help="the PNG to write")
-    return parser.parse_args()
+    read = parser.parse_args()
+    read.figure = files.try_output(read.figure, "--figure")
+    return read
 
 
 def make_panels(*titles: str, width: float = 4.0, height: float = 3.2) -> tuple[Figure, list[Axes]]:
@@ -237,7 +240,6 @@ def draw_bars(axes: Axes, x: Any, y: Any, label: str, color: str, width: float =
 
 def save(figure: Figure, path: Path) -> None:
     """Write the figure, and print its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     plots.save(figure, path, 130)
     print(f"figure: {path}")
 

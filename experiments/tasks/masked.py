@@ -62,7 +62,7 @@ class Masked:
     def __init__(self, config: ConfigDict) -> None:
         self.config, self.model = config, masked_model(config.model)
         self.train, self.test = (np.frombuffer(part, np.uint8) for part in text.load())
-        checks.check_held_out(config.length, len(self.test))
+        checks.check_size("config.length", config.length, len(self.test), "held-out bytes")
 
     def init(self, key: jax.Array) -> Params:
         """Return fresh parameters, whose shapes do not depend on the length."""

@@ -68,7 +68,7 @@ def windows(tokens: np.ndarray, length: int, stride: int) -> Batch:
       stride: the tokens from one window to the next; each token is predicted from at least
         T − stride tokens before it, where the text has as many.
     """
-    checks.check_stride(stride, length)
+    checks.check_size("config.data.stride", stride, length, "config.length")
     n = len(tokens) - 1
     starts = range(0, max(1, n - length + stride), stride)
     padded = np.pad(tokens, (0, length + stride))
@@ -112,7 +112,8 @@ class Text:
         self.model = language_model(config.model, self.vocabulary.size)
         self.train, self.test = load(config.data.path, config.data.split)
         self.tokens, self.held = map(self.vocabulary.encode, (self.train, self.test))
-        checks.check_length(config.length, len(self.tokens) - 1)
+        most = len(self.tokens) - 2
+        checks.check_size("config.length", config.length, most, "training tokens − 1")
         self.windows = windows(self.held, config.length, config.data.stride)
         # By which the nats of a token become bits of a byte.
         self.scales = [

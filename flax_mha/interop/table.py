@@ -262,6 +262,10 @@ def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, StoredTens
     """Return the tensors of a checkpoint as `to_tensors` does, but compute each on demand."""
     params = flatten_dict(variables["params"], sep="/")
     differing = {path for row in family.rows for path in row.paths} ^ params.keys()
+    # Layers of other libraries are made from their parameters, without an example.
+    for path, x in family.shapes().items() if family.example and not differing else ():
+        if params[path].shape != x.shape:
+            differing.add(f"{path} ({[*params[path].shape]} in place of {[*x.shape]})")
     if differing:
         raise ValueError(
             f"the variables must be the model's, got a difference in {several(sorted(differing))}; "

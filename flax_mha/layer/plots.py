@@ -46,7 +46,8 @@ def heads(
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, (layer, i, head) in zip(axes, panels, strict=False):
         axis.imshow(head, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        axis.set_title(f"{layer}, head {i}" if layer else f"head {i}", fontsize=9)
+        title = f"{layer}, head {i}" if layer else f"head {i}"
+        axis.set_title(title, fontsize=9, parse_math=False)
         keys = tokens if kv_tokens is None and head.shape[0] == head.shape[1] else kv_tokens
         _name_tokens(axis.set_yticks, tokens, head.shape[0], "tokens", "queries")
         _name_tokens(axis.set_xticks, keys, head.shape[1], "kv_tokens", "keys")
@@ -70,4 +71,4 @@ def _name_tokens(
     if names is None or count > _LABELS:
         set_ticks([])
     else:
-        set_ticks(range(count), names)
+        set_ticks(range(count), names, parse_math=False)  # Text, not mathematics between dollars.

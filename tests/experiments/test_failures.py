@@ -177,6 +177,39 @@ def test_full_disk_in_any_thread_ends_the_program() -> None:
     assert said(done) == "error: No space left on device; make room, or give a --workdir elsewhere"
 
 
+DIES = """
+import pathlib, runpy, sys, threading, time
+from experiments.runs import failures
+
+def die(log):
+    while not (log.exists() and log.stat().st_size):
+        time.sleep(0.05)
+    raise ValueError("odd")
+
+failures.install()
+log = pathlib.Path(sys.argv[1].removeprefix("--workdir=")) / "metrics.jsonl"
+threading.Thread(target=die, args=[log], name="an odd thread").start()
+runpy.run_module("experiments.train", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_dead_thread_ends_a_run_after_its_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    never = [f"--config.{key}=100000" for key in ("steps", "evaluate_every", "checkpoint_every")]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", DIES, f"--workdir={run}", *SMALL, *never], cwd=ROOT,
+        env=env | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: an odd thread failed: ValueError: odd; its traceback is in ")
+    step = re.search(r"stopped at step (\d+); to go on: --workdir=", line)[1]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [step]
+
+
 @pytest.mark.slow
 def test_file_among_parent_folders_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()

@@ -130,6 +130,21 @@ def test_writes_do_not_follow_links(tmp_path: Path) -> None:
         files.append(path, "waits for nobody")
 
 
+def test_outputs_replace_files_alone(tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path in (pipe, folder, Path("/dev/full")):
+        before = path.lstat()
+        with pytest.raises(RunError, match=r"must be a file that can be written, got .*: not"):
+            files.try_output(path, "--figure")
+        with pytest.raises(FileExistsError, match="not a regular file"):
+            files.write(path, "text")
+        assert (path.lstat().st_mode, path.lstat().st_ino) == (before.st_mode, before.st_ino)
+    assert files.try_output(tmp_path / "new" / "a.png", "--figure") == tmp_path / "new" / "a.png"
+    assert not list((tmp_path / "new").iterdir())
+
+
 def test_edited_config_is_refused(config: ConfigDict, run: Path) -> None:
     for key in keys.flatten(config.to_dict()):
         edited = config.to_dict()

@@ -8,6 +8,7 @@ import pytest
 from experiments import flex_registers, kernels_memory, kernels_table
 from experiments.kernels_table import KERNELS
 from experiments.plan import gpus
+from experiments.runs.failures import RunError
 from flax_mha.base import private_jax
 from flax_mha.kernels import Platform
 
@@ -32,13 +33,13 @@ def test_reference_refuses_nothing() -> None:
 
 def test_gpu_memory_table_names_missing_wheels(monkeypatch) -> None:
     monkeypatch.setattr(gpus, "lacking", lambda: "needs the wheels")
-    with pytest.raises(SystemExit, match=r"needs the wheels.*pip install .*gpu-compile"):
+    with pytest.raises(RunError, match=r"needs the wheels.*pip install .*gpu-compile"):
         kernels_memory.main([])
 
 
 def test_registers_table_names_missing_compiler(monkeypatch) -> None:
     monkeypatch.setattr(flex_registers, "_ptxas", lambda: None)
-    with pytest.raises(SystemExit, match="needs ptxas; pip install"):
+    with pytest.raises(RunError, match="needs ptxas; pip install"):
         flex_registers.main([])
 
 

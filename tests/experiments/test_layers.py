@@ -10,9 +10,9 @@ ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "experiments").rglob("*.py"))
 # Each folder, or file at the top, may import those before it, and none after.
 LAYERS = (
-    "", "libtpu", "phases", "command", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
+    "", "libtpu", "phases", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
     "finished", "reports", "responses", "pretrained", "convert", "generate", "heads", "look",
-    "report", "train", "plan", "measure", "benchmark", "gpu_day", "kernels_memory", "kernels_table",
+    "report", "train", "plan", "benchmark", "measure", "gpu_day", "kernels_memory", "kernels_table",
     "flex_registers", "ring_orders", "studies",
 )  # fmt: skip
 MAINTAINERS = {

@@ -40,7 +40,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_a_folder_is_shown_on_two_prompts(qwen: Path, tmp_path: Path) -> None:
     out, png = tmp_path / "look.html", tmp_path / "heads.png"
-    heads.write(heads.open_folder(str(qwen)), "12 7 40", "12 9 40", str(out), str(png))
+    heads.write(heads.open_folder(str(qwen)), "12 7 40", "12 9 40", out, png)
     data = read(out)
     assert data["runs"] == ["12 7 40", "12 9 40"]
     assert [names[0] for names in data["tokens"]] == [["12", "7", "40"], ["12", "9", "40"]]
@@ -81,9 +81,31 @@ def test_attribution_is_the_slope_of_the_logit_in_a_head_mask(qwen: Path) -> Non
 
 def test_what_cannot_be_shown_is_refused(qwen: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="choose prompts of the same number of tokens"):
-        heads.write(heads.open_folder(str(qwen)), "1 2 3", "1 2", str(tmp_path / "x.html"), None)
+        heads.write(heads.open_folder(str(qwen)), "1 2 3", "1 2", tmp_path / "x.html", None)
     with pytest.raises(RunError, match="must hold a decoder, got a"):
         heads.open_folder(str(folder_of(BERT, tmp_path / "bert")))
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--out={tmp}", "got {tmp}: not a regular file"),
+        ("--out=/proc/x/y.html", "got /proc/x/y.html: No such file or directory"),
+        ("--png=/etc", "got /etc: not a regular file"),
+        ("--png=/dev/full", "got /dev/full: not a regular file"),
+        ("--png={tmp}/file/x.png", "got {tmp}/file/x.png: "),
+    ],
+)
+def test_outputs_are_tried_before_the_work(flag: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    flag, reason = flag.format(tmp=tmp_path), reason.format(tmp=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.look", "--model=none", "--prompt=1", flag], cwd=ROOT,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"must be a file that can be written, {reason}" in done.stderr.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_run_is_shown(tmp_path: Path) -> None:
@@ -104,8 +126,9 @@ def test_a_run_is_shown(tmp_path: Path) -> None:
     }  # fmt: skip
     call("train", "--config=configs/pydoc_lm.py", *(f"--config.{k}={v}" for k, v in small.items()))
     out = tmp_path / "look.html"
-    said = call("look", "--prompt=é </script>", f"--out={out}", f"--png={tmp_path / 'x.png'}")
-    assert said.splitlines() == [str(out), str(tmp_path / "x.png")]
+    said = call("look", "--prompt=é </script>", f"--out={out}", f"--png={tmp_path / 'x'}")
+    assert said.splitlines() == [str(out), str(tmp_path / "x")]
+    assert (tmp_path / "x").read_bytes().startswith(b"\x89PNG")
     data = read(out)
     assert data["tokens"][0][0] == ["\n", r"\xc3", r"\xa9", *" </script>"]
     layers = [layer["name"] for layer in data["layers"]]

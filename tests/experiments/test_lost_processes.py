@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from experiments.runs import hosts
 from experiments.runs.failures import RunError
-from tests.experiments.launch import PATIENCE, settings, together
+from tests.experiments.launch import PATIENCE, ROOT, free_address, settings, started, together
 from tests.experiments.test_distributed import alone, assert_saved
 
 HEARTBEAT = 10
@@ -101,6 +101,49 @@ def test_processes_with_different_settings_refuse(config: ConfigDict, tmp_path: 
         for i in range(2):
             assert "config.optimizer.b1 is 0.8 at process 0 and 0.9 at" in processes.said(i)
             assert "Traceback" not in processes.said(i)
+    assert not (tmp_path / "run").exists()
+
+
+THERE = """
+import os, runpy, sys
+sys.path[0] = os.getcwd()
+os.chdir(sys.argv.pop(1))
+os.environ |= {"JAX_ENABLE_X64": os.path.basename(os.getcwd())} if "x64" in os.getcwd() else {}
+from experiments.runs import failures
+failures.install()
+runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("data", "the SHA-256 of the data is"),
+        ("x64", "jax_enable_x64 is False at process 0 and True at process 1"),
+    ],
+)
+def test_processes_with_different_data_or_environments_refuse(
+    kind: str, told: str, tmp_path: Path
+) -> None:
+    """A relative path may lead to other files."""
+    address = free_address()
+    sizes = {"length": 16, "data.stride": 8, "model.features": 16, "model.mlp_dim": 16}
+    commands = []
+    for i in range(2):
+        there = tmp_path / kind / str(i)
+        there.mkdir(parents=True)
+        (there / "text").write_text(f"a text of process {i if kind == 'data' else 0} " * 100)
+        commands.append([
+            "-c", THERE, str(there), "--distributed", f"--coordinator_address={address}",
+            "--num_processes=2", f"--process_id={i}", "--config.data.path=text",
+            f"--config={ROOT / 'configs' / 'pydoc_lm.py'}", f"--workdir={tmp_path / 'run'}",
+            *(f"--config.{key}={value}" for key, value in sizes.items()),
+        ])  # fmt: skip
+    with started(commands, tmp_path / "logs") as processes:
+        assert processes.wait() == [1, 1], processes.said(0) + processes.said(1)
+        for i in range(2):
+            assert told in processes.said(i).splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 

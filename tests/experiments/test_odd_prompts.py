@@ -4,14 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments import pretrained
 from experiments.runs.failures import RunError
 from tests.experiments.test_pretrained import QWEN, T5, folder_of, said
 
@@ -70,49 +68,84 @@ def test_invalid_prompts_raise(prompt: str, words: str, folders: dict[str, Path]
     assert len(str(error.value)) < 300
 
 
-class Fake:
-    """A stand-in for the package, which may not be installed."""
+# A stand-in for the package, whose class raises plain exceptions as that does, or ends its process.
+FAKE = """
+import os, types
 
-    ids: Any = ()
+def fail(*_, **__):
+    if {fails!r} == "panic":
+        raise BaseException("bad")
+    if {fails!r} == "abort":
+        os.abort()
+    raise Exception("bad\\n" * 99)
 
-    @classmethod
-    def from_buffer(cls, _: bytes) -> "Fake":
-        return cls()
+class Tokenizer:
+    from_buffer = classmethod(lambda cls, _: cls())
+    no_padding = no_truncation = lambda self: None
+    get_vocab = lambda self, with_added_tokens: {{"a": {largest}}}
+    encode = lambda self, _, add_special_tokens: types.SimpleNamespace(ids={ids})
+    decode = lambda self, ids, **_: str(ids)
 
-    def no_padding(self) -> None:
-        pass
-
-    def encode(self, _: str) -> Any:
-        return types.SimpleNamespace(ids=type(self).ids)
-
-    def decode(self, ids: list[int]) -> str:
-        return str(ids)
+for name in {names}:
+    setattr(Tokenizer, name, fail)
+"""
+WORDS = "must be a tokenizer that the package tokenizers can use, got"
 
 
 @pytest.mark.parametrize(
-    ("fails", "ids", "words"),
-    [("from_buffer", [1], "must be a tokenizer that the package"), ("", [], "have at least one t"),
-     ("encode", [1], "must be a tokenizer that"), ("decode", [1], "must be a tokenizer that"),
-     ("", [1, 100], "ids of the prompt must be in 0 … 99, got 100; take weights and tokenizer.js")],
+    ("change", "words"),
+    [
+        ({"names": ["from_buffer"]}, f"{WORDS} 'bad"), ({"names": ["encode"]}, f"{WORDS} 'bad"),
+        ({"names": ["decode"]}, f"{WORDS} 'bad"), ({"ids": []}, "have at least one t"),
+        ({"names": ["encode"], "fails": "panic"}, f"{WORDS} 'bad'"),
+        ({"names": ["encode"], "fails": "abort"}, f"{WORDS} 'no end of encode within its limits'"),
+        ({"largest": 2**31}, f"{WORDS} 'ids up to 2147483648'"),
+        ({"ids": [1] * 1005}, f"{WORDS} '1005 tokens for 4 characters'"),
+        ({"ids": [1, 100]}, "ids of the prompt must be in 0 … 99, got 100; take weights and toke"),
+    ],
 )  # fmt: skip
 def test_failing_tokenizer_raises_one_line(
-    fails: str, ids: list[int], words: str, changed: Callable[..., Path], monkeypatch: Any
-) -> None:
-    class Failing(Fake):
-        pass
-
-    def fail(*_: Any) -> Any:
-        raise Exception("bad\n" * 99)  # Like the package.
-
-    Failing.ids = ids
-    if fails:
-        setattr(Failing, fails, fail)
-    package = types.SimpleNamespace(Tokenizer=Failing)
-    monkeypatch.setattr(pretrained.importlib, "import_module", lambda _: package)
+    change: dict[str, Any], words: str, changed: Callable[..., Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    pytest.importorskip("tokenizers", reason="needs the extra families")
+    fake = {"names": [], "ids": [1], "fails": "", "largest": 99} | change
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "tokenizers.py").write_text(FAKE.format(**fake))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
     with pytest.raises(RunError, match=words) as error:
         said(changed(tokenizer=b"{}"), "text")
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
+
+
+# Of 2 KB: each replacement makes ten characters of one.
+GROWING = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10} for _ in range(15)
+    ],
+}
+
+
+@pytest.mark.slow
+def test_growing_tokenizer_ends_within_its_limits(
+    changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra families")
+    sound = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, "a")).to_str())
+    text = json.dumps(sound | {"normalizer": GROWING}).encode()
+    assert len(text) < 2_500
+    with pytest.raises(RunError, match=f"{WORDS} 'no end of encode within its limits'"):
+        said(changed(tokenizer=text), "a")
+    template = {
+        "type": "TemplateProcessing", "pair": [],
+        "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 10**6,
+        "special_tokens": {"a": {"id": "a", "ids": [1], "tokens": ["a"]}},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(sound | {"post_processor": template}))
+    with pytest.raises(RunError, match=f"{WORDS} '1000000 tokens for 1 characters'"):
+        said(tmp_path, "a")
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,17 @@ def test_alignments_are_drawn_in_any_script(drawn: list[Figure], tmp_path: Path)
     assert {axes.images[0].get_clim() for axes in panels} == {bar.get_ylim()} == {(0.0, 1.0)}
 
 
+def test_mathematics_of_strangers_is_text(drawn: list[Figure], tmp_path: Path) -> None:
+    odd = ["$$", "$x^$", r"$\foo$", "$a$"]
+    plots.alignment(tmp_path / "a.png", odd, odd[::-1], odd, np.ones((4, 8, 8)) / 8, "weight")
+    plots.attention(tmp_path / "a.png", np.ones((1, 8, 8)), np.ones((1, 1, 1, 4, 4)), ["$x^$"])
+    held = dict.fromkeys(("parameters", "optimizer", "batch", "activations", "peak"), 2**20)
+    row = {"mesh": {"data": 4}, "bytes": held | {"chip": 2**34}, "seconds": None}
+    picture.draw(tmp_path / "a.png", [row], "$x^$.py")
+    (title,) = (axes.title for axes in drawn[0].axes[:1])
+    assert not title.get_parse_math()
+
+
 def test_drawn_dates_have_glyphs_in_the_font() -> None:
     pairs = translation.drawn(dates.load().test)
     assert len(pairs) == translation.DRAWN

@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from experiments import generate as generate_command
 from experiments import pretrained
 from experiments.convert import convert
 from experiments.runs.failures import RunError
@@ -192,3 +193,18 @@ def test_invalid_conversions_raise(qwen: Path, tmp_path: Path) -> None:
     with pytest.raises((TypeError, ValueError), match="dtype must be"):
         convert(qwen, tmp_path / "b", dtype="int8")
     assert not (tmp_path / "b" / "variables").exists()
+
+
+def test_checkpoint_of_other_heads_is_not_converted(qwen: Path, tmp_path: Path) -> None:
+    convert(qwen, tmp_path / "ours")
+    other = json.dumps(QWEN | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16})
+    (tmp_path / "ours" / "config.json").write_text(other)
+    with pytest.raises(ValueError, match=r"kernel \(\[32, 4, 8\] in place of \[32, 2, 16\]\)"):
+        convert(tmp_path / "ours", tmp_path / "back")
+
+
+def test_control_characters_of_a_tokenizer_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generate_command._say("a\x1b[31m\x9b\0\r\n\té–日🙂\x7f")
+    assert capsys.readouterr().out == "a\\x1b[31m\\x9b\\x00\\x0d\n\té–日🙂\\x7f"

@@ -1,13 +1,16 @@
+import errno
 import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from configs import digits
 from experiments.runs import keys, rundir, signals
 from experiments.runs.failures import RunError
 from experiments.runs.log import Log
@@ -83,10 +86,69 @@ def test_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
         rundir.open_run(tmp_path, config, {"optimizer.b1": 0.5})
 
 
+def test_run_with_keys_of_its_own_is_taken_up(config: ConfigDict, tmp_path: Path) -> None:
+    config.more, config.mine = [1, [2, 3]], ConfigDict({"name": "x", "sizes": [4]})
+    begin(tmp_path, config, {})
+    own = keys.flatten(config.to_dict())
+    assert rundir.open_run(tmp_path, config, own).config.to_dict() == config.to_dict()
+    # Commands that have no config file, or that of the task, read it too.
+    assert rundir.find_run(tmp_path).config.mine.sizes == [4]
+    assert rundir.open_run(tmp_path, digits.get_config(), {}).config.more == [1, [2, 3]]
+    with pytest.raises(RunError, match=r"mine\.name is 'x' there, and 'y' was asked for"):
+        rundir.open_run(tmp_path, config, {"mine.name": "y"})
+    for foreign in (7, {"more": 1}, "more", None):
+        mark = json.loads((tmp_path / "run.json").read_text())
+        (tmp_path / "run.json").write_text(json.dumps(mark | {"more": foreign}))
+        with pytest.raises(RunError, match="no such key as 'mine"):
+            rundir.find_run(tmp_path)
+
+
+def test_failed_start_leaves_nothing(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, value: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir.files, "write_json", fail)
+        with pytest.raises(OSError, match="No space"):
+            begin(tmp_path / "run", config, {})
+    assert not (tmp_path / "run").exists()
+    assert not begin(tmp_path / "run", config, {}).resumed
+
+
 def test_run_keeps_its_data(config: ConfigDict, tmp_path: Path) -> None:
     begin(tmp_path, config, {})
     with pytest.raises(RunError, match=r"have the SHA-256 hash of the data, those found now"):
         rundir.open_run(tmp_path, config, {}).begin("another")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("jax_enable_x64", True, "set JAX_ENABLE_X64=False"),
+        ("jax_threefry_partitionable", False, "set JAX_THREEFRY_PARTITIONABLE=True"),
+        ("jax_default_prng_impl", "rbg", "set JAX_DEFAULT_PRNG_IMPL=threefry2x32"),
+        ("jax_default_matmul_precision", "float32", "unset JAX_DEFAULT_MATMUL_PRECISION"),
+    ],
+)
+def test_run_keeps_the_settings_of_its_draws(
+    config: ConfigDict, tmp_path: Path, name: str, value: Any, remedy: str
+) -> None:
+    begin(tmp_path, config, {})
+    before = getattr(jax.config, name)
+    try:
+        jax.config.update(name, value)
+        with pytest.raises(RunError, match=f"begun under {name}={before!r}, .*; {remedy}$"):
+            begin(tmp_path, config, {})
+    finally:
+        jax.config.update(name, before)
+    assert begin(tmp_path, config, {}).resumed
+    # A folder of strangers, or of an earlier version, may say anything.
+    mark = json.loads((tmp_path / "run.json").read_text())
+    for odd in (7, {}, {name: before, "jax_other": 1}, None):
+        (tmp_path / "run.json").write_text(json.dumps(mark | {"settings": odd}))
+        assert begin(tmp_path, config, {}).resumed
 
 
 def test_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_text_of_a_user_file(small: ConfigDict, tmp_path: Path) -> None:
     assert all(bytes(row) in text.START + train for row in rows)
     for change, message in (
         ({"data.path": str(tmp_path / "none")}, "must be a file, got .*No such file"),
-        ({"length": 450}, "must be longer than config.length=450 tokens, got 450"),
+        ({"length": 450}, "config.length must be in 1 … training tokens − 1=449, got 450"),
     ):
         other = small.copy_and_resolve_references()
         other.update_from_flattened_dict(change)

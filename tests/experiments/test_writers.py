@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,25 @@ def test_no_tracker_is_imported_unless_configured(config: ConfigDict, tmp_path: 
     with Log(tmp_path, config, None):
         pass
     assert not {"wandb", "mlflow", "metrax"} & {*sys.modules}
+
+
+def test_events_are_written_while_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By decades, at which the thread of tensorboardX's own writer dies and is waited for."""
+    events = writers.TensorBoard(tmp_path / "tensorboard", 0)
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    time.sleep(1.0)  # Such a thread waits with a timeout by now.
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    for step in range(1, 100):
+        events.log_scalar("test/loss", step / 2, step=step)
+    events.flush()
+    threads = [thread for thread in threading.enumerate() if "Event" in type(thread).__name__]
+    assert not [thread for thread in threads if "tensorboardX" in type(thread).__module__]
+    size = path.stat().st_size
+    assert size > 99 * 20
+    events.close()
+    assert path.stat().st_size == size
 
 
 @pytest.mark.parametrize(

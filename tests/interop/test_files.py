@@ -226,6 +226,23 @@ def test_variables_of_another_model_are_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"vocab_size": 25}, r"embedding/table/embedding \(\[24, 16\] in place of \[25, 16\]\)"),
+        # The tensors have the same shapes: other heads would be loaded, in silence.
+        ({"num_attention_heads": 2, "head_dim": 16, "num_key_value_heads": 1}, r"query/kernel \("),
+        ({"num_attention_heads": 8, "head_dim": 4}, r"key/kernel \("),
+    ],
+)
+def test_variables_of_other_sizes_are_not_saved(
+    change: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"must be the model's, got a difference in .*{told}"):
+        interop.save(CONFIG | change, variables(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 WINDOWS = ("sliding_attention", "full_attention")
 
 

@@ -25,6 +25,12 @@ def test_each_head_is_a_panel_of_its_weights() -> None:
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
+def test_tokens_between_dollars_are_text() -> None:
+    figure = plots.heads({"$x^$": WEIGHTS}, ["$$", "$x^$", r"$\foo$", "$a$"], "uvwxyz")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert not any(tick.get_parse_math() for tick in figure.axes[0].get_yticklabels())
+
+
 @pytest.mark.sampled(0.3, slow=0.5)
 def test_the_intermediates_of_a_model_are_drawn_layer_by_layer() -> None:
     layer = MultiHeadAttention(2, capture=Capture(("weights", "entropy")))
