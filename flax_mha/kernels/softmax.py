@@ -60,24 +60,30 @@ def poison(out: jax.Array, lost: jax.Array, q: jax.Array) -> jax.Array:
     return jnp.where(lost, flag * finite(q)[..., :1].astype(out.dtype), out)
 
 
+# Readers of compiled programs know by this name what runs only where NaN is found.
+_ISOLATE = "isolate_nan"
+
+
 def holds_nan(*arrays: jax.Array) -> jax.Array:
     """Return True if an array holds a value that is not finite."""
     return functools.reduce(jnp.logical_or, (jnp.isnan(nan_flag(x).sum()) for x in arrays))
 
 
-@jax.custom_batching.custom_vmap
-def in_any_call(found: jax.Array) -> jax.Array:
-    """Return a bool; under `vmap` whether it holds in any call, for branches of all calls.
+def isolate_if(found: jax.Array, isolate: Callable[[], Any], plain: Callable[[], Any]) -> Any:
+    """Return isolate() if found, under `vmap` in any of the calls, else plain()."""
+    return loops.cond(_in_any_call(found), jax.named_call(isolate, name=_ISOLATE), plain)
 
-    With a bool for each call, `lax.cond` would compute both branches.
-    """
+
+@jax.custom_batching.custom_vmap
+def _in_any_call(found: jax.Array) -> jax.Array:
     return found
 
 
-@in_any_call.def_vmap
+@_in_any_call.def_vmap
 def _(size: int, batched: list[bool], found: jax.Array) -> tuple[jax.Array, bool]:
+    # One bool for all calls: with one for each, `lax.cond` would compute both branches.
     del size
-    return in_any_call(found.any(0) if batched[0] else found), False
+    return _in_any_call(found.any(0) if batched[0] else found), False
 
 
 def repeat_if(
@@ -88,10 +94,9 @@ def repeat_if(
     A loop of at most one step keeps them in place, where a branch copies them. But on GPUs the host
     starts each step of a loop, and a branch takes a fifth of that time.
     """
-    # Readers of compiled programs know the loop by this name.
-    with jax.named_scope("isolate_nan"):
-        if branches:
-            return loops.cond(in_any_call(found), lambda: step(0, results), lambda: results)
+    if branches:
+        return isolate_if(found, lambda: step(0, results), lambda: results)
+    with jax.named_scope(_ISOLATE):
         return loops.repeat(0, found.astype(jnp.int32), step, results)
 
 

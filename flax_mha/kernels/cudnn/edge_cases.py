@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha.kernels import loops
 from flax_mha.kernels.cudnn import mask as bands
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.mask import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.softmax import FAR, finite, holds_nan, in_any_call, lost_queries
+from flax_mha.kernels.softmax import FAR, finite, holds_nan, isolate_if, lost_queries
 from flax_mha.kernels.spec import name_result
 
 # An output and its lse.
@@ -77,7 +76,7 @@ def _attend_keys(
         return _run(call, q, k, v, bias, band)
 
     # In place of a repair of the result, which a branch would copy.
-    return attend() if found is None else loops.cond(in_any_call(found), isolate, attend)
+    return attend() if found is None else isolate_if(found, isolate, attend)
 
 
 def _run(
@@ -180,7 +179,7 @@ def _backward(
     is_seen = band.sees and bias is None
     read = jnp.where(is_empty, 0, lse_of_keys), dout, dlse, None if is_seen or call.hides else q
     found = holds_nan(*jax.tree.leaves(read)) | (False if found is None else found)
-    return *loops.cond(in_any_call(found), isolate, attend), None, None
+    return *isolate_if(found, isolate, attend), None, None
 
 
 attend.defvjp(_forward, _backward, symbolic_zeros=True)
