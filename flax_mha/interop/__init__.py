@@ -97,7 +97,7 @@ def family(config: Config) -> Family:
 
 
 def load(
-    path: AnyPath, *, dtype: Dtype | None = None, shardings: Any = None
+    path: AnyPath, *, dtype: Dtype | None = None, shardings: Any = None, as_jax: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load the model of a folder and its variables.
 
@@ -107,6 +107,7 @@ def load(
       shardings: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
         variables. Only each device's part is read, except for kernels of patches and Gemma's norms
         (default: NumPy arrays, which CPU devices use without a copy).
+      as_jax: True for `jax.Array`s on the default device in place of NumPy arrays.
 
     Returns:
       The module and its variables. Heads for words or classes on top of a BERT or a ViT are left
@@ -127,6 +128,8 @@ def load(
     tensors = safetensors.read_folder(folder)
     floating = None if dtype is None else checks.dtype("dtype", dtype)
     variables = from_tensors(model, tensors, join=Joined)
+    if checks.flag("as_jax", as_jax) and shardings is None:
+        shardings = jnp.zeros(()).sharding  # The default device's.
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, variables)
     to_device = functools.partial(place, floating)
