@@ -184,10 +184,10 @@ def _score_axes(scores: Any) -> dict[Path, Sequence[str | None]]:
 
 def _check_paths(heads: Mapping[Path, Any], layers: Iterable[Path]) -> None:
     if unknown := ["/".join(path) for path in heads if path not in layers]:
-        known = "\n  ".join("/".join(path) or "''" for path in layers) or "none"
+        remedy = checks.nearest(unknown[0], map("/".join, layers))
         raise ValueError(
-            f"heads must be of attention layers in the model's fields, got {unknown}; give some "
-            f"of\n  {known}"
+            f"heads must be of attention layers in the model's fields, got {unknown}; for "
+            f"{unknown[0]!r} {remedy}"
         )
 
 
