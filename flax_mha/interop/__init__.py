@@ -37,6 +37,12 @@ from flax_mha.interop.table import Family, from_tensors, stored
 from flax_mha.interop.torch_layers import from_torch as from_torch
 from flax_mha.interop.torch_layers import to_torch as to_torch
 
+__all__ = [
+    "FAMILIES", "LIBRARIES", "family", "from_layer", "from_torch", "generation", "load", "save",
+    "swap", "to_layer", "to_torch",
+]  # fmt: skip
+__dir__ = __all__.copy
+
 _ADAPTER = "adapter_config.json"
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, neutral.BERT),

@@ -19,7 +19,7 @@ from flax_mha.models.beams import BeamSearch, Generated
 from flax_mha.models.decoding import Model, Own, Request
 from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.models import Translator
-from flax_mha.models.sampling import Sampling
+from flax_mha.sampling import Sampling
 
 
 def generate(

@@ -13,7 +13,7 @@ from flax import nnx
 import flax_mha.nnx
 from flax_mha import CacheConfig, Capture, Encoder, EncoderBlock, MultiHeadAttention, edits, masks
 from flax_mha.analysis import prune
-from flax_mha.layer.edits import Edit
+from flax_mha.edits import Edit
 from tests.layer.test_edits import LAYERS, B, D, H, N, T, X, variables
 from tests.support.decoding import cache_of
 
@@ -151,9 +151,7 @@ def test_invalid_functions_raise(point: str, edit: Edit, error: Any, words: str)
 
 
 def test_weights_in_a_ring_buffer_refuse_functions() -> None:
-    layer = MultiHeadAttention(
-        N, mask=masks.Window(2, 0), decode=True, cache=CacheConfig(slots=5)
-    )
+    layer = MultiHeadAttention(N, mask=masks.Window(2, 0), decode=True, cache=CacheConfig(slots=5))
     given = variables(layer.clone(decode=False), X)
     changes = {"attention_weights": Edit(fn=clamp)}
     held = {**given, "edits": changes, "cache": cache_of(layer, X)}

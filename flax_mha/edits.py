@@ -21,6 +21,7 @@ from flax_mha.layer.points import COLLECTION, Edit, visitor
 from flax_mha.layer.standard import Attention
 
 __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
+__dir__ = __all__.copy
 
 
 class Edits(nnx.Variable[Any]):
@@ -103,12 +104,11 @@ def values(sown: Any) -> dict[str, Any]:
 
     >>> _, sown = model.apply(variables, x, mutable="intermediates")
     >>> cache = edits.values(sown)
-    >>> cache["layers_0/attention/attention_z"]
+    >>> z = cache["layers_0/attention/attention_z"]
 
     Args:
-      sown: the collection `intermediates` or what holds it; for nnx, the state that
-        `nnx.pop(model, nnx.Intermediate)` gives. The value of a module that was called several
-        times is a tuple.
+      sown: the collection `intermediates`, or the collections of the run; for nnx, the state of
+        `nnx.pop(model, nnx.Intermediate)`. A module that was called several times has a tuple.
     """
     tree = nnx.to_pure_dict(sown) if isinstance(sown, nnx.State) else sown
     flat = flatten_dict(tree.get("intermediates", tree), sep="/")
