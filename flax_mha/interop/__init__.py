@@ -178,12 +178,12 @@ def save(
     folder = Path(target).expanduser()
     tensors = stored(family(given), variables)
     folder.mkdir(parents=True, exist_ok=True)
+    left = [] if source is None else carry(source, folder)
     safetensors.write_folder(folder, tensors)
     dtypes = {x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
     given = _set_dtype(given, np.result_type(*dtypes).name) if dtypes else given
     with safetensors.replacing(folder / CONFIG) as file:
         file.write(json.dumps(given, indent=2, default=str).encode())
-    left = [] if source is None else carry(source, folder)
     if left:
         checks.warn(f"{source} has files that are left behind: {several(left)}; copy them by hand")
 

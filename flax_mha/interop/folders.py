@@ -26,7 +26,7 @@ def open_folder(path: AnyPath) -> Path:
       ValueError: if it is a file, or the cache of the hub, which has a folder for each version.
     """
     folder = Path(path).expanduser()
-    if (versions := folder / "snapshots").is_dir():
+    if (versions := folder / "snapshots").is_dir() and not (folder / CONFIG).exists():
         found = sorted(x.name for x in versions.iterdir())
         raise ValueError(
             f"{folder} must be the folder of one model, got the cache of several versions; give "

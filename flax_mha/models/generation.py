@@ -24,13 +24,12 @@ from flax_mha.sampling import Sampling
 
 def generate(
     model: Model, variables: Mapping[str, Any], prompt: jax.Array, *, max_new_tokens: int,
-    lengths: jax.Array | None = None, start: int | Sequence[int] | None = None,
-    eos: int | Sequence[int] | None = None, rng: jax.Array | None = None,
-    temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
-    min_p: float | None = None, beams: int = 1, length_penalty: float = 0.0,
-    early_stopping: bool | str = False, capacity: int | None = None,
+    lengths: jax.Array | None = None, attention_mask: jax.Array | None = None,
+    start: int | Sequence[int] | None = None, eos: int | Sequence[int] | None = None,
+    rng: jax.Array | None = None, temperature: float = 0.0, top_k: int | None = None,
+    top_p: float | None = None, min_p: float | None = None, beams: int = 1,
+    length_penalty: float = 0.0, early_stopping: bool | str = False, capacity: int | None = None,
     callback: Callable[[int, np.ndarray], None] | None = None, cache: Any = None,
-    attention_mask: jax.Array | None = None,
 ) -> Generated:  # fmt: skip
     """Generate tokens that continue or translate each prompt.
 
@@ -50,6 +49,9 @@ def generate(
       max_new_tokens: the maximum number of new tokens.
       lengths: int [B], the number of real tokens of each prompt, 1 … T (default: all). The others
         may have any value.
+      attention_mask: bool or int [B, T] in place of `lengths`, as tokenizers give it: 0 for
+        padding, on either side or between tokens (not between those of a `Translator`). Positions
+        and windows count the tokens alone.
       start: one or several tokens that a `Translator`'s target begins with; they are not returned.
       eos: one or several tokens that end a sequence (default: none).
       rng: the random key; required with a temperature.
@@ -70,9 +72,6 @@ def generate(
         eos for sequences that have ended. The loop then runs on the host.
       cache: a step's cache, with room for the prompt and the new tokens: a tree of `KVCache` and
         `Memory`, such as the collection of a linen model or the state of an nnx one.
-      attention_mask: bool or int [B, T] in place of `lengths`, as tokenizers give it: 0 for
-        padding, on either side or between tokens (not for a `Translator`). Positions and windows
-        count the tokens alone.
 
     Raises:
       ValueError: if sizes or settings do not fit; raised before compilation.
