@@ -3,7 +3,8 @@
     python -m experiments.convert path/to/Qwen3-0.6B converted
     python -m experiments.convert converted path/to/mine --dtype=bfloat16
 
-Both have `config.json`. The weights are safetensors in the former and `variables` in the latter.
+Both have `config.json` and the model's other files, such as its tokenizer. The weights are
+safetensors in the former and `variables` in the latter.
 Any program restores these with `orbax.checkpoint.StandardCheckpointer().restore(path)`.
 """
 
@@ -23,10 +24,12 @@ from experiments.runs.failures import RunError
 from flax_mha import interop
 from flax_mha.base import checks
 from flax_mha.interop import safetensors
+from flax_mha.interop.folders import CONFIG, carry
+from flax_mha.interop.settings import several
 
 DTYPE = flags.DEFINE_string("dtype", None, "The dtype of floating parameters (default: unchanged).")
 
-_CONFIG, _WEIGHTS = "config.json", "variables"
+_WEIGHTS = "variables"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -47,7 +50,7 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
       ValueError: if a folder is invalid, or its files do not fit each other.
     """
     source = Path(source).expanduser().absolute()
-    config = safetensors.read_json(source / _CONFIG)
+    config = safetensors.read_json(source / CONFIG)
     files.check_tree(source / _WEIGHTS)
     target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")
     if (source / _WEIGHTS).is_dir():
@@ -60,16 +63,19 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
             dtype = checks.dtype("dtype", dtype, "a floating dtype")
             variables = _cast(variables, dtype)
         interop.save(config, variables, target)
+        left = carry(source, target, ignored=(_WEIGHTS,))
         kind = "safetensors"
     else:
         _, variables = interop.load(source, dtype=dtype)
         with ocp.StandardCheckpointer() as checkpointer:
             # As NumPy arrays: JAX arrays are tied to the devices of this machine.
             checkpointer.save(target / _WEIGHTS, jax.tree.map(np.array, variables))
-        (target / _CONFIG).write_bytes((source / _CONFIG).read_bytes())
+        (target / CONFIG).write_bytes((source / CONFIG).read_bytes())
+        left = carry(source, target)
         kind = "a checkpoint of Orbax"
     count = sum(x.size for x in jax.tree.leaves(variables))
-    return f"{target}: {count:,} parameters of a {config['model_type']}, {kind}"
+    said = f"{target}: {count:,} parameters of a {config['model_type']}, {kind}"
+    return f"{said}; left behind: {several(left)}" if left else said
 
 
 def _cast(variables: Any, dtype: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from experiments.runs.failures import RunError
 from flax_mha import generate, interop
 from flax_mha.interop import safetensors
+from flax_mha.interop.folders import open_folder
 from flax_mha.interop.settings import FileSettings, shown
 from flax_mha.models import LanguageModel, Translator
 
@@ -34,7 +35,7 @@ def respond(
     Raises:
       ValueError: if the folder or the prompt is invalid.
     """
-    folder = Path(folder).expanduser()
+    folder = open_folder(folder)
     model, variables, encode, decode = open_model(folder)
     said_there = interop.generation(folder)
     if isinstance(model, Translator) and model.reads_tokens:

@@ -22,23 +22,25 @@ __all__ = [
 if TYPE_CHECKING:
     from flax_mha import analysis as analysis
     from flax_mha import cache as cache
+    from flax_mha import edits as edits
     from flax_mha import interop as interop
     from flax_mha import masks as masks
     from flax_mha import models as models
     from flax_mha import nnx as nnx
+    from flax_mha import plots as plots
     from flax_mha import positions as positions
+    from flax_mha import sampling as sampling
     from flax_mha import scores as scores
     from flax_mha import sharding as sharding
     from flax_mha import variants as variants
     from flax_mha.cache import CacheConfig, KVCache
     from flax_mha.kernels import Capture, Explanation, Platform, dot_product_attention, explain
-    from flax_mha.layer import edits, plots
     from flax_mha.layer.attention_fn import attention_fn, dot_product_attention_weights
     from flax_mha.layer.muon import muon_dimensions
     from flax_mha.layer.qk_clip import qk_clip
     from flax_mha.layer.qk_norm import QKNorm
     from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention, SelfAttention
-    from flax_mha.models import Classifier, LanguageModel, Translator, sampling
+    from flax_mha.models import Classifier, LanguageModel, Translator
     from flax_mha.models.blocks import DecoderBlock, EncoderBlock
     from flax_mha.models.experts import Experts
     from flax_mha.models.feed_forward import MLP
@@ -49,7 +51,6 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         "linen": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
         "models.blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("CacheConfig", "KVCache"),
-        "layer": ("edits", "plots"),
         "models.experts": ("Experts",),
         "layer.attention_fn": ("attention_fn", "dot_product_attention_weights"),
         "layer.muon": ("muon_dimensions",),
@@ -58,7 +59,7 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         "kernels": ("Capture", "Explanation", "Platform", "dot_product_attention", "explain"),
         "models.feed_forward": ("MLP",),
         "layer.qk_norm": ("QKNorm",),
-        "models": ("Classifier", "LanguageModel", "Translator", "sampling"),
+        "models": ("Classifier", "LanguageModel", "Translator"),
         "models.stacks": ("Decoder", "Encoder"),
     }
     _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -70,9 +71,8 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
         home = f"{__name__}.{_HOME.get(name, name)}"
-        value: object = importlib.import_module(home)
-        if name in _HOME:
-            value = getattr(value, name, None) or importlib.import_module(f"{home}.{name}")
+        module = importlib.import_module(home)
+        value: object = getattr(module, name) if name in _HOME else module
         globals()[name] = value  # Python finds it without this function next time.
         return value
 

@@ -36,7 +36,7 @@ class MultiHeadAttention(Attention, nn.Module):
 
     with W_q [D, N, H], W_k [D, K, H], W_v [D, K, Hv], W_o [N, Hv, D_out]. Parameter names, shapes
     and initial values are those of Flax's layer, so its checkpoints load as they are. See
-    `flax_mha.shapes` for the letters.
+    `flax_mha.base.shapes` for the letters.
 
     Attributes:
       num_heads: the number of query heads, N.

@@ -18,8 +18,8 @@ from flax_mha.base import checks
 from flax_mha.base.arguments import check_known, described_as, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
+from flax_mha.edits import Edit, Edits
 from flax_mha.layer import core
-from flax_mha.layer.edits import Edit, Edits
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
 from flax_mha.layer.points import Points
@@ -32,6 +32,13 @@ from flax_mha.variants.differential import Differential
 from flax_mha.variants.forgetting import Forgetting
 from flax_mha.variants.latent import Latent
 from flax_mha.variants.talking_heads import TalkingHeads
+
+__all__ = [
+    "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention", "Module",
+    "MultiHeadAttention", "MultiHeadLatentAttention", "NnxOptions", "Projection",
+    "TalkingHeadsAttention",
+]  # fmt: skip
+__dir__ = __all__.copy
 
 _NOTHING: Mapping[str, Any] = FrozenDict()
 # Parameters that a layer may lack.

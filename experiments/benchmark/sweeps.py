@@ -19,7 +19,7 @@ from flax.traverse_util import unflatten_dict
 
 from experiments.runs import command
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, edits, masks
-from flax_mha.layer.edits import Edit
+from flax_mha.edits import Edit
 
 LAYERS = HEADS = 12
 # Tokens and features of one example.

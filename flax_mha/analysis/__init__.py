@@ -12,3 +12,9 @@ from flax_mha.analysis.detectors import token_pairs as token_pairs
 from flax_mha.analysis.pruning import prune as prune
 from flax_mha.analysis.reporting import report as report
 from flax_mha.analysis.watching import watch as watch
+
+__all__ = [
+    "Factored", "attribute_logits", "composition", "detect", "logit_lens", "ov", "parameters",
+    "prune", "qk", "report", "token_pairs", "watch",
+]  # fmt: skip
+__dir__ = __all__.copy

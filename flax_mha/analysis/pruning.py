@@ -13,7 +13,7 @@ from flax_mha import linen, masks
 from flax_mha.analysis.selection import Kept, keep
 from flax_mha.analysis.watching import rebuild
 from flax_mha.base import checks
-from flax_mha.layer.edits import attention_layers
+from flax_mha.edits import attention_layers
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import as_scores, learned
@@ -184,10 +184,10 @@ def _score_axes(scores: Any) -> dict[Path, Sequence[str | None]]:
 
 def _check_paths(heads: Mapping[Path, Any], layers: Iterable[Path]) -> None:
     if unknown := ["/".join(path) for path in heads if path not in layers]:
-        known = "\n  ".join("/".join(path) or "''" for path in layers) or "none"
+        remedy = checks.nearest(unknown[0], map("/".join, layers))
         raise ValueError(
-            f"heads must be of attention layers in the model's fields, got {unknown}; give some "
-            f"of\n  {known}"
+            f"heads must be of attention layers in the model's fields, got {unknown}; for "
+            f"{unknown[0]!r} {remedy}"
         )
 
 

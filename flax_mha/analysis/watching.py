@@ -7,8 +7,8 @@ import flax.linen as nn
 from flax import nnx
 
 from flax_mha import linen
+from flax_mha.edits import attention_layers
 from flax_mha.kernels import Capture
-from flax_mha.layer.edits import attention_layers
 
 
 def watch(model: Any, capture: Capture | None) -> Any:

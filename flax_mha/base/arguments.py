@@ -21,7 +21,7 @@ _RENAMED = {
     "use_out_bias": 'use_bias=("out",), with the names of all projections that have a bias',
 }
 
-# Arguments of Flax's layers that must be None, by their remedies.
+# Arguments of Flax's layers and of transformers that must be None, by their remedies.
 _NONE_ALONE = {
     "keep Flax's layer, with attention_fn=flax_mha.attention_fn": (
         "qkv_dot_general out_dot_general qkv_dot_general_cls out_dot_general_cls"
@@ -34,6 +34,7 @@ _NONE_ALONE = {
     "set nn.logical_axis_rules": "out_sharding qkv_sharding",
     "give positions": "input_positions",
     "give inputs_k": "inputs_kv",
+    "give lengths, or mask=masks.Keys(attention_mask != 0)": "attention_mask",
 }
 _REMEDIES = {name: remedy for remedy, names in _NONE_ALONE.items() for name in names.split()}
 

@@ -8,10 +8,12 @@
 
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import math
 import typing
 import warnings
+from collections.abc import Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -279,6 +281,13 @@ def choice(name: str, value: Any, choices: dict[str, Choice]) -> Choice:
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {sorted(choices)}, got {value!r}")
     return choices[value]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a remedy: the three names nearest to one that is not among them, and their number."""
+    known = sorted(names)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+    return f"give {' or '.join(map(repr, close))} (of {len(known)})" if close else "there are none"
 
 
 def key(name: str, x: Any) -> jax.Array:

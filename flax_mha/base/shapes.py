@@ -256,10 +256,23 @@ def wide(dtype: jnp.dtype) -> jnp.dtype:
 
 
 # Outside jit, `jnp.einsum` parses its subscripts in each call, which takes longer than the matmul.
-einsum: Any = jax.jit(
+_parsed_einsum: Any = jax.jit(
     jnp.einsum, static_argnums=0, static_argnames=("precision", "preferred_element_type"),
     inline=True,
 )  # fmt: skip
+_EINSUM_CODE = getattr(jnp.einsum, "__code__", None)
+
+
+def einsum(subscripts: str, *operands: Any, **options: Any) -> jax.Array:
+    """Return `jnp.einsum` of the operands, with the subscripts parsed once.
+
+    While a model of qwix runs (LoRA, quantization), `jnp.einsum` has other code, which no cache of
+    jit may hold.
+    """
+    is_replaced = getattr(jnp.einsum, "__code__", None) is not _EINSUM_CODE
+    compute: Any = jnp.einsum if is_replaced else _parsed_einsum
+    result: jax.Array = compute(subscripts, *operands, **options)
+    return result
 
 
 def by_query(x: jax.Array) -> jax.Array:

@@ -17,3 +17,9 @@ from flax_mha.cache.extended import Extended as Extended
 from flax_mha.cache.kv_cache import KVCache as KVCache
 from flax_mha.cache.sources import Encoded as Encoded
 from flax_mha.cache.storage import Memory as Memory
+
+__all__ = [
+    "CacheConfig", "Encoded", "Extended", "KVCache", "Memory", "as_cache_config", "fork", "free",
+    "reset", "truncate",
+]  # fmt: skip
+__dir__ = __all__.copy

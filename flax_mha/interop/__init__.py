@@ -1,7 +1,7 @@
 """Conversion of Hugging Face models and other libraries' layers to Flax modules, and back.
 
 >>> model, variables = interop.load("path/to/Qwen3-0.6B")
->>> interop.save(config, variables, "path/to/mine")
+>>> interop.save("path/to/Qwen3-0.6B", variables, "path/to/mine")  # with its tokenizer
 >>> module, variables = interop.from_torch(layer.state_dict(), num_heads=8)
 >>> module, variables = interop.from_layer(arrays, num_heads=8)  # from Keras, Haiku, timm …
 >>> fast = interop.swap(model)  # replaces Flax's attention layers in a model
@@ -12,6 +12,7 @@ A folder has a `config.json` and safetensors files. A family is a module with a 
 
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,22 @@ from flax.typing import Dtype
 from flax_mha.base import checks
 from flax_mha.interop import bert, clip, gpt, llama, neutral, safetensors, t5, vision, whisper
 from flax_mha.interop.device_put import Joined, place
+from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
 from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
-from flax_mha.interop.settings import REMEDY, Config, FileSettings, shown
+from flax_mha.interop.settings import REMEDY, Config, FileSettings, several, shown
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, stored
 from flax_mha.interop.torch_layers import from_torch as from_torch
 from flax_mha.interop.torch_layers import to_torch as to_torch
+
+__all__ = [
+    "FAMILIES", "LIBRARIES", "family", "from_layer", "from_torch", "generation", "load", "save",
+    "swap", "to_layer", "to_torch",
+]  # fmt: skip
+__dir__ = __all__.copy
 
 _ADAPTER = "adapter_config.json"
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
@@ -95,7 +103,7 @@ def family(config: Config) -> Family:
 
 
 def load(
-    path: str | Path, *, dtype: Dtype | None = None, shardings: Any = None
+    path: AnyPath, *, dtype: Dtype | None = None, shardings: Any = None, as_jax: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load the model of a folder and its variables.
 
@@ -105,6 +113,7 @@ def load(
       shardings: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
         variables. Only each device's part is read, except for kernels of patches and Gemma's norms
         (default: NumPy arrays, which CPU devices use without a copy).
+      as_jax: True for `jax.Array`s on the default device in place of NumPy arrays.
 
     Returns:
       The module and its variables. Heads for words or classes on top of a BERT or a ViT are left
@@ -115,41 +124,68 @@ def load(
         error lists all of them.
       FileNotFoundError: if the folder lacks a file.
     """
-    folder = Path(path).expanduser()
+    folder = open_folder(path)
     if (folder / _ADAPTER).exists():
         raise ValueError(
             f"{folder} must hold a complete model, got the weights of an adapter ({_ADAPTER}); "
             f"merge them with peft's merge_and_unload and save the result"
         )
-    model = family(safetensors.read_json(folder / "config.json"))
+    model = family(safetensors.read_json(folder / CONFIG))
     tensors = safetensors.read_folder(folder)
     floating = None if dtype is None else checks.dtype("dtype", dtype)
     variables = from_tensors(model, tensors, join=Joined)
+    if checks.flag("as_jax", as_jax) and shardings is None:
+        shardings = jnp.zeros(()).sharding  # The default device's.
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, variables)
     to_device = functools.partial(place, floating)
     return model.module, jax.tree.map(to_device, variables, shardings, is_leaf=lambda x: x is None)
 
 
-def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None:
+def save(
+    config: Config | AnyPath, variables: Mapping[str, Any], path: AnyPath | None = None
+) -> None:
     """Write a folder that `load` and `transformers` read, one tensor at a time.
 
+    From a folder, its other files come along: tokenizer, `generation_config.json`, license, model
+    card, and the modules of a sentence model. A warning names the files that are left behind, such
+    as weights for other libraries.
+
     Args:
-      config: the content of `config.json`, with `model_type`. Its `dtype` is replaced by the
-        variables' dtype, promoted if they have several.
+      config: the folder that the model was loaded from; or the content of `config.json`, with
+        `model_type`. The config's `dtype` is replaced by the variables' dtype, promoted if they
+        have several.
       variables: the variables of the config's module.
-      path: the folder, which is created.
+      path: the folder, which is created (default: the folder given as `config`, whose weights are
+        replaced).
 
     Raises:
       ValueError: if the variables do not fit the config.
+      FileNotFoundError: if there is no such folder as `config`.
     """
-    folder = Path(path).expanduser()
-    tensors = stored(family(config), variables)
+    if isinstance(config, Mapping):
+        source, given = None, dict(config)
+    else:
+        source = open_folder(config)
+        given = safetensors.read_json(source / CONFIG)
+    target = source if path is None else path
+    if not isinstance(target, str | os.PathLike) or not isinstance(variables, Mapping):
+        raise TypeError(
+            f"save must be given a config or its folder, variables, and a folder, got "
+            f"{type(config).__name__}, {type(variables).__name__} and {type(target).__name__}; "
+            f"write save(config, variables, path)"
+        )
+    folder = Path(target).expanduser()
+    tensors = stored(family(given), variables)
     folder.mkdir(parents=True, exist_ok=True)
-    safetensors.write(folder / "model.safetensors", tensors)
+    left = [] if source is None else carry(source, folder)
+    safetensors.write_folder(folder, tensors)
     dtypes = {x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
-    config = _set_dtype(config, np.result_type(*dtypes).name) if dtypes else dict(config)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
+    given = _set_dtype(given, np.result_type(*dtypes).name) if dtypes else given
+    with safetensors.replacing(folder / CONFIG) as file:
+        file.write(json.dumps(given, indent=2, default=str).encode())
+    if left:
+        checks.warn(f"{source} has files that are left behind: {several(left)}; copy them by hand")
 
 
 def _set_dtype(config: Config, name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from flax_mha.interop.settings import Config
 from flax_mha.interop.table import TOKEN_EXAMPLE, Family, TensorRule, norm, stack
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
+from flax_mha.models.attention_mask import read_padding
 from flax_mha.models.blocks import EncoderBlock
 from flax_mha.models.feed_forward import ACTIVATIONS, Activation
 
@@ -76,13 +77,27 @@ class Bert(nn.Module):
     first: int = 0
 
     def __call__(
-        self, tokens: jax.Array, types: jax.Array | None = None, **options: Unpack[LayerOptions]
-    ) -> jax.Array:
-        """Return the features of tokens with segments int [*B, T] (default: 0)."""
+        self, tokens: jax.Array, types: jax.Array | None = None, *,
+        attention_mask: jax.Array | None = None, **options: Unpack[LayerOptions],
+    ) -> jax.Array:  # fmt: skip
+        """Return the features of tokens.
+
+        Args:
+          tokens: int [*B, T].
+          types: int [*B, T], the tokens' segments (default: 0).
+          attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding, on either side
+            or between tokens. As in `transformers`, RoBERTa's positions count tokens, and BERT's
+            count padding too.
+          **options: arguments of the blocks (see `MultiHeadAttention`).
+        """
+        tokens, padding = read_padding(tokens, attention_mask)
+        counted = padding.positions if self.first else None
+        at = jnp.arange(tokens.shape[-1]) if counted is None else jnp.asarray(counted)
+        given = padding._replace(positions=None).added_to(options)
         x = self.embedding(tokens)
         if self.types is not None:
             x = x + self.types(jnp.zeros_like(tokens) if types is None else types)
-        return self.encoder(self.positions(x, self.first + jnp.arange(x.shape[-2])), **options)
+        return self.encoder(self.positions(x, self.first + at), **given)
 
 
 def bert(config: Config) -> Family:

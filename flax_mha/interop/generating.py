@@ -1,15 +1,14 @@
 """The arguments of `flax_mha.generate` in a Hugging Face folder."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flax_mha.interop import neutral, safetensors
+from flax_mha.interop.folders import CONFIG, GENERATION, AnyPath, open_folder
 from flax_mha.interop.settings import FileSettings
 
-_FILE = "generation_config.json"
 # Lengths, which each call sets, and the special tokens and tables of Whisper.
 _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
     alignment_heads begin_of_text_token_id bos_token_id is_multilingual lang_to_id language
@@ -26,7 +25,7 @@ _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
 }  # fmt: skip
 
 
-def generation(path: str | Path) -> dict[str, Any]:
+def generation(path: AnyPath) -> dict[str, Any]:
     """Return the arguments of `flax_mha.generate` from a folder's files.
 
     These are `eos` and `start`; to sample, `temperature`, `top_k`, `top_p` and `min_p`; to search,
@@ -40,10 +39,10 @@ def generation(path: str | Path) -> dict[str, Any]:
       ValueError: if a setting has a wrong type or is out of range.
       FileNotFoundError: if there is no `config.json`.
     """
-    folder = Path(path).expanduser()
-    config = FileSettings(safetensors.read_json(folder / "config.json"))
-    has_file = (folder / _FILE).exists()
-    settings = FileSettings(safetensors.read_json(folder / _FILE) if has_file else {})
+    folder = open_folder(path)
+    config = FileSettings(safetensors.read_json(folder / CONFIG))
+    file = folder / GENERATION
+    settings = FileSettings(safetensors.read_json(file) if file.exists() else {})
     arguments: dict[str, Any] = {}
     ends = settings.get("eos_token_id", config.get("eos_token_id", []))
     # Small test models keep the eos of a large vocabulary, which they cannot generate.
@@ -63,7 +62,8 @@ def generation(path: str | Path) -> dict[str, Any]:
         arguments["early_stopping"] = settings.get("early_stopping", False)
     if unread := settings.unread(neutral.among(_NEUTRAL)):
         warnings.warn(
-            f"{_FILE} has settings that generate has no argument for: {', '.join(sorted(unread))}",
+            f"{GENERATION} has settings that generate has no argument for: "
+            f"{', '.join(sorted(unread))}",
             stacklevel=2,
         )
     return arguments

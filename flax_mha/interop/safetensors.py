@@ -7,12 +7,14 @@ Source of the format: https://github.com/huggingface/safetensors, "Format".
 """
 
 import collections
+import contextlib
 import json
 import math
 import os
+import shutil
 import stat
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,13 +45,9 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
             f"{path} has neither {_FILE} nor {_INDEX}; save weights in other formats (pickles may "
             f"run code) as safetensors first"
         )
-    index = read_json(path / _INDEX).get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
-        raise ValueError(f"{path / _INDEX} must have a weight_map from tensors to files")
+    index = _read_index(path)
     tensors: dict[str, np.ndarray] = {}
     for name in sorted({*index.values()}):
-        if name != os.path.basename(name) or not name.isprintable():
-            raise ValueError(f"{path / _INDEX} must name files beside it, got {shown(name)}")
         try:
             part = read(path / name)
         except FileNotFoundError:
@@ -61,6 +59,33 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
     if missing := sorted(index.keys() - tensors.keys()):
         raise ValueError(f"{path / _INDEX} names tensors that its files lack: {several(missing)}")
     return tensors
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor of a folder."""
+    index = read_json(path / _INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
+        raise ValueError(f"{path / _INDEX} must have a weight_map from tensors to files")
+    for name in sorted({*index.values()}):
+        if name != os.path.basename(name) or not name.isprintable():
+            raise ValueError(f"{path / _INDEX} must name files beside it, got {shown(name)}")
+    return index
+
+
+def weight_files(path: Path) -> set[str]:
+    """Return the names of the files that hold a folder's weights, with their index."""
+    if not (path / _INDEX).is_file():
+        return {_FILE}
+    return {_FILE, _INDEX, *_read_index(path).values()}
+
+
+def write_folder(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Write a folder's weights as one file, and remove the files of weights that it had."""
+    old = weight_files(path) - {_FILE}
+    write(path / _FILE, tensors)
+    for name in old:
+        if name.endswith((".safetensors", _INDEX)):
+            (path / name).unlink(missing_ok=True)
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -138,18 +163,36 @@ def write(path: Path, tensors: Mapping[str, Any]) -> None:
         header[name], offset = entry, end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in tensors.values():
             array = x if isinstance(x, np.ndarray) else x.make()
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write, which takes the place of the old one, or of a link, when complete."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("wb") as file:
+        yield file
     temporary.replace(path)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy the content of a file."""
+    with _open(source) as file, replacing(target) as result:
+        shutil.copyfileobj(file, result)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file."""
     return _parse(path, read_bytes(path))
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Return the array in a JSON file."""
+    return _parse(path, read_bytes(path), list)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -182,13 +225,14 @@ def _open(path: Path) -> BinaryIO:
     return file
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+def _parse(path: Path, text: bytes, kind: type = dict) -> Any:
     try:
         parsed = json.loads(text, object_pairs_hook=_make_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, its JSON can't be read: {error}") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(parsed).__name__}")
+    if not isinstance(parsed, kind):
+        rule = "object" if kind is dict else "array"
+        raise ValueError(f"{path} must hold a JSON {rule}, got {type(parsed).__name__}")
     return parsed
 
 

@@ -28,6 +28,12 @@ from flax_mha.kernels.stored import dequantize
 from flax_mha.kernels.using import resolve
 from flax_mha.kernels.using import use as use
 
+__all__ = [
+    "ARGUMENTS", "KERNELS", "Capture", "Explanation", "KernelName", "Platform", "any_derivative",
+    "dot_product_attention", "explain", "use",
+]  # fmt: skip
+__dir__ = __all__.copy
+
 _WEIGHTS = Capture(("weights",))
 
 

@@ -84,10 +84,13 @@ def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, source:
         edit = points.edit("weights", scores.update(dtype=q.dtype))
         if edit is not None:
             is_over_keys = any(np.shape(x)[-1:] > (1,) for x in (edit.keep, edit.add))
-            if is_over_keys and getattr(source, "window", None) is not None:
+            if (is_over_keys or edit.fn is not None) and getattr(
+                source, "window", None
+            ) is not None:
                 raise ValueError(
-                    f"an edit of {points.path('attention_weights')} must have no axis of keys in a "
-                    f"ring buffer, whose slots are not positions, got one; give a cache without it"
+                    f"an edit of {points.path('attention_weights')} must have no axis of keys and "
+                    f"no function in a ring buffer, whose slots are not positions, got one; give a "
+                    f"cache without it"
                 )
             arguments["attention"] = functools.partial(_attend_with_weights, edit)
 

@@ -146,6 +146,14 @@ class Projection(nn.Module):
     precision: PrecisionLike = None
     partitioned: bool = False
 
+    @nn.nowrap
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Flax freezes all but the einsum of a LoRA, which qwix writes down."""
+        if name.endswith("_lora_einsum_str"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map [*B, T, *in] to [*B, T, *features]."""
         return self.weights(x.shape[-self.contracted :]).product(x)

@@ -65,3 +65,10 @@ from flax_mha.masks.positional import Window as Window
 from flax_mha.masks.tiles import EMPTY as EMPTY
 from flax_mha.masks.tiles import FULL as FULL
 from flax_mha.masks.tiles import PARTIAL as PARTIAL
+
+__all__ = [
+    "EMPTY", "FULL", "PARTIAL", "And", "At", "BlockSparse", "Causal", "Chosen", "Dense", "Dilated",
+    "Documents", "Keys", "Lengths", "Mask", "MaskLike", "Neighborhood", "Not", "Or", "PerHead",
+    "Predicate", "Prefix", "Segments", "Tiles", "Window", "as_mask", "combine", "top_blocks",
+]  # fmt: skip
+__dir__ = __all__.copy

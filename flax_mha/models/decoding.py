@@ -16,7 +16,7 @@ from flax_mha.base import shapes
 from flax_mha.base.arguments import names_of
 from flax_mha.models.beams import BeamSearch, Generated, ends, extend
 from flax_mha.models.models import LanguageModel, Translator
-from flax_mha.models.sampling import Sampling
+from flax_mha.sampling import Sampling
 
 # A user-defined model, (variables, cache, tokens [R, T], positions [R, T]) -> (logits [R, T, V],
 # cache).

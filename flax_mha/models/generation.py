@@ -14,20 +14,21 @@ from flax_mha.base.arguments import names_of
 from flax_mha.cache.collection import free
 from flax_mha.layer.settings import check_module
 from flax_mha.models import decoding
+from flax_mha.models.attention_mask import move_to_front
 from flax_mha.models.beams import BeamSearch, Generated
 from flax_mha.models.decoding import Model, Own, Request
 from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.models import Translator
-from flax_mha.models.sampling import Sampling
+from flax_mha.sampling import Sampling
 
 
 def generate(
     model: Model, variables: Mapping[str, Any], prompt: jax.Array, *, max_new_tokens: int,
-    lengths: jax.Array | None = None, start: int | Sequence[int] | None = None,
-    eos: int | Sequence[int] | None = None, rng: jax.Array | None = None,
-    temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
-    min_p: float | None = None, beams: int = 1, length_penalty: float = 0.0,
-    early_stopping: bool | str = False, capacity: int | None = None,
+    lengths: jax.Array | None = None, attention_mask: jax.Array | None = None,
+    start: int | Sequence[int] | None = None, eos: int | Sequence[int] | None = None,
+    rng: jax.Array | None = None, temperature: float = 0.0, top_k: int | None = None,
+    top_p: float | None = None, min_p: float | None = None, beams: int = 1,
+    length_penalty: float = 0.0, early_stopping: bool | str = False, capacity: int | None = None,
     callback: Callable[[int, np.ndarray], None] | None = None, cache: Any = None,
 ) -> Generated:  # fmt: skip
     """Generate tokens that continue or translate each prompt.
@@ -48,6 +49,9 @@ def generate(
       max_new_tokens: the maximum number of new tokens.
       lengths: int [B], the number of real tokens of each prompt, 1 … T (default: all). The others
         may have any value.
+      attention_mask: bool or int [B, T] in place of `lengths`, as tokenizers give it: 0 for
+        padding, on either side or between tokens (not between those of a `Translator`). Positions
+        and windows count the tokens alone.
       start: one or several tokens that a `Translator`'s target begins with; they are not returned.
       eos: one or several tokens that end a sequence (default: none).
       rng: the random key; required with a temperature.
@@ -74,7 +78,7 @@ def generate(
       TypeError: if a dtype is not supported.
     """
     _check_model(model, start)
-    prompt, lengths, target = _check_call(model, variables, cache, prompt, lengths)
+    prompt, lengths, target = _check_call(model, variables, cache, prompt, lengths, attention_mask)
     checks.positive(max_new_tokens=max_new_tokens, beams=beams)
     sampling = Sampling.checked(temperature, top_k, top_p, min_p)
     search = BeamSearch.checked(length_penalty, early_stopping, max_new_tokens)
@@ -153,9 +157,20 @@ def _check_model(model: Model, start: Any) -> None:
 
 
 def _check_call(
-    model: Model, variables: Any, cache: Any, prompt: Any, lengths: Any
+    model: Model, variables: Any, cache: Any, prompt: Any, lengths: Any, attention_mask: Any
 ) -> tuple[jax.Array, jax.Array, int]:
     """Return the prompt's tokens and lengths, and the size of the output's vocabulary."""
+    if attention_mask is not None:
+        if lengths is not None or not getattr(model, "reads_tokens", True):
+            rule = "with lengths" if lengths is not None else f"for a {type(model).__name__}"
+            raise ValueError(
+                f"attention_mask must be None {rule}, got {checks.describe(attention_mask)}; leave "
+                f"it out"
+            )
+        prompt = _check_shape(prompt)
+        prompt, lengths = move_to_front(prompt, attention_mask, not isinstance(model, Translator))
+        if checks.is_concrete(lengths) and (lengths == prompt.shape[1]).all():
+            lengths = None
     if not isinstance(model, Own):
         if lengths is not None and "lengths" not in names_of(model):
             raise ValueError(
@@ -236,12 +251,7 @@ def _check_source(model: Translator, prompt: Any, lengths: Any) -> tuple[jax.Arr
 
 def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[jax.Array, jax.Array]:
     """Check a prompt, and return its tokens int32 [B, T] and lengths int32 [B]."""
-    prompt = checks.integers("prompt", prompt)
-    if prompt.ndim != 2 or 0 in prompt.shape:
-        raise ValueError(
-            f"prompt must have shape [B, T] with at least one row and token, got {prompt.shape}; "
-            f"give a single prompt as prompt[None]"
-        )
+    prompt = _check_shape(prompt)
     B, T = prompt.shape
     # A prompt of length 0 has no last token to continue from.
     counts = np.full(B, T) if lengths is None else lengths
@@ -251,6 +261,17 @@ def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[ja
         remedy = "give ids of the model's embedding"
         checks.within("prompt", np.asarray(prompt)[real], vocabulary, remedy)
     return jnp.asarray(prompt, jnp.int32), lengths
+
+
+def _check_shape(prompt: Any) -> Any:
+    """Check that a prompt is integers [B, T], and return it."""
+    prompt = checks.integers("prompt", prompt)
+    if prompt.ndim != 2 or 0 in prompt.shape:
+        raise ValueError(
+            f"prompt must have shape [B, T] with at least one row and token, got {prompt.shape}; "
+            f"give a single prompt as prompt[None]"
+        )
+    return prompt
 
 
 def _check_capacity(model: Model, read: int, new: int, capacity: int | None, cache: Any) -> int:

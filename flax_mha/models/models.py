@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import masks, sharding
-from flax_mha.base import shapes
+from flax_mha.base import checks, shapes
 from flax_mha.base.checks import choice, fields, integer, number, optional
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions
+from flax_mha.models.attention_mask import read_padding
 from flax_mha.models.embeddings import PatchEmbedding, TokenEmbedding
 from flax_mha.models.feed_forward import Dropout
 from flax_mha.models.stacks import Decoder, Encoder
@@ -148,13 +149,16 @@ class LanguageModel(nn.Module):
 
     def __call__(
         self, tokens: jax.Array, memory: jax.Array | None = None, *, at: jax.Array | None = None,
-        memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
-        **options: Unpack[LayerOptions],
+        attention_mask: jax.Array | None = None, memory_mask: masks.MaskLike | None = None,
+        memory_lengths: jax.Array | None = None, **options: Unpack[LayerOptions],
     ) -> jax.Array:  # fmt: skip
         """Return the logits of the token after each token.
 
         Args:
           tokens: int [*B, T].
+          attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding, on either side
+            or between tokens. Positions count tokens, as `generate` of `transformers` counts them.
+            Where padding follows the tokens, `lengths` does the same, and is faster under jit.
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
           at: int [*B], in 0 … T−1, the index of the only token in each example to return logits for
             (default: all tokens). An index out of range gives NaN.
@@ -168,11 +172,19 @@ class LanguageModel(nn.Module):
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 or wider.
         """
         tokens = shapes.check_tokens("tokens", tokens)
+        decodes = getattr(self.decoder, "decodes", False)
+        if decodes and attention_mask is not None:
+            raise ValueError(
+                f"attention_mask must be None in decoding, got {checks.describe(attention_mask)}; "
+                f"give lengths, or call flax_mha.generate, which takes it"
+            )
+        tokens, padding = read_padding(tokens, attention_mask)
+        options = padding.added_to(options)
         positions, order = options.get("positions"), options.get("order")
         if order is not None:
             order = shapes.check_order(order, tokens.shape[-1])
         places: Any = order if positions is None and order is not None else positions
-        with rules.undivided_tokens(getattr(self.decoder, "decodes", False)):
+        with rules.undivided_tokens(decodes):
             x = self.embed(tokens, positions=places, deterministic=options.get("deterministic"))
             if all(block.attention.rotary is None for block in self.decoder.blocks):
                 options.pop("positions", None)
@@ -235,13 +247,16 @@ class Translator(nn.Module):
 
     def __call__(
         self, source: jax.Array, target: jax.Array, *, source_lengths: jax.Array | None = None,
-        deterministic: bool | None = None, sow_weights: bool = False,
+        attention_mask: jax.Array | None = None, deterministic: bool | None = None,
+        sow_weights: bool = False,
     ) -> jax.Array:  # fmt: skip
         """Return the logits of the token after each target token.
 
         Args:
           source: int [*B, S].
           target: int [*B, T].
+          attention_mask: bool or int [*B, S] of the source as tokenizers give it, 0 for padding, on
+            either side or between tokens.
           source_lengths: int [*B], the number of real tokens in each source (default: all). The
             others have no influence.
           deterministic: False to apply dropout, which needs the rng `dropout`. With dropout it must
@@ -252,12 +267,16 @@ class Translator(nn.Module):
           Logits [*B, T, vocab_size], float32 or wider.
         """
         call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
-        memory = self.encode(source, source_lengths=source_lengths, **call)
-        return self.decode(target, memory, memory_lengths=source_lengths, **call)
+        given: dict[str, Any] = {"source_lengths": source_lengths, "attention_mask": attention_mask}
+        memory = self.encode(source, **given, **call)
+        _, padding = read_padding(source, attention_mask)
+        lengths = source_lengths if padding.lengths is None else padding.lengths
+        return self.decode(target, memory, memory_mask=padding.mask, memory_lengths=lengths, **call)
 
     def encode(
         self, source: jax.Array, *, source_lengths: jax.Array | None = None,
-        deterministic: bool | None = None, sow_weights: bool = False,
+        attention_mask: jax.Array | None = None, deterministic: bool | None = None,
+        sow_weights: bool = False,
     ) -> jax.Array:  # fmt: skip
         """Return the encoder's output [*B, S, D], with the arguments of `__call__`."""
         check_module("encoder", self.encoder, Encoder)
@@ -265,10 +284,13 @@ class Translator(nn.Module):
         if self.embedding is not None:
             check_module("embedding", self.embedding, TokenEmbedding)
         table = self.embedding or self.decoder.embedding
-        x = self.decoder.embed(source, table, deterministic=deterministic)
-        return self.encoder(
-            x, lengths=source_lengths, deterministic=deterministic, sow_weights=sow_weights
-        )
+        source, padding = read_padding(source, attention_mask)
+        options = padding.added_to({"lengths": source_lengths})
+        positions = options.pop("positions", None)
+        x = self.decoder.embed(source, table, positions=positions, deterministic=deterministic)
+        if any(block.attention.rotary is not None for block in self.encoder.blocks):
+            options["positions"] = positions
+        return self.encoder(x, deterministic=deterministic, sow_weights=sow_weights, **options)
 
     def decode(self, target: jax.Array, memory: jax.Array | None = None, **call: Any) -> jax.Array:
         """Return the decoder's logits, with the arguments of `LanguageModel.__call__`."""

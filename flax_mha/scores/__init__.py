@@ -31,3 +31,10 @@ from flax_mha.scores.relative import Relative as Relative
 from flax_mha.scores.relative import RelativeBias as RelativeBias
 from flax_mha.scores.relative import TransformerXL as TransformerXL
 from flax_mha.scores.relative import relative_bucket as relative_bucket
+
+__all__ = [
+    "INIT", "Alibi", "At", "Bias", "Relative", "RelativeBias", "Score", "ScoreMod", "SoftCap",
+    "TransformerXL", "Vectors", "alibi_slopes", "as_scores", "changed", "learned",
+    "relative_bucket",
+]  # fmt: skip
+__dir__ = __all__.copy

@@ -38,6 +38,12 @@ from flax_mha.sharding.parameters import of as of
 from flax_mha.sharding.rules import LogicalNames as LogicalNames
 from flax_mha.sharding.shard_map import varying as varying
 
+__all__ = [
+    "HEADS", "KV_HEADS", "RULES", "LogicalNames", "Named", "auto", "balanced", "constrain", "init",
+    "like", "local", "name", "named", "of", "platform", "spec", "varying", "zigzag",
+]  # fmt: skip
+__dir__ = __all__.copy
+
 HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
 RULES: tuple[tuple[str, str | None], ...] = (
     ("batch", "data"),  # data parallel

@@ -5,3 +5,9 @@ from flax_mha.variants.differential import DifferentialAttention as Differential
 from flax_mha.variants.forgetting import ForgettingAttention as ForgettingAttention
 from flax_mha.variants.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from flax_mha.variants.talking_heads import TalkingHeadsAttention as TalkingHeadsAttention
+
+__all__ = [
+    "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention",
+    "MultiHeadLatentAttention", "TalkingHeadsAttention",
+]  # fmt: skip
+__dir__ = __all__.copy

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.benchmark import sweeps
-from flax_mha.layer.edits import Edit
+from flax_mha.edits import Edit
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the extra families")
 pytest.importorskip("transformers", reason="needs the extra families")
 
 from flax_mha import edits, interop  # noqa: E402
-from flax_mha.layer.edits import Edit  # noqa: E402
+from flax_mha.edits import Edit  # noqa: E402
 from tests.interop.families import CASES, make  # noqa: E402
 from tests.support.oracle import error  # noqa: E402
 

@@ -92,6 +92,15 @@ def test_saved_folder_loads_bitwise_equal(folder: Path) -> None:
     np.testing.assert_array_equal(apply(found, TOKENS), apply(wanted, TOKENS))
 
 
+def test_arrays_of_jax_on_the_default_device(folder: Path) -> None:
+    _, found = interop.load(folder, as_jax=True, dtype="bfloat16")
+    (device,) = jnp.zeros(()).devices()
+    for x in jax.tree.leaves(found):
+        assert isinstance(x, jax.Array)
+        assert (x.devices(), x.dtype) == ({device}, jnp.bfloat16)
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(interop.load(folder)[1]))
+
+
 def test_several_files_and_dtypes(folder: Path) -> None:
     """An index of two files, one of them in bfloat16, and all cast to another dtype."""
     tensors = dict(safetensors.read(folder / "model.safetensors"))

@@ -12,7 +12,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra families")
 hf = pytest.importorskip("transformers", reason="needs the extra families")
 
-from flax_mha import generate, interop, sampling  # noqa: E402
+from flax_mha import Capture, analysis, generate, interop, sampling  # noqa: E402
+from tests.interop.families import CASES as ALL  # noqa: E402
 from tests.interop.families import T5, TEXT, Case, make  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,7 +59,7 @@ MANY = [(n, eos, early) for n, eos in [(2, (6,)), (3, (6, 9)), (4, (9,))]
         for early in (False, True, "never")]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["llama", "t5"])
 @pytest.mark.parametrize(
     ("beams", "eos", "early"),
     [MANY[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY[1:])],
@@ -81,6 +82,100 @@ def test_beams_match_transformers(name: str, beams: int, eos: tuple[int, ...], e
             ends.add(int(n))
         np.testing.assert_allclose(found.scores, scores, rtol=1e-4, atol=1e-5)
     assert len(ends) > 1
+
+
+GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+CASES["gpt2"] = Case(hf.GPT2LMHeadModel, hf.GPT2Config(**GPT2, pad_token_id=0), {}, ())
+PADDED = {
+    "left": [[1, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]],
+    "right": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]],
+    "between": [[1, 1, 1, 1, 1], [1, 0, 0, 1, 1], [0, 1, 0, 1, 1]],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("side", PADDED)
+def test_attention_mask_gives_the_tokens_of_transformers(side: str, name: str) -> None:
+    """The ids and the mask as its tokenizers give them, in NumPy or in PyTorch."""
+    theirs, module, variables = pair(name)
+    mask, start = np.array(PADDED[side]), {"start": 0} if name == "t5" else {}
+    ids, call = np.where(mask, IDS, 0), {"max_new_tokens": NEW, **start}
+    if name != "t5" and side == "right":
+        pytest.skip("transformers asks for padding on the left, and gives other tokens")
+    if name == "t5" and side == "between":
+        pytest.skip("refused, see tests/models/test_attention_mask.py")
+    found = theirs.generate(
+        torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=NEW, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    wanted = found[:, 1 if name == "t5" else ids.shape[1] :].numpy()
+    for given in ((ids, mask), (torch.tensor(ids), torch.tensor(mask))):
+        tokens = generate(module, variables, given[0], attention_mask=given[1], **call).tokens
+        np.testing.assert_array_equal(tokens, wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("side", PADDED)
+def test_attention_mask_gives_the_logits_of_transformers(side: str, name: str) -> None:
+    """At its own positions, which `generate` gives there: a plain call counts padding too."""
+    theirs, module, variables = pair(name)
+    mask = np.array(PADDED[side])
+    ids, at = np.where(mask, IDS, 0), np.maximum(mask.cumsum(-1) - 1, 0)
+    given: Any = {"input_ids": ids, "attention_mask": mask}
+    ours: tuple[Any, ...] = (ids,)
+    if name == "t5":
+        given["decoder_input_ids"] = IDS[:, :3]
+        ours = (ids, IDS[:, :3])
+    else:
+        given["position_ids"] = at
+    with torch.no_grad():
+        wanted = theirs(**{key: torch.tensor(x) for key, x in given.items()}).logits.numpy()
+    for apply in (module.apply, jax.jit(module.apply)):
+        logits = np.asarray(apply(variables, *ours, attention_mask=mask))
+        real = slice(None) if name == "t5" else mask == 1
+        np.testing.assert_allclose(logits[real], wanted[real], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "bert classifies"])
+@pytest.mark.parametrize("side", PADDED)
+def test_attention_mask_gives_the_features_of_transformers(side: str, name: str) -> None:
+    """RoBERTa takes positions from the ids of padding."""
+    theirs = make(ALL[name])
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        module, variables = interop.load(folder)
+    mask = np.array(PADDED[side])
+    ids = np.where(mask, IDS, theirs.config.pad_token_id)
+    with torch.no_grad():
+        found = theirs(torch.tensor(ids), attention_mask=torch.tensor(mask))
+    wanted = found[0].numpy()
+    for apply in (module.apply, jax.jit(module.apply)):
+        x = np.asarray(apply(variables, ids, attention_mask=mask))
+        real = slice(None) if x.ndim == 2 else mask == 1
+        np.testing.assert_allclose(x[real], wanted[real], atol=1e-4)
+
+
+def test_captured_values_are_the_attentions_and_hidden_states_of_transformers() -> None:
+    """As the page "From Hugging Face" says, for tokens behind padding on the left."""
+    theirs, module, variables = pair("llama")
+    mask = np.array(PADDED["left"])
+    ids, real = np.where(mask, IDS, 0), mask == 1
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(ids), attention_mask=torch.tensor(mask),
+                        output_attentions=True, output_hidden_states=True)  # fmt: skip
+    watched = analysis.watch(module, Capture(("weights", "resid_pre", "resid_post")))
+    _, sown = watched.apply(variables, ids, attention_mask=mask, mutable="intermediates")
+    (layer,) = (x for name, x in sown["intermediates"]["decoder"].items() if "layers" in name)
+    weights = np.moveaxis(layer["attention"]["attention_weights"][0], 1, 2)[real]
+    theirs_weights = np.moveaxis(wanted.attentions[0].numpy(), 1, 2)[real]
+    np.testing.assert_allclose(weights, theirs_weights, atol=1e-5)
+    first, last = (layer[name][0][real] for name in ("resid_pre", "resid_post"))
+    np.testing.assert_allclose(first, wanted.hidden_states[0].numpy()[real], atol=1e-5)
+    normed = wanted.hidden_states[1].numpy()[real]
+    scale = np.asarray(variables["params"]["decoder"]["norm"]["scale"])
+    last = np.asarray(last)
+    rms = np.sqrt(np.mean(np.square(last), -1, keepdims=True))
+    np.testing.assert_allclose(last / rms * scale, normed, atol=1e-4)
 
 
 def test_filters_match_transformers() -> None:

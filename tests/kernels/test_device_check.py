@@ -63,7 +63,7 @@ def test_wrong_and_failing_kernels_are_named(tmp_path: Path, monkeypatch, capsys
     ("flags", "rule"),
     [
         (["--kernels=splash"], r"--kernels must be some of blockwise,checkpointed, got 'splash'"),
-        (["--calls=casual"], r"--calls must be some of full,causal,.* got 'casual'"),
+        (["--calls=casual"], r"--calls: must be some of full,causal,.* got 'casual'"),
     ],
 )
 def test_unknown_names_are_refused(tmp_path: Path, flags: list[str], rule: str) -> None:

@@ -12,7 +12,7 @@ from flax.traverse_util import unflatten_dict
 
 import flax_mha
 from flax_mha import Capture, Encoder, EncoderBlock, MultiHeadAttention, edits, masks
-from flax_mha.layer.edits import Edit
+from flax_mha.edits import Edit
 from tests.layer.test_edits import LAYERS, B, D, H, K, N, T, X, named, variables
 
 

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 
 import flax_mha
 from flax_mha import Capture, Encoder, EncoderBlock, MultiHeadAttention, edits, masks, positions
-from flax_mha.layer.edits import Edit
+from flax_mha.edits import Edit
 from tests.support import oracle
 
 B, T, D, N, K, H = 2, 6, 16, 4, 2, 4

@@ -22,7 +22,7 @@ from flax_mha import (
     sharding,
     variants,
 )  # fmt: skip
-from flax_mha.layer.edits import Edit
+from flax_mha.edits import Edit
 from tests.support import oracle
 from tests.support.decoding import cache_of
 from tests.support.meshes import on

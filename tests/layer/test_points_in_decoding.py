@@ -11,7 +11,7 @@ from flax import nnx
 import flax_mha
 from flax_mha import CacheConfig, Capture, MultiHeadAttention, edits, masks, positions, variants
 from flax_mha.cache import Encoded
-from flax_mha.layer.edits import Edit
+from flax_mha.edits import Edit
 from tests.support import oracle
 from tests.support.decoding import KEY, cache_of
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from flax.traverse_util import flatten_dict
 import flax_mha
 import flax_mha.nnx
 from flax_mha import QKNorm, interop, variants
+from flax_mha.layer.linear import Projection
 from flax_mha.positions import Rotary
 from tests.support.meshes import B, collectives, described, on
 from tests.support.oracle import random_like
@@ -204,3 +206,41 @@ def test_swapped_layers_are_captured_once() -> None:
             for model in (interop.swap(Model()), Model())
         )
     chex.assert_trees_all_close(actual, expected, atol=1e-5)
+
+
+def doubled(subscripts, /, x, kernel, **options):
+    """Compute twice a projection. Its code takes the place of that of `jnp.einsum`."""
+    import jax.numpy as jnp
+
+    contracted = 1 if subscripts.startswith("...t") and "nv" not in subscripts else 2
+    return 2 * jnp.tensordot(x, kernel, contracted)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_projections_call_an_einsum_that_a_library_has_replaced(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As qwix does for LoRA: before, meanwhile and afterwards, outside jit and within."""
+    key, x = jax.random.key(0), np.ones((2, 5, 8), np.float32)
+    if kind == "linen":
+        projection = Projection((2, 4), ("embed", "heads", "head_dim"))
+        given = projection.init(key, x)
+        call: Any = lambda x: projection.apply(given, x)  # noqa: E731
+    else:
+        call = flax_mha.nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)).query
+    plain = call(x)
+    jitted = jax.jit(lambda x: call(x))(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(jnp.einsum, "__code__", doubled.__code__)
+        np.testing.assert_allclose(call(x), 2 * plain, rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(lambda x: call(x))(x), 2 * plain, rtol=1e-6)
+    np.testing.assert_array_equal(call(x), plain)
+    np.testing.assert_array_equal(jax.jit(lambda x: call(x))(x), jitted)
+
+
+def test_projections_let_a_library_note_its_einsum() -> None:
+    projection = Projection((4,), ("embed", "mlp")).bind({"params": {}})
+    projection.kernel_lora_einsum_str = "ab,bc->ac"
+    assert projection.kernel_lora_einsum_str == "ab,bc->ac"
+    with pytest.raises(flax.errors.SetAttributeFrozenModuleError):
+        projection.kernel = 1

@@ -15,8 +15,8 @@ COMMAND = "tests.repository.test_architecture"
 
 # Each folder or module may import the ones before it, and none after it.
 ROOMS = (
-    "base", "sharding", "scores", "masks", "positions", "kernels", "cache", "layer", "linen",
-    "variants", "nnx", "models", "interop", "analysis",
+    "base", "sharding", "scores", "masks", "positions", "kernels", "cache", "layer", "edits",
+    "plots", "linen", "variants", "nnx", "sampling", "models", "interop", "analysis",
 )  # fmt: skip
 HEIGHT = {name: height for height, name in enumerate((*ROOMS, ""))}
 

@@ -88,6 +88,16 @@ def of_nnx() -> dict[str, Any]:
     return {"flax_mha": flax_mha, "model": nnx.Sequential(layer, nnx.relu)}
 
 
+def of_function_edits() -> dict[str, Any]:
+    return {"jnp": jnp, "splice": lambda x, encoder, decoder: x, "encoder": X, "decoder": X}
+
+
+def of_captures() -> dict[str, Any]:
+    layer = MultiHeadAttention(8, capture=flax_mha.Capture(("z",)))
+    model = flax_mha.Encoder(1, EncoderBlock(layer, 16))
+    return {"model": model, "variables": drawn(model), "x": X}
+
+
 def of_block(kind: Any) -> dict[str, Any]:
     return {"block": kind(MultiHeadAttention(8), 64)}
 
@@ -95,7 +105,9 @@ def of_block(kind: Any) -> dict[str, Any]:
 # The names that an example uses beside public ones.
 GIVEN: dict[str, Any] = {
     "flax_mha.cache": lambda: dict.fromkeys("qkv", jnp.ones((2, 3, 4, 8))),
-    "flax_mha.layer.edits.attention_layers": of_nnx,
+    "flax_mha.edits.Edit": of_function_edits,
+    "flax_mha.edits.attention_layers": of_nnx,
+    "flax_mha.edits.values": of_captures,
     "flax_mha.layer.qk_clip.qk_clip": of_clip,
     "flax_mha.interop": of_interop,
     "flax_mha.kernels.any_derivative": of_derivatives,

@@ -32,8 +32,9 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
 SLOW_NAMES = (
-    "circuits", "coming-from-pytorch", "decoding", "edit", "find-a-circuit", "fine-tune", "interop",
-    "kernels", "masks", "models", "nnx", "own", "performance", "shard-it", "sharding", "variants",
+    "circuits", "coming-from-huggingface", "coming-from-pytorch", "decoding", "edit",
+    "find-a-circuit", "fine-tune", "interop", "kernels", "masks", "models", "nnx", "own",
+    "performance", "shard-it", "sharding", "variants",
 )  # fmt: skip
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
 
@@ -71,6 +72,15 @@ def circuit(scope: Scope) -> None:
     assert strongest > 0.9
     assert max(rest) < 0.6
     assert Path("circuit.html").stat().st_size > 10_000
+
+
+def from_hugging_face(scope: Scope) -> None:
+    """The padded text continues as it does alone."""
+    model, variables, ids = scope["model"], scope["variables"], scope["ids"]
+    alone = scope["generate"](model, variables, ids[1:, -4:], max_new_tokens=8)
+    np.testing.assert_array_equal(scope["both"].tokens[1], alone.tokens[0])
+    assert [x.shape for x in scope["attentions"]] == [(2, 8, 24, 24)] * 2
+    assert len(scope["hidden_states"]) == 3
 
 
 def in_nnx(scope: Scope) -> None:
@@ -167,6 +177,7 @@ def models(scope: Scope) -> None:
 
 # Checks that a page's own code does not make.
 CHECKS: dict[str, Callable[[Scope], None]] = {
+    "docs/coming-from-huggingface.md": from_hugging_face,
     "docs/decoding.md": decoding,
     "docs/find-a-circuit.md": circuit,
     "docs/fine-tune.md": tuned,

@@ -15,7 +15,7 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent.parent
 # Packages that pages use beside flax_mha; their blocks are skipped if they are not installed.
-OPTIONAL = {"torch"}
+OPTIONAL = {"qwix", "torch"}
 
 
 def read(page: str) -> str:

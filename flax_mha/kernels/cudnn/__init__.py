@@ -9,8 +9,8 @@ Other masks hide pairs by a bias of bfloat16, [rows|1, N|1, T, S].
 The wrapper handles the cases that cuDNN does not define:
 
 - For a fully masked row, cuDNN may return NaN. Such rows are replaced, forward and backward.
-- If an input is not finite, cuDNN runs without NaN and infinity. They are put back into the rows that
-  see them.
+- If an input is not finite, cuDNN runs without NaN and infinity. They are put back into the rows
+  that see them.
 - cuDNN ignores the lse's cotangent. A second backward pass computes its gradient, only if needed.
 - A sink scales cuDNN's output by out·σ(lse − sink). Given the scaled out and lse, cuDNN's backward
   pass computes the right gradients.

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from flax_mha.layer.sown import find_weights
 
+__all__ = ["heads"]
+__dir__ = __all__.copy
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

@@ -9,6 +9,9 @@ from flax import struct
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
 
+__all__ = ["Sampling", "min_p", "top_k", "top_p"]
+__dir__ = __all__.copy
+
 
 def top_k(logits: jax.Array, k: int) -> jax.Array:
     """Keep the k most likely tokens, and set the logits of all others to −∞.

@@ -1,7 +1,7 @@
-"""Change a model while it runs: edits of its named tensors, x ← keep·x + add.
+"""Change a model while it runs: edits of its named tensors, x ← fn(keep·x + add).
 
-Edits are values of the same two arrays, so one compiled program runs any of them. Both arrays have
-gradients: that of `add` is the tensor's gradient.
+Edits without `fn` are values of the same two arrays, so one compiled program runs any of them. Both
+arrays have gradients: that of `add` is the tensor's gradient.
 """
 
 import functools
@@ -20,7 +20,8 @@ from flax_mha.base.trees import combine, partition
 from flax_mha.layer.points import COLLECTION, Edit, visitor
 from flax_mha.layer.standard import Attention
 
-__all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep"]
+__all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
+__dir__ = __all__.copy
 
 
 class Edits(nnx.Variable[Any]):
@@ -89,6 +90,30 @@ def names(model: Any, *args: Any, **kwargs: Any) -> _Names:
     with visitor(visit):
         jax.eval_shape(call, *args)
     return points
+
+
+class _Values(dict[str, Any]):
+    """The values of a run by path. A wrong path is an error that names the nearest."""
+
+    def __missing__(self, path: str) -> Any:
+        raise KeyError(f"{path!r} is no value of the run; {checks.nearest(path, self)}")
+
+
+def values(sown: Any) -> dict[str, Any]:
+    """Return the values that a run sowed by path, under the names of `names`.
+
+    >>> _, sown = model.apply(variables, x, mutable="intermediates")
+    >>> cache = edits.values(sown)
+    >>> z = cache["layers_0/attention/attention_z"]
+
+    Args:
+      sown: the collection `intermediates`, or the collections of the run; for nnx, the state of
+        `nnx.pop(model, nnx.Intermediate)`. A module that was called several times has a tuple.
+    """
+    tree = nnx.to_pure_dict(sown) if isinstance(sown, nnx.State) else sown
+    flat = flatten_dict(tree.get("intermediates", tree), sep="/")
+    is_one = {path: isinstance(x, tuple) and len(x) == 1 for path, x in flat.items()}
+    return _Values({path: x[0] if is_one[path] else x for path, x in flat.items()})
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,9 +195,9 @@ def _resolve(edits: Any, points: _Names) -> dict[str, Edit]:
         edits, sep="/", is_leaf=lambda _, x: not all(isinstance(key, str) for key in x)
     )
     if unknown := [path for path in chosen if path not in points]:
-        known = "\n  ".join(points) or "none"
         raise ValueError(
-            f"edits must be of points of the model, got {unknown}; give some of\n  {known}"
+            f"edits must be of points of the model, got {unknown}; for {unknown[0]!r} "
+            f"{checks.nearest(unknown[0], points)}; flax_mha.edits.names lists them"
         )
     for path, edit in chosen.items():
         layers = points.layers[path]
@@ -200,6 +225,13 @@ def _stack(edits: Mapping[int, Edit], num_layers: int) -> Any:
     heads = {edit.heads for edit in edits.values()}
     if len(heads) > 1:
         raise ValueError(f"edits of layers under scan must have the same heads, got {heads}")
+    functions = {edits[layer].fn if layer in edits else None for layer in range(num_layers)}
+    if len(functions) > 1:
+        raise ValueError(
+            f"edits of layers under scan, which run one program, must have one fn for all "
+            f"{num_layers} layers, got {len(functions)}; give each layer the same function, and "
+            f"numbers in args"
+        )
     neutral = Edit(heads=heads.pop())
 
     def join(*rows: Any) -> jax.Array:

