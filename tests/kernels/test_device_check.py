@@ -72,5 +72,5 @@ def test_unknown_names_are_refused(tmp_path: Path, flags: list[str], rule: str) 
 
 
 def test_calls_end_with_the_time(tmp_path: Path) -> None:
-    found = checked(tmp_path, "--total=0.001", "--calls=full")
+    found = checked(tmp_path, "--total=0.000001", "--calls=full")
     assert {result["status"] for result in found["full"].values()} == {"no time"}
