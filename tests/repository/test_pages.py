@@ -38,6 +38,13 @@ SLOW_NAMES = (
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
 
 
+def quickstart(scope: Scope) -> None:
+    """The attention's parameters stand in their block, as the comments say."""
+    mine = scope["mine"]
+    assert mine.keys() == {"Dense_0", "block", "EncoderBlock_0"}
+    assert all("query" in mine[name]["attention"] for name in ("block", "EncoderBlock_0"))
+
+
 def sharding(scope: Scope) -> None:
     y, out = scope["y"], scope["out"]
     assert y.sharding.spec[0] == "data"
@@ -174,6 +181,7 @@ CHECKS: dict[str, Callable[[Scope], None]] = {
     "docs/models.md": models,
     "docs/nnx.md": in_nnx,
     "docs/own.md": own,
+    "docs/quickstart.md": quickstart,
     "docs/sharding.md": sharding,
     "docs/variants.md": variants,
 }
@@ -244,7 +252,8 @@ def test_pages_with_meshes_set_the_number_of_devices() -> None:
         code = "".join(pages.blocks("python", pages.read(page)))
         for sizes in re.findall(r"make_mesh\(\(([\d, ]+)\)", code):
             needed = math.prod(int(size) for size in sizes.split(",") if size.strip())
-            assert f"JAX_NUM_CPU_DEVICES={needed} " in pages.read(page), (page, sizes)
+            settings = f"JAX_NUM_CPU_DEVICES={needed} ", f'("jax_num_cpu_devices", {needed})'
+            assert any(x in pages.read(page) for x in settings), (page, sizes)
 
 
 def is_figure(block: str) -> bool:
