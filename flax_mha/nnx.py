@@ -6,6 +6,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -291,7 +292,8 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             instead.
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
-            `nnx.Intermediate`. Outside of `nnx.capture` they stay in the layer until `nnx.pop`.
+            `nnx.Intermediate`, for `nnx.capture`. Outside of it they, and the values of the field
+            `capture`, stay in the layer until `nnx.pop`.
           decode: True to append these tokens, of any number, to the cache that `init_cache` made,
             and to attend to all so far, causally (default: the layer's `decode`).
           is_causal: True to see no later key; decoding always is.
@@ -312,8 +314,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         self._check_features(inputs_q, *of_kv)
         if checks.flag("is_causal", options.get("is_causal", False)):
             options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
-        # Outside of `nnx.capture`, of which nnx has no public sign, it stays in the layer.
-        is_captured = hasattr(self, "__captures__") or options.get("sow_weights", False)
+        # What `sow` would not keep is not computed. nnx has no public sign of a capture.
+        keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
+        is_captured = hasattr(self, "__captures__") or not keeps_none
         points = Points(self, self.edits or {}, collection=nnx.Intermediate)
         call = self._make_call(
             options, self._learned(), self._dropout_rng(options), points, is_captured,

@@ -84,6 +84,7 @@ def in_nnx(scope: Scope) -> None:
     np.testing.assert_allclose(scope["same"], scope["layer"](scope["x"]), atol=1e-6)
     np.testing.assert_allclose(scope["prompt"], scope["same"], atol=1e-5)
     assert scope["following"].shape == (2, 1, 64)
+    assert scope["weights"].shape == (2, 8, 10, 10)
 
 
 def from_folders(scope: Scope) -> None:
