@@ -16,7 +16,7 @@ from flax.typing import Dtype, Initializer
 
 from flax_mha import linen, masks
 from flax_mha.base import checks
-from flax_mha.base.arguments import check_known, described_as, with_options
+from flax_mha.base.arguments import check_known, described_as, hidden_field, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
 from flax_mha.layer import core
@@ -77,7 +77,12 @@ class Module(nnx.Module):
                 own = type(cls)(cls.__name__, (cls,), {"compute": hidden})
                 object.__setattr__(self, "__class__", own)
             held = vars(self).get(name)
-            super().__setattr__(name, value)
+            try:
+                super().__setattr__(name, value)
+            except ValueError:  # A parameter or a module, where the field holds none.
+                if name in getattr(self, "__dataclass_fields__", {}):
+                    raise hidden_field(type(self), name) from None
+                raise
             if name in _TREES:
                 tree, vars(self)[name] = vars(self)[name], held
                 vars(self)[name] = None if tree is None else _hold(self, name, tree, held)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import InitSignature, check_given
+from flax_mha.base.arguments import InitSignature, check_given, hidden_field
 from flax_mha.cache import CacheConfig, as_cache_config
 from flax_mha.kernels.capture import Capture, as_capture
 from flax_mha.layer import core
@@ -57,6 +57,13 @@ class Attention(Settings):
     out_dot_general_cls: None = None
     qk_attn_weights_einsum_cls: None = None
     attn_weights_value_einsum_cls: None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse attributes that `__init__` would replace by the values of fields."""
+        inherited = {x for base in cls.__mro__ for x in getattr(base, "__dataclass_fields__", ())}
+        for name in vars(cls).keys() & inherited - vars(cls).get("__annotations__", {}).keys():
+            raise hidden_field(cls, name)
+        super().__init_subclass__(**kwargs)
 
     if not TYPE_CHECKING:  # Type checkers and editors show the fields.
 
