@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from flax_mha import Decoder, Encoder, interop, masks
 from tests.repository import test_recipes
@@ -85,6 +86,12 @@ def in_nnx(scope: Scope) -> None:
     np.testing.assert_allclose(scope["prompt"], scope["same"], atol=1e-5)
     assert scope["following"].shape == (2, 1, 64)
     assert scope["weights"].shape == (2, 8, 10, 10)
+    assert str(jax.typeof(scope["sharded"].query.kernel[...])) == "float32[64,8@model,8]"
+    assert str(jax.typeof(scope["over_rows"])) == "float32[2@batch,10,64]"
+    assert scope["written"].shape == (2, 6)
+    assert jax.tree.structure(scope["restored"]) == jax.tree.structure(
+        nnx.to_pure_dict(scope["state"])
+    )
 
 
 def from_folders(scope: Scope) -> None:
