@@ -16,7 +16,7 @@ from flax_mha.cache import CacheConfig, as_cache_config
 from flax_mha.kernels.capture import Capture, as_capture
 from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
-from flax_mha.layer.points import Points
+from flax_mha.layer.points import Points, asked
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import ZEROS, Call, Settings, has_bias
 from flax_mha.scores import ScoreMod, as_scores
@@ -119,7 +119,7 @@ class Attention(Settings):
         and `is_captured` is True if intermediates are collected.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
-        reads, is_custom = self.capture, self.custom_attention is not None
+        reads, is_custom = asked(self, self.capture), self.custom_attention is not None
         if sow_weights and not is_custom:  # Such a function sows them by itself.
             names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
             reads = dataclasses.replace(reads or Capture(()), what=tuple(names))

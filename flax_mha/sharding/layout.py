@@ -169,10 +169,10 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     arrays, static = partition(args, is_array)
     of_arrays = [spec_of(x) for x in jax.tree.leaves(arrays)] if is_replicated else []
     if any(map(any, of_arrays)):
+        fitting = rules.suggest(of_arrays[0], of_arrays)
         raise ValueError(
             f"arrays sharded over the Explicit mesh axes {mesh.explicit_axes} need logical axis "
-            f"rules; wrap in `with nn.logical_axis_rules({rules.suggest(of_arrays[0], of_arrays)})` "
-            f"(nnx has the same context)"
+            f"rules; wrap in `with nn.logical_axis_rules({fitting})` (nnx has the same context)"
         )
 
     def spec(n: rules.LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
