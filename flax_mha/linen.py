@@ -183,6 +183,8 @@ class MultiHeadAttention(Attention, nn.Module):
           TypeError: if a dtype is not supported.
         """
         check_known(type(self).__name__, options, LayerOptions.__annotations__, of_layer=True)
+        if points.replaced.value is not None:
+            points.replaced.value.give(self)
         kv = options.get("kv")
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None

@@ -49,6 +49,21 @@ class _Asked:
 _asked = jax.make_user_context(None)
 
 
+@dataclasses.dataclass(eq=False)
+class Fields:
+    """Fields of linen layers by their path, in place of their own. It equals itself alone."""
+
+    by_path: Mapping[tuple[str, ...], Mapping[str, Any]]
+
+    def give(self, layer: nn.Module) -> None:
+        """Set the fields of a layer that is called."""
+        for name, value in self.by_path.get(layer.path, {}).items():
+            object.__setattr__(layer, name, value)
+
+
+replaced = jax.make_user_context(None)
+
+
 @contextlib.contextmanager
 def capturing(capture: Capture | None) -> Iterator[list[str]]:
     """Let modules called in this context capture these values, in place of those of their own.
