@@ -293,7 +293,7 @@ class Block(nnx.Module):
     ids=["sow_weights", "field"],
 )
 def test_values_are_captured_and_popped(fields: Any, call: Any, way: str, jitted: bool) -> None:
-    """In a model, under jit: twice, as what was popped is gone."""
+    """In a model, under jit, and twice, as popped values are gone."""
     model = Block(**fields)
     wanted, weights = Block().attention(X, return_weights=True)
 
