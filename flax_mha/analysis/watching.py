@@ -64,7 +64,7 @@ def _watched(cls: Any, capture: Capture | None) -> Iterator[None]:
         yield
     if modules:
         _SEEN.add(cls)
-    elif cls not in _SEEN:
+    elif modules is not None and cls not in _SEEN:
         checks.warn(
             f"a watched {cls.__name__} has called no attention layer of flax_mha, so nothing is "
             f"captured; swap those of Flax first, by interop.swap"

@@ -18,12 +18,12 @@ def within(model: Model, context: Callable[..., AbstractContextManager[Any]], *a
     It is of a subclass of the model's class, `cls`, with the same fields. Models are equal for
     equal models and arguments, and pickle if the context is a function of a module.
     """
-    cls: Any = type(model)
+    subclass: Any = _subclass
     try:
-        cls = _subclass(cls, context, *args)
-    except TypeError:  # Arguments without a hash, such as a mask with arrays.
-        cls = _subclass.__wrapped__(cls, context, *args)
-    made: Model = cls(**_values(model))
+        hash(args)
+    except TypeError:  # Such as a mask with arrays.
+        subclass = _subclass.__wrapped__
+    made: Model = subclass(type(model), context, *args)(**_values(model))
     return made
 
 
@@ -49,8 +49,10 @@ def _subclass(cls: Any, context: Callable[..., AbstractContextManager[Any]], *ar
         # Pickle finds no such class by its name.
         return within, (cls(**_values(model)), context, *args)
 
-    public = [name for name in dir(cls) if name == "__call__" or not hasattr(nn.Module, name)]
-    methods = [name for name in public if inspect.isfunction(inspect.getattr_static(cls, name))]
+    # Functions that are defaults of fields are no methods.
+    fields = {field.name for field in dataclasses.fields(cls)}
+    public = {x for x in dir(cls) if x == "__call__" or not hasattr(nn.Module, x)} - fields
+    methods = [x for x in sorted(public) if inspect.isfunction(inspect.getattr_static(cls, x))]
     # These two also call functions that are no methods of the model: apply(…, method=function).
     methods += ["apply", "init_with_output"]
     entries = {name: getattr(cls, name) for name in ("__module__", "__eq__", "__hash__")}

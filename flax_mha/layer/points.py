@@ -65,13 +65,15 @@ replaced = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def capturing(capture: Capture | None) -> Iterator[list[str]]:
+def capturing(capture: Capture | None) -> Iterator[list[str] | None]:
     """Let modules called in this context capture these values, in place of those of their own.
 
-    Yields the names of the classes of the modules so far.
+    Yields the names of the classes of the modules so far, or None inside of an equal context.
     """
     value = _Asked(capture)
-    value = _asked.value if _asked.value == value else value
+    if _asked.value == value:
+        yield None
+        return
     with _asked(value):
         yield value.modules
 

@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -20,11 +21,13 @@ from flax_mha import (
     EncoderBlock,
     LanguageModel,
     MultiHeadAttention,
+    SelfAttention,
     Translator,
     analysis,
     interop,
     masks,
     models,
+    variants,
 )  # fmt: skip
 from tests.analysis.watched_models import PATHS, InSetup, Made
 from tests.support import oracle
@@ -156,6 +159,23 @@ def test_heads_of_layers_made_in_calls_are_detected(kind: Any) -> None:
     # A layer that is given keys attends to another sequence.
     assert found.keys() == swapped.keys() == {*PATHS[kind]} - {"second"}
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), found, swapped)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [LAYER, SelfAttention(N), variants.TalkingHeadsAttention(N), interop.swap(nn.SelfAttention(N))],
+    ids=lambda layer: type(layer).__name__,
+)
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated")
+def test_a_bare_layer_captures(layer: Any) -> None:
+    values = jax.eval_shape(layer.init, jax.random.key(0), X)
+    watched = analysis.watch(layer, WEIGHTS)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="a watched")
+        call = functools.partial(watched.apply, mutable="intermediates")
+        _, sown = jax.eval_shape(call, values, X)
+    assert sown["intermediates"]["attention_weights"][0].shape == (B, N, T, T)
+    assert isinstance(watched, type(layer))
 
 
 def test_watched_models_are_equal_and_pickle() -> None:
