@@ -222,8 +222,12 @@ def _second(loss: Any) -> Any:
 
 
 def _second_ragged(loss: Any) -> Any:
-    """Return second gradients with a traced mask, which may make loops of unknown length."""
-    return lambda *qkv: _second(lambda *x: loss(*x, mask=Lengths(jnp.full(2, T // 2))))(*qkv)
+    """Return second gradients with a traced mask, which makes loops of unknown length of 3·T."""
+
+    def longer(*qkv: Any) -> Any:
+        return loss(*(jnp.tile(x, (1, 3, 1, 1)) for x in qkv), mask=Lengths(jnp.full(2, T)))
+
+    return _second(longer)
 
 
 DERIVATIVES: dict[str, Callable[[Any], Any]] = {

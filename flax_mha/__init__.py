@@ -13,10 +13,10 @@ __all__ = [
     "MLP", "CacheConfig", "Capture", "Classifier", "Decoder", "DecoderBlock", "Encoder",
     "EncoderBlock", "Experts", "Explanation", "Generated", "KVCache", "LanguageModel",
     "MultiHeadAttention", "MultiHeadDotProductAttention", "Platform", "QKNorm", "SelfAttention",
-    "Translator", "analysis", "attention_fn", "cache", "dot_product_attention",
-    "dot_product_attention_weights", "edits", "explain", "generate", "interop", "masks", "models",
-    "muon_dimensions", "plots", "positions", "qk_clip", "sampling", "scores", "sharding",
-    "variants",
+    "Translator", "analysis", "attention_fn", "cache", "combine_masks",
+    "dot_product_attention", "dot_product_attention_weights", "edits", "explain", "generate",
+    "interop", "make_attention_mask", "make_causal_mask", "masks", "models", "muon_dimensions",
+    "plots", "positions", "qk_clip", "sampling", "scores", "sharding", "variants",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from flax_mha.layer.qk_clip import qk_clip
     from flax_mha.layer.qk_norm import QKNorm
     from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention, SelfAttention
+    from flax_mha.masks.helpers import combine_masks, make_attention_mask, make_causal_mask
     from flax_mha.models import Classifier, LanguageModel, Translator
     from flax_mha.models.blocks import DecoderBlock, EncoderBlock
     from flax_mha.models.experts import Experts
@@ -55,6 +56,7 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         "layer.attention_fn": ("attention_fn", "dot_product_attention_weights"),
         "layer.muon": ("muon_dimensions",),
         "layer.qk_clip": ("qk_clip",),
+        "masks.helpers": ("combine_masks", "make_attention_mask", "make_causal_mask"),
         "models.generation": ("Generated", "generate"),
         "kernels": ("Capture", "Explanation", "Platform", "dot_product_attention", "explain"),
         "models.feed_forward": ("MLP",),

@@ -2,15 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import flax.linen as nn
 import jax
+from flax.errors import SetAttributeInModuleSetupError
 from flax.typing import Initializer
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks
-from flax_mha.base.arguments import check_known, described_as, with_options
+from flax_mha.base.arguments import check_known, described_as, hidden_field, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, Memory, as_cache_config, collection, sources
 from flax_mha.layer import core, points
@@ -103,6 +104,16 @@ class MultiHeadAttention(Attention, nn.Module):
     decode: bool = False
     partitioned: bool = False
 
+    if not TYPE_CHECKING:  # Fields are frozen.
+
+        @nn.nowrap
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute of a layer that is being made, or in a subclass's `setup`."""
+            try:
+                super().__setattr__(name, value)
+            except SetAttributeInModuleSetupError:
+                raise hidden_field(type(self), name) from None
+
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
@@ -172,6 +183,8 @@ class MultiHeadAttention(Attention, nn.Module):
           TypeError: if a dtype is not supported.
         """
         check_known(type(self).__name__, options, LayerOptions.__annotations__, of_layer=True)
+        if points.replaced.value is not None:
+            points.replaced.value.give(self)
         kv = options.get("kv")
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None

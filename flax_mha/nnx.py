@@ -6,6 +6,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from flax.typing import Dtype, Initializer
 
 from flax_mha import linen, masks
 from flax_mha.base import checks
-from flax_mha.base.arguments import check_known, described_as, with_options
+from flax_mha.base.arguments import check_known, described_as, hidden_field, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
 from flax_mha.edits import Edit, Edits
@@ -83,7 +84,12 @@ class Module(nnx.Module):
                 own = type(cls)(cls.__name__, (cls,), {"compute": hidden})
                 object.__setattr__(self, "__class__", own)
             held = vars(self).get(name)
-            super().__setattr__(name, value)
+            try:
+                super().__setattr__(name, value)
+            except ValueError:  # A parameter or a module, where the field holds none.
+                if name in getattr(self, "__dataclass_fields__", {}):
+                    raise hidden_field(type(self), name) from None
+                raise
             if name in _TREES:
                 tree, vars(self)[name] = vars(self)[name], held
                 vars(self)[name] = None if tree is None else _hold(self, name, tree, held)
@@ -298,7 +304,8 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             instead.
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
-            `nnx.Intermediate`. Outside of `nnx.capture` they stay in the layer until `nnx.pop`.
+            `nnx.Intermediate`, for `nnx.capture`. Outside of it they, and the values of the field
+            `capture`, stay in the layer until `nnx.pop`.
           decode: True to append these tokens, of any number, to the cache that `init_cache` made,
             and to attend to all so far, causally (default: the layer's `decode`).
           is_causal: True to see no later key; decoding always is.
@@ -319,8 +326,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         self._check_features(inputs_q, *of_kv)
         if checks.flag("is_causal", options.get("is_causal", False)):
             options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
-        # Outside of `nnx.capture`, of which nnx has no public sign, it stays in the layer.
-        is_captured = hasattr(self, "__captures__") or options.get("sow_weights", False)
+        # What `sow` would not keep is not computed. nnx has no public sign of a capture.
+        keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
+        is_captured = hasattr(self, "__captures__") or not keeps_none
         points = Points(self, self.edits or {}, collection=nnx.Intermediate)
         call = self._make_call(
             options, self._learned(), self._dropout_rng(options), points, is_captured,

@@ -125,7 +125,7 @@ class Module:
 
         All branches of a conditional count, although only one of them runs at a time, so that
         counts are upper bounds; or if `usual`, its first branch alone, `lax.cond`'s for False.
-        What isolates NaN does not count, a branch or the steps of a loop.
+        Branches and loops that isolate NaN do not count.
         """
         self.unknown.clear()
         yield from self._runs(self.entry, 1, False, usual)

@@ -1,9 +1,13 @@
 """Models without some of their attention heads."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, cast
 
+import flax.linen as nn
+import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
@@ -13,8 +17,10 @@ from flax_mha import linen, masks
 from flax_mha.analysis.selection import Kept, keep
 from flax_mha.analysis.watching import rebuild
 from flax_mha.base import checks
+from flax_mha.base.within import within
 from flax_mha.edits import attention_layers
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
+from flax_mha.layer.points import Fields, replaced, visitor
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import as_scores, learned
 
@@ -24,17 +30,19 @@ Path: TypeAlias = tuple[str, ...]
 def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
     """Return a model without some attention heads, and its variables.
 
-    `prune(linen_model, variables, heads)` returns a module and its variables, and
+    `prune(linen_model, variables, heads, *inputs)` returns a module and its variables, and
     `prune(nnx_model, heads)` a new module. Outputs are those of a `head_mask` with 0 for the heads.
     Keys and values that no query head reads any more are removed too.
 
     Args:
-      model: a linen or nnx module that holds its attention layers in its fields, as those of
-        `flax_mha.models` do. A pruned stack has one block for each layer, or for each of a step.
+      model: a linen or nnx module. A pruned stack has one block for each layer, or for each of a
+        step.
       *args: the arguments above. `heads` has the indices of the heads to remove by the path of the
         layer, such as `{"layers_0/attention": (1, 3)}`; the path of a bare layer is "". Layers
         under `scan` have one path. Give a dict by layer, as many heads for each, such as
-        `{"layers/attention": {0: (1,), 1: (3,)}}`, or one tuple for all.
+        `{"layers/attention": {0: (1,), 1: (3,)}}`, or one tuple for all. The inputs of a call,
+        which is traced, show layers that are made in `setup` or `@nn.compact`, and those of
+        `interop.swap`. Layers in fields need none.
       repeat_kv: True to repeat key/value heads that would be shared by unequal numbers of heads.
 
     Raises:
@@ -42,22 +50,52 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
         The error has the reason.
       TypeError: if heads are not indices.
     """
-    *variables, heads = args
+    is_nnx = isinstance(model, nnx.Module)
+    variables: Any = None if is_nnx else args[0]
+    heads, *inputs = args if is_nnx else args[1:]
     if not isinstance(heads, Mapping):
         raise TypeError(
             f"heads must be a dict of indices by path, got {checks.describe(heads)}; give "
             f"{{'layers_0/attention': (1, 3)}}, say, or {{'': (1, 3)}} for a bare layer"
         )
     heads = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
-    if isinstance(model, nnx.Module):
+    if is_nnx:
         return _prune_nnx(model, heads, repeat_kv)
-    pruner = _Pruner(flatten_dict(variables[0]["params"]), heads, repeat_kv)
+    pruner = _Pruner(flatten_dict(variables["params"]), heads, repeat_kv)
+    made = {} if not inputs else _made_layers(model, variables, inputs)
     model = rebuild(model, pruner.change)
-    _check_paths(heads, pruner.kept)
-    for name in variables[0].keys() - {"params"}:
-        if any(_under(path, flatten_dict(variables[0][name])) for path in heads):
+    fields = {
+        path: pruner.fields_of(layer, path) for path, layer in made.items()
+        if path in heads and path not in pruner.kept
+    }  # fmt: skip
+    _check_paths(heads, {**pruner.kept, **made})
+    if fields:
+        model = within(model, _pruned, Fields(fields))
+    for name in variables.keys() - {"params"}:
+        if any(_under(path, flatten_dict(variables[name])) for path in heads):
             raise ValueError(f"variables must have no {name!r} of pruned layers; leave it out")
-    return model, {**variables[0], "params": unflatten_dict(pruner.params)}
+    return model, {**variables, "params": unflatten_dict(pruner.params)}
+
+
+def _pruned(cls: Any, fields: Fields) -> AbstractContextManager[Any]:
+    """Return the context of a pruned model, which gives its layers their fields."""
+    del cls
+    return cast(AbstractContextManager[Any], replaced(fields))
+
+
+def _made_layers(model: nn.Module, variables: Any, inputs: Any) -> dict[Path, Any]:
+    """Return the attention layers of a call by path, wherever they are made."""
+    layers: dict[Path, Any] = {}
+
+    def visit(module: Any, *_: Any) -> None:
+        if isinstance(module, linen.MultiHeadAttention) and module.path not in layers:
+            names = [field.name for field in dataclasses.fields(module) if field.init]
+            values = {name: getattr(module, name) for name in names}
+            layers[module.path] = type(module)(**values | {"parent": None, "name": None})
+
+    with visitor(visit):
+        jax.eval_shape(functools.partial(model.apply, mutable=True), variables, *inputs)
+    return layers
 
 
 @dataclasses.dataclass
@@ -80,13 +118,18 @@ class _Pruner:
         if path not in self.removed:
             self.kept[path] = Kept("", [np.arange(N).reshape(K, -1)], N, K, 1, N)
             return layer
+        return layer.clone(**self.fields_of(layer, path))
+
+    def fields_of(self, layer: Any, path: Path) -> dict[str, Any]:
+        """Return the new fields of a layer that loses heads, and change its parameters."""
+        N = layer.num_heads
         table = layer.table(2 * N, 2 * N, 2 * N)
         own, removed = _under(path, self.params), self.removed[path]
         fields, own, self.kept[path] = _without(path, layer, table, own, removed, self.repeat_kv)
         self.params |= {(*path, *name): x for name, x in own.items()}
         if layer.num_kv_heads is None:
             del fields["num_kv_heads"]
-        return layer.clone(**fields)
+        return fields
 
     def _stack(self, stack: Any, path: Path) -> Any:
         blocks, owner = stack.blocks, "/".join(path) or "the stack"
@@ -187,7 +230,8 @@ def _check_paths(heads: Mapping[Path, Any], layers: Iterable[Path]) -> None:
         remedy = checks.nearest(unknown[0], map("/".join, layers))
         raise ValueError(
             f"heads must be of attention layers in the model's fields, got {unknown}; for "
-            f"{unknown[0]!r} {remedy}"
+            f"{unknown[0]!r} {remedy}, or for layers made in a call give its inputs too, as in "
+            f"prune(model, variables, heads, x)"
         )
 
 

@@ -1,46 +1,74 @@
 """Models whose attention layers capture values."""
 
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 from flax import nnx
 
-from flax_mha import linen
+from flax_mha.base import checks
+from flax_mha.base.within import within
 from flax_mha.edits import attention_layers
 from flax_mha.kernels import Capture
+from flax_mha.kernels.capture import as_capture
+from flax_mha.layer.points import capturing
+
+# The classes of watched models that have called a layer. JAX's caches may skip later calls.
+_SEEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(model: Any, capture: Capture | None) -> Any:
     """Return a copy of a model whose attention layers capture values, for the same variables.
 
+    All layers of flax_mha that a linen model calls do, wherever they are made: in fields, `setup`
+    or `@nn.compact`, and those of `interop.swap`. A warning tells of a call without any.
+
     Args:
-      model: a linen module that holds its attention layers in its fields, as those of
-        `flax_mha.models` do; or an nnx module, whose copy shares its variables.
+      model: a linen module; or an nnx module, whose copy shares its variables.
       capture: the values, such as `Capture(("weights",))`; None for none.
 
     Raises:
-      ValueError: if the model holds no attention layer.
+      ValueError: if an nnx model holds no attention layer.
+      TypeError: if the model is no module.
     """
-    if isinstance(model, nnx.Module):
-        copy = nnx.merge(*nnx.split(model))
-        layers = attention_layers(copy)
-        for _, layer in layers:
-            layer.capture = capture
-        is_changed = bool(layers)
-    else:
-
-        def change(x: Any, path: Any) -> Any:
-            return x.clone(capture=capture) if isinstance(x, linen.MultiHeadAttention) else None
-
-        copy = rebuild(model, change)
-        is_changed = copy is not model
-    if not is_changed:
+    capture = as_capture(capture, in_layer=True)
+    if isinstance(model, nn.Module):
+        return within(model, _watched, capture)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model must be a module of linen or nnx, got {checks.describe(model)}; give Model()"
+        )
+    copy = nnx.merge(*nnx.split(model))
+    layers: list[Any] = [layer for _, layer in attention_layers(copy)]
+    for layer in layers:
+        layer.capture = capture
+    for _, node in [*nnx.iter_modules(copy)]:
+        for name, value in [*vars(node).items()]:
+            if isinstance(value, nn.Module):  # For example in `nnx.bridge.ToNNX`.
+                setattr(node, name, watch(value, capture))
+                layers.append(value)
+    if not layers:
         raise ValueError(
-            f"a model to watch must hold attention layers of flax_mha in its fields, got "
-            f"{type(model).__name__}; give the layer it makes `capture` instead"
+            f"a model to watch must hold attention layers of flax_mha, got {type(model).__name__}; "
+            f"swap those of Flax first, by interop.swap"
         )
     return copy
+
+
+@contextlib.contextmanager
+def _watched(cls: Any, capture: Capture | None) -> Iterator[None]:
+    """Let a call capture values, and warn if it calls no layer, unless an earlier one did."""
+    with capturing(capture) as modules:
+        yield
+    if modules:
+        _SEEN.add(cls)
+    elif modules is not None and cls not in _SEEN:
+        checks.warn(
+            f"a watched {cls.__name__} has called no attention layer of flax_mha, so nothing is "
+            f"captured; swap those of Flax first, by interop.swap"
+        )
 
 
 def rebuild(x: Any, change: Callable[[Any, Any], Any], path: tuple[str, ...] = ()) -> Any:

@@ -59,6 +59,14 @@ def check_known(
             raise TypeError(f"{owner} takes no {name}; give one of {sorted(known)}")
 
 
+def hidden_field(cls: type, name: str) -> TypeError:
+    """Return the error for a subclass of a layer that uses the name of a field for its own."""
+    return TypeError(
+        f"{cls.__name__}.{name} must be the field of this name of flax_mha's layer, got an "
+        f"attribute of the subclass; rename it, or write `{name}: Any = …` for another default"
+    )
+
+
 def names_of(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a function's parameters."""
     return frozenset(inspect.signature(function).parameters)

@@ -4,11 +4,11 @@
 >>> fast.apply(variables, x)  # the same parameters, the same outputs
 """
 
-import dataclasses
+import contextlib
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
@@ -18,6 +18,7 @@ from flax import nnx
 
 import flax_mha.nnx
 from flax_mha.base import checks
+from flax_mha.base.within import within
 from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
@@ -53,49 +54,18 @@ def swap(model: Model, **fields: Any) -> Model:
     if isinstance(model, nnx.Module):
         return cast(Model, nnx.recursive_map(functools.partial(_convert_nnx, fields), model))
     if isinstance(model, nn.Module):
-        return cast(Model, _make_linen(type(model), fields, _values(model)))
+        return within(model, _swapped, *sorted(fields.items()))
     raise TypeError(
         f"model must be a module of linen or nnx, got {checks.describe(model)}; give Model()"
     )
 
 
-def _values(model: Any) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(model) if field.init]
-    return {name: getattr(model, name) for name in names if name != "parent"}
-
-
-def _make_linen(cls: Any, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """Return a swapped model of a class, with the values of its fields."""
-    try:
-        return _subclass(cls, *sorted(fields.items()))(**values)
-    except TypeError:  # Fields without a hash, such as a mask with arrays.
-        return _subclass.__wrapped__(cls, *fields.items())(**values)
-
-
-@functools.cache
-def _subclass(cls: Any, *fields: tuple[str, Any]) -> Any:
-    """Return a subclass of a model's class whose methods intercept calls of Flax's layer."""
+@contextlib.contextmanager
+def _swapped(cls: Any, *fields: tuple[str, Any]) -> Iterator[None]:
+    """Intercept calls of Flax's layer, in a context that JAX's caches know by its class."""
     interceptor = functools.partial(_call, dict(fields))
-
-    def intercept(method: Callable[..., Any]) -> Callable[..., Any]:
-        @nn.nowrap
-        @functools.wraps(method)
-        def intercepted(*args: Any, **kwargs: Any) -> Any:
-            with _swapping(subclass if fields else True), nn.intercept_methods(interceptor):
-                return method(*args, **kwargs)
-
-        return intercepted
-
-    public = [name for name in dir(cls) if name == "__call__" or not hasattr(nn.Module, name)]
-    methods = [name for name in public if inspect.isfunction(inspect.getattr_static(cls, name))]
-    # These two also call functions that are no methods of the model: apply(…, method=function).
-    methods += ["apply", "init_with_output"]
-    entries = {name: getattr(cls, name) for name in ("__module__", "__eq__", "__hash__")}
-    # Pickle finds no such class by its name.
-    entries["__reduce__"] = nn.nowrap(lambda m: (_make_linen, (cls, dict(fields), _values(m))))
-    entries |= {name: intercept(getattr(cls, name)) for name in methods}
-    subclass = type(cls.__name__, (cls,), entries)
-    return subclass
+    with _swapping(cls if fields else True), nn.intercept_methods(interceptor):
+        yield
 
 
 def _call(fields: Any, call: Any, args: Any, kwargs: Any, context: Any) -> Any:

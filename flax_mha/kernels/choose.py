@@ -24,8 +24,6 @@ from flax_mha.kernels.tile_plan import computes_in_bfloat16
 FLEX_GPUS: frozenset[tuple[int, int]] = frozenset([(9, 0)])
 # The maximum number of scores for which `auto` takes `reference` on a GPU: 1 GiB of float32.
 MOST_SCORES = 2**28
-# On a CPU under a traced mask: 64 MiB. With twice as many, JAX 0.10 was slower forward.
-FEW_SCORES = 2**24
 
 # Context-parallel strategies for a sharded sequence. "ulysses": each device takes all tokens of
 # some heads. "ring": keys pass around the devices. "usp": a ring of groups of devices, "ulysses" in
@@ -207,9 +205,7 @@ def decide(
     their reasons. Returns the choice with the reasons against the tried kernels, and the function
     that computes the call; None if no kernel supports it.
     """
-    mask_arrays = () if spec.mask is None else (spec.mask, spec.q_pos, spec.k_pos)
-    traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(mask_arrays))
-    names = preference(q, k, platform, traced) if kernel == "auto" else [kernel]
+    names = preference(q, k, platform) if kernel == "auto" else [kernel]
     others = [name for name in KERNELS if name not in names] if ask_all else []
     chosen, chosen_call, refused = None, None, {}
     for name in names + others:
@@ -230,15 +226,13 @@ def decide(
     return Explanation(chosen, refused, tile=tile), chosen_call
 
 
-def preference(
-    q: jax.Array, k: jax.Array | Stored, platform: Platform, traced: bool = False
-) -> list[str]:
+def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[str]:
     """Return the kernels, best first, for a call of this size.
 
     | platform | the first of these that supports the call |
     |---|---|
     | TPU | `reference` below T·S = 64², `short`, `reference` up to 256², then the others in order |
-    | CPU | `reference` up to 256², or under a traced mask up to 512² and 2²⁴ scores in all |
+    | CPU | `reference` up to 256², then the others in order |
     | CPU, bfloat16 | the same, but only with fewer than 64 queries or keys |
     | GPU | `cudnn`, `flex` above 256², `reference` up to 2,048² and 2²⁸ scores, then the others |
 
@@ -250,11 +244,7 @@ def preference(
     elif platform.name in ("cpu", "tpu"):
         # Up to this size, `reference` is as fast on CPU, and compiles faster. On TPU, flex's
         # blocks would be mostly empty.
-        most = 256**2
-        if platform.name == "cpu" and traced and symbols.at_most(scores * rows, FEW_SCORES):
-            # In short calls, kernels skip few tiles of a traced mask.
-            most = 512**2
-        first = ["reference"] if symbols.at_most(scores, most) else []
+        first = ["reference"] if symbols.at_most(scores, 256**2) else []
         if first and platform.name == "tpu" and not symbols.at_most(scores, 64**2 - 1):
             first = ["short", *first]
     else:

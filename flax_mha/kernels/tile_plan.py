@@ -1,5 +1,6 @@
 """The division of a call into tiles, and the tiles that each block of queries visits."""
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import Array, At, flat_batch, tiles_of
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import tree_nodes
+from flax_mha.kernels.mask_parts import conjuncts
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
 from flax_mha.masks.tiles import is_static
@@ -125,6 +127,8 @@ MOST = 2**21
 # A mask's blocks (`smallest_blocks`) of fewer than _SMALL queries or keys share tiles of at least
 # _SHARED. Blocks of more than _LARGE are divided.
 _SMALL, _SHARED, _LARGE = 16, 64, 512
+# Up to this number of scores of a head, a traced mask hides too few tiles to visit them one by one.
+_SHORT = 512**2
 # The maximum number of key ranges, because each is compiled separately.
 _KEY_RANGES = 4
 # The queries and keys of a tile if lengths are symbolic.
@@ -161,7 +165,9 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     for plan in plans:
         states = tile_states(spec, at, plan)
         if not isinstance(states, np.ndarray):
-            return plan, make_visit_lists(states)
+            if dims.T * dims.S > _SHORT:
+                return plan, make_visit_lists(states)
+            states = _bound_states(spec, at, plan)
         key_ranges = _find_key_ranges(plan, states)
         cost = _cost_of_key_ranges(plan, key_ranges, most)
         choices.append((cost, plan._replace(key_ranges=key_ranges), states))
@@ -221,6 +227,13 @@ def tile_states(spec: AttentionSpec, at: At, plan: Plan) -> Array:
         last = shapes.lead(symbols.count_up(plan.nk) == plan.nk - 1, 4) & (states == FULL)
         states = (np if is_static(states) else jnp).where(last, np.int8(PARTIAL), states)
     return states
+
+
+def _bound_states(spec: AttentionSpec, at: At, plan: Plan) -> np.ndarray:
+    """Return EMPTY for tiles that static parts of a traced mask hide, PARTIAL for the others."""
+    parts = (tile_states(spec.replace(mask=mask), at, plan) for mask in conjuncts(spec.mask))
+    bound = np.full((1, 1, plan.nq, plan.nk), PARTIAL, np.int8)
+    return functools.reduce(np.minimum, filter(is_static, parts), bound)
 
 
 def visible_tiles(spec: AttentionSpec, dims: Dims, n: int) -> Array:

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -106,6 +107,7 @@ def attend(
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)
+    chex.assert_shape(x, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
     x = call.points("z", x, sharding.HEADS)
     x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
     x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
@@ -116,6 +118,7 @@ def attend(
         call.points.sow(name, value)
     out = head_points.edit_result(call.points, p.get("out"), x, out)
     out = checkpoint_name(call.points.last("out", out), "out")
+    chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
     return Output(out, more[0] if call.return_weights else None, cache, source)
 
 

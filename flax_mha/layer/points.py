@@ -38,6 +38,55 @@ class _Pairs:
 _reader = jax.make_user_context(None)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The capture of all modules in a context, None for none, and who has asked for it."""
+
+    capture: Capture | None
+    modules: list[str] = dataclasses.field(default_factory=list, compare=False)
+
+
+_asked = jax.make_user_context(None)
+
+
+@dataclasses.dataclass(eq=False)
+class Fields:
+    """Fields of linen layers by their path, in place of their own. It equals itself alone."""
+
+    by_path: Mapping[tuple[str, ...], Mapping[str, Any]]
+
+    def give(self, layer: nn.Module) -> None:
+        """Set the fields of a layer that is called."""
+        for name, value in self.by_path.get(layer.path, {}).items():
+            object.__setattr__(layer, name, value)
+
+
+replaced = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def capturing(capture: Capture | None) -> Iterator[list[str] | None]:
+    """Let modules called in this context capture these values, in place of those of their own.
+
+    Yields the names of the classes of the modules so far, or None inside of an equal context.
+    """
+    value = _Asked(capture)
+    if _asked.value == value:
+        yield None
+        return
+    with _asked(value):
+        yield value.modules
+
+
+def asked(module: Any, own: Capture | None) -> Capture | None:
+    """Return the capture of a module's call, given that of its fields."""
+    if _asked.value is None:
+        return own
+    _asked.value.modules.append(type(module).__name__)
+    capture: Capture | None = _asked.value.capture
+    return capture
+
+
 @contextlib.contextmanager
 def reading_pairs(pairs: Mapping[str, Any]) -> Iterator[None]:
     """Let layers called in this context read the mean weights on pairs, as `attention_pairs`."""
@@ -227,5 +276,5 @@ def of_module(module: nn.Module, reads: Capture | None = None, prefix: str = "")
     places = (module.variables, module.variables.get("params", {}))
     values = [pair for place in places for pair in place.get(COLLECTION, {}).items()]
     edits = {name: edit for name, edit in values if isinstance(edit, Edit)}
-    reads = reads if module.is_mutable_collection("intermediates") else None
+    reads = asked(module, reads) if module.is_mutable_collection("intermediates") else None
     return Points(module, edits, prefix, reads=reads)

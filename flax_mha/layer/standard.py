@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import InitSignature, check_given
+from flax_mha.base.arguments import InitSignature, check_given, hidden_field
 from flax_mha.cache import CacheConfig, as_cache_config
 from flax_mha.kernels.capture import Capture, as_capture
 from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
-from flax_mha.layer.points import Points
+from flax_mha.layer.points import Points, asked
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import ZEROS, Call, Settings, has_bias
 from flax_mha.scores import ScoreMod, as_scores
@@ -57,6 +57,13 @@ class Attention(Settings):
     out_dot_general_cls: None = None
     qk_attn_weights_einsum_cls: None = None
     attn_weights_value_einsum_cls: None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse attributes that `__init__` would replace by the values of fields."""
+        inherited = {x for base in cls.__mro__ for x in getattr(base, "__dataclass_fields__", ())}
+        for name in vars(cls).keys() & inherited - vars(cls).get("__annotations__", {}).keys():
+            raise hidden_field(cls, name)
+        super().__init_subclass__(**kwargs)
 
     if not TYPE_CHECKING:  # Type checkers and editors show the fields.
 
@@ -112,7 +119,7 @@ class Attention(Settings):
         and `is_captured` is True if intermediates are collected.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
-        reads, is_custom = self.capture, self.custom_attention is not None
+        reads, is_custom = asked(self, self.capture), self.custom_attention is not None
         if sow_weights and not is_custom:  # Such a function sows them by itself.
             names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
             reads = dataclasses.replace(reads or Capture(()), what=tuple(names))

@@ -13,6 +13,7 @@ to `dot_product_attention`. Kernels evaluate it block by block.
 | `Keys(real)` | real[row, j] |
 | `Segments(q, kv=None)` | their segment ids are equal |
 | `Segments(ids, runs=True, at_most=n)` | they are in one run of equal ids |
+| `AtLeast(q, kv=None)` | the query's number is at least the key's |
 | `Documents(lengths)` | they are in one of several consecutive documents |
 | `Prefix(length)` | j < length or j ≤ i |
 | `Dilated(step)` | (i − j) mod step = 0 |
@@ -51,6 +52,7 @@ from flax_mha.masks.base import combine as combine
 from flax_mha.masks.block_sparse import BlockSparse as BlockSparse
 from flax_mha.masks.block_sparse import Chosen as Chosen
 from flax_mha.masks.block_sparse import top_blocks as top_blocks
+from flax_mha.masks.per_token import AtLeast as AtLeast
 from flax_mha.masks.per_token import Documents as Documents
 from flax_mha.masks.per_token import Keys as Keys
 from flax_mha.masks.per_token import Lengths as Lengths
@@ -67,8 +69,9 @@ from flax_mha.masks.tiles import FULL as FULL
 from flax_mha.masks.tiles import PARTIAL as PARTIAL
 
 __all__ = [
-    "EMPTY", "FULL", "PARTIAL", "And", "At", "BlockSparse", "Causal", "Chosen", "Dense", "Dilated",
-    "Documents", "Keys", "Lengths", "Mask", "MaskLike", "Neighborhood", "Not", "Or", "PerHead",
-    "Predicate", "Prefix", "Segments", "Tiles", "Window", "as_mask", "combine", "top_blocks",
+    "EMPTY", "FULL", "PARTIAL", "And", "At", "AtLeast", "BlockSparse", "Causal", "Chosen", "Dense",
+    "Dilated", "Documents", "Keys", "Lengths", "Mask", "MaskLike", "Neighborhood", "Not", "Or",
+    "PerHead", "Predicate", "Prefix", "Segments", "Tiles", "Window", "as_mask", "combine",
+    "top_blocks",
 ]  # fmt: skip
 __dir__ = __all__.copy

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from flax_mha.base.shapes import Dims
 from flax_mha.masks.arrays import read_table
 from flax_mha.masks.static_pairs import static_pairs
 from flax_mha.masks.tiles import FULL, both, either, tile_state
+
+# Attributes of arrays that code for arrays of masks reads.
+_OF_ARRAYS = ("shape", "ndim", "dtype", "size", "astype", "reshape", "at")
 
 
 class Mask(Node):
@@ -126,6 +129,23 @@ class Mask(Node):
             "a mask is neither true nor false: masks are joined by &, | and ~, not by and, or and "
             "not; write Causal() & Lengths(n), and `mask is not None` to test for a mask"
         )
+
+    if not TYPE_CHECKING:  # Type checkers would take a mask for an array.
+
+        def _refuse(self, *_: Any, **__: Any) -> None:
+            raise TypeError(
+                f"masks must be joined by &, | and ~, got {type(self).__name__} in an operation "
+                f"of arrays; write mask.dense(T, S, batch) for its table"
+            )
+
+        __getitem__ = __array__ = _refuse
+        __mul__ = __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = _refuse
+
+        def __getattr__(self, name: str) -> Any:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _OF_ARRAYS:
+                message = f"{message}: a mask is no array; write mask.dense(T, S, batch) for one"
+            raise AttributeError(message, name=name, obj=self)
 
 
 MaskLike: TypeAlias = Mask | jax.Array | np.ndarray

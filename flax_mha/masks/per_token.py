@@ -83,10 +83,7 @@ class Segments(Mask):
     invalid: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        q = shapes.per_token("Segments.q", self.q, (*dims.B, dims.T))
-        kv = self.q if self.kv is None else self.kv
-        kv = shapes.per_token("Segments.kv", kv, (*dims.B, dims.S), "S")
-        q, kv = (shapes.lead(ids, len(dims.B) + 1) for ids in (q, kv))
+        q, kv = _per_token(self, dims)
         if self.runs or self.at_most is not None:
             self._check()
             q = kv = _runs(q)
@@ -96,9 +93,7 @@ class Segments(Mask):
             bound = self.replace(runs=True, at_most=count)
         else:
             bound = self
-        return bound.replace(
-            q=ScoreArray(q[..., None, :, None]), kv=ScoreArray(kv[..., None, None, :])
-        )
+        return bound.replace(**_over_scores(q, kv))
 
     def _check(self) -> None:
         if self.at_most is not None:
@@ -135,6 +130,31 @@ class Segments(Mask):
         )
         overlap = (q_low <= k_high) & (k_low <= q_high)
         return tile_state(overlap, (q_low == q_high) & (k_low == k_high) & (q_low == k_low))
+
+
+class AtLeast(Mask):
+    """A mask by numbers of tokens: a query sees the keys of its own number and of lower ones.
+
+    With the frames of a video as numbers, it is causal between frames and full within each.
+
+    Attributes:
+      q: int [*B, T] (or [T]), the number of each query.
+      kv: int [*B, S] (or [S]), the number of each key (default: q).
+    """
+
+    q: Any
+    kv: Any = None
+
+    def bind(self, dims: Dims) -> Self:
+        return self.replace(**_over_scores(*_per_token(self, dims)))
+
+    def allowed(self, at: At) -> Array:
+        return self.q.array >= self.kv.array
+
+    def tiles(self, tiles: Tiles) -> Array:
+        q, kv = self.q.array, self.kv.array
+        some = tiles.greatest(q) >= tiles.least(kv)
+        return tile_state(some, tiles.least(q) >= tiles.greatest(kv))
 
 
 class Documents(PositionDependent):
@@ -196,6 +216,26 @@ class Prefix(Mask):
         length = self.length.array
         prefix = tile_state(tiles.k_min < length, tiles.k_max < length)
         return either(prefix, Causal().tiles(tiles))
+
+
+def _per_token(mask: Any, dims: Dims) -> tuple[Array, Array]:
+    """Return a mask's integers of queries [*B|1, T|1] and of keys [*B|1, S|1]."""
+    numbers = {"q": (mask.q, "T", dims.T), "kv": (mask.kv, "S", dims.S)}
+    if mask.kv is None:
+        numbers["kv"] = (mask.q, "S", dims.S)
+    found = []
+    for field, (x, letter, size) in numbers.items():
+        name = f"{type(mask).__name__}.{field}"
+        x = checks.integers(name, x)
+        expected, remedy = (*dims.B, size), "give one number for each token"
+        shapes.check_broadcasts(name, x.shape, expected, f"[*B, {letter}]", remedy)
+        found.append(shapes.lead(x, len(expected)))
+    return found[0], found[1]
+
+
+def _over_scores(q: Array, kv: Array) -> dict[str, ScoreArray]:
+    """Reshape the numbers of queries and keys to [*B|1, 1, T|1, S|1]."""
+    return {"q": ScoreArray(q[..., None, :, None]), "kv": ScoreArray(kv[..., None, None, :])}
 
 
 def _as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:

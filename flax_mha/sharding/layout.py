@@ -167,10 +167,12 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     is_named = any(map(any, jax.tree.leaves(names, is_leaf=_is_names)))
     is_replicated = is_named and (initializing.value or not nn.get_logical_axis_rules())
     arrays, static = partition(args, is_array)
-    if is_replicated and any(any(spec_of(x)) for x in jax.tree.leaves(arrays)):
+    of_arrays = [spec_of(x) for x in jax.tree.leaves(arrays)] if is_replicated else []
+    if any(map(any, of_arrays)):
+        fitting = rules.suggest(of_arrays[0], of_arrays)
         raise ValueError(
             f"arrays sharded over the Explicit mesh axes {mesh.explicit_axes} need logical axis "
-            f"rules; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
+            f"rules; wrap in `with nn.logical_axis_rules({fitting})` (nnx has the same context)"
         )
 
     def spec(n: rules.LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:

@@ -40,9 +40,12 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
             continue
         unknown = sorted({axis for target in choices for axis in unpack_entry(target)} - set(sizes))
         if unknown:
+            named = {axis for _, target in rules for axis in unpack_entry(target)}
+            other = [f", to {(name, axis)}, say" for axis in sizes if axis not in named][:1]
             raise ValueError(
                 f"the rule {(name, choices[0])} names the mesh axis {unknown}, and the mesh has "
                 f"{sizes}; make it with that axis (a size of 1 will do), or change the rule"
+                f"{''.join(other)}"
             )
         if axes is None and choices and None not in choices:
             raise ValueError(
@@ -64,6 +67,15 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
             )
         parts.append(axes)
     return PartitionSpec(*parts)
+
+
+def suggest(inputs: PartitionSpec, specs: Iterable[PartitionSpec]) -> str:
+    """Return code of rules that fit inputs [*B, T, ·] and parameters with these specs."""
+    batch = unpack_entry(inputs[0] if len(inputs) > 1 else None)
+    used = {axis: None for spec in specs for part in spec for axis in unpack_entry(part)}
+    model = [axis for axis in used if axis not in batch]
+    names = {"batch": batch, "heads": model, "mlp": model, "vocab": model}
+    return str([(name, pack_entry(axes)) for name, axes in names.items() if axes])
 
 
 def _rules() -> tuple[tuple[str, Any], ...]:

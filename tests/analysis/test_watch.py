@@ -1,6 +1,8 @@
 """Models whose layers capture values, by `watch`."""
 
 import functools
+import pickle
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -19,18 +21,22 @@ from flax_mha import (
     EncoderBlock,
     LanguageModel,
     MultiHeadAttention,
+    SelfAttention,
     Translator,
     analysis,
+    interop,
     masks,
     models,
+    variants,
 )  # fmt: skip
+from tests.analysis.watched_models import PATHS, InSetup, Made
 from tests.support import oracle
 
 B, T, D, N = 2, 5, 8, 2
 X = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
 TOKENS = np.random.default_rng(0).integers(0, 7, (B, T))
 LAYER = MultiHeadAttention(N)
-Z = Capture(("z",))
+Z, WEIGHTS = Capture(("z",)), Capture(("weights",))
 
 
 def paths(model: nn.Module, *inputs: Any) -> list[str]:
@@ -105,7 +111,105 @@ def test_an_nnx_copy_captures_and_shares_the_variables() -> None:
     np.testing.assert_array_equal(watched.layers[0].query.kernel[...], 0)
 
 
-def test_models_without_layers_in_their_fields_are_refused() -> None:
-    for model in (nn.Dense(3), nnx.Linear(3, 3, rngs=nnx.Rngs(0)), Encoder(1, ())):
-        with pytest.raises(ValueError, match="must hold attention layers"):
-            analysis.watch(model, Z)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["own", "swapped"])
+@pytest.mark.parametrize("kind", PATHS, ids=lambda kind: kind.__name__)
+def test_layers_made_in_calls_capture(kind: Any, way: str) -> None:
+    """In setup, compact methods and transformations, of this library or swapped."""
+    plain = kind(nn.MultiHeadDotProductAttention)
+    model = kind() if way == "own" else interop.swap(plain)
+    values = oracle.random_like(jax.eval_shape(plain.init, jax.random.key(0), TOKENS))
+    watched = analysis.watch(model, WEIGHTS)
+    run = jax.jit(functools.partial(watched.apply, mutable="intermediates"))
+    out, sown = run(values, TOKENS)
+    np.testing.assert_array_equal(out, jax.jit(model.apply)(values, TOKENS))
+    assert not jax.eval_shape(
+        functools.partial(model.apply, mutable="intermediates"), values, TOKENS
+    )[1]
+    flat = traverse_util.flatten_dict(sown["intermediates"], sep="/")
+    assert [*flat] == [f"{path}/attention_weights" for path in PATHS[kind]]
+    wanted = sown_by_flax(plain, values)
+    for path, (weights,) in flat.items():
+        np.testing.assert_allclose(weights, wanted[path], atol=1e-6)
+
+
+def sown_by_flax(model: nn.Module, values: Any) -> dict[str, Any]:
+    """Return the weights by path, which Flax's layers sow if a call says so."""
+
+    def listen(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        is_layer = isinstance(context.module, nn.MultiHeadDotProductAttention)
+        if is_layer and context.method_name == "__call__":
+            kwargs = {**kwargs, "sow_weights": True}
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(listen):
+        _, sown = jax.jit(functools.partial(model.apply, mutable="intermediates"))(values, TOKENS)
+    flat = traverse_util.flatten_dict(sown["intermediates"], sep="/")
+    return {path: weights for path, (weights,) in flat.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PATHS, ids=lambda kind: kind.__name__)
+def test_heads_of_layers_made_in_calls_are_detected(kind: Any) -> None:
+    plain = kind(nn.MultiHeadDotProductAttention)
+    values = oracle.random_like(jax.eval_shape(plain.init, jax.random.key(0), TOKENS))
+    found, swapped = (
+        analysis.detect(model, values, TOKENS) for model in (kind(), interop.swap(plain))
+    )
+    # A layer that is given keys attends to another sequence.
+    assert found.keys() == swapped.keys() == {*PATHS[kind]} - {"second"}
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), found, swapped)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [LAYER, SelfAttention(N), variants.TalkingHeadsAttention(N), interop.swap(nn.SelfAttention(N))],
+    ids=lambda layer: type(layer).__name__,
+)
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated")
+def test_a_bare_layer_captures(layer: Any) -> None:
+    values = jax.eval_shape(layer.init, jax.random.key(0), X)
+    watched = analysis.watch(layer, WEIGHTS)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="a watched")
+        call = functools.partial(watched.apply, mutable="intermediates")
+        _, sown = jax.eval_shape(call, values, X)
+    assert sown["intermediates"]["attention_weights"][0].shape == (B, N, T, T)
+    assert isinstance(watched, type(layer))
+
+
+def test_watched_models_are_equal_and_pickle() -> None:
+    watched = analysis.watch(interop.swap(InSetup(nn.SelfAttention)), WEIGHTS)
+    assert watched == analysis.watch(interop.swap(InSetup(nn.SelfAttention)), WEIGHTS)
+    assert watched != analysis.watch(interop.swap(InSetup(nn.SelfAttention)), Z)
+    assert pickle.loads(pickle.dumps(watched)) == watched
+
+
+@pytest.mark.slow
+def test_linen_inside_nnx_captures() -> None:
+    model = nnx.bridge.ToNNX(Made(), rngs=nnx.Rngs(0)).lazy_init(TOKENS)
+    watched = analysis.watch(model, WEIGHTS)
+    out, sown = watched.to_nnx__module.apply(
+        {"params": nnx.to_pure_dict(nnx.state(model, nnx.Param))}, TOKENS, mutable="intermediates"
+    )
+    np.testing.assert_allclose(out, model(TOKENS), atol=1e-6)
+    assert {*sown["intermediates"]} == {*PATHS[Made]}
+
+
+@pytest.mark.parametrize("model", [nn.Dense(3), Made(nn.MultiHeadDotProductAttention)])
+def test_a_call_without_layers_warns(model: Any) -> None:
+    watched = analysis.watch(model, Z)
+    inputs = X if isinstance(model, nn.Dense) else TOKENS
+    with pytest.warns(UserWarning, match=r"has called no attention layer of .*; swap those of Fl"):
+        jax.eval_shape(watched.init, jax.random.key(0), inputs)
+
+
+def test_models_that_hold_no_layer_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"must hold attention layers of .*, got Linear; swap"):
+        analysis.watch(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), Z)
+    with pytest.raises(
+        TypeError, match=r"must be a module of linen or nnx, got .*; give Model\(\)"
+    ):
+        analysis.watch(Made, Z)
+    with pytest.raises(TypeError, match=r"capture must be a flax_mha\.Capture"):
+        analysis.watch(Made(), "weights")

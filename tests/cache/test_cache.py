@@ -275,7 +275,7 @@ def test_kv_cache_works_under_vmap_and_scan() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("T", [1, 3])
 def test_nan_of_a_cached_token_reaches_only_those_that_see_it(dtype: str, T: int) -> None:
-    """Its value is finite in the cache, and its key is NaN."""
+    """The cache holds a finite value and a NaN key for it."""
     q, k, v = (jnp.asarray(RNG.normal(size=(2, 9, n, 4)), jnp.float32) for n in (4, 2, 2))
     bad = v.at[0, 2, 1, 3].set(jnp.inf)
     outs, window = [], Window(3, 0)

@@ -98,21 +98,16 @@ def test_auto_stops_asking_at_first_kernel_that_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "length", "traced", "chosen"),
+    ("length", "traced", "chosen"),
     [
-        (1, 256, False, "reference"),
-        (1, 257, False, "blockwise"),
-        (1, 512, False, "blockwise"),
-        (1, 512, True, "reference"),
-        (1, 513, True, "blockwise"),
-        (32, 512, True, "reference"),
-        (33, 512, True, "blockwise"),
+        (256, False, "reference"),
+        (257, False, "blockwise"),
+        (256, True, "reference"),
+        (257, True, "blockwise"),
     ],
 )
-def test_short_calls_on_cpu_take_reference_kernel(
-    rows: int, length: int, traced: bool, chosen: str
-) -> None:
-    x = jax.ShapeDtypeStruct((rows, length, 2, 8), jnp.float32)
+def test_short_calls_on_cpu_take_reference_kernel(length: int, traced: bool, chosen: str) -> None:
+    x = jax.ShapeDtypeStruct((2, length, 2, 8), jnp.float32)
     found: list[str | None] = []
 
     def call(x: jax.Array, keys: jax.Array) -> jax.Array:
@@ -121,7 +116,7 @@ def test_short_calls_on_cpu_take_reference_kernel(
         found.append(explanation.chosen)
         return x
 
-    jax.eval_shape(call, x, jax.ShapeDtypeStruct((rows,), jnp.int32))
+    jax.eval_shape(call, x, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert found == [chosen]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import flax_mha.nnx
 from flax_mha import (
     MultiHeadAttention,
     MultiHeadDotProductAttention,
@@ -235,3 +236,17 @@ def test_self_attention_takes_mask_second() -> None:
         initial = lenient(theirs.init)(KEY, X)
     assert error(ours.apply(params, X), expected) < OUTPUT
     jax.tree.map(np.testing.assert_array_equal, ours.init(KEY, X), initial)
+
+
+def test_causality_of_a_partial_function_holds_here_alone() -> None:
+    """Flax's nnx layer passes `is_causal=False` over it."""
+    causal = functools.partial(nnx.dot_product_attention, is_causal=True)
+    fields = {"decode": False, "attention_fn": causal}
+    ours, theirs = (
+        kind(2, 8, rngs=nnx.Rngs(0), **fields)
+        for kind in (flax_mha.nnx.MultiHeadAttention, nnx.MultiHeadAttention)
+    )
+    found, others = ours(X), lenient(theirs)(X)
+    ours.attention_fn = None
+    assert error(found, ours(X, is_causal=True)) < OUTPUT
+    assert error(others, ours(X)) < OUTPUT

@@ -201,3 +201,57 @@ def test_a_subclass_may_call_attention_fn(theirs: Any, ours: Any) -> None:
     # The kernels take what a function cannot.
     assert result(made(ours, sinks=True, attention_fn=flax_mha.attention_fn)).shape == X.shape
     assert result(made(ours, sinks=True, attention_fn=None)).shape == X.shape
+
+
+class _Own:
+    """Attributes of a subclass under the name of a field, in each way of Python."""
+
+    def number(self, base: Any) -> Any:
+        class Mine(base):
+            scale = 3.0
+
+        return Mine
+
+    def method(self, base: Any) -> Any:
+        class Mine(base):
+            def scale(self, x: Any) -> Any:
+                return x
+
+        return Mine
+
+    def derived(self, base: Any) -> Any:
+        class Mine(base):
+            @property
+            def scale(self) -> float:
+                return 3.0
+
+        return Mine
+
+    def of_setup(self, base: Any) -> Any:
+        class Mine(base):
+            def setup(self) -> None:
+                self.scale = self.param("scale", jax.nn.initializers.ones, ())
+
+        return Mine
+
+    def of_init(self, base: Any) -> Any:
+        class Mine(base):
+            def __init__(self, *args: Any, **fields: Any) -> None:
+                super().__init__(*args, **fields)
+                self.scale = flax.nnx.Param(jnp.ones(()))
+
+        return Mine
+
+
+@pytest.mark.parametrize(
+    ("base", "way"),
+    [
+        *((MultiHeadAttention, way) for way in ("number", "method", "derived", "of_setup")),
+        *((nnx.MultiHeadAttention, way) for way in ("number", "method", "derived", "of_init")),
+        (variants.TalkingHeadsAttention, "method"),
+    ],
+)
+def test_an_attribute_that_is_a_field_is_refused(base: Any, way: str) -> None:
+    told = r"Mine.scale must be the field .* got an attribute of .*; rename it, or .*`scale: Any ="
+    with pytest.raises(TypeError, match=told):
+        result(made(getattr(_Own(), way)(base)))

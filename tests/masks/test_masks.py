@@ -17,6 +17,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.masks import (
     EMPTY,
     FULL,
+    AtLeast,
     Causal,
     Chosen,
     Dense,
@@ -60,6 +61,18 @@ ATOMS: dict[str, tuple[Mask, Rule]] = {
     "segments_traced": (
         Segments(jnp.asarray(SEGMENTS[0, :T]), jnp.asarray(SEGMENTS[1])),
         lambda b, n, i, j: SEGMENTS[0, i] == SEGMENTS[1, j],
+    ),
+    "at_least": (
+        AtLeast(SEGMENTS[:, :T], SEGMENTS),
+        lambda b, n, i, j: SEGMENTS[b, i] >= SEGMENTS[b, j],
+    ),
+    "at_least_of_one_row": (
+        AtLeast(jnp.asarray(SEGMENTS[1:, :T]), jnp.asarray(SEGMENTS[1:])),
+        lambda b, n, i, j: SEGMENTS[1, i] >= SEGMENTS[1, j],
+    ),
+    "segments_of_one_row": (
+        Segments(SEGMENTS[:1, :T], SEGMENTS),
+        lambda b, n, i, j: SEGMENTS[0, i] == SEGMENTS[b, j],
     ),
     "documents": (Documents(np.array([[2, 1, 1], [4, 0, 2]])), same_document),
     "documents_traced": (

@@ -1,14 +1,19 @@
 """Masks whose arrays are known at trace time."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_mha import dot_product_attention
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.bind import bind_call
 from flax_mha.kernels.tile_plan import plan_call
-from flax_mha.masks import Causal, Dense, Lengths, Prefix, Segments
+from flax_mha.masks import Causal, Dense, Keys, Lengths, Mask, Prefix, Segments, Window
+from tests.support import oracle
 
 B, N = 2, 3
 
@@ -48,3 +53,65 @@ def test_sharded_mask_arrays_stay_on_their_mesh() -> None:
     at = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     ids = jax.device_put(jnp.zeros((B, 6), jnp.int32), at)
     assert isinstance(Segments(ids).bind(Dims((B,), 6, 6, N, N, 4, 4)).q.array, jax.Array)
+
+
+@pytest.mark.parametrize(
+    ("mask", "shown", "share"),
+    [
+        (lambda n: Causal() & Lengths(n), Causal(), 0.75),
+        (lambda n: Lengths(n) & Window(left=40) & Causal(), Window(40, 0), 0.4375),
+        (lambda n: Causal() | Lengths(n), Window(), 1),
+        (Lengths, Window(), 1),
+    ],
+)
+def test_static_parts_of_traced_masks_hide_tiles(mask: Any, shown: Mask, share: float) -> None:
+    """In short calls. In others, tiles are visited one by one, as the traced parts say."""
+    plan, lists = plan_traced(mask, 512)
+    assert lists is None
+    keys = sum(len(part.starts) * part.width for part in plan.key_ranges) * plan.block_k
+    assert keys * plan.block_q == share * 512**2
+    # Each block of queries visits all keys that the static part shows.
+    for part in plan.key_ranges:
+        assert part.masked
+        for block, start in enumerate(part.starts, part.first):
+            rows = shown.dense(512)[0, block * plan.block_q : (block + 1) * plan.block_q]
+            seen = np.flatnonzero(rows.any(0)) // plan.block_k
+            assert start <= seen.min()
+            assert seen.max() < start + part.width
+    assert plan_traced(mask, 640)[1] is not None
+
+
+def plan_traced(mask: Any, T: int) -> Any:
+    """Return the plan of a call with a mask of traced numbers of rows, and its visit lists."""
+    x, plans = jax.ShapeDtypeStruct((B, T, N, 4), jnp.float32), []
+
+    def plan_it(x: jax.Array, numbers: jax.Array) -> jax.Array:
+        *_, spec = bind_call(x, x, x, mask=mask(numbers))
+        plans.append(plan_call(spec, Dims((B,), T, T, N, N, 4, 4)))
+        return x
+
+    jax.eval_shape(plan_it, x, jax.ShapeDtypeStruct((B,), jnp.int32))
+    return plans[0]
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
+def test_hidden_tiles_of_traced_masks_change_nothing(kernel: str) -> None:
+    T = 384
+    rng = np.random.default_rng(0)
+    q, k, v, cotangent = rng.normal(size=(4, B, T, 2, 4)).astype(np.float32)
+    real, ids = rng.random((B, T)) < 0.8, np.sort(rng.integers(0, 3, (B, T)))
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, real: Any, ids: Any) -> Any:
+        mask = Causal() & Keys(real) & Dense(real[:, None, :, None]) & Segments(ids)
+        call = partial(dot_product_attention, mask=mask, kernel=kernel)
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(cotangent)
+
+    table = real[:, None, :, None] & real[:, None, None] & np.tri(T, dtype=bool)
+    table &= ids[:, None, :, None] == ids[:, None, None]
+    wanted = oracle.attention(q, k, v, allowed=table)[0]
+    grads = oracle.attention_gradients(q, k, v, cotangent=cotangent, allowed=table)
+    found = run(q, k, v, real, ids)
+    for x, y in zip(found, (wanted, *grads[:3]), strict=True):
+        assert oracle.error(x, y) < 2e-6

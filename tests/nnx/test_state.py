@@ -15,7 +15,7 @@ import treescope
 from flax import nnx
 
 import flax_mha.nnx
-from flax_mha import CacheConfig, cache, edits, masks, scores
+from flax_mha import CacheConfig, Capture, cache, edits, masks, scores
 from flax_mha.positions import Rotary
 
 B, T, D, N = 2, 6, 16, 2
@@ -272,6 +272,63 @@ def test_sown_weights_are_popped_as_from_flax_layer() -> None:
     theirs, ours = popped
     assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
     np.testing.assert_allclose(ours["attention_weights"][0], theirs["attention_weights"][0], 1e-5)
+
+
+class Block(nnx.Module):
+    """A layer inside a model, under a name."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.attention = flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **fields)
+
+    def __call__(self, x: jax.Array, **call: Any) -> jax.Array:
+        return x + self.attention(x, **call)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("way", ["capture", "pop"])
+@pytest.mark.parametrize(
+    ("fields", "call"),
+    [({}, {"sow_weights": True}), ({"capture": Capture(("weights", "z"))}, {})],
+    ids=["sow_weights", "field"],
+)
+def test_values_are_captured_and_popped(fields: Any, call: Any, way: str, jitted: bool) -> None:
+    """In a model, under jit, and twice, as popped values are gone."""
+    model = Block(**fields)
+    wanted, weights = Block().attention(X, return_weights=True)
+
+    def forward(model: Block) -> jax.Array:
+        return model(X, **call)
+
+    def capture(model: Block) -> tuple[jax.Array, Any]:
+        return nnx.capture(forward, nnx.Intermediate)(model)
+
+    for _ in range(2):
+        if way == "capture":
+            out, sown = (nnx.jit(capture) if jitted else capture)(model)
+        else:
+            out = (nnx.jit(forward) if jitted else forward)(model)
+            sown = nnx.pop(model, nnx.Intermediate)
+        found = nnx.to_pure_dict(sown)["attention"]
+        assert found.keys() == {"attention_weights", *(["attention_z"] if fields else [])}
+        (first,) = found["attention_weights"]
+        np.testing.assert_allclose(first, weights, atol=1e-6)
+        np.testing.assert_allclose(out, X + wanted, atol=1e-6)
+        assert not nnx.to_pure_dict(nnx.state(model, nnx.Intermediate))
+
+
+@pytest.mark.skipif(not hasattr(flax.config, "nnx_sow_capture_noop"), reason="no such setting")
+def test_nothing_stays_where_flax_keeps_nothing() -> None:
+    plain, model = Block(), Block(capture=Capture(("weights",)))
+    flax.config.update("nnx_sow_capture_noop", True)
+    try:
+        jaxpr = jax.make_jaxpr(lambda x: model(x))(X)
+        assert not nnx.to_pure_dict(nnx.state(model, nnx.Intermediate))
+        _, sown = nnx.capture(model, nnx.Intermediate)(X)
+    finally:
+        flax.config.update("nnx_sow_capture_noop", False)
+    assert str(jaxpr) == str(jax.make_jaxpr(lambda x: plain(x))(X))
+    assert sown["attention"]["attention_weights"]
 
 
 @pytest.mark.parametrize("name", ["mask", "scores"])

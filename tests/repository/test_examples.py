@@ -114,6 +114,7 @@ GIVEN: dict[str, Any] = {
     "flax_mha.kernels.use": of_derivatives,
     "flax_mha.masks": lambda: {"ids": np.zeros((2, 16), int)},
     "flax_mha.masks.Dilated": dict,
+    "flax_mha.masks.helpers": lambda: {"tokens": np.zeros((2, 16), int)},
     "flax_mha.layer.muon.muon_dimensions": lambda: {"optax": optax},
     "flax_mha.scores": dict,
     "flax_mha.scores.Relative": dict,

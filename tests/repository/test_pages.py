@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from flax_mha import Decoder, Encoder, interop, masks
 from tests.repository import test_recipes
@@ -37,6 +38,13 @@ SLOW_NAMES = (
     "performance", "shard-it", "sharding", "variants",
 )  # fmt: skip
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
+
+
+def quickstart(scope: Scope) -> None:
+    """The attention's parameters stand in their block, as the comments say."""
+    mine = scope["mine"]
+    assert mine.keys() == {"Dense_0", "block", "EncoderBlock_0"}
+    assert all("query" in mine[name]["attention"] for name in ("block", "EncoderBlock_0"))
 
 
 def sharding(scope: Scope) -> None:
@@ -87,6 +95,13 @@ def in_nnx(scope: Scope) -> None:
     np.testing.assert_allclose(scope["same"], scope["layer"](scope["x"]), atol=1e-6)
     np.testing.assert_allclose(scope["prompt"], scope["same"], atol=1e-5)
     assert scope["following"].shape == (2, 1, 64)
+    assert scope["weights"].shape == (2, 8, 10, 10)
+    assert str(jax.typeof(scope["sharded"].query.kernel[...])) == "float32[64,8@model,8]"
+    assert str(jax.typeof(scope["over_rows"])) == "float32[2@batch,10,64]"
+    assert scope["written"].shape == (2, 6)
+    assert jax.tree.structure(scope["restored"]) == jax.tree.structure(
+        nnx.to_pure_dict(scope["state"])
+    )
 
 
 def from_folders(scope: Scope) -> None:
@@ -185,6 +200,7 @@ CHECKS: dict[str, Callable[[Scope], None]] = {
     "docs/models.md": models,
     "docs/nnx.md": in_nnx,
     "docs/own.md": own,
+    "docs/quickstart.md": quickstart,
     "docs/sharding.md": sharding,
     "docs/variants.md": variants,
 }
@@ -255,7 +271,8 @@ def test_pages_with_meshes_set_the_number_of_devices() -> None:
         code = "".join(pages.blocks("python", pages.read(page)))
         for sizes in re.findall(r"make_mesh\(\(([\d, ]+)\)", code):
             needed = math.prod(int(size) for size in sizes.split(",") if size.strip())
-            assert f"JAX_NUM_CPU_DEVICES={needed} " in pages.read(page), (page, sizes)
+            settings = f"JAX_NUM_CPU_DEVICES={needed} ", f'("jax_num_cpu_devices", {needed})'
+            assert any(x in pages.read(page) for x in settings), (page, sizes)
 
 
 def is_figure(block: str) -> bool:

@@ -1,0 +1,62 @@
+"""Linen models whose methods run within a context, which reaches all modules that they call."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import flax.linen as nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def within(model: Model, context: Callable[..., AbstractContextManager[Any]], *args: Any) -> Model:
+    """Return a model whose methods run within `context(cls, *args)`.
+
+    It is of a subclass of the model's class, `cls`, with the same fields. Models are equal for
+    equal models and arguments, and pickle if the context is a function of a module.
+    """
+    subclass: Any = _subclass
+    try:
+        hash(args)
+    except TypeError:  # Such as a mask with arrays.
+        subclass = _subclass.__wrapped__
+    made: Model = subclass(type(model), context, *args)(**_values(model))
+    return made
+
+
+def _values(model: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(model) if field.init]
+    return {name: getattr(model, name) for name in names if name != "parent"}
+
+
+@functools.cache
+def _subclass(cls: Any, context: Callable[..., AbstractContextManager[Any]], *args: Any) -> Any:
+    """Return a subclass of a model's class whose methods run within a context."""
+
+    def run_within(method: Callable[..., Any]) -> Callable[..., Any]:
+        @nn.nowrap
+        @functools.wraps(method)
+        def run(*inputs: Any, **kwargs: Any) -> Any:
+            with context(subclass, *args):
+                return method(*inputs, **kwargs)
+
+        return run
+
+    def reduce(model: Any) -> Any:
+        # Pickle finds no such class by its name.
+        return within, (cls(**_values(model)), context, *args)
+
+    # Functions that are defaults of fields are no methods.
+    fields = {field.name for field in dataclasses.fields(cls)}
+    public = {x for x in dir(cls) if x == "__call__" or not hasattr(nn.Module, x)} - fields
+    methods = [x for x in sorted(public) if inspect.isfunction(inspect.getattr_static(cls, x))]
+    # These two also call functions that are no methods of the model: apply(…, method=function).
+    methods += ["apply", "init_with_output"]
+    entries = {name: getattr(cls, name) for name in ("__module__", "__eq__", "__hash__")}
+    entries["__reduce__"] = nn.nowrap(reduce)
+    entries |= {name: run_within(getattr(cls, name)) for name in methods}
+    subclass = type(cls.__name__, (cls,), entries)
+    return subclass

@@ -1,0 +1,102 @@
+"""Flax's helpers for masks, whose results are rules that kernels evaluate block by block.
+
+>>> mask = combine_masks(make_attention_mask(tokens > 0, tokens > 0), make_causal_mask(tokens))
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.typing import Dtype
+
+from flax_mha.base import checks
+from flax_mha.base.coordinates import Array
+from flax_mha.masks.base import Dense, Mask, MaskLike, combine
+from flax_mha.masks.per_token import AtLeast, Segments
+from flax_mha.masks.positional import Causal
+
+
+def _both(q: Array, kv: Array) -> Mask:
+    """Return the mask of pairs of a real query and a real key."""
+    return Dense(q[..., None, :, None]) & Dense(kv[..., None, None, :])
+
+
+# The masks of functions of bools, and of functions of integers.
+_OF_BOOLS = dict.fromkeys((jnp.multiply, jnp.logical_and, jnp.bitwise_and), _both)
+_OF_INTEGERS: dict[Any, Callable[[Array, Array], Mask]] = {
+    jnp.equal: Segments,
+    jnp.greater_equal: AtLeast,
+    jnp.less: lambda q, kv: ~AtLeast(q, kv),
+}
+
+
+def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.float32) -> Mask:
+    """Return `masks.Causal()`, with the signature of `flax.linen.make_causal_mask`.
+
+    Args:
+      x: [*B, T]. Its values are not used.
+      extra_batch_dims: the number of axes of the batch before those of x. A rule holds for all.
+      dtype: not used, because a rule has none.
+    """
+    checks.array("x", x)
+    checks.integer("extra_batch_dims", extra_batch_dims)
+    del dtype
+    return Causal()
+
+
+def make_attention_mask(
+    query_input: Array, key_input: Array, pairwise_fn: Callable[..., Any] = jnp.multiply,
+    extra_batch_dims: int = 0, dtype: Dtype = jnp.float32,
+) -> Mask | jax.Array:  # fmt: skip
+    """Return a mask of pairs of tokens, with the signature of `flax.linen.make_attention_mask`.
+
+    | inputs | pairwise_fn | result |
+    |---|---|---|
+    | bools | `jnp.multiply`, `jnp.logical_and`, `jnp.bitwise_and` | `Dense` of queries & of keys |
+    | integers | `jnp.equal` | `masks.Segments(query_input, key_input)` |
+    | integers | `jnp.greater_equal` | `masks.AtLeast(query_input, key_input)` |
+    | integers | `jnp.less` | `~masks.AtLeast(query_input, key_input)` |
+    | others | any | the array of Flax's function |
+
+    Args:
+      query_input: [*B, T], a bool or number for each query.
+      key_input: [*B, S], a bool or number for each key.
+      pairwise_fn: a function of [*B, T, 1] and [*B, 1, S].
+      extra_batch_dims: the number of axes of the batch before those of the inputs.
+      dtype: the dtype of an array. A rule has none.
+    """
+    inputs = {"query_input": query_input, "key_input": key_input}
+    q, kv = (checks.array(name, x) for name, x in inputs.items())
+    checks.integer("extra_batch_dims", extra_batch_dims)
+    rules: dict[Any, Any] = {}
+    if all(x.dtype == bool for x in (q, kv)):
+        rules = _OF_BOOLS
+    elif all(_fits_int32(x.dtype) for x in (q, kv)):
+        rules = _OF_INTEGERS
+    if pairwise_fn in rules:
+        return rules[pairwise_fn](q, kv)
+    return nn.make_attention_mask(q, kv, pairwise_fn, extra_batch_dims, dtype)
+
+
+def combine_masks(*masks: MaskLike | None, dtype: Dtype = jnp.float32) -> Any:
+    """Join masks by `&`, skipping None, with the signature of `flax.linen.combine_masks`.
+
+    Args:
+      *masks: masks, or arrays with as many axes as each other.
+      dtype: the dtype of an array. A mask has none.
+
+    Returns:
+      A mask, an array if all are arrays, or None if all are None.
+    """
+    if any(isinstance(mask, Mask) for mask in masks):
+        return combine(*masks)
+    return nn.combine_masks(*masks, dtype=dtype)
+
+
+def _fits_int32(dtype: Any) -> bool:
+    """Return True for integers that masks can hold without a change."""
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jnp.issubdtype(dtype, jnp.integer) and np.can_cast(dtype, np.int32)

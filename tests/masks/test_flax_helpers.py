@@ -1,0 +1,245 @@
+"""Flax's helpers for masks as rules: the tables of Flax's arrays, and models that import them."""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flax_mha
+from flax_mha import combine_masks, make_attention_mask, make_causal_mask
+from flax_mha.masks import AtLeast, Causal, Keys, Mask, Segments
+from tests.support.oracle import error, random_like
+
+KEY = jax.random.key(0, impl="unsafe_rbg")
+RNG = np.random.default_rng(0)
+B, T, S = 2, 4, 5
+IDS, OTHERS = RNG.integers(0, 3, (B, T)), RNG.integers(0, 3, (B, S))
+REAL, VISIBLE = RNG.random((B, T)) < 0.7, RNG.random((B, S)) < 0.7
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it() -> Iterator[None]:
+    """Flax's helpers promote dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("q", "kv", "fn"),
+    [
+        (REAL, VISIBLE, jnp.multiply),
+        (REAL, VISIBLE, jnp.logical_and),
+        (REAL, VISIBLE, jnp.bitwise_and),
+        (REAL[0], VISIBLE[0], jnp.multiply),
+        (REAL[:1], VISIBLE, jnp.multiply),
+        (REAL[:, :1], VISIBLE, jnp.multiply),
+        (IDS, OTHERS, jnp.equal),
+        (IDS[:1], OTHERS[:1], jnp.equal),
+        (IDS[0], OTHERS[0], jnp.equal),
+        (IDS, OTHERS, jnp.greater_equal),
+        (IDS[:1].astype(np.int8), OTHERS.astype(np.uint16), jnp.greater_equal),
+        (IDS, OTHERS, jnp.less),
+    ],
+)
+def test_rule_has_the_table_of_flax(q: Any, kv: Any, fn: Any, traced: bool) -> None:
+    wanted = np.broadcast_to(nn.make_attention_mask(q, kv, fn, dtype=bool), (B, 1, T, S))
+
+    def table(q: Any, kv: Any) -> jax.Array:
+        mask: Any = make_attention_mask(q, kv, fn)
+        assert isinstance(mask, Mask)
+        return mask.dense(T, S, (B,))
+
+    np.testing.assert_array_equal((jax.jit(table) if traced else table)(q, kv), wanted)
+
+
+def test_rules_of_more_axes() -> None:
+    """Axes of the batch broadcast from the last, as those of Flax's arrays."""
+    ids = RNG.integers(0, 2, (3, 2, T))
+    for q, extra in ((ids, 0), (ids[:, :1], 0), (ids[0], 0), (ids[0], 1), (ids[0, 0], 2)):
+        wanted = nn.make_attention_mask(q, q, jnp.equal, extra, bool)
+        mask: Any = make_attention_mask(q, q, jnp.equal, extra)
+        found = mask.dense(T, batch=(3, 2))
+        np.testing.assert_array_equal(found, np.broadcast_to(wanted, found.shape))
+
+
+def test_causal_mask_is_causal_at_any_positions() -> None:
+    assert make_causal_mask(IDS) == make_causal_mask(IDS[0], 2, jnp.bfloat16) == Causal()
+
+
+@pytest.mark.parametrize(
+    ("q", "fn"),
+    [
+        (REAL.astype(np.float32), jnp.multiply),
+        (IDS, jnp.multiply),
+        (IDS, jnp.not_equal),
+        (REAL, jnp.equal),
+        (IDS.astype(np.float32), jnp.greater_equal),
+        (IDS.astype(np.uint32), jnp.greater_equal),
+        (IDS, lambda q, kv: q == kv),
+    ],
+)
+def test_other_functions_give_the_array_of_flax(q: Any, fn: Any) -> None:
+    found = make_attention_mask(q, q, fn, 1, jnp.bfloat16)
+    wanted = nn.make_attention_mask(q, q, fn, 1, jnp.bfloat16)
+    assert found.dtype == wanted.dtype
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_masks_combine() -> None:
+    table = nn.make_causal_mask(IDS)
+    assert combine_masks() is combine_masks(None, None) is None
+    assert combine_masks(None, Causal()) == Causal()
+    arrays = combine_masks(table, None, table, dtype=jnp.int32)
+    np.testing.assert_array_equal(arrays, table)
+    assert arrays.dtype == jnp.int32
+    for mask in (combine_masks(table, Causal()), combine_masks(Causal(), table)):
+        np.testing.assert_array_equal(mask.dense(T, batch=(B,)), table)
+
+
+def test_numbers_default_to_those_of_queries() -> None:
+    """Frames of a video: full within a frame, causal between frames."""
+    frames = np.repeat(np.arange(2), 2)
+    assert AtLeast(frames).show(4) == "██··\n██··\n████\n████"
+
+
+HELPERS = {
+    "flax": types.SimpleNamespace(
+        layer=nn.MultiHeadDotProductAttention, make_causal_mask=nn.make_causal_mask,
+        make_attention_mask=nn.make_attention_mask, combine_masks=nn.combine_masks,
+    ),
+    "here": types.SimpleNamespace(
+        layer=flax_mha.MultiHeadDotProductAttention, make_causal_mask=make_causal_mask,
+        make_attention_mask=make_attention_mask, combine_masks=combine_masks,
+    ),
+}  # fmt: skip
+
+
+class PackedModel(nn.Module):
+    """A language model as Flax's example lm1b: padding, packed texts, and decoding."""
+
+    source: str
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        use, mask = HELPERS[self.source], None
+        if not self.decode:
+            mask = use.combine_masks(
+                use.make_attention_mask(inputs > 0, inputs > 0, dtype=jnp.bfloat16),
+                use.make_causal_mask(inputs, dtype=jnp.bfloat16),
+            )
+        if segments is not None:
+            same = use.make_attention_mask(segments, segments, jnp.equal, dtype=jnp.bfloat16)
+            mask = use.combine_masks(mask, same)
+        embed = nn.Embed(9, 8)
+        x = embed(inputs)
+        for _ in range(2):
+            layer = use.layer(2, decode=self.decode, deterministic=True, dropout_rate=0.1)
+            x = x + layer(nn.LayerNorm()(x), mask=mask)
+        return embed.attend(x)
+
+
+class Summarizer(nn.Module):
+    """An encoder and a decoder as Flax's example wmt, whose masks cross between both."""
+
+    source: str
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, targets: jax.Array, packed: jax.Array) -> jax.Array:
+        use, embed = HELPERS[self.source], nn.Embed(9, 8)
+        mask = use.make_attention_mask(inputs > 0, inputs > 0)
+        same = use.make_attention_mask(packed, packed, jnp.equal)
+        x = embed(inputs)
+        x = x + use.layer(2, name="encoder")(x, mask=use.combine_masks(mask, same))
+        y, causal = embed(targets), use.make_causal_mask(targets)
+        real = use.make_attention_mask(targets > 0, targets > 0)
+        y = y + use.layer(2, name="decoder")(y, mask=use.combine_masks(real, causal))
+        cross = use.combine_masks(use.make_attention_mask(targets > 0, inputs > 0), None)
+        return embed.attend(y + use.layer(2, name="cross")(y, x, mask=cross))
+
+
+TOKENS = np.array([[3, 4, 5, 7, 2, 0, 0], [7, 8, 2, 6, 5, 1, 3]])
+TEXTS = np.array([[1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 2, 2, 3, 3]])
+
+
+def compare(model: Any, real: np.ndarray, *inputs: Any) -> None:
+    """Check outputs of real tokens, and gradients of a loss of these, against Flax's."""
+    variables = random_like(jax.eval_shape(model("flax").init, KEY, *inputs))
+
+    def loss(source: str) -> Any:
+        @jax.jit
+        def run(variables: Any, *inputs: Any) -> Any:
+            out = jnp.where(real[..., None], model(source).apply(variables, *inputs), 0)
+            return jnp.sum(jnp.sin(out)), out
+
+        (_, out), grads = jax.value_and_grad(run, has_aux=True)(variables, *inputs)
+        return {"out": out, **grads["params"]}
+
+    found, wanted = (jax.tree.leaves(loss(source)) for source in ("here", "flax"))
+    # The gradient of the keys' bias is 0 but for rounding.
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("segments", [None, TEXTS], ids=["padded", "packed"])
+def test_language_model_is_that_of_flax(segments: Any) -> None:
+    inputs = (TOKENS,) if segments is None else (TOKENS, segments)
+    compare(PackedModel, TOKENS > 0, *inputs)
+
+
+@pytest.mark.slow
+def test_translation_model_is_that_of_flax() -> None:
+    compare(Summarizer, TOKENS[:, 1:] > 0, TOKENS, TOKENS[:, 1:], TEXTS)
+
+
+@pytest.mark.slow
+def test_language_model_decodes_as_that_of_flax() -> None:
+    variables = random_like(jax.eval_shape(PackedModel("flax").init, KEY, TOKENS))
+    whole = jax.jit(PackedModel("flax").apply)(variables, TOKENS[1:])
+    model = PackedModel("here", decode=True)
+    cache = jax.jit(model.init)(KEY, TOKENS[1:])["cache"]
+    prompt, cache = model.apply({**variables, "cache": cache}, TOKENS[1:, :4], mutable="cache")
+    last, _ = model.apply({**variables, **cache}, TOKENS[1:, 4:], mutable="cache")
+    assert error(jnp.concatenate([prompt, last], 1), whole) < 1e-6
+
+
+def sizes(jaxpr: Any) -> list[int]:
+    """Return the sizes of all arrays in a program, inner ones included."""
+    inner = [x for eqn in jaxpr.eqns for x in jax.tree.leaves(
+        eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))]  # fmt: skip
+    inner = [getattr(x, "jaxpr", x) for x in inner]
+    own = [x.aval.size for eqn in jaxpr.eqns for x in eqn.outvars if hasattr(x.aval, "size")]
+    return own + [size for x in inner if hasattr(x, "eqns") for size in sizes(x)]
+
+
+@pytest.mark.parametrize("source", ["flax", "here"])
+def test_no_table_of_all_pairs_is_made(source: str) -> None:
+    """Kernels read the rules block by block, while Flax's helpers make [B, 1, T, T]."""
+    T = 2048
+    tokens = jax.ShapeDtypeStruct((2, T), jnp.int32)
+    use, x = HELPERS[source], jax.ShapeDtypeStruct((2, T, 4, 8), jnp.float32)
+
+    def attend(x: jax.Array, tokens: jax.Array) -> jax.Array:
+        mask = use.combine_masks(
+            use.make_attention_mask(tokens > 0, tokens > 0), use.make_causal_mask(tokens),
+            use.make_attention_mask(tokens, tokens, jnp.equal),
+        )  # fmt: skip
+        return jnp.sum(flax_mha.dot_product_attention(x, x, x, mask=mask))
+
+    made = max(sizes(jax.make_jaxpr(jax.grad(attend))(x, tokens).jaxpr))
+    assert (made >= 2 * T * T) == (source == "flax")
+
+
+def test_rules_are_the_masks_that_kernels_know() -> None:
+    mask: Any = make_attention_mask(jnp.asarray(IDS), jnp.asarray(IDS), jnp.equal)
+    assert isinstance(mask, Segments)
+    padding: Any = make_attention_mask(REAL, REAL)
+    keys = Keys(REAL).dense(T, batch=(B,))
+    np.testing.assert_array_equal(padding.dense(T, batch=(B,)), keys & REAL[:, None, :, None])
