@@ -14,7 +14,7 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
-from flax_mha.kernels.softmax import move_nan_to_keys
+from flax_mha.kernels.softmax import finite, nan_flag
 from flax_mha.kernels.stored import OfLayer, Stored, is_part, map_part, read
 from flax_mha.sharding import LogicalNames, rules
 
@@ -106,7 +106,7 @@ class Memory(Slots, Struct):
     Queries attend to them call by call, and continue at their own positions.
 
     Attributes:
-      key: [*B, K, S, H], NaN where the token's key or value is not finite.
+      key: [*B, K, S, H], with a NaN where the token's value is not finite.
       value: [*B, K, S, Hv], finite, because a weight of 0 would not hide NaN.
       key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
       value_scale: the scales of int8 values, float32 [*B, K, S]; else None.
@@ -127,7 +127,10 @@ class Memory(Slots, Struct):
     @classmethod
     def of(cls, key: jax.Array, value: jax.Array, dtype: jnp.dtype) -> Self:
         """Encode keys [*B, S, K, H] and values [*B, S, K, Hv] in a dtype."""
-        key, value = move_nan_to_keys(key, value)
+        # In one feature: the others may hold more than the key, as in forgetting attention.
+        is_first = shapes.lead(np.arange(key.shape[-1]) == 0, key.ndim)
+        key = jnp.where(is_first, key + nan_flag(value)[..., None].astype(key.dtype), key)
+        value = finite(value)
         (key, key_scale), (value, value_scale) = (_encode(x, dtype) for x in (key, value))
         return cls(key, value, key_scale, value_scale)
 

@@ -127,7 +127,8 @@ MOST = 2**21
 # A mask's blocks (`smallest_blocks`) of fewer than _SMALL queries or keys share tiles of at least
 # _SHARED. Blocks of more than _LARGE are divided.
 _SMALL, _SHARED, _LARGE = 16, 64, 512
-# Up to this number of scores of a head, a traced mask hides too few tiles to visit them one by one.
+# Up to this number of scores of a head, a traced mask hides too few tiles to visit them one by one,
+# unless it is a mask of blocks.
 _SHORT = 512**2
 # The maximum number of key ranges, because each is compiled separately.
 _KEY_RANGES = 4
@@ -165,7 +166,7 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     for plan in plans:
         states = tile_states(spec, at, plan)
         if not isinstance(states, np.ndarray):
-            if dims.T * dims.S > _SHORT:
+            if plan is fine or dims.T * dims.S > _SHORT:
                 return plan, make_visit_lists(states)
             states = _bound_states(spec, at, plan)
         key_ranges = _find_key_ranges(plan, states)
