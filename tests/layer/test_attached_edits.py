@@ -69,6 +69,7 @@ def test_edits_reach_a_layer_whose_scan_drops_collections() -> None:
     assert jax.tree.structure(again["params"]) == jax.tree.structure(values["params"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(0.3, slow=0.5)
 def test_a_sweep_is_a_loop() -> None:
     model = Encoder(2, EncoderBlock(LAYERS["grouped"], 32))

@@ -48,6 +48,7 @@ def at_point(name: str, change: Any) -> tuple[Any, Any, Any]:
     return layer, given, jax.jit(layer.apply)(affine, X)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("fn", [clamp, top_2], ids=["clamp", "top 2"])
 @pytest.mark.parametrize("name", POINTS)
 def test_a_function_changes_the_tensor(name: str, fn: Any) -> None:
@@ -75,6 +76,7 @@ def test_weights_of_some_heads_change_by_a_function() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_arguments_of_a_function_have_gradients() -> None:
     """A sparse autoencoder at the residual stream, trained in place, in linen and nnx."""
     model = Encoder(2, EncoderBlock(LAYERS["grouped"], 32))

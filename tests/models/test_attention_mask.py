@@ -100,6 +100,7 @@ COTANGENTS = [
 ]
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("side", SIDES)
 def test_padded_prompts_generate_as_alone(side: str, kind: str) -> None:
@@ -115,6 +116,7 @@ def test_padded_prompts_generate_as_alone(side: str, kind: str) -> None:
     np.testing.assert_array_equal(traced(mask == 1).tokens, wanted)
 
 
+@pytest.mark.sampled(0.3, slow=0.5)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("side", SIDES)
 def test_padded_texts_have_the_logits_of_each_alone(side: str, kind: str) -> None:
@@ -154,6 +156,7 @@ def test_padded_sources_translate_as_alone(side: str, kind: str) -> None:
         np.testing.assert_array_equal(found.tokens, np.stack(tokens))
 
 
+@pytest.mark.slow
 def test_full_masks_change_nothing() -> None:
     """Tokenizers give one for texts of one length too; a step needs no lengths then."""
     model, ids = MODELS["rotary"], np.array([TEXTS[0]])
@@ -173,6 +176,7 @@ def test_full_masks_change_nothing() -> None:
         generate(step, params, steps.PROMPT, attention_mask=mask, **call)
 
 
+@pytest.mark.slow
 def test_mask_joins_other_options() -> None:
     """A mask of the call, and positions that count otherwise."""
     model, (ids, mask) = MODELS["rotary"], padded("left")
