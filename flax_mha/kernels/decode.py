@@ -2,9 +2,9 @@
 
 The queries of a key/value head are rows of one matmul with its keys, heads first. This is the
 layout of a `KVCache`, so that keys are read once, without a copy or transposition. If the mask
-leaves few blocks of keys, they are visited one by one, and empty slots of a cache cost nothing.
-Otherwise one matmul covers all keys. Stored keys and values are converted on the way. For int8, the
-scores and weights are scaled instead.
+leaves few blocks of keys, they are visited one by one, and empty slots of a cache cost nothing (on
+GPUs, from 1 GiB of keys and values on). Otherwise one matmul covers all keys. Stored keys and
+values are converted on the way. For int8, the scores and weights are scaled instead.
 
 Source: the online softmax of `blockwise`.
 """
