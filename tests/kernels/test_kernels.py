@@ -1,6 +1,7 @@
 """Further promises of every kernel's calls: scale, weights, user-defined scores, the choice."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -164,3 +165,15 @@ def test_explain_runs_nothing_and_tells_the_choice() -> None:
     assert explanation.chosen in KERNELS
     assert [line.split()[0] for line in str(explanation).splitlines()] == list(kernels.KERNELS)
     assert "chosen" in str(explanation)
+
+
+def test_compiler_does_not_compute_static_masks(optimized: None) -> None:
+    """The gradient's program holds no table of the mask, which takes XLA seconds to compute."""
+    q = jnp.ones((1, 96, 1, 8))
+
+    def loss(q: jax.Array) -> jax.Array:
+        mask = Causal() & Window(9)
+        return dot_product_attention(q, q, q, mask=mask, kernel="reference").sum()
+
+    text = jax.jit(jax.grad(loss)).lower(q).compile().as_text()
+    assert not re.findall(r"\[[\d,]*96,96\]\S* constant", text)
