@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 
 from flax_mha.base import checks
 from flax_mha.base.symbols import count_up
@@ -261,6 +262,10 @@ _parsed_einsum: Any = jax.jit(
     inline=True,
 )  # fmt: skip
 _EINSUM_CODE = getattr(jnp.einsum, "__code__", None)
+
+
+# Compiled programs and profiles name the line that calls it.
+source_info_util.register_exclusion(__file__)
 
 
 def einsum(subscripts: str, *operands: Any, **options: Any) -> jax.Array:
