@@ -14,13 +14,13 @@ All signatures, einsums and errors of this package use these letters:
 | `D` | features of the model |
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
 
 from flax_mha.base import checks
 from flax_mha.base.symbols import count_up
@@ -264,8 +264,11 @@ _parsed_einsum: Any = jax.jit(
 _EINSUM_CODE = getattr(jnp.einsum, "__code__", None)
 
 
-# Compiled programs and profiles name the line that calls it.
-source_info_util.register_exclusion(__file__)
+# Compiled programs and profiles then name the line that calls `einsum`.
+with contextlib.suppress(ImportError, AttributeError):
+    from jax.extend import source_info_util
+
+    source_info_util.register_exclusion(__file__)
 
 
 def einsum(subscripts: str, *operands: Any, **options: Any) -> jax.Array:
