@@ -20,8 +20,8 @@ from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.kernels.tile_plan import computes_in_bfloat16
 
 # The compute capabilities of GPUs on which the contract of flex has run. `auto` takes it on these
-# only. On an H100 its attention of 1,024 tokens took 0.2 to 0.3 of the time of `reference`, but with
-# `RelativeBias` 0.9 forward and 1.1 with gradients.
+# only. On an H100 its attention of 1,024 tokens took 0.2 to 0.3 of the time of `reference`, but 0.9
+# with a `RelativeBias`, and 1.1 with its gradients.
 FLEX_GPUS: frozenset[tuple[int, int]] = frozenset([(9, 0)])
 # The maximum number of scores for which `auto` takes `reference` on a GPU: 1 GiB of float32.
 MOST_SCORES = 2**28
