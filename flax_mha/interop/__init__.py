@@ -113,7 +113,7 @@ def load(
       shardings: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
         variables. Only each device's part is read, except for kernels of patches and Gemma's norms
         (default: NumPy arrays, which CPU devices use without a copy).
-      as_jax: True for `jax.Array`s on the default device in place of NumPy arrays.
+      as_jax: True for arrays of JAX on the default device in place of NumPy arrays.
 
     Returns:
       The module and its variables. Heads for words or classes on top of a BERT or a ViT are left
