@@ -9,7 +9,8 @@ import jax
 
 from experiments.benchmark import cores, layers, torch_peers
 from experiments.benchmark.cases import Case
-from experiments.benchmark.work import RefusalError, Work
+from experiments.benchmark.work import RefusalError
+from experiments.measure.timing import Work
 from flax_mha.kernels import KERNELS, KernelName
 
 

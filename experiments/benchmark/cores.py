@@ -11,7 +11,8 @@ from absl import flags
 
 import flax_mha
 from experiments.benchmark.cases import Case
-from experiments.benchmark.work import RefusalError, Work, jitted, visible
+from experiments.benchmark.work import RefusalError, jitted, visible
+from experiments.measure.timing import Work
 from flax_mha import masks
 from flax_mha.kernels import KernelName
 

@@ -9,21 +9,26 @@ runs many sizes (B = 1 … 256, S = 1,024 … 32,768, bfloat16), a CPU one. If P
 takes part with a static cache and `scaled_dot_product_attention`.
 """
 
+import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from rich import box
-from rich.table import Table
 
-from experiments.benchmark import report, timing, torch_peers
-from experiments.benchmark.work import Outcome, RefusalError, Work
+from experiments.benchmark import torch_peers
+from experiments.benchmark.work import RefusalError
+from experiments.measure import machine, tables, timing
+from experiments.measure.timing import Failure, Timing, Work
+from experiments.phases import Phase
 from flax_mha import CacheConfig, MultiHeadAttention
 
 PROMPT = 1024
+COLUMNS = ("", "tokens held", "median", "tokens/s", "GB/s", "of bandwidth", "× linen", "")
+Row = dict[str, Any]
 
 
 class Size(NamedTuple):
@@ -60,22 +65,18 @@ class Entry(NamedTuple):
     stored: str | None = None
 
 
-def sizes(free: int | None, flags: Mapping[str, Any]) -> Iterator[Size]:
+def sizes(free: int | None, flags: argparse.Namespace) -> Iterator[Size]:
     """Yield the sizes that suit the device, or the sizes of the flags."""
-    if "lengths" in flags:
-        heads, features = flags.get("heads", 8), flags.get("features", 512)
-        dtype = flags.get("dtypes", ("float32",))[0]
-        for S in flags["lengths"]:
-            yield Size(flags.get("batch", 8), S, heads, features, dtype)
-        return
-    if jax.default_backend() == "cpu":
+    if flags.lengths:
+        for S in flags.lengths:
+            dtype = (flags.dtypes or ("float32",))[0]
+            yield Size(flags.batch or 8, S, flags.heads, flags.features, dtype)
+    elif jax.default_backend() == "cpu":
         yield Size(8, 2048, 8, 512, "float32")
-        return
-    for S in (1024, 8192, 32768):
-        for B in (1, 8, 64, 256):
-            size = Size(B, S, 8, 1024, "bfloat16")
-            if free is None or size.most < free:
-                yield size
+    else:
+        every = (Size(B, S, 8, 1024, "bfloat16") for S in (1024, 8192, 32768)
+                 for B in (1, 8, 64, 256))  # fmt: skip
+        yield from (size for size in every if free is None or size.most < free)
 
 
 def entries(size: Size) -> list[Entry]:
@@ -90,57 +91,91 @@ def entries(size: Size) -> list[Entry]:
     ]
 
 
-def race(size: Size, rounds: int, seconds: float) -> list[report.Row]:
+def run(flags: argparse.Namespace, folder: Path, header: dict[str, Any], end: float) -> None:
+    """Time steps at each size, and a prompt at the first."""
+    rows: list[Row] = []
+    texts: list[str] = []
+    ran: list[Size] = []
+    place = ""
+    for size in sizes(machine.free_bytes(), flags):
+        if time.perf_counter() > end:
+            break
+        with Phase(f"timing steps of B={size.B}, S={size.S}"):
+            try:
+                best = bandwidth(size)
+                here = race(size, flags.repeats, flags.seconds)
+                # Other programs may have used the machine: the best counts.
+                best = max(best, bandwidth(size))
+            except Exception as error:  # a size that does not fit after all
+                print(f"B={size.B}, S={size.S}: {timing.reason(error)}")
+                continue
+            finally:
+                torch_peers.release()
+        ran.append(size)
+        rows += [row | {"bandwidth": best} for row in here]
+        texts.append(table(here, best))
+        print(texts[-1], flush=True)
+        place = tables.write(folder, "\n\n".join(texts), {**header, "rows": rows})
+    if not ran or time.perf_counter() > end:
+        print(f"no time or no memory left for a prompt; {place}")
+        return
+    header["prefill"] = prefill(ran[0], flags.seconds)
+    texts.append(
+        "a prompt of {tokens:,} tokens: {seconds:.3g} s in one call, {token_by_token:.3g} s token "
+        "by token, {ratio:.1f} times as long; {linen:.3g} s with linen's steps".format(
+            **header["prefill"])
+    )  # fmt: skip
+    print(texts[-1])
+    print(tables.write(folder, "\n\n".join(texts), {**header, "rows": rows}))
+
+
+def race(size: Size, rounds: int, seconds: float) -> list[Row]:
     """Time the steps of all contestants in turns."""
     works: dict[str, Work] = {}
-    rows: list[report.Row] = []
-    for name, make, filled, stored in entries(size):
-        row = {**size._asdict(), "label": name, "filled": filled, "status": "ok", "reason": None}
-        rows.append(row | {"bytes": size.bytes(filled, stored), "seconds": None})
+    found: dict[str, Timing | Failure] = {}
+    for entry in entries(size):
         try:
-            works[name] = make(size, filled)
+            works[entry.name] = entry.make(size, entry.filled)
         except (RefusalError, ImportError) as refusal:
-            rows[-1] |= {"status": "skipped", "reason": str(refusal)}
+            found[entry.name] = Failure(str(refusal), "skipped")
         except Exception as error:  # too large a cache, or anything from a peer
-            rows[-1] |= {"status": "failed", "reason": timing.reason(error)}
+            found[entry.name] = Failure(timing.reason(error))
     # Steps wait for each other by themselves: each takes the previous one's cache.
-    found = timing.interleave(works, rounds, seconds, queue=jax.default_backend() != "cpu")
-    base = found.get("linen")
-    for row in rows:
-        time = found.get(row["label"])
-        if isinstance(time, timing.Failure):
-            row |= {"status": "failed", "reason": time.reason}
-        elif time is not None:
-            row["seconds"] = time._asdict()
-            row["tokens_per_second"] = size.B / time.median
-            row["bytes_per_second"] = row["bytes"] / time.median
-            if isinstance(base, timing.Timing):
-                row["ratio"] = base.median / time.median
+    found |= timing.interleave(works, rounds, seconds, queue=jax.default_backend() != "cpu")
+    base, rows = found["linen"], []
+    for name, _, filled, stored in entries(size):
+        row: Row = {
+            **size._asdict(), "label": name, "filled": filled, "status": "ok", "reason": None,
+            "bytes": size.bytes(filled, stored), "seconds": None,
+        }  # fmt: skip
+        taken = found[name]
+        if isinstance(taken, Failure):
+            row |= {"status": taken.status, "reason": taken.reason}
+        else:
+            row |= {"seconds": taken._asdict(), "tokens_per_second": size.B / taken.median,
+                    "bytes_per_second": row["bytes"] / taken.median}  # fmt: skip
+            if isinstance(base, Timing):
+                row["ratio"] = base.median / taken.median
+        rows.append(row)
     return rows
 
 
-def table(rows: Sequence[report.Row], bandwidth: float) -> Table:
-    """Return the table of one size."""
-    first = rows[0]
-    title = "one step: B={B}, S={S:,}, D={D}, {N} heads, {dtype}".format(**first)
-    grid = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
-    grid.add_column("")
-    for name in ("tokens held", "median", "tokens/s", "GB/s", "of bandwidth", "× linen"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    grid.add_column("")
+def table(rows: Sequence[Row], bandwidth: float) -> str:
+    """Return the table of one size in Markdown."""
+    title = "one step: B={B}, S={S:,}, D={D}, {N} heads, {dtype}\n".format(**rows[0])
+    lines = [title, tables.head(*COLUMNS)]
     for row in rows:
-        time = row["seconds"]
-        rate = row.get("bytes_per_second", 0.0)
-        cells = ("",) * 5
-        if time:
-            cells = (
-                report.duration(time["median"]), f"{row['tokens_per_second']:,.0f}",
+        cells = ["", "", "", "", ""]
+        if row["seconds"]:
+            rate = row["bytes_per_second"]
+            cells = [
+                tables.duration(row["seconds"]["median"]), f"{row['tokens_per_second']:,.0f}",
                 f"{rate / 1e9:.3g}", f"{rate / bandwidth:.0%}",
                 f"{row['ratio']:.2f}" if "ratio" in row else "",
-            )  # fmt: skip
+            ]  # fmt: skip
         note = "" if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
-        grid.add_row(row["label"], f"{row['filled']:,}", *cells, note)
-    return grid
+        lines.append(tables.line(row["label"], f"{row['filled']:,}", *cells, note))
+    return "\n".join(lines)
 
 
 def prefill(size: Size, seconds: float) -> dict[str, Any]:
@@ -179,13 +214,7 @@ def bandwidth(size: Size) -> float:
     shape = (size.B, size.N, size.S, size.D // size.N)
     arrays = [jnp.ones(shape, size.dtype) for _ in range(2)]
     total = jax.jit(lambda *arrays: [x.max() for x in arrays])
-    jax.block_until_ready(total(*arrays))
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        jax.block_until_ready(total(*arrays))
-        times.append(time.perf_counter() - start)
-    return sum(x.nbytes for x in arrays) / min(times)
+    return sum(x.nbytes for x in arrays) / timing.fastest(lambda: total(*arrays), 10)
 
 
 def _ours(stored: str | None) -> Callable[[Size, int], Work]:
@@ -258,4 +287,4 @@ def _work(layer: nn.Module, params: Any, x: jax.Array, size: Size, filled: int) 
         state.update(cache=cache, left=state["left"] - 1)
         return out
 
-    return Work(call, jax.block_until_ready, lambda out: Outcome(out, (), 0.0))
+    return Work(call, jax.block_until_ready)

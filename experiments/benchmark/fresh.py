@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.benchmark import contestants, timing
+from experiments.benchmark import contestants
 from experiments.benchmark.cases import Case
-from experiments.benchmark.timing import Failure
+from experiments.measure import timing
+from experiments.measure.timing import Failure
 
 ROOT = Path(__file__).parent.parent.parent
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")

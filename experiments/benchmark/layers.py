@@ -12,7 +12,8 @@ from flax import nnx
 import flax_mha
 from experiments.benchmark.cases import Case
 from experiments.benchmark.cores import our_mask
-from experiments.benchmark.work import RefusalError, Work, jitted, visible
+from experiments.benchmark.work import RefusalError, jitted, visible
+from experiments.measure.timing import Work
 
 
 def ours(case: Case) -> Work:

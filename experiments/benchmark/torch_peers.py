@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 from experiments.benchmark.cases import Case
-from experiments.benchmark.work import Outcome, RefusalError, Work, cores, norm
+from experiments.benchmark.work import Outcome, RefusalError, norm
+from experiments.measure.machine import cores
+from experiments.measure.timing import Work
 
 
 def core(case: Case) -> Work:

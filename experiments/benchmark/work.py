@@ -1,6 +1,5 @@
 """A contestant's computation of a case, in one form for timing, memory and comparison."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmark.cases import Case
+from experiments.measure.timing import Work
 
 
 class RefusalError(Exception):
@@ -27,24 +27,6 @@ class Outcome(NamedTuple):
     out: np.ndarray
     grads: tuple[np.ndarray, ...]
     norm: float
-
-
-class Work(NamedTuple):
-    """One contestant's computation of one case.
-
-    Attributes:
-      call: starts one computation; its result may still be pending.
-      wait: waits for a result.
-      outcome: converts a result to the layout of the case.
-      compile: traces and compiles again, and returns a `call`; None if nothing is compiled.
-      growth: measures a function's peak memory, if neither JAX nor the process size shows it.
-    """
-
-    call: Callable[[], Any]
-    wait: Callable[[Any], None]
-    outcome: Callable[[Any], Outcome]
-    compile: Callable[[], Callable[[], Any]] | None = None
-    growth: Callable[[Callable[[], Any]], int] | None = None
 
 
 def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
@@ -83,13 +65,6 @@ def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
         return Outcome(float32(out), tuple(map(float32, grads)), norm(flat))
 
     return Work(lambda: compiled(*args), wait, outcome, compile)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def float32(x: Any) -> np.ndarray:

@@ -4,6 +4,11 @@
     python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
     python -m experiments.measure timed                  # the same programs, run on this device
     python -m experiments.measure tiles --chip=v5e       # cycles of a tile of the TPU kernels
+    python -m experiments.measure registers              # those of the kernels for Hopper
+    python -m experiments.measure memory                 # of float32 attention on a GPU
+    python -m experiments.measure sweeps                 # over edits of each head of a model
+    python -m experiments.measure rings                  # the time of a ring for orders of tokens
+    python -m experiments.measure features               # what each kernel takes
 
 Each command has --help.
 """
@@ -12,11 +17,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.measure import check, compiled, tiles, timed
+from experiments.measure import (
+    check,
+    compiled,
+    features,
+    memory,
+    registers,
+    rings,
+    sweeps,
+    tiles,
+    timed,
+)
 from experiments.runs import command
 
 COMMANDS: dict[str, Any] = {
-    "check": check, "compiled": compiled, "timed": timed, "tiles": tiles,
+    "check": check, "compiled": compiled, "timed": timed, "tiles": tiles, "registers": registers,
+    "memory": memory, "sweeps": sweeps, "rings": rings, "features": features,
 }  # fmt: skip
 
 

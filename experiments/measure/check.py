@@ -13,12 +13,11 @@ precision, and each kernel that takes the call has to agree. The table has
     FAILED        if the kernel does not compile or run; the reasons are below the table
 
 A token's error is that of its vector, relative to a usual one of the array. The command ends with
-status 1 if a kernel differs or fails. The table, as check.md, and results.json go to --workdir.
+status 1 if a kernel differs or fails. The table, as table.md, and results.json go to --workdir.
 """
 
 import argparse
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.measure import tables, timing
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from experiments.runs.failures import RunError
@@ -142,10 +142,9 @@ def run(flags: argparse.Namespace) -> None:
                     found[name][kernel] = check(kernel, name, sizes, expected)
         # After each call, for a command that is stopped.
         table = page(device, names, found)
-        (folder / "check.md").write_text(table + "\n")
         results = {"device": device, "jax": jax.__version__, "found": found}
-        (folder / "results.json").write_text(json.dumps(results, indent=1))
-    print(f"{table}\n\ncheck.md and results.json are in {folder}")
+        place = tables.write(folder, table, results)
+    print(f"{table}\n\n{place}")
     if any(x["status"] in ("DIFFERS", "FAILED") for row in found.values() for x in row.values()):
         sys.exit(1)
 
@@ -163,11 +162,7 @@ def check(kernel: str, name: str, sizes: Sizes, expected: dict[str, Any]) -> dic
             wide = [x.astype(jnp.float32) for x in arrays]
             expected[name] = jax.device_get(_both("reference", options, "highest")(*wide))
         got = jax.device_get(function(*arrays))
-        times = []
-        for _ in range(RUNS):
-            start = time.perf_counter()
-            jax.block_until_ready(function(*arrays))
-            times.append(1000 * (time.perf_counter() - start))
+        seconds = timing.fastest(lambda: function(*arrays), RUNS)
     except Exception as failure:  # a compiler's, or a device's
         said = str(failure)
         if REFUSAL in said:
@@ -176,7 +171,7 @@ def check(kernel: str, name: str, sizes: Sizes, expected: dict[str, Any]) -> dic
         return {"status": "FAILED", "reason": f"{type(failure).__name__}: {reason}"}
     error = max(map(worst, got, expected[name]))
     status = "holds" if error <= BOUNDS[call.dtype] else "DIFFERS"
-    return {"status": status, "error": float(error), "milliseconds": min(times)}
+    return {"status": status, "error": float(error), "milliseconds": 1000 * seconds}
 
 
 def inputs(name: str, sizes: Sizes) -> list[jax.Array]:
@@ -217,7 +212,7 @@ def worst(got: Any, expected: Any) -> float:
 
 def page(device: str, names: list[str], found: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Return the table in Markdown, and the reasons of failures."""
-    lines = [f"| {device} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines = [tables.head(device, *names)]
     reasons = []
     for name, row in found.items():
         cells = []
@@ -228,5 +223,5 @@ def page(device: str, names: list[str], found: dict[str, dict[str, dict[str, Any
                 reasons.append(f"- {kernel}, {name}: {result['reason']}")
             more = f" {result['error']:.3g}" if status == "DIFFERS" else ""
             cells.append(f"{result['milliseconds']:.2f} ms" if status == "holds" else status + more)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(tables.line(name, *cells))
     return "\n".join([*lines, *([""] if reasons else []), *reasons])

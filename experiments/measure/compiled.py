@@ -13,26 +13,22 @@ Nothing runs. The table has, for each program and contestant,
     seconds  to trace and to compile on this machine
 
 --top=n prints the n instructions of each program that move most, with their lines of Python. The
-table, as table.md and results.json, and a picture go to --workdir (default: a new folder under
-runs/).
+table, as table.md, and results.json go to --workdir (default: a new folder under runs/).
 """
 
 import argparse
 import contextlib
-import json
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
 
-from experiments import libtpu, plots
+from experiments import libtpu
 from experiments.counts import traffic
 from experiments.counts.hlo import Module
-from experiments.measure import programs
+from experiments.measure import programs, tables
 from experiments.measure.programs import Chip, Entry
 from experiments.phases import Phase
 from experiments.plan import devices, gpus
@@ -45,7 +41,6 @@ TPUS = {
 }  # fmt: skip
 MIB = 2**20
 Row = dict[str, Any]
-COLORS = {"ours": "black", "flax": "tab:blue", "hand": "tab:gray"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +56,7 @@ def run(flags: argparse.Namespace) -> None:
     folder = folders.result_folder(flags.workdir, f"compiled-{flags.chip}")
     chip = chip_of(flags.chip)
     rows: list[Row] = []
-    print("\n".join(HEAD), flush=True)
+    print(HEAD, flush=True)
     for entry in programs.entries(chip, flags.programs):
         with Phase(f"compiling {entry.program}, {entry.passes}, {entry.contestant}"):
             row = measure(chip, entry, flags.top)
@@ -71,11 +66,8 @@ def run(flags: argparse.Namespace) -> None:
             print(f"    {moved['MiB']:8.1f} MiB  {moved['times']:3d} × {moved['opcode']:22s} "
                   f"{moved['source']:34s} {moved['name']}")  # fmt: skip
     # With the ratios to contestants that came later.
-    table = "\n".join([*HEAD, *(line(row, rows) for row in rows)])
-    (folder / "table.md").write_text(table + "\n")
-    (folder / "results.json").write_text(json.dumps({"chip": flags.chip, "rows": rows}, indent=1))
-    draw(folder / "compiled.png", flags.chip, rows)
-    print(f"\n{table}\n\ntable.md, results.json and compiled.png are in {folder}")
+    table = "\n".join([HEAD, *(line(row, rows) for row in rows)])
+    print(f"\n{table}\n\n{tables.write(folder, table, {'chip': flags.chip, 'rows': rows})}")
 
 
 def chip_of(name: str) -> Chip:
@@ -127,9 +119,8 @@ def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
     }  # fmt: skip
 
 
-HEAD = (
-    "| program | pass | | MiB | × by hand | kernels | Mcycles | held | traced | compiled |",
-    "|---" * 10 + "|",
+HEAD = tables.head(
+    "program", "pass", "", "MiB", "× by hand", "kernels", "Mcycles", "held", "traced", "compiled"
 )
 
 
@@ -142,35 +133,12 @@ def line(row: Row, rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     ratio = f"{row['MiB'] / hand[0]:.2f}" if hand and not row["least"] else ""
     cycles = "" if row["Mcycles"] is None else f"{row['Mcycles']:.2f}"
-    cells = [
+    return tables.line(
         f"`{row['program']}`", row["passes"], row["contestant"],
         f"{'≥ ' * row['least']}{row['MiB']:,.0f}", ratio, str(row["kernels"]), cycles,
         f"{row['held']:,.0f}", f"{row['traced']:.1f} s",
         f"{row['compiled']:.1f} s",
-    ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
-
-
-def draw(path: Path, chip: str, rows: Sequence[Row]) -> None:
-    """Draw the bytes of each program, relative to the least of its contestants."""
-    groups = list(dict.fromkeys((row["program"], row["passes"]) for row in rows))
-    figure = Figure(figsize=(1.6 + 1.1 * len(groups), 4.2), layout="constrained")
-    axes = figure.subplots()
-    contestants = [name for name in COLORS if any(row["contestant"] == name for row in rows)]
-    for place, group in enumerate(groups):
-        here = [row for row in rows if (row["program"], row["passes"]) == group]
-        least = min(row["MiB"] for row in here)
-        for row in here:
-            shift = 0.26 * (contestants.index(row["contestant"]) - (len(contestants) - 1) / 2)
-            bar = axes.bar(place + shift, row["MiB"] / least, 0.24, color=COLORS[row["contestant"]])
-            axes.bar_label(bar, [f"{row['MiB']:,.0f}"], fontsize=7, rotation=90, padding=2)
-    axes.set_xticks(range(len(groups)), [f"{name}\n{passes}" for name, passes in groups])
-    axes.set_ylabel("bytes moved, relative to the least")
-    axes.margins(y=0.15)
-    axes.set_title(f"Programs compiled for {chip}: MiB to and from main memory")
-    handles = [axes.bar(0, 0, color=COLORS[name]) for name in contestants]
-    axes.legend(handles, contestants, frameon=False)
-    plots.save(figure, path, 110)
+    )  # fmt: skip
 
 
 def _cycles(moved: traffic.Moved) -> int:

@@ -20,7 +20,6 @@ The table, as table.md, and results.json go to --workdir (default: a new folder 
 """
 
 import argparse
-import json
 import math
 import os
 import re
@@ -34,7 +33,7 @@ import jax.numpy as jnp
 
 from experiments.counts import schedule
 from experiments.counts.schedule import TileCost
-from experiments.measure import compiled
+from experiments.measure import compiled, tables
 from experiments.measure.programs import Chip
 from experiments.phases import Phase
 from experiments.runs import command, folders
@@ -91,9 +90,7 @@ def run(flags: argparse.Namespace) -> None:
                 with Phase(f"compiling {kernel} {_sizes(block) if block else ''}".rstrip()):
                     rows += measure(chip, Path(dump), kernel, block, flags)
     table = page(flags.chip, rows)
-    (folder / "table.md").write_text(table + "\n")
-    (folder / "results.json").write_text(json.dumps({"flags": vars(flags), "rows": rows}, indent=1))
-    print(f"{table}\n\ntable.md and results.json are in {folder}")
+    print(f"{table}\n\n{tables.write(folder, table, {'flags': vars(flags), 'rows': rows})}")
 
 
 def measure(
@@ -144,7 +141,7 @@ def _row(
 
 def page(chip: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return the table in Markdown."""
-    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    lines = [tables.head(*HEAD)]
     usual = {
         (row["kernel"], row["tile"]): row["cycles"] / 512**2
         for row in rows if row["block"] == (512, 512) and "tile" in row

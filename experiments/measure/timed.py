@@ -10,13 +10,12 @@ each program and contestant,
     × best   the ratio to the fastest contestant
     compile  seconds to trace and to compile
 
-The tokens of a step are the last that fit in the cache. The table, as timed.md, and results.json
+The tokens of a step are the last that fit in the cache. The table, as table.md, and results.json
 go to --workdir (default: a new folder under runs/).
 """
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,16 +23,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.benchmark.timing import Failure, Timing, attempt, interleave
-from experiments.benchmark.work import Work
-from experiments.measure import programs
+from experiments.measure import programs, tables
 from experiments.measure.programs import Chip, Entry
+from experiments.measure.timing import Failure, Timing, Work, attempt, interleave
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from flax_mha import sharding
 
 Row = dict[str, Any]
-HEAD = ("| program | pass | | ms | middle half | × best | compile |", "|---" * 7 + "|")
+HEAD = tables.head("program", "pass", "", "ms", "middle half", "× best", "compile")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +49,8 @@ def run(flags: argparse.Namespace) -> None:
     chip = Chip(jax.devices()[0], platform == "gpu")
     end = time.perf_counter() + flags.total
     rows: list[Row] = []
-    print("\n".join(HEAD), flush=True)
+    table, place = HEAD, "no time was left"
+    print(HEAD, flush=True)
     for program, passes, contestants in races(chip, flags.programs):
         if time.perf_counter() > end:
             break
@@ -61,10 +60,9 @@ def run(flags: argparse.Namespace) -> None:
         rows += found
         print("\n".join(map(line, found)), flush=True)
         results = {"device": chip.device.device_kind, "jax": jax.__version__, "rows": rows}
-        (folder / "results.json").write_text(json.dumps(results, indent=1))
-    table = "\n".join([chip.device.device_kind, "", *HEAD, *map(line, rows)])
-    (folder / "timed.md").write_text(table + "\n")
-    print(f"\n{table}\n\ntimed.md and results.json are in {folder}")
+        table = "\n".join([chip.device.device_kind, "", HEAD, *map(line, rows)])
+        place = tables.write(folder, table, results)
+    print(f"\n{table}\n\n{place}")
 
 
 def races(chip: Chip, names: Sequence[str]) -> Iterator[tuple[str, str, list[Entry]]]:
@@ -131,7 +129,7 @@ def work(entry: Entry) -> Work:
         out, state[0] = function(state[0], still, kept)
         return out
 
-    return Work(step, jax.block_until_ready, lambda result: result)
+    return Work(step, jax.block_until_ready)
 
 
 def filled(entry: Entry) -> list[Any]:
@@ -173,5 +171,4 @@ def line(row: Row) -> str:
     else:
         median, q1, q3 = row["milliseconds"]
         cells += [f"{median:.3f}", f"{q1:.3f}–{q3:.3f}", f"{row['ratio']:.2f}"]
-    cells.append(f"{row['compile']:.1f} s")
-    return f"| {' | '.join(cells)} |"
+    return tables.line(*cells, f"{row['compile']:.1f} s")

@@ -12,13 +12,9 @@ FILES = sorted((ROOT / "experiments").rglob("*.py"))
 LAYERS = (
     "", "libtpu", "phases", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
     "finished", "reports", "responses", "pretrained", "convert", "generate", "heads", "look",
-    "report", "train", "plan", "benchmark", "measure", "gpu_day", "kernels_memory", "kernels_table",
-    "flex_registers", "ring_orders", "studies",
+    "report", "train", "plan", "measure", "benchmark", "studies",
 )  # fmt: skip
-MAINTAINERS = {
-    "plan", "measure", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "flex_registers",
-    "ring_orders", "studies",
-}  # fmt: skip
+MAINTAINERS = {"plan", "measure", "benchmark", "studies"}
 # The files that a user reads to know how the layer is trained, and their lines at most.
 TRAINER = {
     "train.py": 60, "trainer/loop.py": 125, "trainer/mesh.py": 95, "trainer/optimizer.py": 36,

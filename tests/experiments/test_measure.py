@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib.image
 import pytest
 
 from experiments.counts import traffic
@@ -200,7 +199,6 @@ def test_table_of_a_decoding_step(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert any(one["source"].startswith("kernels/decode.py:") for one in ours["top"])
     assert compiled.line(hand, rows) in (folder / "table.md").read_text()
     assert compiled.line(hand, rows) in capsys.readouterr().out
-    assert matplotlib.image.imread(folder / "compiled.png").std() > 0.01
 
 
 @pytest.mark.slow
@@ -216,7 +214,7 @@ def test_contestants_of_a_decoding_step_run_in_turns(
         median, q1, q3 = row["milliseconds"]
         assert 0 < q1 <= median <= q3
         assert row["ratio"] >= 1
-        assert timed.line(row) in (folder / "timed.md").read_text()
+        assert timed.line(row) in (folder / "table.md").read_text()
         assert timed.line(row) in printed
 
 

@@ -11,7 +11,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import plots
-from experiments.benchmark import picture as benchmark
 from experiments.plan import picture, report
 from experiments.reports import translation
 from experiments.tasks import dates
@@ -60,28 +59,6 @@ def test_axes_of_a_short_run_are_wide_enough(drawn: list[Figure], tmp_path: Path
     low, high = loss.get_ylim()
     assert high / low >= 3.99
     assert all(line.get_marker() == "o" for line in loss.lines)
-
-
-def timed(label: str, seconds: float, B: int, T: int) -> dict[str, Any]:
-    return {
-        "seconds": dict.fromkeys(("median", "q1", "q3"), seconds), "extra": False, "B": B, "T": T,
-        "part": "layer", "dtype": "float32", "passes": "forward", "mask": "causal", "label": label,
-    }  # fmt: skip
-
-
-def test_nearly_equal_times_look_nearly_equal(drawn: list[Figure], tmp_path: Path) -> None:
-    rows = [timed("ours", 0.05, 2, 1024), timed("linen", 0.0505, 2, 1024)]
-    benchmark.draw(tmp_path / "a.png", rows)
-    low, high = drawn[0].axes[0].get_ylim()
-    assert high / low >= 3.99
-
-
-def test_times_are_compared_per_token(drawn: list[Figure], tmp_path: Path) -> None:
-    rows = [timed("ours", 0.004, 8, 128), timed("ours", 0.008, 2, 1024)]
-    benchmark.draw(tmp_path / "a.png", rows)
-    (axes,) = drawn[0].axes
-    assert axes.get_ylabel().endswith("µs a token")
-    np.testing.assert_allclose(axes.lines[0].get_ydata(), [4000 / 1024, 8000 / 2048])
 
 
 def test_attention_picture_explains_its_colors(drawn: list[Figure], tmp_path: Path) -> None:

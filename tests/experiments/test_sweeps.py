@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.benchmark import sweeps
+from experiments.measure import sweeps
 from flax_mha.edits import Edit
 
 

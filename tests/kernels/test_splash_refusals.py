@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from experiments.kernels_table import traced
+from experiments.measure.features import traced
 from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels.splash import mask as splash_mask
 from flax_mha.masks import (

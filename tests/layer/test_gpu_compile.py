@@ -17,9 +17,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import kernels_memory
 from experiments.counts import work
 from experiments.counts.hlo import Module
+from experiments.measure import __main__ as measure
+from experiments.measure import memory
 from experiments.plan import compiled, gpus, roofline
 from experiments.plan.collectives import read
 from flax_mha import MultiHeadAttention, Platform, dot_product_attention, explain, masks
@@ -188,8 +189,8 @@ def test_float32_memory(optimized: None, chip: str) -> None:
 
     def taken(length: int, heads: int, kernel: str = "auto") -> float:
         """Return the memory in units of the inputs. The scores are length/H of them."""
-        found = kernels_memory.taken(device, length, heads, masks.Causal(), kernel, True)
-        return found / (4 * length * heads * kernels_memory.H)
+        found = memory.taken(device, length, heads, masks.Causal(), kernel, True)
+        return found / (4 * length * heads * memory.H)
 
     assert 32 < taken(1024, 16) == taken(1024, 16, "reference") < 36
     for length, heads in ((2048, 256), (4096, 16), (8192, 16)):
@@ -197,9 +198,9 @@ def test_float32_memory(optimized: None, chip: str) -> None:
 
 
 def test_memory_table_prints_a_line_per_length(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(kernels_memory, "LENGTHS", (256, 8192))
-    monkeypatch.setattr(kernels_memory, "HEADS", (16,))
-    kernels_memory.main(["--mask=none"])
+    monkeypatch.setattr(memory, "LENGTHS", (256, 8192))
+    monkeypatch.setattr(memory, "HEADS", (16,))
+    measure.main(["memory", "--mask=none"])
     short, long = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
     assert (short[0], short[2], short[3], short[-1]) == ("| 256", "4", "8", "`reference` |")
     assert (long[0], long[2], long[3], long[-1]) == ("| 8,192", "4,096", "", "`blockwise` |")

@@ -34,8 +34,7 @@ ALLOWED = {
     ("experiments/runs/settings.py", "runpy"),  # a config: code, as SECURITY.md says
     ("experiments/tokenizer.py", "subprocess"),  # itself, with limits
     ("experiments/benchmark/fresh.py", "subprocess"),  # itself, in a fresh process
-    ("experiments/flex_registers.py", "subprocess"),  # NVIDIA's assembler
-    ("experiments/gpu_day/__main__.py", "subprocess"),  # tests, the benchmark and the trainer
+    ("experiments/measure/registers.py", "subprocess"),  # NVIDIA's assembler
 }
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,

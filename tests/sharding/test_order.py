@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import ring_orders
+from experiments.measure import rings
 from flax_mha import MultiHeadAttention, masks, sharding
 from flax_mha.positions import Rotary
 from flax_mha.sharding.order import piece_size
@@ -25,11 +25,11 @@ RNG = np.random.default_rng(8)
 def test_documents_are_balanced_over_eight_devices() -> None:
     """Five draws of log-normal documents, 16,384 tokens, tiles of 128."""
     for draw in range(5):
-        lengths = ring_orders.documents(2**14, draw)
+        lengths = rings.documents(2**14, draw)
         order = sharding.balanced(lengths, 8, tile=128)
         mask = masks.Causal() & masks.Documents(lengths)
         contiguous, balanced = (
-            ring_orders.lockstep(mask, one, 8, 128).ratio for one in (np.arange(2**14), order)
+            rings.lockstep(mask, one, 8, 128).ratio for one in (np.arange(2**14), order)
         )
         assert balanced <= 1.06 < 1.5 < contiguous
 
@@ -78,10 +78,10 @@ def test_pieces_of_static_orders_are_their_runs() -> None:
 @pytest.mark.parametrize("mask", [None, masks.Causal() & masks.Window(1024)])
 def test_default_pieces_balance_many_devices(mask: Any) -> None:
     """Over 16 devices, pieces of 256 tokens leave a ring that takes 1.11 and 1.14 of the mean."""
-    lengths = ring_orders.documents(2**16, 0)
+    lengths = rings.documents(2**16, 0)
     order = sharding.balanced(lengths, 16, mask=mask)
     mask = (masks.Causal() if mask is None else mask) & masks.Documents(lengths)
-    assert ring_orders.lockstep(mask, order, 16, 128).ratio <= 1.1
+    assert rings.lockstep(mask, order, 16, 128).ratio <= 1.1
 
 
 LENGTHS = [9, 30, 3, 14, 8]
@@ -122,5 +122,5 @@ def test_ring_of_balanced_documents_matches_one_device(kernel: str, kind: str) -
 
 @pytest.mark.slow
 def test_table_in_the_docs_is_up_to_date() -> None:
-    page = Path(ring_orders.__file__).parent.parent / "docs" / "sharding.md"
-    assert ring_orders.table() in page.read_text()
+    page = Path(rings.__file__).parent.parent.parent / "docs" / "sharding.md"
+    assert rings.table() in page.read_text()

@@ -1,7 +1,7 @@
-"""The table of the kernels for Hopper in docs/absent-machine.md, by NVIDIA's compiler, with no GPU.
+"""Compile the kernels for Hopper by NVIDIA's compiler, with no GPU: docs/absent-machine.md's table.
 
-    python -m experiments.flex_registers                 # an H200, bfloat16, no mask: minutes
-    python -m experiments.flex_registers --dtype=float16 --call=causal --heads=64,128
+    python -m experiments.measure registers                 # an H200, bfloat16, no mask: minutes
+    python -m experiments.measure registers --dtype=float16 --call=causal --heads=64,128
 
 Each line is one kernel at one head size, of a call without a mask, with a causal one, with it and
 relative positions as keys (`vectors`), or with `all` of: segments, a soft cap, ALiBi, T5, a bias
@@ -12,19 +12,26 @@ their limits. These limits are arithmetic. Nothing is run or timed. It needs the
 gpu-compile, and `ptxas` (nvidia-cuda-nvcc).
 """
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.runs import command
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.counts.chips import GPUS
+from experiments.measure import tables
+from experiments.plan import gpus
 from experiments.runs.failures import RunError
+from flax_mha import dot_product_attention, masks, scores
 
 T, N, K = 1000, 4, 2
 HEADS = (64, 128, 192, 256)
@@ -55,17 +62,21 @@ class Found(NamedTuple):
     size: Any
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print the table as Markdown, line by line."""
-    parser = command.Parser(__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--call", choices=("plain", "causal", "vectors", "all"), default="plain")
     parser.add_argument("--heads", default=",".join(map(str, HEADS)), help="features, with commas")
-    flags = parser.parse_args(argv)
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Print the table, line by line."""
     ptxas = _ptxas()
     if ptxas is None:
         raise RunError("needs ptxas; pip install --no-deps nvidia-cuda-nvcc")
-    print("| " + " | ".join(HEADER) + " |\n" + "|---" * len(HEADER) + "|")
+    print(tables.head(*HEADER))
+    # Nothing runs, so JAX need not start this machine's devices.
+    jax.config.update("jax_platforms", "cpu")
     for features in map(int, flags.heads.split(",")):
         for found in compiled(features, flags.dtype, flags.call, ptxas):
             print(line(found, features), flush=True)
@@ -83,7 +94,6 @@ def compiled(features: int, dtype: str, call: str, ptxas: str) -> Iterator[Found
         # Mosaic writes its programs there. They are compiled as a whole, because the compiler
         # ignores the registers that a warpgroup asks for in a program that is linked later.
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
         sizes = _compile(features, dtype, call)
         for path in sorted(Path(folder).glob("*.ptx")):
             command = [ptxas, "-arch=sm_90a", "-v", str(path), "-o", os.devnull]
@@ -99,12 +109,6 @@ def compiled(features: int, dtype: str, call: str, ptxas: str) -> Iterator[Found
 
 def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
     """Compile a call and its gradients, and return the sizes of each kernel."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from experiments.plan import gpus
-    from flax_mha import dot_product_attention, masks, scores
     from flax_mha.kernels.flex.hopper import kernels, leaves
 
     mesh = jax.sharding.Mesh(np.array(gpus.of("h200", 1)), ("x",))
@@ -133,11 +137,11 @@ def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
 
     sizes: dict[str, Any] = {}
     modules: tuple[Any, ...] = kernels, leaves
-    run: Any = kernels.run
+    original: Any = kernels.run
 
     def noted(call: Any, x: Any, by_query: bool, size: Any, name: str, *rest: Any) -> Any:
         sizes[name] = size
-        return run(call, x, by_query, size, name, *rest)
+        return original(call, x, by_query, size, name, *rest)
 
     def loss(q: Any, k: Any, v: Any, learned: Any) -> Any:
         out = dot_product_attention(q, k, v, kernel="flex", **given(**learned))
@@ -148,29 +152,22 @@ def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
     with jax.set_mesh(mesh):
         jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(q, k, k, learned).compile()
     for module in modules:
-        module.run = run
+        module.run = original
     return sizes
 
 
 def line(found: Found, features: int) -> str:
     """Return the line of a kernel, with its limits in scores per nanosecond."""
-    from experiments.counts.chips import GPUS
-    from experiments.plan.gpus import TARGETS
     from flax_mha.kernels.flex.hopper import block
 
-    target = TARGETS["h200"]
+    target = gpus.TARGETS["h200"]
     chip = GPUS[target.name]
     by_matmuls = chip.flops / (2 * MATMULS[found.name] * features) / 1e9
     # Each row of the other side is two vectors, for a block of rows of the own side.
     by_loads = chip.bandwidth * block.BLOCK / (4 * features) / 1e9
     by_exponentials = EXPONENTIALS * target.cores * target.clock
-    cells = (
+    return tables.line(
         f"`{found.name}`", features, "{} / {}".format(*block.REGISTERS), found.spilled,
         f"{found.shared // 1024} KiB", f"{found.size.step} × {found.size.stages}",
         f"{by_matmuls:,.0f}", f"{by_loads:,.0f}", f"{by_exponentials:,.0f}",
     )  # fmt: skip
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.benchmark.work import cores
+from experiments.measure import timing
 
 PACKAGES = (
     "flax_mha", "jax", "jaxlib", "flax", "numpy", "torch", "equinox", "dm-haiku", "keras",
@@ -40,6 +39,13 @@ def describe() -> dict[str, Any]:
     }
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def free_bytes() -> int | None:
     """Return the memory that a computation may still take, or None if unknown."""
     device = jax.local_devices()[0]
@@ -63,13 +69,7 @@ def ceilings(dtypes: Sequence[str], before: Mapping[str, float]) -> dict[str, fl
 
 def _fastest(n: int, dtype: str) -> float:
     x = jnp.ones((n, n), jnp.dtype(dtype))
-    jax.block_until_ready(_product(x, x))
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(_product(x, x))
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return timing.fastest(lambda: _product(x, x), 3)
 
 
 def _version(package: str) -> str | None:

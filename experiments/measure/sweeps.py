@@ -1,15 +1,16 @@
-"""The time of removing each head of a model by one program, and the memory of edits.
+"""Time the removal of each head of a model by one program, and measure the memory of edits.
 
-    python -m experiments.benchmark.sweeps    # about four minutes: the tables of docs/edit.md
+    python -m experiments.measure sweeps    # about four minutes: the tables of docs/edit.md
 
 144 heads are removed one by one from an encoder of 12 layers with 12 heads. `sweep` is compared
 with a loop of one jitted function, in turns, and with 144 times the compilation of one program.
 """
 
+import argparse
 import functools
-import statistics
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from experiments.measure import tables
+from experiments.measure.timing import Work, interleave
 from experiments.runs import command
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, edits, masks
 from flax_mha.edits import Edit
@@ -27,17 +30,18 @@ SIZES = ((16, 48), (64, 96), (128, 192), (256, 384))
 BATCHES = (1, 8, 36, 144)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print both tables as Markdown."""
-    parser = command.Parser(__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("--rounds", type=command.count, default=5, help="rounds of all in turns")
-    flags = parser.parse_args(argv)
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Print both tables."""
     columns = ["loop", *(f"sweep of {size}" for size in BATCHES), "compile each"]
-    print("| tokens | features | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 2) + "|")
+    print(tables.head("tokens", "features", *columns))
     for tokens, features in SIZES:
         print(race(tokens, features, flags.rounds), flush=True)
-    print("\n| edit | temporaries, MiB |\n|---|---|")
+    print(f"\n{tables.head('edit', 'temporaries, MiB')}")
     for name, changes in {
         "none": {}, "q, k, v, z and a score of each head": {
             **{f"attention_{point}": Edit(np.ones((8, 1))) for point in "qkvz"},
@@ -46,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
         "weights of one head": {"attention_weights": Edit(0.5, heads=(3,))},
         "weights of all 8": {"attention_weights": Edit(0.5)},
     }.items():  # fmt: skip
-        print(f"| {name} | {memory(changes):.0f} |", flush=True)
+        print(tables.line(name, f"{memory(changes):.0f}"), flush=True)
 
 
 def race(tokens: int, features: int, rounds: int) -> str:
@@ -58,38 +62,31 @@ def race(tokens: int, features: int, rounds: int) -> str:
     keep = 1 - jnp.eye(count).reshape(count, LAYERS, HEADS, 1)
     changes = {f"layers_{i}/attention/attention_z": Edit(keep[:, i]) for i in range(LAYERS)}
 
-    def run(changes: Any, variables: Any, x: jax.Array) -> jax.Array:
+    def mean(changes: Any, variables: Any, x: jax.Array) -> jax.Array:
         out: Any = model.apply({**variables, "edits": unflatten_dict(changes, sep="/")}, x)
         return jnp.mean(out)
 
-    one = jax.jit(run)
+    one = jax.jit(mean)
     each = [{name: Edit(edit.keep[i]) for name, edit in changes.items()} for i in range(count)]
     edits.attach(model, variables, each[0], x)
-    works: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "loop": lambda: [one(change, variables, x) for change in each]
     }
     for size in BATCHES:
-        works[f"sweep of {size}"] = functools.partial(
-            edits.sweep, run, changes, variables, x, batch_size=size
+        calls[f"sweep of {size}"] = functools.partial(
+            edits.sweep, mean, changes, variables, x, batch_size=size
         )
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds + 1):
-        for name, work in works.items():
-            start = time.perf_counter()
-            jax.block_until_ready(work())
-            if turn:  # The first one compiles.
-                seconds[name].append(time.perf_counter() - start)
-    loop, *others = (statistics.median(times) for times in seconds.values())
+    works = {name: Work(call, jax.block_until_ready) for name, call in calls.items()}
+    times: Any = interleave(works, rounds, math.inf, queue=False)
+    loop, *others = (times[name].median for name in works)
     start = time.perf_counter()
-    constant = jax.jit(functools.partial(run, each[0]))
+    constant = jax.jit(functools.partial(mean, each[0]))
     jax.block_until_ready(constant(variables, x))
     compiled = count * (time.perf_counter() - start)
     ratios = [f"{loop / other:.1f} ×" for other in others]
     best = min(others)
-    return " | ".join(
-        [f"| {tokens}", str(features), f"{loop:.2f} s", *ratios,
-         f"{compiled:.0f} s, {compiled / best:.0f} × the best |"]
-    )  # fmt: skip
+    each_one = f"{compiled:.0f} s, {compiled / best:.0f} × the best"
+    return tables.line(tokens, features, f"{loop:.2f} s", *ratios, each_one)
 
 
 def memory(changes: Any) -> float:
@@ -100,9 +97,3 @@ def memory(changes: Any) -> float:
     attached = {**variables, "edits": changes}
     analysis: Any = jax.jit(layer.apply).lower(attached, x).compile().memory_analysis()
     return float(analysis.temp_size_in_bytes / 2**20)
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])

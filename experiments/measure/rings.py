@@ -1,17 +1,18 @@
-"""The table of orders in docs/sharding.md: the time of a ring for each mask and order of tokens.
+"""Print the table of orders in docs/sharding.md: the time of a ring for masks and orders of tokens.
 
-$ python -m experiments.ring_orders
+    python -m experiments.measure rings
 
 A device's work in a step is the number of tiles that are not empty, and the step takes as long as
 its busiest device. Documents have a log-normal number of tokens, with a median of 1,097. Nothing
 runs.
 """
 
+import argparse
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.runs import command
+from experiments.measure import tables
 from flax_mha import masks, sharding
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims
@@ -57,6 +58,15 @@ def lockstep(mask: masks.Mask | None, order: np.ndarray, devices: int, tile: int
     return Lockstep(busiest.sum() * devices / per_device.sum(), int((busiest > 0).sum()))
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command: none."""
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Print the table."""
+    print(table())
+
+
 def table() -> str:
     """Return the table: the mean ratio over the draws, and the greatest number of steps."""
     window = masks.Causal() & masks.Window(WINDOW)
@@ -66,14 +76,14 @@ def table() -> str:
         "causal, documents": (masks.Causal(), True),
         f"causal, window of {WINDOW:,}, documents": (window, True),
     }  # fmt: skip
-    lines = ["| mask | contiguous | `zigzag` | `balanced` |", "|---|---|---|---|"]
+    lines = [tables.head("mask", "contiguous", "`zigzag`", "`balanced`")]
     for name, (mask, is_packed) in rows.items():
         cells = []
         for order in ("contiguous", "zigzag", "balanced"):
             found = [_of_draw(order, mask, is_packed, draw) for draw in range(DRAWS)]
             ratio, steps = np.mean([x.ratio for x in found]), max(x.steps for x in found)
             cells.append(f"{ratio:.2f}, {steps} steps")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(tables.line(name, *cells))
     return "\n".join(lines)
 
 
@@ -87,8 +97,3 @@ def _of_draw(order: str, mask: Any, is_packed: bool, draw: int) -> Lockstep:
     }[order]()
     packed = masks.combine(mask, masks.Documents(lengths) if is_packed else None)
     return lockstep(packed, tokens, DEVICES, TILE)
-
-
-if __name__ == "__main__":
-    command.Parser(__doc__).parse_args()
-    print(table())

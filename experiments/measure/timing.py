@@ -5,12 +5,29 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-
-from experiments.benchmark.work import Work
 
 TURN = 0.005  # the seconds of a turn, long enough for the clock and the scheduler
 WARM = 0.02  # calls shorter than this are preceded by one to warm caches and threads
+
+
+class Work(NamedTuple):
+    """One contestant's computation.
+
+    Attributes:
+      call: starts one computation; its result may still be pending.
+      wait: waits for a result.
+      outcome: converts a result to a form that can be compared.
+      compile: traces and compiles again, and returns a `call`; None if nothing is compiled.
+      growth: measures a function's peak memory, if neither JAX nor the process size shows it.
+    """
+
+    call: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    outcome: Callable[[Any], Any] = lambda result: result
+    compile: Callable[[], Callable[[], Any]] | None = None
+    growth: Callable[[Callable[[], Any]], int] | None = None
 
 
 class Timing(NamedTuple):
@@ -23,9 +40,10 @@ class Timing(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The reason for a missing time."""
+    """The reason for a missing time, and its kind: "failed" or "skipped"."""
 
     reason: str
+    status: str = "failed"
 
 
 def interleave(
@@ -81,6 +99,17 @@ def _turn(work: Work, calls: int, queue: bool) -> float:
         if not queue or i == calls - 1:
             work.wait(result)
     return (time.perf_counter() - start) / calls
+
+
+def fastest(call: Callable[[], Any], rounds: int) -> float:
+    """Return the least seconds of some calls of JAX, after one that compiles."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def summary(samples: list[float]) -> Timing:

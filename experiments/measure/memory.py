@@ -1,14 +1,13 @@
-"""The GPU memory of attention in float32, by the compiler, without a GPU.
+"""Compile attention in float32 for a GPU that need not be there, and print its memory.
 
-    python -m experiments.kernels_memory    # an H200, causal: the table of docs/how-kernels-work.md
-    python -m experiments.kernels_memory --chip=a100 --mask=none
+    python -m experiments.measure memory    # an H200, causal: the table of docs/how-kernels-work.md
+    python -m experiments.measure memory --chip=a100 --mask=none
 
 Each cell is the peak memory beside arguments and results. It needs the wheels of the extra
 gpu-compile.
 """
 
-import sys
-from collections.abc import Sequence
+import argparse
 from typing import Any
 
 import jax
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from experiments.measure import tables
 from experiments.plan import gpus
-from experiments.runs import command
 from flax_mha import dot_product_attention, explain, masks
 from flax_mha.kernels import KernelName, Platform
 
@@ -29,19 +28,20 @@ H = 64
 MASKS = {"none": None, "causal": masks.Causal()}
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print the table as Markdown, line by line."""
-    parser = command.Parser(__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("--chip", choices=sorted(gpus.TARGETS), default="h200")
     parser.add_argument("--mask", choices=sorted(MASKS), default="causal")
-    flags = parser.parse_args(argv)
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Print the table, line by line."""
     # Nothing runs, so JAX need not start this machine's devices.
     jax.config.update("jax_platforms", "cpu")
     (device,) = gpus.of(flags.chip, 1)
     columns = [f"`{kernel}`, {passes}" for kernel in ("reference", "blockwise")
                for passes in ("forward", "with gradients")]  # fmt: skip
-    print("| T = S | B·N | " + " | ".join(["scores", *columns]) + " | `auto` |")
-    print("|---" * 8 + "|")
+    print(tables.head("T = S", "B·N", "scores", *columns, "`auto`"))
     for T in LENGTHS:
         for N in HEADS:
             print(line(device, T, N, MASKS[flags.mask]), flush=True)
@@ -56,7 +56,8 @@ def line(device: jax.Device, T: int, N: int, mask: masks.Mask | None) -> str:
         for gradients in (False, True):
             tried = kernel == "blockwise" or T <= LONGEST
             cells.append(_mib(taken(device, T, N, mask, kernel, gradients)) if tried else "")
-    return f"| {' | '.join(cells)} | `{explain(x, x, x, mask=mask, platform=platform).chosen}` |"
+    chosen = explain(x, x, x, mask=mask, platform=platform).chosen
+    return tables.line(*cells, f"`{chosen}`")
 
 
 def taken(
@@ -82,7 +83,3 @@ def taken(
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f}"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,1 +1,0 @@
-"""All measurements that need a GPU, in one command."""
