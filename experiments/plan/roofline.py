@@ -20,7 +20,7 @@ from experiments.plan.collectives import Collective
 from experiments.plan.compiled import Compiled
 from experiments.plan.devices import coordinates
 from experiments.plan.gpus import Machines
-from experiments.runs.devices import count_slices
+from experiments.trainer.mesh import count_slices
 
 
 class Times(NamedTuple):

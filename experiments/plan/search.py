@@ -11,8 +11,8 @@ from experiments import tasks
 from experiments.plan import depth, roofline
 from experiments.plan.compiled import Compiled, TooLargeError
 from experiments.plan.roofline import Times, network
-from experiments.runs.devices import count_slices
 from experiments.trainer import mesh
+from experiments.trainer.mesh import count_slices
 from experiments.trainer.optimizer import make_optimizer
 
 

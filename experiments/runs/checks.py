@@ -11,45 +11,6 @@ from ml_collections import ConfigDict
 from experiments.runs.failures import RunError
 
 
-def mesh_sizes(config: ConfigDict, have: int, slices: int = 1) -> tuple[int, int, int, int]:
-    """Return the sizes of the mesh axes data, fsdp, model and context.
-
-    With data=-1 the mesh takes all devices, or on one process the most that split the batch evenly.
-
-    Args:
-      config: the run's config.
-      have: the number of devices, of each slice.
-      slices: the number of TPU slices, which share the rows of the batch.
-    """
-    m, rows, processes = config.mesh, config.batch_size, jax.process_count()
-    data, fsdp, model, context = m.data, m.fsdp, m.model, m.context
-    if data == -1 and min(fsdp, model, context) >= 1:
-        most = max(1, have // (fsdp * model * context))
-        fits = (n for n in range(1, most + 1) if rows % (slices * n * fsdp) == 0)
-        # Every process has to take part, so that there several the batch has to fit.
-        data = most if processes > 1 else max(fits, default=1)
-    sizes = (data, fsdp, model, context)
-    got = f"data={m.data}, fsdp={fsdp}, model={model}, context={context}"
-    if min(sizes) < 1 or math.prod(sizes) > have:
-        raise RunError(
-            f"config.mesh needs data·fsdp·model·context devices, at least 1 and at most the {have} "
-            f"there are, got {got}; on a CPU, config.mesh.force_host_devices=N makes N of them"
-        )
-    if processes > 1 and math.prod(sizes) != have:
-        raise RunError(
-            f"with {processes} processes config.mesh must use all {have} devices, got {got}; "
-            f"try data={have // (fsdp * model * context)}"
-        )
-    parts = slices * data * fsdp
-    if rows % parts:
-        over = f", times {slices} slices" if slices > 1 else ""
-        raise RunError(
-            f"config.batch_size must be a multiple of config.mesh.data={data} times "
-            f"config.mesh.fsdp={fsdp}{over}, got {rows}; try {-(-rows // parts) * parts}"
-        )
-    return sizes
-
-
 def check_fits(program: Any) -> None:
     """Check that state and batch fit the memory, and a step these devices, without running it.
 

@@ -9,8 +9,9 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from jax.experimental import multihost_utils
 from experiments.runs import failures
 from experiments.runs.failures import RunError
 from experiments.runs.keys import flatten
+
+T = TypeVar("T")
 
 # All processes need the same versions of these: others compile another program.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
@@ -161,6 +164,18 @@ def all_begin(refused: str | None) -> None:
     for reason in reasons:
         if reason:
             raise RunError(refused or reason)
+
+
+def on_first(work: Callable[[], T]) -> T | None:
+    """Return the result of some work on process 0, and None elsewhere; all raise its error."""
+    result, refused = None, None
+    if jax.process_index() == 0:
+        try:
+            result = work()
+        except Exception as error:  # such as a tracker's, about an address or a login
+            refused = failures.describe(error)
+    all_begin(refused)
+    return result
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
-"""The progress of a run, as a bar or as lines."""
+"""What a run shows of itself: a bar or lines, its speed, and a trace of some steps."""
 
 import contextlib
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,9 @@ from experiments import phases
 from experiments.counts import work
 from experiments.counts.chips import CHIPS, GPUS
 from experiments.counts.hlo import Module
+from experiments.runs.failures import RunError
+
+_WARM = 3  # the first step that a number of steps counts from: before it compiles
 
 
 @contextlib.contextmanager
@@ -131,3 +136,49 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+@contextlib.contextmanager
+def tracing(folder: Path, steps: str | None, start: int) -> Iterator[Callable[[int], None]]:
+    """Trace some steps into a folder, for xprof and, as `perfetto_trace.json.gz`, for perfetto.
+
+    Args:
+      folder: the folder of the trace, written by process 0.
+      steps: FIRST:LAST, or a number of steps, from the third that runs; None for none.
+      start: the step that the run starts from.
+
+    Yields:
+      A function to be called before each step and after the last.
+    """
+    first, last = parse_steps(steps, start) if steps is not None else (0, 0)
+    tracing = False
+
+    def at(step: int) -> None:
+        nonlocal tracing
+        if tracing and not first <= step <= last:
+            jax.effects_barrier()
+            jax.profiler.stop_trace()
+            tracing = False
+            print(f"traced steps {first} to {step - 1}: {folder}", flush=True)
+        elif not tracing and first <= step <= last and jax.process_index() == 0:
+            jax.profiler.start_trace(str(folder), create_perfetto_trace=True)
+            tracing = True
+
+    try:
+        yield at
+    finally:
+        if tracing:
+            jax.profiler.stop_trace()
+
+
+def parse_steps(steps: str, start: int) -> tuple[int, int]:
+    """Return the first and the last step of FIRST:LAST, or of a number of steps."""
+    if match := re.fullmatch(r"(\d{1,9}):(\d{1,9})", steps):
+        first, last = int(match[1]), int(match[2])
+    elif re.fullmatch(r"\d{1,9}", steps):
+        first, last = start + _WARM, start + _WARM + int(steps) - 1
+    else:
+        first, last = 0, 0
+    if not 0 < first <= last:
+        raise RunError(f"--profile must be a number of steps, or FIRST:LAST of them, got {steps!r}")
+    return first, last

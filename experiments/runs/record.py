@@ -5,6 +5,7 @@ was saved is damaged: it is set aside, and never taken.
 """
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.runs import hosts
+from experiments.runs import files, hosts
 from experiments.runs.failures import RunError
 from experiments.runs.integrity import checksums, descriptions, digest
 
 FOLDER, DAMAGED = "checkpoints", "checkpoints.damaged"
+_LOG = 2**28  # bytes of a log that is read
 
 # The form of a record, for `_has_form`. A record is used only if it has this form: a digest proves
 # that nothing was changed by accident, not who wrote it.
@@ -156,6 +158,40 @@ def check_none(folder: Path, damaged: Sequence[int]) -> None:
             f"{folder} has no checkpoint that is whole; restore one of a copy of yours "
             f"to {folder / FOLDER}, or choose a new --workdir"
         )
+
+
+def check_log(path: Path, text: str, first: int) -> None:
+    """Check that a log that is there allows the run to start; print other differences.
+
+    Args:
+      path: the path of the log.
+      text: the rows that the checkpoint has; more may have come after.
+      first: the step of the first checkpoint, if there is none; or else 0.
+    """
+    try:
+        found = files.read(path, _LOG)
+    except FileNotFoundError:
+        found = b""
+    except OSError as error:
+        raise RunError(f"{path} must be a file of its own ({error}); remove it") from None
+    if not first:
+        if not found.startswith(text.encode()):
+            _say(f"{path.name} was damaged, and is written anew from the checkpoint")
+        return
+    rows: list[Any] = []
+    for line in found.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    rows = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    reached = max((row["step"] for row in rows), default=0)
+    # The second save waits for the end of the first; steps left out put both off.
+    if reached > 2 * first and not any(row.get("skipped") for row in rows):
+        raise RunError(
+            f"{path.parent} has no checkpoint, and its log reaches step {reached}; restore its "
+            f"checkpoints, or choose a new --workdir"
+        )
+    if found:
+        _say(f"{path.parent} has no checkpoint yet: it starts anew at step 1")
 
 
 class Best:

@@ -14,7 +14,7 @@ from experiments.runs import (
     checks,
     failures,
     hosts,
-    profile,
+    progress,
     record,
     rundir,
     settings,
@@ -71,7 +71,7 @@ def begin(
         with Phase("reading the data"):
             run = rundir.open_run(workdir, asked.config, asked.overrides)
             if steps is not None:
-                profile.parse(steps, 0)
+                progress.parse_steps(steps, 0)
             writers.check(run.config)
             forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
             program = build(run.config, make(run.config))

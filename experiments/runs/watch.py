@@ -1,40 +1,51 @@
 """Everything around the steps of a run: signals, progress, times, and a trace."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
+import jax
 import numpy as np
 
 from experiments.phases import Phase
 from experiments.runs import signals
-from experiments.runs.clock import Clock
-from experiments.runs.profile import tracing
-from experiments.runs.progress import Speed, shown
+from experiments.runs.progress import Speed, shown, tracing
 
 
 class Watch:
-    """The surroundings of a run's steps, which `watching` opens and closes.
+    """The surroundings of a run's steps, open inside the context.
 
     Args:
       program: the run's `experiments.trainer.mesh.Program`.
       workdir: the run's folder.
       start: the step that the run starts from.
-      show: a function of `shown`.
-      is_stopped: a function of `stoppable`.
-      trace: a function of `tracing`.
+      profile: the steps to trace, see `tracing`.
+
+    Attributes:
+      is_stopped: a function that `signals.stoppable` yields.
     """
 
-    def __init__(
-        self, program: Any, workdir: Path, start: int, show: Callable[[int, str, str], None],
-        is_stopped: Callable[[int], bool], trace: Callable[[int], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, program: Any, workdir: Path, start: int, profile: str | None) -> None:
         self._program, self._workdir, self._steps = program, workdir, program.config.steps
-        self._show, self.is_stopped, self._trace = show, is_stopped, trace
-        self._clock, self._text = Clock(start), ""
+        self._profile, self._text = profile, ""
         self._speed: Speed | None = None
-        self.aside = self._clock.aside
+        self._start = self._first = self._then = time.perf_counter()
+        # The step of the last text, and the seconds in `aside`: of all, and until that text.
+        self._shown, self._aside, self._aside_then = start, 0.0, 0.0
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as opened:
+            self._show = opened.enter_context(shown(self._steps, self._shown))
+            self.is_stopped = opened.enter_context(signals.stoppable())
+            folder = self._workdir / "profile"
+            self._trace = opened.enter_context(tracing(folder, self._profile, self._shown))
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
 
     def step(self, step: int, state: Any, batch: Any) -> tuple[Any, Any]:
         """Run a step, compiled at the first call, and return its state and metrics.
@@ -49,29 +60,39 @@ class Watch:
             return self._program.step(state, batch)
         with Phase("compiling the step"):
             self._speed = Speed(self._program, state, batch)
-            state, metrics = self._program.step(state, batch)
-            self._clock.first(step, metrics)
+            state, metrics = jax.block_until_ready(self._program.step(state, batch))
+        self._first = self._then = time.perf_counter()
+        self._shown = step
         return state, metrics
 
-    def note(self, step: int, means: Mapping[str, np.ndarray]) -> None:
-        """Note the loss of the last steps, and how fast they were."""
-        rate = self._speed.text(self._clock.lap(step), self._steps - step) if self._speed else ""
-        self._text = f"loss {means['loss'].mean():.4f}{rate}"
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the time inside out of the speed."""
+        start = time.perf_counter()
+        yield
+        self._aside += time.perf_counter() - start
 
-    def note_test(self, metrics: Mapping[str, np.ndarray]) -> None:
-        """Note the metrics of the test data."""
-        texts = (f"{name} {x.mean():.4f}" for name, x in metrics.items())
-        self._text += f", test {', '.join(texts)}"
-
-    def show(self, step: int, aloud: bool) -> None:
-        """Show the progress.
+    def show(
+        self, step: int, trained: Mapping[str, np.ndarray], tested: Mapping[str, np.ndarray]
+    ) -> None:
+        """Show the progress, and print a line after a test.
 
         Args:
-          step: the last step.
-          aloud: True to print a line.
+          step: the last step, done by the device if there are metrics.
+          trained: the metrics of the last steps, or none.
+          tested: the metrics of the test data, or none.
         """
-        line = f"step {step}/{self._steps}: {self._text}" if aloud else ""
-        self._show(step, self._text, line)
+        if trained:
+            now = time.perf_counter()
+            seconds = now - self._then - (self._aside - self._aside_then)
+            rate = (step - self._shown) / seconds if seconds > 0 else 0.0
+            self._then, self._shown, self._aside_then = now, step, self._aside
+            speed = self._speed.text(rate, self._steps - step) if self._speed else ""
+            self._text = f"loss {trained['loss'].mean():.4f}{speed}"
+        if tested:
+            texts = (f"{name} {x.mean():.4f}" for name, x in tested.items())
+            self._text += f", test {', '.join(texts)}"
+        self._show(step, self._text, f"step {step}/{self._steps}: {self._text}" if tested else "")
 
     def stop(self, step: int) -> NoReturn:
         """End a run that was asked to stop, after its checkpoint."""
@@ -79,24 +100,7 @@ class Watch:
 
     def finish(self, state: Any) -> tuple[float, float]:
         """Wait for the last state, and return the seconds of the first step and of the others."""
-        seconds = self._clock.stop(state)
+        jax.block_until_ready(state)
         self._trace(self._steps + 1)
-        return seconds
+        return self._first - self._start, time.perf_counter() - self._first - self._aside
 
-
-@contextlib.contextmanager
-def watching(program: Any, workdir: Path, start: int, profile: str | None) -> Iterator[Watch]:
-    """Open everything around the steps of a run.
-
-    Args:
-      program: the run's `experiments.trainer.mesh.Program`.
-      workdir: the run's folder.
-      start: the step that the run starts from.
-      profile: the steps to trace, see `tracing`.
-    """
-    with (
-        shown(program.config.steps, start) as show,
-        signals.stoppable() as is_stopped,
-        tracing(workdir / "profile", profile, start) as trace,
-    ):
-        yield Watch(program, workdir, start, show, is_stopped, trace)

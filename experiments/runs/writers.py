@@ -42,7 +42,7 @@ class TensorBoard:
         folder.mkdir(exist_ok=True)
         # Names go by seconds, in which two starts may fall.
         self._events = EventsWriter(str(folder / "events"), f".{step}")
-        self.flush, self.close = self._events.flush, self._events.close
+        self.close = self._events.close
         self._write(step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log_scalar(self, event: str, value: float, **kwargs: Any) -> None:
@@ -51,6 +51,7 @@ class TensorBoard:
 
     def _write(self, step: int, **content: Any) -> None:
         self._events.write_event(Event(step=step, wall_time=time.time(), **content))
+        self._events.flush()
 
 
 class MLflow:

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from experiments.phases import Phase
 from experiments.runs.log import Log, Row
-from experiments.runs.watch import watching
+from experiments.runs.watch import Watch
 from experiments.tasks.task import Batch, Metrics, Params, Task
 from experiments.trainer import mesh
 from experiments.trainer.checkpoints import Checkpoints
@@ -92,31 +92,32 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
             state = saved.state if saved else program.create(program.seeds)
             tests = [program.put_test(batch) for batch in program.task.test_batches()]
         start = saved.step if saved else 0
-        with Log(workdir, config, saved) as log, watching(program, workdir, start, profile) as run:
+        tested: Metrics = {}
+        with Log(workdir, config, saved) as log, Watch(program, workdir, start, profile) as run:
             for step in range(start + 1, config.steps + 1):
                 state, metrics = run.step(step, state, program.put(next(data)))
                 log.add(metrics)
                 last, stop = step == config.steps, run.is_stopped(step) and step < config.steps
                 test = last or step % config.evaluate_every == 0
                 save = last or step % config.checkpoint_every == 0
+                trained, tested = {}, {}
                 if test or save or step % config.log_every == 0:
-                    found = means(log.take(step))
-                    log.write(step, "train", found)
-                    run.note(step, found)
+                    trained = means(log.take(step))
+                    log.write(step, "train", trained)
                 with run.aside():
                     if test:
                         tested = evaluate(program, state.params, tests)
                         log.write(step, "test", tested)
-                        run.note_test(tested)
                     # While steps are left out, the last good checkpoint stays.
                     if stop or last or (save and not log.skipping):
                         checkpoints.save(step, state, data, log.saved(step))
-                run.show(step, test)
+                run.show(step, trained, tested)
                 if stop:
                     checkpoints.wait()
                     run.stop(step)
             seconds = run.finish(state)
-            with Phase("evaluating, and writing the last checkpoint"):
-                tested = evaluate(program, state.params, tests)
+            with Phase("writing the last checkpoint"):
                 checkpoints.wait()
+            # A finished run, trained no further, is evaluated here.
+            tested = tested or evaluate(program, state.params, tests)
             return Result(state, tested, log.rows, start, *seconds)

@@ -15,17 +15,13 @@ LAYERS = (
     "report", "train", "plan", "measure", "benchmark", "studies",
 )  # fmt: skip
 MAINTAINERS = {"plan", "measure", "benchmark", "studies"}
-# The files that a user reads to know how the layer is trained, and their lines at most.
-TRAINER = {
-    "train.py": 60, "trainer/loop.py": 125, "trainer/mesh.py": 95, "trainer/optimizer.py": 36,
-    "trainer/checkpoints.py": 95, "trainer/metrics.py": 60, "trainer/__init__.py": 5,
-    "tasks/__init__.py": 25, "tasks/task.py": 50,
-}  # fmt: skip
-TASKS = {
-    "tasks/digits.py": 125, "tasks/masked.py": 120, "tasks/text.py": 160,
-    "tasks/translation.py": 160, "tasks/dates.py": 95,
-}  # fmt: skip
-WITH_ONE_TASK, WITH_ALL = 600, 1_100
+# All that one opens to follow `experiments.train`: the command, the loop and what it calls, and a
+# task. Behind them are other tasks, reports, and what checks configs and keeps runs safe.
+READ = (
+    "train.py", "trainer/", "tasks/__init__.py", "tasks/task.py", "tasks/digits.py",
+    "runs/log.py", "runs/watch.py",
+)  # fmt: skip
+LINES = 965
 
 
 def lines(path: Path) -> int:
@@ -100,9 +96,5 @@ def test_a_tokenizer_is_imported_only_if_a_config_names_one() -> None:
 
 def test_the_trainer_is_read_in_one_sitting() -> None:
     found = {str(path.relative_to(ROOT / "experiments")): lines(path) for path in FILES}
-    limits = TRAINER | TASKS
-    assert limits.keys() >= {name for name in found if name.startswith(("trainer/", "tasks/"))}
-    assert not {name: found[name] for name, most in limits.items() if found[name] > most}
-    trainer = sum(found[name] for name in TRAINER)
-    assert trainer + found["tasks/digits.py"] <= WITH_ONE_TASK
-    assert trainer + sum(found[name] for name in TASKS) <= WITH_ALL
+    read = {name: count for name, count in found.items() if name.startswith(READ)}
+    assert sum(read.values()) <= LINES, read

@@ -19,7 +19,7 @@ from tensorboardX.proto.event_pb2 import Event
 from experiments import tasks
 from experiments.runs import signals
 from experiments.runs.failures import RunError
-from experiments.trainer import loop, mesh
+from experiments.trainer import loop, mesh, metrics
 
 
 def train(config: ConfigDict, workdir: Path) -> loop.Result:
@@ -65,6 +65,24 @@ def test_resumed_run_equals_uninterrupted_run(
     assert again.start == config.steps
     assert again.rows == whole.rows
     assert_equal(again.metrics, whole.metrics)
+
+
+@pytest.mark.slow
+def test_each_state_is_evaluated_once(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At steps 3 and 6. A finished run, started again, evaluates its last state."""
+    seen: list[int] = []
+
+    def counted(*given: Any) -> Any:
+        seen.append(1)
+        return metrics.evaluate(*given)
+
+    monkeypatch.setattr(loop, "evaluate", counted)
+    whole = train(config, tmp_path)
+    assert len(seen) == 2
+    assert_equal(train(config, tmp_path).metrics, whole.metrics)
+    assert len(seen) == 3
 
 
 @pytest.mark.sampled(0, slow=0.34)

@@ -13,8 +13,8 @@ from experiments.plan import collectives, compiled, depth, devices, remedies, re
 from experiments.plan.collectives import Collective
 from experiments.plan.gpus import Machines
 from experiments.plan.roofline import Torus
-from experiments.runs import checks
 from experiments.runs.failures import RunError
+from experiments.trainer import mesh
 
 TWO = Machines(GPUS["NVIDIA H200"], np.repeat([0, 1], 8))
 ALL = np.arange(16)[None]
@@ -85,10 +85,10 @@ def test_transfers_between_slices_are_read(
 
 def test_batch_divides_over_slices(config: ConfigDict) -> None:
     config.mesh.data, config.batch_size = -1, 16
-    assert checks.mesh_sizes(config, 16, 2) == (8, 1, 1, 1)
+    assert mesh.mesh_sizes(config, 16, 2) == (8, 1, 1, 1)
     config.mesh.data = 16
     with pytest.raises(RunError, match="times 2 slices, got 16; try 32"):
-        checks.mesh_sizes(config, 16, 2)
+        mesh.mesh_sizes(config, 16, 2)
 
 
 @pytest.mark.slow
