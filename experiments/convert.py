@@ -45,9 +45,6 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
       source: a folder of either form.
       target: a folder that does not exist yet, or is empty.
       dtype: the dtype of floating parameters (default: unchanged).
-
-    Raises:
-      ValueError: if a folder is invalid, or its files do not fit each other.
     """
     source = Path(source).expanduser().absolute()
     config = safetensors.read_json(source / CONFIG)

@@ -48,11 +48,7 @@ def open_run(workdir: str | Path, data: str | None = None, tokenizer: str | None
 
 
 def open_folder(folder: str) -> Reader:
-    """Return the language model of a Hugging Face folder.
-
-    Raises:
-      ValueError: if it holds no language model.
-    """
+    """Return the language model of a Hugging Face folder."""
     path = Path(folder).expanduser()
     model, variables, encode, decode = pretrained.open_model(path)
     if not isinstance(model, LanguageModel):
@@ -66,11 +62,7 @@ def open_folder(folder: str) -> Reader:
 
 
 def write(reader: Reader, prompt: str, beside: str | None, out: Path, png: Path | None) -> None:
-    """Write the page of one or two prompts, and the picture of the first.
-
-    Raises:
-      ValueError: if the prompts differ in their number of tokens, or the page would be too large.
-    """
+    """Write the page of one or two prompts, and the picture of the first."""
     apply = functools.partial(
         analysis.watch(reader.model, CAPTURE).apply, deterministic=True, mutable="intermediates"
     )

@@ -31,9 +31,6 @@ def respond(
       say: a function that takes each piece.
       max_new_tokens: the maximum number of new tokens.
       **options: further arguments of `flax_mha.generate`.
-
-    Raises:
-      ValueError: if the folder or the prompt is invalid.
     """
     folder = open_folder(folder)
     model, variables, encode, decode = open_model(folder)
@@ -72,11 +69,7 @@ def respond(
 
 
 def open_model(folder: Path) -> tuple[Any, Any, Encode, Decode]:
-    """Return the folder's model, its variables, and functions from a prompt to ids and back.
-
-    Raises:
-      ValueError: if the folder is invalid; later, if a prompt is.
-    """
+    """Return the folder's model, its variables, and functions from a prompt to ids and back."""
     config = FileSettings(safetensors.read_json(folder / "config.json"))
     find_ids, decode = _tokenizer(folder)
     model, variables = interop.load(folder)

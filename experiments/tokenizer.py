@@ -53,11 +53,7 @@ class Tokenizer:
         self.size = self._ask("open", self.file.decode("latin-1"))
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the start token and those of a UTF-8 text, whose ends may cut a character.
-
-        Raises:
-          RunError: if they are not the whole text: bits per byte would count other bytes.
-        """
+        """Return the start token and those of a UTF-8 text, whose ends may cut a character."""
         try:
             whole = codecs.getincrementaldecoder("utf-8")().decode(text.lstrip(_INNER))
         except UnicodeDecodeError as error:

@@ -20,8 +20,9 @@ from typing import Any
 # Before jax starts: other libraries need memory of the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+from experiments import tables
 from experiments.benchmark import cases, contestants, decoding, races
-from experiments.measure import machine, tables
+from experiments.measure import machine
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from experiments.runs.failures import RunError

@@ -19,9 +19,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from experiments import tables
 from experiments.benchmark import torch_peers
 from experiments.benchmark.work import RefusalError
-from experiments.measure import machine, tables, timing
+from experiments.measure import machine, timing
 from experiments.measure.timing import Failure, Timing, Work
 from experiments.phases import Phase
 from flax_mha import CacheConfig, MultiHeadAttention

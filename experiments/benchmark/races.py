@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from experiments import tables
 from experiments.benchmark import cases, contestants, fresh, torch_peers
 from experiments.benchmark.cases import Case
 from experiments.benchmark.contestants import BASELINES, CONTESTANTS
-from experiments.measure import machine, tables, timing
+from experiments.measure import machine, timing
 from experiments.measure.timing import Failure, Timing
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)

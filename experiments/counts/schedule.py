@@ -39,9 +39,6 @@ def tiles(schedule: str) -> list[TileCost]:
     """Return the costs of a kernel's tiles, in its order, from the text of its schedule.
 
     A tile is a part that a branch skips, that multiplies matrices, and that has no such part in it.
-
-    Raises:
-      ValueError: if a tile has a loop, whose steps the schedule does not tell.
     """
     starts = [found.start() for found in _BUNDLE.finditer(schedule)]
     bundles = [schedule[a:b] for a, b in itertools.pairwise([*starts, len(schedule)])]

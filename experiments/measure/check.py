@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.measure import tables, timing
+from experiments import tables
+from experiments.measure import timing
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from experiments.runs.failures import RunError

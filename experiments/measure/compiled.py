@@ -25,10 +25,10 @@ from typing import Any
 
 import jax
 
-from experiments import libtpu
+from experiments import libtpu, tables
 from experiments.counts import traffic
 from experiments.counts.hlo import Module
-from experiments.measure import programs, tables
+from experiments.measure import programs
 from experiments.measure.programs import Chip, Entry
 from experiments.phases import Phase
 from experiments.plan import devices, gpus

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.measure import tables
+from experiments import tables
 from flax_mha import explain, kernels
 from flax_mha.kernels import Platform
 from flax_mha.kernels.bind import bind_call

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.measure import tables
+from experiments import tables
 from experiments.plan import gpus
 from flax_mha import dot_product_attention, explain, masks
 from flax_mha.kernels import KernelName, Platform

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import tables
 from experiments.counts.chips import GPUS
-from experiments.measure import tables
 from experiments.plan import gpus
 from experiments.runs.failures import RunError
 from flax_mha import dot_product_attention, masks, scores

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.measure import tables
+from experiments import tables
 from flax_mha import masks, sharding
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from experiments.measure import tables
+from experiments import tables
 from experiments.measure.timing import Work, interleave
 from experiments.runs import command
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, edits, masks

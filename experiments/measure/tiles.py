@@ -31,9 +31,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments import tables
 from experiments.counts import schedule
 from experiments.counts.schedule import TileCost
-from experiments.measure import compiled, tables
+from experiments.measure import compiled
 from experiments.measure.programs import Chip
 from experiments.phases import Phase
 from experiments.runs import command, folders

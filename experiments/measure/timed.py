@@ -23,7 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.measure import programs, tables
+from experiments import tables
+from experiments.measure import programs
 from experiments.measure.programs import Chip, Entry
 from experiments.measure.timing import Failure, Timing, Work, attempt, interleave
 from experiments.phases import Phase

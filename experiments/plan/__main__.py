@@ -9,8 +9,8 @@
     python -m experiments.plan --scaling    # the study of docs/scaling.md
 
 The command compiles the trainer's step for the topology on this machine's CPU. It reports the
-memory, the operations and the communication of one device, and writes plan.json and plan.png to
---workdir (default: a new folder under runs/). Without --search the layout is config.mesh. If no
+memory, the operations and the communication of one device, and writes plan.json to --workdir
+(default: a new folder under runs/). Without --search the layout is config.mesh. If no
 layout fits, the command tries changes of the config, from the cheapest on.
 """
 
@@ -30,7 +30,7 @@ from absl import app, flags
 
 from experiments import libtpu, phases
 from experiments.phases import Phase
-from experiments.plan import devices, picture, remedies, report, scaling, search
+from experiments.plan import devices, remedies, report, scaling, search
 from experiments.runs import folders, settings
 
 PROGRAM = "experiments.plan"
@@ -61,7 +61,7 @@ def main(asked: settings.Asked) -> None:
 
 
 def _plan(asked: settings.Asked) -> None:
-    config, console = asked.config, report.console()
+    config = asked.config
     with Phase(f"describing {TOPOLOGY.value}"):
         found = devices.of(TOPOLOGY.value)
     folder, kind = folders.result_folder(WORKDIR.value, "plan"), found[0].device_kind
@@ -75,9 +75,7 @@ def _plan(asked: settings.Asked) -> None:
         "jax": jax.__version__,
         "compiler": report.compiler(found[0]),
     }
-    console.print(
-        f"{len(found)} × {kind}, {TOPOLOGY.value}, compiled by {header['compiler']}", style="dim"
-    )
+    print(f"{len(found)} × {kind}, {TOPOLOGY.value}, compiled by {header['compiler']}", flush=True)
     with Phase(f"compiling for {TOPOLOGY.value}"):
         if SEARCH.value:
             layouts = search.search(config, found, MOST.value, _tell, WHOLE.value)
@@ -92,39 +90,31 @@ def _plan(asked: settings.Asked) -> None:
         _print_remedies(tried, best)
         layouts += [remedy.layout for remedy in tried if remedy.layout]
     report.write(folder / "plan.json", header, layouts)
-    compiled = [layout for layout in layouts if layout.found]
-    rows = [report.row(layout) for layout in layouts]
-    name = Path(asked.path).name
-    title = f"{name} on {len(found)} × {kind} ({TOPOLOGY.value}), by {header['compiler']}"
-    picture.draw(folder / "plan.png", rows, title)
-    seconds = sum(layout.found.seconds for layout in compiled if layout.found)
-    console.print(f"{seconds:.0f} s to compile; plan.json and plan.png are in {folder}")
+    seconds = sum(layout.found.seconds for layout in layouts if layout.found)
+    print(f"{seconds:.0f} s to compile; plan.json is in {folder}")
 
 
 def _print(layouts: Sequence[search.Layout]) -> None:
-    console = report.console()
     compiled = [layout for layout in layouts if layout.found]
     if compiled:
-        console.print(report.memory(compiled))
-        console.print(report.sent(compiled[0]))
-        console.print(report.link_line(compiled[0]))
+        print(f"one device, one step\n\n{report.memory(compiled)}\n\n{report.sent(compiled[0])}\n")
+        print(report.link_line(compiled[0]))
     if any(layout.reason for layout in layouts):
-        console.print(report.others(layouts))
+        print(f"{report.others(layouts)}\n")
     for layout in compiled[:1]:
         if layout.found and layout.found.unknown:
-            console.print(f"loops of unknown length, counted once: {layout.found.unknown}")
+            print(f"loops of unknown length, counted once: {layout.found.unknown}")
         if layout.found and layout.found.depths:
-            console.print(f"extrapolated from compiled steps of {layout.found.depths} layers")
+            print(f"extrapolated from compiled steps of {layout.found.depths} layers")
 
 
 def _print_remedies(tried: Sequence[remedies.Remedy], tight: search.Layout) -> None:
-    console = report.console()
-    console.print(report.remedies(tried, tight))
+    print(f"{report.remedies(tried, tight)}\n")
     last = tried[-1].layout if tried else None
     if last is None or last.reason:
-        console.print("no remedy fits; take more devices, or a smaller model or config.length")
+        print("no remedy fits; take more devices, or a smaller model or config.length")
     else:
-        console.print(f"fits with {tried[-1].flags}", soft_wrap=True)
+        print(f"fits with {tried[-1].flags}")
 
 
 def _tell(layout: search.Layout) -> None:

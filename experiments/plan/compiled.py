@@ -81,7 +81,6 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
 
     Raises:
       TooLargeError: if the compiler finds that it does not fit.
-      ValueError: if the config does not fit itself, the devices or the model.
     """
     start = time.perf_counter()
     built = loop.build(config, tasks.make(config), devices)

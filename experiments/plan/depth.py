@@ -33,7 +33,6 @@ def step(config: ConfigDict, devices: Sequence[jax.Device], whole: bool = False)
 
     Raises:
       TooLargeError: if the step does not fit a device's memory.
-      ValueError: if the config does not fit itself, the devices or the model.
     """
     layers = config.model.get("num_layers", 0)
     if whole or layers <= 2 * DEPTHS[1] or config.model.get("scan", False):

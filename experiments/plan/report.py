@@ -1,4 +1,4 @@
-"""A plan as tables on the terminal, and as JSON."""
+"""A plan as tables, and as JSON."""
 
 import importlib.metadata
 import json
@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
+from experiments import tables
 from experiments.plan import collectives
 from experiments.plan.remedies import Remedy
 from experiments.plan.roofline import network
 from experiments.plan.search import Layout
 
 Row = dict[str, Any]
-
-
-def console() -> Console:
-    """Return a console as wide as the terminal, or wide enough for all tables without one."""
-    found = Console()
-    return found if found.is_terminal else Console(width=140)
 
 
 def compiler(device: jax.Device) -> str:
@@ -69,16 +62,12 @@ def write(path: Path, header: Row, layouts: Sequence[Layout]) -> None:
     path.write_text(json.dumps(header | {"layouts": rows}, indent=2) + "\n")
 
 
-def memory(layouts: Sequence[Layout]) -> Table:
-    """Return a table of compiled layouts with their use of a device."""
-    table = Table(title="one device, one step", title_justify="left")
-    table.add_column("layout")
-    for name in ("parameters", "optimizer", "activations", "peak", "of"):
-        table.add_column(name, justify="right")
-    for name in ("10¹² operations", "compute", "memory", "network"):
-        unit = "" if name.startswith("10") else "\nms"
-        table.add_column(name + unit, justify="right")
-    table.add_column("binds")
+def memory(layouts: Sequence[Layout]) -> str:
+    """Return a table of compiled layouts with their use of a device in a step."""
+    lines = [tables.head(
+        "layout", "parameters", "optimizer", "activations", "peak", "of", "10¹² operations",
+        "compute, ms", "memory, ms", "network, ms", "binds",
+    )]  # fmt: skip
     for layout in layouts:
         found, times = layout.found, layout.times
         if found is None:
@@ -86,36 +75,32 @@ def memory(layouts: Sequence[Layout]) -> Table:
         links, m = network(found.devices), found.memory
         held = [m.parameters, m.optimizer, m.activations, m.peak]
         spent = [f"{1e3 * x:.4g}" for x in times] if times else ["–"] * 3
-        table.add_row(
-            str(layout), *map(_size, held), _size(links.memory) if links else "–",
+        lines.append(tables.line(
+            layout, *map(_size, held), _size(links.memory) if links else "–",
             f"{found.flops / 1e12:.4g}", *spent,
             layout.reason or (times.binds if times else "–"),
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    return "\n".join(lines)
 
 
-def sent(layout: Layout) -> Table:
-    """Return a table of collectives by kind and number of devices."""
-    table = Table(title=f"sent in a step: {layout}", title_justify="left")
-    table.add_column("kind")
-    table.add_column("links")
-    for name in ("devices", "times", "results", "sent by each", "ms"):
-        table.add_column(name, justify="right")
-    if layout.found is None:
-        return table
-    links = network(layout.found.devices)
+def sent(layout: Layout) -> str:
+    """Return a table of the collectives of a step, by kind and number of devices."""
+    lines = [tables.head(f"sent in a step: {layout}", "links", "devices", "times", "results",
+                         "sent by each", "ms")]  # fmt: skip
+    found = layout.found.sent if layout.found else []
+    links = network(layout.found.devices) if layout.found else None
     groups: dict[tuple[str, str, int], list[collectives.Collective]] = {}
-    for one in layout.found.sent:
+    for one in found:
         over = ", ".join(links.by_link(one)) if links else "–"
         groups.setdefault((one.kind, over, one.groups.shape[1]), []).append(one)
-    for (kind, over, size), ones in sorted(groups.items(), key=lambda group: group[0]):
+    for group, ones in sorted(groups.items(), key=lambda group: group[0]):
         seconds = sum(x.times * links.seconds(x) for x in ones) if links else None
-        table.add_row(
-            kind, over, str(size), str(sum(x.times for x in ones)),
-            _size(sum(x.times * x.bytes for x in ones)), _size(sum(x.times * x.sent for x in ones)),
+        lines.append(tables.line(
+            *group, sum(x.times for x in ones), _size(sum(x.times * x.bytes for x in ones)),
+            _size(sum(x.times * x.sent for x in ones)),
             "–" if seconds is None else f"{1e3 * seconds:.4g}",
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    return "\n".join(lines)
 
 
 def by_link(layout: Layout) -> dict[str, tuple[float, float]]:
@@ -145,20 +130,17 @@ def link_line(layout: Layout) -> str:
     return "sent by each device over " + "; ".join(parts) if parts else ""
 
 
-def remedies(found: Sequence[Remedy], tight: Layout) -> Table:
+def remedies(found: Sequence[Remedy], tight: Layout) -> str:
     """Return a table of remedies for a layout that does not fit."""
     title = f"remedies for {tight}, each on top of those above it"
-    table = Table(title=title, title_justify="left")
-    table.add_column("remedy")
-    for name in ("needs", "of", "by", "ms"):
-        table.add_column(name, justify="right")
+    lines = [tables.head(title, "needs", "of", "by", "ms")]
     for one in found:
         times = one.layout.times if one.layout else None
-        table.add_row(
+        lines.append(tables.line(
             one.name, _size(one.needs), _size(tight.has or 0),
             "compiling" if one.layout else "estimate", f"{1e3 * times.step:.4g}" if times else "–",
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    return "\n".join(lines)
 
 
 def _size(count: float) -> str:
@@ -170,16 +152,12 @@ def _size(count: float) -> str:
     return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
 
 
-def others(layouts: Sequence[Layout]) -> Table:
+def others(layouts: Sequence[Layout]) -> str:
     """Return a table of layouts that do not fit or were not compiled, counted by reason."""
-    table = Table(title="not compiled, or too large", title_justify="left")
-    table.add_column("layouts", justify="right")
-    table.add_column("such as")
-    table.add_column("reason")
     reasons: dict[str, list[Layout]] = {}
     for layout in layouts:
         if layout.reason:
             reasons.setdefault(layout.reason, []).append(layout)
-    for reason, same in reasons.items():
-        table.add_row(str(len(same)), str(same[0]), reason)
-    return table
+    lines = [tables.head("not compiled, or too large", "such as", "reason")]
+    lines += [tables.line(len(same), same[0], reason) for reason, same in reasons.items()]
+    return "\n".join(lines)

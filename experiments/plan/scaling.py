@@ -16,10 +16,9 @@ import jax
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter
 from ml_collections import ConfigDict
-from rich.console import Console
 
 from configs import long_encoder, masked
-from experiments import plots, tasks
+from experiments import plots, tables, tasks
 from experiments.phases import Phase
 from experiments.plan import devices, report, search
 from experiments.runs import hosts
@@ -46,7 +45,7 @@ def study(folder: Path) -> None:
     An incomplete scaling.json in the folder is continued, because each point takes minutes.
     """
     hosts.force_host_devices(max(HERE))
-    here, console, path = jax.devices("cpu"), Console(stderr=True), folder / "scaling.json"
+    here, path = jax.devices("cpu"), folder / "scaling.json"
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
     for law in ("weak", "strong"):
@@ -64,7 +63,7 @@ def study(folder: Path) -> None:
                 path.write_text(json.dumps(rows, indent=2) + "\n")
     draw(folder / "scaling.png", rows)
     print(table(rows))
-    console.print(f"scaling.json and scaling.png are in {folder}")
+    print(f"scaling.json and scaling.png are in {folder}")
 
 
 def _point(row: Row) -> tuple[str, str, int]:
@@ -129,22 +128,21 @@ def _timed(config: ConfigDict, found: Sequence[jax.Device]) -> tuple[float, floa
 
 def table(rows: Sequence[Row]) -> str:
     """Return a Markdown table with a line for each law and number of devices."""
-    lines = [
-        "| scaling | devices | rows | layout | parameters, optimizer | peak | sent | "
-        "10⁹ operations | ms per step |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = [tables.head(
+        "scaling", "devices", "rows", "layout", "parameters, optimizer", "peak", "sent",
+        "10⁹ operations", "ms per step",
+    )]  # fmt: skip
     for row in rows:
         over = ", ".join(f"{a} {n}" for a, n in row["layout"]["mesh"].items() if n > 1) or "–"
         cells = [row["law"], f"{row['devices']:,} {row['where']}", f"{row['rows']:,}", over]
         if "peak" not in row:
-            lines.append("| " + " | ".join([*cells, *["–"] * 4, row["layout"]["reason"]]) + " |")
+            lines.append(tables.line(*cells, *["–"] * 4, row["layout"]["reason"]))
             continue
         cells += [f"{row[name]:,.4g}" for name in ("held", "peak", "sent")]
         cells.append(f"{row['flops'] / 1e9:,.4g}")
         busy = f"{row.get('processor', 0):.3g} ms of CPU time per device"
         how = busy if "processor" in row else row["binds"]
-        lines.append("| " + " | ".join([*cells, f"{row['milliseconds']:.4g} ({how})"]) + " |")
+        lines.append(tables.line(*cells, f"{row['milliseconds']:.4g} ({how})"))
     return "\n".join(lines)
 
 

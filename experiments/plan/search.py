@@ -46,9 +46,6 @@ def plan(config: ConfigDict, devices: Sequence[jax.Device], whole: bool = False)
       config: the run's config.
       devices: the devices.
       whole: True to compile all layers of any model, see `depth.step`.
-
-    Raises:
-      ValueError: if the config does not fit itself, the devices or the model.
     """
     try:
         found = depth.step(config, devices, whole)

@@ -11,7 +11,6 @@ from jax.experimental import multihost_utils
 from experiments import plots, reports
 from experiments.phases import Phase
 from experiments.reports import written
-from experiments.reports.speedup import speedup
 from experiments.tasks.task import Params
 from experiments.trainer.loop import Result
 from experiments.trainer.mesh import Program
@@ -37,14 +36,6 @@ def finish(program: Program, workdir: Path, result: Result) -> None:
         )
     else:
         _say(f"finished before, at step {result.start}: evaluating it again")
-    if steps and config.seeds > 1 and jax.process_count() == 1:
-        together = result.compiling + result.running
-        with Phase("timing one model alone"):
-            ratio = speedup(program, result.compiling)
-        _say(
-            f"{config.seeds} models in one step took {together:.1f} s; one after another they "
-            f"would take {ratio * together:.1f} s ({ratio:.2f}×)"
-        )
     if config.seeds > 1:
         params = jax.tree.map(lambda x: x[0], params)
     if jax.process_index() == 0:

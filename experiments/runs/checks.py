@@ -16,9 +16,6 @@ def check_fits(program: Any) -> None:
 
     Args:
       program: the run's `experiments.trainer.mesh.Program`.
-
-    Raises:
-      ValueError: if they do not.
     """
     state, batch = program.abstract_state(), program.abstract_batch()
     here = program.mesh.local_devices

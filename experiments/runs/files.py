@@ -176,10 +176,6 @@ def read_data(path: str, at_least: int = 0, key: str = "config.data.path") -> by
       path: the file.
       at_least: the fewest bytes that it may have.
       key: the key of the config that names it.
-
-    Raises:
-      RunError: if it can't be read, has fewer bytes, or so many that its tokens and their order
-        would not fit the memory, or is no regular file: a device or a pipe may have no end.
     """
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
     try:

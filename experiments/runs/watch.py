@@ -103,4 +103,3 @@ class Watch:
         jax.block_until_ready(state)
         self._trace(self._steps + 1)
         return self._first - self._start, time.perf_counter() - self._first - self._aside
-

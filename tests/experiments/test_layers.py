@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "experiments").rglob("*.py"))
 # Each folder, or file at the top, may import those before it, and none after.
 LAYERS = (
-    "", "libtpu", "phases", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
+    "", "libtpu", "phases", "tables", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
     "finished", "reports", "responses", "pretrained", "convert", "generate", "heads", "look",
     "report", "train", "plan", "measure", "benchmark", "studies",
 )  # fmt: skip

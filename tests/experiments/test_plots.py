@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import plots
-from experiments.plan import picture, report
+from experiments.plan import report
 from experiments.reports import translation
 from experiments.tasks import dates
 
@@ -96,45 +96,12 @@ def test_mathematics_of_strangers_is_text(drawn: list[Figure], tmp_path: Path) -
     odd = ["$$", "$x^$", r"$\foo$", "$a$"]
     plots.alignment(tmp_path / "a.png", odd, odd[::-1], odd, np.ones((4, 8, 8)) / 8, "weight")
     plots.attention(tmp_path / "a.png", np.ones((1, 8, 8)), np.ones((1, 1, 1, 4, 4)), ["$x^$"])
-    held = dict.fromkeys(("parameters", "optimizer", "batch", "activations", "peak"), 2**20)
-    row = {"mesh": {"data": 4}, "bytes": held | {"chip": 2**34}, "seconds": None}
-    picture.draw(tmp_path / "a.png", [row], "$x^$.py")
-    (title,) = (axes.title for axes in drawn[0].axes[:1])
-    assert not title.get_parse_math()
 
 
 def test_drawn_dates_have_glyphs_in_the_font() -> None:
     pairs = translation.drawn(dates.load().test)
     assert len(pairs) == translation.DRAWN
     assert all(plots.drawable(source) for source, _ in pairs)
-
-
-@pytest.mark.parametrize(
-    ("used", "label", "chips"),
-    [
-        (2**20, "MiB on one device (a chip has 16 GiB)", 0),
-        (2**33, "GiB on one device", 1),
-    ],
-)
-def test_plan_picture_shows_memory(
-    drawn: list[Figure], tmp_path: Path, used: int, label: str, chips: int
-) -> None:
-    held = {"parameters": used, "optimizer": 0, "batch": 0, "activations": 0, "peak": used}
-    row = {"mesh": {"data": 4}, "bytes": held | {"chip": 2**34}, "seconds": None}
-    picture.draw(tmp_path / "a.png", [row], "masked.py on v5e:2x2, by libtpu 0.0.52")
-    (memory,) = drawn[0].axes  # The times are unknown, so there is no other panel.
-    assert (memory.get_xlabel(), len(memory.lines)) == (label, chips)
-    assert max(bar.get_width() for bar in memory.patches) > memory.get_xlim()[1] / 50
-
-
-def test_plan_picture_shows_known_times(drawn: list[Figure], tmp_path: Path) -> None:
-    held = dict.fromkeys(("parameters", "optimizer", "batch", "activations", "peak"), 2**20)
-    spent = {"compute": 0.002, "memory": 0.001, "network": 0.0}
-    row = {"mesh": {"data": 4}, "bytes": held | {"chip": 2**34}, "seconds": spent}
-    picture.draw(tmp_path / "a.png", [row], "title")
-    _, times = drawn[0].axes
-    assert times.get_xlabel() == "least time of a step, ms"
-    assert max(bar.get_width() for bar in times.patches) == 2.0
 
 
 def test_plan_names_its_compiler() -> None:

@@ -77,11 +77,10 @@ def test_train_writes_all_files_and_prints_score_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_seeds_report_their_spread_and_time(tmp_path: Path) -> None:
+def test_several_seeds_report_their_spread(tmp_path: Path) -> None:
     done = call(f"--workdir={tmp_path}", *SMALL, "--config.seeds=2")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"test accuracy \d+\.\d% ± \d+\.\d%", done.stdout.splitlines()[-1])
-    assert re.search(r"2 models in one step took .* s; one after another .* s \(.*×\)", done.stdout)
 
 
 @pytest.mark.slow
