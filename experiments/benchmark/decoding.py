@@ -10,6 +10,7 @@ takes part with a static cache and `scaled_dot_product_attention`.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -84,10 +85,10 @@ def entries(size: Size) -> list[Entry]:
     """Return the contestants: full caches, ours nearly empty, and ours in int8."""
     full, little = size.S - size.S // 4, size.S // 64
     return [
-        Entry("linen", _linen, full),
-        Entry("ours", _ours(None), full),
-        Entry("ours, nearly empty", _ours(None), little),
-        Entry("ours, int8", _ours("int8"), full, "int8"),
+        Entry("linen", functools.partial(_work, linen=True), full),
+        Entry("ours", _work, full),
+        Entry("ours, nearly empty", _work, little),
+        Entry("ours, int8", functools.partial(_work, stored="int8"), full, "int8"),
         Entry("torch SDPA, static cache", torch_peers.decoding, full),
     ]
 
@@ -185,7 +186,7 @@ def prefill(size: Size, seconds: float) -> dict[str, Any]:
     Steps are timed 32 at a time, after none, a quarter, a half and three quarters of the tokens.
     """
     prompt = min(PROMPT, size.S // 2)
-    layers = {"ours": _layer(size, None), "linen": _linen_layer(size)}
+    layers = {"ours": _layer(size), "linen": _layer(size, linen=True)}
     steps = {name: _step(layer, params) for name, (layer, params, _) in layers.items()}
 
     def mean(name: str, width: int, calls: int, filled: int) -> float:
@@ -218,35 +219,14 @@ def bandwidth(size: Size) -> float:
     return sum(x.nbytes for x in arrays) / timing.fastest(lambda: total(*arrays), 10)
 
 
-def _ours(stored: str | None) -> Callable[[Size, int], Work]:
-    def make(size: Size, filled: int) -> Work:
-        return _work(*_layer(size, stored), size, filled)
-
-    return make
-
-
-def _linen(size: Size, filled: int) -> Work:
-    return _work(*_linen_layer(size), size, filled)
-
-
-def _layer(size: Size, stored: str | None) -> tuple[MultiHeadAttention, Any, jax.Array]:
-    layer = MultiHeadAttention(
-        size.N, decode=True, dtype=size.dtype, param_dtype=size.dtype, cache=CacheConfig(stored)
-    )
-    x = _tokens(size)
+def _layer(size: Size, linen: bool = False, stored: str | None = None) -> tuple[Any, Any, Any]:
+    """Return a layer that decodes, its parameters, and tokens for a prompt."""
+    fields: Any = {"num_heads": size.N, "decode": True, "dtype": size.dtype}
+    fields["param_dtype"] = size.dtype
+    ours = functools.partial(MultiHeadAttention, cache=CacheConfig(stored))
+    layer = (nn.MultiHeadDotProductAttention if linen else ours)(**fields)
+    x = jax.random.normal(jax.random.key(1), (size.B, PROMPT, size.D), size.dtype)
     return layer, layer.init(jax.random.key(0), x[:, :1])["params"], x
-
-
-def _linen_layer(size: Size) -> tuple[nn.Module, Any, jax.Array]:
-    layer = nn.MultiHeadDotProductAttention(
-        size.N, decode=True, dtype=size.dtype, param_dtype=size.dtype
-    )
-    x = _tokens(size)
-    return layer, layer.init(jax.random.key(0), x[:, :1])["params"], x
-
-
-def _tokens(size: Size) -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (size.B, PROMPT, size.D), size.dtype)
 
 
 def _cache(layer: nn.Module, size: Size, filled: int) -> Any:
@@ -274,8 +254,9 @@ def _step(layer: nn.Module, params: Any) -> Callable[[Any, jax.Array], tuple[jax
     return lambda cache, x: compiled(params, cache, x)
 
 
-def _work(layer: nn.Module, params: Any, x: jax.Array, size: Size, filled: int) -> Work:
+def _work(size: Size, filled: int, linen: bool = False, stored: str | None = None) -> Work:
     """Return continued steps that restart before the number of tokens doubles."""
+    layer, params, x = _layer(size, linen, stored)
     step, start = _step(layer, params), _cache(layer, size, filled)
     most = min(filled, size.S - filled)
     state = {"cache": start, "left": most}

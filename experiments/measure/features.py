@@ -17,25 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import tables
-from flax_mha import explain, kernels
+from flax_mha import explain, kernels, masks, scores
 from flax_mha.kernels import Platform
 from flax_mha.kernels.bind import bind_call
 from flax_mha.kernels.spec import Refusal
-from flax_mha.masks import (
-    BlockSparse,
-    Causal,
-    Dense,
-    Dilated,
-    Documents,
-    Lengths,
-    Neighborhood,
-    PerHead,
-    Predicate,
-    Prefix,
-    Segments,
-    Window,
-)  # fmt: skip
-from flax_mha.scores import Alibi, Relative, RelativeBias, Score, SoftCap, TransformerXL
 
 # Without `decode`, which only refuses many queries in addition.
 KERNELS = tuple(name for name in kernels.KERNELS if name != "decode")
@@ -47,7 +32,6 @@ PLATFORMS = {
 }  # fmt: skip
 
 B, T, S, N = 2, 256, 256, 4
-IDS = np.repeat(np.arange(4), T // 4)
 TABLE = np.kron(np.eye(4), np.ones((T // 4, S // 4))) > 0
 
 
@@ -75,6 +59,7 @@ def features() -> dict[str, dict[str, Any]]:
     `dtype`, `K`, `H`, `Hv`, `T` and `S` are its sizes, the others its arguments. JAX arrays stand
     for traced ones.
     """
+    ids = jax.device_put(np.repeat(np.arange(4), T // 4))
     return {
         "bfloat16": {},
         "float16": {"dtype": "float16"},
@@ -87,39 +72,39 @@ def features() -> dict[str, dict[str, Any]]:
         "heads of 512": {"H": 512, "Hv": 512},
         "odd lengths, T ≠ S": {"T": 129, "S": 255},
         "one query": {"T": 1},
-        "`Causal`": {"mask": Causal()},
-        "… from a number: `q_positions=8`": {"mask": Causal(), "q_positions": 8},
-        "… of traced positions": {"mask": Causal(), "q_positions": _numbers(T)},
-        "`Window(left, 0)`": {"mask": Window(64, 0)},
-        "`Window(left, right)`": {"mask": Window(64, 16)},
-        "`Lengths`": {"mask": Lengths(_numbers(B))},
-        "… of queries too": {"mask": Lengths(_numbers(B), _numbers(B))},
-        "… for each query": {"mask": Lengths(_numbers(B, T))},
-        "`Segments`, traced": {"mask": Segments(jax.device_put(IDS))},
-        "`Causal() & Segments`": {"mask": Causal() & Segments(jax.device_put(IDS))},
-        "… of runs: `runs=True`": {"mask": Causal() & Segments(jax.device_put(IDS), None, True, 8)},
-        "`Documents`, traced": {"mask": Documents(_numbers(B, 4))},
-        "`Dilated`": {"mask": Dilated(4)},
-        "`Neighborhood`": {"mask": Neighborhood((16, 16), 5)},
-        "`BlockSparse`, traced": {"mask": BlockSparse(_numbers(B, N, T // 64, 2), 64, 64)},
-        "`Prefix`": {"mask": Prefix(64)},
-        "… for each row": {"mask": Prefix(_numbers(B))},
-        "`Dense`, known": {"mask": Dense(TABLE)},
-        "… traced": {"mask": Dense(jax.device_put(TABLE))},
-        "… of keys, traced": {"mask": Dense(_zeros(B, 1, 1, S, dtype=bool))},
-        "`Predicate`": {"mask": Predicate(_even)},
-        "`PerHead`": {"mask": PerHead([Causal(), Window(64, 0)] * 2)},
-        "`~` or `\\|` of rules": {"mask": ~Causal() | Window(8, 8)},
+        "`Causal`": {"mask": masks.Causal()},
+        "… from a number: `q_positions=8`": {"mask": masks.Causal(), "q_positions": 8},
+        "… of traced positions": {"mask": masks.Causal(), "q_positions": _numbers(T)},
+        "`Window(left, 0)`": {"mask": masks.Window(64, 0)},
+        "`Window(left, right)`": {"mask": masks.Window(64, 16)},
+        "`Lengths`": {"mask": masks.Lengths(_numbers(B))},
+        "… of queries too": {"mask": masks.Lengths(_numbers(B), _numbers(B))},
+        "… for each query": {"mask": masks.Lengths(_numbers(B, T))},
+        "`Segments`, traced": {"mask": masks.Segments(ids)},
+        "`Causal() & Segments`": {"mask": masks.Causal() & masks.Segments(ids)},
+        "… of runs: `runs=True`": {"mask": masks.Causal() & masks.Segments(ids, None, True, 8)},
+        "`Documents`, traced": {"mask": masks.Documents(_numbers(B, 4))},
+        "`Dilated`": {"mask": masks.Dilated(4)},
+        "`Neighborhood`": {"mask": masks.Neighborhood((16, 16), 5)},
+        "`BlockSparse`, traced": {"mask": masks.BlockSparse(_numbers(B, N, T // 64, 2), 64, 64)},
+        "`Prefix`": {"mask": masks.Prefix(64)},
+        "… for each row": {"mask": masks.Prefix(_numbers(B))},
+        "`Dense`, known": {"mask": masks.Dense(TABLE)},
+        "… traced": {"mask": masks.Dense(jax.device_put(TABLE))},
+        "… of keys, traced": {"mask": masks.Dense(_zeros(B, 1, 1, S, dtype=bool))},
+        "`Predicate`": {"mask": masks.Predicate(_even)},
+        "`PerHead`": {"mask": masks.PerHead([masks.Causal(), masks.Window(64, 0)] * 2)},
+        "`~` or `\\|` of rules": {"mask": ~masks.Causal() | masks.Window(8, 8)},
         "`bias` [T, S] in bfloat16": {"bias": _zeros(T, S, dtype=jnp.bfloat16)},
         "… in float32": {"bias": _zeros(T, S)},
         "… of keys, [S]": {"bias": _zeros(S, dtype=jnp.bfloat16)},
-        "`Alibi`": {"scores": (Alibi(),)},
-        "`RelativeBias` (T5)": {"scores": (RelativeBias(_zeros(N, 32)),)},
-        "`SoftCap`": {"scores": (SoftCap(50.0),)},
-        "`Score`, your own": {"scores": (Score(_shrunk),)},
-        "`Relative`": {"scores": (Relative(_zeros(33, 64)),)},
+        "`Alibi`": {"scores": (scores.Alibi(),)},
+        "`RelativeBias` (T5)": {"scores": (scores.RelativeBias(_zeros(N, 32)),)},
+        "`SoftCap`": {"scores": (scores.SoftCap(50.0),)},
+        "`Score`, your own": {"scores": (scores.Score(_shrunk),)},
+        "`Relative`": {"scores": (scores.Relative(_zeros(33, 64)),)},
         "`TransformerXL`": {
-            "scores": (TransformerXL(_zeros(N, 64), _zeros(N, 64), _zeros(N * 64, N, 64)),)
+            "scores": (scores.TransformerXL(_zeros(N, 64), _zeros(N, 64), _zeros(N * 64, N, 64)),)
         },
         "`sinks`": {"sinks": _zeros(N)},
         "`scale`, traced": {"scale": jax.device_put(np.float32(0.1))},
@@ -227,7 +212,7 @@ def _second_ragged(loss: Any) -> Any:
     """Return second gradients with a traced mask, which makes loops of unknown length of 3·T."""
 
     def longer(*qkv: Any) -> Any:
-        return loss(*(jnp.tile(x, (1, 3, 1, 1)) for x in qkv), mask=Lengths(jnp.full(2, T)))
+        return loss(*(jnp.tile(x, (1, 3, 1, 1)) for x in qkv), mask=masks.Lengths(jnp.full(2, T)))
 
     return _second(longer)
 

@@ -5,6 +5,7 @@ line or a run's folder.
 """
 
 import ast
+import difflib
 import json
 import re
 import typing
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 import configs.dates
@@ -20,7 +22,6 @@ import configs.masked
 import configs.pydoc_lm
 from experiments.runs import command, writers
 from experiments.runs.failures import RunError
-from experiments.runs.keys import flatten
 from flax_mha.kernels import choose
 from flax_mha.models import blocks, feed_forward, remat
 from flax_mha.positions import embedding
@@ -261,3 +262,24 @@ def check(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
                 f"config.model.{name} must divide config.model.{key}={whole}, got {part}; "
                 f"try {max(n for n in range(1, part) if whole % n == 0)}"
             )
+
+
+def check_key(key: str, config: ConfigDict) -> None:
+    """Check that a config has a key, or raise a RunError that names the nearest."""
+    known = [*flatten(config.to_dict()), *(k for k, v in config.items() if hasattr(v, "items"))]
+    if key in known:
+        return
+
+    # By the last word first: `learning_rat` means `optimizer.learning_rate`.
+    def likeness(name: str) -> float:
+        full = difflib.SequenceMatcher(None, key, name).ratio()
+        last = difflib.SequenceMatcher(None, key.split(".")[-1], name.split(".")[-1]).ratio()
+        return full + last
+
+    nearest = max(known, key=likeness)
+    raise RunError(f"the config has no key {key!r}; the nearest is {nearest!r}")
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dicts as one, with dotted keys."""
+    return flatten_dict(dict(tree), sep=".")

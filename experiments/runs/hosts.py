@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from experiments.runs import failures
 from experiments.runs.failures import RunError
-from experiments.runs.keys import flatten
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ def agree(prepared: dict[str, object] | None) -> None:
         return
     if refused := [i for i, text in enumerate(texts) if not text]:
         raise RunError(f"processes {refused} could not start, and say why; so no other starts")
-    first, *others = (flatten(json.loads(text)) for text in texts)
+    first, *others = (flatten_dict(json.loads(text), sep=".") for text in texts)
     for i, other in enumerate(others, 1):
         differ = sorted(key for key in first | other if first.get(key) != other.get(key))
         if differ:

@@ -13,8 +13,8 @@ from ml_collections import ConfigDict
 
 from experiments.runs import fields, files, folders, hosts, lock, record
 from experiments.runs.failures import RunError
+from experiments.runs.fields import flatten
 from experiments.runs.integrity import digest
-from experiments.runs.keys import flatten
 
 PROGRAM = "experiments.train"
 CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"

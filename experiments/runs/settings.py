@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from experiments.runs import command, fields, files
 from experiments.runs.failures import RunError
-from experiments.runs.keys import check_key, flatten
+from experiments.runs.fields import check_key, flatten
 
 
 class Asked(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from configs import digits
-from experiments.runs import keys
+from experiments.runs import fields
 
 ROOT = Path(__file__).parent.parent.parent
 DEVICES = 2  # per process
@@ -22,10 +22,10 @@ PATIENCE = 600  # seconds; a quiet machine needs some 20
 
 def settings(config: ConfigDict) -> list[str]:
     """Return the flags that turn the default config into this one."""
-    default = keys.flatten(digits.get_config().to_dict())
+    default = fields.flatten(digits.get_config().to_dict())
     return [
         f"--config.{key}={value}"
-        for key, value in keys.flatten(config.to_dict()).items()
+        for key, value in fields.flatten(config.to_dict()).items()
         if value != default[key]
     ]
 

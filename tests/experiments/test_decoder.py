@@ -17,8 +17,8 @@ from configs import decoder_1b, pydoc_lm
 from experiments import reports, responses, tasks
 from experiments.runs import fields, rundir
 from experiments.runs.failures import RunError
+from experiments.runs.fields import flatten
 from experiments.runs.fingerprint import fingerprint
-from experiments.runs.keys import flatten
 from experiments.tasks import text
 from experiments.tokenizer import Tokenizer
 

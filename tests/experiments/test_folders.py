@@ -13,7 +13,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.runs import fields, files, folders, integrity, keys, lock, rundir
+from experiments.runs import fields, files, folders, integrity, lock, rundir
 from experiments.runs.failures import RunError
 from experiments.runs.fingerprint import fingerprint
 
@@ -146,7 +146,7 @@ def test_outputs_replace_files_alone(tmp_path: Path) -> None:
 
 
 def test_edited_config_is_refused(config: ConfigDict, run: Path) -> None:
-    for key in keys.flatten(config.to_dict()):
+    for key in fields.flatten(config.to_dict()):
         edited = config.to_dict()
         put(edited, key, [])
         (run / "config.json").write_text(json.dumps(edited))

@@ -15,13 +15,12 @@ LAYERS = (
     "report", "train", "plan", "measure", "benchmark", "studies",
 )  # fmt: skip
 MAINTAINERS = {"plan", "measure", "benchmark", "studies"}
-# All that one opens to follow `experiments.train`: the command, the loop and what it calls, and a
-# task. Behind them are other tasks, reports, and what checks configs and keeps runs safe.
+# All that one opens to follow `experiments.train`: the command, the loop and what it calls. Behind
+# them are tasks, reports, and what checks configs and keeps runs safe.
 READ = (
-    "train.py", "trainer/", "tasks/__init__.py", "tasks/task.py", "tasks/digits.py",
-    "runs/log.py", "runs/watch.py",
+    "train.py", "trainer/", "tasks/__init__.py", "tasks/task.py", "runs/log.py", "runs/watch.py",
 )  # fmt: skip
-LINES = 965
+LINES, WITH_A_TASK = 850, 970
 
 
 def lines(path: Path) -> int:
@@ -98,3 +97,4 @@ def test_the_trainer_is_read_in_one_sitting() -> None:
     found = {str(path.relative_to(ROOT / "experiments")): lines(path) for path in FILES}
     read = {name: count for name, count in found.items() if name.startswith(READ)}
     assert sum(read.values()) <= LINES, read
+    assert sum(read.values()) + found["tasks/digits.py"] <= WITH_A_TASK

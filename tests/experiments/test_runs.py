@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import digits
-from experiments.runs import keys, rundir, signals
+from experiments.runs import fields, rundir, signals
 from experiments.runs.failures import RunError
 from experiments.runs.log import Log
 from experiments.runs.progress import shown
@@ -30,12 +30,12 @@ from experiments.runs.record import Saved
 )
 def test_mistyped_key_names_the_nearest(config: ConfigDict, key: str, nearest: str) -> None:
     with pytest.raises(RunError, match=f"no key '{key}'; the nearest is '{nearest}'"):
-        keys.check_key(key, config)
+        fields.check_key(key, config)
 
 
 def test_keys_that_exist_pass(config: ConfigDict) -> None:
-    for key in (*keys.flatten(config.to_dict()), "model"):
-        keys.check_key(key, config)
+    for key in (*fields.flatten(config.to_dict()), "model"):
+        fields.check_key(key, config)
 
 
 def begin(*arguments: Any) -> rundir.Run:
@@ -89,7 +89,7 @@ def test_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
 def test_run_with_keys_of_its_own_is_taken_up(config: ConfigDict, tmp_path: Path) -> None:
     config.more, config.mine = [1, [2, 3]], ConfigDict({"name": "x", "sizes": [4]})
     begin(tmp_path, config, {})
-    own = keys.flatten(config.to_dict())
+    own = fields.flatten(config.to_dict())
     assert rundir.open_run(tmp_path, config, own).config.to_dict() == config.to_dict()
     # Commands that have no config file, or that of the task, read it too.
     assert rundir.find_run(tmp_path).config.mine.sizes == [4]

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from experiments import tasks
 from experiments.runs import checks, fields, settings
 from experiments.runs.failures import RunError
-from experiments.runs.keys import flatten
+from experiments.runs.fields import flatten
 from experiments.trainer import loop
 
 ROOT = Path(__file__).parent.parent.parent
