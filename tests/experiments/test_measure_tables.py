@@ -1,4 +1,4 @@
-"""The page of kernels agrees with the kernels."""
+"""The tables that `measure` writes or compiles for docs."""
 
 import re
 
