@@ -8,7 +8,7 @@
     python -m experiments.measure memory                 # of float32 attention on a GPU
     python -m experiments.measure sweeps                 # over edits of each head of a model
     python -m experiments.measure rings                  # the time of a ring for orders of tokens
-    python -m experiments.measure features               # what each kernel takes
+    python -m experiments.measure features               # the calls that each kernel takes
 
 Each command has --help.
 """

@@ -1,4 +1,4 @@
-"""What a run shows of itself: a bar or lines, its speed, and a trace of some steps."""
+"""The progress of a run as a bar or as lines, its speed, and a trace of some steps."""
 
 import contextlib
 import os
