@@ -37,25 +37,8 @@ from typing import NamedTuple
 GIB = 2**30
 
 
-class Chip(NamedTuple):
-    """The constants of a TPU chip, as in the first table of this module."""
-
-    memory: float
-    bandwidth: float
-    flops: float
-    link: float
-    network: float
-    wraps: Callable[[int], bool]
-
-
-class Gpu(NamedTuple):
-    """The constants of a GPU, as in both tables of this module."""
-
-    memory: float
-    bandwidth: float
-    flops: float
-    link: float
-    network: float
+def _never(size: int) -> bool:
+    return False
 
 
 def _whole_pod(size: int) -> bool:
@@ -64,6 +47,17 @@ def _whole_pod(size: int) -> bool:
 
 def _cubes(size: int) -> bool:
     return size % 4 == 0
+
+
+class Chip(NamedTuple):
+    """The constants of a TPU chip or of a GPU, as in the tables of this module."""
+
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float
+    network: float
+    wraps: Callable[[int], bool] = _never
 
 
 # By JAX's `device_kind`.
@@ -75,8 +69,8 @@ CHIPS = {
     "TPU7x": Chip(192 * GIB, 7380e9, 2307e12, 100e9, 12.5e9, _cubes),
 }
 GPUS = {
-    "NVIDIA A100-SXM4-80GB": Gpu(85100068864, 2039.04e9, 312e12, 300e9, 25e9),
-    "NVIDIA H100 80GB HBM3": Gpu(84942979072, 3352.32e9, 989e12, 450e9, 50e9),
-    "NVIDIA H200": Gpu(151397597184, 4800e9, 989e12, 450e9, 50e9),
-    "NVIDIA B200": Gpu(191514411008, 7672.32e9, 2250e12, 900e9, 50e9),
+    "NVIDIA A100-SXM4-80GB": Chip(85100068864, 2039.04e9, 312e12, 300e9, 25e9),
+    "NVIDIA H100 80GB HBM3": Chip(84942979072, 3352.32e9, 989e12, 450e9, 50e9),
+    "NVIDIA H200": Chip(151397597184, 4800e9, 989e12, 450e9, 50e9),
+    "NVIDIA B200": Chip(191514411008, 7672.32e9, 2250e12, 900e9, 50e9),
 }

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from experiments.counts.chips import GPUS, Gpu
+from experiments.counts.chips import GPUS, Chip
 from experiments.plan.collectives import Collective
 from experiments.runs.failures import RunError
 
@@ -123,7 +123,7 @@ class Machines(NamedTuple):
       cores: the devices per GPU.
     """
 
-    chip: Gpu
+    chip: Chip
     hosts: np.ndarray
     cores: int = 1
 

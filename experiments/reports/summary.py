@@ -1,5 +1,6 @@
 """The end of a run: pictures in its folder, and lines with its speed, files and scores."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from jax.experimental import multihost_utils
 
 from experiments import plots, reports
 from experiments.phases import Phase
-from experiments.reports import written
+from experiments.runs.record import FOLDER
+from experiments.runs.rundir import METRICS
 from experiments.tasks.task import Params
 from experiments.trainer.loop import Result
 from experiments.trainer.mesh import Program
+
+EVENTS, TRACE = "tensorboard", "profile"
 
 
 def finish(program: Program, workdir: Path, result: Result) -> None:
@@ -61,11 +65,22 @@ def report(
         about.draw(params, workdir)
     with Phase("scoring the baselines"):
         baselines = about.baselines()
-    for line in written.lines(workdir):
+    for line in list_files(workdir):
         _say(line)
     for name, score in baselines.items():
         _say(f"{name} {about.score(score)}")
     _say(about.headline(metrics))
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return lines with the files in a run's folder, and the command that shows its curves."""
+    pictures = sorted(path.name for path in folder.glob("*.png"))
+    names = [METRICS, *pictures, *(f"{name}/" for name in (FOLDER, EVENTS, TRACE))]
+    there = [name for name in names if (folder / name).exists()]
+    said = [f"written to {folder}: {', '.join(there)}"]
+    if (folder / EVENTS).exists():
+        said.append(f"its curves, live: tensorboard --logdir={shlex.quote(str(folder / EVENTS))}")
+    return said
 
 
 def _say(line: str) -> None:

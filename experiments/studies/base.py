@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +131,9 @@ def make_config(steps: int, **optimizer: Any) -> ConfigDict:
     return config
 
 
+Probe = Callable[[Params, jax.Array], Metrics]
+
+
 class Trained(NamedTuple):
     """The models of a study after training.
 
@@ -150,8 +152,7 @@ class Trained(NamedTuple):
 
 def train(
     create: Callable[..., Any], step: Callable[..., Any], draw: Callable[[jax.Array], Batch], *,
-    steps: int, seeds: int, every: int,
-    probe: Callable[[Params, jax.Array], Metrics] = lambda params, key: {},
+    steps: int, seeds: int, points: int, probe: Probe = lambda params, key: {},
 ) -> Trained:  # fmt: skip
     """Train models of many seeds as one vmapped program, and measure them on the way.
 
@@ -161,11 +162,11 @@ def train(
       draw: a function of a key that returns a batch. Each seed has its own data.
       steps: the number of steps.
       seeds: the number of models.
-      every: the steps from one measurement to the next.
+      points: the number of measurements.
       probe: a function of parameters and a key that returns more metrics, the key being the same
         at each measurement and for all seeds.
     """
-    start = time.monotonic()
+    start, every = time.monotonic(), max(1, steps // points)
 
     def some(state: Any, key: jax.Array) -> tuple[Any, Metrics]:
         def one(state: Any, _: None) -> tuple[Any, Metrics]:
@@ -178,23 +179,23 @@ def train(
     run = jax.jit(jax.vmap(some), donate_argnums=0)
     state = jax.jit(jax.vmap(create))(jnp.arange(seeds, dtype=jnp.uint32))
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds) + 1_000_000)
-    points, found = np.arange(every, steps + 1, every), []
-    for point in points:
+    measured, found = np.arange(every, steps + 1, every), []
+    for point in measured:
         state, metrics = run(state, keys)
         found.append(jax.device_get(metrics))
         print(f"step {point:6} of {steps}, loss {np.mean(metrics['loss']):.4f}", flush=True)
     joined = {name: np.stack([each[name] for each in found]) for name in found[0]}
-    return Trained(state, points, joined, time.monotonic() - start)
+    return Trained(state, measured, joined, time.monotonic() - start)
 
 
 def train_model(
-    task: Any, draw: Callable[[jax.Array], Batch], measure: Callable[..., Metrics],
-    flags: argparse.Namespace, rate: float,
+    task: Any, draw: Callable[[jax.Array], Batch], flags: argparse.Namespace, *,
+    points: int = 30, probe: Probe = lambda params, key: {}, **optimizer: Any,
 ) -> Trained:  # fmt: skip
-    """Train models of a `Labelled` by flags, with 30 measurements, measure(task, params, key)."""
-    create, step = one_model(make_config(flags.steps, learning_rate=rate, warmup=0.05), task)
-    every, probe = max(1, flags.steps // 30), functools.partial(measure, task)
-    return train(create, step, draw, steps=flags.steps, seeds=flags.seeds, every=every, probe=probe)
+    """Train models of a task such as `Labelled` as `train` does, by AdamW (see `make_config`)."""
+    made = one_model(make_config(flags.steps, **optimizer), task)
+    sizes = {"steps": flags.steps, "seeds": flags.seeds, "points": points}
+    return train(*made, draw, probe=probe, **sizes)
 
 
 def read_flags(doc: str, *, steps: int, seeds: int) -> argparse.Namespace:

@@ -101,8 +101,7 @@ def study(name: str, steps: int, seeds: int) -> tuple[np.ndarray, ...]:
     def score(keep: jax.Array, params: Any) -> jax.Array:
         return evaluate(model, base.mask_heads(params, keep), test)[1].mean()
 
-    every = max(1, steps // 10)
-    out = base.train(*one_model(config, task), draw, steps=steps, seeds=seeds, every=every)
+    out = base.train(*one_model(config, task), draw, steps=steps, seeds=seeds, points=10)
     by_chance, by_importance = [], []
     pruned: dict[int, list[tuple[float, float]]] = {}
     for seed in range(seeds):

@@ -119,7 +119,10 @@ def main() -> None:
     for name, layers, color in (("1 layer", 1, 0), ("2 layers", 2, 1)):
         model = base.attention_only(layers, HEADS, FEATURES, TOKENS, scores=(scores.Relative(),))
         task = base.Labelled(model, LENGTH)
-        trained = base.train_model(task, draw_batch, measure, flags, 1e-2)
+        probe = functools.partial(measure, task)
+        trained = base.train_model(
+            task, draw_batch, flags, probe=probe, learning_rate=1e-2, warmup=0.05
+        )
         steps, found = trained.steps, trained.found
         best, in_context = found["induction"][:, :, -1].max(-1), found["late"] - found["early"]
         print(f"{name}: {trained.seconds:.0f} s, best score {base.spread(best[-1])}")

@@ -12,6 +12,7 @@ with the T5 bias and RoPE in 0%: in the order of the source but for T5. None cop
 those without positions have not learned 8. It takes about 4 minutes of CPU time.
 """
 
+import argparse
 import functools
 from typing import Any
 
@@ -21,7 +22,6 @@ import numpy as np
 
 from experiments.studies import base
 from experiments.tasks.task import Batch, Params
-from experiments.trainer.loop import one_model
 from flax_mha import Decoder, DecoderBlock, LanguageModel, MultiHeadAttention
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
@@ -91,13 +91,11 @@ def score(model: LanguageModel, task: str, rows: int, params: Params) -> jax.Arr
     return jax.lax.map(at, jnp.asarray(LENGTHS)).T
 
 
-def study(task: str, encoding: str, steps: int, seeds: int, rows: int) -> np.ndarray:
+def study(task: str, encoding: str, flags: argparse.Namespace, rows: int) -> np.ndarray:
     """Train the models of a task and an encoding, and return their scores [2, LENGTHS, seeds]."""
     model = make_model(encoding)
-    labelled: Any = base.Labelled(model, 2 * LONGEST + 1)
-    create, step = one_model(base.make_config(steps, learning_rate=5e-3), labelled)
-    get, every = functools.partial(draw, task), max(1, steps // 2)
-    trained = base.train(create, step, get, steps=steps, seeds=seeds, every=every)
+    labelled, get = base.Labelled(model, 2 * LONGEST + 1), functools.partial(draw, task)
+    trained = base.train_model(labelled, get, flags, points=2, learning_rate=5e-3)
     scores = jax.jit(jax.vmap(functools.partial(score, model, task, rows)))
     return np.moveaxis(np.asarray(scores(trained.state.params)), 0, -1)
 
@@ -109,7 +107,7 @@ def main() -> None:
     figure, panels = base.make_panels(*titles, width=4.4, height=3.4)
     for task, axes in zip(TASKS, panels, strict=True):
         for encoding, color in zip(ENCODINGS, base.COLORS, strict=False):
-            exact, right = study(task, encoding, flags.steps, flags.seeds, rows=128)
+            exact, right = study(task, encoding, flags, rows=128)
             base.draw_band(axes, LENGTHS, 100 * exact, encoding, color)
             for n in (8, 10, 16, 32):
                 i = LENGTHS.index(n)

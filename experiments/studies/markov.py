@@ -118,7 +118,10 @@ def main() -> None:
     for name, layers, color in (("1 layer", 1, 0), ("2 layers", 2, 1)):
         model = base.attention_only(layers, HEADS, 32, STATES, scores=(scores.Relative(),))
         task = base.Labelled(model, LENGTH)
-        trained = base.train_model(task, draw_batch, measure, flags, 3e-3)
+        probe = functools.partial(measure, task)
+        trained = base.train_model(
+            task, draw_batch, flags, probe=probe, learning_rate=3e-3, warmup=0.05
+        )
         steps, found = trained.steps, trained.found
         print(f"{name}: {base.spread(found['tested'][-1])} nats, {trained.seconds:.0f} s")
         base.draw_band(axes[0], steps, found["tested"], name, base.COLORS[color])

@@ -20,7 +20,6 @@ import numpy as np
 
 from experiments.studies import base
 from experiments.tasks.task import Batch, Params
-from experiments.trainer.loop import one_model
 from flax_mha import (
     CacheConfig,
     Decoder,
@@ -36,7 +35,7 @@ from flax_mha.positions import Rotary
 PAIRS, KEYS, VALUES, FEATURES = 8, 16, 8, 32
 LENGTH = 3 * PAIRS
 NEAR = range(2, LENGTH, 3)
-OPTIMIZER = {"learning_rate": 1e-2, "final": 0.3, "b2": 0.95, "clip_norm": 10.0}
+OPTIMIZER: dict[str, Any] = {"learning_rate": 1e-2, "final": 0.3, "b2": 0.95, "clip_norm": 10.0}
 ROTATED: dict[str, Any] = {"head_dim": 32, "rotary": Rotary(base=100.0)}
 
 
@@ -122,9 +121,8 @@ def main() -> None:
         name = f"{kind.family.removesuffix(', int8')} {kind.size}"
         if name not in params:
             task: Any = base.Labelled(kind.model(decode=False), LENGTH)
-            made = one_model(base.make_config(flags.steps, **OPTIMIZER), task)
-            counts = {"steps": flags.steps, "seeds": flags.seeds, "every": max(1, flags.steps // 4)}
-            params[name] = base.train(*made, draw, **counts).state.params
+            trained = base.train_model(task, draw, flags, points=4, **OPTIMIZER)
+            params[name] = trained.state.params
         run = jax.jit(jax.vmap(functools.partial(decode, kind, batch=batch)))
         right, size = np.asarray(run(params[name])), count_bytes(kind)
         accuracy = 100 * right.mean((1, 2))

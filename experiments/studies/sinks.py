@@ -21,7 +21,6 @@ import numpy as np
 
 from experiments.studies import base
 from experiments.tasks.task import Batch, Metrics, Params
-from experiments.trainer.loop import one_model
 from flax_mha import Capture, Decoder, DecoderBlock, LanguageModel, MultiHeadAttention
 from flax_mha.analysis import watch
 from flax_mha.models import TokenEmbedding
@@ -125,10 +124,8 @@ def main() -> None:
     for (kind, (fields, is_frozen)), color in zip(KINDS.items(), base.COLORS, strict=False):
         model = make_model(fields)
         task: Any = (Task if is_frozen else base.Labelled)(model, LENGTH)
-        made = one_model(base.make_config(flags.steps, learning_rate=1e-2), task)
-        probe, every = functools.partial(measure, model), max(1, flags.steps // 20)
-        counts = {"steps": flags.steps, "seeds": flags.seeds, "every": every}
-        trained = base.train(*made, draw, probe=probe, **counts)
+        probe = functools.partial(measure, model)
+        trained = base.train_model(task, draw, flags, points=20, probe=probe, learning_rate=1e-2)
         for axes, name in zip(panels, ("excess", "first", "top"), strict=True):
             base.draw_band(axes, trained.steps, trained.found[name], kind, color)
         names = ("excess", "first", "share", "sum", "first_copied", "top")

@@ -127,7 +127,7 @@ def main() -> None:
     for (name, variant), color in zip(make_variants().items(), base.COLORS, strict=False):
         print(name)
         create, step, probe = make_functions(variant, flags.steps)
-        sizes = {"seeds": flags.seeds * len(RATES), "every": max(1, flags.steps // POINTS)}
+        sizes = {"seeds": flags.seeds * len(RATES), "points": POINTS}
         out = base.train(create, step, lambda _: {}, steps=flags.steps, probe=probe, **sizes)
         shape = (-1, flags.seeds, len(RATES))
         final, scores = out.found["test"].reshape(shape)[-1], out.found["score"].reshape(shape)

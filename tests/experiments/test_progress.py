@@ -11,7 +11,7 @@ from rich.console import Console
 
 from configs import pydoc_lm
 from experiments import tasks
-from experiments.reports import written
+from experiments.reports import summary
 from experiments.runs import progress
 from experiments.trainer import loop
 
@@ -81,9 +81,9 @@ def test_existing_files_of_a_run_are_listed(tmp_path: Path) -> None:
     (folder / "checkpoints").mkdir()
     for name in ("metrics.jsonl", "curves.png", "attention.png"):
         (folder / name).touch()
-    files, curves = written.lines(folder)
+    files, curves = summary.list_files(folder)
     names = "metrics.jsonl, attention.png, curves.png, checkpoints/, tensorboard/"
     assert files == f"written to {folder}: {names}"
     assert curves == f"its curves, live: tensorboard --logdir='{folder}/tensorboard'"
     (folder / "profile").mkdir()
-    assert written.lines(folder)[0].endswith("tensorboard/, profile/")
+    assert summary.list_files(folder)[0].endswith("tensorboard/, profile/")
