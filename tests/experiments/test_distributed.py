@@ -219,6 +219,20 @@ def test_rows_of_a_process_need_not_be_contiguous(
     assert asked["rows"].tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
 
 
+def test_the_error_of_process_0_is_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RunError("the log is a pipe; remove it")
+
+    with pytest.raises(RunError, match="the log is a pipe; remove it"):
+        hosts.on_first(fail)
+    assert hosts.on_first(lambda: 7) == 7
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(hosts, "_gather", lambda text: ["the log is a pipe; remove it", text])
+    with pytest.raises(RunError, match="the log is a pipe; remove it"):
+        hosts.on_first(lambda: pytest.fail("not on this process"))
+
+
 @pytest.mark.parametrize("said", ["XLA_FLAGS", "JAX_NUM_CPU_DEVICES"])
 def test_host_devices_are_forced_unless_environment_sets_them(
     said: str, monkeypatch: pytest.MonkeyPatch
