@@ -41,10 +41,7 @@ def open_run(
 ) -> tuple[rundir.Run, Any]:
     """Return the run in a folder, set to one device, and its task.
 
-    Args:
-      workdir: the folder.
-      data: the file that the run was trained on, if it was one.
-      tokenizer: the file of its tokenizer, if it has one.
+    The files that the run was trained on, and that of its tokenizer, have to be named again.
     """
     run = rundir.find_run(workdir, {"data.path": data, "data.tokenizer": tokenizer})
     for axis in mesh.AXES:

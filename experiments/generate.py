@@ -60,12 +60,8 @@ def speak(
 ) -> None:  # fmt: skip
     """Restore the run in a folder, and print its answer to a prompt.
 
-    Args:
-      workdir: the folder.
-      prompt: a text.
-      path: the file that the run was trained on, if it was one.
-      tokenizer: the file of its tokenizer, if it has one.
-      **options: options of `flax_mha.generate`.
+    `path` is the file that the run was trained on, and `tokenizer` that of its tokenizer, if there
+    are such files. Options are those of `flax_mha.generate`.
     """
     run, task = finished.open_run(workdir, path, tokenizer)
     respond = responses.RESPOND.get(run.config.task)

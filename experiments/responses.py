@@ -12,21 +12,13 @@ from experiments.tasks.task import Params
 from experiments.tasks.text import Bytes
 from flax_mha.models.generation import generate
 
-Say = Callable[[str], None]
+Say = Callable[[str], None]  # takes each piece of an answer
 
 
 def continue_text(
     task: Any, params: Params, prompt: str, say: Say, options: dict[str, Any]
 ) -> None:
-    """Say how a text goes on, token by token, as far as the model's context reaches.
-
-    Args:
-      task: an `experiments.tasks.text.Text`.
-      params: its trained parameters.
-      prompt: the beginning of the text.
-      say: a function that takes each piece.
-      options: options of `flax_mha.generate`.
-    """
+    """Say how a text goes on, token by token, as far as the model's context reaches."""
     length = task.config.length
     given = task.vocabulary.encode(prompt.encode())[-length:]
     room = length - len(given) + 1
@@ -60,15 +52,7 @@ def stream(vocabulary: Any, before: np.ndarray) -> Callable[[int], str]:
 
 
 def translate(task: Any, params: Params, prompt: str, say: Say, options: dict[str, Any]) -> None:
-    """Say the target of a source, character by character unless beams are followed.
-
-    Args:
-      task: an `experiments.tasks.translation.Translation`.
-      params: its trained parameters.
-      prompt: the source.
-      say: a function that takes each piece.
-      options: options of `flax_mha.generate`.
-    """
+    """Say the target of a source, character by character unless beams are followed."""
     if not 1 <= len(prompt) <= task.source_length:
         raise RunError(
             f"--prompt must have 1 to {task.source_length} characters, as the sources that the "
@@ -86,7 +70,8 @@ def translate(task: Any, params: Params, prompt: str, say: Say, options: dict[st
         say(task.vocabulary.decode(np.asarray(found.tokens[0])))
 
 
-# By `config.task`; other tasks make no text.
+# By `config.task`: functions of a task, its parameters, a prompt, and options of
+# `flax_mha.generate`. Other tasks make no text.
 RESPOND: dict[str, Callable[[Any, Params, str, Say, dict[str, Any]], None]] = {
     "text": continue_text,
     "translation": translate,

@@ -39,14 +39,7 @@ class Weight(NamedTuple):
 
 
 def weigh(name: str, case: Case, free: int | None, seconds: float) -> Weight | Failure:
-    """Run one contestant in a fresh process.
-
-    Args:
-      name: the contestant.
-      case: the case to compute.
-      free: the bytes of memory that it may use, see `contestants.build`.
-      seconds: the time limit.
-    """
+    """Measure a contestant in a fresh process, with a limit of seconds and, if known, of bytes."""
     command = [sys.executable, "-m", "experiments.benchmark.fresh", name]
     command += [json.dumps(dataclasses.asdict(case)), json.dumps(free)]
     try:

@@ -63,11 +63,7 @@ def _names(flags: argparse.Namespace, part: str) -> tuple[str, ...]:
 def run(race: Race, repeats: int, seconds: float, end: float) -> list[Row]:
     """Time a race, then measure memory and compile time of its contestants one by one.
 
-    Args:
-      race: the race.
-      repeats: the maximum number of rounds.
-      seconds: the time for the rounds.
-      end: the time after which nothing new starts.
+    The rounds, at most `repeats`, take some seconds. After the time `end` nothing new starts.
     """
     late = time.perf_counter() > end
     built = {name: LATE if late else attempt(name, race.case) for name in race.contestants}
@@ -103,10 +99,7 @@ def rows(
 ) -> Iterator[Row]:
     """Yield one row for each contestant of a race, whatever its outcome.
 
-    Args:
-      race: the race.
-      times: the times, by contestant.
-      weights: what `fresh.weigh` found, of some contestants.
+    The times are of all contestants, and the results of `fresh.weigh` of some.
     """
     case, base = race.case, times.get(BASELINES[race.case.part])
     for name in race.contestants:

@@ -42,9 +42,7 @@ class Moved(NamedTuple):
 def walk(module: Module, usual: bool = False) -> Iterator[Moved]:
     """Yield the instructions that a program runs, which on GPUs are its kernel launches.
 
-    Args:
-      module: the program.
-      usual: True to run the first branch alone of each conditional, `lax.cond`'s for False.
+    If `usual`, each conditional runs its first branch alone, `lax.cond`'s for False.
     """
     for run in module.runs(usual):
         x = run.instruction

@@ -41,13 +41,7 @@ def find(
 
     Each is estimated first, and compiled if the estimate is at most a quarter too large. An
     estimate follows the last compiled step: the state by its shapes, the rest by the bytes of the
-    layers' activations.
-
-    Args:
-      config: the run's config; the sizes of its mesh do not matter.
-      devices: the devices.
-      tight: a layout that does not fit.
-      whole: True to compile all layers of any model, see `depth.step`.
+    layers' activations. `tight` is a layout that does not fit, in place of the config's mesh.
     """
     needs, has = tight.needs or 0.0, tight.has or 0.0
     config = search.divided(config, {axis: tight.sizes[axis] for axis in mesh.AXES})

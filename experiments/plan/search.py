@@ -40,13 +40,7 @@ class Layout(NamedTuple):
 
 
 def plan(config: ConfigDict, devices: Sequence[jax.Device], whole: bool = False) -> Layout:
-    """Compile the layout of a config, and return its costs.
-
-    Args:
-      config: the run's config.
-      devices: the devices.
-      whole: True to compile all layers of any model, see `depth.step`.
-    """
+    """Compile the layout of a config, all layers of it if `whole`, and return its costs."""
     try:
         found = depth.step(config, devices, whole)
     except TooLargeError as error:

@@ -23,10 +23,7 @@ EVENTS, TRACE = "tensorboard", "profile"
 def finish(program: Program, workdir: Path, result: Result) -> None:
     """Print the speed and the scores of a run that was just trained, and leave its pictures.
 
-    Args:
-      program: the run's program.
-      workdir: the run's folder.
-      result: the result of training; all processes call this together.
+    All processes call this together.
     """
     config, steps = program.config, program.config.steps - result.start
     params = multihost_utils.process_allgather(result.state.params, tiled=True)
@@ -52,12 +49,7 @@ def report(
 ) -> None:  # fmt: skip
     """Draw the pictures of a run, and print its files, the baselines and the score.
 
-    Args:
-      task: the run's task.
-      params: the trained parameters, of the first seed.
-      workdir: the run's folder.
-      rows: the rows of its log.
-      metrics: the test metrics [seeds] of the parameters.
+    The parameters are of the first seed, the rows those of the log, the test metrics [seeds].
     """
     about = reports.make(task)
     with Phase("drawing the pictures"):

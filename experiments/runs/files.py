@@ -146,12 +146,7 @@ def _open(path: Path, flags: int, mode: str) -> IO[bytes]:
 
 
 def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
-    """Return the JSON object in a file that anybody may have written.
-
-    Args:
-      path: the file.
-      most: the most bytes that it may have.
-    """
+    """Return the JSON object in a file of at most some bytes, which anybody may have written."""
     try:
         data = read(path, most + 1)
         if len(data) > most:
@@ -170,13 +165,7 @@ def _refuse(constant: str) -> Any:
 
 
 def read_data(path: str, at_least: int = 0, key: str = "config.data.path") -> bytes:
-    """Return the bytes of a file that a user names.
-
-    Args:
-      path: the file.
-      at_least: the fewest bytes that it may have.
-      key: the key of the config that names it.
-    """
+    """Return the bytes of a file that a user names by a key of the config, if it has enough."""
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
     try:
         if Path(path).exists() and not Path(path).is_file():
@@ -195,9 +184,7 @@ def read_data(path: str, at_least: int = 0, key: str = "config.data.path") -> by
 def read_pairs(path: str, at_least: int = 0) -> list[tuple[str, str]]:
     """Return the different pairs in the file that config.data.path names, in its order.
 
-    Args:
-      path: the file. Each line is a source, a tab and a target.
-      at_least: the fewest different pairs that it may have.
+    Each line is a source, a tab and a target.
     """
     try:
         lines = read_data(path).decode().splitlines()

@@ -191,9 +191,7 @@ def _names_file(key: str) -> bool:
 def _is_ours(path: Path, config: ConfigDict | None = None) -> bool:
     """Return True if a folder holds a run, and False if it can become one.
 
-    Args:
-      path: the folder.
-      config: the config that a start which was cut off may have left, and nothing else.
+    It can if a start that was cut off left the given config there, and nothing else.
     """
     if not path.exists():
         return False

@@ -44,12 +44,7 @@ def parse(argv: Sequence[str], default: Path) -> Asked:
 
 
 def read(argv: Sequence[str], default: Path) -> Asked:
-    """Parse and check the config of a command line, and leave other flags in `rest`.
-
-    Args:
-      argv: the command line.
-      default: the config file without `--config`.
-    """
+    """Parse and check the config of a command line, and leave other flags in `rest`."""
     words, rest = _taken(argv, {"config": False})
     path = words.get("config", str(default))
     config = _load(path, default)
@@ -88,9 +83,7 @@ def described(config: ConfigDict, path: str) -> str:
 def _taken(argv: Sequence[str], names: dict[str, bool]) -> tuple[dict[str, str], list[str]]:
     """Return the values of some flags by name, and all other arguments.
 
-    Args:
-      argv: the command line.
-      names: the flags; True for a switch, which needs no value.
+    A name is True for a switch, which needs no value.
     """
     parser: flags.ArgumentParser[str] = flags.ArgumentParser()
     values = flags.FlagValues()

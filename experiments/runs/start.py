@@ -27,12 +27,7 @@ from experiments.runs.fingerprint import fingerprint
 
 @contextlib.contextmanager
 def joined(distributed: bool, cluster: hosts.Cluster) -> Iterator[None]:
-    """Join the other processes, if any, and end all of them on an error inside.
-
-    Args:
-      distributed: True for several processes.
-      cluster: the others.
-    """
+    """Join the other processes, if distributed, and end all of them on an error inside."""
     if distributed:
         with Phase("waiting for the other processes"):
             hosts.start(cluster)

@@ -48,13 +48,7 @@ class Watch:
         self._opened.__exit__(*error)
 
     def step(self, step: int, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Run a step, compiled at the first call, and return its state and metrics.
-
-        Args:
-          step: the step's number.
-          state: the state before it.
-          batch: the batch.
-        """
+        """Run a step, compiled at the first call, and return its state and metrics."""
         self._trace(step)
         if self._speed is not None:
             return self._program.step(state, batch)

@@ -199,12 +199,9 @@ def train_model(
 
 
 def read_flags(doc: str, *, steps: int, seeds: int) -> argparse.Namespace:
-    """Return the flags of a study: `steps`, `seeds`, and `figure`, the path of its PNG.
+    """Return the flags of a study: `steps` and `seeds`, with these defaults, and `figure`, a PNG.
 
-    Args:
-      doc: the study's docstring, the help.
-      steps: the default.
-      seeds: the default.
+    The study's docstring is the help.
     """
     parser = command.Parser(doc)
     parser.add_argument("--steps", type=command.count, default=steps, help="of each model")
