@@ -51,7 +51,7 @@ class TalkingHeads(Attention):
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
-        common.check("talking-heads attention", self, ("attention_fn",))
+        common.check("talking-heads attention", self, ("attention_fn", "exclusive"))
         mixing = ArrayEntry(
             (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
         )
