@@ -89,8 +89,8 @@ def attend(
     is_shared = isinstance(cache, Shared)
     if settings.exclusive and not heads.same_tokens:
         raise ValueError(
-            "exclusive=True takes each token's own value from its output, and needs self-attention, "
-            "got keys of other tokens (inputs_k or kv); leave them out, or set exclusive=False"
+            "exclusive=True takes each token's own value from its output, so it needs "
+            "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
         )
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None

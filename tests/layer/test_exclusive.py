@@ -60,7 +60,7 @@ def test_rows_without_keys_are_zero(kernel: Any) -> None:
 
 
 def test_first_token_of_a_causal_layer_is_zero() -> None:
-    """Its output is its own value."""
+    """A token that attends to itself alone gets its own value."""
     module = layer(project_out=False)
     out = float64(jax.jit(module.apply)(params_of(module), X))
     np.testing.assert_allclose(out[:, 0], 0, atol=1e-6)
@@ -114,7 +114,7 @@ def test_nnx_vmap_and_remat_agree_with_linen() -> None:
     ("call", "message"),
     [
         (lambda: layer().init(KEY, X, X), "exclusive=True .* needs self-attention, got keys of"),
-        (lambda: layer().init(KEY, X, kv=flax_mha.cache.Encoded(X)), "exclusive=True .* leave them"),
+        (lambda: layer().init(KEY, X, kv=flax_mha.cache.Encoded(X)), "exclusive=True .* leave"),
         (lambda: flax_mha.variants.TalkingHeadsAttention(4, exclusive=True).init(KEY, X),
          "talking-heads attention has no exclusive"),
         (lambda: flax_mha.variants.DifferentialAttention(4, exclusive=True).init(KEY, X),

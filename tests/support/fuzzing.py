@@ -159,7 +159,8 @@ FIELDS = MODULE | CAPTURED | {
     "num_kv_heads": (1,), "head_dim": (6,), "v_head_dim": (3,),
     "project_out": (False,), "kernel": ("blockwise",),
     "mask": (masks.Causal(),), "scores": ((scores.Alibi(),),), "sinks": (True,),
-    "rotary": (Rotary(),), "qk_norm": (flax_mha.QKNorm(),), "gate": ("head", "feature"), "exclusive": (True,),
+    "rotary": (Rotary(),), "qk_norm": (flax_mha.QKNorm(),), "gate": ("head", "feature"),
+    "exclusive": (True,),
     "normalizer": ("sigmoid", "softpick"),
 }  # fmt: skip
 BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),
