@@ -3,6 +3,7 @@
     python -m experiments.measure check                  # do the kernels hold on this device?
     python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
     python -m experiments.measure timed                  # the same programs, run on this device
+    python -m experiments.measure bits                   # which calls give the same bits?
     python -m experiments.measure tiles --chip=v5e       # cycles of a tile of the TPU kernels
 
 Each command has --help.
@@ -12,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.measure import check, compiled, tiles, timed
+from experiments.measure import bits, check, compiled, tiles, timed
 from experiments.runs import command
 
 COMMANDS: dict[str, Any] = {
-    "check": check, "compiled": compiled, "timed": timed, "tiles": tiles,
+    "bits": bits, "check": check, "compiled": compiled, "timed": timed, "tiles": tiles,
 }  # fmt: skip
 
 
