@@ -69,7 +69,7 @@ def test_calls_keep_arguments_and_the_order_of_inputs(cls: Any) -> None:
     ],
 )
 def test_fields_of_flax_have_its_defaults(ours: Any, theirs: Any) -> None:
-    """Other tests compare what initializers draw."""
+    """Initializers have tests of their values."""
     given = inspect.signature(theirs.__init__).parameters
     mine = inspect.signature(ours).parameters
     others = ("attention_fn", *INITIALIZERS)
