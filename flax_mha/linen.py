@@ -74,6 +74,8 @@ class MultiHeadAttention(Attention, nn.Module):
       gate: "head" or "feature" to scale the heads' outputs by a sigmoid of a projection of
         inputs_q, `output_gate`, with one number for each head, or for each of its features
         (Qwen3-Next).
+      exclusive: True to take from each head's output its part along the token's own value,
+        z − (z·v / v·v)·v, in self-attention (Zhai, "Exclusive Self Attention", 2026).
       num_kv_heads: the number of key/value heads, K, each shared by N/K query heads (default: N).
       head_dim: the features of a head, H (default: qkv_features / N).
       v_head_dim: the features of a head's values, Hv (default: H).

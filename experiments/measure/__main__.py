@@ -3,6 +3,7 @@
     python -m experiments.measure check                  # do the kernels hold on this device?
     python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
     python -m experiments.measure timed                  # the same programs, run on this device
+    python -m experiments.measure bits                   # which calls give the same bits?
     python -m experiments.measure tiles --chip=v5e       # cycles of a tile of the TPU kernels
     python -m experiments.measure registers              # those of the kernels for Hopper
     python -m experiments.measure memory                 # of float32 attention on a GPU
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.measure import (
+    bits,
     check,
     compiled,
     features,
@@ -31,8 +33,9 @@ from experiments.measure import (
 from experiments.runs import command
 
 COMMANDS: dict[str, Any] = {
-    "check": check, "compiled": compiled, "timed": timed, "tiles": tiles, "registers": registers,
-    "memory": memory, "sweeps": sweeps, "rings": rings, "features": features,
+    "check": check, "compiled": compiled, "timed": timed, "bits": bits, "tiles": tiles,
+    "registers": registers, "memory": memory, "sweeps": sweeps, "rings": rings,
+    "features": features,
 }  # fmt: skip
 
 

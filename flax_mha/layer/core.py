@@ -20,6 +20,7 @@ from flax_mha.cache.sources import KeyValue, NewMemory, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.layer import custom_attention, head_points
+from flax_mha.layer.exclusive import exclude_own
 from flax_mha.layer.heads import Heads as Heads
 from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
@@ -86,6 +87,11 @@ def attend(
     q, k, v = (checkpoint_name(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     arguments = _arguments(p, settings, call)
     is_shared = isinstance(cache, Shared)
+    if settings.exclusive and not heads.same_tokens:
+        raise ValueError(
+            "exclusive=True takes each token's own value from its output, so it needs "
+            "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
+        )
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
@@ -109,6 +115,8 @@ def attend(
     x, *more = result if isinstance(result, tuple) else (result,)
     chex.assert_shape(x, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
     x = call.points("z", x, sharding.HEADS)
+    if settings.exclusive:
+        x = exclude_own(x, source.value if isinstance(source, KeyValue) else v)
     x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
     x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
     x = sharding.constrain(x, sharding.HEADS)

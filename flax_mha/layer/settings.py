@@ -66,6 +66,7 @@ class Settings:
     force_fp32_for_softmax: bool = False
     qk_norm: QKNorm | None = None
     normalizer: str = SOFTMAX
+    exclusive: bool = False
 
     @property
     def custom_attention(self) -> Callable[..., Any] | None:

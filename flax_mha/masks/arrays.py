@@ -1,12 +1,13 @@
-"""Arrays that are passed as masks: conversion to bools in the shape of the scores."""
+"""Arrays of masks in the shape of the scores: tables of bools, and lengths."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array
+from flax_mha.base.coordinates import Array, ScoreArray
 from flax_mha.base.shapes import Dims
 
 
@@ -52,6 +53,18 @@ def as_bools(array: Array) -> tuple[Array, Array | None]:
             f"{rule} {wrong[0]} in {array.dtype}; {remedy}, or give additive scores as bias="
         )
     return array.astype(bool), None
+
+
+def lengths_as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
+    """Reshape lengths [], [*B], or per query [*B, T], to [*B|1, 1, 1|T, 1]."""
+    lengths = checks.integers(name, lengths)
+    if not lengths.ndim:
+        return ScoreArray(shapes.lead(lengths, len(dims.logits)))
+    expected = {"[]": (), "[*B]": dims.B} | ({"[*B, T]": (*dims.B, dims.T)} if per_query else {})
+    remedy = "give one length for each example of the batch"
+    shapes.check_shape(name, lengths, expected, remedy)
+    queries = lengths.shape[len(dims.B) :] or (1,)
+    return ScoreArray(lengths.reshape(*dims.B, 1, *queries, 1))
 
 
 def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:

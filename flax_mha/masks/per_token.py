@@ -9,6 +9,7 @@ from flax import struct
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
 from flax_mha.base.shapes import Dims
+from flax_mha.masks.arrays import lengths_as_scores
 from flax_mha.masks.base import Dense, Mask, PositionDependent
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.tiles import both, either, is_static, tile_state
@@ -28,8 +29,8 @@ class Lengths(Mask):
     q: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        q = None if self.q is None else _as_scores("Lengths.q", self.q, dims)
-        return self.replace(kv=_as_scores("Lengths.kv", self.kv, dims, per_query=True), q=q)
+        q = None if self.q is None else lengths_as_scores("Lengths.q", self.q, dims)
+        return self.replace(kv=lengths_as_scores("Lengths.kv", self.kv, dims, per_query=True), q=q)
 
     def allowed(self, at: At) -> Array:
         allowed = at.k < self.kv.array
@@ -207,7 +208,7 @@ class Prefix(Mask):
     length: Any
 
     def bind(self, dims: Dims) -> Self:
-        return self.replace(length=_as_scores("Prefix.length", self.length, dims))
+        return self.replace(length=lengths_as_scores("Prefix.length", self.length, dims))
 
     def allowed(self, at: At) -> Array:
         return (at.k < self.length.array) | (at.k <= at.q)
@@ -236,18 +237,6 @@ def _per_token(mask: Any, dims: Dims) -> tuple[Array, Array]:
 def _over_scores(q: Array, kv: Array) -> dict[str, ScoreArray]:
     """Reshape the numbers of queries and keys to [*B|1, 1, T|1, S|1]."""
     return {"q": ScoreArray(q[..., None, :, None]), "kv": ScoreArray(kv[..., None, None, :])}
-
-
-def _as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
-    """Reshape lengths [], [*B], or per query [*B, T], to [*B|1, 1, 1|T, 1]."""
-    lengths = checks.integers(name, lengths)
-    if not lengths.ndim:
-        return ScoreArray(shapes.lead(lengths, len(dims.logits)))
-    expected = {"[]": (), "[*B]": dims.B} | ({"[*B, T]": (*dims.B, dims.T)} if per_query else {})
-    remedy = "give one length for each example of the batch"
-    shapes.check_shape(name, lengths, expected, remedy)
-    queries = lengths.shape[len(dims.B) :] or (1,)
-    return ScoreArray(lengths.reshape(*dims.B, 1, *queries, 1))
 
 
 def _count_runs(q: Array, kv: Array) -> int | None:

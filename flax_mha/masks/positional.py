@@ -10,8 +10,9 @@ import numpy as np
 from flax import struct
 
 from flax_mha.base import checks, shapes, symbols
-from flax_mha.base.coordinates import Array, At, Tiles
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
 from flax_mha.base.shapes import Dims
+from flax_mha.masks.arrays import lengths_as_scores
 from flax_mha.masks.base import Mask, as_mask, evaluate, greatest_lookback
 from flax_mha.masks.tiles import both, is_static, tile_state
 
@@ -29,13 +30,21 @@ class Causal(Mask):
 class Window(Mask):
     """A sliding window: a query sees the positions i − left ≤ j ≤ i + right.
 
+    A limit may be an array, perhaps traced, as for layers of one scan that differ. Kernels then
+    skip tiles by its value, but a cache makes no ring buffer.
+
     Attributes:
-      left: the number of earlier positions; None for all.
+      left: the number of earlier positions, int or an array [] or [*B]; None for all.
       right: the number of later positions; None for all.
     """
 
-    left: int | None = struct.field(pytree_node=False, default=None)
-    right: int | None = struct.field(pytree_node=False, default=None)
+    left: Any = struct.field(pytree_node=False, default=None)
+    right: Any = struct.field(pytree_node=False, default=None)
+
+    def __new__(cls, left: Any = None, right: Any = None) -> "Window":
+        """Make a window whose limits are leaves if one of them is an array."""
+        has_arrays = any(isinstance(x, jax.Array | np.ndarray) for x in (left, right))
+        return super().__new__(ArrayWindow if has_arrays else cls)
 
     def bind(self, dims: Dims) -> Self:
         for name, limit in (("left", self.left), ("right", self.right)):
@@ -43,7 +52,7 @@ class Window(Mask):
                 continue
             checks.static(f"Window.{name}", limit)
             if isinstance(limit, bool) or not isinstance(limit, int):
-                raise TypeError(f"Window.{name} must be an int or None, got {limit!r}")
+                raise TypeError(f"Window.{name} must be an int or None, or an array, got {limit!r}")
             # The sum of a position and a limit must fit int32.
             if not 0 <= limit < 2**30:
                 raise ValueError(
@@ -53,25 +62,55 @@ class Window(Mask):
         return self
 
     def allowed(self, at: At) -> Array:
-        near = jnp.ones((1,) * at.q.ndim, bool)
-        if self.left is not None:
-            near = near & (at.k >= at.q - self.left)
-        if self.right is not None:
-            near = near & (at.k <= at.q + self.right)
+        near, (left, right) = jnp.ones((1,) * at.q.ndim, bool), self._limits
+        if left is not None:
+            near = near & (at.k >= at.q - left)
+        if right is not None:
+            near = near & (at.k <= at.q + right)
         return near
 
     def tiles(self, tiles: Tiles) -> Array:
         state: Array = tile_state(np.True_, np.True_)
-        if self.left is not None:
-            some = tiles.k_max >= tiles.q_min - self.left
-            state = both(state, tile_state(some, tiles.k_min >= tiles.q_max - self.left))
-        if self.right is not None:
-            some = tiles.k_min <= tiles.q_max + self.right
-            state = both(state, tile_state(some, tiles.k_max <= tiles.q_min + self.right))
+        left, right = self._limits
+        if left is not None:
+            some = tiles.k_max >= tiles.q_min - left
+            state = both(state, tile_state(some, tiles.k_min >= tiles.q_max - left))
+        if right is not None:
+            some = tiles.k_min <= tiles.q_max + right
+            state = both(state, tile_state(some, tiles.k_max <= tiles.q_min + right))
         return state
 
     def max_lookback(self) -> int | None:
         return self.left
+
+    @property
+    def _limits(self) -> tuple[Any, Any]:
+        return self.left, self.right
+
+
+class ArrayWindow(Window):
+    """A window with limits that are arrays, leaves of the tree. `Window` makes it."""
+
+    left: Any = None
+    right: Any = None
+
+    def bind(self, dims: Dims) -> Self:
+        def limit(name: str, x: Any) -> ScoreArray | None:
+            if x is None:
+                return None
+            # The sum of a position and a limit must fit int32.
+            clipped = checks.integers(f"Window.{name}", x).clip(-(2**30), 2**30)
+            return lengths_as_scores(f"Window.{name}", clipped, dims)
+
+        return self.replace(left=limit("left", self.left), right=limit("right", self.right))
+
+    def max_lookback(self) -> int | None:
+        return None
+
+    @property
+    def _limits(self) -> tuple[Any, Any]:
+        left, right = (None if x is None else x.array for x in (self.left, self.right))
+        return left, right
 
 
 class Predicate(Mask):

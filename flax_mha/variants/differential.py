@@ -49,7 +49,9 @@ class Differential(Attention):
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
         checks.number("offset", self.offset)
-        absent = ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn")
+        absent = (
+            "v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "exclusive", "attention_fn",
+        )  # fmt: skip
         common.check("differential attention", self, absent)
         N, K, H, _ = self.sizes(D)
         # Values of 2·H are two heads of H, so that they share a product with queries and keys.
@@ -80,10 +82,10 @@ class DifferentialAttention(Differential, MultiHeadAttention):
     with 2·H features of v in each head, an RMSNorm with a scale over them, and learned a, b [H].
     Each head has two maps, so `num_heads` is half that of other layers. Fields and arguments are
     as in `MultiHeadAttention`, without cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
-    `gate`, `sinks` and `attention_fn`. `scale` is a number. Weights returned or captured have 2·N
-    heads: of each key/value head all of the first map, then of the second. A cache holds the values
-    of a head with each of its two keys, 6·H numbers for each token and key/value head, so that a
-    step neither copies them nor sends them between devices.
+    `gate`, `sinks`, `exclusive` and `attention_fn`. `scale` is a number. Weights returned or
+    captured have 2·N heads: of each key/value head all of the first map, then of the second. A
+    cache holds the values of a head with each of its two keys, 6·H numbers for each token and
+    key/value head, so that a step neither copies them nor sends them between devices.
 
     Attributes:
       offset: the initial λ, λ₀. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.

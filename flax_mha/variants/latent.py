@@ -66,7 +66,7 @@ class Latent(Attention):
         checks.optional(q_rank=self.q_rank)
         if self.rotary is None:
             raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")
-        absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn")
+        absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn", "exclusive")
         common.check("latent attention", self, absent)
         (N, _, H, Hv), R, rank = self.sizes(D), self.rope_dim, self.kv_rank
         norm = QKNorm(epsilon=self.norm_epsilon)
@@ -101,8 +101,8 @@ class MultiHeadLatentAttention(Latent, MultiHeadAttention):
     and W_v as a row, and c gets a 1.
 
     Fields and arguments are as in `MultiHeadAttention`, without cross-attention, `num_kv_heads`,
-    `qk_norm`, `normalize_qk`, `gate` and `attention_fn`. `scale` is a number, `qkv_features` is N·H
-    without R, and `rotary` must be given.
+    `qk_norm`, `normalize_qk`, `gate`, `exclusive` and `attention_fn`. `scale` is a number,
+    `qkv_features` is N·H without R, and `rotary` must be given.
 
     Attributes:
       kv_rank: the features of c.

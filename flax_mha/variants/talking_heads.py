@@ -51,7 +51,7 @@ class TalkingHeads(Attention):
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
-        common.check("talking-heads attention", self, ("attention_fn",))
+        common.check("talking-heads attention", self, ("attention_fn", "exclusive"))
         mixing = ArrayEntry(
             (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
         )
@@ -65,8 +65,8 @@ class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
 
     with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks
     and dropout apply to a mixed head n, and the weights returned or captured are those of mixed
-    heads. Fields and arguments are as in `MultiHeadAttention`, without `attention_fn` and scores
-    that see queries and keys. `scale` is a number.
+    heads. Fields and arguments are as in `MultiHeadAttention`, without `attention_fn`, `exclusive`
+    and scores that see queries and keys. `scale` is a number.
 
     Longer vectors compute the sums, so that any kernel can: query n holds all P_mn q_m, key and
     value hold those of all heads. Memory stays that of the kernel; both products take K times those

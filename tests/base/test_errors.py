@@ -247,7 +247,7 @@ KERNEL: list[Case] = [
             q_positions=[0.0, 1.0, 2.0, 3.0]),
     *kernel("wide window", ValueError, r"Window.right must be at least 0 and below 2³⁰, got 21474",
             mask=masks.Window(None, 2**31 - 1)),
-    *kernel("window float", TypeError, r"Window.left must be an int or None, got 1.5",
+    *kernel("window float", TypeError, r"Window.left must be an int or None, or an array, got 1.5",
             mask=masks.Window(1.5)),
     *kernel("near buckets", ValueError, r"max_distance must exceed 8,.* 32 buckets, got 8; raise",
             scores=(scores.RelativeBias(ones(6, 32), max_distance=8),)),

@@ -78,6 +78,11 @@ def lengths(at: Scene) -> tuple[Mask, np.ndarray]:
     return Lengths(kv), at.j < at.over(kv, 0)
 
 
+def window_of_rows(at: Scene) -> tuple[Mask, np.ndarray]:
+    left = at.lengths(at.S)
+    return Near(left, 5), (at.i - at.over(left, 0) <= at.j) & (at.j <= at.i + 5)
+
+
 def lengths_of_both(at: Scene) -> tuple[Mask, np.ndarray]:
     kv, q = at.lengths(at.S) + 1, at.lengths(at.T) + 1
     return Lengths(kv, q), (at.j < at.over(kv, 0)) & (at.i < at.over(q, 0))
@@ -179,7 +184,7 @@ MASKS: dict[str, Callable[[Scene], tuple[Mask, np.ndarray]]] = {
     "causal": lambda at: (Causal(), at.j <= at.i),
     "window": lambda at: (Near(20, 3), (at.i - 20 <= at.j) & (at.j <= at.i + 3)),
     "window_left": lambda at: (Near(left=100), at.i - 100 <= at.j),
-    "lengths": lengths, "lengths_of_both": lengths_of_both,
+    "window_of_rows": window_of_rows, "lengths": lengths, "lengths_of_both": lengths_of_both,
     "lengths_per_query": lengths_per_query, "segments": segments, "packed": packed,
     "prefix": prefix, "prefix_per_row": prefix_per_row, "dense": dense,
     "dense_of_keys": dense_of_keys, "dense_in_blocks": dense_in_blocks, "predicate": predicate,

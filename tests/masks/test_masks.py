@@ -53,6 +53,7 @@ ATOMS: dict[str, tuple[Mask, Rule]] = {
     "causal": (Causal(), lambda b, n, i, j: j <= i),
     "window": (Window(2, 1), lambda b, n, i, j: i - 2 <= j <= i + 1),
     "window_left": (Window(left=1), lambda b, n, i, j: j >= i - 1),
+    "window_of_rows": (Window(KV, 1), lambda b, n, i, j: i - KV[b] <= j <= i + 1),
     "window_right": (Window(right=0), lambda b, n, i, j: j <= i),
     "segments": (
         Segments(SEGMENTS[:, :T], SEGMENTS),
@@ -169,6 +170,7 @@ def test_tile_states_are_true(expression: Expression, block_q: int, block_k: int
     [
         (Causal(), 6, 6),
         (Window(4, 0), 9, 0),
+        (Window(np.array(4), np.array(0)), 9, 0),
         (Causal() & Window(left=4), 9, 0),
         (Prefix(8), 5, 9),
         (Segments(np.arange(16) // 8), 8, 8),

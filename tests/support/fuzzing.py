@@ -160,6 +160,7 @@ FIELDS = MODULE | CAPTURED | {
     "project_out": (False,), "kernel": ("blockwise",),
     "mask": (masks.Causal(),), "scores": ((scores.Alibi(),),), "sinks": (True,),
     "rotary": (Rotary(),), "qk_norm": (flax_mha.QKNorm(),), "gate": ("head", "feature"),
+    "exclusive": (True,),
     "normalizer": ("sigmoid", "softpick"),
 }  # fmt: skip
 BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),

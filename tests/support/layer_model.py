@@ -28,6 +28,7 @@ class Model(NamedTuple):
       keys: the number of keys in a sigmoid's bias.
       allowed: rules (i, j) -> bool for arrays that broadcast.
       shared: True if the second layer uses the keys and values of the first.
+      exclusive: True if outputs lose their part along the token's own value.
     """
 
     scale: float | None = None
@@ -39,6 +40,7 @@ class Model(NamedTuple):
     keys: int = 0
     allowed: tuple[Callable[..., Any], ...] = ()
     shared: bool = False
+    exclusive: bool = False
 
 
 def layer(
@@ -67,6 +69,8 @@ def layer(
     for rule in model.allowed:
         allowed = allowed & rule(i, j)
     out = np.einsum("nts,snh->tnh", weights(params, s, allowed, model), v)
+    if model.exclusive:
+        out = out - (out * v).sum(-1, keepdims=True) / (v**2).sum(-1, keepdims=True) * v
     if "output_gate" in params:
         out = out / (1 + np.exp(-oracle.project(params["output_gate"], x)))
     return oracle.project(params["out"], out, contracted=2), own

@@ -114,6 +114,10 @@ PARTS: dict[str, Part] = {
     ),
     "a gate of heads": Part({"gate": "head"}),
     "a gate of features": Part({"gate": "feature"}),
+    "exclusive": Part({"exclusive": True}, {"exclusive": True}),
+    "exclusive, gated": Part(
+        {"exclusive": True, "gate": "head", "v_head_dim": 10}, {"exclusive": True}
+    ),
     "some biases": Part({"use_bias": ("query", "value", "out")}),
     "wide values": Part({"v_head_dim": 10}),
     "sinks": Part({"sinks": True}),

@@ -1,0 +1,31 @@
+"""Exclusive self-attention: the heads' outputs without their part along the token's own value."""
+
+import jax
+import jax.numpy as jnp
+
+from flax_mha import sharding
+from flax_mha.base import shapes
+from flax_mha.kernels.softmax import finite
+
+
+def exclude_own(z: jax.Array, v: jax.Array) -> jax.Array:
+    """Return z − (z·v / v·v)·v for each token and head, with its own value v.
+
+    A value of 0 takes nothing away. One that is not finite neither: z has it where a query sees it.
+
+    Args:
+      z: the heads' outputs [*B, T, N, Hv].
+      v: the values of the same tokens [*B, T, K, Hv].
+
+    Source: Zhai, "Exclusive Self Attention", 2026 (arXiv 2603.09078).
+    """
+
+    def exclude(z: jax.Array, v: jax.Array) -> jax.Array:
+        wide = shapes.wide(z.dtype)
+        v = jnp.repeat(finite(v), z.shape[-2] // v.shape[-2], axis=-2).astype(wide)
+        y, size = z.astype(wide), (v * v).sum(-1, keepdims=True)
+        has_size = size > jnp.finfo(wide).tiny
+        share = (y * v).sum(-1, keepdims=True) / jnp.where(has_size, size, 1)
+        return (y - jnp.where(has_size, share, 0) * v).astype(z.dtype)
+
+    return sharding.auto(exclude, sharding.HEADS, z, v)

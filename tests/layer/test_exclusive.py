@@ -1,0 +1,131 @@
+"""Exclusive self-attention: no output has a part along its token's own value."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import CacheConfig, MultiHeadAttention, edits, masks
+from flax_mha.layer.exclusive import exclude_own
+from tests.support.decoding import decoded
+from tests.support.oracle import float64, random_like
+
+N, K, H, D, T = 4, 2, 8, 16, 12
+KEY = jax.random.key(0)
+X = np.random.default_rng(1).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> MultiHeadAttention:
+    defaults: dict[str, Any] = {"num_kv_heads": K, "head_dim": H, "mask": masks.Causal()}
+    return MultiHeadAttention(N, exclusive=True, **defaults | fields)
+
+
+def params_of(module: Any, *inputs: Any) -> Any:
+    return random_like(jax.eval_shape(module.init, KEY, X, *inputs))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-15, 1e15])
+def test_heads_are_orthogonal_to_their_values(scale: float) -> None:
+    z, v = (np.random.default_rng(n).normal(size=(2, T, n, H)) for n in (N, K))
+    out = exclude_own(jnp.float32(z), jnp.float32(v * scale))
+    own = np.repeat(v, N // K, 2)
+    expected = z - (z * own).sum(-1, keepdims=True) / (own**2).sum(-1, keepdims=True) * own
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    np.testing.assert_allclose((out * own).sum(-1), 0, atol=1e-5)
+
+
+def test_value_of_zero_takes_nothing_and_has_finite_gradients() -> None:
+    z = jnp.ones((1, 1, 1, H))
+    out, pull = jax.vjp(exclude_own, z, jnp.zeros((1, 1, 1, H)))
+    np.testing.assert_array_equal(out, z)
+    dz, dv = pull(z)
+    np.testing.assert_array_equal(dz, z)
+    np.testing.assert_array_equal(dv, 0)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_rows_without_keys_are_zero(kernel: Any) -> None:
+    """Their own values may be anything: nothing is taken from nothing."""
+    module = layer(mask=masks.Causal() & masks.Lengths(np.array([T, 5]), np.array([T, 5])),
+                   project_out=False, kernel=kernel)  # fmt: skip
+    bad = X.copy()
+    bad[1, 5:] = np.nan
+    out = jax.jit(module.apply)(params_of(module), bad)
+    np.testing.assert_array_equal(out[1, 5:], 0)
+    assert np.isfinite(out).all()
+
+
+def test_first_token_of_a_causal_layer_is_zero() -> None:
+    """A token that attends to itself alone gets its own value."""
+    module = layer(project_out=False)
+    out = float64(jax.jit(module.apply)(params_of(module), X))
+    np.testing.assert_allclose(out[:, 0], 0, atol=1e-6)
+    assert np.abs(out[:, 1:]).mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    "cache", [CacheConfig(), CacheConfig("int8"), CacheConfig(slots=5)], ids=str
+)
+def test_decoding_takes_the_value_of_each_step(cache: CacheConfig) -> None:
+    """The value itself, also where the cache rounds it."""
+    mask = masks.Causal() & masks.Window(4, 0) if cache.slots else masks.Causal()
+    whole = layer(mask=mask)
+    params = params_of(whole)
+    out = decoded(whole.clone(decode=True, cache=cache), params, X, steps=(5, *(1,) * (T - 5)))
+    error = np.abs(out - jax.jit(whole.apply)(params, X)).max()
+    assert error < (0.1 if cache.dtype == "int8" else 1e-5)
+
+
+def test_edits_of_values_count() -> None:
+    """A head whose values are set to 0 has nothing to be taken, and no output."""
+    module = layer(project_out=False)
+    params = params_of(module)
+    edit = edits.Edit(keep=jnp.array([0.0, 1.0])[:, None])
+    changed = edits.attach(module, params, {"attention_v": edit}, X)
+    out = jax.jit(module.apply)(changed, X).reshape(2, T, N, H)
+    np.testing.assert_array_equal(out[:, :, : N // K], 0)
+
+
+def test_nnx_vmap_and_remat_agree_with_linen() -> None:
+    module = layer()
+    params = params_of(module)
+    same = flax_mha.nnx.MultiHeadAttention(
+        N, D, num_kv_heads=K, head_dim=H, mask=masks.Causal(), exclusive=True, rngs=nnx.Rngs(0)
+    )
+    for name, given in params["params"].items():
+        for leaf, value in given.items():
+            getattr(getattr(same, name), leaf).set_value(value)
+    wanted = jax.jit(module.apply)(params, X)
+    np.testing.assert_allclose(nnx.jit(lambda layer: layer(X))(same), wanted, atol=1e-6)
+
+    def loss(x: Any, params: Any) -> Any:
+        return jnp.sin(module.apply(params, x)).sum()
+
+    gradient = jax.jit(jax.grad(loss))(X, params)
+    mapped = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss)), (0, None)))(X, params)
+    np.testing.assert_allclose(mapped, gradient, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layer().init(KEY, X, X), "exclusive=True .* needs self-attention, got keys of"),
+        (lambda: layer().init(KEY, X, kv=flax_mha.cache.Encoded(X)), "exclusive=True .* leave"),
+        (lambda: flax_mha.variants.TalkingHeadsAttention(4, exclusive=True).init(KEY, X),
+         "talking-heads attention has no exclusive"),
+        (lambda: flax_mha.variants.DifferentialAttention(4, exclusive=True).init(KEY, X),
+         "differential attention has no exclusive"),
+    ],
+)  # fmt: skip
+def test_other_attention_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_field_must_be_a_bool() -> None:
+    with pytest.raises(TypeError, match="exclusive must be True or False, got 'yes'"):
+        MultiHeadAttention(N, exclusive="yes").init(KEY, X)

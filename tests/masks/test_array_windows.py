@@ -1,0 +1,103 @@
+"""Windows whose limits are arrays: layers of one scan that differ, decoding, errors."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import CacheConfig, MultiHeadAttention, dot_product_attention, masks
+from tests.support.decoding import cache_of
+from tests.support.oracle import random_like
+
+KEY = jax.random.key(0)
+T, D = 40, 16
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+WINDOWS = (3, 64, 0)
+
+
+class Layer(nn.Module):
+    """A layer with a residual, whose window is an argument."""
+
+    @nn.compact
+    def __call__(self, x: Any, left: Any) -> tuple[Any, None]:
+        layer = MultiHeadAttention(2, mask=masks.Causal())
+        return x + layer(x, mask=masks.Window(left)), None
+
+
+def test_layers_of_one_scan_have_windows_of_their_own() -> None:
+    """Gradients too, under remat."""
+    scanned = nn.scan(
+        nn.remat(Layer, prevent_cse=False),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=len(WINDOWS),
+    )()
+    windows = jnp.array(WINDOWS)
+    params = random_like(jax.eval_shape(scanned.init, KEY, X, windows))
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sin(scanned.apply(params, x, windows)[0]).sum()
+
+    def one_by_one(params: Any, x: Any) -> Any:
+        for n, left in enumerate(WINDOWS):
+            x, _ = Layer().apply(jax.tree.map(lambda leaf: leaf[n], params), x, left)  # noqa: B023
+        return jnp.sin(x).sum()
+
+    actual, wanted = (jax.jit(jax.grad(f, (0, 1)))(params, X) for f in (loss, one_by_one))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, wanted)
+
+
+def test_vmap_over_windows() -> None:
+    q = jnp.asarray(X)[..., None, :]
+
+    def attend(left: Any) -> Any:
+        return dot_product_attention(q, q, q, mask=masks.Window(left, 0))
+
+    rows = jax.jit(jax.vmap(attend))(jnp.array(WINDOWS))
+    wanted = jnp.stack([attend(left) for left in WINDOWS])
+    np.testing.assert_allclose(rows, wanted, atol=1e-5)
+
+
+def test_decoding_by_a_traced_window() -> None:
+    layer = MultiHeadAttention(2, decode=True)
+    whole = layer.clone(decode=False, mask=masks.Causal())
+    params = random_like(jax.eval_shape(whole.init, KEY, X))
+
+    @jax.jit
+    def step(cache: Any, x: Any, left: Any) -> Any:
+        variables = {**params, "cache": cache}
+        return layer.apply(variables, x, mask=masks.Window(left), mutable=["cache"])
+
+    cache, outs = cache_of(layer, X), []
+    for n in (30, *(1,) * 10):
+        start = sum(out.shape[1] for out in outs)
+        out, new = step(cache, X[:, start : start + n], jnp.int32(5))
+        outs, cache = [*outs, out], new["cache"]
+    wanted = jax.jit(whole.apply)(params, X, mask=masks.Window(5))
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), wanted, atol=1e-5)
+
+
+def test_ring_buffer_needs_a_number() -> None:
+    layer = MultiHeadAttention(
+        2, decode=True, mask=masks.Window(np.array(3), 0), cache=CacheConfig(slots=8)
+    )
+    with pytest.raises(ValueError, match=r"give .*mask=masks.Window\(W, 0\) with W at most 7"):
+        layer.init(KEY, X)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "message"),
+    [
+        (jnp.array(1.5), TypeError, "Window.left must be integers, got float32"),
+        (jnp.array([1, 2, 3]), ValueError, r"Window.left must have shape \[\] = \(\) or \[\*B\]"),
+        ([1, 2], TypeError, "Window.left must be an int or None, or an array, got"),
+        (-1, ValueError, "Window.left must be at least 0"),
+    ],
+)
+def test_other_limits_raise(limit: Any, error: type[Exception], message: str) -> None:
+    q = jnp.asarray(X)[..., None, :]
+    with pytest.raises(error, match=message):
+        dot_product_attention(q, q, q, mask=masks.Window(limit))
