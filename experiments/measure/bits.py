@@ -1,8 +1,9 @@
 """Find out which calls give the same bits on the device that is here.
 
     python -m experiments.measure bits
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
     python -m experiments.measure bits --devices=8
+
+(A CPU has 8 devices with XLA_FLAGS=--xla_force_host_platform_device_count=8.)
 
 A causal layer with rotary positions computes a batch of four rows. The table says whether the first
 row has the same bits
