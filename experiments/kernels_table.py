@@ -19,8 +19,8 @@ import numpy as np
 from experiments.runs import command
 from flax_mha import explain, kernels
 from flax_mha.kernels import Platform
-from flax_mha.kernels.bind import bind_call
-from flax_mha.kernels.spec import Refusal
+from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels.call.spec import Refusal
 from flax_mha.masks import (
     BlockSparse,
     Causal,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmark import report
-from flax_mha.kernels import choose, gpus
+from flax_mha.kernels import choose
+from flax_mha.kernels.chips import gpus
 
 ROOT = Path(__file__).parent.parent.parent
 # The files that state the minimum length for blockwise on GPUs, with the forms of the number.

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from flax_mha import masks
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import checks, loops, shapes, symbols
 from flax_mha.base.arguments import check_known
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.trees import Struct
-from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention, loops
-from flax_mha.kernels.capture import SQUARE, as_capture
-from flax_mha.kernels.stored import Stored
+from flax_mha.kernels import ARGUMENTS, dot_product_attention
+from flax_mha.kernels.call.capture import SQUARE, as_capture
+from flax_mha.kernels.call.stored import Stored
+from flax_mha.kernels.xla import decode
 from flax_mha.masks.base import Mask
 from flax_mha.scores import Bias, ScoreMod
 

@@ -64,9 +64,9 @@ from flax_mha.masks.positional import Neighborhood as Neighborhood
 from flax_mha.masks.positional import PerHead as PerHead
 from flax_mha.masks.positional import Predicate as Predicate
 from flax_mha.masks.positional import Window as Window
-from flax_mha.masks.tiles import EMPTY as EMPTY
-from flax_mha.masks.tiles import FULL as FULL
-from flax_mha.masks.tiles import PARTIAL as PARTIAL
+from flax_mha.masks.states import EMPTY as EMPTY
+from flax_mha.masks.states import FULL as FULL
+from flax_mha.masks.states import PARTIAL as PARTIAL
 
 __all__ = [
     "EMPTY", "FULL", "PARTIAL", "And", "At", "AtLeast", "BlockSparse", "Causal", "Chosen", "Dense",

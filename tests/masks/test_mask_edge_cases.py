@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention
-from flax_mha.kernels.tile_plan import smallest_blocks
+from flax_mha.kernels.xla.tile_plan import smallest_blocks
 from flax_mha.masks import BlockSparse, Causal, Chosen, Predicate, Window
 
 

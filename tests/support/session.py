@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
 from flax_mha.cache import storage
-from flax_mha.kernels import decode
+from flax_mha.kernels.xla import decode
 from tests.support.draw import draw
 
 # Collection makes no garbage, and looking for it takes a second.

@@ -24,14 +24,22 @@ import numpy as np
 from flax_mha.base import private_jax, shapes
 from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.flex.core import Arrays, core
+from flax_mha.kernels.call.spec import (
+    AttentionSpec,
+    Lowered,
+    Platform,
+    Refusal,
+    Result,
+    Sums,
+    Tiled,
+)
+from flax_mha.kernels.chips.tpus import heads_first
+from flax_mha.kernels.flex.passes import Arrays, core
 from flax_mha.kernels.flex.tile import FlexCall, Machine
 from flax_mha.kernels.flex.traced import PRECISIONS, trace
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums, Tiled
-from flax_mha.kernels.tile_plan import Plan, tile_states
-from flax_mha.kernels.tpu import heads_first
+from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import FULL, PARTIAL
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 # The module of each platform's part, loaded when a call asks for it.
 _MACHINES = {"tpu": "tpu", "gpu": "hopper"}

@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flax_mha.kernels.flex.core import Arrays
 from flax_mha.kernels.flex.hopper.block import (
     BLOCK,
     CONSUMERS,
@@ -29,9 +28,10 @@ from flax_mha.kernels.flex.hopper.block import (
     hidden_zero,
 )
 from flax_mha.kernels.flex.hopper.sync import BufferRing, load_once, producer_and_consumers
+from flax_mha.kernels.flex.passes import Arrays
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.tile_plan import make_visit_lists
-from flax_mha.masks.tiles import is_static
+from flax_mha.kernels.xla.tile_plan import make_visit_lists
+from flax_mha.masks.states import is_static
 
 
 def _lists(states: jax.Array, by_query: bool, group: int) -> list[jax.Array]:

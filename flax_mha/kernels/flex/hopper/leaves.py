@@ -16,16 +16,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flax_mha.kernels import softmax
-from flax_mha.kernels.flex.core import Arrays
-from flax_mha.kernels.flex.hopper.arrays import one_hot
 from flax_mha.kernels.flex.hopper.block import BLOCK, ROW, BlockTiles, zeros
 from flax_mha.kernels.flex.hopper.fragments import call_with_slopes, tile_axes
 from flax_mha.kernels.flex.hopper.kernels import BACKWARD, LOG2E, matrix_gradients, size_of
 from flax_mha.kernels.flex.hopper.launch import padded, run
+from flax_mha.kernels.flex.hopper.lazy_arrays import one_hot
 from flax_mha.kernels.flex.hopper.sync import multiply
+from flax_mha.kernels.flex.passes import Arrays
 from flax_mha.kernels.flex.tile import FlexCall, Tile
-from flax_mha.kernels.softmax import finite
+from flax_mha.kernels.xla import softmax
+from flax_mha.kernels.xla.softmax import finite
 from flax_mha.masks import EMPTY
 
 # The entries of a table whose gradients are summed together, in registers.

@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import shapes, trees
+from flax_mha.base import loops, shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
-from flax_mha.kernels import derivatives, loops, softmax, tile_plan, tiles
-from flax_mha.kernels.softmax import finite, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
-from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
-from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree
+from flax_mha.kernels.call import derivatives
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.xla import softmax, tile_plan, tiles
+from flax_mha.kernels.xla.softmax import finite, move_nan_to_keys
+from flax_mha.kernels.xla.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
+from flax_mha.kernels.xla.tiles import TiledCall, TileIndex, Tree
 from flax_mha.sharding.shard_map import vary
 
 

@@ -17,11 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import shapes, symbols
+from flax_mha.base import loops, shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
-from flax_mha.kernels import loops, reference, softmax
-from flax_mha.kernels.softmax import finfo_min, move_nan_to_keys
-from flax_mha.kernels.spec import (
+from flax_mha.kernels.call.spec import (
     AttentionSpec,
     Lowered,
     Platform,
@@ -30,9 +28,11 @@ from flax_mha.kernels.spec import (
     Sums,
     name_result,
 )
-from flax_mha.kernels.stored import Stored, dequantize, is_part, map_part, read
-from flax_mha.kernels.tile_plan import Plan, tile_states
-from flax_mha.kernels.tiles import empty_result
+from flax_mha.kernels.call.stored import Stored, dequantize, is_part, map_part, read
+from flax_mha.kernels.xla import reference, softmax
+from flax_mha.kernels.xla.softmax import finfo_min, move_nan_to_keys
+from flax_mha.kernels.xla.tile_plan import Plan, tile_states
+from flax_mha.kernels.xla.tiles import empty_result
 from flax_mha.masks import EMPTY
 from flax_mha.scores import Vectors
 from flax_mha.sharding.shard_map import vary

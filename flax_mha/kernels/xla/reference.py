@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
-from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.softmax import finfo_min, finite, poison, repair_inputs
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.xla.softmax import finfo_min, finite, poison, repair_inputs
 from flax_mha.masks.base import evaluate
 from flax_mha.sharding.shard_map import vary
 

@@ -12,10 +12,10 @@ from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import Array, At, flat_batch, tiles_of
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import tree_nodes
-from flax_mha.kernels.mask_parts import conjuncts
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.call.mask_parts import conjuncts
+from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 
 class KeyRange(NamedTuple):

@@ -1,0 +1,1 @@
+"""Facts of GPUs and TPUs by the names of their kinds, which may be elsewhere."""
