@@ -2,6 +2,9 @@
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
+This is the `definition`, with the exponentials rounded to the dtype of the values before their
+matmul, and divided by their sum after it.
+
 Memory is O(T + S), except for the arrays of masks and scores. Empty tiles are skipped, forward and
 backward, and the mask is evaluated only in partial tiles. Masks and score functions, user-defined
 ones included, run in the kernel, and so do the derivatives of scores. The backward pass recomputes

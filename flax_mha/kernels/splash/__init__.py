@@ -2,6 +2,9 @@
 
     out = softmax(softcap(q·kᵀ·scale), over the keys that the mask allows, and the sink)·v
 
+This is the `definition` without other score functions and dropout. In half precision the scale
+rounds q once more, unless the lse is read.
+
 Memory is O(T + S). Blocks that are empty under a static mask are skipped, forward and backward. In
 other blocks the mask is a function of positions and segment ids (see `computed_mask`).
 

@@ -6,6 +6,9 @@ kernel visits tiles one by one, with an online softmax. Empty tiles are skipped,
 evaluated only in partial tiles. The backward pass recomputes the scores, from the saved maximum and
 sum.
 
+It differs from the `definition` in half precision, unless a CPU computes in float32: the
+exponentials are rounded before their matmul with the values, and q may be rounded by the scale.
+
 The loops, from outer to inner: batch rows and key/value heads, several at once if matmuls would be
 small; query heads of the group and blocks of queries; tiles of keys, full ones before partial ones.
 

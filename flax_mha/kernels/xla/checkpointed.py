@@ -5,7 +5,8 @@ Tiles are planned and skipped as in `blockwise`. Each block of queries is comput
 mode, reverse mode and their mixtures work at any order. With visit lists, the loop over tiles has a
 fixed length, because JAX reverses no other loop, and `jax.lax.cond` skips empty tiles.
 
-The kernel computes in at least float32, because higher derivatives add rounding errors.
+As the `definition`, the kernel computes in at least float32, because higher derivatives add
+rounding errors. It differs in the order of sums alone.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Rabe and Staats,
 "Self-attention Does Not Need O(n²) Memory", 2021.

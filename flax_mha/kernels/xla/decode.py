@@ -6,6 +6,9 @@ leaves few blocks of keys, they are visited one by one, and empty slots of a cac
 GPUs, from 1 GiB of keys and values on). Otherwise one matmul covers all keys. Stored keys and
 values are converted on the way. For int8, the scores and weights are scaled instead.
 
+It differs from the `definition` in half precision: elsewhere than on CPUs, the exponentials are
+rounded before their matmul with the values. Gradients are those of `reference`.
+
 Source: the online softmax of `blockwise`.
 """
 
