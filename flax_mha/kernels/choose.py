@@ -18,8 +18,8 @@ from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Tiled
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.chips import gpus
+from flax_mha.kernels.chips.cpus import computes_in_bfloat16
 from flax_mha.kernels.xla import softmax
-from flax_mha.kernels.xla.tile_plan import computes_in_bfloat16
 
 # The compute capabilities of GPUs on which the contract of flex has run. `auto` takes it on these
 # only. On an H100 its attention of 1,024 tokens took 0.2 to 0.3 of the time of `reference`, but 0.9

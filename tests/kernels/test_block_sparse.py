@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from flax_mha import Platform, dot_product_attention, explain
 from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels.call.stored import QUERIES
 from flax_mha.kernels.chips import tpus as blocks_of_tpu
 from flax_mha.kernels.flex.tpu import MACHINE
 from flax_mha.kernels.flex.traced import trace
-from flax_mha.kernels.xla.decode import QUERIES
 from flax_mha.kernels.xla.tile_plan import plan_call, smallest_blocks
 from flax_mha.masks import Causal, Chosen, Lengths, Mask, PerHead, Window
 from tests.kernels.oracle_check import B, N, arrays, check

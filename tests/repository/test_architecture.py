@@ -116,8 +116,8 @@ def test_the_page_names_every_room_and_file() -> None:
 
 # The folders of kernels, each of which may import the ones on the lines before it.
 KERNEL_FOLDERS = (
-    ("call",), ("chips", "definition", "xla"), ("cudnn", "flex", "splash"), ("choose", "observe"),
-    ("using",), ("mesh",), ("",),
+    ("call",), ("chips", "definition"), ("xla",), ("cudnn", "flex", "splash"),
+    ("choose", "observe"), ("using",), ("mesh",), ("",),
 )  # fmt: skip
 KERNEL_HEIGHT = {name: n for n, names in enumerate(KERNEL_FOLDERS) for name in names}
 
@@ -173,6 +173,18 @@ def test_import_loads_only_core_dependencies() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.split()
     assert set(loaded) <= {"flax_mha", "jax", "jaxlib", "flax", "chex"}
+
+
+def test_the_layer_loads_no_kernel_and_no_mesh() -> None:
+    """The first call loads them. A layer that is made loads at most 80 modules of this package."""
+    code = "import sys, flax_mha; flax_mha.MultiHeadAttention(2); print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.split()
+    ours = {name for name in loaded if name.split(".")[0] == "flax_mha"}
+    assert len(ours) <= 80
+    kernels = ("cudnn", "flex", "mesh", "splash", "xla.blockwise", "xla.checkpointed", "xla.decode")
+    assert not ours & {f"flax_mha.kernels.{name}" for name in kernels}
 
 
 if __name__ == "__main__":

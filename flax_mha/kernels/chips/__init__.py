@@ -1,1 +1,1 @@
-"""Facts of GPUs and TPUs by the names of their kinds, which may be elsewhere."""
+"""Facts of CPUs, GPUs and TPUs. GPUs and TPUs are known by the names of their kinds."""

@@ -28,9 +28,10 @@ from flax_mha.base import loops, shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels.call import derivatives
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.chips.cpus import computes_in_bfloat16
 from flax_mha.kernels.xla import softmax, tile_plan, tiles
 from flax_mha.kernels.xla.softmax import finite, move_nan_to_keys
-from flax_mha.kernels.xla.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
+from flax_mha.kernels.xla.tile_plan import KeyRange, Plan, VisitLists
 from flax_mha.kernels.xla.tiles import TiledCall, TileIndex, Tree
 from flax_mha.sharding.shard_map import vary
 

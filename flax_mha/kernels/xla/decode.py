@@ -22,6 +22,7 @@ from jax import lax
 
 from flax_mha.base import loops, shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
+from flax_mha.kernels.call import stored
 from flax_mha.kernels.call.spec import (
     AttentionSpec,
     Lowered,
@@ -40,7 +41,6 @@ from flax_mha.masks import EMPTY
 from flax_mha.scores import Vectors
 from flax_mha.sharding.shard_map import vary
 
-QUERIES = 64
 # The keys of a block. Visiting a block by itself copies it.
 _BLOCK = {"cpu": 32}
 _BLOCK_ELSEWHERE = 1024
@@ -62,9 +62,9 @@ Keyed = jax.Array | Stored
 def lower(
     q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
-    """Prepare the call, if it has at most `QUERIES` queries."""
-    if not symbols.at_most(q.shape[-3], QUERIES):
-        return Refusal(f"it is for at most {QUERIES} queries, got {q.shape[-3]}")
+    """Prepare the call, if it has at most `stored.QUERIES` queries."""
+    if not symbols.at_most(q.shape[-3], stored.QUERIES):
+        return Refusal(f"it is for at most {stored.QUERIES} queries, got {q.shape[-3]}")
     return functools.partial(attend, q, k, v, spec, platform)
 
 

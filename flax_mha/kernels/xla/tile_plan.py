@@ -138,16 +138,6 @@ _SYMBOLIC = (128, 512)
 _TILES = 16
 
 
-def computes_in_bfloat16(dtype: jnp.dtype, T: int, S: int) -> bool:
-    """Return True if matmuls on a CPU stay in bfloat16, with at least 64 queries and keys.
-
-    They are faster, measured on a CPU with AMX, and the rounding errors of the weights average out
-    over enough keys.
-    """
-    short = any(symbols.at_most(length, 63) for length in (T, S))
-    return dtype == jnp.bfloat16 and not short
-
-
 def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, VisitLists | None]:
     """Return the fastest plan with at most `most` scores in a matmul, and visit lists or None."""
     at = spec.at(dims)
