@@ -93,10 +93,6 @@ class BlockSparse(Mask):
         return self.query_block, self.key_block
 
 
-# The name in 0.3.
-Chosen = BlockSparse
-
-
 def top_blocks(
     scores: Array, count: int, *, query_block: int, key_block: int, causal: bool = True,
     positions: Array | None = None, visible: Array | None = None,
