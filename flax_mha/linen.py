@@ -92,7 +92,7 @@ class MultiHeadAttention(Attention, nn.Module):
         is the same to the bit.
       rotary: a rotation of queries and keys by their positions, such as `positions.Rotary()`.
       normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". The last
-        two need the kernel `reference`; see `flax_mha.kernels.reference`.
+        two need the kernel `reference`; see `flax_mha.kernels.xla.reference`.
       partitioned: True to box the parameters with their logical axis names, as
         `nn.with_logical_partitioning` does.
 

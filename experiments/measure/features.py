@@ -19,8 +19,8 @@ import numpy as np
 from experiments import tables
 from flax_mha import explain, kernels, masks, scores
 from flax_mha.kernels import Platform
-from flax_mha.kernels.bind import bind_call
-from flax_mha.kernels.spec import Refusal
+from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels.call.spec import Refusal
 
 # Without `decode`, which only refuses many queries in addition.
 KERNELS = tuple(name for name in kernels.KERNELS if name != "decode")

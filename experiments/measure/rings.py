@@ -16,8 +16,8 @@ from experiments import tables
 from flax_mha import masks, sharding
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tile_plan import Plan, tile_states
+from flax_mha.kernels.call.spec import AttentionSpec
+from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks.base import resolve
 
 T, DEVICES, TILE, WINDOW, DRAWS = 2**14, 8, 128, 2048, 5

@@ -14,7 +14,7 @@ each cycle if nothing waits for memory. The table has, for each kernel and size 
     × 512²   the cycles relative to those of the same kernel with tiles of 512²
 
 "all" adds up forward and backward. splash chooses its blocks itself, and has two kernels backward.
-The constants in `flax_mha/kernels/tpu.py` come from here.
+The constants in `flax_mha/kernels/chips/tpus.py` come from here.
 
 The table, as table.md, and results.json go to --workdir (default: a new folder under runs/).
 """
@@ -41,7 +41,7 @@ from experiments.runs import command, folders
 from experiments.runs.failures import RunError
 from flax_mha import dot_product_attention, kernels, masks
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import tpu
+from flax_mha.kernels.chips import tpus
 
 # The rows of 128 features that a core's matrix units take in a cycle: four units of 128 × 128. The
 # later chips have other units, whose rates are not published.
@@ -99,7 +99,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Compile a kernel's gradient, and yield the costs of its tiles, then their sums."""
     x = chip.array(1, flags.length, 2, flags.features, dtype=jnp.dtype(flags.dtype))
-    size = block or tpu.blocks(Dims.of(x, x, x))
+    size = block or tpus.blocks(Dims.of(x, x, x))
 
     def loss(*qkv: jax.Array) -> jax.Array:
         out = dot_product_attention(*qkv, mask=MASKS[flags.mask])

@@ -15,7 +15,7 @@ from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.storage import AnySlots, Memory, Slots, map_by_names
-from flax_mha.kernels.stored import OfLayer, is_part
+from flax_mha.kernels.call.stored import OfLayer, is_part
 from flax_mha.sharding import LogicalNames
 
 # The names of a layer's cache in the collection.

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from flax_mha import masks
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import checks, loops, shapes, symbols
 from flax_mha.base.arguments import check_known
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.trees import Struct
-from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention, loops
-from flax_mha.kernels.capture import SQUARE, as_capture
-from flax_mha.kernels.stored import Stored
+from flax_mha.kernels import ARGUMENTS, dot_product_attention
+from flax_mha.kernels.call import stored
+from flax_mha.kernels.call.capture import SQUARE, as_capture
+from flax_mha.kernels.call.stored import Stored
 from flax_mha.masks.base import Mask
 from flax_mha.scores import Bias, ScoreMod
 
@@ -78,7 +79,7 @@ class Extended(Struct):
         # These have an axis of slots. `attention` may sow, which `lax.cond` does not allow.
         has_slots = capture is not None and not SQUARE.isdisjoint(capture.what)
         needs_cache = has_slots or call.get("return_weights", False) is True or "attention" in call
-        if symbols.at_most(T, decode.QUERIES) or needs_cache or key_arrays(q, kv, mask, call):
+        if symbols.at_most(T, stored.QUERIES) or needs_cache or key_arrays(q, kv, mask, call):
             result = attend_cache()
         else:
             # In an empty cache the positions are static, so that kernels can skip tiles.

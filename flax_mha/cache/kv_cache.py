@@ -13,7 +13,7 @@ from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
 from flax_mha.cache.extended import Extended, attend_causally, nan_where_lost
 from flax_mha.cache.storage import NO_POSITION, Memory, Slots, write
-from flax_mha.kernels.stored import is_part, map_part, read
+from flax_mha.kernels.call.stored import is_part, map_part, read
 from flax_mha.sharding import LogicalNames
 
 

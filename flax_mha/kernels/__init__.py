@@ -1,30 +1,28 @@
 """Dot-product attention, computed by a kernel that suits the call.
 
-A call is checked and brought into one form (`bind`, `spec`), sharded over the mesh (`shards`), and
-computed by the first kernel that supports it (`choose`).
+A call is checked and brought into one form (`call.bind`, `call.spec`), sharded over the mesh
+(`mesh.shards`), and computed by the first kernel that supports it (`choose`). `definition` says
+what all kernels compute. The first call loads the mesh, and its kernel.
 """
 
 from typing import Any, Literal, Unpack, overload
 
-import chex
 import jax
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_known, names_of, with_options
 from flax_mha.base.coordinates import Array
-from flax_mha.kernels import choose, observe
-from flax_mha.kernels.bind import Keyed, Options, bind_call
-from flax_mha.kernels.capture import Capture as Capture
-from flax_mha.kernels.capture import as_capture
+from flax_mha.kernels import choose
+from flax_mha.kernels.call.bind import Keyed, Options, bind_call
+from flax_mha.kernels.call.capture import Capture as Capture
+from flax_mha.kernels.call.capture import as_capture
+from flax_mha.kernels.call.derivatives import any_derivative as any_derivative
+from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.spec import Platform as Platform
+from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.choose import KERNELS as KERNELS
 from flax_mha.kernels.choose import Explanation as Explanation
 from flax_mha.kernels.choose import KernelName as KernelName
-from flax_mha.kernels.derivatives import any_derivative as any_derivative
-from flax_mha.kernels.mesh import shards
-from flax_mha.kernels.mesh.devices import current_platform
-from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.spec import Platform as Platform
-from flax_mha.kernels.stored import dequantize
 from flax_mha.kernels.using import resolve
 from flax_mha.kernels.using import use as use
 
@@ -95,7 +93,7 @@ def dot_product_attention(
         or both, as in "ring:blockwise". On one device a strategy has no effect.
       precision: the precision of matmuls. See `jax.lax.Precision`.
       normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". See
-        `flax_mha.kernels.normalizers`. Only the softmax has an lse and entropy to return.
+        `flax_mha.kernels.call.normalizers`. Only the softmax has an lse and entropy to return.
       return_weights: True to also return the weights [*B, N, T, S], before dropout.
       return_residuals: True to also return lse [*B, N, T] in float32, the logarithm of the sum of
         the exponentials of the scores, −∞ for a fully masked query.
@@ -112,6 +110,12 @@ def dot_product_attention(
 
     Sources: Vaswani et al., "Attention Is All You Need", 2017; Ainslie et al., "GQA", 2023.
     """
+    import chex
+
+    from flax_mha.kernels import observe
+    from flax_mha.kernels.mesh import shards
+    from flax_mha.kernels.mesh.devices import current_platform
+
     check_known("dot_product_attention", call, ARGUMENTS)
     q, k, v, spec = bind_call(q, k, v, **call)
     checks.flag("return_weights", return_weights)
@@ -191,6 +195,9 @@ def explain(
     Raises:
       ValueError, TypeError: if the call is not valid, or the kernel is unknown.
     """
+    from flax_mha.kernels.mesh import shards
+    from flax_mha.kernels.mesh.devices import current_platform
+
     check_known("explain", call, ARGUMENTS)
     checks.flag("return_weights", return_weights)
     checks.flag("return_residuals", return_residuals)

@@ -13,11 +13,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 
 from flax_mha.base import private_jax, symbols
-from flax_mha.kernels import derivatives, gpus, softmax
-from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Tiled
-from flax_mha.kernels.stored import Stored, dequantize
-from flax_mha.kernels.tile_plan import computes_in_bfloat16
+from flax_mha.kernels.call import derivatives
+from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Tiled
+from flax_mha.kernels.call.stored import Stored, dequantize
+from flax_mha.kernels.chips import gpus
+from flax_mha.kernels.chips.cpus import computes_in_bfloat16
+from flax_mha.kernels.xla import softmax
 
 # The compute capabilities of GPUs on which the contract of flex has run. `auto` takes it on these
 # only. On an H100 its attention of 1,024 tokens took 0.2 to 0.3 of the time of `reference`, but 0.9
@@ -53,7 +55,8 @@ class Kernel(NamedTuple):
     """A kernel module, and the features that `choose` checks for it.
 
     Attributes:
-      name: the module's name.
+      name: the kernel's name.
+      module: the module in this folder that has `lower`.
       platforms: JAX's names of its platforms; empty for all.
       takes_result: True if it can compute the gradients from a precomputed result of these and
         other keys, without sinks.
@@ -66,6 +69,7 @@ class Kernel(NamedTuple):
     """
 
     name: str
+    module: str
     platforms: tuple[str, ...] = ()
     takes_result: bool = False
     stored: bool = False
@@ -100,32 +104,28 @@ class Kernel(NamedTuple):
             k, v = dequantize(k), dequantize(v)
         if self.limit:
             q, k, v, spec = derivatives.limit(self.limit, self.name, (q, k, v, spec))
-        return _module(self.name).lower(q, k, v, spec, platform)
+        return _load(self.module).lower(q, k, v, spec, platform)
 
 
 @functools.cache
-def _module(name: str) -> Any:
-    return importlib.import_module(f"flax_mha.kernels.{name}")
+def _load(module: str) -> Any:
+    return importlib.import_module(f"flax_mha.kernels.{module}")
 
 
+_TABLE = (
+    Kernel("cudnn", "cudnn", ("gpu",), takes_result=True, limit="first"),
+    Kernel("short", "flex.short", ("tpu",), limit="first"),
+    Kernel("flex", "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), blocks=True,
+           limit="first"),
+    Kernel("splash", "splash", ("tpu",), limit="first"),
+    Kernel("blockwise", "xla.blockwise", takes_result=True, vectors=True, symbolic=True,
+           blocks=True, limit="inner"),
+    Kernel("checkpointed", "xla.checkpointed", vectors=True, symbolic=True, blocks=True),
+    Kernel("reference", "xla.reference", normalizes=True, vectors=True, symbolic=True),
+    Kernel("decode", "xla.decode", stored=True, vectors=True, symbolic=True, limit="reverse"),
+)  # fmt: skip
 # kernel="auto" takes the first that supports the call, in the order of `preference`.
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel("cudnn", ("gpu",), takes_result=True, limit="first"),
-        Kernel("short", ("tpu",), limit="first"),
-        Kernel(
-            "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), blocks=True, limit="first"
-        ),
-        Kernel("splash", ("tpu",), limit="first"),
-        Kernel(
-            "blockwise", takes_result=True, vectors=True, symbolic=True, blocks=True, limit="inner"
-        ),
-        Kernel("checkpointed", vectors=True, symbolic=True, blocks=True),
-        Kernel("reference", normalizes=True, vectors=True, symbolic=True),
-        Kernel("decode", stored=True, vectors=True, symbolic=True, limit="reverse"),
-    )
-}
+KERNELS = {kernel.name: kernel for kernel in _TABLE}
 
 
 @jax.tree_util.register_static

@@ -30,18 +30,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import sharding
-from flax_mha.base import coordinates, shapes, symbols
+from flax_mha.base import coordinates, loops, shapes, symbols
 from flax_mha.base.coordinates import Array, At, map_score_arrays
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import loops, reference
-from flax_mha.kernels.capture import SQUARE, Capture
-from flax_mha.kernels.normalizers import OTHERS
-from flax_mha.kernels.softmax import divisor, finfo_min
-from flax_mha.kernels.spec import AttentionSpec, nan_where
-from flax_mha.kernels.tile_plan import Plan, tile_states
+from flax_mha.kernels.call.capture import SQUARE, Capture
+from flax_mha.kernels.call.normalizers import OTHERS
+from flax_mha.kernels.call.spec import AttentionSpec, nan_where
+from flax_mha.kernels.xla import reference
+from flax_mha.kernels.xla.softmax import divisor, finfo_min
+from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY, Mask
 from flax_mha.masks.base import evaluate
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 # The scores in memory at a time: 8 MiB in float32, the fastest of 2 to 16 MiB on two CPU cores.
 _SCORES = 2**21

@@ -5,8 +5,9 @@ import contextvars
 from collections.abc import Iterator
 
 from flax_mha.base import checks
-from flax_mha.kernels import choose, derivatives
-from flax_mha.kernels.spec import TileSize
+from flax_mha.kernels import choose
+from flax_mha.kernels.call import derivatives
+from flax_mha.kernels.call.spec import TileSize
 
 _set: contextvars.ContextVar[tuple[choose.KernelName, TileSize]] = contextvars.ContextVar(
     "flax_mha_use", default=("auto", TileSize())

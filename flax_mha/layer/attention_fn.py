@@ -19,7 +19,7 @@ from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_given, described_as
 from flax_mha.kernels import dot_product_attention
-from flax_mha.kernels.bind import bind_call
+from flax_mha.kernels.call.bind import bind_call
 
 Function = Callable[..., Any]
 

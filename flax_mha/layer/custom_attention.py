@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
-from flax_mha.kernels.bind import bind_call
-from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.stored import dequantize
+from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.stored import dequantize
 from flax_mha.masks.base import evaluate
 
 Function = Callable[..., Any]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from flax_mha import sharding
 from flax_mha.base import shapes
-from flax_mha.kernels.softmax import finite
+from flax_mha.kernels.xla.softmax import finite
 
 
 def exclude_own(z: jax.Array, v: jax.Array) -> jax.Array:

@@ -13,11 +13,11 @@ from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.kernels import Capture, dot_product_attention, observe
-from flax_mha.kernels.bind import Options, bind_call
-from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.stored import Stored, dequantize
+from flax_mha.kernels.call.bind import Options, bind_call
+from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.spec import AttentionSpec
+from flax_mha.kernels.call.stored import Stored, dequantize
+from flax_mha.kernels.xla.softmax import finite
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.points import FEATURES, Edit, Points
 from flax_mha.masks import combine

@@ -15,7 +15,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
-from flax_mha.kernels import tpu
+from flax_mha.kernels.chips import tpus
 from flax_mha.sharding import LogicalNames
 from flax_mha.sharding.tensor_parallel import column_parallel, gather_kernel, gathered, row_parallel
 
@@ -110,7 +110,7 @@ def _has_flat_heads(rows: Shape) -> bool:
     Else XLA chooses an order that other kernels read, and would transpose it for this one.
     """
     length = rows[-1] if rows else 1
-    is_short = length != 1 and symbols.at_most(length, tpu.SHORT)
+    is_short = length != 1 and symbols.at_most(length, tpus.SHORT)
     return is_short and sharding.platform() == "tpu"
 
 

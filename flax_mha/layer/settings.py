@@ -13,7 +13,7 @@ from flax_mha.base import checks
 from flax_mha.base.coordinates import Array
 from flax_mha.cache.sources import Given
 from flax_mha.kernels import KernelName
-from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer.attention_fn import attention_fn
 from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import QKNorm

@@ -13,7 +13,7 @@ from flax.typing import Dtype, Initializer
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import InitSignature, check_given, hidden_field
 from flax_mha.cache import CacheConfig, as_cache_config
-from flax_mha.kernels.capture import Capture, as_capture
+from flax_mha.kernels.call.capture import Capture, as_capture
 from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.points import Points, asked

@@ -39,6 +39,9 @@ your own, define a subclass with an `allowed` method. Add a `tiles` method to le
 blocks, and a `block_shape` method to align the kernels' blocks with the mask's.
 """
 
+import warnings
+from typing import TYPE_CHECKING, Any
+
 from flax_mha.base.coordinates import At as At
 from flax_mha.base.coordinates import Tiles as Tiles
 from flax_mha.masks.base import And as And
@@ -50,7 +53,6 @@ from flax_mha.masks.base import Or as Or
 from flax_mha.masks.base import as_mask as as_mask
 from flax_mha.masks.base import combine as combine
 from flax_mha.masks.block_sparse import BlockSparse as BlockSparse
-from flax_mha.masks.block_sparse import Chosen as Chosen
 from flax_mha.masks.block_sparse import top_blocks as top_blocks
 from flax_mha.masks.per_token import AtLeast as AtLeast
 from flax_mha.masks.per_token import Documents as Documents
@@ -64,14 +66,23 @@ from flax_mha.masks.positional import Neighborhood as Neighborhood
 from flax_mha.masks.positional import PerHead as PerHead
 from flax_mha.masks.positional import Predicate as Predicate
 from flax_mha.masks.positional import Window as Window
-from flax_mha.masks.tiles import EMPTY as EMPTY
-from flax_mha.masks.tiles import FULL as FULL
-from flax_mha.masks.tiles import PARTIAL as PARTIAL
+from flax_mha.masks.states import EMPTY as EMPTY
+from flax_mha.masks.states import FULL as FULL
+from flax_mha.masks.states import PARTIAL as PARTIAL
 
 __all__ = [
-    "EMPTY", "FULL", "PARTIAL", "And", "At", "AtLeast", "BlockSparse", "Causal", "Chosen", "Dense",
+    "EMPTY", "FULL", "PARTIAL", "And", "At", "AtLeast", "BlockSparse", "Causal", "Dense",
     "Dilated", "Documents", "Keys", "Lengths", "Mask", "MaskLike", "Neighborhood", "Not", "Or",
     "PerHead", "Predicate", "Prefix", "Segments", "Tiles", "Window", "as_mask", "combine",
     "top_blocks",
 ]  # fmt: skip
 __dir__ = __all__.copy
+
+if not TYPE_CHECKING:  # Type checkers would accept any name.
+
+    def __getattr__(name: str) -> Any:
+        if name != "Chosen":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = "masks.Chosen has a new name, which stays; write masks.BlockSparse"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return BlockSparse

@@ -13,8 +13,8 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, Node, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.arrays import read_table
+from flax_mha.masks.states import FULL, both, either, tile_state
 from flax_mha.masks.static_pairs import static_pairs
-from flax_mha.masks.tiles import FULL, both, either, tile_state
 
 # Attributes of arrays that code for arrays of masks reads.
 _OF_ARRAYS = ("shape", "ndim", "dtype", "size", "astype", "reshape", "at")

@@ -16,7 +16,7 @@ from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, blocks
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.base import Mask
 from flax_mha.masks.positional import Causal
-from flax_mha.masks.tiles import is_static, tile_state
+from flax_mha.masks.states import is_static, tile_state
 
 # The most blocks of keys for a block of queries: each needs an array and a comparison per score.
 MAX_BLOCKS = 128
@@ -91,10 +91,6 @@ class BlockSparse(Mask):
 
     def block_shape(self) -> tuple[int, int]:
         return self.query_block, self.key_block
-
-
-# The name in 0.3.
-Chosen = BlockSparse
 
 
 def top_blocks(

@@ -12,7 +12,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.masks.arrays import lengths_as_scores
 from flax_mha.masks.base import Dense, Mask, PositionDependent
 from flax_mha.masks.positional import Causal
-from flax_mha.masks.tiles import both, either, is_static, tile_state
+from flax_mha.masks.states import both, either, is_static, tile_state
 
 
 class Lengths(Mask):

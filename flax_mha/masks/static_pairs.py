@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mha.base.coordinates import Array, At
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 # The most pairs that are computed, a second of NumPy for each operation; and at once.
 MOST, _CHUNK = 2**26, 2**22

@@ -14,8 +14,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
-from flax_mha.kernels import loops
+from flax_mha.base import checks, loops, shapes
 from flax_mha.layer.linear import default_bias_init, default_kernel_init, for_shape, projection
 from flax_mha.models import exchange
 from flax_mha.models.feed_forward import Activation, activation

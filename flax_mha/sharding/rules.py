@@ -10,6 +10,8 @@ import flax.linen as nn
 from jax.sharding import AbstractMesh, PartitionSpec
 
 LogicalNames: TypeAlias = tuple[str | None, ...]
+# Pairs of a logical name and the mesh axes that it is sharded over.
+Rules: TypeAlias = tuple[tuple[str, Any], ...]
 # The entry of a PartitionSpec for an axis that keeps its sharding.
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 # Axes that are replicated if their size is 1.
@@ -30,43 +32,54 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
     last: Any = tuple(names[max(len(names) - len(shape), 0) :])
     names = (UNCONSTRAINED,) * (len(shape) - len(last)) + last
     rules = _rules()
-    sizes, free = dict(mesh.shape), (*mesh.auto_axes, *mesh.explicit_axes)
-    parts: list[Any] = []
     resolved = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
-    for size, name, axes in zip(shape, names, resolved, strict=True):
-        choices = [target for rule, target in rules if rule == name]
-        if name is not None and not choices:
-            parts.append(UNCONSTRAINED)
-            continue
-        unknown = sorted({axis for target in choices for axis in unpack_entry(target)} - set(sizes))
-        if unknown:
-            named = {axis for _, target in rules for axis in unpack_entry(target)}
-            other = [f", to {(name, axis)}, say" for axis in sizes if axis not in named][:1]
-            raise ValueError(
-                f"the rule {(name, choices[0])} names the mesh axis {unknown}, and the mesh has "
-                f"{sizes}; make it with that axis (a size of 1 will do), or change the rule"
-                f"{''.join(other)}"
-            )
-        if axes is None and choices and None not in choices:
-            raise ValueError(
-                f"{name!r} is to be sharded over {choices[0]!r}, which another axis of the same "
-                f"array {names} already uses; give it another mesh axis, or the rule "
-                f"({name!r}, None)"
-            )
-        devices = math.prod(sizes[axis] for axis in unpack_entry(axes) if axis in free)
-        if size % devices and name == "kv_heads":
-            # A device's queries pick the key/value heads that they need.
-            axes = leading_axes(axes, size, mesh)
-        elif size % devices and size == 1 and name in _TOKENS:
-            axes = None
-        elif size % devices:
-            legal = [n for n in range(1, size + 1) if size % n == 0]
-            raise ValueError(
-                f"{name!r} counts {size}, which does not divide over the {devices} devices of the "
-                f"mesh axis {axes!r}; choose a multiple of {devices}, or an axis of one of {legal}"
-            )
-        parts.append(axes)
-    return PartitionSpec(*parts)
+    entries = [
+        _resolve_axis(size, name, axes, names, rules, mesh)
+        for size, name, axes in zip(shape, names, resolved, strict=True)
+    ]
+    return PartitionSpec(*entries)
+
+
+def _resolve_axis(
+    size: int, name: Any, axes: Any, names: LogicalNames, rules: Rules, mesh: AbstractMesh
+) -> Any:
+    """Return the entry of an axis of this size and name, given the mesh axes that Flax resolves."""
+    targets = [target for rule, target in rules if rule == name]
+    if name is not None and not targets:
+        return UNCONSTRAINED
+    _check_rule(name, targets, rules, dict(mesh.shape))
+    if axes is None and targets and None not in targets:
+        raise ValueError(
+            f"{name!r} is to be sharded over {targets[0]!r}, which another axis of the same "
+            f"array {names} already uses; give it another mesh axis, or the rule ({name!r}, None)"
+        )
+    free = (*mesh.auto_axes, *mesh.explicit_axes)
+    devices = math.prod(mesh.shape[axis] for axis in unpack_entry(axes) if axis in free)
+    if size % devices == 0:
+        return axes
+    if name == "kv_heads":
+        # A device's queries pick the key/value heads that they need.
+        return leading_axes(axes, size, mesh)
+    if size == 1 and name in _TOKENS:
+        return None
+    legal = [n for n in range(1, size + 1) if size % n == 0]
+    raise ValueError(
+        f"{name!r} counts {size}, which does not divide over the {devices} devices of the mesh "
+        f"axis {axes!r}; choose a multiple of {devices}, or an axis of one of {legal}"
+    )
+
+
+def _check_rule(name: Any, targets: Sequence[Any], rules: Rules, sizes: dict[str, int]) -> None:
+    """Check that the mesh has the axes to which the rules map a name."""
+    unknown = {axis for target in targets for axis in unpack_entry(target)} - set(sizes)
+    if unknown:
+        named = {axis for _, target in rules for axis in unpack_entry(target)}
+        other = [f", to {(name, axis)}, say" for axis in sizes if axis not in named][:1]
+        raise ValueError(
+            f"the rule {(name, targets[0])} names the mesh axis {sorted(unknown)}, and the mesh "
+            f"has {sizes}; make it with that axis (a size of 1 will do), or change the rule"
+            f"{''.join(other)}"
+        )
 
 
 def suggest(inputs: PartitionSpec, specs: Iterable[PartitionSpec]) -> str:
@@ -78,7 +91,7 @@ def suggest(inputs: PartitionSpec, specs: Iterable[PartitionSpec]) -> str:
     return str([(name, pack_entry(axes)) for name, axes in names.items() if axes])
 
 
-def _rules() -> tuple[tuple[str, Any], ...]:
+def _rules() -> Rules:
     """Return Flax's rules, with defaults for key/value heads (as query heads) and slots (whole)."""
     rules = (*nn.get_logical_axis_rules(), ("cache_length", None))
     if not has_rule("kv_heads"):

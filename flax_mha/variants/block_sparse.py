@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import checks, loops, shapes, symbols
 from flax_mha.base.coordinates import Array, At, tiles_of, whole
 from flax_mha.cache import CacheConfig, KVCache
-from flax_mha.kernels import dot_product_attention, loops
-from flax_mha.kernels.stored import dequantize
+from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import Table
@@ -20,7 +20,7 @@ from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.masks.base import resolve
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 from flax_mha.variants import common
 
 # The number of single keys' scores in memory at a time: 8 MiB in float32.

@@ -14,7 +14,7 @@ from flax_mha.base.coordinates import Array, At, ScoreArray
 from flax_mha.base.shapes import Dims
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels import dot_product_attention
-from flax_mha.kernels.stored import Stored, read
+from flax_mha.kernels.call.stored import Stored, read
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table

@@ -11,7 +11,7 @@ from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache
-from flax_mha.kernels.stored import Stored, dequantize
+from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
 from flax_mha.layer.heads import turn

@@ -23,10 +23,10 @@ HOMES = {
     "jax._src.cudnn": "kernels/cudnn/primitives.py",
     "splash_attention_kernel": "kernels/splash/__init__.py",
     "splash_attention_mask_info": "kernels/splash/__init__.py",
-    "splash_attention_mask": "kernels/splash/mask.py",
-    "jax.interpreters": "kernels/limits.py",
+    "splash_attention_mask": "kernels/splash/computed_mask.py",
+    "jax.interpreters": "kernels/call/limits.py",
     "jax._src.core": "sharding/shard_map.py",
-    "xla_metadata": "kernels/derivatives.py",
+    "xla_metadata": "kernels/call/derivatives.py",
 }
 PALLAS = "kernels/flex/"
 
@@ -100,7 +100,7 @@ print(*plain, "|", *set(sys.modules) - before)
     imports, calls = (set(part.split()) for part in out.split("|"))
     assert not [name for name in imports if name.startswith(("jax._src", "jax.experimental"))]
     assert not [name for name in calls if "pallas" in name or "splash" in name]
-    assert not {f"flax_mha.kernels.{name}" for name in ("cudnn", "short", "flex", "splash")} & calls
+    assert not {f"flax_mha.kernels.{name}" for name in ("cudnn", "flex", "splash")} & calls
 
 
 # Old versions of JAX have not what the part of flex for Hopper needs.

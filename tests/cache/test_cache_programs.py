@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.plan import gpus
 from flax_mha import CacheConfig, DecoderBlock, MultiHeadAttention, cache, sharding
-from flax_mha.kernels import decode
+from flax_mha.kernels.xla import decode
 from flax_mha.masks import Window
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary

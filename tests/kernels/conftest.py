@@ -15,8 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha import sharding
 from flax_mha.base import private_jax
-from flax_mha.kernels import gpus, splash
-from flax_mha.kernels import tpu as blocks
+from flax_mha.kernels import splash
+from flax_mha.kernels.chips import gpus
+from flax_mha.kernels.chips import tpus as blocks
 from flax_mha.kernels.cudnn import primitives
 from tests.kernels import cudnn_model
 

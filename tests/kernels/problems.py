@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.kernels.dropout import WeightDropout
+from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.masks import Mask
 from flax_mha.scores import Alibi, Bias, RelativeBias, ScoreMod, SoftCap
 from tests.kernels.cases import Case

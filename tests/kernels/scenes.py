@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from flax_mha.masks import (
+    BlockSparse,
     Causal,
-    Chosen,
     Dense,
     Dilated,
     Documents,
@@ -162,7 +162,7 @@ def chosen(at: Scene) -> tuple[Mask, np.ndarray]:
     """Return a mask with some blocks of 40 keys for each block of 24 queries."""
     blocks = at.rng.integers(-1, at.S // 40 + 2, (*at.batch, N, -(-at.T // 24), 3))
     each = np.repeat(blocks.reshape(at.rows, N, -1, 3), 24, 2)[:, :, : at.T]
-    return Chosen(blocks, 24, 40), (at.j[..., None] // 40 == each[:, :, :, None]).any(-1)
+    return BlockSparse(blocks, 24, 40), (at.j[..., None] // 40 == each[:, :, :, None]).any(-1)
 
 
 def per_head(at: Scene) -> tuple[Mask, np.ndarray]:

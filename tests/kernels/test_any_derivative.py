@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention, explain, kernels
-from flax_mha.kernels import tile_plan
+from flax_mha.kernels.xla import tile_plan
 from flax_mha.masks import BlockSparse, Causal, Lengths, Segments
 from tests.support import oracle
 from tests.support.meshes import changed

@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import Platform, dot_product_attention, explain
 from flax_mha.base.shapes import attention_dims
-from flax_mha.kernels import tpu as blocks_of_tpu
-from flax_mha.kernels.bind import bind_call
-from flax_mha.kernels.decode import QUERIES
+from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels.call.stored import QUERIES
+from flax_mha.kernels.chips import tpus as blocks_of_tpu
 from flax_mha.kernels.flex.tpu import MACHINE
 from flax_mha.kernels.flex.traced import trace
-from flax_mha.kernels.tile_plan import plan_call, smallest_blocks
-from flax_mha.masks import Causal, Chosen, Lengths, Mask, PerHead, Window
+from flax_mha.kernels.xla.tile_plan import plan_call, smallest_blocks
+from flax_mha.masks import BlockSparse, Causal, Lengths, Mask, PerHead, Window
 from tests.kernels.oracle_check import B, N, arrays, check
 from tests.support import oracle
 from tests.support.meshes import BOTH, EIGHT, FOUR, compare
@@ -64,7 +64,7 @@ def test_chosen_blocks_match_oracle(kernel: str, sizes: Any) -> None:
     allowed &= (np.arange(S) < lengths[:, None])[:, None, None]
 
     def call(learned: Any) -> dict[str, Any]:
-        mask = Causal() & Chosen(traced(blocks), query_block, key_block)
+        mask = Causal() & BlockSparse(traced(blocks), query_block, key_block)
         return {"mask": mask & Lengths(jnp.asarray(lengths))}
 
     check(kernel, arrays(T, S, 2), {"allowed": allowed}, call, {})
@@ -85,7 +85,7 @@ def test_only_chosen_tiles_are_visited(block: int) -> None:
 
     @jax.jit
     def tables(blocks: jax.Array) -> Any:
-        plan, actual = planned(Causal() & Chosen(blocks, block, block), T)
+        plan, actual = planned(Causal() & BlockSparse(blocks, block, block), T)
         assert (plan.block_q, plan.block_k) == (block, block)
         return actual
 
@@ -97,7 +97,7 @@ def test_only_chosen_tiles_are_visited(block: int) -> None:
 
 
 def test_smallest_blocks_of_combined_masks() -> None:
-    one, other = Chosen([[0]], 64, 128), Chosen([[0]], 32, 256)
+    one, other = BlockSparse([[0]], 64, 128), BlockSparse([[0]], 32, 256)
     assert (
         smallest_blocks(Causal() & one)
         == smallest_blocks(one)
@@ -124,7 +124,7 @@ def test_smallest_blocks_of_combined_masks() -> None:
 def test_tiles_hold_whole_blocks_or_parts_of_one(grain: Any, tiles: Any) -> None:
     @jax.jit
     def plan(blocks: jax.Array) -> None:
-        found, _ = planned(Chosen(blocks, *grain), 2000)
+        found, _ = planned(BlockSparse(blocks, *grain), 2000)
         assert (found.block_q, found.block_k) == tiles
 
     plan(jnp.zeros((1, 2), int))
@@ -136,7 +136,7 @@ def test_memory_is_linear_in_chosen_keys(optimized: None) -> None:
 
     def compiled(T: int) -> Any:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array) -> jax.Array:
-            mask = Causal() & Chosen(blocks, 64, 64)
+            mask = Causal() & BlockSparse(blocks, 64, 64)
             return jnp.sum(dot_product_attention(q, k, v, mask=mask, kernel="blockwise"))
 
         x = jax.ShapeDtypeStruct((1, T, 1, 16), jnp.float32)
@@ -159,7 +159,7 @@ def test_nan_in_unchosen_blocks_changes_nothing() -> None:
     @jax.jit
     def pull(k: jax.Array, v: jax.Array) -> Any:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            mask = Chosen(blocks, T, block)
+            mask = BlockSparse(blocks, T, block)
             return jnp.sum(jnp.sin(dot_product_attention(q, k, v, mask=mask, kernel="blockwise")))
 
         return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
@@ -176,7 +176,7 @@ def test_chosen_blocks_under_vmap_and_scan() -> None:
     blocks = jnp.asarray(RNG.integers(0, 4, (3, B, N, 4, 2)), jnp.int32)
 
     def attend(blocks: jax.Array) -> jax.Array:
-        mask = Causal() & Chosen((blocks + 1) % 4, block, block)
+        mask = Causal() & BlockSparse((blocks + 1) % 4, block, block)
         return dot_product_attention(q, k, v, mask=mask, kernel="blockwise")
 
     def step(_: None, blocks: jax.Array) -> tuple[None, jax.Array]:
@@ -212,7 +212,7 @@ def test_chosen_blocks_on_mesh_match_one_device(way: str, rules: Any, kind: str)
     blocks = jnp.asarray(rng.integers(-1, 8, (2, heads, 6, 3)), jnp.int32)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array) -> Any:
-        mask = Causal() & Chosen(blocks, 12, 10)
+        mask = Causal() & BlockSparse(blocks, 12, 10)
         out, lse = dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
         return out, jnp.where(lse == -jnp.inf, 0.0, lse)
 
@@ -230,7 +230,7 @@ def test_chosen_blocks_with_flex_match_oracle(tpu, sizes: Any) -> None:
     allowed = table(blocks, *sizes) & np.tri(T, S, dtype=bool)
 
     def call(learned: Any) -> dict[str, Any]:
-        return {"mask": Causal() & Chosen(traced(blocks), query_block, key_block)}
+        return {"mask": Causal() & BlockSparse(traced(blocks), query_block, key_block)}
 
     check("flex", arrays(T, S, 2), {"allowed": allowed}, call, {})
 
@@ -240,7 +240,7 @@ def test_tpu_tiles_are_as_small_as_tables_allow() -> None:
     kernel = functools.partial(trace, x, x, machine=MACHINE, device="")
 
     def tiles(T: int, *grain: int) -> tuple[int, int]:
-        plan = planned(Chosen(np.zeros((1, 1), int), *grain), T, kernel)[0].plan
+        plan = planned(BlockSparse(np.zeros((1, 1), int), *grain), T, kernel)[0].plan
         return plan.block_q, plan.block_k
 
     most = max(blocks_of_tpu.BLOCKS.values())
@@ -255,7 +255,7 @@ def test_splash_refuses_chosen_blocks() -> None:
     q = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
 
     def asked(blocks: jax.Array) -> str:
-        mask = Causal() & Chosen(blocks, 64, 64)
+        mask = Causal() & BlockSparse(blocks, 64, 64)
         return explain(q, q, q, mask=mask, platform=Platform("tpu")).refused["splash"]
 
     found: list[str] = []

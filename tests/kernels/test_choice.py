@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels import Platform, choose
-from flax_mha.kernels.bind import bind_call
+from flax_mha.kernels.call.bind import bind_call
 from flax_mha.masks import Causal, Lengths, Mask, Window
 from flax_mha.scores import Alibi, SoftCap
 from tests.kernels.test_flex_hopper import needs_mosaic
@@ -20,10 +20,10 @@ from tests.support.meshes import KINDS
 
 # The expensive step of preparing a call, by kernel.
 LOWERING = {
-    "splash": ("flax_mha.kernels.splash.mask", "lower"),
-    "short": ("flax_mha.kernels.short", "trace"),
+    "splash": ("flax_mha.kernels.splash.computed_mask", "lower"),
+    "short": ("flax_mha.kernels.flex.short", "trace"),
     "flex": ("flax_mha.kernels.flex", "trace"),
-    "cudnn": ("flax_mha.kernels.cudnn.mask", "lower"),
+    "cudnn": ("flax_mha.kernels.cudnn.bands", "lower"),
 }
 
 

@@ -15,7 +15,7 @@ from flax_mha.base import private_jax
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.cudnn import primitives
-from flax_mha.kernels.cudnn.mask import Runs
+from flax_mha.kernels.cudnn.bands import Runs
 from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
 from flax_mha.positions import Rotary

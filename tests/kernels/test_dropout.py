@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention
-from flax_mha.kernels.dropout import WeightDropout
+from flax_mha.kernels.call.dropout import WeightDropout
 
 B, N, T, S = 3, 4, 96, 80
 

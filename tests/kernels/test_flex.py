@@ -12,8 +12,9 @@ from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, sharding
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import bind_call, short
-from flax_mha.kernels import tpu as blocks
+from flax_mha.kernels import bind_call
+from flax_mha.kernels.chips import tpus as blocks
+from flax_mha.kernels.flex import short
 from flax_mha.kernels.flex import tpu as machine
 from flax_mha.kernels.flex.traced import trace
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Predicate, Segments, Window

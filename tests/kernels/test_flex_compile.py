@@ -13,8 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from experiments.plan.compiled import dumped
 from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.masks import (
+    BlockSparse,
     Causal,
-    Chosen,
     Dilated,
     Lengths,
     Neighborhood,
@@ -124,7 +124,8 @@ CALLS = {
     ),
     "chosen": (
         lambda ids, b: {
-            "mask": Causal() & Chosen(ids[:, None, :64].reshape(2, 1, 16, 4), 64, 64), "bias": b,
+            "mask": Causal() & BlockSparse(ids[:, None, :64].reshape(2, 1, 16, 4), 64, 64),
+            "bias": b,
         },
         ((N, 1, 1000),),
     ),

@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 from flax_mha import Platform, dot_product_attention, explain
 from flax_mha.base import private_jax
 from flax_mha.kernels import choose, flex
-from flax_mha.kernels.bind import bind_call
-from flax_mha.kernels.spec import Sums
+from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels.call.spec import Sums
 from flax_mha.masks import Causal, Lengths, Predicate
 from flax_mha.scores import Alibi, Score
 from tests.support import barriers, oracle
@@ -222,7 +222,7 @@ def test_gradients_from_saved_results_match_on_hopper(hopper_memory) -> None:
 def test_each_device_of_a_mesh_runs_its_own_kernels(monkeypatch, kernel: str) -> None:
     """Traced only: the interpreter has one device."""
     monkeypatch.setattr("flax_mha.sharding.platform", lambda: "gpu")
-    monkeypatch.setattr("flax_mha.kernels.gpus.capability", lambda device: (9, 0))
+    monkeypatch.setattr("flax_mha.kernels.chips.gpus.capability", lambda device: (9, 0))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     rows, length = ("data", None) if kernel == "flex" else (None, "data")
     rules = (("batch", rows), ("length", length), ("heads", None), ("kv_heads", None))

@@ -11,8 +11,8 @@ import pytest
 
 from flax_mha import dot_product_attention, explain, kernels
 from flax_mha.base.shapes import attention_dims
-from flax_mha.kernels import tile_plan
-from flax_mha.kernels.bind import bind_call
+from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels.xla import tile_plan
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Window
 from flax_mha.scores import Score
 from tests.kernels.cases import KERNELS, pairs

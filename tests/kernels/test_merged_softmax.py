@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import Capture, KVCache, MultiHeadAttention, analysis, dot_product_attention, edits
-from flax_mha.kernels.softmax import part_of_result
-from flax_mha.kernels.spec import Sums
+from flax_mha.kernels.call.spec import Sums
+from flax_mha.kernels.xla.softmax import part_of_result
 from tests.support import oracle
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import Capture, KVCache, dot_product_attention
-from flax_mha.kernels import reference
+from flax_mha.kernels.xla import reference
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Segments
 from flax_mha.scores import Alibi, Score, SoftCap
 from tests.kernels.cases import KERNELS, pairs

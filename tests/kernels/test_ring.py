@@ -24,8 +24,8 @@ from tests.support import oracle
 RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
 # The module and name of each kernel's forward function.
 FORWARD = {
-    "flex": ("flex.core", "_attend"),
-    "blockwise": ("blockwise", "_loops"),
+    "flex": ("flex.passes", "_attend"),
+    "blockwise": ("xla.blockwise", "_loops"),
     "cudnn": ("cudnn.primitives", "forward"),
 }
 BACKWARD = ("cudnn.primitives", "backward")
@@ -130,7 +130,7 @@ def test_ring_backward_runs_no_second_forward(
 def test_devices_skip_empty_steps_of_traced_masks(
     call: dict[str, Any], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = [FORWARD["blockwise"], ("blockwise", "_compute_gradients")]
+    both = [FORWARD["blockwise"], ("xla.blockwise", "_compute_gradients")]
     assert passes(both, "blockwise", 4, monkeypatch, call) == [blocks] * 2
 
 

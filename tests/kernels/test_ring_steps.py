@@ -10,9 +10,9 @@ import pytest
 from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims
+from flax_mha.kernels.call.spec import AttentionSpec, Platform
 from flax_mha.kernels.mesh.legs import schedule, split
 from flax_mha.kernels.mesh.ring import Ring
-from flax_mha.kernels.spec import AttentionSpec, Platform
 from flax_mha.masks import Causal, Mask, Segments, Window
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention, masks
-from flax_mha.kernels import blockwise
+from flax_mha.kernels.xla import blockwise
 from tests.support import oracle
 
 

@@ -8,11 +8,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from flax_mha.base.coordinates import ScoreArray, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import spec
-from flax_mha.kernels.mask_parts import MaskParts, conjuncts
-from flax_mha.kernels.splash import mask as splash_mask
+from flax_mha.kernels.call import spec
+from flax_mha.kernels.call.mask_parts import MaskParts, conjuncts
+from flax_mha.kernels.splash import computed_mask as splash_mask
 from flax_mha.kernels.splash.segment_ids import merge_ids
-from flax_mha.kernels.tile_plan import Plan
+from flax_mha.kernels.xla.tile_plan import Plan
 from flax_mha.masks import Causal, Lengths, Mask, Predicate, Prefix, Segments, Window
 
 EXTREMES = np.array([-(2**31), 2**31 - 1, 0, 1, 2, 3, 4, -1])

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from experiments.measure.features import traced
 from flax_mha import dot_product_attention, explain, sharding
-from flax_mha.kernels.splash import mask as splash_mask
+from flax_mha.kernels.splash import computed_mask as splash_mask
 from flax_mha.masks import (
     Causal,
     Dense,

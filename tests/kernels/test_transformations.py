@@ -10,7 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 from flax_mha import dot_product_attention
-from flax_mha.kernels import tile_plan
+from flax_mha.kernels.xla import tile_plan
 from flax_mha.masks import Causal, Lengths, Segments
 from tests.kernels.cases import KERNELS, pairs
 from tests.support import oracle

@@ -10,7 +10,7 @@ import pytest
 
 from flax_mha import Capture, dot_product_attention, explain, masks
 from flax_mha.cache import KVCache
-from flax_mha.kernels.dropout import WeightDropout
+from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.scores import Relative, Score, SoftCap, TransformerXL
 from tests.support import meshes, oracle
 from tests.support.arrays import ones

@@ -10,8 +10,8 @@ import pytest
 
 from flax_mha import dot_product_attention
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.bind import bind_call
-from flax_mha.kernels.tile_plan import plan_call
+from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels.xla.tile_plan import plan_call
 from flax_mha.masks import Causal, Dense, Keys, Lengths, Mask, Prefix, Segments, Window
 from tests.support import oracle
 

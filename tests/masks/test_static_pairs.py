@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flax_mha import dot_product_attention
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import bind_call
-from flax_mha.kernels.tile_plan import Plan, tile_states
+from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Causal, Mask, Predicate, static_pairs
 from tests.support.oracle import error
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import flax_mha.nnx
 from flax_mha import Decoder, DecoderBlock, MultiHeadAttention, sharding
-from flax_mha.kernels import spec
+from flax_mha.kernels.call import spec
 from flax_mha.layer import core
 from flax_mha.models import blocks, feed_forward, remat
 from flax_mha.models.experts import Experts

@@ -114,12 +114,32 @@ def test_the_page_names_every_room_and_file() -> None:
     assert generated(text) == text, f"run python -m {COMMAND}"
 
 
+# The folders of kernels, each of which may import the ones on the lines before it.
+KERNEL_FOLDERS = (
+    ("call",), ("chips", "definition"), ("xla",), ("cudnn", "flex", "splash"),
+    ("choose", "observe"), ("using",), ("mesh",), ("",),
+)  # fmt: skip
+KERNEL_HEIGHT = {name: n for n, names in enumerate(KERNEL_FOLDERS) for name in names}
+
+
+def folder(name: str) -> str:
+    return name.partition("kernels")[2].strip(".").split(".")[0]
+
+
+@pytest.mark.parametrize("path", [x for x in FILES if room(name_of(x)) == "kernels"], ids=name_of)
+def test_folders_of_kernels_import_one_way(path: Path) -> None:
+    here = folder(name_of(path))
+    others = {folder(name) for name in imported(path) if room(name) == "kernels"} - {here}
+    upward = {other for other in others if KERNEL_HEIGHT[other] >= KERNEL_HEIGHT[here]}
+    assert not upward, f"{path} imports {upward}, which are not below it"
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_kernels_do_not_import_sharding(path: Path) -> None:
     name = name_of(path)
     if name.startswith("kernels.") and not name.startswith("kernels.mesh"):
-        assert "sharding" not in imported(path) or name in ("kernels.spec", "kernels.observe")
-        assert name == "kernels.bind" or "abstract_mesh" not in path.read_text()
+        assert "sharding" not in imported(path) or name in ("kernels.call.spec", "kernels.observe")
+        assert name == "kernels.call.bind" or "abstract_mesh" not in path.read_text()
 
 
 def test_class_names_are_unique() -> None:
@@ -153,6 +173,18 @@ def test_import_loads_only_core_dependencies() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.split()
     assert set(loaded) <= {"flax_mha", "jax", "jaxlib", "flax", "chex"}
+
+
+def test_the_layer_loads_no_kernel_and_no_mesh() -> None:
+    """The first call loads them. A layer that is made loads at most 80 modules of this package."""
+    code = "import sys, flax_mha; flax_mha.MultiHeadAttention(2); print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.split()
+    ours = {name for name in loaded if name.split(".")[0] == "flax_mha"}
+    assert len(ours) <= 80
+    kernels = ("cudnn", "flex", "mesh", "splash", "xla.blockwise", "xla.checkpointed", "xla.decode")
+    assert not ours & {f"flax_mha.kernels.{name}" for name in kernels}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 import flax_mha
 from flax_mha import MultiHeadAttention, masks, sharding
-from flax_mha.kernels.reference import multiply
+from flax_mha.kernels.xla.reference import multiply
 
 ROOT = Path(flax_mha.__file__).parent
 
@@ -32,9 +32,12 @@ def test_call_path_passes_these_files() -> None:
     jax.make_jaxpr(call)(x[:, 1:])  # Load the modules that the call imports.
     stays = _stays(call, x)
     assert stays[0] == "linen.py"
-    assert {"layer/core.py", "layer/linear.py", "kernels/choose.py", "kernels/reference.py"} <= set(
-        stays
-    )
+    assert {
+        "layer/core.py",
+        "layer/linear.py",
+        "kernels/choose.py",
+        "kernels/xla/reference.py",
+    } <= set(stays)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -15,7 +15,8 @@ from typing import get_args
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention, kernels, linen, nnx
-from flax_mha.kernels import KERNELS, bind, choose
+from flax_mha.kernels import KERNELS, choose
+from flax_mha.kernels.call import bind
 from flax_mha.kernels.choose import STRATEGIES
 
 ROOT = Path(__file__).parent.parent.parent

@@ -189,7 +189,7 @@ TARGETS: dict[str, Target] = {
     "Dilated": (1, of_mask(masks.Dilated), {"step": 2}, {}),
     "Neighborhood": (1, of_mask(masks.Neighborhood), {"sizes": (3, 4), "window": (1, 2)},
                      {"window": (3,)}),
-    "Chosen": (1, of_mask(masks.Chosen),
+    "BlockSparse": (1, of_mask(masks.BlockSparse),
                {"blocks": [[0, 1]], "query_block": T, "key_block": 2}, {}),
     "Predicate": (2, of_mask(masks.Predicate), {"fn": rule}, {"args": ((), (3,))}),
     "PerHead": (1, of_mask(masks.PerHead), {"masks": [masks.Causal()] * N}, {}),

@@ -153,7 +153,7 @@ PARTS: dict[str, Part] = {
     ),
     "dilated": masked(masks.Dilated(2), lambda i, j: (i - j) % 2 == 0),
     "chosen blocks": masked(
-        masks.Chosen(CHOSEN, 4, 3), lambda i, j: (CHOSEN[i // 4] == j[..., None] // 3).any(-1)
+        masks.BlockSparse(CHOSEN, 4, 3), lambda i, j: (CHOSEN[i // 4] == j[..., None] // 3).any(-1)
     )._replace(refuses={"steps": r"BlockSparse.blocks .* give 2 blocks of 4 of the 7 queries"}),
     "shared keys": Part({}, {"shared": True}, {"kv_from": (None, 0)}),
     "documents": masked(masks.Documents(np.array([3, 5])), lambda i, j: document(i) == document(j)),

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, settings
 
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
 from flax_mha.cache import storage
-from flax_mha.kernels import decode
+from flax_mha.kernels.call import stored
+from flax_mha.kernels.xla import decode
 from tests.support.draw import draw
 
 # Collection makes no garbage, and looking for it takes a second.
@@ -129,4 +130,4 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     # Calls of more tokens write a window of slots.
     monkeypatch.setattr(storage, "_FEW", 3)
     # Longer calls are prompts, which take the other kernels.
-    monkeypatch.setattr(decode, "QUERIES", 5)
+    monkeypatch.setattr(stored, "QUERIES", 5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention, variants
-from flax_mha.kernels.normalizers import OTHERS
+from flax_mha.kernels.call.normalizers import OTHERS
 from flax_mha.positions import DynamicNtk, LongRope, Rotary
 
 KEY = jax.random.key(0)

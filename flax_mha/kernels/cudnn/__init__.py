@@ -2,9 +2,12 @@
 
     out = softmax(q·kᵀ·scale + bias, over a band of keys, and the sink)·v
 
+This is the `definition` without score functions and dropout. It differs in half precision: weights
+are rounded before their matmul with the values, and gradients read the rounded output.
+
 Memory is O(T + S), except for a bias, and times the number of packed documents for the lse.
-Causality, windows that end at the query, lengths (see `mask`) and packed documents are cuDNN's own.
-Other masks hide pairs by a bias of bfloat16, [rows|1, N|1, T, S].
+Causality, windows that end at the query, lengths (see `bands`) and packed documents are cuDNN's
+own. Other masks hide pairs by a bias of bfloat16, [rows|1, N|1, T, S].
 
 The wrapper handles the cases that cuDNN does not define:
 
@@ -32,12 +35,11 @@ import numpy as np
 from flax_mha.base import private_jax, shapes
 from flax_mha.base.coordinates import flat_batch
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.cudnn import edge_cases, primitives
-from flax_mha.kernels.cudnn import mask as bands
-from flax_mha.kernels.cudnn.mask import Band
+from flax_mha.kernels.call.mask_parts import conjuncts
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
+from flax_mha.kernels.cudnn import bands, edge_cases, primitives
+from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.mask_parts import conjuncts
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
 from flax_mha.masks import Mask
 from flax_mha.masks.base import evaluate
 from flax_mha.scores import Bias

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha.kernels.cudnn import mask as bands
-from flax_mha.kernels.cudnn import primitives
-from flax_mha.kernels.cudnn.mask import Band
+from flax_mha.kernels.call.spec import name_result
+from flax_mha.kernels.cudnn import bands, primitives
+from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.softmax import FAR, finite, holds_nan, isolate_if, lost_queries
-from flax_mha.kernels.spec import name_result
+from flax_mha.kernels.xla.softmax import FAR, finite, holds_nan, isolate_if, lost_queries
 
 # An output and its lse.
 Result = tuple[jax.Array, jax.Array]

@@ -12,8 +12,8 @@ import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_mha.base import private_jax
-from flax_mha.kernels import gpus
-from flax_mha.kernels.spec import Platform
+from flax_mha.kernels.call.spec import Platform
+from flax_mha.kernels.chips import gpus
 
 # Private. `private_jax.NAMES` lists the names used here.
 fused: Any = fused_attention_stablehlo

@@ -2,6 +2,9 @@
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
+This is the `definition`, with the exponentials rounded to the dtype of the values before their
+matmul, and divided by their sum after it.
+
 Memory is O(T + S), except for the arrays of masks and scores. Empty tiles are skipped, forward and
 backward, and the mask is evaluated only in partial tiles. Masks and score functions, user-defined
 ones included, run in the kernel, and so do the derivatives of scores. The backward pass recomputes
@@ -24,14 +27,22 @@ import numpy as np
 from flax_mha.base import private_jax, shapes
 from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.flex.core import Arrays, core
+from flax_mha.kernels.call.spec import (
+    AttentionSpec,
+    Lowered,
+    Platform,
+    Refusal,
+    Result,
+    Sums,
+    Tiled,
+)
+from flax_mha.kernels.chips.tpus import heads_first
+from flax_mha.kernels.flex.passes import Arrays, core
 from flax_mha.kernels.flex.tile import FlexCall, Machine
 from flax_mha.kernels.flex.traced import PRECISIONS, trace
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums, Tiled
-from flax_mha.kernels.tile_plan import Plan, tile_states
-from flax_mha.kernels.tpu import heads_first
+from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import FULL, PARTIAL
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 # The module of each platform's part, loaded when a call asks for it.
 _MACHINES = {"tpu": "tpu", "gpu": "hopper"}

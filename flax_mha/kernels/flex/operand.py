@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha.base.coordinates import ScoreArray, flat_batch, is_score_array
-from flax_mha.kernels.tile_plan import Plan
+from flax_mha.kernels.xla.tile_plan import Plan
 
 
 def flat(shape: Sequence[int]) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from flax_mha.base.coordinates import Array, At
 from flax_mha.base.shapes import Dims
+from flax_mha.kernels.call.spec import AttentionSpec, Platform
 from flax_mha.kernels.flex.function import Function
 from flax_mha.kernels.flex.operand import Operand
-from flax_mha.kernels.spec import AttentionSpec, Platform
-from flax_mha.kernels.tile_plan import Plan
+from flax_mha.kernels.xla.tile_plan import Plan
 
 
 class Machine(NamedTuple):

@@ -10,15 +10,15 @@ from jax import lax
 
 from flax_mha.base.coordinates import At, is_score_array
 from flax_mha.base.shapes import Dims
+from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.flex import vectors
 from flax_mha.kernels.flex.function import DTYPES, Function
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Machine, fill
-from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tile_plan import Plan, smallest_blocks, tile_states
+from flax_mha.kernels.xla.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY
 from flax_mha.masks.base import evaluate
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 # The maximum entries of a function's argument, in fast memory.
 WHOLE = 2**17

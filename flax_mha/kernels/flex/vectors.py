@@ -17,12 +17,12 @@ from jax.extend import core
 
 from flax_mha.base.coordinates import Array, At, ScoreArray, flat_batch, is_score_array
 from flax_mha.base.shapes import Dims
+from flax_mha.kernels.call.spec import AttentionSpec
+from flax_mha.kernels.chips.tpus import heads_first
 from flax_mha.kernels.flex.function import CALLS, open_jaxpr
 from flax_mha.kernels.flex.operand import KeyNumbers, Operand, QueryNumbers
-from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tile_plan import Plan
-from flax_mha.kernels.tpu import heads_first
+from flax_mha.kernels.xla.softmax import finite
+from flax_mha.kernels.xla.tile_plan import Plan
 from flax_mha.scores import ScoreMod
 
 

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from flax_mha import sharding
-from flax_mha.kernels.spec import Platform
+from flax_mha.kernels.call.spec import Platform
 from flax_mha.sharding.shard_map import mapped_axes
 
 

@@ -28,13 +28,14 @@ from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, map_score_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import combine, is_array, is_inexact, partition
-from flax_mha.kernels import derivatives, softmax
+from flax_mha.kernels.call import derivatives
+from flax_mha.kernels.call.mask_parts import conjuncts
+from flax_mha.kernels.call.spec import AttentionSpec, Platform, Result, Sums, name_result
 from flax_mha.kernels.choose import Explanation
-from flax_mha.kernels.mask_parts import conjuncts
 from flax_mha.kernels.mesh.legs import Leg, Pass, schedule, split
-from flax_mha.kernels.spec import AttentionSpec, Platform, Result, Sums, name_result
-from flax_mha.kernels.tile_plan import visible_tiles
-from flax_mha.kernels.tiles import empty_result
+from flax_mha.kernels.xla import softmax
+from flax_mha.kernels.xla.tile_plan import visible_tiles
+from flax_mha.kernels.xla.tiles import empty_result
 from flax_mha.masks import And, Causal
 
 # A device's attention, (q, k, v, spec, result) -> (out, sums). Given a precomputed result of these

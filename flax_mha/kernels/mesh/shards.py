@@ -20,12 +20,12 @@ from flax_mha.base.coordinates import ScoreArray, is_score_array, map_score_arra
 from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels import choose
+from flax_mha.kernels.call.spec import AttentionSpec, Platform, Result, Sums
+from flax_mha.kernels.call.stored import Stored, is_part, read
 from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mesh import ring, slots
 from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.mesh.strategies import pick_strategy, refusals
-from flax_mha.kernels.spec import AttentionSpec, Platform, Result, Sums
-from flax_mha.kernels.stored import Stored, is_part, read
 from flax_mha.sharding import layout, rules, shard_map
 from flax_mha.sharding.order import piece_size
 from flax_mha.sharding.rules import pack_entry, unpack_entry

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_mha.base import shapes
-from flax_mha.kernels import softmax
-from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.spec import AttentionSpec, Result, Sums
+from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.spec import AttentionSpec, Result, Sums
+from flax_mha.kernels.xla import softmax
 
 
 def attend(

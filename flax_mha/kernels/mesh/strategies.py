@@ -11,8 +11,9 @@ AI", 2024.
 from typing import Any
 
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import choose, derivatives
-from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.kernels import choose
+from flax_mha.kernels.call import derivatives
+from flax_mha.kernels.call.normalizers import SOFTMAX
 
 
 def refusals(kernel: str, normalizer: str, division: Any, dims: Dims) -> dict[str, str]:

@@ -2,8 +2,11 @@
 
     out = softmax(softcap(q·kᵀ·scale), over the keys that the mask allows, and the sink)·v
 
+This is the `definition` without other score functions and dropout. In half precision the scale
+rounds q once more, unless the lse is read.
+
 Memory is O(T + S). Blocks that are empty under a static mask are skipped, forward and backward. In
-other blocks the mask is a function of positions and segment ids (see `mask`).
+other blocks the mask is a function of positions and segment ids (see `computed_mask`).
 
 `auto` takes `flex` first, which has more features. This kernel is for plain attention, by its name:
 one static mask for all rows and heads, segment ids and lengths, sinks, and a soft cap.
@@ -23,12 +26,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 from flax_mha.base import shapes, trees
-from flax_mha.kernels import softmax, tpu
-from flax_mha.kernels.softmax import finite, nan_flag
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Sums, name_result
-from flax_mha.kernels.splash import mask
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Sums, name_result
+from flax_mha.kernels.chips import tpus
+from flax_mha.kernels.splash import computed_mask
 from flax_mha.kernels.splash.segment_ids import Ids
-from flax_mha.kernels.tile_plan import Plan
+from flax_mha.kernels.xla import softmax
+from flax_mha.kernels.xla.softmax import finite, nan_flag
+from flax_mha.kernels.xla.tile_plan import Plan
 from flax_mha.scores import SoftCap
 
 # Private. `private_jax.NAMES` lists the names used here.
@@ -45,10 +49,10 @@ def lower(
 ) -> Lowered | Refusal:
     """Prepare the call, or return the reason why this kernel does not support it."""
     dims = shapes.Dims.of(q, k, v)
-    if reason := tpu.check(q, k, v) or _check_features(spec):
+    if reason := tpus.check(q, k, v) or _check_features(spec):
         return Refusal(reason)
-    plan = Plan(dims, *tpu.blocks(dims))
-    masks = mask.lower(spec, plan)
+    plan = Plan(dims, *tpus.blocks(dims))
+    masks = computed_mask.lower(spec, plan)
     if isinstance(masks, str):
         return Refusal(masks)
     if platform.not_partitionable:
@@ -70,12 +74,12 @@ def _check_features(spec: AttentionSpec) -> str | None:
 
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, mask_ids: Ids | None,
-    known: mask.splash.Mask, plan: Plan,
+    known: computed_mask.splash.Mask, plan: Plan,
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
     """Compute attention, with first derivatives only."""
     dims, (T, S) = plan.dims, plan.padded
     q, k = _scale(q, k, spec)
-    q, k, v = tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S)
+    q, k, v = tpus.heads_first(q, T), tpus.heads_first(k, S), tpus.heads_first(v, S)
     found = jnp.int32(0)
     if spec.mask is not None:
 
@@ -95,7 +99,7 @@ def _attend(
             for x, to in zip(mask_ids, (T, S), strict=True)
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
-    heads = mask.splash.MultiHeadMask([known])
+    heads = computed_mask.splash.MultiHeadMask([known])
     guarded, pure = spec.mask is not None, not spec.user_types()
     blocks = plan.block_q, plan.block_k
     call = SplashCall(heads, blocks, cap, guarded, pure, spec.reads_lse)
@@ -135,7 +139,7 @@ class SplashCall(NamedTuple):
       reads_lse: False if the lse is not read, and may be 0.
     """
 
-    mask: mask.splash.MultiHeadMask
+    mask: computed_mask.splash.MultiHeadMask
     blocks: tuple[int, int]
     cap: float | None
     guarded: bool

@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_mha.base.coordinates import Array, At, flat_batch
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.mask_parts import MaskParts
+from flax_mha.kernels.call.mask_parts import MaskParts
 
 # Ids of queries, int32 [rows|1, T], and of keys, [rows|1, S].
 Ids: TypeAlias = tuple[jax.Array, jax.Array]

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha.base import shapes
-from flax_mha.kernels import gpus
+from flax_mha.kernels.call.spec import Platform
+from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.flex.hopper.block import BLOCK
 from flax_mha.kernels.flex.hopper.fragments import call, missing
 from flax_mha.kernels.flex.hopper.kernels import FORWARD, forward
 from flax_mha.kernels.flex.hopper.leaves import gradients
 from flax_mha.kernels.flex.tile import Machine
-from flax_mha.kernels.spec import Platform
 from flax_mha.sharding.shard_map import varying
 
 # Its compute capability, whose matmuls (`wgmma`) no later generation has.

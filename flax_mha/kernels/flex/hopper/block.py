@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flax_mha.base.coordinates import At
-from flax_mha.kernels.flex.hopper.arrays import LazyTable
+from flax_mha.kernels.flex.hopper.lazy_arrays import LazyTable
 from flax_mha.kernels.flex.hopper.sync import COLUMNS, ROWS, TILE
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Tile

@@ -18,9 +18,9 @@ from jax.extend import core
 from flax_mha.kernels.flex import function as functions
 from flax_mha.kernels.flex.function import Function, UnsupportedPrimitive, open_jaxpr
 from flax_mha.kernels.flex.function import run as walk
-from flax_mha.kernels.flex.hopper import arrays
-from flax_mha.kernels.flex.hopper.arrays import LazyTable, Spread, as_spread, merge_axes
+from flax_mha.kernels.flex.hopper import lazy_arrays
 from flax_mha.kernels.flex.hopper.composed import COMPOSED
+from flax_mha.kernels.flex.hopper.lazy_arrays import LazyTable, Spread, as_spread, merge_axes
 from flax_mha.kernels.flex.hopper.lookups import gather
 from flax_mha.kernels.flex.operand import Operand
 
@@ -155,7 +155,9 @@ def _place(x: Any, var: Any) -> Spread | LazyTable:
     shape = var.aval.shape
     if isinstance(x, LazyTable):
         return (
-            arrays.reshape_table(x, shape) if math.prod(shape) > 1 else arrays.as_number(x, shape)
+            lazy_arrays.reshape_table(x, shape)
+            if math.prod(shape) > 1
+            else lazy_arrays.as_number(x, shape)
         )
     axes = tuple(a if n > 1 else "" for a, n in zip("qk", shape, strict=False))
     return Spread(x, axes if jnp.ndim(x) else ("",) * len(shape))
@@ -186,7 +188,7 @@ def _elementwise(eqn: Any, *inputs: Any) -> Any:
 
     if any(isinstance(x, LazyTable) and math.prod(x.shape) > 1 for x in inputs):
         return LazyTable(
-            out.shape, lambda index: apply(*(arrays.entry_of(x, index) for x in inputs))
+            out.shape, lambda index: apply(*(lazy_arrays.entry_of(x, index) for x in inputs))
         )
     spread = [as_spread(x) for x in inputs]
     return Spread(
@@ -200,7 +202,7 @@ def _broadcast(eqn: Any, x: Any) -> Any:
         raise UnsupportedPrimitive(eqn.primitive.name)
     if isinstance(x, LazyTable) and math.prod(x.shape) > 1:
         return LazyTable(
-            shape, lambda index: arrays.entry_of(x, [index[d] for d in dims]), x.takes_tiles
+            shape, lambda index: lazy_arrays.entry_of(x, [index[d] for d in dims]), x.takes_tiles
         )
     axes, x = [""] * len(shape), as_spread(x)
     for d, axis in zip(dims, x.axes, strict=True):
@@ -211,7 +213,7 @@ def _broadcast(eqn: Any, x: Any) -> Any:
 def _reshape(eqn: Any, x: Any) -> Any:
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if isinstance(x, LazyTable) and math.prod(x.shape) > 1:
-        return arrays.reshape_table(x, after)
+        return lazy_arrays.reshape_table(x, after)
     x = as_spread(x)
     kept = [axis for axis, n in zip(x.axes, before, strict=True) if n > 1]
     if any(x.axes) and [n for n in before if n > 1] != [n for n in after if n > 1]:
@@ -245,7 +247,7 @@ def _slice(eqn: Any, x: Any, *starts: Any) -> Any:
         return x.entry([b + i * s for b, i, s in zip(first, index, steps, strict=True)])
 
     found = LazyTable(to, entry, x.takes_tiles)
-    return arrays.as_number(found, to) if math.prod(to) == 1 else found
+    return lazy_arrays.as_number(found, to) if math.prod(to) == 1 else found
 
 
 def _branch(eqn: Any, which: Any, *args: Any) -> Any:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flax_mha.kernels import softmax
-from flax_mha.kernels.flex.core import Arrays
 from flax_mha.kernels.flex.hopper.block import ROW, BlockTiles, Size, spread, zeros
 from flax_mha.kernels.flex.hopper.fragments import call_with_slopes
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import ROWS, add_product, multiply
+from flax_mha.kernels.flex.passes import Arrays
 from flax_mha.kernels.flex.tile import FlexCall, Tile
+from flax_mha.kernels.xla import softmax
 
 LOG2E = math.log2(math.e)
 # The most features of heads whose gradients of keys and values are summed together.

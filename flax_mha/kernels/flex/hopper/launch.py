@@ -7,7 +7,7 @@ long one that begins last would run alone.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flax_mha.kernels.flex.core import Arrays
 from flax_mha.kernels.flex.hopper.block import (
     BLOCK,
     CONSUMERS,
@@ -29,9 +28,10 @@ from flax_mha.kernels.flex.hopper.block import (
     hidden_zero,
 )
 from flax_mha.kernels.flex.hopper.sync import BufferRing, load_once, producer_and_consumers
+from flax_mha.kernels.flex.passes import Arrays
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.tile_plan import make_visit_lists
-from flax_mha.masks.tiles import is_static
+from flax_mha.kernels.xla.tile_plan import make_visit_lists
+from flax_mha.masks.states import is_static
 
 
 def _lists(states: jax.Array, by_query: bool, group: int) -> list[jax.Array]:
@@ -48,19 +48,22 @@ def _lists(states: jax.Array, by_query: bool, group: int) -> list[jax.Array]:
 
 def _scratch(
     size: Size, dtype: Any, own: Sequence[jax.Array], other: Sequence[jax.Array]
-) -> list[Any]:
-    """Return the buffers and barriers of a kernel: for both sides, and for weights."""
+) -> dict[str, Any]:
+    """Return the buffers and barriers of a kernel, under the names of its arguments."""
 
     def shared(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=size.transforms)
 
     ready = plgpu.Barrier(num_barriers=size.stages)
     free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=size.stages)
-    scratch: list[Any] = [shared(CONSUMERS, ROW, y.shape[-1]) for y in own]
-    scratch.append(plgpu.Barrier(num_arrivals=len(own), num_barriers=CONSUMERS))
-    for y in other:
-        scratch += [shared(size.stages, size.step, y.shape[-1]), ready, free]
-    return [*scratch, shared(CONSUMERS, ROW, size.step)]
+    return {
+        "blocks": [shared(CONSUMERS, ROW, y.shape[-1]) for y in own],
+        "loaded": plgpu.Barrier(num_arrivals=len(own), num_barriers=CONSUMERS),
+        "rings": [
+            BufferRing(shared(size.stages, size.step, y.shape[-1]), ready, free) for y in other
+        ],
+        "weights": shared(CONSUMERS, ROW, size.step),
+    }
 
 
 def _produce(
@@ -96,33 +99,25 @@ def run(
         y.swapaxes(-1, -2) if operand.layout == "tile" and not by_query else y
         for operand, y in operands
     ]
-    groups = (lists, (x.rows, x.heads), stored, own, other, more)
     R, M, length = own[0].shape[:3]
-    dtype = own[0].dtype
 
-    def kernel(*refs: Any) -> None:
-        iterator: Iterator[Any] = iter(refs)
-        tables, indices, arrays, mine, theirs, extra = (
-            [next(iterator) for _ in group] for group in groups
-        )
-        outs = [next(iterator) for _ in outputs]
-        blocks, barrier = [next(iterator) for _ in own], next(iterator)
-        rings = [BufferRing(next(iterator), next(iterator), next(iterator)) for _ in other]
-        weights = next(iterator)
-
+    def kernel(
+        lists: Any, indices: Any, arrays: Any, mine: Any, theirs: Any, extra: Any, *outs: Any,
+        blocks: Any, loaded: Any, rings: Any, weights: Any,
+    ) -> None:  # fmt: skip
         def here() -> BlockTiles:
             b = lax.axis_index("block")
             rank, line = lax.div(b, jnp.int32(R * M)), lax.rem(b, jnp.int32(R * M))
             r, h = lax.div(line, jnp.int32(M)), lax.rem(line, jnp.int32(M))
-            i = entry_at(tables[3], r, h, rank)[...]
-            return BlockTiles(call, size, by_query, r, h, i, tables, indices, arrays)
+            i = entry_at(lists[3], r, h, rank)[...]
+            return BlockTiles(call, size, by_query, r, h, i, lists, indices, arrays)
 
         def consume(wg: jax.Array) -> None:
             block = here()
             first = block.i * BLOCK + wg * ROW
             sources = (source.at[block.r, block.h, pl.ds(first, ROW)] for source in mine)
             pairs = zip(sources, (buffer.at[wg] for buffer in blocks), strict=True)
-            load_once(pairs, barrier.at[wg])
+            load_once(pairs, loaded.at[wg])
 
             def again(n: int, start: jax.Array) -> Any:
                 return blocks[n].at[wg + hidden_zero(start)]
@@ -132,13 +127,12 @@ def run(
         produce = functools.partial(_produce, here, rings, theirs)
         producer_and_consumers(CONSUMERS, REGISTERS, produce, consume)
 
-    scratch = _scratch(size, dtype, own, other)
     kernel.__name__ = name
     return plgpu.kernel(
-        kernel, out_type=list(outputs), scratch_types=scratch,
+        kernel, out_type=list(outputs), scratch_types=_scratch(size, own[0].dtype, own, other),
         grid=(R * M * (length // BLOCK),), grid_names=("block",), num_threads=CONSUMERS + 1,
         thread_name="wg", compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*(y for group in groups for y in group))  # fmt: skip
+    )(lists, [x.rows, x.heads], stored, own, other, more)  # fmt: skip
 
 
 def padded(x: jax.Array) -> jax.Array:

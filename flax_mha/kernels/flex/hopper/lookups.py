@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_mha.kernels.flex.function import UnsupportedPrimitive, index_columns, where
-from flax_mha.kernels.flex.hopper.arrays import LazyTable, Spread, as_spread, merge_axes
+from flax_mha.kernels.flex.hopper.lazy_arrays import LazyTable, Spread, as_spread, merge_axes
 
 # The maximum entries of a look-up by a tile of indices, because each is an unrolled selection.
 ENTRIES = 256

@@ -1,13 +1,13 @@
 """The part of flex for TPUs, in Pallas' Mosaic: blocks of fast memory, in the order of a grid."""
 
-from flax_mha.kernels import tpu
+from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.tile import Machine
 from flax_mha.kernels.flex.tpu.kernels import forward, gradients, visits
 from flax_mha.kernels.flex.tpu.mosaic import call, missing_operation
 
 MACHINE = Machine(
-    check=lambda q, k, v, platform: tpu.check(q, k, v),
-    blocks=tpu.block_choices,
+    check=lambda q, k, v, platform: tpus.check(q, k, v),
+    blocks=tpus.block_choices,
     table=2**16,  # in scalar memory
     swaps=True, visits=visits,
     missing=lambda function, operands: missing_operation(function),

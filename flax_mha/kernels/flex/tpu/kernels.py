@@ -19,10 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.base.coordinates import Array, At
-from flax_mha.kernels import softmax, tpu
-from flax_mha.kernels.flex.core import Arrays, split
+from flax_mha.kernels.chips import tpus
+from flax_mha.kernels.flex.passes import Arrays, split
 from flax_mha.kernels.flex.tile import FlexCall, Tile
-from flax_mha.kernels.flex.tpu.order import Step, TileOrder, Visits, list_visits, read
+from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder, Visits, list_visits, read
+from flax_mha.kernels.xla import softmax
 from flax_mha.masks import FULL, PARTIAL
 
 Shape = jax.ShapeDtypeStruct
@@ -42,7 +43,7 @@ def _stretch(call: FlexCall, dtype: Any) -> int:
     """
     features = sum(map(_padded, (call.plan.dims.H, call.plan.dims.Hv)))
     block = call.plan.block_k * features * (4 + 2 * jnp.dtype(dtype).itemsize)
-    most = max(1, tpu.memory(call.device) // 2 // block)
+    most = max(1, tpus.memory(call.device) // 2 // block)
     return -(-call.plan.nk // -(-call.plan.nk // most))
 
 
@@ -126,7 +127,7 @@ def _run(
         ),
         out_shape=[shape for shape, _ in outputs],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=tpu.limit(call.device, held)
+            dimension_semantics=semantics, vmem_limit_bytes=tpus.limit(call.device, held)
         ),
         input_output_aliases={n + len(prefetched): out for n, out in (aliases or {}).items()},
         name=name,

@@ -13,10 +13,10 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, ScoreArray, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import combine, is_array, partition
-from flax_mha.kernels.dropout import WeightDropout
-from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.spec import AttentionSpec, nan_where
-from flax_mha.kernels.stored import Stored
+from flax_mha.kernels.call.dropout import WeightDropout
+from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
+from flax_mha.kernels.call.spec import AttentionSpec, nan_where
+from flax_mha.kernels.call.stored import Stored
 from flax_mha.masks.base import resolve, split_invalid
 from flax_mha.scores import Bias, ScoreMod, Vectors, as_scores
 

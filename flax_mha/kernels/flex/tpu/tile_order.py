@@ -25,9 +25,9 @@ from jax.experimental import pallas as pl
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import lead
 from flax_mha.kernels.flex.operand import Operand
-from flax_mha.kernels.tile_plan import Plan
+from flax_mha.kernels.xla.tile_plan import Plan
 from flax_mha.masks import EMPTY
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 # A visit is one integer: the blocks, two flags, and two bits for the state.
 _BEGIN, _END, _STATE, _FLAGS = 8, 4, 3, 4

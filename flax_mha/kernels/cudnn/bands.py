@@ -16,10 +16,10 @@ from flax import struct
 
 from flax_mha.base.coordinates import Array, At, flat_batch, tiles_of
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.mask_parts import MaskParts, conjuncts
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.call.mask_parts import MaskParts, conjuncts
+from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.masks import FULL, Causal, Mask, Segments, Window
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 
 class Band(struct.PyTreeNode):

@@ -6,6 +6,9 @@ leaves few blocks of keys, they are visited one by one, and empty slots of a cac
 GPUs, from 1 GiB of keys and values on). Otherwise one matmul covers all keys. Stored keys and
 values are converted on the way. For int8, the scores and weights are scaled instead.
 
+It differs from the `definition` in half precision: elsewhere than on CPUs, the exponentials are
+rounded before their matmul with the values. Gradients are those of `reference`.
+
 Source: the online softmax of `blockwise`.
 """
 
@@ -17,11 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import shapes, symbols
+from flax_mha.base import loops, shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
-from flax_mha.kernels import loops, reference, softmax
-from flax_mha.kernels.softmax import finfo_min, move_nan_to_keys
-from flax_mha.kernels.spec import (
+from flax_mha.kernels.call import stored
+from flax_mha.kernels.call.spec import (
     AttentionSpec,
     Lowered,
     Platform,
@@ -30,14 +32,15 @@ from flax_mha.kernels.spec import (
     Sums,
     name_result,
 )
-from flax_mha.kernels.stored import Stored, dequantize, is_part, map_part, read
-from flax_mha.kernels.tile_plan import Plan, tile_states
-from flax_mha.kernels.tiles import empty_result
+from flax_mha.kernels.call.stored import Stored, dequantize, is_part, map_part, read
+from flax_mha.kernels.xla import reference, softmax
+from flax_mha.kernels.xla.softmax import finfo_min, move_nan_to_keys
+from flax_mha.kernels.xla.tile_plan import Plan, tile_states
+from flax_mha.kernels.xla.tiles import empty_result
 from flax_mha.masks import EMPTY
 from flax_mha.scores import Vectors
 from flax_mha.sharding.shard_map import vary
 
-QUERIES = 64
 # The keys of a block. Visiting a block by itself copies it.
 _BLOCK = {"cpu": 32}
 _BLOCK_ELSEWHERE = 1024
@@ -59,9 +62,9 @@ Keyed = jax.Array | Stored
 def lower(
     q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
-    """Prepare the call, if it has at most `QUERIES` queries."""
-    if not symbols.at_most(q.shape[-3], QUERIES):
-        return Refusal(f"it is for at most {QUERIES} queries, got {q.shape[-3]}")
+    """Prepare the call, if it has at most `stored.QUERIES` queries."""
+    if not symbols.at_most(q.shape[-3], stored.QUERIES):
+        return Refusal(f"it is for at most {stored.QUERIES} queries, got {q.shape[-3]}")
     return functools.partial(attend, q, k, v, spec, platform)
 
 

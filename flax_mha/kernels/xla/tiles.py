@@ -19,10 +19,10 @@ from flax_mha.base.coordinates import (
     map_score_arrays,
 )
 from flax_mha.base.trees import combine, is_array, is_inexact, partition
-from flax_mha.kernels import softmax
-from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.spec import AttentionSpec, Result, Sums
-from flax_mha.kernels.tile_plan import KeyRange, Plan
+from flax_mha.kernels.call.spec import AttentionSpec, Result, Sums
+from flax_mha.kernels.xla import softmax
+from flax_mha.kernels.xla.softmax import finite
+from flax_mha.kernels.xla.tile_plan import KeyRange, Plan
 from flax_mha.scores import Vectors
 
 Tree = Any

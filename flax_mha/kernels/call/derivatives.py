@@ -76,7 +76,7 @@ def limit(allowed: Limit, kernel: str, tree: T) -> T:
     """
     if private_jax.missing("limits"):
         return tree
-    from flax_mha.kernels import limits  # Uses names that a future JAX may lack.
+    from flax_mha.kernels.call import limits  # Uses names that a future JAX may lack.
 
     def mark(x: Any) -> Any:
         # Arrays that are not traced have no derivatives, and should stay static.

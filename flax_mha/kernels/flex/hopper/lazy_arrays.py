@@ -39,11 +39,21 @@ class LazyTable(NamedTuple):
     side: str = ""
 
 
-def one_hot(shape: tuple[int, ...], axes: Sequence[int], number: Any, others: list) -> LazyTable:
-    """Return a table of zeros, with 1 where the index along some axes has this number, in C order.
+class OneHot(NamedTuple):
+    """A table of zeros, with 1 in entries of one number along some axes.
 
-    Each index along the other axes is appended to `others`.
+    Attributes:
+      table: the table.
+      others: the indices along the other axes, once for each look-up so far.
     """
+
+    table: LazyTable
+    others: list[list[Any]]
+
+
+def one_hot(shape: tuple[int, ...], axes: Sequence[int], number: Any, side: str = "") -> OneHot:
+    """Return a table of 1 where the index along some axes has this number, in C order, and 0."""
+    others: list[list[Any]] = []
 
     def entry(index: Sequence[Any]) -> Any:
         others.append([i for axis, i in enumerate(index) if axis not in axes])
@@ -52,7 +62,7 @@ def one_hot(shape: tuple[int, ...], axes: Sequence[int], number: Any, others: li
             at = at * shape[axis] + index[axis]
         return (at == number).astype(jnp.float32)
 
-    return LazyTable(shape, entry, takes_tiles=True)
+    return OneHot(LazyTable(shape, entry, takes_tiles=True, side=side), others)
 
 
 def as_number(table: LazyTable, shape: Sequence[int]) -> Spread:

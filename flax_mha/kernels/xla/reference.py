@@ -1,7 +1,14 @@
 """The reference kernel: plain einsums, a float32 softmax, and every feature.
 
-It defines the results of the other kernels. Memory grows with T·S. JAX derives gradients of any
-order.
+It computes the `definition`, with derivatives of any mode and order by JAX, and memory of T·S. It
+differs where compilers need it, and in half precision:
+
+- Matmuls read half precision. The weights are divided by their sum before they are rounded, and the
+  scores are scaled after q·kᵀ, so that nothing is rounded twice.
+- On CPUs, the output is divided by the sum in place of the weights, in float32.
+- Barriers keep XLA from computing the pairs of static positions while it compiles, and from sharing
+  the output's scores with those of the lse.
+- Inputs that are not finite are replaced first. Then they poison the outputs that see them.
 """
 
 import functools
@@ -12,9 +19,9 @@ import jax.numpy as jnp
 
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
-from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.softmax import finfo_min, finite, poison, repair_inputs
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.xla.softmax import finfo_min, finite, poison, repair_inputs
 from flax_mha.masks.base import evaluate
 from flax_mha.sharding.shard_map import vary
 

@@ -1,4 +1,4 @@
-"""The custom derivative rule of flex, on the passes of any machine."""
+"""The forward and the backward pass of flex, joined by a custom derivative rule, on any machine."""
 
 import functools
 from typing import Any, NamedTuple
@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.kernels import softmax
+from flax_mha.kernels.call.spec import Result, Sums, name_result
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.spec import Result, Sums, name_result
+from flax_mha.kernels.xla import softmax
 
 
 class Arrays(NamedTuple):

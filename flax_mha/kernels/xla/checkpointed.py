@@ -5,7 +5,8 @@ Tiles are planned and skipped as in `blockwise`. Each block of queries is comput
 mode, reverse mode and their mixtures work at any order. With visit lists, the loop over tiles has a
 fixed length, because JAX reverses no other loop, and `jax.lax.cond` skips empty tiles.
 
-The kernel computes in at least float32, because higher derivatives add rounding errors.
+As the `definition`, the kernel computes in at least float32, because higher derivatives add
+rounding errors. It differs in the order of sums alone.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Rabe and Staats,
 "Self-attention Does Not Need O(n²) Memory", 2021.
@@ -21,12 +22,12 @@ from jax import lax
 
 from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine, is_array, is_inexact
-from flax_mha.kernels import blockwise, reference, softmax, tiles
-from flax_mha.kernels.blockwise import map_blocks
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
-from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists
-from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, compute_scores, dot
-from flax_mha.masks.tiles import is_static
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.xla import blockwise, reference, softmax, tiles
+from flax_mha.kernels.xla.blockwise import map_blocks
+from flax_mha.kernels.xla.tile_plan import KeyRange, Plan, VisitLists
+from flax_mha.kernels.xla.tiles import TiledCall, TileIndex, Tree, compute_scores, dot
+from flax_mha.masks.states import is_static
 from flax_mha.sharding.shard_map import vary
 
 # The maximum number of scores of a matmul. Derivatives hold several such arrays at once.

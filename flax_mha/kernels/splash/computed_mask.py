@@ -14,13 +14,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from flax_mha.base.coordinates import At, flat_batch, map_score_arrays, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import hash_key
-from flax_mha.kernels.mask_parts import MaskParts, conjuncts
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.call.mask_parts import MaskParts, conjuncts
+from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.splash.segment_ids import Ids, merge_ids
-from flax_mha.kernels.tile_plan import Plan, tile_states
+from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Mask, Window
 from flax_mha.masks.base import evaluate
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 # The maximum entries of a table: 16 MiB, at 1 byte each.
 TABLE = 2**24

@@ -12,11 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import sharding
 from flax_mha.base.coordinates import Array, At, ScoreArray, is_user_defined, whole
+from flax_mha.base.loops import select
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import tree_nodes
-from flax_mha.kernels.dropout import WeightDropout
-from flax_mha.kernels.loops import select
-from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.kernels.call.dropout import WeightDropout
+from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.masks import Mask
 from flax_mha.masks.base import evaluate
 from flax_mha.scores import ScoreMod, Vectors, changed

@@ -9,6 +9,9 @@ from flax import struct
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
 
+# The most queries of a call that reads stored keys and values as they are, with `decode`.
+QUERIES = 64
+
 
 class OfLayer(struct.PyTreeNode):
     """One layer's part of an array of all layers, which is read and written without a copy.

@@ -26,10 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha.base import shapes
-from flax_mha.kernels import loops
-from flax_mha.kernels.loops import select
-from flax_mha.kernels.spec import Result, Sums
+from flax_mha.base import loops, shapes
+from flax_mha.base.loops import select
+from flax_mha.kernels.call.spec import Result, Sums
 from flax_mha.sharding.shard_map import vary
 
 

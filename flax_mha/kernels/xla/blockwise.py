@@ -6,6 +6,9 @@ kernel visits tiles one by one, with an online softmax. Empty tiles are skipped,
 evaluated only in partial tiles. The backward pass recomputes the scores, from the saved maximum and
 sum.
 
+It differs from the `definition` in half precision, unless a CPU computes in float32: the
+exponentials are rounded before their matmul with the values, and q may be rounded by the scale.
+
 The loops, from outer to inner: batch rows and key/value heads, several at once if matmuls would be
 small; query heads of the group and blocks of queries; tiles of keys, full ones before partial ones.
 
@@ -21,13 +24,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import shapes, trees
+from flax_mha.base import loops, shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
-from flax_mha.kernels import derivatives, loops, softmax, tile_plan, tiles
-from flax_mha.kernels.softmax import finite, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
-from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
-from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree
+from flax_mha.kernels.call import derivatives
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.chips.cpus import computes_in_bfloat16
+from flax_mha.kernels.xla import softmax, tile_plan, tiles
+from flax_mha.kernels.xla.softmax import finite, move_nan_to_keys
+from flax_mha.kernels.xla.tile_plan import KeyRange, Plan, VisitLists
+from flax_mha.kernels.xla.tiles import TiledCall, TileIndex, Tree
 from flax_mha.sharding.shard_map import vary
 
 

@@ -7,6 +7,8 @@ them, [T, N·H], so nothing is transposed, and small heads are not padded to 128
 stay in fast memory. The backward pass computes the softmax again, with its δ from the weights, so
 that only q, k and v are kept for it. Masks and scores run as in `flex`.
 
+This is the `definition`, with the weights rounded to the dtype of the values before their matmul.
+
 Source: Dao et al., "FlashAttention", 2022, for the recomputation.
 """
 
@@ -21,10 +23,7 @@ import jax.numpy as jnp
 from flax_mha.base import private_jax
 from flax_mha.base.coordinates import flat_batch
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import tpu
-from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.flex.traced import PRECISIONS, trace
-from flax_mha.kernels.spec import (
+from flax_mha.kernels.call.spec import (
     AttentionSpec,
     Lowered,
     Platform,
@@ -33,6 +32,9 @@ from flax_mha.kernels.spec import (
     Sums,
     TileSize,
 )
+from flax_mha.kernels.chips import tpus
+from flax_mha.kernels.flex.tile import FlexCall
+from flax_mha.kernels.flex.traced import PRECISIONS, trace
 
 # The scores of a step. More heads hide more of each other's latencies, until they fill the memory.
 _SCORES = 3 * 2**18
@@ -43,14 +45,14 @@ def lower(
 ) -> Lowered | Refusal:
     """Prepare the call, or return the reason why this kernel does not support it."""
     dims = Dims.of(q, k, v)
-    if reason := private_jax.missing("flex.tpu") or tpu.check(q, k, v):
+    if reason := private_jax.missing("flex.tpu") or tpus.check(q, k, v):
         return Refusal(reason)
     # Pallas is loaded only when a call asks for it.
     from flax_mha.kernels.flex.tpu import MACHINE
-    from flax_mha.kernels.flex.tpu import short as kernel
+    from flax_mha.kernels.flex.tpu import whole_rows as kernel
 
-    if max(dims.T, dims.S) > tpu.SHORT:
-        return Refusal(f"takes at most {tpu.SHORT} queries and keys, got {dims.T} and {dims.S}")
+    if max(dims.T, dims.S) > tpus.SHORT:
+        return Refusal(f"takes at most {tpus.SHORT} queries and keys, got {dims.T} and {dims.S}")
     if spec.precision not in PRECISIONS:
         return Refusal(f"has the precisions default and highest, got {spec.precision}")
     traced = trace(
@@ -65,7 +67,7 @@ def lower(
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
     # The other half of the memory holds blocks of q, k, v and the arrays of scores.
-    most = tpu.memory(platform.device) // 2 // kernel.BYTES
+    most = tpus.memory(platform.device) // 2 // kernel.BYTES
     of_head = kernel.scores_of(dims)
     heads = _heads(dims, of_head, most)
     if heads * dims.G * of_head > most:

@@ -13,12 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.base.coordinates import At
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import softmax, tpu
+from flax_mha.kernels.call.spec import name_result
+from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.flex.tpu.kernels import block_bytes, dot, finite
-from flax_mha.kernels.flex.tpu.order import read, turn
-from flax_mha.kernels.spec import name_result
+from flax_mha.kernels.flex.tpu.tile_order import read, turn
+from flax_mha.kernels.xla import softmax
 
 # The bytes of a score with its gradients and the intermediates of score functions.
 BYTES = 64
@@ -135,7 +136,7 @@ def _run(
         out_shape=outputs,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary" if shared else "parallel"),
-            vmem_limit_bytes=tpu.limit(call.device, held),
+            vmem_limit_bytes=tpus.limit(call.device, held),
         ),
         name=name,
     )(x.rows, x.heads, *arrays)  # fmt: skip

@@ -12,10 +12,10 @@ from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import Array, At, flat_batch, tiles_of
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import tree_nodes
-from flax_mha.kernels.mask_parts import conjuncts
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.call.mask_parts import conjuncts
+from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
-from flax_mha.masks.tiles import is_static
+from flax_mha.masks.states import is_static
 
 
 class KeyRange(NamedTuple):
@@ -136,16 +136,6 @@ _KEY_RANGES = 4
 _SYMBOLIC = (128, 512)
 # The maximum number of a device's tiles of queries that a ring looks at to find empty steps.
 _TILES = 16
-
-
-def computes_in_bfloat16(dtype: jnp.dtype, T: int, S: int) -> bool:
-    """Return True if matmuls on a CPU stay in bfloat16, with at least 64 queries and keys.
-
-    They are faster, measured on a CPU with AMX, and the rounding errors of the weights average out
-    over enough keys.
-    """
-    short = any(symbols.at_most(length, 63) for length in (T, S))
-    return dtype == jnp.bfloat16 and not short
 
 
 def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, VisitLists | None]:

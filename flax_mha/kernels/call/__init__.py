@@ -1,0 +1,1 @@
+"""An attention call, checked and in the form that all kernels read."""
