@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import dataclasses
-import functools
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
@@ -108,27 +107,6 @@ def _is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
-OPTIONS = (
-    "broadcast_dropout", "capture", "dropout_rate", "head_mask", "normalizer", "param_dtype",
-    "partitioned", "project_out", "qk_norm", "rotary", "sinks", "use_bias",
-)  # fmt: skip
-# Folders that pass options to layers as users do, and functions with Flax's signatures. An
-# `__init__.py` lists functions, of which `positions.rotary` has the name of an option.
-CALLERS = ("analysis", "interop", "kernels", "models")
-FLAX = "attention_fn.py"
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_few_files_name_an_option(option: str) -> None:
-    files = [
-        path
-        for path in sorted(ROOT.rglob("*.py"))
-        if path.relative_to(ROOT).parts[0] not in CALLERS
-        if path.name not in (FLAX, "__init__.py") and option in _names(path)
-    ]
-    assert 1 <= len(files) <= 5, files
-
-
 def test_the_arguments_of_a_call_are_listed_twice() -> None:
     """Once for type checkers, in `help` and for models, and once as the value that is passed on."""
     lists = set()
@@ -142,17 +120,6 @@ def test_the_arguments_of_a_call_are_listed_twice() -> None:
             ):
                 lists.add(node.name)
     assert lists == {"CallOptions", "Call"}
-
-
-@functools.cache
-def _names(path: Path) -> set[str]:
-    """Return the names in a file's code: of values, attributes, arguments, and as strings."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        for field in ("id", "attr", "arg", "value"):
-            name = getattr(node, field, None)
-            names |= {name} if isinstance(name, str) else set()
-    return names
 
 
 @pytest.mark.parametrize(
