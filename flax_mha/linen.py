@@ -14,13 +14,15 @@ from flax_mha.base import checks
 from flax_mha.base.arguments import check_known, described_as, hidden_field, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, Memory, as_cache_config, collection, sources
-from flax_mha.layer import core, points
+from flax_mha.layer import core
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
 from flax_mha.layer.settings import CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, learned
 from flax_mha.sharding import rules
+from flax_mha.taps import contexts
+from flax_mha.taps.tap import tap_of
 
 
 class LayerOptions(CallOptions, total=False):
@@ -183,8 +185,8 @@ class MultiHeadAttention(Attention, nn.Module):
           TypeError: if a dtype is not supported.
         """
         check_known(type(self).__name__, options, LayerOptions.__annotations__, of_layer=True)
-        if points.replaced.value is not None:
-            points.replaced.value.give(self)
+        if contexts.replaced.value is not None:
+            contexts.replaced.value.give(self)
         kv = options.get("kv")
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None
@@ -195,7 +197,7 @@ class MultiHeadAttention(Attention, nn.Module):
             table = self.checked_table(D, *(0 if x is None else x.shape[-1] for x in of_kv))
             call = self._make_call(
                 options, with_parameters(self, self.scores, self, D),
-                self._dropout_rng(options), points.of_module(self, prefix="attention_"),
+                self._dropout_rng(options), tap_of(self, prefix="attention_"),
                 self.is_mutable_collection("intermediates"), return_weights,
             )  # fmt: skip
             p = {name: self._make(name, entry) for name, entry in table.items()}

@@ -23,11 +23,11 @@ from flax_mha.edits import Edit, Edits
 from flax_mha.layer import core
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
-from flax_mha.layer.points import Points
 from flax_mha.layer.settings import ZEROS, Call, CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import LogicalNames
+from flax_mha.taps.tap import Tap
 from flax_mha.variants.block_sparse import ChosenBlocks
 from flax_mha.variants.differential import Differential
 from flax_mha.variants.forgetting import Forgetting
@@ -329,9 +329,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         # What `sow` would not keep is not computed. nnx has no public sign of a capture.
         keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
         is_captured = hasattr(self, "__captures__") or not keeps_none
-        points = Points(self, self.edits or {}, collection=nnx.Intermediate)
+        tap = Tap(self, self.edits or {}, collection=nnx.Intermediate)
         call = self._make_call(
-            options, self._learned(), self._dropout_rng(options), points, is_captured,
+            options, self._learned(), self._dropout_rng(options), tap, is_captured,
             return_weights,
         )  # fmt: skip
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)

@@ -20,9 +20,9 @@ from flax_mha.base import checks
 from flax_mha.base.within import within
 from flax_mha.edits import attention_layers
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
-from flax_mha.layer.points import Fields, replaced, visitor
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import as_scores, learned
+from flax_mha.taps.contexts import Fields, replaced, visitor
 
 Path: TypeAlias = tuple[str, ...]
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
@@ -19,13 +20,16 @@ from flax_mha.cache import KVCache, Memory, sources
 from flax_mha.cache.sources import KeyValue, NewMemory, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
-from flax_mha.layer import custom_attention, head_points
 from flax_mha.layer.heads import Heads as Heads
 from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
+from flax_mha.layer.linear import Linear
 from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
 from flax_mha.scores import as_scores
+from flax_mha.signatures import custom_attention
+from flax_mha.taps import heads as heads_tap
+from flax_mha.taps.tap import FEATURES, Tap
 
 
 class Output(NamedTuple):
@@ -80,9 +84,9 @@ def attend(
     q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
     q = sharding.constrain(q, sharding.HEADS)
     k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (k, v))
-    q = call.points("q", q, sharding.HEADS)
+    q = call.tap("q", q, sharding.HEADS)
     if isinstance(cache, KVCache):
-        k, v = head_points.edit_keys(call.points, q, k, v)
+        k, v = heads_tap.edit_keys(call.tap, q, k, v)
     q, k, v = (checkpoint_name(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     arguments = _arguments(p, settings, call)
     is_shared = isinstance(cache, Shared)
@@ -91,9 +95,9 @@ def attend(
         Hv = None if kernel is None else kernel.shape[-2]
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
     source, cache = _open_source(cache, heads._replace(q=q, k=k, v=v), settings.mask, call.lengths)
-    if call.points.is_active:
-        source = head_points.edit_source(call.points, q, source, is_shared)
-        head_points.edit_scores(call.points, arguments, q, source)
+    if call.tap.is_active:
+        source = heads_tap.edit_source(call.tap, q, source, is_shared)
+        heads_tap.edit_scores(call.tap, arguments, q, source)
     with jax.named_scope("kernel"):
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
@@ -103,21 +107,21 @@ def attend(
             result = attention(q, source.key, source.value, **places, **arguments)
             if heads.same_tokens or is_shared:
                 qkv = (q, source.key, source.value)
-                head_points.read_pairs(call.points, attention, qkv, arguments | places)
+                heads_tap.read_pairs(call.tap, attention, qkv, arguments | places)
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)
     chex.assert_shape(x, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
-    x = call.points("z", x, sharding.HEADS)
+    x = call.tap("z", x, sharding.HEADS)
     x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
     x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
     x = sharding.constrain(x, sharding.HEADS)
     with jax.named_scope("merge"):
         out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
     for name, value in (more[-1] if arguments["capture"] else {}).items():
-        call.points.sow(name, value)
-    out = head_points.edit_result(call.points, p.get("out"), x, out)
-    out = checkpoint_name(call.points.last("out", out), "out")
+        call.tap.sow(name, value)
+    out = _edit_result(call.tap, p.get("out"), x, out)
+    out = checkpoint_name(call.tap.last("out", out), "out")
     chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
     return Output(out, more[0] if call.return_weights else None, cache, source)
 
@@ -147,6 +151,30 @@ def _open_source(
     return KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None), new
 
 
+def _edit_result(tap: Tap, linear: Linear | None, x: jax.Array, out: jax.Array) -> jax.Array:
+    """Apply the point of the heads' shares [*B, T, N, D] in out [*B, T, D], the projection of x."""
+    if linear is None or linear.kernel is None or not tap.needs("result"):
+        return out
+
+    def share(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        x, kernel = promote_dtype(x, kernel, dtype=linear.dtype)
+        return jnp.einsum("...tnv,nvd->...tnd", x, kernel, precision=linear.precision)
+
+    names = ("batch", "length", "heads", None)
+    shares = tap("result", sharding.auto(share, names, x, linear.kernel), names)
+    if tap.prefix + "result" not in tap.edits:
+        return out
+
+    def add(shares: jax.Array, bias: jax.Array | None) -> jax.Array:
+        total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
+        if bias is not None:
+            total = total + shapes.lead(bias.astype(total.dtype), total.ndim)
+        return total.astype(dtype)
+
+    dtype = out.dtype
+    return sharding.auto(add, FEATURES, shares, linear.bias)
+
+
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
     """Return the result of a layer's call: the output, in a tuple if more was asked for."""
     checks.flag("return_kv", return_kv)
@@ -162,7 +190,7 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
 
 def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
     """Return the arguments of attention beside queries, keys and values."""
-    reads = call.points.reads
+    reads = call.tap.reads
     scale = settings.scale if call.scale is None else call.scale
     arguments: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,

@@ -16,10 +16,11 @@ from flax_mha.cache import CacheConfig, as_cache_config
 from flax_mha.kernels.capture import Capture, as_capture
 from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
-from flax_mha.layer.points import Points, asked
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import ZEROS, Call, Settings, has_bias
 from flax_mha.scores import ScoreMod, as_scores
+from flax_mha.taps.contexts import asked
+from flax_mha.taps.tap import Tap
 
 # One function for equal values, so that equal nnx layers have equal definitions.
 _constant = functools.cache(nn.initializers.constant)
@@ -111,11 +112,11 @@ class Attention(Settings):
     # Not public, or `nnx.tabulate` would take it for a call.
     def _make_call(
         self, options: Mapping[str, Any], scores: tuple[ScoreMod, ...],
-        dropout_rng: jax.Array | None, points: Points, is_captured: bool, return_weights: bool,
+        dropout_rng: jax.Array | None, tap: Tap, is_captured: bool, return_weights: bool,
     ) -> Call:  # fmt: skip
         """Return the arguments of a call as one value.
 
-        `scores` are the layer's, with their parameters, `points` have the module's path and edits,
+        `scores` are the layer's, with their parameters, `tap` has the module's path and edits,
         and `is_captured` is True if intermediates are collected.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
@@ -123,13 +124,13 @@ class Attention(Settings):
         if sow_weights and not is_custom:  # Such a function sows them by itself.
             names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
             reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
-        points.reads = reads if is_captured or is_custom else None
+        tap.reads = reads if is_captured or is_custom else None
         if (reads or sow_weights) and not is_captured and isinstance(self, nn.Module):
-            points.warn_if_lost()
+            tap.warn_if_lost()
         named = {name: options[name] for name in _OF_CALL if name in options}
         named |= {
             "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,
-            "return_weights": return_weights, "points": points,
+            "return_weights": return_weights, "tap": tap,
             "sower": self if sow_weights else None,
         }  # fmt: skip
         return Call(**named)

@@ -10,12 +10,13 @@ from jax.ad_checkpoint import checkpoint_name
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache.sources import Encoded, Shared
-from flax_mha.layer import padding, points, settings
+from flax_mha.layer import padding, settings
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import remat
 from flax_mha.models.feed_forward import MLP, Activation, Dropout
 from flax_mha.models.remat import Remat
 from flax_mha.sharding import rules
+from flax_mha.taps.tap import tap_of
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 Calls: TypeAlias = dict[str, Any]  # the arguments of each layer's call, by the name of its field
@@ -145,7 +146,7 @@ class Block(nn.Module):
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
         mlp, shape = self._mlp(), x.shape
         kv: Shared | None = None
-        taps = points.of_module(self, self.attention.capture)
+        taps = tap_of(self, self.attention.capture)
 
         def branch(name: str, x: jax.Array) -> jax.Array:
             nonlocal kv

@@ -11,13 +11,13 @@ from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import collection
 from flax_mha.cache.sources import Shared
-from flax_mha.layer import points
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions, MultiHeadAttention, with_parameters
 from flax_mha.models import remat
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
 from flax_mha.scores import ScoreMod, as_scores
 from flax_mha.sharding import rules
+from flax_mha.taps.tap import COLLECTION, tap_of
 
 Inputs: TypeAlias = tuple[jax.Array, ...]
 Options: TypeAlias = dict[str, Any]
@@ -98,7 +98,7 @@ class Stack(nn.Module):
             call = {name: x for name, x in call.items() if x is not None}
             blocks = self.blocks
             x = sharding.constrain(x, ("batch", "norm_length", None))
-            x = points.of_module(self, self.first.attention.capture).last("embed", x)
+            x = tap_of(self, self.first.attention.capture).last("embed", x)
             if self.input_norm:
                 x = self.first.make_norm("input_norm", self)(x)
             if self.scores:
@@ -146,7 +146,7 @@ class Stack(nn.Module):
         cross = [getattr(block, "cross_attention", None) for block in blocks]
         keeps = not (inputs and any(getattr(layer, "decode", False) for layer in cross))
         in_place = keeps and held is not None and collection.has_slots(held)
-        axes: dict[Any, Any] = {"params": 0, "intermediates": 0, points.COLLECTION: 0}
+        axes: dict[Any, Any] = {"params": 0, "intermediates": 0, COLLECTION: 0}
         scanned = nn.scan(
             _write_in_place(step) if in_place else step,
             variable_axes=axes if in_place else axes | {"cache": 0},

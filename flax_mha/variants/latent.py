@@ -52,10 +52,10 @@ class Latent(Attention):
             call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]
         heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
-        if call.points.is_active or not isinstance(cache, KVCache):
+        if call.tap.is_active or not isinstance(cache, KVCache):
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if isinstance(cache, KVCache):
-            call.points.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
+            call.tap.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
             absorbed = functools.partial(_absorbed, p["key"], p["value"])
             call = dataclasses.replace(call, attention=absorbed)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)

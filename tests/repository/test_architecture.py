@@ -20,8 +20,9 @@ COMMAND = "tests.repository.test_architecture"
 
 # Each folder or module may import the ones before it, and none after it.
 ROOMS = (
-    "base", "sharding", "scores", "masks", "positions", "kernels", "cache", "layer", "edits",
-    "plots", "linen", "variants", "nnx", "sampling", "models", "interop", "analysis",
+    "base", "sharding", "scores", "masks", "positions", "kernels", "cache", "signatures", "taps",
+    "layer", "edits", "plots", "linen", "variants", "nnx", "sampling", "models", "interop",
+    "analysis", "optimizers",
 )  # fmt: skip
 # Attributes of arrays, dtypes and jaxprs.
 FOREIGN = {*dir(jax.Array), *dir(np.dtype), *dir(np.ndarray), *dir(ClosedJaxpr)}
