@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
-from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import KVCache, Memory, sources
 from flax_mha.cache.sources import KeyValue, NewMemory, Shared
 from flax_mha.cache.sources import Source as Source
-from flax_mha.kernels import dot_product_attention
 from flax_mha.layer.heads import Heads as Heads
 from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
@@ -28,8 +25,8 @@ from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
 from flax_mha.scores import as_scores
 from flax_mha.signatures import custom_attention
-from flax_mha.taps import heads as heads_tap
-from flax_mha.taps.tap import FEATURES, Tap
+from flax_mha.taps import heads as tapped
+from flax_mha.taps.tap import Tap
 
 
 class Output(NamedTuple):
@@ -80,99 +77,70 @@ def attend(
     Arguments are as in `attention`, with `heads` in place of the inputs. Of the parameters
     `sinks`, `score_scale` and `out` are read.
     """
-    q, k, v = heads.q, heads.k, heads.v
-    q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
-    q = sharding.constrain(q, sharding.HEADS)
-    k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (k, v))
-    q = call.tap("q", q, sharding.HEADS)
-    if isinstance(cache, KVCache):
-        k, v = heads_tap.edit_keys(call.tap, q, k, v)
-    q, k, v = (checkpoint_name(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    arguments = _arguments(p, settings, call)
-    is_shared = isinstance(cache, Shared)
+    tap = call.tap
+    q = shapes.scale_heads("score_scale", heads.q, p.get("score_scale"))
+    q = tap("q", sharding.constrain(q, sharding.HEADS), sharding.HEADS)
+    arguments = _arguments(p, settings, heads, call)
+    is_own = heads.same_tokens or isinstance(cache, Shared)
+    source, cache = _open_source(p, heads._replace(q=q), cache, tap, arguments, settings.mask)
+    arguments = tapped.edit_scores(tap, arguments, q, source)
+    with jax.named_scope("kernel"):
+        result = source.attend(q, **arguments)
+    z, weights = tapped.read_result(tap, result, q, source, is_own, arguments)
+    chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
+    z = tap.change("z", z, sharding.HEADS)  # Kernels give it its name, beside the lse.
+    z = z if heads.gate is None else z * jax.nn.sigmoid(heads.gate).astype(z.dtype)
+    z = shapes.scale_heads("head_mask", z, call.head_mask)
+    out = tap.last("out", _merge(p.get("out"), sharding.constrain(z, sharding.HEADS), tap))
+    chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
+    return Output(out, weights, cache, source)
+
+
+def _open_source(
+    p: Mapping[str, Any], heads: Heads, cache: Source, tap: Tap, arguments: Mapping[str, Any],
+    mask: masks.MaskLike | None,
+) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
+    """Return the keys and values that a call attends to, as edited, and the cache after it.
+
+    A ring buffer's window is that of `mask`, the layer's.
+    """
+    q, lengths = heads.q, arguments["lengths"]
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
-    source, cache = _open_source(cache, heads._replace(q=q, k=k, v=v), settings.mask, call.lengths)
-    if call.tap.is_active:
-        source = heads_tap.edit_source(call.tap, q, source, is_shared)
-        heads_tap.edit_scores(call.tap, arguments, q, source)
-    with jax.named_scope("kernel"):
-        if isinstance(source, KeyValue):
-            attention = arguments.pop("attention", dot_product_attention)
-            arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
-            q_positions = heads.order if source.q_positions is None else source.q_positions
-            places = {"q_positions": q_positions, "kv_positions": heads.order}
-            result = attention(q, source.key, source.value, **places, **arguments)
-            if heads.same_tokens or is_shared:
-                qkv = (q, source.key, source.value)
-                heads_tap.read_pairs(call.tap, attention, qkv, arguments | places)
-        else:
-            result = source.attend(q, lengths=call.lengths, **arguments)
-    x, *more = result if isinstance(result, tuple) else (result,)
-    chex.assert_shape(x, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
-    x = call.tap("z", x, sharding.HEADS)
-    x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
-    x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
-    x = sharding.constrain(x, sharding.HEADS)
-    with jax.named_scope("merge"):
-        out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
-    for name, value in (more[-1] if arguments["capture"] else {}).items():
-        call.tap.sow(name, value)
-    out = _edit_result(call.tap, p.get("out"), x, out)
-    out = checkpoint_name(call.tap.last("out", out), "out")
-    chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
-    return Output(out, more[0] if call.return_weights else None, cache, source)
-
-
-def _open_source(
-    cache: Source, heads: Heads, mask: masks.MaskLike | None, lengths: jax.Array | None
-) -> tuple[Shared, KVCache | Memory | None]:
-    """Return the keys and values that a call attends to, and the cache after it."""
-    k, v = heads.k, heads.v
-    if isinstance(cache, Shared):
-        return cache, None
-    if isinstance(cache, KVCache):
-        return cache.extended(*heads.kept(k, v), lengths)
+        return tapped.edit_shared(tap, q, cache), None
+    k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
     if isinstance(cache, NewMemory):
         memory = Memory.of(k, v, jnp.dtype(cache.config.dtype or k.dtype))
         if cache.replaced is None:
             # As with an empty cache, the first call makes room, and its tokens are not counted.
             length = jnp.zeros(k.shape[:-3], jnp.int32)
-            return KeyValue(*memory.stored()), memory.replace(length=length)
+            source = KeyValue(*tapped.edit_keys(tap, q, *memory.stored()))
+            return source, memory.replace(length=length)
         cache = memory.replace(length=cache.replaced.length)
     if isinstance(cache, Memory):
-        T = heads.q.shape[-3]
-        source = KeyValue(*cache.stored(), q_positions=cache.next_positions(T))
+        T = q.shape[-3]
+        kv = tapped.edit_keys(tap, q, *cache.stored())
+        source = KeyValue(*kv, q_positions=cache.next_positions(T))
         return source, cache.replace(length=cache.length + cache.count(T, lengths))
-    # The mask determines the window of a ring buffer.
+    k, v = (tap(n, x, sharding.KV_HEADS, q.shape[-2]) for n, x in (("k", k), ("v", v)))
+    if isinstance(cache, KVCache):
+        return cache.extended(*heads.kept(k, v), lengths)
     new = None if cache is None else cache.empty(*heads.kept(k, v), mask)
     return KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None), new
 
 
-def _edit_result(tap: Tap, linear: Linear | None, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Apply the point of the heads' shares [*B, T, N, D] in out [*B, T, D], the projection of x."""
+def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
+    """Return the output [*B, T, D] of heads z [*B, T, N, Hv], with the point of their shares."""
+    with jax.named_scope("merge"):
+        out = jax.lax.collapse(z, z.ndim - 2) if linear is None else linear(z)
     if linear is None or linear.kernel is None or not tap.needs("result"):
         return out
-
-    def share(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        x, kernel = promote_dtype(x, kernel, dtype=linear.dtype)
-        return jnp.einsum("...tnv,nvd->...tnd", x, kernel, precision=linear.precision)
-
     names = ("batch", "length", "heads", None)
-    shares = tap("result", sharding.auto(share, names, x, linear.kernel), names)
-    if tap.prefix + "result" not in tap.edits:
-        return out
-
-    def add(shares: jax.Array, bias: jax.Array | None) -> jax.Array:
-        total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
-        if bias is not None:
-            total = total + shapes.lead(bias.astype(total.dtype), total.ndim)
-        return total.astype(dtype)
-
-    dtype = out.dtype
-    return sharding.auto(add, FEATURES, shares, linear.bias)
+    shares = tap("result", linear.shares(z), names)
+    is_edited = tap.prefix + "result" in tap.edits
+    return linear.join(shares, out.dtype) if is_edited else out
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
@@ -188,8 +156,10 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
     return (output.out, *more) if more else output.out
 
 
-def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
-    """Return the arguments of attention beside queries, keys and values."""
+def _arguments(
+    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call
+) -> dict[str, Any]:
+    """Return the arguments of `attend` of a source, beside the queries."""
     reads = call.tap.reads
     scale = settings.scale if call.scale is None else call.scale
     arguments: dict[str, Any] = {
@@ -199,7 +169,10 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
         # A learned scale is in the queries.
         "scale": 1.0 if "score_scale" in p else scale,
         "capture": reads and reads.of_softmax(), "return_weights": call.return_weights,
+        "lengths": call.lengths,
     }  # fmt: skip
+    if heads.order is not None:
+        arguments["order"] = heads.order
     if call.dropout_rng is not None:
         arguments |= {
             "dropout_rng": call.dropout_rng, "dropout_rate": settings.dropout_rate,

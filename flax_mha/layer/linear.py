@@ -100,6 +100,24 @@ class Linear(struct.PyTreeNode):
 
         return sharding.auto(product, self.names_of_result, x, kernel, bias)
 
+    def shares(self, x: jax.Array) -> jax.Array:
+        """Return each head's share [*B, T, N, D] of the product with x [*B, T, N, Hv]."""
+
+        def share(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            x, kernel = promote_dtype(x, kernel, dtype=self.dtype)
+            return jnp.einsum("...tnv,nvd->...tnd", x, kernel, precision=self.precision)
+
+        return sharding.auto(share, ("batch", "length", "heads", None), x, self.kernel)
+
+    def join(self, shares: jax.Array, dtype: Dtype) -> jax.Array:
+        """Return the sum of the heads' shares, with the bias, in a dtype."""
+
+        def add(shares: jax.Array, bias: jax.Array | None) -> jax.Array:
+            total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
+            return _plus(total, bias, flat=False).astype(dtype)
+
+        return sharding.auto(add, self.names_of_result, shares, self.bias)
+
     def _multiply(self, x: jax.Array, kernel: jax.Array, flat: bool) -> jax.Array:
         """Return x·W. If `flat`, heads and their features are one axis of the product."""
         sums, rows = _SUMS[self.contracted, len(self.features)], x.shape[: -self.contracted]

@@ -5,7 +5,6 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import flax.linen as nn
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
@@ -153,7 +152,6 @@ class Block(nn.Module):
             y: Any
             if name == "mlp":
                 y = taps("mlp_out", mlp(x, deterministic=deterministic))
-                y = checkpoint_name(y, "mlp_out")
             else:
                 layer = getattr(self, name)
                 # The layer's field `deterministic`, if set, takes precedence.

@@ -6,9 +6,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import sharding
 from flax_mha.base import checks
+from flax_mha.base.tensors import STORED
 from flax_mha.kernels import Capture
 from flax_mha.taps import contexts
 from flax_mha.taps.edit import Edit
@@ -19,9 +21,10 @@ FEATURES = ("batch", "norm_length", None)
 
 @dataclasses.dataclass(eq=False)
 class Tap:
-    """The points of one call of a module: edits them, and sows those that are read.
+    """The points of one call of a module: names, edits and sows their tensors.
 
-    All names have the prefix, but those in `reads`. The collection is the first argument of the
+    It gives names to those that rematerialization may keep, and does nothing else unless asked. All
+    names have the prefix, but those in `reads`. The collection is the first argument of the
     module's `sow`. `seen` are the names of the points so far.
     """
 
@@ -61,10 +64,17 @@ class Tap:
     def __call__(
         self, name: str, x: jax.Array, axes: sharding.LogicalNames = FEATURES, num_heads: int = 0
     ) -> jax.Array:
-        """Return x as edited, and sow it if it is to be read.
+        """Return x as edited, under its name for `Block.remat`, and sow it if it is to be read.
 
         `axes` are the logical names of its axes. Keys and values need the number of query heads.
         """
+        x = self.change(name, x, axes, num_heads)
+        return checkpoint_name(x, name) if name in STORED else x
+
+    def change(
+        self, name: str, x: jax.Array, axes: sharding.LogicalNames = FEATURES, num_heads: int = 0
+    ) -> jax.Array:
+        """Return x as edited, and sow it if it is to be read, where others give x its name."""
         edit = self.edit(name, x)
         if edit is not None:
             x = sharding.auto(lambda x, edit: edit(x), axes, x, edit)
