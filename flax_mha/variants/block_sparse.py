@@ -41,14 +41,14 @@ class ChosenBlocks(Attention):
         """True if heads choose blocks together."""
         return self.share
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         common.check_inputs("attention to chosen blocks", x_k, cache)
         self._check_call(call, cache)
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(p, x_q, x_k, x_v, call, cache)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
         checks.positive(block=self.block, count=self.count, query_block=self.query_block)
         if self.share and isinstance(self.scale, str):

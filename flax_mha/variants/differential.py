@@ -30,7 +30,7 @@ class Differential(Attention):
     offset: float = 0.8
     norm_epsilon: float = 1e-5
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         common.check_inputs("differential attention", x_k, cache)
         K = self.num_kv_heads or self.num_heads
@@ -46,7 +46,7 @@ class Differential(Attention):
         heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
         checks.number("offset", self.offset)
         absent = ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn")
@@ -63,7 +63,7 @@ class Differential(Attention):
         entries |= dict.fromkeys(_LAMBDA, vectors)
         return entries | {"norm": NormEntry(2 * H, QKNorm(epsilon=self.norm_epsilon))}
 
-    def sizes(self: Any, features: int) -> tuple[int, int, int, int]:
+    def sizes(self, features: int) -> tuple[int, int, int, int]:
         """Return N, K, H and Hv, of one map."""
         return shapes.head_sizes(
             features, self.num_heads, self.num_kv_heads, self.qkv_features,

@@ -34,7 +34,7 @@ _OF_TOKENS = ("batch", "length", "heads")
 class Forgetting(Attention):
     """The fields, parameters and computation of forgetting attention, for linen and nnx."""
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         without_vectors("forgetting attention", call.scores)
         common.check_inputs("forgetting attention", x_k, cache)
@@ -70,7 +70,7 @@ class Forgetting(Attention):
         call = dataclasses.replace(call, scores=(*call.scores, forget))
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
         N = self.num_heads

@@ -34,7 +34,7 @@ class Latent(Attention):
     q_rank: int | None = None
     norm_epsilon: float = 1e-6
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         common.check_inputs("latent attention", x_k, cache)
         without_vectors("latent attention", call.scores)
@@ -60,7 +60,7 @@ class Latent(Attention):
             call = dataclasses.replace(call, attention=absorbed)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
         checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         checks.optional(q_rank=self.q_rank)

@@ -28,7 +28,7 @@ class TalkingHeads(Attention):
 
     mixes_heads = True  # By learned matrices.
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         without_vectors("talking-heads attention", call.scores)
         if isinstance(cache, Shared):
@@ -49,7 +49,7 @@ class TalkingHeads(Attention):
         # Other layers cannot read these keys and values.
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, after a check of the fields."""
         common.check("talking-heads attention", self, ("attention_fn",))
         mixing = ArrayEntry(
