@@ -30,7 +30,7 @@ from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import LogicalNames
 from flax_mha.taps.tap import Tap
-from flax_mha.variants.block_sparse import ChosenBlocks
+from flax_mha.variants.chosen_blocks import ChosenBlocks
 from flax_mha.variants.differential import Differential
 from flax_mha.variants.forgetting import Forgetting
 from flax_mha.variants.latent import Latent

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.cache import KVCache, Memory, sources
+from flax_mha.cache import CacheConfig, KVCache, Memory, sources
 from flax_mha.cache.sources import KeyValue, NewMemory, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.layer.heads import Heads as Heads
@@ -25,7 +25,7 @@ from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
 from flax_mha.scores import as_scores
 from flax_mha.signatures import custom_attention
-from flax_mha.taps import heads as tapped
+from flax_mha.taps import internals
 from flax_mha.taps.tap import Tap
 
 
@@ -83,10 +83,10 @@ def attend(
     arguments = _arguments(p, settings, heads, call)
     is_own = heads.same_tokens or isinstance(cache, Shared)
     source, cache = _open_source(p, heads._replace(q=q), cache, tap, arguments, settings.mask)
-    arguments = tapped.edit_scores(tap, arguments, q, source)
+    arguments = internals.edit_scores(tap, arguments, q, source)
     with jax.named_scope("kernel"):
         result = source.attend(q, **arguments)
-    z, weights = tapped.read_result(tap, result, q, source, is_own, arguments)
+    z, weights = internals.read_result(tap, result, q, source, is_own, arguments)
     chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
     z = tap.change("z", z, sharding.HEADS)  # Kernels give it its name, beside the lse.
     z = z if heads.gate is None else z * jax.nn.sigmoid(heads.gate).astype(z.dtype)
@@ -109,22 +109,28 @@ def _open_source(
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
-        return tapped.edit_shared(tap, q, cache), None
+        return internals.edit_shared(tap, q, cache), None
     k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
     if isinstance(cache, NewMemory):
         memory = Memory.of(k, v, jnp.dtype(cache.config.dtype or k.dtype))
         if cache.replaced is None:
             # As with an empty cache, the first call makes room, and its tokens are not counted.
             length = jnp.zeros(k.shape[:-3], jnp.int32)
-            source = KeyValue(*tapped.edit_keys(tap, q, *memory.stored()))
+            source = KeyValue(*internals.edit_keys(tap, q, *memory.stored()))
             return source, memory.replace(length=length)
         cache = memory.replace(length=cache.replaced.length)
     if isinstance(cache, Memory):
         T = q.shape[-3]
-        kv = tapped.edit_keys(tap, q, *cache.stored())
+        kv = internals.edit_keys(tap, q, *cache.stored())
         source = KeyValue(*kv, q_positions=cache.next_positions(T))
         return source, cache.replace(length=cache.length + cache.count(T, lengths))
-    k, v = (tap(n, x, sharding.KV_HEADS, q.shape[-2]) for n, x in (("k", k), ("v", v)))
+    if not isinstance(cache, KVCache | CacheConfig | None):
+        raise TypeError(
+            f"cache must be a KVCache, a Memory, a CacheConfig, keys and values of another layer, "
+            f"or None, got {checks.describe(cache)}; give one of these"
+        )
+    k = tap("k", k, sharding.KV_HEADS, q.shape[-2])
+    v = tap("v", v, sharding.KV_HEADS, q.shape[-2])
     if isinstance(cache, KVCache):
         return cache.extended(*heads.kept(k, v), lengths)
     new = None if cache is None else cache.empty(*heads.kept(k, v), mask)

@@ -120,7 +120,7 @@ class Attention(Settings):
 
     # Not public, or `nnx.tabulate` would take it for a call.
     def _tapped(self, tap: Tap, sow_weights: bool, is_captured: bool) -> dict[str, Any]:
-        """Return the `Call.tap` and `Call.sower` of a call, which read what is asked for.
+        """Return the `Call.tap` and `Call.sower` of a call, with the reads that are asked for.
 
         `tap` has the module's path and edits, and `is_captured` is True if intermediates are
         collected.

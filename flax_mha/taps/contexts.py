@@ -1,4 +1,4 @@
-"""Contexts that tell the layers called in them what to read, and which fields to have."""
+"""Contexts that give layers called in them values to read, and other fields."""
 
 import contextlib
 import dataclasses
