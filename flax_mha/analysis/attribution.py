@@ -123,8 +123,9 @@ def _check_linear(model: LanguageModel, norm: Any) -> None:
     }
     if got := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
-            f"shares in logits need a model that is linear after its heads and MLPs, got one with "
-            f"{' and '.join(got)}; remove heads by edits instead"
+            f"shares in logits need residual branches that are added unchanged, and logits linear "
+            f"in their sum, got a model with {' and '.join(got)}; remove heads by edits instead, "
+            f"and compare outputs"
         )
 
 

@@ -46,11 +46,15 @@ class Differential(Attention):
         heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, after a check of the fields."""
+    def check_fields(self) -> None:
+        """Check the fields as far as it needs no inputs."""
+        super().check_fields()
         checks.number("offset", self.offset)
         absent = ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn")
         common.check("differential attention", self, absent)
+
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return the table of parameters."""
         N, K, H, _ = self.sizes(D)
         # Values of 2·H are two heads of H, so that they share a product with queries and keys.
         entries: Table = {

@@ -70,9 +70,13 @@ class Forgetting(Attention):
         call = dataclasses.replace(call, scores=(*call.scores, forget))
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, after a check of the fields."""
+    def check_fields(self) -> None:
+        """Check the fields as far as it needs no inputs."""
+        super().check_fields()
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
+
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return the table of parameters."""
         N = self.num_heads
         return super().table(D, Dk, Dv) | {
             "forget_gate": LinearEntry((D,), (N,), ("embed", "heads"), has_bias=False),

@@ -60,14 +60,18 @@ class Latent(Attention):
             call = dataclasses.replace(call, attention=absorbed)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, after a check of the fields."""
+    def check_fields(self) -> None:
+        """Check the fields as far as it needs no inputs."""
+        super().check_fields()
         checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         checks.optional(q_rank=self.q_rank)
         if self.rotary is None:
             raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")
         absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn")
         common.check("latent attention", self, absent)
+
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return the table of parameters."""
         (N, _, H, Hv), R, rank = self.sizes(D), self.rope_dim, self.kv_rank
         norm = QKNorm(epsilon=self.norm_epsilon)
         entries: Table = {}

@@ -49,9 +49,13 @@ class TalkingHeads(Attention):
         # Other layers cannot read these keys and values.
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, after a check of the fields."""
+    def check_fields(self) -> None:
+        """Check the fields as far as it needs no inputs."""
+        super().check_fields()
         common.check("talking-heads attention", self, ("attention_fn",))
+
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return the table of parameters."""
         mixing = ArrayEntry(
             (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
         )
