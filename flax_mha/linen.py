@@ -207,7 +207,7 @@ class MultiHeadAttention(Attention, nn.Module):
                 mask, bias, with_parameters(self, self.scores, self, D) + as_scores(scores),
                 positions, head_mask, lengths, order, return_weights=return_weights,
                 dropout_rng=self._dropout_rng(deterministic, dropout_rng),
-                **self._tapped(tap, sow_weights, is_captured),
+                tap=self._reading(tap, sow_weights, is_captured),
             )  # fmt: skip
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)

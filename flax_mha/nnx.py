@@ -339,7 +339,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         call = Call(
             mask, bias, self._learned() + as_scores(scores), positions, head_mask, lengths, order,
             dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
-            **self._tapped(tap, sow_weights, is_captured),
+            tap=self._reading(tap, sow_weights, is_captured),
         )  # fmt: skip
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:

@@ -189,6 +189,6 @@ def _arguments(
     elif settings.custom_attention is not None:
         arguments["attention"] = functools.partial(
             custom_attention.run, settings.custom_attention, dtype=settings.dtype,
-            force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.sower,
+            force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.tap.sower,
         )  # fmt: skip
     return arguments

@@ -104,7 +104,6 @@ class Call:
       dropout_rng: a key for dropout, or None for no dropout.
       return_weights: True to return the weights.
       tap: the named tensors of the call to change, read or list.
-      sower: the module that an `attention_fn` sows weights into.
     """
 
     mask: masks.MaskLike | None = None
@@ -119,4 +118,3 @@ class Call:
     dropout_rng: jax.Array | None = None
     return_weights: bool = False
     tap: Tap = dataclasses.field(default_factory=Tap)
-    sower: Any = None

@@ -119,11 +119,10 @@ class Attention(Settings):
         return table
 
     # Not public, or `nnx.tabulate` would take it for a call.
-    def _tapped(self, tap: Tap, sow_weights: bool, is_captured: bool) -> dict[str, Any]:
-        """Return the `Call.tap` and `Call.sower` of a call, with the reads that are asked for.
+    def _reading(self, tap: Tap, sow_weights: bool, is_captured: bool) -> Tap:
+        """Return the tap of a call, with the reads that its fields and `sow_weights` ask for.
 
-        `tap` has the module's path and edits, and `is_captured` is True if intermediates are
-        collected.
+        `is_captured` is True if intermediates are collected.
         """
         sow_weights = checks.flag("sow_weights", sow_weights)
         reads, is_custom = asked(self, self.capture), self.custom_attention is not None
@@ -133,7 +132,8 @@ class Attention(Settings):
         tap.reads = reads if is_captured or is_custom else None
         if (reads or sow_weights) and not is_captured and isinstance(self, nn.Module):
             tap.warn_if_lost()
-        return {"tap": tap, "sower": self if sow_weights else None}
+        tap.sower = self if sow_weights else None
+        return tap
 
     def sizes(self, features: int) -> tuple[int, int, int, int]:
         """Return N, K, H and Hv, for inputs_q with `features` features."""

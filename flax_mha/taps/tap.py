@@ -25,7 +25,8 @@ class Tap:
 
     It gives names to those that rematerialization may keep, and does nothing else unless asked. All
     names have the prefix, but those in `reads`. The collection is the first argument of the
-    module's `sow`. `seen` are the names of the points so far.
+    module's `sow`. `seen` are the names of the points so far, and `sower` is the module that an
+    `attention_fn` sows weights into.
     """
 
     module: Any = None
@@ -34,6 +35,7 @@ class Tap:
     collection: Any = "intermediates"
     reads: Capture | None = None
     seen: list[str] = dataclasses.field(default_factory=list)
+    sower: Any = None
 
     @property
     def pairs(self) -> Mapping[str, Any]:
