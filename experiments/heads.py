@@ -17,8 +17,8 @@ from experiments.plots import save
 from experiments.runs.failures import RunError
 from experiments.tasks.text import Bytes, Text
 from flax_mha import Capture, analysis, edits, plots
-from flax_mha.layer import sown
 from flax_mha.models import LanguageModel
+from flax_mha.taps import sown
 
 CAPTURE = Capture(("weights", "entropy", "max_logit"))
 

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from flax_mha import variants as variants
     from flax_mha.cache import CacheConfig, KVCache
     from flax_mha.kernels import Capture, Explanation, Platform, dot_product_attention, explain
-    from flax_mha.layer.attention_fn import attention_fn, dot_product_attention_weights
-    from flax_mha.layer.muon import muon_dimensions
-    from flax_mha.layer.qk_clip import qk_clip
     from flax_mha.layer.qk_norm import QKNorm
     from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention, SelfAttention
     from flax_mha.masks.helpers import combine_masks, make_attention_mask, make_causal_mask
@@ -47,15 +44,18 @@ if TYPE_CHECKING:
     from flax_mha.models.feed_forward import MLP
     from flax_mha.models.generation import Generated, generate
     from flax_mha.models.stacks import Decoder, Encoder
+    from flax_mha.optimizers.muon import muon_dimensions
+    from flax_mha.optimizers.qk_clip import qk_clip
+    from flax_mha.signatures.attention_fn import attention_fn, dot_product_attention_weights
 else:  # Hide `__getattr__` from type checkers, which would accept any name.
     _HOMES = {
         "linen": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
         "models.blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("CacheConfig", "KVCache"),
         "models.experts": ("Experts",),
-        "layer.attention_fn": ("attention_fn", "dot_product_attention_weights"),
-        "layer.muon": ("muon_dimensions",),
-        "layer.qk_clip": ("qk_clip",),
+        "signatures.attention_fn": ("attention_fn", "dot_product_attention_weights"),
+        "optimizers.muon": ("muon_dimensions",),
+        "optimizers.qk_clip": ("qk_clip",),
         "masks.helpers": ("combine_masks", "make_attention_mask", "make_causal_mask"),
         "models.generation": ("Generated", "generate"),
         "kernels": ("Capture", "Explanation", "Platform", "dot_product_attention", "explain"),

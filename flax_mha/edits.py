@@ -17,8 +17,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
-from flax_mha.layer.points import COLLECTION, Edit, visitor
 from flax_mha.layer.standard import Attention
+from flax_mha.taps.contexts import visitor
+from flax_mha.taps.edit import Edit
+from flax_mha.taps.tap import COLLECTION
 
 __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
 __dir__ = __all__.copy

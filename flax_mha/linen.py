@@ -11,16 +11,20 @@ from flax.typing import Initializer
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks
-from flax_mha.base.arguments import check_known, described_as, hidden_field, with_options
+from flax_mha.base.arguments import check_refused, described_as, hidden_field
+from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, Memory, as_cache_config, collection, sources
-from flax_mha.layer import core, points
+from flax_mha.cache.sources import Given
+from flax_mha.layer import core
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
-from flax_mha.layer.settings import CallOptions
+from flax_mha.layer.settings import Call, CallOptions
 from flax_mha.layer.standard import Attention
-from flax_mha.scores import INIT, ScoreMod, learned
+from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import rules
+from flax_mha.taps import contexts
+from flax_mha.taps.tap import tap_of
 
 
 class LayerOptions(CallOptions, total=False):
@@ -134,12 +138,16 @@ class MultiHeadAttention(Attention, nn.Module):
         inputs_v: jax.Array | None = ..., *, return_weights: bool = ...,
         return_kv: bool = ..., **options: Unpack[LayerOptions],
     ) -> Any: ...  # fmt: skip
-    @with_options(LayerOptions, {"scores": ()})
     @nn.compact
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
-        inputs_v: jax.Array | None = None, *, return_weights: bool = False,
-        return_kv: bool = False, **options: Unpack[LayerOptions],
+        inputs_v: jax.Array | None = None, *, mask: masks.MaskLike | None = None,
+        bias: jax.Array | None = None, scores: Sequence[ScoreMod] = (),
+        positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
+        order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
+        sow_weights: bool = False, dropout_rng: jax.Array | None = None,
+        return_weights: bool = False, return_kv: bool = False, **refused: Any,
     ) -> Any:  # fmt: skip
         """Attend from inputs_q to inputs_k and inputs_v.
 
@@ -176,6 +184,7 @@ class MultiHeadAttention(Attention, nn.Module):
           dropout_rng: a key for dropout (default: `make_rng('dropout')`).
           return_weights: True to return the weights, as before dropout, too.
           return_kv: True to return the keys and values, for other layers to attend to, too.
+          **refused: arguments that Flax's layer alone has, which must be None.
 
         Returns:
           out [*B, T, D_out], or a tuple of it and, as asked for, the weights, the keys and values.
@@ -184,10 +193,9 @@ class MultiHeadAttention(Attention, nn.Module):
           ValueError: if sizes do not fit, or there is no cache that the call needs.
           TypeError: if a dtype is not supported.
         """
-        check_known(type(self).__name__, options, LayerOptions.__annotations__, of_layer=True)
-        if points.replaced.value is not None:
-            points.replaced.value.give(self)
-        kv = options.get("kv")
+        check_refused(self, refused)
+        if contexts.replaced.value is not None:
+            contexts.replaced.value.give(self)
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None
             inputs_k, inputs_v, cache = sources.resolve_call(
@@ -195,10 +203,13 @@ class MultiHeadAttention(Attention, nn.Module):
             )
             D, of_kv = inputs_q.shape[-1], sources.projected(inputs_q, inputs_k, inputs_v, cache)
             table = self.checked_table(D, *(0 if x is None else x.shape[-1] for x in of_kv))
-            call = self._make_call(
-                options, with_parameters(self, self.scores, self, D),
-                self._dropout_rng(options), points.of_module(self, prefix="attention_"),
-                self.is_mutable_collection("intermediates"), return_weights,
+            is_captured = self.is_mutable_collection("intermediates")
+            tap = tap_of(self, prefix="attention_")
+            call = Call(
+                mask, bias, with_parameters(self, self.scores, self, D) + as_scores(scores),
+                positions, head_mask, lengths, order, return_weights=return_weights,
+                dropout_rng=self._dropout_rng(deterministic, dropout_rng),
+                tap=self._reading(tap, sow_weights, is_captured),
             )  # fmt: skip
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
@@ -230,15 +241,13 @@ class MultiHeadAttention(Attention, nn.Module):
         return collection.find_cache(held, as_cache_config(self.cache).window(self.mask))
 
     @nn.nowrap
-    def _dropout_rng(self, options: LayerOptions) -> jax.Array | None:
+    def _dropout_rng(self, told: bool | None, rng: jax.Array | None) -> jax.Array | None:
         """Return a key for dropout, or None for no dropout."""
         if self.dropout_rate == 0:
             return None
-        told = options.get("deterministic")
         deterministic = nn.merge_param("deterministic", self.deterministic, told)
         if checks.flag("deterministic", deterministic):
             return None
-        rng = options.get("dropout_rng")
         return self.make_rng("dropout") if rng is None else rng
 
 

@@ -16,19 +16,21 @@ from flax.typing import Dtype, Initializer
 
 from flax_mha import linen, masks
 from flax_mha.base import checks
-from flax_mha.base.arguments import check_known, described_as, hidden_field, with_options
+from flax_mha.base.arguments import check_refused, described_as, hidden_field
+from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
+from flax_mha.cache.sources import Given
 from flax_mha.edits import Edit, Edits
 from flax_mha.layer import core
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
-from flax_mha.layer.points import Points
 from flax_mha.layer.settings import ZEROS, Call, CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import LogicalNames
-from flax_mha.variants.block_sparse import ChosenBlocks
+from flax_mha.taps.tap import Tap
+from flax_mha.variants.chosen_blocks import ChosenBlocks
 from flax_mha.variants.differential import Differential
 from flax_mha.variants.forgetting import Forgetting
 from flax_mha.variants.latent import Latent
@@ -289,11 +291,16 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         return_kv: bool = ..., **options: Unpack[NnxOptions],
     ) -> Any: ...  # fmt: skip
     @described_as(linen.MultiHeadAttention.__call__)
-    @with_options(NnxOptions, {"scores": ()})
     def __call__(  # noqa: D417
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
-        inputs_v: jax.Array | None = None, *, return_weights: bool = False,
-        return_kv: bool = False, **options: Unpack[NnxOptions],
+        inputs_v: jax.Array | None = None, *, mask: masks.MaskLike | None = None,
+        bias: jax.Array | None = None, scores: Sequence[ScoreMod] = (),
+        positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
+        order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
+        sow_weights: bool = False, rngs: nnx.Rngs | nnx.RngStream | None = None,
+        decode: bool | None = None, is_causal: bool = False, return_weights: bool = False,
+        return_kv: bool = False, **refused: Any,
     ) -> Any:  # fmt: skip
         """Attend from inputs_q to inputs_k and inputs_v.
 
@@ -310,8 +317,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             and to attend to all so far, causally (default: the layer's `decode`).
           is_causal: True to see no later key; decoding always is.
         """
-        check_known(type(self).__name__, options, NnxOptions.__annotations__, of_layer=True)
-        kv, decode = options.get("kv"), options.get("decode")
+        check_refused(self, refused)
         decode = self.decode if decode is None else decode
         inputs_k, inputs_v, cache = sources.resolve_call(
             kv, inputs_q, inputs_k, inputs_v, as_cache_config(self.cache) if decode else None,
@@ -324,15 +330,16 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             )
         of_kv = sources.projected(inputs_q, inputs_k, inputs_v, cache)
         self._check_features(inputs_q, *of_kv)
-        if checks.flag("is_causal", options.get("is_causal", False)):
-            options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
+        if checks.flag("is_causal", is_causal):
+            mask = masks.combine(masks.Causal(), mask)
         # What `sow` would not keep is not computed. nnx has no public sign of a capture.
         keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
         is_captured = hasattr(self, "__captures__") or not keeps_none
-        points = Points(self, self.edits or {}, collection=nnx.Intermediate)
-        call = self._make_call(
-            options, self._learned(), self._dropout_rng(options), points, is_captured,
-            return_weights,
+        tap = Tap(self, self.edits or {}, collection=nnx.Intermediate)
+        call = Call(
+            mask, bias, self._learned() + as_scores(scores), positions, head_mask, lengths, order,
+            dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
+            tap=self._reading(tap, sow_weights, is_captured),
         )  # fmt: skip
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
@@ -421,11 +428,12 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         # A module that a user has put there is called.
         return Linear(None, None, entry.names, len(entry.inputs), entry.rows, module=module)
 
-    def _dropout_rng(self, options: NnxOptions) -> jax.Array | None:
+    def _dropout_rng(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+    ) -> jax.Array | None:
         """Return a key for dropout, or None for no dropout."""
         if self.dropout_rate == 0:
             return None
-        deterministic = options.get("deterministic")
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic is None:
             raise ValueError(
@@ -434,7 +442,6 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             )
         if checks.flag("deterministic", deterministic):
             return None
-        rngs = options.get("rngs")
         stream = self.rngs if rngs is None else rngs  # type: ignore[attr-defined]
         stream = stream.dropout if isinstance(stream, nnx.Rngs) else stream
         if stream is None:

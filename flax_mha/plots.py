@@ -4,7 +4,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flax_mha.layer.sown import find_weights
+from flax_mha.taps.sown import find_weights
 
 __all__ = ["heads"]
 __dir__ = __all__.copy

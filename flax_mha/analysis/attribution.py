@@ -4,6 +4,7 @@ Sources: nostalgebraist, "Interpreting GPT: the Logit Lens", 2020; Elhage et al.
 Framework for Transformer Circuits", 2021 (direct attribution).
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ from flax_mha.analysis.watching import watch
 from flax_mha.base import shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
+from flax_mha.models.stacks import Place
 
 
 def logit_lens(model: LanguageModel, variables: Any, tokens: Any, **kwargs: Any) -> jax.Array:
@@ -121,8 +123,9 @@ def _check_linear(model: LanguageModel, norm: Any) -> None:
     }
     if got := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
-            f"shares in logits need a model that is linear after its heads and MLPs, got one with "
-            f"{' and '.join(got)}; remove heads by edits instead"
+            f"shares in logits need residual branches that are added unchanged, and logits linear "
+            f"in their sum, got a model with {' and '.join(got)}; remove heads by edits instead, "
+            f"and compare outputs"
         )
 
 
@@ -137,16 +140,13 @@ def _capture(
         )
     watched, stack = watch(model, Capture(names)), model.decoder
     _, sown = watched.apply(variables, tokens, mutable="intermediates", **kwargs)
-    sown, size = sown["intermediates"]["decoder"], len(stack.blocks)
-    scanned = stack.num_layers // size * size if stack.scan else 0
+    sown = sown["intermediates"]["decoder"]
 
-    def layer(n: int) -> Any:
-        if n >= scanned:
-            return sown[f"layers_{n}"]
-        step = sown["layers"] if size == 1 else sown["layers"][f"block_{n % size}"]
-        return jax.tree.map(lambda x: x[n // size], step)
+    def layer(place: Place) -> Any:
+        values = functools.reduce(lambda tree, name: tree[name], place.path, sown)
+        return values if place.step is None else jax.tree.map(lambda x: x[place.step], values)
 
-    return [layer(n) for n in range(stack.num_layers)]
+    return [layer(place) for place in stack.places]
 
 
 def _final_norm(model: LanguageModel, variables: Any) -> tuple[Any, Any]:

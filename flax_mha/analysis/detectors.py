@@ -33,7 +33,7 @@ from flax import nnx, traverse_util
 from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, is_array, is_traced, partition, run_once
-from flax_mha.layer.points import reading_pairs
+from flax_mha.taps.contexts import reading_pairs
 
 _EARLIER = ~masks.Window(left=0)
 

@@ -20,9 +20,9 @@ from flax_mha.base import checks
 from flax_mha.base.within import within
 from flax_mha.edits import attention_layers
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
-from flax_mha.layer.points import Fields, replaced, visitor
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import as_scores, learned
+from flax_mha.taps.contexts import Fields, replaced, visitor
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -132,21 +132,19 @@ class _Pruner:
         return fields
 
     def _stack(self, stack: Any, path: Path) -> Any:
-        blocks, owner = stack.blocks, "/".join(path) or "the stack"
-        count, size = stack.num_layers, len(blocks)
-        steps = count // size if stack.scan else 0
-        group = [("layers", f"block_{i}") if size > 1 else ("layers",) for i in range(size)]
-        rest = [(f"layers_{i}",) for i in range(steps * size, count)]
-        names = [*group * steps, *rest]
-        old = {name: blocks[i % size] for i, name in enumerate(names)}
+        places, owner = stack.places, "/".join(path) or "the stack"
+        old = {place.path: stack.blocks[place.block] for place in places}
         new = {name: rebuild(x, self.change, (*path, *name)) for name, x in old.items()}
-        if all(new[name] is old[name] for name in names):
+        if all(new[name] is old[name] for name in old):
             return stack
-        if steps and rest:
+        is_scanned = {place.step is not None for place in places}
+        if len(is_scanned) > 1:
             raise ValueError(
-                f"the layers of {owner} must fill the steps of its scan to lose heads, got {count} "
-                f"in steps of {size}; unstack the layers, and set scan=False"
+                f"the layers of {owner} must fill the steps of its scan to lose heads, got "
+                f"{len(places)} in steps of {len(stack.blocks)}; unstack the layers, and set "
+                f"scan=False"
             )
+        names = [place.path for place in places]
         is_smaller = [new[name].attention is not old[name].attention for name in names]
         if any(is_smaller[i] for i in stack.kv_from or () if i is not None):
             raise ValueError(
@@ -154,7 +152,10 @@ class _Pruner:
                 f"remove heads from layers that share none"
             )
         block = tuple(new.values())
-        fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0], "scan": steps > 0}
+        fields: dict[str, Any] = {
+            "block": block if len(block) > 1 else block[0],
+            "scan": True in is_scanned,
+        }
         if any(is_smaller):
             layers = [self.kept[(*path, *name, "attention")] for name in names]
             rows = [row for layer in layers for row in layer.rows]

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from flax_mha.layer.sown import find, find_weights
+from flax_mha.taps.sown import find, find_weights
 
 Names: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]]
 _LIMIT = 2_000_000  # bytes

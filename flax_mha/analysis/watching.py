@@ -13,7 +13,7 @@ from flax_mha.base.within import within
 from flax_mha.edits import attention_layers
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
-from flax_mha.layer.points import capturing
+from flax_mha.taps.contexts import capturing
 
 # The classes of watched models that have called a layer. JAX's caches may skip later calls.
 _SEEN: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -49,14 +49,19 @@ def check_given(owner: str, given: Mapping[str, Any]) -> None:
             raise TypeError(f"{owner} takes {name}=None alone, got {got}; {_REMEDIES[name]}")
 
 
-def check_known(
-    owner: str, given: Mapping[str, Any], known: Collection[str], of_layer: bool = False
-) -> None:
-    """Refuse arguments that a function does not have. A layer ignores None for those of Flax."""
+def check_known(owner: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse arguments that a function does not have."""
     check_given(owner, given)
     for name in given:
-        if name not in known and not (of_layer and name in _REMEDIES):
+        if name not in known:
             raise TypeError(f"{owner} takes no {name}; give one of {sorted(known)}")
+
+
+def check_refused(layer: Any, given: Mapping[str, Any]) -> None:
+    """Refuse the arguments that a layer's call has no parameter for, but None for those of Flax."""
+    if given := {name: x for name, x in given.items() if name not in _REMEDIES or x is not None}:
+        known = names_of(type(layer).__call__) - {"self", "refused"}
+        check_known(type(layer).__name__, given, known)
 
 
 def hidden_field(cls: type, name: str) -> TypeError:

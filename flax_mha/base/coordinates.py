@@ -110,6 +110,19 @@ class Tiles(NamedTuple):
         return blocks(blocks(x, -2, self.block_q).max(-2), -1, self.block_k).max(-1)
 
 
+class PairRule(Node):
+    """A rule over pairs of a query and a key, the base of masks."""
+
+    def bind(self, dims: Dims) -> "PairRule":
+        """Return the rule for a call of these sizes."""
+        del dims
+        return self
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """Return the state of each tile: no pair, all pairs or some are allowed."""
+        raise NotImplementedError(f"{type(self).__name__} must define tiles(tiles)")
+
+
 def blocks(x: Array, axis: int, size: int) -> Array:
     """Split an axis into (number of blocks, size), filling the last block with its last entry.
 

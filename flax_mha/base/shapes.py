@@ -214,8 +214,8 @@ def check_order(order: Any, length: int) -> Any:
     return order
 
 
-def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Multiply heads x [*B, T, N, H] by a scale [N] or [*B, N], if there is one.
+def scale_heads(name: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Multiply heads x [*B, T, N, H] by the scale `name` [N] or [*B, N], if there is one.
 
     Raises:
       ValueError: if the scale has another shape.
@@ -223,14 +223,14 @@ def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     """
     if scale is None:
         return x
-    checks.array("head_mask", scale)
+    checks.array(name, scale)
     if jnp.issubdtype(scale.dtype, jnp.complexfloating):
-        raise TypeError(f"head_mask must be real, got {scale.dtype}; take its absolute value")
+        raise TypeError(f"{name} must be real, got {scale.dtype}; take its absolute value")
     if not (jnp.issubdtype(scale.dtype, jnp.number) or scale.dtype == jnp.bool_):
-        raise TypeError(f"head_mask must be numbers or bools, got {scale.dtype}; give 0 or 1")
+        raise TypeError(f"{name} must be numbers or bools, got {scale.dtype}; give 0 or 1")
     *B, _, N, _ = x.shape
     expected = {"[N]": (N,), "[*B, N]": (*B, N)}
-    check_shape("head_mask", scale, expected, "give one number for each head")
+    check_shape(name, scale, expected, "give one number for each head")
     return x * lead(scale.astype(x.dtype), x.ndim - 2)[..., None, :, None]
 
 

@@ -1,6 +1,7 @@
 """The keys and values that a layer attends to: of this call, a cache, or another layer."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -15,6 +16,7 @@ from flax_mha.cache.config import CacheConfig
 from flax_mha.cache.extended import Extended
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.storage import Memory
+from flax_mha.kernels import dot_product_attention
 
 
 class KeyValue(Struct):
@@ -35,12 +37,28 @@ class KeyValue(Struct):
     ordered: bool = struct.field(pytree_node=False, default=False)
     q_positions: Any = None
 
-    def mask_padding(
-        self, q: jax.Array, mask: masks.MaskLike | None, lengths: jax.Array | None
-    ) -> masks.MaskLike | None:
-        """Combine the mask of queries [*B, T, N, H] with a mask that hides all padding."""
+    def attend(
+        self, q: jax.Array, *, mask: masks.MaskLike | None = None, lengths: jax.Array | None = None,
+        attention: Callable[..., Any] = dot_product_attention, order: Array | None = None,
+        **call: Any,
+    ) -> Any:  # fmt: skip
+        """Attend from queries q [*B, T, N, H], the first `lengths` of each row.
+
+        `order` has the place of each token, if they are given in another order. `attention` is
+        called in place of `dot_product_attention`, with its other arguments.
+        """
+        places = self.places(q, mask, lengths, order)
+        return attention(q, self.key, self.value, **places, **call)
+
+    def places(
+        self, q: jax.Array, mask: masks.MaskLike | None, lengths: jax.Array | None,
+        order: Array | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the positions of queries and keys, and a mask that also hides all padding."""
+        q_positions = order if self.q_positions is None else self.q_positions
+        places = {"mask": mask, "q_positions": q_positions, "kv_positions": order}
         if self.lengths is None and lengths is None:
-            return mask
+            return places
         batch = q.shape[:-3]
 
         def as_lengths(lengths: jax.Array | None, length: int) -> jax.Array:
@@ -52,7 +70,7 @@ class KeyValue(Struct):
         q_lengths = as_lengths(lengths, q.shape[-3])
         if self.q_positions is not None:
             q_lengths = q_lengths + self.q_positions[..., 0]
-        return masks.combine(mask, masks.Lengths(kv_lengths, q_lengths))
+        return places | {"mask": masks.combine(mask, masks.Lengths(kv_lengths, q_lengths))}
 
 
 class Encoded(Struct):

@@ -11,22 +11,24 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.cache import KVCache, Memory, sources
+from flax_mha.cache import CacheConfig, KVCache, Memory, sources
 from flax_mha.cache.sources import KeyValue, NewMemory, Shared
 from flax_mha.cache.sources import Source as Source
-from flax_mha.kernels import dot_product_attention
-from flax_mha.layer import custom_attention, head_points
+from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer.exclusive import exclude_own
 from flax_mha.layer.heads import Heads as Heads
 from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
+from flax_mha.layer.linear import Linear
 from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
 from flax_mha.scores import as_scores
+from flax_mha.signatures import custom_attention
+from flax_mha.taps import internals
+from flax_mha.taps.tap import Tap
 
 
 class Output(NamedTuple):
@@ -77,82 +79,87 @@ def attend(
     Arguments are as in `attention`, with `heads` in place of the inputs. Of the parameters
     `sinks`, `score_scale` and `out` are read.
     """
-    q, k, v = heads.q, heads.k, heads.v
-    q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
-    q = sharding.constrain(q, sharding.HEADS)
-    k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (k, v))
-    q = call.points("q", q, sharding.HEADS)
-    if isinstance(cache, KVCache):
-        k, v = head_points.edit_keys(call.points, q, k, v)
-    q, k, v = (checkpoint_name(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    arguments = _arguments(p, settings, call)
-    is_shared = isinstance(cache, Shared)
-    if settings.exclusive and not heads.same_tokens:
-        raise ValueError(
-            "exclusive=True takes each token's own value from its output, so it needs "
-            "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
-        )
+    tap = call.tap
+    q = shapes.scale_heads("score_scale", heads.q, p.get("score_scale"))
+    q = tap("q", sharding.constrain(q, sharding.HEADS), sharding.HEADS)
+    arguments = _arguments(p, settings, heads, call)
+    is_own = heads.same_tokens or isinstance(cache, Shared)
+    source, cache = _open_source(p, heads._replace(q=q), cache, tap, arguments, settings.mask)
+    arguments = internals.edit_scores(tap, arguments, q, source)
+    with jax.named_scope("kernel"):
+        result = source.attend(q, **arguments)
+    z, weights = internals.read_result(tap, result, q, source, is_own, arguments)
+    chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
+    z = tap.change("z", z, sharding.HEADS)  # Kernels give it its name, beside the lse.
+    z = exclude_own(z, _own_values(source, heads.same_tokens)) if settings.exclusive else z
+    z = z if heads.gate is None else z * jax.nn.sigmoid(heads.gate).astype(z.dtype)
+    z = shapes.scale_heads("head_mask", z, call.head_mask)
+    out = tap.last("out", _merge(p.get("out"), sharding.constrain(z, sharding.HEADS), tap))
+    chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
+    return Output(out, weights, cache, source)
+
+
+def _open_source(
+    p: Mapping[str, Any], heads: Heads, cache: Source, tap: Tap, arguments: Mapping[str, Any],
+    mask: masks.MaskLike | None,
+) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
+    """Return the keys and values that a call attends to, as edited, and the cache after it.
+
+    A ring buffer's window is that of `mask`, the layer's.
+    """
+    q, lengths = heads.q, arguments["lengths"]
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
         sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
-    source, cache = _open_source(cache, heads._replace(q=q, k=k, v=v), settings.mask, call.lengths)
-    if call.points.is_active:
-        source = head_points.edit_source(call.points, q, source, is_shared)
-        head_points.edit_scores(call.points, arguments, q, source)
-    with jax.named_scope("kernel"):
-        if isinstance(source, KeyValue):
-            attention = arguments.pop("attention", dot_product_attention)
-            arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
-            q_positions = heads.order if source.q_positions is None else source.q_positions
-            places = {"q_positions": q_positions, "kv_positions": heads.order}
-            result = attention(q, source.key, source.value, **places, **arguments)
-            if heads.same_tokens or is_shared:
-                qkv = (q, source.key, source.value)
-                head_points.read_pairs(call.points, attention, qkv, arguments | places)
-        else:
-            result = source.attend(q, lengths=call.lengths, **arguments)
-    x, *more = result if isinstance(result, tuple) else (result,)
-    chex.assert_shape(x, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
-    x = call.points("z", x, sharding.HEADS)
-    if settings.exclusive:
-        x = exclude_own(x, source.value if isinstance(source, KeyValue) else v)
-    x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
-    x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
-    x = sharding.constrain(x, sharding.HEADS)
-    with jax.named_scope("merge"):
-        out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
-    for name, value in (more[-1] if arguments["capture"] else {}).items():
-        call.points.sow(name, value)
-    out = head_points.edit_result(call.points, p.get("out"), x, out)
-    out = checkpoint_name(call.points.last("out", out), "out")
-    chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
-    return Output(out, more[0] if call.return_weights else None, cache, source)
-
-
-def _open_source(
-    cache: Source, heads: Heads, mask: masks.MaskLike | None, lengths: jax.Array | None
-) -> tuple[Shared, KVCache | Memory | None]:
-    """Return the keys and values that a call attends to, and the cache after it."""
-    k, v = heads.k, heads.v
-    if isinstance(cache, Shared):
-        return cache, None
-    if isinstance(cache, KVCache):
-        return cache.extended(*heads.kept(k, v), lengths)
+        return internals.edit_shared(tap, q, cache), None
+    k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
     if isinstance(cache, NewMemory):
         memory = Memory.of(k, v, jnp.dtype(cache.config.dtype or k.dtype))
         if cache.replaced is None:
             # As with an empty cache, the first call makes room, and its tokens are not counted.
             length = jnp.zeros(k.shape[:-3], jnp.int32)
-            return KeyValue(*memory.stored()), memory.replace(length=length)
+            source = KeyValue(*internals.edit_keys(tap, q, *memory.stored()))
+            return source, memory.replace(length=length)
         cache = memory.replace(length=cache.replaced.length)
     if isinstance(cache, Memory):
-        T = heads.q.shape[-3]
-        source = KeyValue(*cache.stored(), q_positions=cache.next_positions(T))
+        T = q.shape[-3]
+        kv = internals.edit_keys(tap, q, *cache.stored())
+        source = KeyValue(*kv, q_positions=cache.next_positions(T))
         return source, cache.replace(length=cache.length + cache.count(T, lengths))
-    # The mask determines the window of a ring buffer.
+    if not isinstance(cache, KVCache | CacheConfig | None):
+        raise TypeError(
+            f"cache must be a KVCache, a Memory, a CacheConfig, keys and values of another layer, "
+            f"or None, got {checks.describe(cache)}; give one of these"
+        )
+    k = tap("k", k, sharding.KV_HEADS, q.shape[-2])
+    v = tap("v", v, sharding.KV_HEADS, q.shape[-2])
+    if isinstance(cache, KVCache):
+        return cache.extended(*heads.kept(k, v), lengths)
     new = None if cache is None else cache.empty(*heads.kept(k, v), mask)
     return KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None), new
+
+
+def _own_values(source: Shared, same_tokens: bool) -> jax.Array:
+    """Return the values [*B, T, K, Hv] of the queries' tokens, as a call attends to them."""
+    if not same_tokens:
+        raise ValueError(
+            "exclusive=True takes each token's own value from its output, so it needs "
+            "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
+        )
+    return dequantize(source.value if isinstance(source, KeyValue) else source.new[1])
+
+
+def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
+    """Return the output [*B, T, D] of heads z [*B, T, N, Hv], with the point of their shares."""
+    with jax.named_scope("merge"):
+        out = jax.lax.collapse(z, z.ndim - 2) if linear is None else linear(z)
+    if linear is None or linear.kernel is None or not tap.needs("result"):
+        return out
+    names = ("batch", "length", "heads", None)
+    shares = tap("result", linear.shares(z), names)
+    is_edited = tap.prefix + "result" in tap.edits
+    return linear.join(shares, out.dtype) if is_edited else out
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
@@ -168,9 +175,11 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
     return (output.out, *more) if more else output.out
 
 
-def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
-    """Return the arguments of attention beside queries, keys and values."""
-    reads = call.points.reads
+def _arguments(
+    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call
+) -> dict[str, Any]:
+    """Return the arguments of `attend` of a source, beside the queries."""
+    reads = call.tap.reads
     scale = settings.scale if call.scale is None else call.scale
     arguments: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
@@ -179,7 +188,10 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
         # A learned scale is in the queries.
         "scale": 1.0 if "score_scale" in p else scale,
         "capture": reads and reads.of_softmax(), "return_weights": call.return_weights,
+        "lengths": call.lengths,
     }  # fmt: skip
+    if heads.order is not None:
+        arguments["order"] = heads.order
     if call.dropout_rng is not None:
         arguments |= {
             "dropout_rng": call.dropout_rng, "dropout_rate": settings.dropout_rate,
@@ -190,6 +202,6 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
     elif settings.custom_attention is not None:
         arguments["attention"] = functools.partial(
             custom_attention.run, settings.custom_attention, dtype=settings.dtype,
-            force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.sower,
+            force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.tap.sower,
         )  # fmt: skip
     return arguments

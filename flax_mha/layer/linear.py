@@ -1,7 +1,13 @@
-"""Linear maps, on any mesh, and their parameters in linen."""
+"""Linear maps, on any mesh, and their parameters in linen.
+
+With sequence parallelism, positions are sharded between layers.
+
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+"""
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import flax.linen as nn
@@ -11,13 +17,14 @@ from flax import struct
 from flax.core import Scope, meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
+from jax.sharding import PartitionSpec
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.kernels.chips import tpus
-from flax_mha.sharding import LogicalNames
-from flax_mha.sharding.tensor_parallel import column_parallel, gather_kernel, gathered, row_parallel
+from flax_mha.sharding import LogicalNames, rules
+from flax_mha.sharding.shard_map import run_on_shards
 
 default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
@@ -84,14 +91,32 @@ class Linear(struct.PyTreeNode):
             return _plus(multiply(x, kernel), bias, flat)
 
         def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            y = column_parallel(multiply, x, self, kernel) if self.contracted == 1 else None
-            y = row_parallel(multiply, x, self, kernel) if y is None else y
+            y = _column_parallel(multiply, x, self, kernel) if self.contracted == 1 else None
+            y = _row_parallel(multiply, x, self, kernel) if y is None else y
             return multiply(x, kernel) if y is None else y
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            return _plus(gather_kernel(whole, x, self, kernel), bias, flat)
+            return _plus(_gather_kernel(whole, x, self, kernel), bias, flat)
 
         return sharding.auto(product, self.names_of_result, x, kernel, bias)
+
+    def shares(self, x: jax.Array) -> jax.Array:
+        """Return each head's share [*B, T, N, D] of the product with x [*B, T, N, Hv]."""
+
+        def share(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            x, kernel = promote_dtype(x, kernel, dtype=self.dtype)
+            return jnp.einsum("...tnv,nvd->...tnd", x, kernel, precision=self.precision)
+
+        return sharding.auto(share, ("batch", "length", "heads", None), x, self.kernel)
+
+    def join(self, shares: jax.Array, dtype: Dtype) -> jax.Array:
+        """Return the sum of the heads' shares, with the bias, in a dtype."""
+
+        def add(shares: jax.Array, bias: jax.Array | None) -> jax.Array:
+            total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
+            return _plus(total, bias, flat=False).astype(dtype)
+
+        return sharding.auto(add, self.names_of_result, shares, self.bias)
 
     def _multiply(self, x: jax.Array, kernel: jax.Array, flat: bool) -> jax.Array:
         """Return x·W. If `flat`, heads and their features are one axis of the product."""
@@ -121,6 +146,114 @@ def _plus(y: jax.Array, bias: jax.Array | None, flat: bool) -> jax.Array:
         one_axis = y.reshape(*y.shape[: y.ndim - bias.ndim], -1)
         return (one_axis + shapes.lead(bias.reshape(-1), one_axis.ndim)).reshape(y.shape)
     return y + shapes.lead(bias, y.ndim)
+
+
+def _column_parallel(
+    multiply: Callable[..., jax.Array], x: jax.Array, linear: Linear, kernel: jax.Array
+) -> jax.Array | None:
+    """Return multiply(x, kernel), or None if XLA alone sends as little.
+
+    If positions of x are sharded between layers, each device gathers all of them before the
+    product, and keeps the gradient of its own: one all-gather forward and one reduce-scatter
+    backward. If devices share key/value heads, the gradient of x is a sum over all devices, which
+    XLA joins with that of the queries.
+    """
+    if linear.rows != ("batch", "length") or x.ndim < 2:
+        return None
+    at = x.ndim - 2
+    axes = _sequence_axes(x.shape, at)
+    over = _sharing_axes(kernel.shape, linear.names)
+    if not axes and not over:
+        return None
+
+    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True) if axes else x, kernel)
+
+    names = [("batch", "norm_length" if axes else "length", None), gathered(linear.names)]
+    out = ((*x.shape[:-1], *kernel.shape[1:]), linear.names_of_result)
+    return sharding.local(local, names, out, x, kernel, over=over)
+
+
+def _row_parallel(
+    multiply: Callable[..., Any], x: jax.Array, linear: Linear, kernel: jax.Array
+) -> jax.Array | None:
+    """Return multiply(x, kernel) if the devices that sum it also shard its positions, else None.
+
+    Each device keeps the sums of its positions: one reduce-scatter forward, one all-gather
+    backward.
+    """
+    inner, outer = linear.names[: linear.contracted], linear.names_of_result
+    shape = (*x.shape[: -linear.contracted], *linear.features)
+    names = [("batch", "length", *inner), gathered(linear.names)]
+    over, at = sharding.spec(kernel.shape, names[1]), x.ndim - linear.contracted - 1
+    if linear.rows[-1] != "norm_length":
+        return None
+    axes = _sequence_axes(shape, at)
+    if not axes or axes != rules.unpack_entry(over[0]):
+        return None
+
+    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(multiply(x, kernel), axes, scatter_dimension=at, tiled=True)
+
+    return sharding.local(local, names, (shape, outer), x, kernel)
+
+
+def _gather_kernel(
+    fn: Callable[..., Any], x: jax.Array, linear: Linear, kernel: jax.Array
+) -> jax.Array:
+    """Return fn(x, kernel), with a kernel sharded by FSDP gathered on Manual axes.
+
+    Its gradient is reduce-scattered. XLA alone would all-reduce it, and then slice.
+    """
+    rows, shape = linear.rows, x.shape[: x.ndim - linear.contracted]
+    at = len(shape) - len(rows)
+    axes = rules.unpack_entry(sharding.spec(shape, rows)[at]) if at >= 0 else ()
+    names = gathered(linear.names)
+    spec = rules.fill_unconstrained(sharding.spec(kernel.shape, linear.names))
+    spec = rules.keep_axes(spec, axes)
+    # XLA:CPU aborts at sums of half precision over devices that a `jax.shard_map` transposes to.
+    aborts = x.dtype.itemsize < 4 and sharding.platform() == "cpu"
+    if aborts or not any(spec):
+        return fn(x, sharding.constrain(kernel, names))
+
+    def gather(shard: jax.Array) -> jax.Array:
+        for i, over in enumerate(spec):
+            shard = jax.lax.all_gather(shard, over, axis=i, tiled=True) if over else shard
+        return shard
+
+    def local(x: jax.Array, shard: jax.Array) -> Any:
+        # XLA would gather axes left Auto, too.
+        whole = sharding.local(gather, [names], (kernel.shape, names), shard)
+        return fn(x, sharding.constrain(whole, names))
+
+    rows_of_device = PartitionSpec(*[None] * at, rules.pack_entry(axes))
+    return run_on_shards(local, set(axes), [rows_of_device, spec], rows_of_device, x, kernel)
+
+
+def _sharing_axes(shape: Shape, names: LogicalNames) -> tuple[str, ...]:
+    """Return the mesh axes of query heads along which devices share a kernel's key/value heads."""
+    if "kv_heads" not in names:
+        return ()
+    own = rules.unpack_entry(sharding.spec(shape, gathered(names))[names.index("kv_heads")])
+    # As many heads as devices, so that they divide.
+    count = jax.sharding.get_abstract_mesh().size
+    (of_queries,) = sharding.spec((count,), ("heads",))
+    return tuple(axis for axis in rules.unpack_entry(of_queries) if axis not in own) if own else ()
+
+
+def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:
+    """Return the mesh axes that shard positions between layers but not inside them."""
+    everywhere, between = (
+        rules.unpack_entry(sharding.spec(shape[: at + 1], (name,))[at])
+        for name in ("length", "norm_length")
+    )
+    return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
+
+
+def gathered(names: LogicalNames) -> LogicalNames:
+    """Return a parameter's logical names without the axis that FSDP shards, as matmuls need it."""
+    fsdp = "embed" if rules.has_rule("embed") else None
+    return tuple(None if name == fsdp else name for name in names)
 
 
 class Projection(nn.Module):

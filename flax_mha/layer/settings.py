@@ -14,11 +14,11 @@ from flax_mha.base.coordinates import Array
 from flax_mha.cache.sources import Given
 from flax_mha.kernels import KernelName
 from flax_mha.kernels.call.normalizers import SOFTMAX
-from flax_mha.layer.attention_fn import attention_fn
-from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
+from flax_mha.signatures.attention_fn import attention_fn
+from flax_mha.taps.tap import Tap
 
 ZEROS = nn.initializers.zeros_init()
 PROJECTIONS = ("query", "key", "value", "out", "output_gate")
@@ -104,8 +104,7 @@ class Call:
       scale: the scale of the scores, in place of the layer's.
       dropout_rng: a key for dropout, or None for no dropout.
       return_weights: True to return the weights.
-      points: the named tensors of the call to change, read or list.
-      sower: the module that an `attention_fn` sows weights into.
+      tap: the named tensors of the call to change, read or list.
     """
 
     mask: masks.MaskLike | None = None
@@ -119,5 +118,4 @@ class Call:
     scale: float | None = None
     dropout_rng: jax.Array | None = None
     return_weights: bool = False
-    points: Points = dataclasses.field(default_factory=Points)
-    sower: Any = None
+    tap: Tap = dataclasses.field(default_factory=Tap)

@@ -16,14 +16,17 @@ from flax_mha.cache import CacheConfig, as_cache_config
 from flax_mha.kernels.call.capture import Capture, as_capture
 from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
-from flax_mha.layer.points import Points, asked
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import ZEROS, Call, Settings, has_bias
-from flax_mha.scores import ScoreMod, as_scores
+from flax_mha.scores import ScoreMod
+from flax_mha.taps.contexts import asked
+from flax_mha.taps.tap import Tap
 
 # One function for equal values, so that equal nnx layers have equal definitions.
 _constant = functools.cache(nn.initializers.constant)
-_OF_CALL = {field.name for field in dataclasses.fields(Call)}
+# The checked tables by class, sizes and fields.
+_TABLES: dict[Any, Table] = {}
+_MOST_TABLES = 256
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -58,6 +61,12 @@ class Attention(Settings):
     qk_attn_weights_einsum_cls: None = None
     attn_weights_value_einsum_cls: None = None
 
+    if TYPE_CHECKING:  # Fields that linen and nnx have at the places of Flax's layers.
+        qkv_features: int | None = dataclasses.field(default=None, kw_only=False)
+        out_features: int | None = dataclasses.field(default=None, kw_only=False)
+        num_kv_heads: int | None = dataclasses.field(default=None, kw_only=False)
+        decode: bool | None = None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse attributes that `__init__` would replace by the values of fields."""
         inherited = {x for base in cls.__mro__ for x in getattr(base, "__dataclass_fields__", ())}
@@ -79,7 +88,7 @@ class Attention(Settings):
         """True if a head's output depends on other heads, so that none can be removed alone."""
         return False
 
-    def check_fields(self: Any) -> None:
+    def check_fields(self) -> None:
         """Check the fields as far as it needs no inputs."""
         checks.fields(self)
         if self.rotary is not None:
@@ -96,52 +105,44 @@ class Attention(Settings):
         Linen clones a layer for each call. Fields that can't be hashed, such as masks with arrays,
         are checked in each.
         """
-        cls: Any = type(self)
         names = (field.name for field in dataclasses.fields(self))
         fields = [getattr(self, name) for name in names if name not in ("parent", "name")]
-        try:
-            tables = _tables(cls, D, Dk, Dv, *fields)
-        except TypeError:
-            tables = []
-        if not tables:
+        key = _hashable((type(self), D, Dk, Dv, *fields, *map(type, fields)))  # 1 equals True.
+        table = _TABLES.get(key)
+        if table is None:
             self.check_fields()
-            tables.append(self.table(D, Dk, Dv))
-        return tables[0]
+            table = self.table(D, Dk, Dv)
+            if key is not None:
+                while len(_TABLES) >= _MOST_TABLES:
+                    del _TABLES[next(iter(_TABLES))]  # The oldest.
+                _TABLES[key] = table
+        return table
 
     # Not public, or `nnx.tabulate` would take it for a call.
-    def _make_call(
-        self, options: Mapping[str, Any], scores: tuple[ScoreMod, ...],
-        dropout_rng: jax.Array | None, points: Points, is_captured: bool, return_weights: bool,
-    ) -> Call:  # fmt: skip
-        """Return the arguments of a call as one value.
+    def _reading(self, tap: Tap, sow_weights: bool, is_captured: bool) -> Tap:
+        """Return the tap of a call, with the reads that its fields and `sow_weights` ask for.
 
-        `scores` are the layer's, with their parameters, `points` have the module's path and edits,
-        and `is_captured` is True if intermediates are collected.
+        `is_captured` is True if intermediates are collected.
         """
-        sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
+        sow_weights = checks.flag("sow_weights", sow_weights)
         reads, is_custom = asked(self, self.capture), self.custom_attention is not None
         if sow_weights and not is_custom:  # Such a function sows them by itself.
             names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
             reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
-        points.reads = reads if is_captured or is_custom else None
+        tap.reads = reads if is_captured or is_custom else None
         if (reads or sow_weights) and not is_captured and isinstance(self, nn.Module):
-            points.warn_if_lost()
-        named = {name: options[name] for name in _OF_CALL if name in options}
-        named |= {
-            "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,
-            "return_weights": return_weights, "points": points,
-            "sower": self if sow_weights else None,
-        }  # fmt: skip
-        return Call(**named)
+            tap.warn_if_lost()
+        tap.sower = self if sow_weights else None
+        return tap
 
-    def sizes(self: Any, features: int) -> tuple[int, int, int, int]:
+    def sizes(self, features: int) -> tuple[int, int, int, int]:
         """Return N, K, H and Hv, for inputs_q with `features` features."""
         return shapes.head_sizes(
             features, self.num_heads, self.num_kv_heads, self.qkv_features, self.head_dim,
             self.v_head_dim,
         )  # fmt: skip
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters, in the order in which they are drawn.
 
         Args:
@@ -165,13 +166,13 @@ class Attention(Settings):
         return entries | self.out_table(N, Hv, D) | self.score_table(H)
 
     def to_heads(
-        self: Any, name: str, features: int, heads: shapes.Shape, axis: str = "heads"
+        self, name: str, features: int, heads: shapes.Shape, axis: str = "heads"
     ) -> LinearEntry:
         """Return the entry of a projection [D] to heads [N, H]."""
         names = ("embed", axis, "head_dim")
         return LinearEntry((features,), heads, names, has_bias(self.use_bias, name))
 
-    def out_table(self: Any, N: int, Hv: int, D: int) -> Table:
+    def out_table(self, N: int, Hv: int, D: int) -> Table:
         """Return the table of the output projection from heads [N, Hv]."""
         checks.optional(out_features=self.out_features)
         if not self.project_out:
@@ -181,7 +182,7 @@ class Attention(Settings):
         rows = ("batch", "norm_length")
         return {"out": LinearEntry((N, Hv), features, names, biased, rows, is_out=True)}
 
-    def score_table(self: Any, H: int) -> Table:
+    def score_table(self, H: int) -> Table:
         """Return the table of learned sinks and scales of the scores."""
         inits = {"sinks": ZEROS} if self.sinks else {}
         if isinstance(self.scale, str):
@@ -218,7 +219,10 @@ class Attention(Settings):
         return core.attend(p, self, heads, call, cache)
 
 
-@functools.lru_cache(maxsize=256, typed=True)
-def _tables(*key: Any) -> list[Table]:
-    """Return a list to keep a table in: the same list for equal arguments."""
-    return []
+def _hashable(key: Any) -> Any:
+    """Return a key, or None if it cannot be hashed."""
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, At, Node, ScoreArray, Tiles, whole, with_jax_arrays
+from flax_mha.base.coordinates import Array, At, PairRule, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.arrays import read_table
 from flax_mha.masks.states import FULL, both, either, tile_state
@@ -20,7 +20,7 @@ from flax_mha.masks.static_pairs import static_pairs
 _OF_ARRAYS = ("shape", "ndim", "dtype", "size", "astype", "reshape", "at")
 
 
-class Mask(Node):
+class Mask(PairRule):
     """The base class of all masks."""
 
     # Makes `ndarray & mask` call the mask's `__rand__` instead of NumPy's operator.

@@ -5,20 +5,22 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import flax.linen as nn
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache.sources import Encoded, Shared
-from flax_mha.layer import padding, points, settings
+from flax_mha.layer import padding, settings
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import remat
 from flax_mha.models.feed_forward import MLP, Activation, Dropout
 from flax_mha.models.remat import Remat
 from flax_mha.sharding import rules
+from flax_mha.taps.tap import Tap, tap_of
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 Calls: TypeAlias = dict[str, Any]  # the arguments of each layer's call, by the name of its field
+# A function of x to a branch's output, and the keys and values of a layer that returns them.
+Branch: TypeAlias = Callable[[jax.Array], tuple[jax.Array, Shared | None]]
 # Options of self-attention that cross-attention gets too.
 _SHARED_OPTIONS = ("lengths", "dropout_rng", "sow_weights")
 _AXES = ("batch", "norm_length", None)
@@ -141,47 +143,77 @@ class Block(nn.Module):
         self, x: jax.Array, deterministic: bool | None, calls: Calls
     ) -> tuple[jax.Array, Shared | None]:
         """Return x with all branches added, and keys and values if a call has `return_kv`."""
-        for name in calls:
-            settings.check_module(name, getattr(self, name), MultiHeadAttention)
-        mlp, shape = self._mlp(), x.shape
-        kv: Shared | None = None
-        taps = points.of_module(self, self.attention.capture)
-
-        def branch(name: str, x: jax.Array) -> jax.Array:
-            nonlocal kv
-            y: Any
-            if name == "mlp":
-                y = taps("mlp_out", mlp(x, deterministic=deterministic))
-                y = checkpoint_name(y, "mlp_out")
-            else:
-                layer = getattr(self, name)
-                # The layer's field `deterministic`, if set, takes precedence.
-                flag = deterministic if layer.deterministic is None else None
-                y = layer(x, deterministic=flag, **calls[name])
-            if calls.get(name, {}).get("return_kv"):
-                y, kv = y
-            return self._scale(name, y, shape, deterministic)
-
-        def norm(name: str, x: jax.Array) -> jax.Array:
-            return self.make_norm(f"{name}_norm")(x)
-
-        names = [*calls, "mlp"]
-        x = taps("resid_pre", sharding.constrain(x, _AXES))
-        if not self.parallel:
-            for name in names:
-                if name == "mlp":
-                    x = taps("resid_mid", x)
-                x = x + branch(name, norm(name, x) if self.pre_norm else x)
-                x = sharding.constrain(norm(name, x) if self.post_norm else x, _AXES)
-            return taps.last("resid_post", x), kv
-        if self.parallel == "own_norms":
-            inputs = [norm(name, x) for name in names]
+        tap = tap_of(self, self.attention.capture)
+        branches = self._branches(x.shape, deterministic, calls, tap)
+        x = tap("resid_pre", sharding.constrain(x, _AXES))
+        if self.parallel:
+            x, kv = self._in_parallel(x, branches)
         else:
-            inputs = [norm("attention", x) if self.pre_norm else x] * len(names)
-        for name, branch_input in zip(names, inputs, strict=True):
-            x = x + branch(name, branch_input)
-        x = norm("attention", x) if self.post_norm else x
-        return taps.last("resid_post", sharding.constrain(x, _AXES)), kv
+            x, kv = self._in_sequence(x, branches, tap)
+        return tap.last("resid_post", x), kv
+
+    @nn.nowrap
+    def _branches(
+        self, shape: shapes.Shape, deterministic: bool | None, calls: Calls, tap: Tap
+    ) -> dict[str, Branch]:
+        """Return the branches by name, in their order: attention layers, and the MLP."""
+
+        def of_layer(name: str, call: dict[str, Any]) -> Branch:
+            layer = getattr(self, name)
+            settings.check_module(name, layer, MultiHeadAttention)
+            # The layer's field `deterministic`, if set, takes precedence.
+            flag = deterministic if layer.deterministic is None else None
+
+            def branch(x: jax.Array) -> tuple[jax.Array, Shared | None]:
+                y = layer(x, deterministic=flag, **call)
+                y, kv = y if call.get("return_kv") else (y, None)
+                return self._scale(name, y, shape, deterministic), kv
+
+            return branch
+
+        mlp = self._mlp()
+
+        def of_mlp(x: jax.Array) -> tuple[jax.Array, None]:
+            y = tap("mlp_out", mlp(x, deterministic=deterministic))
+            return self._scale("mlp", y, shape, deterministic), None
+
+        return {name: of_layer(name, call) for name, call in calls.items()} | {"mlp": of_mlp}
+
+    @nn.nowrap
+    def _in_sequence(
+        self, x: jax.Array, branches: dict[str, Branch], tap: Tap
+    ) -> tuple[jax.Array, Shared | None]:
+        """Add each branch to the sum of those before it."""
+        kept = []
+        for name, branch in branches.items():
+            x = tap("resid_mid", x) if name == "mlp" else x
+            y, kv = branch(self._norm(name, x) if self.pre_norm else x)
+            x = x + y
+            x = sharding.constrain(self._norm(name, x) if self.post_norm else x, _AXES)
+            kept.append(kv)
+        return x, kept[0]
+
+    @nn.nowrap
+    def _in_parallel(
+        self, x: jax.Array, branches: dict[str, Branch]
+    ) -> tuple[jax.Array, Shared | None]:
+        """Add all branches of the same x, with one norm, or one for each."""
+        if self.parallel == "own_norms":
+            inputs = [self._norm(name, x) for name in branches]
+        else:
+            inputs = [self._norm("attention", x) if self.pre_norm else x] * len(branches)
+        kept = []
+        for branch, branch_input in zip(branches.values(), inputs, strict=True):
+            y, kv = branch(branch_input)
+            x = x + y
+            kept.append(kv)
+        x = self._norm("attention", x) if self.post_norm else x
+        return sharding.constrain(x, _AXES), kept[0]
+
+    @nn.nowrap
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        """Apply the norm of a branch."""
+        return self.make_norm(f"{name}_norm")(x)
 
     @nn.nowrap
     def _mlp(self) -> nn.Module:

@@ -15,12 +15,17 @@ from jax import lax
 
 from flax_mha import sharding
 from flax_mha.base import checks, loops, shapes
-from flax_mha.layer.linear import default_bias_init, default_kernel_init, for_shape, projection
+from flax_mha.layer.linear import (
+    default_bias_init,
+    default_kernel_init,
+    for_shape,
+    gathered,
+    projection,
+)
 from flax_mha.models import exchange
 from flax_mha.models.feed_forward import Activation, activation
 from flax_mha.sharding import rules
 from flax_mha.sharding.shard_map import vary
-from flax_mha.sharding.tensor_parallel import gathered
 
 
 def expert_by_expert(

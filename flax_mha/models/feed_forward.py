@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.kernels import Capture
-from flax_mha.layer import points
 from flax_mha.layer.linear import default_bias_init, default_kernel_init, projection
+from flax_mha.taps.tap import tap_of
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 ACTIVATIONS: dict[str, Activation] = {
@@ -73,8 +73,7 @@ class MLP(nn.Module):
 
         up = to_hidden("up")
         pre = to_hidden("gate") if self.gated else up
-        pre = points.of_module(self, self.capture).last("mlp_pre", pre, names)
-        pre = checkpoint_name(pre, "mlp_pre")
+        pre = tap_of(self, self.capture).last("mlp_pre", pre, names)
         h = act(pre) * checkpoint_name(up, "mlp_pre") if self.gated else act(pre)
         h = checkpoint_name(sharding.constrain(h, names), "mlp_hidden")
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)

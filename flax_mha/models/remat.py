@@ -9,9 +9,8 @@ import flax.linen as nn
 import jax
 
 from flax_mha.base import checks
+from flax_mha.base.tensors import STORED as NAMES
 
-# The names of activations, which `jax.ad_checkpoint.checkpoint_name` marks.
-NAMES = ("q", "k", "v", "z", "lse", "out", "mlp_pre", "mlp_hidden", "mlp_out")
 # The name of the results of all matrix products.
 PRODUCTS = "products"
 # A prefix of names, for activations that wait in the host's memory.

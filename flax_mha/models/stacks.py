@@ -1,7 +1,7 @@
 """Stacks of blocks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias, Unpack
+from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
 
 import flax.linen as nn
 import jax
@@ -11,17 +11,32 @@ from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import collection
 from flax_mha.cache.sources import Shared
-from flax_mha.layer import points
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions, MultiHeadAttention, with_parameters
 from flax_mha.models import remat
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
 from flax_mha.scores import ScoreMod, as_scores
 from flax_mha.sharding import rules
+from flax_mha.taps.tap import COLLECTION, tap_of
 
 Inputs: TypeAlias = tuple[jax.Array, ...]
 Options: TypeAlias = dict[str, Any]
-Sources: TypeAlias = Sequence[int | None]
+# By how much the index of the layer whose keys each layer uses differs from its own, or None.
+Offsets: TypeAlias = Sequence[int | None]
+
+
+class Place(NamedTuple):
+    """The place of a layer's variables in those of a stack.
+
+    Attributes:
+      path: the path, such as ("layers_0",), or under a scan ("layers", "block_1").
+      block: the index of the block that the layer copies.
+      step: the index on the leading axis of layers, of a layer under a scan; None for others.
+    """
+
+    path: tuple[str, ...]
+    block: int
+    step: int | None
 
 
 class Stack(nn.Module):
@@ -77,6 +92,20 @@ class Stack(nn.Module):
         return blocks
 
     @property
+    def places(self) -> tuple[Place, ...]:
+        """The places of the layers. Those that fill no step of a scan are beside it."""
+        size = len(self.blocks)
+        scanned = self.num_layers // size * size if self.scan else 0
+
+        def place(i: int) -> Place:
+            step, block = divmod(i, size)
+            if i >= scanned:
+                return Place((f"layers_{i}",), block, None)
+            return Place(("layers", f"block_{block}") if size > 1 else ("layers",), block, step)
+
+        return tuple(map(place, range(self.num_layers)))
+
+    @property
     def first(self) -> Block:
         """The first block, whose dtypes the stack uses."""
         return self.blocks[0]
@@ -98,26 +127,25 @@ class Stack(nn.Module):
             call = {name: x for name, x in call.items() if x is not None}
             blocks = self.blocks
             x = sharding.constrain(x, ("batch", "norm_length", None))
-            x = points.of_module(self, self.first.attention.capture).last("embed", x)
+            x = tap_of(self, self.first.attention.capture).last("embed", x)
             if self.input_norm:
                 x = self.first.make_norm("input_norm", self)(x)
             if self.scores:
                 scores = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
                 call["scores"] = scores + as_scores(call.get("scores", ()))
-            by_layer, sources = self._by_layer(call), self._sources(call)
+            by_layer, offsets = self._by_layer(call), self._offsets(call)
             rotates = [block.attention.rotary is not None for block in blocks]
             # If only some layers rotate, the others get no positions.
             unrotated = {name: x for name, x in call.items() if name != "positions"}
             by_block = [call if has_rope or not any(rotates) else unrotated for has_rope in rotates]
-            steps = self.num_layers // len(blocks) if self.scan else 0
-            done = steps * len(blocks)
-            if steps:
-                x = self._scan(x, inputs, by_block, by_layer[:done], sources[: len(blocks)])
-            numbers = range(done, self.num_layers)
+            done = sum(place.step is not None for place in self.places)
+            if done:
+                x = self._scan(x, inputs, by_block, by_layer[:done], offsets[: len(blocks)])
+            rest = self.places[done:]
             x = _run_blocks(
-                [blocks[i % len(blocks)].copy(name=f"layers_{i}") for i in numbers], x, inputs,
-                [by_block[i % len(blocks)] | by_layer[i] for i in numbers],
-                [None if source is None else source - done for source in sources[done:]],
+                [blocks[place.block].copy(name=place.path[0]) for place in rest], x, inputs,
+                [by_block[place.block] | y for place, y in zip(rest, by_layer[done:], strict=True)],
+                offsets[done:],
             )  # fmt: skip
             final = not self.first.post_norm if self.final_norm is None else self.final_norm
             return self.first.make_norm("norm", self)(x) if final else x
@@ -125,7 +153,7 @@ class Stack(nn.Module):
     @nn.nowrap
     def _scan(
         self, x: jax.Array, inputs: Inputs, by_block: Sequence[Options],
-        by_layer: Sequence[Options], sources: Sources,
+        by_layer: Sequence[Options], offsets: Offsets,
     ) -> jax.Array:  # fmt: skip
         """Run a scan whose steps have all blocks."""
         blocks = self.blocks
@@ -137,8 +165,8 @@ class Stack(nn.Module):
         ) -> tuple[jax.Array, None]:
             options = [x | y for x, y in zip(by_block, by_layer, strict=True)]
             if isinstance(module, _Group):
-                return module(x, inputs, options, sources), None
-            return _run_blocks([module], x, inputs, options, sources), None
+                return module(x, inputs, options, offsets), None
+            return _run_blocks([module], x, inputs, options, offsets), None
 
         count = len(by_layer) // len(blocks)
         held = self.variables.get("cache", {}).get("layers")
@@ -146,7 +174,7 @@ class Stack(nn.Module):
         cross = [getattr(block, "cross_attention", None) for block in blocks]
         keeps = not (inputs and any(getattr(layer, "decode", False) for layer in cross))
         in_place = keeps and held is not None and collection.has_slots(held)
-        axes: dict[Any, Any] = {"params": 0, "intermediates": 0, points.COLLECTION: 0}
+        axes: dict[Any, Any] = {"params": 0, "intermediates": 0, COLLECTION: 0}
         scanned = nn.scan(
             _write_in_place(step) if in_place else step,
             variable_axes=axes if in_place else axes | {"cache": 0},
@@ -167,8 +195,8 @@ class Stack(nn.Module):
         return scanned(group, x, inputs, stacked, *indices)[0]
 
     @nn.nowrap
-    def _sources(self, call: dict[str, Any]) -> tuple[int | None, ...]:
-        """Check `kv_from`, and return it with None for each layer by default."""
+    def _offsets(self, call: dict[str, Any]) -> Offsets:
+        """Check `kv_from`, and return it relative to each layer."""
         if self.kv_from is None:
             return (None,) * self.num_layers
         kv_from = self.kv_from
@@ -190,17 +218,16 @@ class Stack(nn.Module):
                 raise ValueError(
                     f"kv_from[{i}] must be {rule}, got {source} in {kv_from}; change it"
                 )
+        offsets = [None if source is None else source - i for i, source in enumerate(kv_from)]
         size = len(self.blocks)
-        repeated = tuple(
-            None if (n := kv_from[i % size]) is None else n + i - i % size
-            for i in range(self.num_layers)
-        )
-        if self.scan and kv_from != repeated:
+        of_step = [offsets[i % size] for i in range(self.num_layers)]
+        if self.scan and offsets != of_step:
+            repeated = tuple(None if n is None else i + n for i, n in enumerate(of_step))
             raise ValueError(
                 f"kv_from must name layers of the same step under scan (a step has {size}), alike "
                 f"in all steps: {repeated}, got {kv_from}; give block= more blocks, or scan=False"
             )
-        return kv_from
+        return offsets
 
     @nn.nowrap
     def _by_layer(self, call: Options) -> list[Options]:
@@ -230,10 +257,10 @@ class _Group(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, inputs: Inputs, options: Sequence[Options], sources: Sources
+        self, x: jax.Array, inputs: Inputs, options: Sequence[Options], offsets: Offsets
     ) -> jax.Array:
         blocks = [block.copy(name=f"block_{n}") for n, block in enumerate(self.blocks)]
-        return _run_blocks(blocks, x, inputs, options, sources)
+        return _run_blocks(blocks, x, inputs, options, offsets)
 
 
 def _write_in_place(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,12 +288,13 @@ def _write_in_place(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_blocks(
     blocks: Sequence[Any], x: jax.Array, inputs: Inputs, options: Sequence[Options],
-    sources: Sources,
+    offsets: Offsets,
 ) -> jax.Array:  # fmt: skip
     """Run blocks in sequence, each with its options.
 
-    A block with a source uses the keys and values of the block with that index.
+    A block with an offset uses the keys and values of the block that far from it.
     """
+    sources = [None if offset is None else i + offset for i, offset in enumerate(offsets)]
     shared: dict[int, Shared] = {}
     for i, (block, call, source) in enumerate(zip(blocks, options, sources, strict=True)):
         call = call if source is None else call | {"kv": shared[source]}

@@ -1,6 +1,6 @@
 """Layers that project or combine otherwise than `MultiHeadAttention`, on the same core."""
 
-from flax_mha.variants.block_sparse import ChosenBlocksAttention as ChosenBlocksAttention
+from flax_mha.variants.chosen_blocks import ChosenBlocksAttention as ChosenBlocksAttention
 from flax_mha.variants.differential import DifferentialAttention as DifferentialAttention
 from flax_mha.variants.forgetting import ForgettingAttention as ForgettingAttention
 from flax_mha.variants.latent import MultiHeadLatentAttention as MultiHeadLatentAttention

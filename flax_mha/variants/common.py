@@ -17,7 +17,9 @@ from flax_mha.masks.base import Mask, evaluate, resolve
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:
     """Check that the fields `absent` are not set, and `scale` is not learned unless it may be."""
     if isinstance(layer.scale, str) and not learns_scale:
-        raise ValueError(f"{what} has a number for scale, got {layer.scale!r}; give one")
+        raise ValueError(
+            f"scale must be a number in {what}, got {layer.scale!r}; leave it out, or give a number"
+        )
     for name in absent:
         if getattr(layer, "custom_attention" if name == "attention_fn" else name):
             raise ValueError(f"{what} has no {name}, got {getattr(layer, name)!r}; leave it out")

@@ -30,7 +30,7 @@ class Differential(Attention):
     offset: float = 0.8
     norm_epsilon: float = 1e-5
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         common.check_inputs("differential attention", x_k, cache)
         K = self.num_kv_heads or self.num_heads
@@ -46,13 +46,17 @@ class Differential(Attention):
         heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, after a check of the fields."""
+    def check_fields(self) -> None:
+        """Check the fields as far as it needs no inputs."""
+        super().check_fields()
         checks.number("offset", self.offset)
         absent = (
             "v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "exclusive", "attention_fn",
         )  # fmt: skip
         common.check("differential attention", self, absent)
+
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return the table of parameters."""
         N, K, H, _ = self.sizes(D)
         # Values of 2·H are two heads of H, so that they share a product with queries and keys.
         entries: Table = {
@@ -65,7 +69,7 @@ class Differential(Attention):
         entries |= dict.fromkeys(_LAMBDA, vectors)
         return entries | {"norm": NormEntry(2 * H, QKNorm(epsilon=self.norm_epsilon))}
 
-    def sizes(self: Any, features: int) -> tuple[int, int, int, int]:
+    def sizes(self, features: int) -> tuple[int, int, int, int]:
         """Return N, K, H and Hv, of one map."""
         return shapes.head_sizes(
             features, self.num_heads, self.num_kv_heads, self.qkv_features,

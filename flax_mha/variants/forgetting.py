@@ -34,7 +34,7 @@ _OF_TOKENS = ("batch", "length", "heads")
 class Forgetting(Attention):
     """The fields, parameters and computation of forgetting attention, for linen and nnx."""
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         without_vectors("forgetting attention", call.scores)
         common.check_inputs("forgetting attention", x_k, cache)
@@ -70,9 +70,13 @@ class Forgetting(Attention):
         call = dataclasses.replace(call, scores=(*call.scores, forget))
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, after a check of the fields."""
+    def check_fields(self) -> None:
+        """Check the fields as far as it needs no inputs."""
+        super().check_fields()
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
+
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return the table of parameters."""
         N = self.num_heads
         return super().table(D, Dk, Dv) | {
             "forget_gate": LinearEntry((D,), (N,), ("embed", "heads"), has_bias=False),

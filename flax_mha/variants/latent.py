@@ -34,7 +34,7 @@ class Latent(Attention):
     q_rank: int | None = None
     norm_epsilon: float = 1e-6
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         common.check_inputs("latent attention", x_k, cache)
         without_vectors("latent attention", call.scores)
@@ -52,22 +52,26 @@ class Latent(Attention):
             call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]
         heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
-        if call.points.is_active or not isinstance(cache, KVCache):
+        if call.tap.is_active or not isinstance(cache, KVCache):
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if isinstance(cache, KVCache):
-            call.points.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
+            call.tap.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
             absorbed = functools.partial(_absorbed, p["key"], p["value"])
             call = dataclasses.replace(call, attention=absorbed)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, after a check of the fields."""
+    def check_fields(self) -> None:
+        """Check the fields as far as it needs no inputs."""
+        super().check_fields()
         checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         checks.optional(q_rank=self.q_rank)
         if self.rotary is None:
             raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")
         absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn", "exclusive")
         common.check("latent attention", self, absent)
+
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return the table of parameters."""
         (N, _, H, Hv), R, rank = self.sizes(D), self.rope_dim, self.kv_rank
         norm = QKNorm(epsilon=self.norm_epsilon)
         entries: Table = {}

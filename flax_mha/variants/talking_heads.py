@@ -28,7 +28,7 @@ class TalkingHeads(Attention):
 
     mixes_heads = True  # By learned matrices.
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         without_vectors("talking-heads attention", call.scores)
         if isinstance(cache, Shared):
@@ -49,9 +49,13 @@ class TalkingHeads(Attention):
         # Other layers cannot read these keys and values.
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, after a check of the fields."""
+    def check_fields(self) -> None:
+        """Check the fields as far as it needs no inputs."""
+        super().check_fields()
         common.check("talking-heads attention", self, ("attention_fn", "exclusive"))
+
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return the table of parameters."""
         mixing = ArrayEntry(
             (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
         )

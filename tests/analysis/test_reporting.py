@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flax_mha.analysis import report, reporting
-from flax_mha.layer import sown
+from flax_mha.taps import sown
 
 RNG = np.random.default_rng(0)
 

@@ -10,6 +10,7 @@ import pytest
 
 from flax_mha import cache
 from flax_mha.cache import KVCache
+from flax_mha.layer import core
 from tests.support.arrays import ones
 
 IDS = np.arange(4, dtype=np.int32)
@@ -96,6 +97,8 @@ CASES: list[Case] = [
             {"params": {"kernel": X}}),
     *cached("None", TypeError, r"the collection of a model's caches, got NoneType; give var", None),
     *cached("a KVCache", TypeError, r"got KVCache; give.*or call the method of a KVCache", HELD),
+    ("no cache of a layer", lambda: core.attend({}, core.Settings(6), core.Heads(Q, Q, Q),
+     core.Call(), {"key": X}), TypeError, r"cache must be a KVCache, .* got .*; give one"),
     ("free of an encoder's tokens", lambda: cache.free({"memory": MEMORY}), ValueError,
      r"free needs.*a self-attention layer, got none; give variables"),
     *VALUE,

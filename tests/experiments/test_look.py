@@ -15,7 +15,7 @@ import pytest
 from experiments import heads
 from experiments.runs.failures import RunError
 from flax_mha import Capture, analysis, interop
-from flax_mha.layer import sown
+from flax_mha.taps import sown
 from tests.experiments.test_pretrained import BERT, QWEN, folder_of
 
 pytestmark = pytest.mark.slow

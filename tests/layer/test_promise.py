@@ -10,7 +10,7 @@ import pytest
 
 import flax_mha
 from flax_mha import MultiHeadDotProductAttention, SelfAttention
-from flax_mha.layer.attention_fn import attention_fn
+from flax_mha.signatures.attention_fn import attention_fn
 
 # Only new names may be added. Initializers are left out: those are compared with Flax's values.
 SHARED = {

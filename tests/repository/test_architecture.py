@@ -1,13 +1,18 @@
 """The package's structure: imports point one way, and importing is cheap."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.extend.core import ClosedJaxpr
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -15,9 +20,12 @@ COMMAND = "tests.repository.test_architecture"
 
 # Each folder or module may import the ones before it, and none after it.
 ROOMS = (
-    "base", "sharding", "scores", "masks", "positions", "kernels", "cache", "layer", "edits",
-    "plots", "linen", "variants", "nnx", "sampling", "models", "interop", "analysis",
+    "base", "sharding", "scores", "masks", "positions", "kernels", "cache", "signatures", "taps",
+    "layer", "edits", "plots", "linen", "variants", "nnx", "sampling", "models", "interop",
+    "analysis", "optimizers",
 )  # fmt: skip
+# Attributes of arrays, dtypes and jaxprs.
+FOREIGN = {*dir(jax.Array), *dir(np.dtype), *dir(np.ndarray), *dir(ClosedJaxpr)}
 HEIGHT = {name: height for height, name in enumerate((*ROOMS, ""))}
 
 
@@ -99,6 +107,53 @@ def test_rooms_import_one_way(path: Path) -> None:
     assert not upward, f"{path} imports {upward}, which are above it"
 
 
+@functools.cache
+def attributes(path: Path) -> dict[str, set[str]]:
+    """Return the names of the fields and methods of each class that a file defines."""
+    named = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            methods = {x.name for x in ast.walk(node) if isinstance(x, ast.FunctionDef)}
+            fields = {ast.unparse(x.target) for x in node.body if isinstance(x, ast.AnnAssign)}
+            named[node.name] = methods | fields
+    return named
+
+
+def stand_ins(path: Path) -> Iterator[tuple[int, set[str]]]:
+    """Yield the line and the attributes of each value that a file knows by attributes alone.
+
+    It is asked by `hasattr` or `getattr`, or it is an argument of any type. Attributes of arrays
+    and of jaxprs do not count.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Call(ast.Name("hasattr" | "getattr"), [_, ast.Constant(str(name)), *_]):
+                yield node.lineno, {name} - FOREIGN
+            case ast.FunctionDef(args=arguments):
+                for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                    reads = {
+                        y.attr
+                        for y in ast.walk(node)
+                        if isinstance(y, ast.Attribute) and ast.unparse(y.value) == x.arg
+                    } - FOREIGN
+                    if x.annotation and "Any" in ast.unparse(x.annotation) and len(reads) > 2:
+                        yield node.lineno, reads
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_value_stands_for_a_class_above(path: Path) -> None:
+    """An import that a file avoids by duck typing points upward too."""
+    height = HEIGHT[room(name_of(path))]
+    for line, reads in stand_ins(path):
+        classes = {
+            (name, HEIGHT[room(name_of(other))])
+            for other in FILES
+            for name, own in attributes(other).items()
+            if reads and reads <= own
+        }
+        assert not classes or min(at for _, at in classes) <= height, (path, line, reads, classes)
+
+
 @pytest.mark.parametrize("name", ROOMS)
 def test_imports_within_a_room_have_no_circle(name: str) -> None:
     arrows = {
@@ -155,10 +210,10 @@ def test_class_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_package_does_not_import_experiments_or_assert(path: Path) -> None:
+def test_package_does_not_name_experiments_or_assert(path: Path) -> None:
+    # The wheel has no experiments.
+    assert "experiments." not in path.read_text()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            assert "experiments" not in ast.unparse(node)
         # Python -O removes assertions, so errors of users must be raised.
         assert not isinstance(node, ast.Assert)
 

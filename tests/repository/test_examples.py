@@ -67,7 +67,7 @@ def of_clip() -> dict[str, Any]:
     layer = MultiHeadAttention(8, capture=flax_mha.Capture(("max_logit",)))
     params = drawn(layer)["params"]
     _, found = jax.jit(lambda x: layer.apply({"params": params}, x, mutable="intermediates"))(X)
-    state = optax.chain(optax.adam(1e-3), flax_mha.layer.qk_clip.qk_clip(100.0)).init(params)
+    state = optax.chain(optax.adam(1e-3), flax_mha.optimizers.qk_clip.qk_clip(100.0)).init(params)
     grads = jax.tree.map(jnp.ones_like, params)
     return {
         "grads": grads, "params": params, "state": state, "intermediates": found["intermediates"],
@@ -108,14 +108,14 @@ GIVEN: dict[str, Any] = {
     "flax_mha.edits.Edit": of_function_edits,
     "flax_mha.edits.attention_layers": of_nnx,
     "flax_mha.edits.values": of_captures,
-    "flax_mha.layer.qk_clip.qk_clip": of_clip,
+    "flax_mha.optimizers.qk_clip.qk_clip": of_clip,
     "flax_mha.interop": of_interop,
     "flax_mha.kernels.any_derivative": of_derivatives,
     "flax_mha.kernels.use": of_derivatives,
     "flax_mha.masks": lambda: {"ids": np.zeros((2, 16), int)},
     "flax_mha.masks.Dilated": dict,
     "flax_mha.masks.helpers": lambda: {"tokens": np.zeros((2, 16), int)},
-    "flax_mha.layer.muon.muon_dimensions": lambda: {"optax": optax},
+    "flax_mha.optimizers.muon.muon_dimensions": lambda: {"optax": optax},
     "flax_mha.scores": dict,
     "flax_mha.scores.Relative": dict,
     "flax_mha.scores.RelativeBias": lambda: of_block(EncoderBlock),

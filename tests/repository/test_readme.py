@@ -53,10 +53,6 @@ def test_program_trains_and_shards_heads() -> None:
     assert abs(shares[0] - shares[1]) <= 3
 
 
-def test_it_is_short() -> None:
-    assert README.count("\n") <= 150
-
-
 def test_no_link_or_picture_is_dead_on_the_page_of_a_package() -> None:
     settings = tomllib.loads(pages.read("pyproject.toml"))["tool"]["hatch"]["metadata"]["hooks"]
     (link,) = settings["fancy-pypi-readme"]["substitutions"]

@@ -13,7 +13,8 @@ import pytest
 
 import flax_mha
 from flax_mha.interop import table
-from flax_mha.layer import core, qk_clip
+from flax_mha.layer import core
+from flax_mha.optimizers import qk_clip
 from tests.support.pages import ROOT, read
 
 DOCS = ROOT / "docs"

@@ -21,6 +21,8 @@ from flax_mha.kernels.choose import STRATEGIES
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(__file__).parent / "typed"
+# The other arguments of a call: its results, and the refused arguments of Flax.
+MORE = {"return_weights", "return_kv", "refused"}
 RETURNS = {"return_weights", "return_residuals", "capture"}
 
 
@@ -29,9 +31,9 @@ def test_option_types_name_the_arguments() -> None:
     assert {*bind.Options.__annotations__, *RETURNS, "q", "k", "v", "kernel"} == function
     call = set(inspect.signature(MultiHeadAttention.__call__).parameters)
     inputs = {"self", "inputs_q", "inputs_k", "inputs_v"}
-    assert {*linen.LayerOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
+    assert {*linen.LayerOptions.__annotations__, *inputs, *MORE} == call
     call = set(inspect.signature(nnx.MultiHeadAttention.__call__).parameters)
-    assert {*nnx.NnxOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
+    assert {*nnx.NnxOptions.__annotations__, *inputs, *MORE} == call
     assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}
 
 

@@ -19,8 +19,8 @@ from experiments.plan.collectives import read
 from flax_mha import MLP, Encoder, EncoderBlock, MultiHeadAttention, sharding
 from flax_mha import nnx as flax_mha_nnx
 from flax_mha.layer import linear
+from flax_mha.layer.linear import gathered
 from flax_mha.positions import Rotary
-from flax_mha.sharding.tensor_parallel import gathered
 from tests.support.meshes import (
     BACKWARD,
     FORWARD,

@@ -86,7 +86,7 @@ def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
     [
         ({"sinks": True}, "has no sinks"),
         ({"v_head_dim": 3}, "has no v_head_dim"),
-        ({"scale": "learned"}, "a number for scale"),
+        ({"scale": "learned"}, "scale must be a number"),
         ({"offset": "0.8"}, "offset must be a number"),
     ],
 )

@@ -114,7 +114,7 @@ def test_model_generates_like_full_forward(scan: bool) -> None:
         ({"num_kv_heads": 2}, "has no num_kv_heads, got 2"),
         ({"qk_norm": QKNorm()}, "has no qk_norm"),
         ({"gate": "head"}, "has no gate"),
-        ({"scale": "learned"}, "a number for scale"),
+        ({"scale": "learned"}, "scale must be a number"),
         ({"scores": (Relative(max_distance=2),)}, "no scores of query .* got Relative"),
         ({"kv_rank": 0}, "kv_rank must be at least 1"),
         ({"qkv_features": 7}, r"qkv_features must be num_heads \* head_dim = 4 \* 6"),

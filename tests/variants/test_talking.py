@@ -144,7 +144,7 @@ def test_model_generates_like_full_forward(scan: bool) -> None:
     [
         ({"attention_fn": nn.dot_product_attention}, "has no attention_fn"),
         ({"scores": (Relative(max_distance=2),)}, "no scores of query .* got Relative"),
-        ({"scale": "learned"}, "has a number for scale"),
+        ({"scale": "learned"}, "scale must be a number"),
     ],
 )
 def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:

@@ -10,15 +10,10 @@ import numpy as np
 
 from flax_mha.base import checks
 from flax_mha.base.shapes import Dims
+from flax_mha.base.tensors import OF_SOFTMAX, POINTS
 
-OF_SOFTMAX = ("weights", "scores", "lse", "entropy", "max_logit")
 # The values with an axis of keys, which are the slots of a cache.
 SQUARE = frozenset({"weights", "scores"})
-# Tensors of the layer around a kernel, and of the block around a layer.
-POINTS = (
-    "q", "k", "v", "z", "result", "out", "embed", "resid_pre", "resid_mid", "resid_post", "mlp_pre",
-    "mlp_out",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

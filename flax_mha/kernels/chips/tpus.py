@@ -12,14 +12,14 @@ from flax_mha.sharding.shard_map import varying
 # The maximum queries and keys of a block, by the maximum features of a head. Each block of queries
 # loads all keys, so large blocks are better. Their limit is a core's fast memory, which holds the
 # scores of a block in float32 (1 MiB at 512²), their gradients, and the intermediates of score
-# functions. These sizes compile for v5e, v5p and v6e. They have run on none. The cycles of a tile
-# by the compiler, at these and other sizes: `python -m experiments.measure tiles --chip=v5e`.
+# functions. These sizes compile for v5e, v5p and v6e. They have run on none. The compiler counts
+# the cycles of a tile at these and other sizes.
 BLOCKS = {256: 512, 512: 256}
 # The most queries, and keys, of the kernel for short sequences.
 SHORT = 512
 # Larger blocks for heads of up to 256 features, and the share of a score's cycles, by device kind.
-# `python -m experiments.measure tiles --chip=v6e` has 0.905 of the cycles in full tiles, and 0.875
-# in partial ones. A TPU7x would gain 6%, but has no memory for such tiles with bias or dropout.
+# The compiler counts 0.905 of the cycles in full tiles of a v6e, and 0.875 in partial ones. A TPU7x
+# would gain 6%, but has no memory for such tiles with bias or dropout.
 _LARGE = {"TPU v6 lite": (1024, 0.9)}
 
 # The fast memory of a core in MiB, by the device kind of JAX. Others have at least `_LEAST`.

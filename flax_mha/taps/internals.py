@@ -1,4 +1,4 @@
-"""The points of a layer that are more than a tensor: scores, weights, pairs, the heads' shares."""
+"""Taps of a layer that are more than a tensor: keys of a cache, scores, weights, pairs."""
 
 import functools
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.linen.dtypes import promote_dtype
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
+from flax_mha.cache import Extended
 from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.kernels import Capture, dot_product_attention, observe
 from flax_mha.kernels.call.bind import Options, bind_call
@@ -18,107 +18,95 @@ from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.xla.softmax import finite
-from flax_mha.layer.linear import Linear
-from flax_mha.layer.points import FEATURES, Edit, Points
 from flax_mha.masks import combine
 from flax_mha.masks.base import evaluate
 from flax_mha.scores import Bias
+from flax_mha.taps.edit import Edit
+from flax_mha.taps.tap import Tap
 
 
-def edit_result(points: Points, linear: Linear | None, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Apply the point of the heads' shares [*B, T, N, D] in out [*B, T, D], the projection of x."""
-    if linear is None or linear.kernel is None or not points.needs("result"):
-        return out
-
-    def share(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        x, kernel = promote_dtype(x, kernel, dtype=linear.dtype)
-        return jnp.einsum("...tnv,nvd->...tnd", x, kernel, precision=linear.precision)
-
-    names = ("batch", "length", "heads", None)
-    shares = points("result", sharding.auto(share, names, x, linear.kernel), names)
-    if points.prefix + "result" not in points.edits:
-        return out
-
-    def add(shares: jax.Array, bias: jax.Array | None) -> jax.Array:
-        total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
-        if bias is not None:
-            total = total + shapes.lead(bias.astype(total.dtype), total.ndim)
-        return total.astype(dtype)
-
-    dtype = out.dtype
-    return sharding.auto(add, FEATURES, shares, linear.bias)
-
-
-def edit_keys(points: Points, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
-    """Apply the points of keys and values, perhaps `Stored`, for queries [*B, T, N, H]."""
+def edit_keys(tap: Tap, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
+    """Apply the points of stored keys and values for queries [*B, T, N, H]."""
 
     def edit(name: str, x: Any) -> Any:
         read = dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x)
-        y = points(name, read, sharding.KV_HEADS, q.shape[-2])
-        return y if points.prefix + name in points.edits else x
+        y = tap.change(name, read, sharding.KV_HEADS, q.shape[-2])
+        return y if tap.prefix + name in tap.edits else x
 
     return edit("k", k), edit("v", v)
 
 
-def edit_source(points: Points, q: jax.Array, source: Shared, is_shared: bool) -> Shared:
-    """Apply the points of the keys and values of a call, unless a cache got them edited."""
+def edit_shared(tap: Tap, q: jax.Array, source: Shared) -> Shared:
+    """Apply the points of the keys and values of another layer."""
     if isinstance(source, KeyValue):
-        k, v = edit_keys(points, q, source.key, source.value)
+        k, v = edit_keys(tap, q, source.key, source.value)
         return source.replace(key=k, value=v)
-    if is_shared:
-        points.refuse("kv", "kv of a layer that decodes; edit that layer")
-        edit_keys(points, q, *source.new)
+    tap.refuse("kv", "kv of a layer that decodes; edit that layer")
+    edit_keys(tap, q, *source.new)
     return source
 
 
-def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, source: Shared) -> None:
-    """Put edits of scores and weights into the arguments of attention from q to a source."""
+def read_result(
+    tap: Tap, result: Any, q: jax.Array, source: Shared, has_pairs: bool, call: Mapping[str, Any]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Read the values of a softmax, and the weights on pairs if the source `has_pairs`.
+
+    Returns the heads' outputs of the result, and its weights, or None if they are not asked for.
+    """
+    if has_pairs and isinstance(source, KeyValue) and tap.pairs:
+        _read_pairs(tap, q, source, call)
+    out, *more = result if isinstance(result, tuple) else (result,)
+    for name, value in (more[-1] if call["capture"] else {}).items():
+        tap.sow(name, value)
+    return out, more[0] if call["return_weights"] else None
+
+
+def edit_scores(tap: Tap, call: dict[str, Any], q: jax.Array, source: Shared) -> dict[str, Any]:
+    """Return the arguments of a call with the edits of its scores and weights."""
+    if not tap.is_active:
+        return call
     *B, T, N, _ = q.shape
     scores = jax.ShapeDtypeStruct((*B, N, T, source.key.shape[-3]), shapes.wide(q.dtype))
-    edit = points.edit("scores", scores)
+    edit = tap.edit("scores", scores)
     if edit is not None:
-        bias = arguments.pop("bias")
-        before = () if bias is None else (Bias(bias),)
-        arguments["scores"] = (*arguments["scores"], *before, edit)
-    if "attention" not in arguments:
-        edit = points.edit("weights", scores.update(dtype=q.dtype))
-        if edit is not None:
-            is_over_keys = any(np.shape(x)[-1:] > (1,) for x in (edit.keep, edit.add))
-            if (is_over_keys or edit.fn is not None) and getattr(
-                source, "window", None
-            ) is not None:
-                raise ValueError(
-                    f"an edit of {points.path('attention_weights')} must have no axis of keys and "
-                    f"no function in a ring buffer, whose slots are not positions, got one; give a "
-                    f"cache without it"
-                )
-            arguments["attention"] = functools.partial(_attend_with_weights, edit)
+        before = () if call["bias"] is None else (Bias(call["bias"]),)
+        call = call | {"bias": None, "scores": (*call["scores"], *before, edit)}
+    if "attention" in call:
+        return call
+    edit = tap.edit("weights", scores.update(dtype=q.dtype))
+    if edit is None:
+        return call
+    is_over_keys = any(np.shape(x)[-1:] > (1,) for x in (edit.keep, edit.add))
+    is_ring = isinstance(source, Extended) and source.window is not None
+    if is_ring and (is_over_keys or edit.fn is not None):
+        raise ValueError(
+            f"an edit of {tap.path('attention_weights')} must have no axis of keys and no function "
+            f"in a ring buffer, whose slots are not positions, got one; give a cache without it"
+        )
+    return call | {"attention": functools.partial(_attend_with_weights, edit)}
 
 
-def read_pairs(
-    points: Points, attention: Any, qkv: tuple[jax.Array, Any, Any], call: Mapping[str, Any]
-) -> None:
-    """Read the mean weight of each head on each of `points.pairs`, as `pairs` by name, [N].
+def _read_pairs(tap: Tap, q: jax.Array, source: KeyValue, call: Mapping[str, Any]) -> None:
+    """Read the mean weight of each head on each of `tap.pairs`, as `pairs` by name, [N].
 
     The mean is over the queries that see such a key. It is NaN if there are none. A sink takes part
-    in the softmax, and is in no pair. `attention` computes the call, with arguments as in
-    `dot_product_attention`.
+    in the softmax, and is in no pair.
     """
-    if not points.pairs:
-        return
-    normalizer = call["normalizer"]
-    if attention is not dot_product_attention or normalizer != SOFTMAX:
+    normalizer, attention = call["normalizer"], call.get("attention")
+    if attention is not None or normalizer != SOFTMAX:
         got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
         raise ValueError(
             f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
-            f"at {points.path('attention_pairs')}; read `weights` of this layer instead"
+            f"at {tap.path('attention_pairs')}; read `weights` of this layer instead"
         )
+    qkv = (q, source.key, source.value)
     options = {name: x for name, x in call.items() if name in Options.__annotations__}
+    options |= source.places(q, call["mask"], call["lengths"], call.get("order"))
     q, k, _, spec = bind_call(*qkv, **options)
     pairs: dict[str, Any] = {}
-    for name, x in points.pairs.items():
-        pairs[name] = bind_call(*qkv, **options | {"mask": combine(call["mask"], x)})[3].mask
-    points.sow("pairs", observe.weigh_pairs(q, dequantize(k), spec, pairs))
+    for name, x in tap.pairs.items():
+        pairs[name] = bind_call(*qkv, **options | {"mask": combine(options["mask"], x)})[3].mask
+    tap.sow("pairs", observe.weigh_pairs(q, dequantize(k), spec, pairs))
 
 
 def _attend_with_weights(

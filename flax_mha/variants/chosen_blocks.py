@@ -15,7 +15,6 @@ from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
-from flax_mha.layer.parameters import Table
 from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
@@ -41,21 +40,27 @@ class ChosenBlocks(Attention):
         """True if heads choose blocks together."""
         return self.share
 
-    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         common.check_inputs("attention to chosen blocks", x_k, cache)
         self._check_call(call, cache)
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(p, x_q, x_k, x_v, call, cache)
 
-    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, after a check of the fields."""
+    def check_fields(self) -> None:
+        """Check the fields as far as it needs no inputs."""
+        super().check_fields()
         checks.positive(block=self.block, count=self.count, query_block=self.query_block)
         if self.share and isinstance(self.scale, str):
-            raise ValueError(f"share has a number for scale, got {self.scale!r}; give one")
+            raise ValueError(
+                f"scale must be a number with share=True, got {self.scale!r}; leave it out, or "
+                f"give one"
+            )
         if self.custom_attention is not None:
-            raise ValueError("blocks are chosen for our kernels, got attention_fn; leave it out")
-        return super().table(D, Dk, Dv)
+            raise ValueError(
+                "attention_fn cannot be used with chosen blocks, which need kernels of flax_mha; "
+                "leave it out"
+            )
 
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
         """Compute `dot_product_attention` to the chosen blocks."""
@@ -155,7 +160,9 @@ class ChosenBlocks(Attention):
 
     def _check_call(self, call: Call, cache: core.Source) -> None:
         if call.order is not None:
-            raise ValueError("blocks of keys are those of one order, got order; leave it out")
+            raise ValueError(
+                "order cannot be used with chosen blocks, which hold consecutive keys; leave it out"
+            )
         if isinstance(cache, KVCache | CacheConfig):
             if self.query_block > 1:
                 raise ValueError(

@@ -1,0 +1,1 @@
+"""Parts of optimizers that know the heads of attention layers. They need optax."""

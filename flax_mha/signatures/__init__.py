@@ -1,0 +1,1 @@
+"""Attention functions with the signatures of Flax's: ours for its layers, and others for ours."""
