@@ -52,6 +52,7 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("llama", llama.llama, neutral.LLAMA),
     ("mistral ministral smollm3", llama.llama, neutral.DECODER),
     ("qwen2 qwen3", llama.llama, neutral.QWEN),
+    ("olmo2", llama.llama, neutral.DECODER),
     ("gemma2 gemma3_text", llama.llama, neutral.GEMMA),
     ("gpt_oss", llama.gpt_oss, neutral.EXPERTS),
     ("mixtral", llama.mixtral, neutral.EXPERTS),

@@ -341,7 +341,8 @@ def norm(theirs: str, ours: str, bias: bool = True, offset: float = 0.0) -> list
       bias: True if the norm has a bias.
       offset: a number that is subtracted from the scale in the checkpoint.
     """
-    scale = TensorRule(f"{theirs}.weight", f"{ours}/scale", plus(offset) if offset else SAME)
+    axes = plus(offset) if offset else FLATTENED
+    scale = TensorRule(f"{theirs}.weight", f"{ours}/scale", axes)
     return [scale, *when(bias, TensorRule(f"{theirs}.bias", f"{ours}/bias"))]
 
 

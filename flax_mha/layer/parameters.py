@@ -33,9 +33,9 @@ class LinearEntry:
 
 @dataclasses.dataclass(frozen=True)
 class NormEntry:
-    """A norm over the last axis, of size `features`: the parameter `name/scale`."""
+    """A norm over the last axes, of sizes `features`: the parameter `name/scale` of that shape."""
 
-    features: int
+    features: Shape
     norm: QKNorm
 
 

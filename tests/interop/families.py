@@ -142,6 +142,7 @@ CASES = {
     "qwen3": text(hf.Qwen3ForCausalLM, hf.Qwen3Config(
         **DECODER, tie_word_embeddings=True, rope_parameters=YARN
     )),
+    "olmo2": text(hf.Olmo2ForCausalLM, hf.Olmo2Config(**TEXT, num_key_value_heads=2)),
     "gemma2": text(hf.Gemma2ForCausalLM, hf.Gemma2Config(
         **DECODER, sliding_window=3, query_pre_attn_scalar=24
     )),

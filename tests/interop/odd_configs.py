@@ -55,6 +55,7 @@ CONFIGS: dict[str, Config] = {
     "llama": LLAMA | {"rope_parameters": LLAMA3, "mlp_bias": False, "attention_bias": True},
     "qwen2": CONFIG | {"model_type": "qwen2", "use_sliding_window": False},
     "qwen3": CONFIG | LAYERS | {"rope_scaling": YARN, "quantization_config": {}},
+    "olmo2": CONFIG | {"model_type": "olmo2", "attention_bias": False},
     "gemma2": CONFIG | {
         "model_type": "gemma2", "sliding_window": 4, "query_pre_attn_scalar": 24,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,

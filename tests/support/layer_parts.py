@@ -55,6 +55,11 @@ def normed(name: str, epsilon: float) -> Any:
     return lambda params, x: function(params or {"scale": np.ones(H)}, x, epsilon)
 
 
+def over_heads(params: Any, x: np.ndarray) -> np.ndarray:
+    flat = x.reshape(*x.shape[:-2], -1)
+    return oracle.rms_norm({"scale": params["scale"].reshape(-1)}, flat).reshape(x.shape)
+
+
 def shaw(params: Any, s: np.ndarray, d: np.ndarray, q: np.ndarray, _: Any) -> np.ndarray:
     keys = params["relative_keys"][np.clip(d, -3, 3) + 3]
     return s + np.einsum("tnh,tsh->nts", q, keys) / np.sqrt(H)
@@ -109,6 +114,7 @@ PARTS: dict[str, Part] = {
         {"qk_norm": QKNorm("layernorm", after_rotary=True, epsilon=0.1)},
         {"norm": normed("layer_norm", 0.1), "after": True},
     ),
+    "RMSNorm over all heads": Part({"qk_norm": QKNorm(over_heads=True)}, {"norm": over_heads}),
     "a norm without scale": Part(
         {"qk_norm": QKNorm(scale=False)}, {"norm": normed("rms_norm", 1e-6)}
     ),
