@@ -57,7 +57,7 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("gpt_oss", llama.gpt_oss, neutral.EXPERTS),
     ("mixtral", llama.mixtral, neutral.EXPERTS),
     ("qwen3_moe", llama.qwen3_moe, neutral.QWEN3_MOE),
-    ("t5", t5.t5, neutral.T5),
+    ("t5 mt5", t5.t5, neutral.T5),
     ("vit deit vit_msn", vision.vit, neutral.VIT),
     ("dinov3_vit", vision.dinov3, neutral.DINO),
     ("timm_vit", vision.timm_vit, neutral.TIMM),

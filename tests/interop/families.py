@@ -132,6 +132,10 @@ CASES = {
         hf.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
         {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
     ),
+    "mt5": Case(
+        hf.MT5ForConditionalGeneration, hf.MT5Config(**T5),
+        {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
+    ),
     "whisper": Case(
         hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER),
         {"input_features": SOUND, "decoder_input_ids": IDS}, (SOUND.transpose(0, 2, 1), IDS),

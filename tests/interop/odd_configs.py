@@ -46,6 +46,8 @@ CONFIGS: dict[str, Config] = {
     },
     "t5": T5 | {"num_decoder_layers": 2, "relative_attention_max_distance": 20,
                 "feed_forward_proj": "gated-gelu", "tie_word_embeddings": True},
+    "mt5": T5 | {"model_type": "mt5", "feed_forward_proj": "gated-gelu",
+                 "tie_word_embeddings": False},
     "whisper": {
         "model_type": "whisper", "vocab_size": 24, "d_model": 16, "encoder_layers": 2,
         "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,

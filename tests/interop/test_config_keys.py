@@ -124,6 +124,7 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
          r"must not differ, got \['factor']"),
         (CONFIG | {"rope_scaling": SCALED, "original_max_position_embeddings": 16,
                    "max_position_embeddings": 64}, r"must be the same everywhere, got \[8, 16]"),
+        (CONFIGS["mt5"] | {"scale_decoder_outputs": True}, "scale_decoder_outputs=True"),
         (CONFIGS["whisper"] | {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
         (CONFIGS["siglip"] | {"vision_config": CONFIGS["siglip"]["vision_config"]
                               | {"vision_use_head": False}}, "vision_use_head must be True"),
@@ -138,7 +139,7 @@ def test_settings_with_silent_effect_are_refused(config: Config, words: str) -> 
 
 def test_model_type_without_record_is_refused() -> None:
     """Even if its table is registered: the neutral keys are not guessed."""
-    for name, base, config in (("mt5", "t5", T5), ("granite", "llama", LLAMA)):
+    for name, base, config in (("umt5", "t5", T5), ("granite", "llama", LLAMA)):
         interop.FAMILIES[name] = interop.FAMILIES[base]
         try:
             with pytest.raises(ValueError, match=name):
