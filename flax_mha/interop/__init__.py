@@ -24,7 +24,18 @@ import numpy as np
 from flax.typing import Dtype
 
 from flax_mha.base import checks
-from flax_mha.interop import bert, clip, gpt, llama, neutral, safetensors, t5, vision, whisper
+from flax_mha.interop import (
+    bert,
+    clip,
+    gpt,
+    llama,
+    modernbert,
+    neutral,
+    safetensors,
+    t5,
+    vision,
+    whisper,
+)
 from flax_mha.interop.device_put import Joined, place
 from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
 from flax_mha.interop.generating import generation as generation
@@ -46,6 +57,7 @@ __dir__ = __all__.copy
 _ADAPTER = "adapter_config.json"
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, neutral.BERT),
+    ("modernbert", modernbert.modernbert, neutral.MODERNBERT),
     ("distilbert", bert.distilbert, neutral.BERT),
     ("gpt2", gpt.gpt2, neutral.GPT2),
     ("gpt_neox", gpt.gpt_neox, neutral.DECODER),

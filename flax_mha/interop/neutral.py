@@ -59,6 +59,12 @@ BERT: Neutral = _ENCODER | _SUMMARY | {"use_task_id": False} | names("""
     pooler_size_per_head pooler_type sbert_ce_default_activation_function sentence_transformers
     sinusoidal_pos_embds task_type_vocab_size tie_weights_
 """)  # fmt: skip
+# Settings of a head for words, of initial values and kernels, and keys of BERT that are never read.
+MODERNBERT: Neutral = _ENCODER | names("""
+    decoder_bias deterministic_flash_attn embedding_dropout initializer_cutoff_factor layer_norm_eps
+    max_position_embeddings mlp_dropout position_embedding_type reference_compile
+    repad_logits_with_grad sparse_pred_ignore_index sparse_prediction
+""")  # fmt: skip
 VIT: Neutral = _ENCODER | names("encoder_stride pooler_act pooler_output_size")
 # Settings of training and of a backbone's features.
 DINO: Neutral = _ENCODER | names("""

@@ -1,6 +1,6 @@
 """Transformer blocks: attention layers and an MLP as branches, with norms and residuals."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import flax.linen as nn
@@ -41,7 +41,8 @@ class Block(nn.Module):
       mlp_dim: the MLP's hidden features; None if `mlp` is given.
       norm: "layernorm", "rmsnorm", or a module that each norm copies, such as
         `nn.LayerNorm(use_bias=False)`.
-      pre_norm: True to normalize the input of each branch (see the equations).
+      pre_norm: True to normalize the input of each branch (see the equations), or the names of the
+        branches to normalize the input of, such as ("mlp",) in the first block of ModernBERT.
       activation: the MLP's activation: "gelu", "gelu_exact", "silu", … (see `MLP`), or a function.
       gated: True for a gated MLP.
       dropout_rate: the dropout rate of the MLP's hidden features and of each branch's output. The
@@ -72,7 +73,7 @@ class Block(nn.Module):
     attention: MultiHeadAttention
     mlp_dim: int | None = None
     norm: str | nn.Module = "layernorm"
-    pre_norm: bool = True
+    pre_norm: bool | Sequence[str] = True
     activation: str | Activation = "gelu"
     gated: bool = False
     dropout_rate: float = 0.0
@@ -166,22 +167,38 @@ class Block(nn.Module):
             return self.make_norm(f"{name}_norm")(x)
 
         names = [*calls, "mlp"]
+        normed = self._pre_normed(names)
         x = taps("resid_pre", sharding.constrain(x, _AXES))
         if not self.parallel:
             for name in names:
                 if name == "mlp":
                     x = taps("resid_mid", x)
-                x = x + branch(name, norm(name, x) if self.pre_norm else x)
+                x = x + branch(name, norm(name, x) if name in normed else x)
                 x = sharding.constrain(norm(name, x) if self.post_norm else x, _AXES)
             return taps.last("resid_post", x), kv
         if self.parallel == "own_norms":
-            inputs = [norm(name, x) for name in names]
+            inputs = [norm(name, x) if name in normed else x for name in names]
         else:
-            inputs = [norm("attention", x) if self.pre_norm else x] * len(names)
+            inputs = [norm("attention", x) if normed else x] * len(names)
         for name, branch_input in zip(names, inputs, strict=True):
             x = x + branch(name, branch_input)
         x = norm("attention", x) if self.post_norm else x
         return taps.last("resid_post", sharding.constrain(x, _AXES)), kv
+
+    @nn.nowrap
+    def _pre_normed(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of the branches whose input is normalized."""
+        given = self.pre_norm
+        if isinstance(given, bool):
+            return names if given else ()
+        # Branches with one common norm have it all together.
+        is_valid = isinstance(given, tuple) and given and {*given} <= {*names}
+        if not is_valid or self.parallel is True:
+            raise ValueError(
+                f"pre_norm must be a bool, or without parallel=True a tuple of branches, of "
+                f"{names}, got {given!r}; give pre_norm=True for a norm in each"
+            )
+        return given
 
     @nn.nowrap
     def _mlp(self) -> nn.Module:

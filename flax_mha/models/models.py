@@ -72,7 +72,7 @@ class Classifier(nn.Module):
         x = self.encoder(x, **options)
         if self.num_classes is None:
             return x
-        pools = {"mean": _mean, "first": lambda x, _: x[..., 0, :]}
+        pools = {"mean": mean, "first": lambda x, _: x[..., 0, :]}
         pool = choice("pooling", self.pooling, pools)
         pooled = pool(x.astype(jnp.float32), options.get("lengths"))
         head = Projection(
@@ -96,7 +96,7 @@ class Classifier(nn.Module):
         return sharding.auto(join, ("batch", "norm_length", None), tokens, x), options
 
 
-def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+def mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """Return the mean [*B, D] of the real tokens in [*B, T, D], or 0 if an example has none."""
     if lengths is None:
         return jnp.mean(x, axis=-2)

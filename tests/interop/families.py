@@ -33,6 +33,7 @@ BOTH = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
 }
+MODERN = TEXT | {"num_hidden_layers": 4, "local_attention": 5, "cls_token_id": 1, "sep_token_id": 2}
 WHISPER = {
     "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
@@ -73,6 +74,13 @@ last = np.full(len(IDS), IDS.shape[1] - 1)
 CASES = {
     "bert": text(hf.BertModel, hf.BertConfig(**TEXT)),
     "roberta": text(hf.RobertaModel, hf.RobertaConfig(**TEXT)),
+    "modernbert": text(
+        hf.ModernBertModel, hf.ModernBertConfig(**MODERN, norm_bias=True, mlp_bias=True)
+    ),
+    "modernbert classifies": text(
+        hf.ModernBertForSequenceClassification,
+        hf.ModernBertConfig(**MODERN, num_labels=3, classifier_pooling="mean"),
+    ),
     "distilbert": text(hf.DistilBertModel, hf.DistilBertConfig(
         vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
     )),

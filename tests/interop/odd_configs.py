@@ -39,6 +39,13 @@ CONFIGS: dict[str, Config] = {
         "layerscale_value": 1.0, "use_gated_mlp": False, "key_bias": False,
     },
     "clip": TOWERS | {"model_type": "clip"}, "siglip": TOWERS | {"model_type": "siglip"},
+    "modernbert": {name: x for name, x in TOKENS.items() if name != "hidden_act"} | {
+        "model_type": "modernbert", "architectures": ["ModernBertForSequenceClassification"],
+        "num_labels": 3, "hidden_activation": "gelu", "norm_eps": 1e-5, "norm_bias": True,
+        "global_attn_every_n_layers": 2, "local_attention": 4, "global_rope_theta": 100.0,
+        "local_rope_theta": 50.0, "classifier_pooling": "mean", "classifier_bias": True,
+        "classifier_activation": "silu", "attention_bias": True, "mlp_bias": True,
+    },
     "gpt2": GPT2 | {"n_inner": 24, "eos_token_id": 2},
     "gpt_neox": TOKENS | {
         "model_type": "gpt_neox", "layer_norm_eps": 1e-5, "rotary_pct": 0.5,
