@@ -71,6 +71,7 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("qwen3_moe", llama.qwen3_moe, neutral.QWEN3_MOE),
     ("t5 mt5", t5.t5, neutral.T5),
     ("vit deit vit_msn", vision.vit, neutral.VIT),
+    ("dinov2 dinov2_with_registers", vision.dinov2, neutral.DINO),
     ("dinov3_vit", vision.dinov3, neutral.DINO),
     ("timm_vit", vision.timm_vit, neutral.TIMM),
     ("vit_pytorch", vision.vit_pytorch, neutral.VIT_PYTORCH),

@@ -66,7 +66,7 @@ def classified(
       dense: the name of the dense layer before the output layer; empty for images.
       head: the name of the output layer.
       activation: the activation between the two layers.
-      **fields: other fields of `Classified`.
+      **fields: other fields of `Classified`, or of the `Classifier` of images.
     """
     architectures = config.get("architectures") or ()
     if not any(str(name).endswith(_HEADED) for name in architectures):
@@ -75,7 +75,7 @@ def classified(
     body, prefix = family.module, ""
     module: nn.Module
     if isinstance(body, Classifier):
-        module = body.clone(num_classes=count, pooling="first")
+        module = body.clone(num_classes=count, **{"pooling": "first"} | fields)
     else:
         module, prefix = Classified(body, count, activation, **fields), "body/"
     rows = []

@@ -66,10 +66,11 @@ MODERNBERT: Neutral = _ENCODER | names("""
     repad_logits_with_grad sparse_pred_ignore_index sparse_prediction
 """)  # fmt: skip
 VIT: Neutral = _ENCODER | names("encoder_stride pooler_act pooler_output_size")
-# Settings of training and of a backbone's features.
+# Settings of training, of a backbone's features, and of images of another size.
 DINO: Neutral = _ENCODER | names("""
-    apply_layernorm out_features out_indices pos_embed_jitter pos_embed_rescale pos_embed_shift
-    reshape_hidden_states stage_names
+    apply_layernorm interpolate_antialias interpolate_offset out_features out_indices
+    pos_embed_jitter pos_embed_rescale pos_embed_shift reshape_hidden_states stage_names
+    use_mask_token
 """)  # fmt: skip
 TOWERS: Neutral = _ENCODER | names("""
     logit_scale_init_value max_position_embeddings pad_token_id projection_dim projection_size

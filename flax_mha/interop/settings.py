@@ -74,7 +74,8 @@ _BY_RULE: dict[Rule, str] = {
         "attention_bias classifier_bias do_sample is_gated_act key_bias mlp_bias norm_bias "
         "norm_topk_prob pre_norm proj_bias qkv_bias query_bias scale_decoder_outputs "
         "tie_word_embeddings truncate use_gated_mlp scale_attn_by_inverse_layer_idx "
-        "scale_attn_weights use_parallel_residual use_sliding_window value_bias vision_use_head"
+        "scale_attn_weights use_parallel_residual use_sliding_window use_swiglu_ffn value_bias "
+        "vision_use_head"
     ),
     _TABLE: (
         "full_attention id2label quantization_config rope_parameters rope_scaling "

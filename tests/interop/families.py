@@ -16,6 +16,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 TOWER = {name: TEXT[name] for name in list(TEXT)[1:5]} | {"image_size": 16, "patch_size": 4}
+DINO = {name: x for name, x in TOWER.items() if name != "intermediate_size"}
 DECODER = TEXT | {"num_key_value_heads": 2, "head_dim": 16}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -69,6 +70,10 @@ def towers(model: Any, config: Any, at: np.ndarray) -> Case:
     return Case(model, config, given, (IMAGES.transpose(0, 2, 3, 1), IDS, at))
 
 
+def image(model: Any, config: Any) -> Case:
+    return Case(model, config, {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),))
+
+
 both = {"text_config": TEXT, "vision_config": TOWER}
 last = np.full(len(IDS), IDS.shape[1] - 1)
 CASES = {
@@ -96,26 +101,29 @@ CASES = {
             max_position_embeddings=64,
         ),
     ),
-    "vit classifies": Case(
-        hf.ViTForImageClassification, hf.ViTConfig(**TOWER, num_labels=7),
-        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    "vit classifies": image(hf.ViTForImageClassification, hf.ViTConfig(**TOWER, num_labels=7)),
+    "deit classifies": image(hf.DeiTForImageClassification, hf.DeiTConfig(**TOWER, num_labels=2)),
+    "vit": image(hf.ViTModel, hf.ViTConfig(**TOWER)),
+    "deit": image(hf.DeiTModel, hf.DeiTConfig(**TOWER)),
+    "dinov2": image(hf.Dinov2Model, hf.Dinov2Config(**DINO)),
+    "dinov2 gated": image(
+        hf.Dinov2Model, hf.Dinov2Config(**DINO, use_swiglu_ffn=True, qkv_bias=False)
     ),
-    "deit classifies": Case(
-        hf.DeiTForImageClassification, hf.DeiTConfig(**TOWER, num_labels=2),
-        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    "dinov2 classifies": image(
+        hf.Dinov2ForImageClassification, hf.Dinov2Config(**DINO, num_labels=3)
     ),
-    "vit": Case(hf.ViTModel, hf.ViTConfig(**TOWER), {"pixel_values": IMAGES},
-                (IMAGES.transpose(0, 2, 3, 1),)),
-    "deit": Case(hf.DeiTModel, hf.DeiTConfig(**TOWER), {"pixel_values": IMAGES},
-                 (IMAGES.transpose(0, 2, 3, 1),)),
-    "dinov3": Case(
-        hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, num_register_tokens=2),
-        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    "dinov2, registers": image(
+        hf.Dinov2WithRegistersModel,
+        hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=2, use_swiglu_ffn=True),
     ),
-    "dinov3 gated": Case(
+    "dinov2, registers, classifies": image(
+        hf.Dinov2WithRegistersForImageClassification,
+        hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=2, num_labels=3),
+    ),
+    "dinov3": image(hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, num_register_tokens=2)),
+    "dinov3 gated": image(
         hf.DINOv3ViTModel,
         hf.DINOv3ViTConfig(**TOWER, use_gated_mlp=True, hidden_act="silu", key_bias=True),
-        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
     ),
     "clip": towers(hf.CLIPModel, hf.CLIPConfig(**both, projection_dim=16), np.argmax(IDS, -1)),
     "siglip": towers(hf.SiglipModel, hf.SiglipConfig(**both), last),

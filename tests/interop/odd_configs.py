@@ -34,6 +34,11 @@ CONFIGS: dict[str, Config] = {
     "roberta": ROBERTA, "distilbert": DISTILBERT, "vit": VIT | {"qkv_bias": True},
     "deit": VIT | {"model_type": "deit", "architectures": ["DeiTForImageClassification"],
                    "id2label": {"0": "cat", "1": "dog"}},
+    "dinov2": {name: x for name, x in SIZES.items() if name != "intermediate_size"} | IMAGES | {
+        "model_type": "dinov2_with_registers", "num_register_tokens": 2, "mlp_ratio": 2,
+        "layerscale_value": 1.0, "use_swiglu_ffn": False, "qkv_bias": True,
+        "architectures": ["Dinov2WithRegistersForImageClassification"], "num_labels": 3,
+    },
     "dinov3": SIZES | IMAGES | {
         "model_type": "dinov3_vit", "num_register_tokens": 2, "rope_theta": 100.0,
         "layerscale_value": 1.0, "use_gated_mlp": False, "key_bias": False,
