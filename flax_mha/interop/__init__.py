@@ -27,6 +27,7 @@ from flax_mha.base import checks
 from flax_mha.interop import (
     bert,
     clip,
+    deepseek,
     gpt,
     llama,
     modernbert,
@@ -69,6 +70,7 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("gpt_oss", llama.gpt_oss, neutral.EXPERTS),
     ("mixtral", llama.mixtral, neutral.EXPERTS),
     ("qwen3_moe", llama.qwen3_moe, neutral.QWEN3_MOE),
+    ("deepseek_v3", deepseek.deepseek_v3, neutral.DEEPSEEK),
     ("t5 mt5", t5.t5, neutral.T5),
     ("vit deit vit_msn", vision.vit, neutral.VIT),
     ("dinov2 dinov2_with_registers", vision.dinov2, neutral.DINO),

@@ -22,8 +22,8 @@ from flax_mha.scores import SoftCap
 _MAX_EXPERTS = 2**15
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-_GEMMA_NORMS = _NORMS | {
+NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+_GEMMA_NORMS = NORMS | {
     "post_attention_layernorm": "attention_branch_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_branch_norm",
@@ -75,7 +75,7 @@ class LlamaTraits(NamedTuple):
     biases: tuple[str, ...] | None = None
     is_biased: bool = False
     qk_norm: QKNorm | None = None
-    norms: Mapping[str, str] = _NORMS
+    norms: Mapping[str, str] = NORMS
     tied: bool = False
     is_gemma: bool = False
     theta: float = 1e4
@@ -298,6 +298,21 @@ def _with_experts(
     config: Config, experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
 ) -> table.Family:
     """Return a family whose experts have one tensor for each kernel, by the kernels' names."""
+    rows = expert_rows(experts, part, names, is_sparse)
+    return llama(config, [experts if sparse else None for sparse in is_sparse], rows)
+
+
+def expert_rows(
+    experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
+) -> list[table.TensorRule]:
+    """Return the rules of the routers and experts of layers where `is_sparse`.
+
+    Args:
+      experts: the module of all these layers.
+      part: the name of the module in a layer.
+      names: the names of an expert's kernels in the checkpoint, each with its name here.
+      is_sparse: for each layer, True if it has experts.
+    """
     rows = table.linear(f"{_THEIRS}.{part}.gate", f"{_OURS}/mlp/router", bias=False)
     if len(is_sparse) * experts.num_experts > _MAX_EXPERTS:
         raise ValueError(
@@ -309,5 +324,4 @@ def _with_experts(
             theirs, ours = f"{_THEIRS}.{part}.experts.{i}.{name}.weight", f"{_OURS}/mlp/{kernel}"
             axes, index = table.expert(), (i, i + 1)
             rows.append(table.TensorRule(theirs, f"{ours}_kernel", axes, part=index))
-    rows = table.per_layer((i for i, sparse in enumerate(is_sparse) if sparse), rows)
-    return llama(config, [experts if sparse else None for sparse in is_sparse], rows)
+    return table.per_layer((i for i, sparse in enumerate(is_sparse) if sparse), rows)

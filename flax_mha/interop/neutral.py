@@ -98,6 +98,9 @@ EXPERTS: Neutral = DECODER | names("""
     experts_per_token initial_context_length output_router_logits router_aux_loss_coef
     router_jitter_noise
 """)  # fmt: skip
+DEEPSEEK: Neutral = EXPERTS | names("""
+    aux_loss_alpha ep_size head_dim pretraining_tp qk_head_dim seq_aux
+""")  # fmt: skip
 QWEN3_MOE: Neutral = EXPERTS | names("intermediate_size max_window_layers")
 GPT2: Neutral = (
     DECODER | _SUMMARY | names("n_ctx n_special predict_special_tokens reorder_and_upcast_attn")

@@ -26,6 +26,12 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8
 }  # fmt: skip
 EXPERTS = DECODER | {"num_local_experts": 8, "num_experts_per_tok": 3}
+DEEPSEEK = TEXT | {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+}  # fmt: skip
 LOCAL = {
     "sliding_window": 3, "query_pre_attn_scalar": 24,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -173,6 +179,12 @@ CASES = {
     "gpt-oss": text(hf.GptOssForCausalLM, hf.GptOssConfig(
         **EXPERTS, sliding_window=3, swiglu_limit=0.5, rope_parameters=YARN | {"truncate": False}
     )),
+    "deepseek-v3": text(hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(
+        **DEEPSEEK, rope_parameters=YARN | {"mscale": 1.4, "mscale_all_dim": 0.7}
+    )),
+    "deepseek-v3, plain queries": text(hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(
+        **DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}, rope_interleave=False
+    )),
     "mixtral": text(hf.MixtralForCausalLM, hf.MixtralConfig(**EXPERTS)),
     "qwen3-moe": text(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(
         **DECODER, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20
@@ -189,4 +201,7 @@ def make(case: Case) -> Any:
         for name, p in model.named_parameters():
             if "logit" not in name:
                 p.normal_(0, 0.2) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
+        for name, x in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                x.normal_(0, 0.2)
     return model

@@ -83,6 +83,18 @@ CONFIGS: dict[str, Config] = {
         "model_type": "gemma3_text", "rope_parameters": LOCAL,
     },
     "gpt_oss": CONFIG | EXPERTS | LAYERS | {"model_type": "gpt_oss", "swiglu_limit": 7.0},
+    "deepseek_v3": {name: x for name, x in CONFIG.items() if name not in (
+        "head_dim", "num_key_value_heads",
+    )} | {
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 6,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 4, "first_k_dense_replace": 1,
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 20, "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 1,
+        "rope_scaling": YARN | {"mscale": 1.4, "mscale_all_dim": 0.7}, "rope_theta": 100.0,
+        "attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
     "mixtral": CONFIG | EXPERTS | {"model_type": "mixtral"},
     "qwen3_moe": CONFIG | {
         "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,

@@ -124,6 +124,12 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
          r"must not differ, got \['factor']"),
         (CONFIG | {"rope_scaling": SCALED, "original_max_position_embeddings": 16,
                    "max_position_embeddings": 64}, r"must be the same everywhere, got \[8, 16]"),
+        (CONFIGS["deepseek_v3"] | {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
+        (CONFIGS["deepseek_v3"] | {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got"),
+        (CONFIGS["deepseek_v3"] | {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+        (CONFIGS["deepseek_v3"] | {"attention_bias": True}, "attention_bias must be False"),
+        (CONFIGS["deepseek_v3"] | {"num_key_value_heads": 2}, "num_key_value_heads must be 4"),
+        (CONFIGS["modernbert"] | {"classifier_pooling": "max"}, r"one of \['cls', 'mean'\], got"),
         (CONFIGS["mt5"] | {"scale_decoder_outputs": True}, "scale_decoder_outputs=True"),
         (CONFIGS["whisper"] | {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
         (CONFIGS["siglip"] | {"vision_config": CONFIGS["siglip"]["vision_config"]
