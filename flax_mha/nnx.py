@@ -235,9 +235,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             elif isinstance(entry, NormEntry):
                 # Flax makes a flat scale by default, but linen's has all axes.
                 setattr(self, name, entry.norm.module(
-                    nnx, math.prod(entry.features), dtype=self.dtype, param_dtype=self.param_dtype,
+                    nnx, math.prod(entry.shape), dtype=self.dtype, param_dtype=self.param_dtype,
                     rngs=rngs, scale_metadata=metadata.get(name, _NOTHING),
-                    scale_init=lambda _, __, dtype, entry=entry: jnp.ones(entry.features, dtype),
+                    scale_init=lambda _, __, dtype, entry=entry: jnp.ones(entry.shape, dtype),
                 ))  # fmt: skip
 
         def make(

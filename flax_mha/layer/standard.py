@@ -156,9 +156,9 @@ class Attention(Settings):
             entries["value"] = self.to_heads("value", Dv, (K, Hv), "kv_heads")
         norm = as_qk_norm(self.qk_norm, self.normalize_qk)
         if norm is not None:
-            entries["query_ln"] = NormEntry((N, H) if norm.over_heads else (H,), norm)
+            entries["query_ln"] = NormEntry(H, norm, N if norm.over_heads else None)
         if norm is not None and Dk:
-            entries["key_ln"] = NormEntry((K, H) if norm.over_heads else (H,), norm)
+            entries["key_ln"] = NormEntry(H, norm, K if norm.over_heads else None)
         if self.gate is not None:
             gate = checks.choice("gate", self.gate, {"head": (N, 1), "feature": (N, Hv)})
             entries["output_gate"] = self.to_heads("output_gate", D, gate)

@@ -61,7 +61,7 @@ class Differential(Attention):
         vectors = ArrayEntry((H,), (None,), nn.initializers.normal(0.1))
         entries |= self.out_table(N, 2 * H, D)
         entries |= dict.fromkeys(_LAMBDA, vectors)
-        return entries | {"norm": NormEntry((2 * H,), QKNorm(epsilon=self.norm_epsilon))}
+        return entries | {"norm": NormEntry(2 * H, QKNorm(epsilon=self.norm_epsilon))}
 
     def sizes(self: Any, features: int) -> tuple[int, int, int, int]:
         """Return N, K, H and Hv, of one map."""
