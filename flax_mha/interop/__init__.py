@@ -28,6 +28,7 @@ from flax_mha.interop import (
     bert,
     clip,
     deepseek,
+    gemma4,
     gpt,
     llama,
     modernbert,
@@ -67,6 +68,7 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("qwen2 qwen3", llama.llama, neutral.QWEN),
     ("olmo2", llama.llama, neutral.DECODER),
     ("gemma2 gemma3_text", llama.llama, neutral.GEMMA),
+    ("gemma4_text", gemma4.gemma4, neutral.GEMMA4),
     ("gpt_oss", llama.gpt_oss, neutral.EXPERTS),
     ("mixtral", llama.mixtral, neutral.EXPERTS),
     ("qwen3_moe", llama.qwen3_moe, neutral.QWEN3_MOE),
@@ -101,8 +103,8 @@ def family(config: Config) -> Family:
     model_type = settings.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
-            f"the config's model_type must be one of {sorted(FAMILIES)}, got {shown(model_type)}; "
-            f"docs/interop.md shows how to write a table"
+            f"the config's model_type must be one of {', '.join(sorted(FAMILIES))}, got "
+            f"{shown(model_type)}; docs/interop.md shows how to write a table"
         )
     if quantized := settings.get("quantization_config"):
         method = quantized.get("quant_method", "an unknown method")

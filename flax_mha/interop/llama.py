@@ -23,7 +23,7 @@ _MAX_EXPERTS = 2**15
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-_GEMMA_NORMS = NORMS | {
+GEMMA_NORMS = NORMS | {
     "post_attention_layernorm": "attention_branch_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_branch_norm",
@@ -84,7 +84,7 @@ class LlamaTraits(NamedTuple):
 
 
 _GEMMA: dict[str, Any] = {
-    "listed": True, "tied": True, "is_gemma": True, "norms": _GEMMA_NORMS
+    "listed": True, "tied": True, "is_gemma": True, "norms": GEMMA_NORMS
 }  # fmt: skip
 KINDS = {
     "llama": LlamaTraits(),

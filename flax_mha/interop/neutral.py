@@ -93,6 +93,10 @@ LLAMA: Neutral = (
 QWEN: Neutral = DECODER | {"use_mrope": False} | names("attention_bias")
 # `hidden_act` is the old key of `hidden_activation`.
 GEMMA: Neutral = DECODER | {"use_bidirectional_attention": False} | names("hidden_act")
+# Sizes of parts that are refused, and of images' tokens, which are not in a text model.
+GEMMA4: Neutral = DECODER | {"use_bidirectional_attention": "vision"} | names("""
+    moe_intermediate_size num_experts top_k_experts use_double_wide_mlp vocab_size_per_layer_input
+""")  # fmt: skip
 # Settings of losses, and second keys that gpt-oss has for the same settings.
 EXPERTS: Neutral = DECODER | names("""
     experts_per_token initial_context_length output_router_logits router_aux_loss_coef

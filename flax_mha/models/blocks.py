@@ -32,7 +32,8 @@ class Block(nn.Module):
         branch_norm alone   x ← x + norm′(branch(x))
         neither             x ← norm(x + branch(x))
 
-    With `parallel` all branches take the same x, and their outputs are summed.
+    With `parallel` all branches take the same x, and their outputs are summed. With `output_scale`,
+    x ← s·x follows, for a learned number s.
 
     Attributes:
       attention: the self-attention layer. The MLP has the same dtypes, precision, initializers,
@@ -64,6 +65,7 @@ class Block(nn.Module):
       layer_scale: the initial value of a learned scale [D] of each branch's output (CaiT, DINOv2);
         None for no scale.
       mlp: a module to use as it is instead of the MLP, such as `Experts`.
+      output_scale: the initial value of s (Gemma 4); None for no s.
 
     Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
     Transformer Architecture", 2020 (pre-norm); Touvron et al., "Going deeper with Image
@@ -84,6 +86,7 @@ class Block(nn.Module):
     parallel: bool | Literal["own_norms"] = False
     layer_scale: float | None = None
     mlp: nn.Module | None = None
+    output_scale: float | None = None
 
     @property
     def post_norm(self) -> bool:
@@ -175,7 +178,7 @@ class Block(nn.Module):
                     x = taps("resid_mid", x)
                 x = x + branch(name, norm(name, x) if name in normed else x)
                 x = sharding.constrain(norm(name, x) if self.post_norm else x, _AXES)
-            return taps.last("resid_post", x), kv
+            return taps.last("resid_post", self._scale_output(x)), kv
         if self.parallel == "own_norms":
             inputs = [norm(name, x) if name in normed else x for name in names]
         else:
@@ -183,7 +186,17 @@ class Block(nn.Module):
         for name, branch_input in zip(names, inputs, strict=True):
             x = x + branch(name, branch_input)
         x = norm("attention", x) if self.post_norm else x
-        return taps.last("resid_post", sharding.constrain(x, _AXES)), kv
+        x = self._scale_output(sharding.constrain(x, _AXES))
+        return taps.last("resid_post", x), kv
+
+    @nn.nowrap
+    def _scale_output(self, x: jax.Array) -> jax.Array:
+        """Return x, times the learned number if there is one."""
+        if self.output_scale is None:
+            return x
+        init = nn.initializers.constant(checks.number("output_scale", self.output_scale))
+        scale = self.param("output_scale", init, (1,), self.attention.param_dtype)
+        return x * shapes.lead(scale.astype(x.dtype), x.ndim)
 
     @nn.nowrap
     def _pre_normed(self, names: Sequence[str]) -> Sequence[str]:

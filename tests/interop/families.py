@@ -36,6 +36,11 @@ LOCAL = {
     "sliding_window": 3, "query_pre_attn_scalar": 24,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+GEMMA4 = TEXT | {
+    "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": 3,
+    "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
 BOTH = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
@@ -175,6 +180,10 @@ CASES = {
     "gemma3": text(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(
         **DECODER, **LOCAL, rope_parameters=BOTH
     )),
+    "gemma4": text(hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True)),
+    "gemma4, values": text(hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(
+        **GEMMA4, final_logit_softcapping=3.0, tie_word_embeddings=False, attention_bias=True
+    )),
     # A limit that many features reach.
     "gpt-oss": text(hf.GptOssForCausalLM, hf.GptOssConfig(
         **EXPERTS, sliding_window=3, swiglu_limit=0.5, rope_parameters=YARN | {"truncate": False}
@@ -202,6 +211,6 @@ def make(case: Case) -> Any:
             if "logit" not in name:
                 p.normal_(0, 0.2) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
         for name, x in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                x.normal_(0, 0.2)
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                x.add_(0.2 * torch.randn_like(x))
     return model

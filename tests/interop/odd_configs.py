@@ -29,6 +29,13 @@ LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
          "full_attention": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
 TOKENS = {name: x for name, x in TEXT.items() if name != "type_vocab_size"}
 TOWERS = {"text_config": TOKENS, "vision_config": SIZES | IMAGES, "projection_dim": 8}
+GEMMA4 = {name: x for name, x in (CONFIG | LAYERS).items() if name not in (
+    "hidden_act", "rope_theta",
+)} | {
+    "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False,
+    "head_dim": 8, "num_key_value_heads": 2, "attention_bias": True,
+}  # fmt: skip
 CONFIGS: dict[str, Config] = {
     "bert": BERT | {"architectures": ["BertForSequenceClassification"], "num_labels": 3},
     "roberta": ROBERTA, "distilbert": DISTILBERT, "vit": VIT | {"qkv_bias": True},
@@ -81,6 +88,17 @@ CONFIGS: dict[str, Config] = {
     },
     "gemma3, two rotations": CONFIG | LAYERS | {
         "model_type": "gemma3_text", "rope_parameters": LOCAL,
+    },
+    "gemma4": GEMMA4 | {
+        "attention_k_eq_v": True, "global_head_dim": 16, "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 30.0, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "factor": 2.0,
+                               "partial_rotary_factor": 0.5},
+        },
+    },
+    "gemma4, heads by layer": GEMMA4 | {
+        "per_layer_config": {"1": {"head_dim": 16, "num_key_value_heads": 1}},
     },
     "gpt_oss": CONFIG | EXPERTS | LAYERS | {"model_type": "gpt_oss", "swiglu_limit": 7.0},
     "deepseek_v3": {name: x for name, x in CONFIG.items() if name not in (

@@ -112,6 +112,21 @@ def test_one_branch_alone_may_have_a_norm(name: str, parallel: Any) -> None:
     np.testing.assert_allclose(np.vdot(float64(gradient), step), slope, rtol=1e-4)
 
 
+@pytest.mark.parametrize("fields", [{}, {"parallel": True}, {"pre_norm": False}])
+def test_output_scale_multiplies_the_block(fields: dict[str, Any]) -> None:
+    """With its gradient: the output is linear in it."""
+    module = block(output_scale=0.5, **fields)
+    start = module.init(jax.random.key(0), X)["params"]["output_scale"]
+    np.testing.assert_array_equal(start, [0.5])
+    params = parameters(module, X)
+    rest = {"params": {k: x for k, x in params["params"].items() if k != "output_scale"}}
+    plain = np.asarray(run(block(**fields), rest, X))
+    expected = params["params"]["output_scale"] * plain
+    np.testing.assert_allclose(run(module, params, X), expected, rtol=1e-6)
+    gradient = jax.grad(lambda given: jnp.vdot(module.apply(given, X), plain))(params)["params"]
+    np.testing.assert_allclose(gradient["output_scale"][0], np.vdot(plain, plain), rtol=1e-5)
+
+
 def test_layer_scale_starts_at_its_value() -> None:
     params = block(layer_scale=0.25).init(jax.random.key(0), X)["params"]
     for name in ("attention", "mlp"):
@@ -154,6 +169,7 @@ def test_input_and_final_norms_of_stack(pre_norm: bool, norms: tuple[bool, bool 
     ("fields", "words"),
     [
         ({"layer_scale": "small"}, "layer_scale must be a number"),
+        ({"output_scale": "one"}, "output_scale must be a number"),
         ({"norm": nn.LayerNorm}, "or a module, got .*LayerNorm.*; give .* with its parentheses"),
         ({"norm": None}, "norm must be one of .* or a module, got None"),
         ({"branch_norm": 1}, "branch_norm must be True or False"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_mha import QKNorm, masks
-from flax_mha.positions import Axial, Interpolation, Llama3, MRope, Ntk, Rotary, Yarn
+from flax_mha.positions import Axial, Interpolation, Llama3, MRope, Ntk, Proportional, Rotary, Yarn
 from flax_mha.scores import Alibi, Relative, RelativeBias, SoftCap, TransformerXL
 from tests.kernels.problems import bucket_of
 from tests.positions.test_rope_scaling import llama, theta, yarn
@@ -144,6 +144,9 @@ PARTS: dict[str, Part] = {
     "NTK": rotary(Ntk(8.0), lambda c: theta(c, BASE * 8 ** (H / (H - 2)), H)),
     "YaRN": rotary(
         Yarn(16.0, 64, 8.0), lambda c: yarn(c, BASE, 16, 64, 8, 1, H), 0.1 * np.log(16) + 1
+    ),
+    "proportional": rotary(
+        Proportional(0.5), lambda c: theta(c, BASE, H) * (c < H // 4)
     ),
     "Llama 3.1": rotary(Llama3(8.0, 64), lambda c: llama(c, BASE, 8, 64, H)),
     "axial": Part({"rotary": Axial((3, 4), BASE)}, {"turn": on_image}),
