@@ -72,6 +72,26 @@ CONFIGS: dict[str, Any] = {
         "seq_aux": True, "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
         "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
     },
+    # The text model alone.
+    "google/gemma-4-31B": {
+        "architectures": ["Gemma4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attention_k_eq_v": True, "dtype": "bfloat16", "enable_moe_block": False,
+        "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        "max_position_embeddings": 262144, "model_type": "gemma4_text", "num_attention_heads": 32,
+        "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16,
+        "num_kv_shared_layers": 0, "rms_norm_eps": 1e-06, "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024, "tie_word_embeddings": True, "use_cache": True,
+        "use_bidirectional_attention": "vision", "use_double_wide_mlp": False, "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
     "facebook/dinov2-giant": {
         "apply_layernorm": True, "architectures": ["Dinov2Model"],
         "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0, "hidden_act": "gelu",
