@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -234,9 +235,11 @@ class MultiHeadAttention(Attention, _Sizes, Module):
                 metadata_of = outs if entry.is_out else (kernel, bias)
                 setattr(self, name, self._projection(entry, rngs, *metadata_of))
             elif isinstance(entry, NormEntry):
+                # Flax makes a flat scale by default, but linen's has all axes.
                 setattr(self, name, entry.norm.module(
-                    nnx, entry.features, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs,
-                    scale_metadata=metadata.get(name, _NOTHING),
+                    nnx, math.prod(entry.shape), dtype=self.dtype, param_dtype=self.param_dtype,
+                    rngs=rngs, scale_metadata=metadata.get(name, _NOTHING),
+                    scale_init=lambda _, __, dtype, entry=entry: jnp.ones(entry.shape, dtype),
                 ))  # fmt: skip
 
         def make(

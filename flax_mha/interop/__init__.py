@@ -24,7 +24,20 @@ import numpy as np
 from flax.typing import Dtype
 
 from flax_mha.base import checks
-from flax_mha.interop import bert, clip, gpt, llama, neutral, safetensors, t5, vision, whisper
+from flax_mha.interop import (
+    bert,
+    clip,
+    deepseek,
+    gemma4,
+    gpt,
+    llama,
+    modernbert,
+    neutral,
+    safetensors,
+    t5,
+    vision,
+    whisper,
+)
 from flax_mha.interop.device_put import Joined, place
 from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
 from flax_mha.interop.generating import generation as generation
@@ -46,18 +59,23 @@ __dir__ = __all__.copy
 _ADAPTER = "adapter_config.json"
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, neutral.BERT),
+    ("modernbert", modernbert.modernbert, neutral.MODERNBERT),
     ("distilbert", bert.distilbert, neutral.BERT),
     ("gpt2", gpt.gpt2, neutral.GPT2),
     ("gpt_neox", gpt.gpt_neox, neutral.DECODER),
     ("llama", llama.llama, neutral.LLAMA),
     ("mistral ministral smollm3", llama.llama, neutral.DECODER),
     ("qwen2 qwen3", llama.llama, neutral.QWEN),
+    ("olmo2", llama.llama, neutral.DECODER),
     ("gemma2 gemma3_text", llama.llama, neutral.GEMMA),
+    ("gemma4_text", gemma4.gemma4, neutral.GEMMA4),
     ("gpt_oss", llama.gpt_oss, neutral.EXPERTS),
     ("mixtral", llama.mixtral, neutral.EXPERTS),
     ("qwen3_moe", llama.qwen3_moe, neutral.QWEN3_MOE),
-    ("t5", t5.t5, neutral.T5),
+    ("deepseek_v3", deepseek.deepseek_v3, neutral.DEEPSEEK),
+    ("t5 mt5", t5.t5, neutral.T5),
     ("vit deit vit_msn", vision.vit, neutral.VIT),
+    ("dinov2 dinov2_with_registers", vision.dinov2, neutral.DINO),
     ("dinov3_vit", vision.dinov3, neutral.DINO),
     ("timm_vit", vision.timm_vit, neutral.TIMM),
     ("vit_pytorch", vision.vit_pytorch, neutral.VIT_PYTORCH),
@@ -85,8 +103,8 @@ def family(config: Config) -> Family:
     model_type = settings.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
-            f"the config's model_type must be one of {sorted(FAMILIES)}, got {shown(model_type)}; "
-            f"docs/interop.md shows how to write a table"
+            f"the config's model_type must be one of {', '.join(sorted(FAMILIES))}, got "
+            f"{shown(model_type)}; docs/interop.md shows how to write a table"
         )
     if quantized := settings.get("quantization_config"):
         method = quantized.get("quant_method", "an unknown method")

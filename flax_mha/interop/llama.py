@@ -1,6 +1,7 @@
-"""Llama, Mistral, Qwen, Gemma and gpt-oss: decoders with rotary positions, MLPs or experts."""
+"""Llama, Mistral, Qwen, OLMo, Gemma, gpt-oss: decoders with rotary positions, MLPs or experts."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,10 +22,14 @@ from flax_mha.scores import SoftCap
 _MAX_EXPERTS = 2**15
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-_GEMMA_NORMS = _NORMS | {
+NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+GEMMA_NORMS = NORMS | {
     "post_attention_layernorm": "attention_branch_norm",
     "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_branch_norm",
+}
+_OLMO_NORMS = {
+    "post_attention_layernorm": "attention_branch_norm",
     "post_feedforward_layernorm": "mlp_branch_norm",
 }
 # Functions of a config and a layer's index, True if that layer has a window.
@@ -54,10 +59,11 @@ class LlamaTraits(NamedTuple):
       switched: True if windows also need the config's `use_sliding_window`.
       biases: the projections with a bias; None to read `attention_bias`.
       is_biased: the default of `attention_bias`.
-      qk_norm: True if queries and keys are normalized.
+      qk_norm: the norm of queries and keys, but for its epsilon.
+      norms: the norms of a block by their names in the checkpoint.
       tied: the default of `tie_word_embeddings`.
-      is_gemma: True for Gemma's scale √D of embeddings, its scale of scores, its soft caps, norms
-        of the outputs of attention and MLP, and norms' scales that are stored minus 1.
+      is_gemma: True for Gemma's scale √D of embeddings, its scale of scores, its soft caps, and
+        norms' scales that are stored minus 1.
       theta: the default base of the rotary embedding.
       is_local: True if layers with a window have another base.
       has_nope: True if some layers have no rotary embedding.
@@ -68,7 +74,8 @@ class LlamaTraits(NamedTuple):
     switched: bool = False
     biases: tuple[str, ...] | None = None
     is_biased: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm | None = None
+    norms: Mapping[str, str] = NORMS
     tied: bool = False
     is_gemma: bool = False
     theta: float = 1e4
@@ -76,22 +83,27 @@ class LlamaTraits(NamedTuple):
     has_nope: bool = False
 
 
-_GEMMA: dict[str, Any] = {"listed": True, "tied": True, "is_gemma": True}
+_GEMMA: dict[str, Any] = {
+    "listed": True, "tied": True, "is_gemma": True, "norms": GEMMA_NORMS
+}  # fmt: skip
 KINDS = {
     "llama": LlamaTraits(),
     "mistral": LlamaTraits(_all),
     "ministral": LlamaTraits(_all, listed=True),
     "qwen2": LlamaTraits(_late, listed=True, switched=True, biases=table.PROJECTIONS[:3]),
-    "qwen3": LlamaTraits(_late, listed=True, switched=True, qk_norm=True),
+    "qwen3": LlamaTraits(_late, listed=True, switched=True, qk_norm=QKNorm()),
+    "olmo2": LlamaTraits(qk_norm=QKNorm(over_heads=True), norms=_OLMO_NORMS),
     "smollm3": LlamaTraits(
         lambda config, i: not _rotates(config)[i], listed=True, switched=True, tied=True,
         theta=2e6, has_nope=True,
     ),
     "gemma2": LlamaTraits(_all_but_last(2), **_GEMMA),
-    "gemma3_text": LlamaTraits(_all_but_last(6), **_GEMMA, qk_norm=True, theta=1e6, is_local=True),
+    "gemma3_text": LlamaTraits(
+        _all_but_last(6), **_GEMMA, qk_norm=QKNorm(), theta=1e6, is_local=True
+    ),
     "gpt_oss": LlamaTraits(_all_but_last(2), listed=True, is_biased=True, theta=1.5e5),
     "mixtral": LlamaTraits(_all, theta=1e6),
-    "qwen3_moe": LlamaTraits(_all, switched=True, qk_norm=True),
+    "qwen3_moe": LlamaTraits(_all, switched=True, qk_norm=QKNorm()),
 }  # fmt: skip
 
 
@@ -185,6 +197,7 @@ def _block(
     config: Config, traits: LlamaTraits, part: Layer, mlp: Experts | None, sinks: bool
 ) -> DecoderBlock:
     epsilon, gemma = config["rms_norm_eps"], traits.is_gemma
+    norm, norms = traits.qk_norm, traits.norms.values()
     scalar = config.get("query_pre_attn_scalar") if gemma else None
     cap = config.get("attn_logit_softcapping") if gemma else None
     layer = MultiHeadAttention(
@@ -196,13 +209,14 @@ def _block(
         mask=None if part.window is None else masks.Window(part.window - 1, 0),
         scale=None if scalar is None else scalar**-0.5,
         scores=() if cap is None else (SoftCap(cap),),
-        qk_norm=QKNorm("rmsnorm", epsilon=epsilon) if traits.qk_norm else None,
+        qk_norm=None if norm is None else dataclasses.replace(norm, epsilon=epsilon),
         sinks=sinks,
     )
     names = ("hidden_activation", "hidden_act") if gemma else ("hidden_act",)
     return DecoderBlock(
         layer, config["intermediate_size"] if mlp is None else None, norm="rmsnorm",
-        norm_epsilon=epsilon, gated=True, branch_norm=gemma, mlp=mlp,
+        norm_epsilon=epsilon, gated=True, mlp=mlp, pre_norm="attention_norm" in norms,
+        branch_norm="attention_branch_norm" in norms,
         activation=activation(config, *names), mlp_bias=config.get("mlp_bias", False),
     )  # fmt: skip
 
@@ -212,13 +226,11 @@ def _rows(config: Config, traits: LlamaTraits, has_mlp: list[bool]) -> list[tabl
     scale: dict[str, Any] = {"bias": False, "offset": float(traits.is_gemma)}
     biases = [name in _biases(config, traits) for name in table.PROJECTIONS]
     rows = table.attention(f"{_THEIRS}.self_attn", f"{_OURS}/attention", HEADS, biases)
-    names = _GEMMA_NORMS if traits.is_gemma else _NORMS
-    if traits.qk_norm:
-        names = names | {
-            "self_attn.q_norm": "attention/query_ln", "self_attn.k_norm": "attention/key_ln"
-        }  # fmt: skip
-    for name, part in names.items():
+    for name, part in traits.norms.items():
         rows += table.norm(f"{_THEIRS}.{name}", f"{_OURS}/{part}", **scale)
+    for x in ("query", "key") if traits.qk_norm is not None else ():
+        theirs, ours = f"{_THEIRS}.self_attn.{x[0]}_norm", f"{_OURS}/attention/{x}_ln"
+        rows += table.norm(theirs, ours, **scale)
     mlp = {f"mlp.{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")}
     mlp_rows = table.parts(_THEIRS, _OURS, mlp, config.get("mlp_bias", False))
     return [
@@ -286,6 +298,21 @@ def _with_experts(
     config: Config, experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
 ) -> table.Family:
     """Return a family whose experts have one tensor for each kernel, by the kernels' names."""
+    rows = expert_rows(experts, part, names, is_sparse)
+    return llama(config, [experts if sparse else None for sparse in is_sparse], rows)
+
+
+def expert_rows(
+    experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
+) -> list[table.TensorRule]:
+    """Return the rules of the routers and experts of layers where `is_sparse`.
+
+    Args:
+      experts: the module of all these layers.
+      part: the name of the module in a layer.
+      names: the names of an expert's kernels in the checkpoint, each with its name here.
+      is_sparse: for each layer, True if it has experts.
+    """
     rows = table.linear(f"{_THEIRS}.{part}.gate", f"{_OURS}/mlp/router", bias=False)
     if len(is_sparse) * experts.num_experts > _MAX_EXPERTS:
         raise ValueError(
@@ -297,5 +324,4 @@ def _with_experts(
             theirs, ours = f"{_THEIRS}.{part}.experts.{i}.{name}.weight", f"{_OURS}/mlp/{kernel}"
             axes, index = table.expert(), (i, i + 1)
             rows.append(table.TensorRule(theirs, f"{ours}_kernel", axes, part=index))
-    rows = table.per_layer((i for i, sparse in enumerate(is_sparse) if sparse), rows)
-    return llama(config, [experts if sparse else None for sparse in is_sparse], rows)
+    return table.per_layer((i for i, sparse in enumerate(is_sparse) if sparse), rows)

@@ -4,41 +4,59 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, linear
-from flax_mha.layer.linear import Projection
+from flax_mha.layer.linear import Projection, default_bias_init
 from flax_mha.models import Classifier
 from flax_mha.models.feed_forward import Activation
+from flax_mha.models.models import mean
 
 _HEADED = ("ForSequenceClassification", "ForImageClassification")
 
 
 class Classified(nn.Module):
-    """A classifier: the first token's features, a dense layer, and an output layer.
+    """A classifier: pooled features, a dense layer, a norm if given, and an output layer.
 
     Attributes:
       body: the module of the features [*B, T, D].
       num_classes: the number of classes.
       activation: the dense layer's activation.
+      use_bias: True if the dense layer has a bias.
+      norm: the norm after the activation, or None.
+      pooling: "first" for the first token's features, "mean" for the mean over all tokens.
     """
 
     body: nn.Module
     num_classes: int
     activation: Activation
+    use_bias: bool = True
+    norm: nn.Module | None = None
+    pooling: str = "first"
 
     @nn.compact
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """Return the logits [*B, num_classes] for arguments of the body."""
-        first = self.body(*args, **options)[..., 0, :]
-        dense = Projection(first.shape[-1:], ("embed", None), rows=("batch",), name="dense")
-        x = self.activation(dense(first))
+        x, real = self.body(*args, **options), options.get("attention_mask")
+        if self.pooling == "mean" and real is None:
+            x = mean(x, options.get("lengths"))
+        elif self.pooling == "mean":
+            real = jnp.asarray(real)[..., None] != 0
+            x = jnp.sum(x, -2, where=real) / jnp.maximum(jnp.sum(real, -2), 1).astype(x.dtype)
+        else:
+            x = x[..., 0, :]
+        bias = default_bias_init if self.use_bias else None
+        x = Projection(x.shape[-1:], ("embed", None), rows=("batch",), bias_init=bias,
+                       name="dense")(x)  # fmt: skip
+        x = self.activation(x)
+        x = x if self.norm is None else self.norm(x)
         return Projection((self.num_classes,), ("embed", None), rows=("batch",), name="head")(x)
 
 
 def classified(
     config: Config, family: Family, dense: str = "", head: str = "classifier",
-    activation: Activation = nn.tanh,
+    activation: Activation = nn.tanh, **fields: Any,
 ) -> Family:  # fmt: skip
     """Return a family with its classification head, if the config's `architectures` have one.
 
@@ -48,6 +66,7 @@ def classified(
       dense: the name of the dense layer before the output layer; empty for images.
       head: the name of the output layer.
       activation: the activation between the two layers.
+      **fields: other fields of `Classified`, or of the `Classifier` of images.
     """
     architectures = config.get("architectures") or ()
     if not any(str(name).endswith(_HEADED) for name in architectures):
@@ -56,12 +75,12 @@ def classified(
     body, prefix = family.module, ""
     module: nn.Module
     if isinstance(body, Classifier):
-        module = body.clone(num_classes=count, pooling="first")
+        module = body.clone(num_classes=count, **{"pooling": "first"} | fields)
     else:
-        module, prefix = Classified(body, count, activation), "body/"
+        module, prefix = Classified(body, count, activation, **fields), "body/"
     rows = []
     for row in family.rows:
         ours = tuple(prefix + path for path in row.paths)
         rows.append(row._replace(theirs=family.prefix + row.theirs, ours=ours))
-    rows += linear(dense, "dense") if dense else []
+    rows += linear(dense, "dense", fields.get("use_bias", True)) if dense else []
     return family._replace(module=module, rows=rows + linear(head, "head"))

@@ -59,11 +59,18 @@ BERT: Neutral = _ENCODER | _SUMMARY | {"use_task_id": False} | names("""
     pooler_size_per_head pooler_type sbert_ce_default_activation_function sentence_transformers
     sinusoidal_pos_embds task_type_vocab_size tie_weights_
 """)  # fmt: skip
+# Settings of a head for words, of initial values and kernels, and keys of BERT that are never read.
+MODERNBERT: Neutral = _ENCODER | names("""
+    decoder_bias deterministic_flash_attn embedding_dropout initializer_cutoff_factor layer_norm_eps
+    max_position_embeddings mlp_dropout position_embedding_type reference_compile
+    repad_logits_with_grad sparse_pred_ignore_index sparse_prediction
+""")  # fmt: skip
 VIT: Neutral = _ENCODER | names("encoder_stride pooler_act pooler_output_size")
-# Settings of training and of a backbone's features.
+# Settings of training, of a backbone's features, and of images of another size.
 DINO: Neutral = _ENCODER | names("""
-    apply_layernorm out_features out_indices pos_embed_jitter pos_embed_rescale pos_embed_shift
-    reshape_hidden_states stage_names
+    apply_layernorm interpolate_antialias interpolate_offset out_features out_indices
+    pos_embed_jitter pos_embed_rescale pos_embed_shift reshape_hidden_states stage_names
+    use_mask_token
 """)  # fmt: skip
 TOWERS: Neutral = _ENCODER | names("""
     logit_scale_init_value max_position_embeddings pad_token_id projection_dim projection_size
@@ -86,10 +93,17 @@ LLAMA: Neutral = (
 QWEN: Neutral = DECODER | {"use_mrope": False} | names("attention_bias")
 # `hidden_act` is the old key of `hidden_activation`.
 GEMMA: Neutral = DECODER | {"use_bidirectional_attention": False} | names("hidden_act")
+# Sizes of parts that are refused, and of images' tokens, which are not in a text model.
+GEMMA4: Neutral = DECODER | {"use_bidirectional_attention": "vision"} | names("""
+    moe_intermediate_size num_experts top_k_experts use_double_wide_mlp vocab_size_per_layer_input
+""")  # fmt: skip
 # Settings of losses, and second keys that gpt-oss has for the same settings.
 EXPERTS: Neutral = DECODER | names("""
     experts_per_token initial_context_length output_router_logits router_aux_loss_coef
     router_jitter_noise
+""")  # fmt: skip
+DEEPSEEK: Neutral = EXPERTS | names("""
+    aux_loss_alpha ep_size head_dim pretraining_tp qk_head_dim seq_aux
 """)  # fmt: skip
 QWEN3_MOE: Neutral = EXPERTS | names("intermediate_size max_window_layers")
 GPT2: Neutral = (

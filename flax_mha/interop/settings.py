@@ -71,50 +71,59 @@ _POSITIVE = _number("a positive number", 1e-30)
 
 _BY_RULE: dict[Rule, str] = {
     _FLAG: (
-        "attention_bias do_sample is_gated_act key_bias mlp_bias norm_topk_prob pre_norm proj_bias "
-        "qkv_bias query_bias scale_decoder_outputs tie_word_embeddings truncate use_gated_mlp "
+        "attention_bias attention_k_eq_v classifier_bias do_sample enable_moe_block is_gated_act "
+        "key_bias mlp_bias norm_bias norm_topk_prob pre_norm proj_bias qkv_bias query_bias "
+        "rope_interleave scale_decoder_outputs tie_word_embeddings truncate use_gated_mlp "
         "scale_attn_by_inverse_layer_idx scale_attn_weights use_parallel_residual "
-        "use_sliding_window value_bias vision_use_head"
+        "use_sliding_window use_swiglu_ffn value_bias vision_use_head"
     ),
     _TABLE: (
-        "full_attention id2label quantization_config rope_parameters rope_scaling "
+        "full_attention id2label per_layer_config quantization_config rope_parameters rope_scaling "
         "sliding_attention text_config text_config_dict vision_config vision_config_dict"
     ),
     _TEXT: (
-        "act_layer activation activation_function dense_act_fn feed_forward_proj hidden_act "
-        "hidden_activation model_type pool quant_method rope_type type"
+        "act_layer activation activation_function classifier_activation classifier_pooling "
+        "dense_act_fn feed_forward_proj hidden_act hidden_activation model_type pool quant_method "
+        "rope_type scoring_func topk_method type"
     ),
     _integer(1, 512): (
         "decoder_layers depth encoder_layers n_layer n_layers num_decoder_layers "
         "num_hidden_layers num_layers"
     ),
     _integer(1, 2**16): (
-        "decoder_attention_heads encoder_attention_heads heads n_head n_heads "
-        "num_attention_heads num_experts num_experts_per_tok num_heads num_key_value_heads "
-        "num_labels num_local_experts relative_attention_num_buckets sliding_window_pattern "
-        "_sliding_window_pattern decoder_sparse_step no_rope_layer_interval"
+        "decoder_attention_heads encoder_attention_heads heads n_head n_heads num_attention_heads "
+        "num_global_key_value_heads num_experts num_experts_per_tok num_heads num_key_value_heads "
+        "num_labels moe_layer_freq n_group n_routed_experts n_shared_experts num_local_experts "
+        "topk_group relative_attention_num_buckets sliding_window_pattern _sliding_window_pattern "
+        "decoder_sparse_step global_attn_every_n_layers no_rope_layer_interval"
     ),
     _integer(1, 2**24): (
         "channels d_ff d_kv d_model decoder_ffn_dim dim dim_head embed_dim embedding_size "
-        "encoder_ffn_dim head_dim hidden_dim hidden_size in_chans intermediate_size "
-        "max_target_positions mlp_dim moe_intermediate_size n_embd n_inner n_positions "
+        "encoder_ffn_dim global_head_dim head_dim hidden_dim hidden_size in_chans "
+        "intermediate_size kv_lora_rank max_target_positions mlp_dim moe_intermediate_size "
+        "q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_embd n_inner n_positions "
         "num_channels num_mel_bins projection_dim type_vocab_size vocab_size"
     ),
     _LENGTH: "max_source_positions",
     _or_list(_LENGTH, 2): "image_size img_size patch_size",
-    _COUNT: "max_window_layers num_beams num_classes num_register_tokens reg_tokens",
+    _COUNT: (
+        "hidden_size_per_layer_input num_kv_shared_layers first_k_dense_replace max_window_layers "
+        "num_beams num_classes num_nextn_predict_layers num_register_tokens reg_tokens"
+    ),
     _SPAN: (
-        "decoder_start_token_id max_position_embeddings original_max_position_embeddings "
-        "pad_token_id relative_attention_max_distance sliding_window top_k"
+        "decoder_start_token_id local_attention max_position_embeddings "
+        "original_max_position_embeddings pad_token_id relative_attention_max_distance "
+        "sliding_window top_k"
     ),
     _or_list(_SPAN): "eos_token_id",
-    _number("a number in 0 … 1", 0, 1): "layer_norm_eps layer_norm_epsilon rms_norm_eps",
+    _number("a number in 0 … 1", 0, 1): "layer_norm_eps layer_norm_epsilon norm_eps rms_norm_eps",
     _number("a positive number up to 1", 1e-30, 1): "partial_rotary_factor rotary_pct top_p",
     _POSITIVE: (
         "attention_factor attn_logit_softcapping beta_fast beta_slow factor "
-        "final_logit_softcapping high_freq_factor low_freq_factor mlp_ratio mscale "
-        "mscale_all_dim query_pre_attn_scalar "
-        "rope_local_base_freq rope_theta rotary_emb_base swiglu_limit temperature"
+        "final_logit_softcapping global_rope_theta high_freq_factor local_rope_theta "
+        "low_freq_factor mlp_ratio mscale mscale_all_dim query_pre_attn_scalar "
+        "rope_local_base_freq rope_theta routed_scaling_factor rotary_emb_base swiglu_limit "
+        "temperature"
     ),
     _number("a number", -1e30): "init_values layerscale_value",
     _list_of(_TEXT, "a list of strings"): "architectures",

@@ -1,9 +1,9 @@
-"""T5: an encoder and a decoder of text with relative position biases."""
+"""T5 and mT5: an encoder and a decoder of text with relative position biases."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_mha.interop import table
-from flax_mha.interop.config import activation, refuse
+from flax_mha.interop.config import activation
 from flax_mha.interop.settings import Config, filled
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
@@ -11,13 +11,27 @@ from flax_mha.models.blocks import DecoderBlock, EncoderBlock
 from flax_mha.scores import RelativeBias
 
 
+class T5Traits(NamedTuple):
+    """The properties of a model type.
+
+    Attributes:
+      form: the default of `feed_forward_proj`.
+      scales: True if the logits of a tied head are scaled by 1/√D.
+    """
+
+    form: str
+    scales: bool
+
+
+KINDS = {"t5": T5Traits("relu", True), "mt5": T5Traits("gated-gelu", False)}
+
+
 def t5(config: Config) -> table.Family:
-    """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1."""
-    # mT5 has other defaults, and scales no logits.
-    refuse(config, model_type="t5")
+    """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1, or of mT5."""
+    traits = KINDS[config["model_type"]]
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
     # "relu" or "gated-gelu". The first configs have no such key; later ones have only this one.
-    form = config.get("feed_forward_proj", "relu")
+    form = config.get("feed_forward_proj", traits.form)
     gated = config.get("is_gated_act", form.startswith("gated-"))
     form = form.removeprefix("gated-")
     act = {"dense_act_fn": "gelu_new" if gated and form == "gelu" else form}
@@ -34,6 +48,7 @@ def t5(config: Config) -> table.Family:
         max_distance = config.get("relative_attention_max_distance", 128)
         return (RelativeBias(None, bidirectional, max_distance, buckets),)
 
+    scaled = traits.scales and config.get("scale_decoder_outputs", tied)
     encoder = EncoderBlock(layer, config["d_ff"], **options)
     decoder = DecoderBlock(layer, config["d_ff"], cross_attention=layer.copy(), **options)
     count = config.get("num_decoder_layers") or config["num_layers"]
@@ -43,7 +58,7 @@ def t5(config: Config) -> table.Family:
             TokenEmbedding(config["vocab_size"], D),
             Decoder(count, decoder, scores=bias(False)),
             tied=tied,
-            logits_scale=D**-0.5 if config.get("scale_decoder_outputs", tied) else 1.0,
+            logits_scale=D**-0.5 if scaled else 1.0,
         ),
     )
     rows = [table.TensorRule("shared.weight", "decoder/embedding/table/embedding")]

@@ -120,13 +120,19 @@ class TensorRule(NamedTuple):
         """Return the shape of the slice `part`, given a parameter's shape."""
         return parameter if self.part is None else (self.part[1] - self.part[0], *parameter[1:])
 
-    def split_up(self, x: np.ndarray) -> list[np.ndarray]:
-        """Split a tensor into arrays, one for each path."""
+    def part_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Return the shapes in the checkpoint of parameters with these shapes."""
+        # A broadcast scalar takes no memory.
+        return [self.axes.theirs(np.broadcast_to(np.False_, shape)).shape for shape in shapes]
+
+    def split_up(self, x: np.ndarray, shapes: Sequence[Shape]) -> list[np.ndarray]:
+        """Split a tensor into arrays, one for each path, given the parameters' shapes."""
         if self.heads is not None:
             x = x.reshape(self.heads, -1, *x.shape[1:])
         if self.alternate:
             return [x[..., i :: len(self.paths)] for i in range(len(self.paths))]
-        return np.split(x, len(self.paths), self.split) if len(self.paths) > 1 else [x]
+        sizes = [shape[self.split] for shape in self.part_shapes(shapes)[:-1]]
+        return np.split(x, np.cumsum(sizes), self.split) if sizes else [x]
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
         """Join arrays, one for each path, to the tensor."""
@@ -218,7 +224,7 @@ def from_tensors(
         if x.shape != (expected := _tensor_shape(row, shapes)):
             errors.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
             continue
-        for path, part, shape in zip(row.paths, row.split_up(x), shapes, strict=True):
+        for path, part, shape in zip(row.paths, row.split_up(x, shapes), shapes, strict=True):
             arrays.setdefault(path, []).append(row.axes.ours(part, shape))
     if errors:
         raise ValueError(
@@ -287,10 +293,10 @@ def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, StoredTens
 
 def _tensor_shape(row: TensorRule, shapes: list[Shape]) -> Shape:
     """Return the shape of a tensor that holds parameters of these shapes."""
-    # A broadcast scalar takes no memory.
-    sizes = [*row.axes.theirs(np.broadcast_to(np.False_, shapes[0])).shape]
+    parts = row.part_shapes(shapes)
+    sizes, axis = [*parts[0]], -1 if row.alternate else row.split
     if len(shapes) > 1:
-        sizes[-1 if row.alternate else row.split] *= len(shapes)
+        sizes[axis] = sum(part[axis] for part in parts)
     return (sizes[0] * sizes[1], *sizes[2:]) if row.heads is not None else tuple(sizes)
 
 
@@ -341,7 +347,8 @@ def norm(theirs: str, ours: str, bias: bool = True, offset: float = 0.0) -> list
       bias: True if the norm has a bias.
       offset: a number that is subtracted from the scale in the checkpoint.
     """
-    scale = TensorRule(f"{theirs}.weight", f"{ours}/scale", plus(offset) if offset else SAME)
+    axes = plus(offset) if offset else FLATTENED
+    scale = TensorRule(f"{theirs}.weight", f"{ours}/scale", axes)
     return [scale, *when(bias, TensorRule(f"{theirs}.bias", f"{ours}/bias"))]
 
 

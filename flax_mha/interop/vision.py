@@ -1,4 +1,4 @@
-"""Vision Transformers: ViT, DeiT, ViT-MSN, DINOv3, and those of timm and vit-pytorch."""
+"""Vision Transformers: ViT, DeiT, ViT-MSN, DINOv2 and 3, and those of timm and vit-pytorch."""
 
 import math
 from typing import Any
@@ -14,6 +14,7 @@ from flax_mha.models.blocks import EncoderBlock
 from flax_mha.positions import Axial
 
 _BLOCK = "encoder/layers_{}"
+_HEADS = ("attention.query", "attention.key", "attention.value", "output.dense")
 # The prefix of all names in models that wrap a type, and the tokens before its patches.
 PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
 TOKENS = {"vit": ("cls",), "deit": ("cls", "distillation"), "vit_msn": ("cls",)}
@@ -23,7 +24,6 @@ def vit(config: Config) -> table.Family:
     """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of its classifier."""
     tokens, prefix = TOKENS[config["model_type"]], PREFIXES[config["model_type"]]
     biased = config.get("qkv_bias", True)
-    heads = ("attention.query", "attention.key", "attention.value", "output.dense")
     size = grid(config)
     kernel, images = table.patches(*size.patch), size.image(config["num_channels"])
     names = {
@@ -36,7 +36,7 @@ def vit(config: Config) -> table.Family:
         *table.linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
         *table.stack(
             config["num_hidden_layers"], "encoder.layer.{}", "encoder", {"attention": "attention"},
-            heads, names, (*[biased] * 3, True),
+            _HEADS, names, (*[biased] * 3, True),
         ),
         *table.norm("layernorm", "encoder/norm"),
     ]  # fmt: skip
@@ -44,6 +44,59 @@ def vit(config: Config) -> table.Family:
     unused = ("*classifier.*", "pooler.*", "embeddings.mask_token")
     family = table.Family(module, (images,), rows, heads=unused, prefix=prefix)
     return classified(config, family)
+
+
+def dinov2(config: Config) -> table.Family:
+    """Return the family of `Dinov2Model`, with registers or without, or of its classifier.
+
+    Images have the config's size: the position table is not interpolated to others.
+    """
+    size, D = grid(config), config["hidden_size"]
+    has_registers = config["model_type"] == "dinov2_with_registers"
+    registers = config.get("num_register_tokens", 4) if has_registers else 0
+    biased, gated = config.get("qkv_bias", True), config.get("use_swiglu_ffn", False)
+    act, hidden = activation(config, "hidden_act"), int(D * config.get("mlp_ratio", 4))
+    if gated:
+        # Two thirds of an MLP's hidden features, rounded up to a multiple of 8.
+        act, hidden = "silu", -(int(hidden * 2 / 3) // -8) * 8
+    block = EncoderBlock(
+        MultiHeadAttention(config["num_attention_heads"], use_bias=biased or ("out",)), hidden,
+        activation=act, gated=gated, norm_epsilon=config["layer_norm_eps"],
+        layer_scale=config.get("layerscale_value", 1.0),
+    )  # fmt: skip
+    module = Classifier(
+        PatchEmbedding(size.patch, D), Encoder(config["num_hidden_layers"], block), None,
+        class_tokens=1, register_tokens=registers,
+    )  # fmt: skip
+    kernel, layer = table.patches(*size.patch), "encoder.layer.{}"
+    linears = {"mlp.weights_out": "mlp/down"} if gated else {
+        "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"
+    }  # fmt: skip
+    names = linears | {
+        "norm1": "attention_norm", "layer_scale1.lambda1": "attention_scale",
+        "norm2": "mlp_norm", "layer_scale2.lambda1": "mlp_scale",
+    }  # fmt: skip
+    rows = [
+        table.TensorRule("embeddings.cls_token", "class_tokens", table.wrapped(1)),
+        *table.when(registers, table.TensorRule(
+            "embeddings.register_tokens", "register_tokens", table.wrapped(1)
+        )),
+        table.TensorRule("embeddings.position_embeddings", "positions/embedding", table.wrapped(1)),
+        *table.linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
+        *table.stack(
+            config["num_hidden_layers"], layer, "encoder", {"attention": "attention"}, _HEADS,
+            names, (*[biased] * 3, True),
+        ),
+        *table.when(gated, *table.per_layer(config["num_hidden_layers"], table.linear(
+            f"{layer}.mlp.weights_in", (f"{_BLOCK}/mlp/gate", f"{_BLOCK}/mlp/up")
+        ))),
+        *table.norm("layernorm", "encoder/norm"),
+    ]  # fmt: skip
+    family = table.Family(
+        module, (size.image(config.get("num_channels", 3)),), rows,
+        heads=("classifier.*", "embeddings.mask_token"), prefix=f"{config['model_type']}.",
+    )  # fmt: skip
+    return classified(config, family, pooling="first_and_mean")
 
 
 def _tokens(name: str, start: int, stop: int) -> table.TensorRule:

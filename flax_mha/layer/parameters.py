@@ -33,10 +33,22 @@ class LinearEntry:
 
 @dataclasses.dataclass(frozen=True)
 class NormEntry:
-    """A norm over the last axis, of size `features`: the parameter `name/scale`."""
+    """A norm over the last axis, of size `features`: the parameter `name/scale`.
+
+    Attributes:
+      features: the size of the last axis.
+      norm: the norm.
+      heads: the size of the axis before it, if the norm is over both.
+    """
 
     features: int
     norm: QKNorm
+    heads: int | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the scale."""
+        return (self.features,) if self.heads is None else (self.heads, self.features)
 
 
 @dataclasses.dataclass(frozen=True)

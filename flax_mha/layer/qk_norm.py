@@ -15,31 +15,40 @@ class QKNorm:
         rmsnorm:    x / √(mean(x²) + ε) · scale
         layernorm:  (x − mean(x)) / √(var(x) + ε) · scale
 
+    With `over_heads`, mean and var are over all heads of a token.
+
     Attributes:
       kind: "rmsnorm" (Qwen3, Gemma 3) or "layernorm" (ViT-22B).
-      scale: True for a learned scale [H], shared by all heads.
+      scale: True for a learned scale [H], shared by all heads; with `over_heads` it is [N, H] for
+        queries, [K, H] for keys.
       epsilon: ε.
       after_rotary: True to apply the norm after `rotary`.
+      over_heads: True for one norm over the features of all heads (OLMo 2). On a mesh that shards
+        heads, devices then exchange a number for each token.
 
     Sources: Henry et al., "Query-Key Normalization for Transformers", 2020; Dehghani et al.,
-    "Scaling Vision Transformers to 22 Billion Parameters", 2023.
+    "Scaling Vision Transformers to 22 Billion Parameters", 2023; OLMo Team, "2 OLMo 2 Furious",
+    2025 (over_heads).
     """
 
     kind: str = "rmsnorm"
     scale: bool = True
     epsilon: float = 1e-6
     after_rotary: bool = False
+    over_heads: bool = False
 
     def __post_init__(self) -> None:
         checks.choice("QKNorm.kind", self.kind, _KINDS)
-        for name in ("scale", "after_rotary"):
+        for name in ("scale", "after_rotary", "over_heads"):
             checks.flag(f"QKNorm.{name}", getattr(self, name))
         if checks.number("QKNorm.epsilon", self.epsilon) < 0:
             raise ValueError(f"QKNorm.epsilon must be at least 0, got {self.epsilon}")
 
     def module(self, library: Any, *args: Any, **fields: Any) -> Any:
         """Return this norm as a module of `flax.linen` or `flax.nnx`, with more arguments."""
+        axes = (-2, -1) if self.over_heads else -1
         fields |= {"epsilon": self.epsilon, "use_scale": self.scale}
+        fields |= {"reduction_axes": axes, "feature_axes": axes}
         fields |= {"use_bias": False} if self.kind == "layernorm" else {}
         return getattr(library, _KINDS[self.kind])(*args, **fields)
 

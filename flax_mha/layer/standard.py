@@ -86,7 +86,7 @@ class Attention(Settings):
     @property
     def mixes_heads(self) -> bool:
         """True if a head's output depends on other heads, so that none can be removed alone."""
-        return False
+        return self.qk_norm is not None and self.qk_norm.over_heads
 
     def check_fields(self) -> None:
         """Check the fields as far as it needs no inputs."""
@@ -157,9 +157,9 @@ class Attention(Settings):
             entries["value"] = self.to_heads("value", Dv, (K, Hv), "kv_heads")
         norm = as_qk_norm(self.qk_norm, self.normalize_qk)
         if norm is not None:
-            entries["query_ln"] = NormEntry(H, norm)
+            entries["query_ln"] = NormEntry(H, norm, N if norm.over_heads else None)
         if norm is not None and Dk:
-            entries["key_ln"] = NormEntry(H, norm)
+            entries["key_ln"] = NormEntry(H, norm, K if norm.over_heads else None)
         if self.gate is not None:
             gate = checks.choice("gate", self.gate, {"head": (N, 1), "feature": (N, Hv)})
             entries["output_gate"] = self.to_heads("output_gate", D, gate)

@@ -1,6 +1,6 @@
 """Transformer blocks: attention layers and an MLP as branches, with norms and residuals."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import flax.linen as nn
@@ -34,7 +34,8 @@ class Block(nn.Module):
         branch_norm alone   x ← x + norm′(branch(x))
         neither             x ← norm(x + branch(x))
 
-    With `parallel` all branches take the same x, and their outputs are summed.
+    With `parallel` all branches take the same x, and their outputs are summed. With `output_scale`,
+    x ← s·x follows, for a learned number s.
 
     Attributes:
       attention: the self-attention layer. The MLP has the same dtypes, precision, initializers,
@@ -43,7 +44,8 @@ class Block(nn.Module):
       mlp_dim: the MLP's hidden features; None if `mlp` is given.
       norm: "layernorm", "rmsnorm", or a module that each norm copies, such as
         `nn.LayerNorm(use_bias=False)`.
-      pre_norm: True to normalize the input of each branch (see the equations).
+      pre_norm: True to normalize the input of each branch (see the equations), or the names of the
+        branches to normalize the input of, such as ("mlp",) in the first block of ModernBERT.
       activation: the MLP's activation: "gelu", "gelu_exact", "silu", … (see `MLP`), or a function.
       gated: True for a gated MLP.
       dropout_rate: the dropout rate of the MLP's hidden features and of each branch's output. The
@@ -65,6 +67,7 @@ class Block(nn.Module):
       layer_scale: the initial value of a learned scale [D] of each branch's output (CaiT, DINOv2);
         None for no scale.
       mlp: a module to use as it is instead of the MLP, such as `Experts`.
+      output_scale: the initial value of s (Gemma 4); None for no s.
 
     Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
     Transformer Architecture", 2020 (pre-norm); Touvron et al., "Going deeper with Image
@@ -74,7 +77,7 @@ class Block(nn.Module):
     attention: MultiHeadAttention
     mlp_dim: int | None = None
     norm: str | nn.Module = "layernorm"
-    pre_norm: bool = True
+    pre_norm: bool | Sequence[str] = True
     activation: str | Activation = "gelu"
     gated: bool = False
     dropout_rate: float = 0.0
@@ -85,6 +88,7 @@ class Block(nn.Module):
     parallel: bool | Literal["own_norms"] = False
     layer_scale: float | None = None
     mlp: nn.Module | None = None
+    output_scale: float | None = None
 
     @property
     def post_norm(self) -> bool:
@@ -143,14 +147,17 @@ class Block(nn.Module):
         self, x: jax.Array, deterministic: bool | None, calls: Calls
     ) -> tuple[jax.Array, Shared | None]:
         """Return x with all branches added, and keys and values if a call has `return_kv`."""
+        for name in calls:
+            settings.check_module(name, getattr(self, name), MultiHeadAttention)
         tap = tap_of(self, self.attention.capture)
         branches = self._branches(x.shape, deterministic, calls, tap)
+        normed = self._pre_normed([*branches])
         x = tap("resid_pre", sharding.constrain(x, _AXES))
         if self.parallel:
-            x, kv = self._in_parallel(x, branches)
+            x, kv = self._in_parallel(x, branches, normed)
         else:
-            x, kv = self._in_sequence(x, branches, tap)
-        return tap.last("resid_post", x), kv
+            x, kv = self._in_sequence(x, branches, normed, tap)
+        return tap.last("resid_post", self._scale_output(x)), kv
 
     @nn.nowrap
     def _branches(
@@ -160,7 +167,6 @@ class Block(nn.Module):
 
         def of_layer(name: str, call: dict[str, Any]) -> Branch:
             layer = getattr(self, name)
-            settings.check_module(name, layer, MultiHeadAttention)
             # The layer's field `deterministic`, if set, takes precedence.
             flag = deterministic if layer.deterministic is None else None
 
@@ -181,13 +187,13 @@ class Block(nn.Module):
 
     @nn.nowrap
     def _in_sequence(
-        self, x: jax.Array, branches: dict[str, Branch], tap: Tap
+        self, x: jax.Array, branches: dict[str, Branch], normed: Sequence[str], tap: Tap
     ) -> tuple[jax.Array, Shared | None]:
         """Add each branch to the sum of those before it."""
         kept = []
         for name, branch in branches.items():
             x = tap("resid_mid", x) if name == "mlp" else x
-            y, kv = branch(self._norm(name, x) if self.pre_norm else x)
+            y, kv = branch(self._norm(name, x) if name in normed else x)
             x = x + y
             x = sharding.constrain(self._norm(name, x) if self.post_norm else x, _AXES)
             kept.append(kv)
@@ -195,13 +201,13 @@ class Block(nn.Module):
 
     @nn.nowrap
     def _in_parallel(
-        self, x: jax.Array, branches: dict[str, Branch]
+        self, x: jax.Array, branches: dict[str, Branch], normed: Sequence[str]
     ) -> tuple[jax.Array, Shared | None]:
         """Add all branches of the same x, with one norm, or one for each."""
         if self.parallel == "own_norms":
-            inputs = [self._norm(name, x) for name in branches]
+            inputs = [self._norm(name, x) if name in normed else x for name in branches]
         else:
-            inputs = [self._norm("attention", x) if self.pre_norm else x] * len(branches)
+            inputs = [self._norm("attention", x) if normed else x] * len(branches)
         kept = []
         for branch, branch_input in zip(branches.values(), inputs, strict=True):
             y, kv = branch(branch_input)
@@ -214,6 +220,30 @@ class Block(nn.Module):
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         """Apply the norm of a branch."""
         return self.make_norm(f"{name}_norm")(x)
+
+    @nn.nowrap
+    def _scale_output(self, x: jax.Array) -> jax.Array:
+        """Return x, times the learned number if there is one."""
+        if self.output_scale is None:
+            return x
+        init = nn.initializers.constant(checks.number("output_scale", self.output_scale))
+        scale = self.param("output_scale", init, (1,), self.attention.param_dtype)
+        return x * shapes.lead(scale.astype(x.dtype), x.ndim)
+
+    @nn.nowrap
+    def _pre_normed(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of the branches whose input is normalized."""
+        given = self.pre_norm
+        if isinstance(given, bool):
+            return names if given else ()
+        # Branches with one common norm have it all together.
+        is_valid = isinstance(given, tuple) and given and {*given} <= {*names}
+        if not is_valid or self.parallel is True:
+            raise ValueError(
+                f"pre_norm must be a bool, or without parallel=True a tuple of branches, of "
+                f"{names}, got {given!r}; give pre_norm=True for a norm in each"
+            )
+        return given
 
     @nn.nowrap
     def _mlp(self) -> nn.Module:

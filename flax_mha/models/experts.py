@@ -23,7 +23,7 @@ from flax_mha.layer.linear import (
     projection,
 )
 from flax_mha.models import exchange
-from flax_mha.models.feed_forward import Activation, activation
+from flax_mha.models.feed_forward import MLP, Activation, activation
 from flax_mha.sharding import rules
 from flax_mha.sharding.shard_map import vary
 
@@ -103,12 +103,18 @@ class Experts(nn.Module):
 
         Σ_e p_e · (act(x W_gate,e) ⊙ (x W_up,e + offset)) W_down,e
 
-    Here p is the softmax of x W_router over all experts, divided by its sum over the token's.
+    Here p is the softmax of s = x W_router over all experts, divided by its sum over the token's.
     Experts have no capacity limit: no token is dropped, and tokens do not influence each other.
+    DeepSeek-V3 has other p, another choice of experts, and an MLP that is shared by all tokens:
+
+        p = σ(s),  p_e ← factor · p_e / Σ p of the token's experts          routing="sigmoid"
+        e: the top_k of p + b, in the top_groups groups whose best two p + b have the largest sums
+        out = Σ_e … + MLP(x)                                                shared
 
     If `intermediates` are collected, a call sows `router_logits` x W_router [*B, T, E] and the
     scalar `balance_loss`: E Σ_e f_e P_e, where expert e has the share f_e of the top_k choices of
-    all tokens, and the mean P_e of the softmax. At equal shares it is 1. Padding counts as tokens.
+    all tokens, and the mean P_e of p, divided by its sum over all experts. At equal shares it is 1.
+    Padding counts as tokens.
 
     Attributes:
       hidden: the hidden features of an expert.
@@ -120,6 +126,14 @@ class Experts(nn.Module):
       offset: a number that is added to x W_up (gpt-oss: 1, with limit=7.0 and
         activation="quick_gelu").
       use_bias: True if router and experts have biases.
+      routing: "softmax" or "sigmoid".
+      choice_bias: True for a parameter b [E], `choice_bias`, which counts where experts are chosen,
+        but not in p. It starts at 0 and gets no gradient: a training loop may raise it for experts
+        with few tokens.
+      groups: the number of groups of E / groups experts, in order.
+      top_groups: the number of groups that a token's experts are in (default: all).
+      factor: a factor of p.
+      shared: the hidden features of the shared MLP, gated as the experts are; None for none.
       kernel_init: the initializer of the kernels, called for each expert.
       bias_init: the initializer of the biases.
       dtype: the dtype of the computation (default: promoted from inputs and parameters); p is
@@ -130,7 +144,8 @@ class Experts(nn.Module):
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of
     Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (limit and offset); Fedus
-    et al., "Switch Transformers", arXiv 2101.03961, 2021, equation 4 without α (balance_loss).
+    et al., "Switch Transformers", arXiv 2101.03961, 2021, equation 4 without α (balance_loss);
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2 (routing … shared).
     """
 
     hidden: int
@@ -147,23 +162,30 @@ class Experts(nn.Module):
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None
     partitioned: bool = False
+    routing: str = "softmax"
+    choice_bias: bool = False
+    groups: int = 1
+    top_groups: int | None = None
+    factor: float = 1.0
+    shared: int | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
         """Apply the experts to x [*B, T, D], without dropout for any `deterministic`."""
-        del deterministic
-        checks.positive(hidden=self.hidden, num_experts=self.num_experts, top_k=self.top_k)
-        checks.fields(self)
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k={self.top_k} must be at most num_experts={self.num_experts}; lower it"
-            )
+        self._check()
         shapes.check_features("x", x)
         E, names = self.num_experts, ("embed", None)
         logits = projection(self, "router", (E,), names, self.use_bias)(x)
+        bias, every = self._choice_bias(), None
+        if self.shared is not None:
+            every = MLP(
+                self.shared, self.activation, True, 0.0, self.use_bias, self.kernel_init,
+                self.bias_init, self.dtype, self.param_dtype, self.precision, self.partitioned,
+                name="shared",
+            )(x, deterministic=deterministic)  # fmt: skip
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "router_logits", logits)
-            loss = sharding.auto(self._balance_loss, (), logits)
+            loss = sharding.auto(self._balance_loss, (), logits, *bias)
             self.sow("intermediates", "balance_loss", loss)
         D, M = x.shape[-1], self.hidden
         sizes = {"gate": (D, M), "up": (D, M), "down": (M, D)}
@@ -173,7 +195,37 @@ class Experts(nn.Module):
                 self._weights(f"{name}_bias", sizes[name][1:], _NAMES[name][1:]) for name in sizes
             ]
         x, *weights = promote_dtype(x, *weights, dtype=self.dtype)
-        return sharding.auto(self._divided, _TOKENS, x, logits, *weights)
+        y = sharding.auto(self._divided, _TOKENS, x, logits, *bias, *weights)
+        return y if every is None else y + every
+
+    @nn.nowrap
+    def _check(self) -> None:
+        """Check the fields."""
+        E, k, groups = self.num_experts, self.top_k, self.groups
+        checks.positive(hidden=self.hidden, num_experts=E, top_k=k, groups=groups)
+        checks.optional(top_groups=self.top_groups, shared=self.shared)
+        checks.fields(self)
+        checks.choice("routing", self.routing, dict.fromkeys(("softmax", "sigmoid")))
+        checks.number("factor", self.factor)
+        if E % groups or (groups > 1 and E // groups < 2):
+            raise ValueError(
+                f"num_experts={E} must be a multiple of groups={groups}, at least 2 in each; try "
+                f"groups=1"
+            )
+        chosen = groups if self.top_groups is None else self.top_groups
+        if chosen > groups:
+            raise ValueError(f"top_groups={chosen} must be at most groups={groups}; lower it")
+        if k > E // groups * chosen:
+            within = "" if chosen == groups else f" · {chosen}/{groups}, in top_groups={chosen}"
+            raise ValueError(f"top_k={k} must be at most num_experts={E}{within}; lower it")
+
+    @nn.nowrap
+    def _choice_bias(self) -> list[jax.Array]:
+        """Return the parameter b in a list, which is empty if there is none."""
+        if not self.choice_bias:
+            return []
+        init = sharding.named(nn.initializers.zeros, (None,), self.partitioned)
+        return [self.param("choice_bias", init, (self.num_experts,), self.param_dtype)]
 
     @nn.nowrap
     def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:
@@ -188,7 +240,7 @@ class Experts(nn.Module):
         return self.param(name, boxed, (self.num_experts, *shape), self.param_dtype)
 
     @nn.nowrap
-    def _divided(self, x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
+    def _divided(self, x: jax.Array, logits: jax.Array, *arrays: jax.Array) -> jax.Array:
         """Return the experts' sum, where each device computes its tokens and experts."""
         spec = sharding.spec((self.num_experts, self.hidden), ("experts", "mlp"))
         experts, hidden = map(rules.unpack_entry, spec)
@@ -198,7 +250,8 @@ class Experts(nn.Module):
         if self.use_bias:
             names += [(n[0], n[-1]) for n in names]
 
-        def local(x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
+        def local(x: jax.Array, logits: jax.Array, *arrays: jax.Array) -> jax.Array:
+            bias, weights = arrays[:-size], arrays[-size:]
             layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
             if hidden and self.use_bias:  # Only one term of the sum has the bias.
                 layers[2] = (weights[2], jnp.where(lax.axis_index(hidden) == 0, weights[5], 0))
@@ -213,7 +266,7 @@ class Experts(nn.Module):
                 return method(self._expert, x, ids, p, layers, self.precision)
 
             tokens = x.reshape(-1, x.shape[-1])
-            p, ids = self._route(logits.reshape(-1, self.num_experts))
+            p, ids = self._route(logits.reshape(-1, self.num_experts), *bias)
             run = compute
             if shared:
                 run = functools.partial(
@@ -225,23 +278,44 @@ class Experts(nn.Module):
             y = lax.psum(y, axes) if axes else y
             return y.reshape(x.shape).astype(x.dtype)
 
-        all_names = [_TOKENS, _TOKENS, *names]
-        return sharding.local(local, all_names, (x.shape, _TOKENS), x, logits, *weights)
+        size = len(names)
+        of_bias: list[Any] = [(None,)] * (len(arrays) - size)
+        all_names = [_TOKENS, _TOKENS, *of_bias, *names]
+        return sharding.local(local, all_names, (x.shape, _TOKENS), x, logits, *arrays)
 
     @nn.nowrap
-    def _balance_loss(self, logits: jax.Array) -> jax.Array:
+    def _balance_loss(self, logits: jax.Array, *bias: jax.Array) -> jax.Array:
         """Return E Σ_e f_e P_e over all tokens."""
-        _, ids = self._route(logits)
-        p = jax.nn.softmax(logits.astype(shapes.wide(logits.dtype)))
+        _, ids = self._route(logits, *bias)
+        p = self._probabilities(logits)
+        p = p / jnp.sum(p, -1, keepdims=True) if self.routing == "sigmoid" else p
         chosen = jax.nn.one_hot(ids, self.num_experts, dtype=p.dtype).mean(-2)
         tokens = range(p.ndim - 1)
         return self.num_experts * jnp.sum(chosen.mean(tokens) * p.mean(tokens))
 
     @nn.nowrap
-    def _route(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _probabilities(self, logits: jax.Array) -> jax.Array:
+        """Return p of all experts, before any division by a sum over the token's."""
+        of_routing = jax.nn.sigmoid if self.routing == "sigmoid" else jax.nn.softmax
+        return of_routing(logits.astype(shapes.wide(logits.dtype)))
+
+    @nn.nowrap
+    def _route(self, logits: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weights p [n, top_k] and the ids of each token's experts."""
-        p, ids = lax.top_k(jax.nn.softmax(logits.astype(shapes.wide(logits.dtype))), self.top_k)
-        return p / jnp.sum(p, -1, keepdims=True) if self.normalize else p, ids
+        p = self._probabilities(logits)
+        choice = lax.stop_gradient(p + shapes.lead(bias[0].astype(p.dtype), p.ndim)) if bias else p
+        if self.groups > 1 and self.top_groups not in (None, self.groups):
+            by_group = choice.reshape(*choice.shape[:-1], self.groups, -1)
+            best = jnp.sum(lax.top_k(by_group, 2)[0], -1)
+            groups = lax.top_k(best, self.top_groups)[1]
+            is_in = jax.nn.one_hot(groups, self.groups, dtype=bool).any(-2)
+            choice = jnp.where(is_in[..., None], by_group, -jnp.inf).reshape(choice.shape)
+        best, ids = lax.top_k(choice, self.top_k)
+        p = best if choice is p else jnp.take_along_axis(p, ids, -1)
+        if self.normalize:
+            # All sigmoids may underflow to 0.
+            p = p / (jnp.sum(p, -1, keepdims=True) + (1e-20 if self.routing == "sigmoid" else 0))
+        return p if self.factor == 1 else p * self.factor, ids
 
     @nn.nowrap
     def _expert(self, dense: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:

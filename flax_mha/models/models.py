@@ -30,7 +30,12 @@ class Classifier(nn.Module):
       positions: the kind of `PositionEmbedding`, such as "none" if the attention layers rotate.
       dropout_rate: the dropout rate of the embedded tokens.
       class_tokens: the number of learned tokens before the input's tokens.
-      pooling: "mean" over all tokens, or "first" for the first one (ViT: with class_tokens=1).
+      pooling: "mean" over all tokens, "first" for the first one (ViT: with class_tokens=1), or
+        "first_and_mean" for the first one and the mean over the input's tokens, joined (DINOv2).
+      register_tokens: the number of learned tokens that follow the class tokens and get no
+        positions (DINOv2 with registers).
+
+    Source: Darcet et al., "Vision Transformers Need Registers", 2023 (register_tokens).
     """
 
     embedding: nn.Module
@@ -40,6 +45,7 @@ class Classifier(nn.Module):
     dropout_rate: float = 0.0
     class_tokens: int = 0
     pooling: str = "mean"
+    register_tokens: int = 0
 
     @nn.compact
     def __call__(self, inputs: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
@@ -66,37 +72,44 @@ class Classifier(nn.Module):
         patches = isinstance(self.embedding, PatchEmbedding)
         x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
         if integer("class_tokens", self.class_tokens):
-            x, options = self._with_class_tokens(x, options)
+            x, options = self._with_tokens("class_tokens", 0, x, options)
         x = PositionEmbedding(self.positions, name="positions")(x)
+        if integer("register_tokens", self.register_tokens):
+            x, options = self._with_tokens("register_tokens", self.class_tokens, x, options)
         x = Dropout(self.dropout_rate)(x, deterministic=options.get("deterministic"))
         x = self.encoder(x, **options)
         if self.num_classes is None:
             return x
-        pools = {"mean": _mean, "first": lambda x, _: x[..., 0, :]}
-        pool = choice("pooling", self.pooling, pools)
-        pooled = pool(x.astype(jnp.float32), options.get("lengths"))
+        x, first = x.astype(jnp.float32), x[..., 0, :].astype(jnp.float32)
+        kinds = dict.fromkeys(("mean", "first", "first_and_mean"))
+        choice("pooling", self.pooling, kinds)
+        if self.pooling == "first_and_mean":
+            inputs = x[..., self.class_tokens + self.register_tokens :, :]
+            pooled = jnp.concatenate([first, mean(inputs, lengths)], -1)
+        else:
+            pooled = first if self.pooling == "first" else mean(x, options.get("lengths"))
         head = Projection(
             (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"
         )
         return head(pooled)
 
     @nn.nowrap
-    def _with_class_tokens(self, x: jax.Array, options: Any) -> tuple[jax.Array, Any]:
-        """Prepend the learned tokens, and return the options for all tokens."""
-        count, lengths = self.class_tokens, options.get("lengths")
-        tokens = self.param("class_tokens", nn.initializers.normal(0.02), (count, x.shape[-1]))
+    def _with_tokens(self, name: str, at: int, x: jax.Array, options: Any) -> tuple[jax.Array, Any]:
+        """Insert learned tokens after the first `at`, and return the options for all tokens."""
+        count, lengths = getattr(self, name), options.get("lengths")
+        tokens = self.param(name, nn.initializers.normal(0.02), (count, x.shape[-1]))
         if lengths is not None:
             lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
             options = options | {"lengths": lengths + count}
 
         def join(tokens: jax.Array, x: jax.Array) -> jax.Array:
             tokens = jnp.broadcast_to(tokens.astype(x.dtype), (*x.shape[:-2], *tokens.shape))
-            return jnp.concatenate([tokens, x], axis=-2)
+            return jnp.concatenate([x[..., :at, :], tokens, x[..., at:, :]], axis=-2)
 
         return sharding.auto(join, ("batch", "norm_length", None), tokens, x), options
 
 
-def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+def mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """Return the mean [*B, D] of the real tokens in [*B, T, D], or 0 if an example has none."""
     if lengths is None:
         return jnp.mean(x, axis=-2)

@@ -12,10 +12,11 @@ from flax_mha.positions.rope_scaling import Interpolation as Interpolation
 from flax_mha.positions.rope_scaling import Llama3 as Llama3
 from flax_mha.positions.rope_scaling import LongRope as LongRope
 from flax_mha.positions.rope_scaling import Ntk as Ntk
+from flax_mha.positions.rope_scaling import Proportional as Proportional
 from flax_mha.positions.rope_scaling import Yarn as Yarn
 
 __all__ = [
     "Axial", "DynamicNtk", "Interpolation", "Llama3", "LongRope", "MRope", "Ntk",
-    "PositionEmbedding", "Rotary", "Rotation", "Yarn", "rotary", "sinusoidal",
+    "PositionEmbedding", "Proportional", "Rotary", "Rotation", "Yarn", "rotary", "sinusoidal",
 ]  # fmt: skip
 __dir__ = __all__.copy

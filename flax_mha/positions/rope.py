@@ -106,7 +106,7 @@ def rotary(
       interleaved: True for pairs (0, 1), (2, 3), … (RoFormer, GPT-J); False for (0, R/2),
         (1, R/2 + 1), … (GPT-NeoX, LLaMA).
       scaling: the scaling of θ for longer sequences: `Interpolation`, `Ntk`, `Yarn`, `Llama3`,
-        `DynamicNtk` or `LongRope`.
+        `DynamicNtk`, `LongRope` or `Proportional`.
 
     Returns:
       [*B, T, N, H] in the dtype of x; the rotation is computed in float32 or wider.

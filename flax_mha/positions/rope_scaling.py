@@ -115,6 +115,33 @@ class Yarn(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
+class Proportional(_Checked):
+    """A rotation of the fastest pairs alone, θ_c / factor for c < share·R/2, and 0 for all others.
+
+    Pairs are those of all R features. With `fraction` of `Rotary` instead, they are pairs of fewer
+    features.
+
+    Attributes:
+      share: the share of the pairs that are rotated, up to 1.
+      factor: the divisor of θ.
+
+    Source: Google DeepMind, Gemma 4, 2026 ("proportional" in checkpoints).
+    """
+
+    share: float
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.share > 1:
+            raise ValueError(f"Proportional.share must be at most 1, got {self.share}; lower it")
+
+    def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
+        is_rotated = np.arange(R // 2) < int(self.share * R // 2)
+        return frequencies(R, base) / self.factor * is_rotated, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Llama3(_Checked):
     """The scaling of Llama 3, where fast pairs keep θ and slow pairs have θ/factor.
 
@@ -214,4 +241,4 @@ class LongRope(_Checked):
 
 # Scalings that depend on the length of each example.
 Growing: TypeAlias = DynamicNtk | LongRope
-Scaling: TypeAlias = Interpolation | Ntk | Yarn | Llama3 | Growing
+Scaling: TypeAlias = Interpolation | Ntk | Yarn | Proportional | Llama3 | Growing

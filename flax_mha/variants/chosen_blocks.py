@@ -37,8 +37,8 @@ class ChosenBlocks(Attention):
 
     @property
     def mixes_heads(self) -> bool:
-        """True if heads choose blocks together."""
-        return self.share
+        """True if heads choose blocks together, or have a norm over all heads."""
+        return self.share or super().mixes_heads
 
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""

@@ -19,6 +19,7 @@ from flax_mha import (
     EncoderBlock,
     LanguageModel,
     MultiHeadAttention,
+    QKNorm,
     edits,
     generate,
     masks,
@@ -209,6 +210,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (ROTATED, {"": (0,)}, "as many query heads each, or none, got [1, 2]; give repeat_kv"),
     (PLAIN.clone(project_out=False), {"": (0,)}, "must have project_out=True"),
     (variants.TalkingHeadsAttention(N), {"": (0,)}, "not mix its heads, as TalkingHeadsAttention"),
+    (MultiHeadAttention(N, qk_norm=QKNorm(over_heads=True)), {"": (0,)}, "not mix its heads"),
     (
         variants.ChosenBlocksAttention(N, num_kv_heads=2, share=True), {"": (0, 1)},
         "must not mix its heads, as ChosenBlocksAttention does",

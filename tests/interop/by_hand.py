@@ -1,6 +1,6 @@
 """Models that no table loads, with parameters copied by hand.
 
-DeepSeek-V3 has only its first, dense layers here, and Qwen3-Next only softmax attention.
+Qwen3-Next has only softmax attention here.
 """
 
 from typing import Any
@@ -18,8 +18,7 @@ from flax_mha import (
 )
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
-from flax_mha.variants import MultiHeadLatentAttention
-from tests.interop.families import DECODER, TEXT, Case, text
+from tests.interop.families import DECODER, Case, text
 
 N, K, H = 4, 2, 16
 Tensors = dict[str, np.ndarray]
@@ -50,24 +49,6 @@ def qwen3_next(config: Any, w: Tensors) -> tuple[Any, Any]:
     for name, theirs in (("query_ln", "q_norm"), ("key_ln", "k_norm")):
         params[name] = {"scale": 1 + w[f"{theirs}.weight"]}
     return layer, params
-
-
-def deepseek_v3(config: Any, w: Tensors) -> tuple[Any, Any]:
-    rank, nope, rope, Hv = 12, 8, 4, 6
-    layer = MultiHeadLatentAttention(
-        N, head_dim=nope, rope_dim=rope, v_head_dim=Hv, kv_rank=rank, q_rank=16, use_bias=False,
-        rotary=Rotary(1e4, interleaved=True), mask=masks.Causal(),
-    )  # fmt: skip
-    both = w["kv_b_proj.weight"].T.reshape(rank, N, nope + Hv)
-    params = {
-        "query_down": {"kernel": w["q_a_proj.weight"].T},
-        "query_norm": {"scale": w["q_a_layernorm.weight"]},
-        "kv_down": {"kernel": w["kv_a_proj_with_mqa.weight"].T},
-        "kv_norm": {"scale": w["kv_a_layernorm.weight"]},
-        "key": {"kernel": both[..., :nope]}, "value": {"kernel": both[..., nope:]},
-    }  # fmt: skip
-    names = {"query": ("q_b_proj", N), "out": ("o_proj", N)}
-    return layer, params | projections(w, names)
 
 
 def part(w: Tensors, prefix: str) -> Tensors:
@@ -113,11 +94,6 @@ LAYERS: dict[str, tuple[Any, Any, Any]] = {
         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     )),
-    "deepseek-v3": (deepseek_v3, hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(
-        **TEXT, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=4,
-        qk_nope_head_dim=8, v_head_dim=6, first_k_dense_replace=3,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )),
 }  # fmt: skip
 
 
@@ -129,5 +105,4 @@ def by_hand(name: str, offset: float = 0.0) -> Case:
 
 CASES = {
     "qwen3-next": by_hand("qwen3-next", offset=1.0),
-    "deepseek-v3": by_hand("deepseek-v3"),
 }

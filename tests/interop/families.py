@@ -16,6 +16,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 TOWER = {name: TEXT[name] for name in list(TEXT)[1:5]} | {"image_size": 16, "patch_size": 4}
+DINO = {name: x for name, x in TOWER.items() if name != "intermediate_size"}
 DECODER = TEXT | {"num_key_value_heads": 2, "head_dim": 16}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -25,14 +26,26 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8
 }  # fmt: skip
 EXPERTS = DECODER | {"num_local_experts": 8, "num_experts_per_tok": 3}
+DEEPSEEK = TEXT | {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+}  # fmt: skip
 LOCAL = {
     "sliding_window": 3, "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+GEMMA4 = TEXT | {
+    "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": 3,
+    "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
 BOTH = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
 }
+MODERN = TEXT | {"num_hidden_layers": 4, "local_attention": 5, "cls_token_id": 1, "sep_token_id": 2}
 WHISPER = {
     "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
@@ -68,11 +81,22 @@ def towers(model: Any, config: Any, at: np.ndarray) -> Case:
     return Case(model, config, given, (IMAGES.transpose(0, 2, 3, 1), IDS, at))
 
 
+def image(model: Any, config: Any) -> Case:
+    return Case(model, config, {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),))
+
+
 both = {"text_config": TEXT, "vision_config": TOWER}
 last = np.full(len(IDS), IDS.shape[1] - 1)
 CASES = {
     "bert": text(hf.BertModel, hf.BertConfig(**TEXT)),
     "roberta": text(hf.RobertaModel, hf.RobertaConfig(**TEXT)),
+    "modernbert": text(
+        hf.ModernBertModel, hf.ModernBertConfig(**MODERN, norm_bias=True, mlp_bias=True)
+    ),
+    "modernbert classifies": text(
+        hf.ModernBertForSequenceClassification,
+        hf.ModernBertConfig(**MODERN, num_labels=3, classifier_pooling="mean"),
+    ),
     "distilbert": text(hf.DistilBertModel, hf.DistilBertConfig(
         vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
     )),
@@ -88,26 +112,29 @@ CASES = {
             max_position_embeddings=64,
         ),
     ),
-    "vit classifies": Case(
-        hf.ViTForImageClassification, hf.ViTConfig(**TOWER, num_labels=7),
-        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    "vit classifies": image(hf.ViTForImageClassification, hf.ViTConfig(**TOWER, num_labels=7)),
+    "deit classifies": image(hf.DeiTForImageClassification, hf.DeiTConfig(**TOWER, num_labels=2)),
+    "vit": image(hf.ViTModel, hf.ViTConfig(**TOWER)),
+    "deit": image(hf.DeiTModel, hf.DeiTConfig(**TOWER)),
+    "dinov2": image(hf.Dinov2Model, hf.Dinov2Config(**DINO)),
+    "dinov2 gated": image(
+        hf.Dinov2Model, hf.Dinov2Config(**DINO, use_swiglu_ffn=True, qkv_bias=False)
     ),
-    "deit classifies": Case(
-        hf.DeiTForImageClassification, hf.DeiTConfig(**TOWER, num_labels=2),
-        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    "dinov2 classifies": image(
+        hf.Dinov2ForImageClassification, hf.Dinov2Config(**DINO, num_labels=3)
     ),
-    "vit": Case(hf.ViTModel, hf.ViTConfig(**TOWER), {"pixel_values": IMAGES},
-                (IMAGES.transpose(0, 2, 3, 1),)),
-    "deit": Case(hf.DeiTModel, hf.DeiTConfig(**TOWER), {"pixel_values": IMAGES},
-                 (IMAGES.transpose(0, 2, 3, 1),)),
-    "dinov3": Case(
-        hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, num_register_tokens=2),
-        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    "dinov2, registers": image(
+        hf.Dinov2WithRegistersModel,
+        hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=2, use_swiglu_ffn=True),
     ),
-    "dinov3 gated": Case(
+    "dinov2, registers, classifies": image(
+        hf.Dinov2WithRegistersForImageClassification,
+        hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=2, num_labels=3),
+    ),
+    "dinov3": image(hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, num_register_tokens=2)),
+    "dinov3 gated": image(
         hf.DINOv3ViTModel,
         hf.DINOv3ViTConfig(**TOWER, use_gated_mlp=True, hidden_act="silu", key_bias=True),
-        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
     ),
     "clip": towers(hf.CLIPModel, hf.CLIPConfig(**both, projection_dim=16), np.argmax(IDS, -1)),
     "siglip": towers(hf.SiglipModel, hf.SiglipConfig(**both), last),
@@ -132,6 +159,10 @@ CASES = {
         hf.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
         {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
     ),
+    "mt5": Case(
+        hf.MT5ForConditionalGeneration, hf.MT5Config(**T5),
+        {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
+    ),
     "whisper": Case(
         hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER),
         {"input_features": SOUND, "decoder_input_ids": IDS}, (SOUND.transpose(0, 2, 1), IDS),
@@ -142,15 +173,26 @@ CASES = {
     "qwen3": text(hf.Qwen3ForCausalLM, hf.Qwen3Config(
         **DECODER, tie_word_embeddings=True, rope_parameters=YARN
     )),
+    "olmo2": text(hf.Olmo2ForCausalLM, hf.Olmo2Config(**TEXT, num_key_value_heads=2)),
     "gemma2": text(hf.Gemma2ForCausalLM, hf.Gemma2Config(
         **DECODER, sliding_window=3, query_pre_attn_scalar=24
     )),
     "gemma3": text(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(
         **DECODER, **LOCAL, rope_parameters=BOTH
     )),
+    "gemma4": text(hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True)),
+    "gemma4, values": text(hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(
+        **GEMMA4, final_logit_softcapping=3.0, tie_word_embeddings=False, attention_bias=True
+    )),
     # A limit that many features reach.
     "gpt-oss": text(hf.GptOssForCausalLM, hf.GptOssConfig(
         **EXPERTS, sliding_window=3, swiglu_limit=0.5, rope_parameters=YARN | {"truncate": False}
+    )),
+    "deepseek-v3": text(hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(
+        **DEEPSEEK, rope_parameters=YARN | {"mscale": 1.4, "mscale_all_dim": 0.7}
+    )),
+    "deepseek-v3, plain queries": text(hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(
+        **DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}, rope_interleave=False
     )),
     "mixtral": text(hf.MixtralForCausalLM, hf.MixtralConfig(**EXPERTS)),
     "qwen3-moe": text(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(
@@ -168,4 +210,7 @@ def make(case: Case) -> Any:
         for name, p in model.named_parameters():
             if "logit" not in name:
                 p.normal_(0, 0.2) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
+        for name, x in model.named_buffers():
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                x.add_(0.2 * torch.randn_like(x))
     return model

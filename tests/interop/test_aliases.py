@@ -14,12 +14,12 @@ from flax_mha.interop import neutral  # noqa: E402
 from tests.interop.families import (  # noqa: E402
     DECODER,
     IDS,
-    IMAGES,
     SOUND,
     TEXT,
     TOWER,
     WHISPER,
     Case,
+    image,
     last,
     make,
     text,
@@ -45,10 +45,6 @@ YARN = {
 }  # fmt: skip
 
 
-def images(model: Any, config: Any) -> Case:
-    return Case(model, config, {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),))
-
-
 def texts(model: Any, config: Any) -> Case:
     return Case(model, config, {"input_ids": IDS}, (IDS, last))
 
@@ -63,13 +59,13 @@ CASES = {
         hf.ElectraForSequenceClassification,
         hf.ElectraConfig(**TEXT, embedding_size=32, num_labels=3),
     ),
-    "vit-msn": images(hf.ViTMSNModel, hf.ViTMSNConfig(**TOWER)),
-    "dinov3 without biases": images(
+    "vit-msn": image(hf.ViTMSNModel, hf.ViTMSNConfig(**TOWER)),
+    "dinov3 without biases": image(
         hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, mlp_bias=False, use_gated_mlp=True)
     ),
-    "clip's images": images(hf.CLIPVisionModel, hf.CLIPVisionConfig(**TOWER)),
+    "clip's images": image(hf.CLIPVisionModel, hf.CLIPVisionConfig(**TOWER)),
     "clip's texts": texts(hf.CLIPTextModel, hf.CLIPTextConfig(**TEXT)),
-    "siglip's images": images(hf.SiglipVisionModel, hf.SiglipVisionConfig(**TOWER)),
+    "siglip's images": image(hf.SiglipVisionModel, hf.SiglipVisionConfig(**TOWER)),
     "siglip's texts": texts(hf.SiglipTextModel, hf.SiglipTextConfig(**TEXT)),
     "whisper scaled": Case(
         hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER, scale_embedding=True),

@@ -124,6 +124,23 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
          r"must not differ, got \['factor']"),
         (CONFIG | {"rope_scaling": SCALED, "original_max_position_embeddings": 16,
                    "max_position_embeddings": 64}, r"must be the same everywhere, got \[8, 16]"),
+        (CONFIGS["deepseek_v3"] | {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
+        (CONFIGS["deepseek_v3"] | {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got"),
+        (CONFIGS["deepseek_v3"] | {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+        (CONFIGS["deepseek_v3"] | {"attention_bias": True}, "attention_bias must be False"),
+        (CONFIGS["deepseek_v3"] | {"num_key_value_heads": 2}, "num_key_value_heads must be 4"),
+        (CONFIGS["gemma4"] | {"hidden_size_per_layer_input": 8}, "layer_input must be 0, got 8"),
+        (CONFIGS["gemma4"] | {"hidden_size_per_layer_input": None}, "must be 0, got 256"),
+        (CONFIGS["gemma4"] | {"num_kv_shared_layers": 1}, "num_kv_shared_layers must be 0, got 1"),
+        (CONFIGS["gemma4"] | {"enable_moe_block": True}, "enable_moe_block must be False, got"),
+        (CONFIGS["gemma4"] | {"use_bidirectional_attention": "all"}, "attention='all'"),
+        (CONFIGS["gemma4"] | {"layer_types": LAYERS[::-1]}, "the last full_attention, got"),
+        (CONFIGS["gemma4"] | {"rope_parameters": {"full_attention": SCALED}},
+         "rope_type must be 'default' or 'proportional', got 'yarn'"),
+        (CONFIGS["gemma4"] | {"per_layer_config": {"1": {"sliding_window": 3}}},
+         "per_layer_config.1 must be an object of head_dim and num_key_value_heads, got"),
+        (CONFIGS["modernbert"] | {"classifier_pooling": "max"}, r"one of \['cls', 'mean'\], got"),
+        (CONFIGS["mt5"] | {"scale_decoder_outputs": True}, "scale_decoder_outputs=True"),
         (CONFIGS["whisper"] | {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
         (CONFIGS["siglip"] | {"vision_config": CONFIGS["siglip"]["vision_config"]
                               | {"vision_use_head": False}}, "vision_use_head must be True"),
@@ -138,7 +155,7 @@ def test_settings_with_silent_effect_are_refused(config: Config, words: str) -> 
 
 def test_model_type_without_record_is_refused() -> None:
     """Even if its table is registered: the neutral keys are not guessed."""
-    for name, base, config in (("mt5", "t5", T5), ("granite", "llama", LLAMA)):
+    for name, base, config in (("umt5", "t5", T5), ("granite", "llama", LLAMA)):
         interop.FAMILIES[name] = interop.FAMILIES[base]
         try:
             with pytest.raises(ValueError, match=name):

@@ -76,10 +76,13 @@ def test_axes_convert_both_ways(row: TensorRule, shape: tuple[int, ...]) -> None
     ids=["in rows", "in columns", "in each head", "in turn"],
 )  # fmt: skip
 def test_joined_tensors_split_and_join(row: TensorRule) -> None:
-    parts = [np.arange(24).reshape(3, 2, 4) + 100 * i for i in range(len(row.paths))]
-    whole = row.join(parts)
-    assert whole.shape == table._tensor_shape(row, [x.shape for x in parts])
-    for part, found in zip(parts, row.split_up(whole), strict=True):
+    # Parts of several sizes, where they need not alternate.
+    sizes = np.full((len(row.paths), 3), (3, 2, 4))
+    sizes[1:, row.split] += not row.alternate
+    parts = [np.arange(x.prod()).reshape(x) + 100 * i for i, x in enumerate(sizes)]
+    whole, shapes = row.join(parts), [x.shape for x in parts]
+    assert whole.shape == table._tensor_shape(row, shapes)
+    for part, found in zip(parts, row.split_up(whole, shapes), strict=True):
         np.testing.assert_array_equal(found, part)
         assert np.shares_memory(found, whole)
 

@@ -136,7 +136,9 @@ def test_attention_mask_gives_the_logits_of_transformers(side: str, name: str) -
         np.testing.assert_allclose(logits[real], wanted[real], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "bert classifies"])
+@pytest.mark.parametrize("name", [
+    "bert", "roberta", "distilbert", "bert classifies", "modernbert", "modernbert classifies",
+])  # fmt: skip
 @pytest.mark.parametrize("side", PADDED)
 def test_attention_mask_gives_the_features_of_transformers(side: str, name: str) -> None:
     """RoBERTa takes positions from the ids of padding."""
@@ -152,6 +154,9 @@ def test_attention_mask_gives_the_features_of_transformers(side: str, name: str)
     for apply in (module.apply, jax.jit(module.apply)):
         x = np.asarray(apply(variables, ids, attention_mask=mask))
         real = slice(None) if x.ndim == 2 else mask == 1
+        np.testing.assert_allclose(x[real], wanted[real], atol=1e-4)
+    if side == "right":
+        x = np.asarray(module.apply(variables, ids, lengths=mask.sum(-1)))
         np.testing.assert_allclose(x[real], wanted[real], atol=1e-4)
 
 

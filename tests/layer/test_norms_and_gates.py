@@ -26,6 +26,8 @@ NORMS = {
     "rms after, no scale": QKNorm(scale=False, after_rotary=True, epsilon=0.1),
     "layer": QKNorm("layernorm", epsilon=1e-3),
     "layer after": QKNorm("layernorm", after_rotary=True),
+    "rms over heads": QKNorm(over_heads=True),
+    "layer over heads, after": QKNorm("layernorm", after_rotary=True, over_heads=True),
 }
 GATES = [None, "head", "feature"]
 
@@ -39,9 +41,12 @@ def layer(norm: str, gate: str | None, **fields: Any) -> MultiHeadAttention:
 
 
 def normed(norm: QKNorm, x: np.ndarray, params: Any) -> np.ndarray:
-    scale = {"scale": params["scale"] if norm.scale else np.ones(H)}
+    scale = params["scale"] if norm.scale else np.ones(H)
     function = oracle.rms_norm if norm.kind == "rmsnorm" else oracle.layer_norm
-    return function(scale, x, norm.epsilon)
+    if norm.over_heads:
+        flat = x.reshape(*x.shape[:-2], -1)
+        return function({"scale": scale.reshape(-1)}, flat, norm.epsilon).reshape(x.shape)
+    return function({"scale": scale}, x, norm.epsilon)
 
 
 def expected(params: Any, x: np.ndarray, norm: QKNorm | None) -> np.ndarray:
@@ -93,9 +98,10 @@ def test_decoding_matches_full_forward(norm: str, gate: str | None, cross: bool)
 
 
 @pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.parametrize("norm", ["rms after, no scale", "rms over heads"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_heads_match_one_device(kind: str) -> None:
-    module = layer("rms after, no scale", "feature", num_kv_heads=4)
+def test_sharded_heads_match_one_device(norm: str, kind: str) -> None:
+    module = layer(norm, "feature", num_kv_heads=4)
     params = random_like(jax.eval_shape(module.init, KEY, X))
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
 
@@ -110,8 +116,10 @@ def test_sharded_heads_match_one_device(kind: str) -> None:
 
 
 @pytest.mark.sampled(0.3, slow=0.5)
-@pytest.mark.parametrize(("norm", "gate"), [("rms", "feature"), ("layer", "head")])
-def test_nnx_layer_equals_linen_layer(norm: str, gate: str) -> None:
+@pytest.mark.parametrize(
+    ("norm", "gate"), [("rms", "feature"), ("layer", "head"), ("layer over heads, after", None)]
+)
+def test_nnx_layer_equals_linen_layer(norm: str, gate: str | None) -> None:
     module = layer(norm, gate)
     params = random_like(jax.eval_shape(module.init, KEY, X))
     same = flax_mha.nnx.MultiHeadAttention(
@@ -120,7 +128,9 @@ def test_nnx_layer_equals_linen_layer(norm: str, gate: str) -> None:
     )  # fmt: skip
     for name, given in params["params"].items():
         for leaf, value in given.items():
-            getattr(getattr(same, name), leaf).set_value(value)
+            parameter = getattr(getattr(same, name), leaf)
+            assert parameter.shape == value.shape
+            parameter.set_value(value)
     found = nnx.jit(lambda layer: layer(X))(same)
     np.testing.assert_allclose(found, jax.jit(module.apply)(params, X), atol=1e-6)
 
@@ -155,6 +165,7 @@ def test_padding_does_not_reach_gradients_under_scan(dtype: str) -> None:
         (lambda: QKNorm("rms"), ValueError, r"kind must be one of \['layernorm', 'rmsnorm'\], got"),
         (lambda: QKNorm(epsilon=-1.0), ValueError, r"epsilon must be at least 0, got -1.0"),
         (lambda: QKNorm(scale=1), TypeError, r"QKNorm.scale must be True or False, got 1"),
+        (lambda: QKNorm(over_heads="all"), TypeError, "QKNorm.over_heads must be True or False"),
         (lambda: MultiHeadAttention(4, qk_norm="rmsnorm").init(KEY, X), TypeError,
          r"qk_norm must be a flax_mha.QKNorm, got 'rmsnorm' of str; give QKNorm"),
         (lambda: MultiHeadAttention(4, qk_norm=QKNorm(), normalize_qk=True).init(KEY, X),

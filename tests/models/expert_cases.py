@@ -21,8 +21,11 @@ PLAIN = Experts(24, 8, 2)
 CLIPPED = Experts(
     24, 8, 3, activation="quick_gelu", limit=0.5, offset=1.0, use_bias=True, normalize=True
 )
+# As in DeepSeek-V3.
+GROUPED = Experts(24, 8, 3, routing="sigmoid", choice_bias=True, groups=4, top_groups=2,
+                  factor=2.5, shared=20)  # fmt: skip
 KINDS_OF = {"plain": PLAIN, "clipped": CLIPPED, "as they are": PLAIN.clone(normalize=False),
-            "all": PLAIN.clone(top_k=8), "one": Experts(24, 1, 1)}  # fmt: skip
+            "all": PLAIN.clone(top_k=8), "one": Experts(24, 1, 1), "grouped": GROUPED}  # fmt: skip
 METHODS = {"in turn": {"cpu": experts.expert_by_expert}, "by rows": {}, "sent": {}}
 
 
@@ -62,6 +65,18 @@ def run(module: Experts, params: Any, x: Any) -> tuple[Any, Any]:
         return jnp.sum(jnp.sin(y)), y
 
     return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+
+
+def choose(module: Experts, params: Any, p: np.ndarray) -> np.ndarray:
+    """Return the experts of a token whose probabilities are p [E]."""
+    choice = p + np.asarray(params.get("choice_bias", 0), np.float64)
+    groups = np.split(choice, module.groups)
+    best = np.argsort([-np.sort(group)[-2:].sum() for group in groups])
+    barred = best[module.groups if module.top_groups is None else module.top_groups :]
+    size = len(p) // module.groups
+    for i in barred:
+        choice[i * size : (i + 1) * size] = -np.inf
+    return np.argsort(-choice)[: module.top_k]
 
 
 def balance(logits: Any, top_k: int) -> tuple[float, np.ndarray]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -84,6 +85,48 @@ def test_norm_placements_match_formula(pre: bool, branch: bool, side_by_side: An
     assert last == ({"norm"} if pre or branch else set())
 
 
+@pytest.mark.parametrize("parallel", [False, "own_norms"])
+@pytest.mark.parametrize("name", ["attention", "mlp"])
+def test_one_branch_alone_may_have_a_norm(name: str, parallel: Any) -> None:
+    """And its gradient is the slope of the output."""
+    module = block(pre_norm=(name,), parallel=parallel)
+    params = parameters(module, X)
+    norms = {x for x in params["params"] if x.endswith("norm")}
+    assert norms == {f"{name}_norm"}
+    given = params["params"]
+
+    def added(part: str, x: np.ndarray) -> np.ndarray:
+        z = oracle.layer_norm(given[f"{part}_norm"], x) if part == name else x
+        return oracle.mlp(given[part], z) if part == "mlp" else oracle.multi_head(given[part], z)[0]
+
+    def expected(x: np.ndarray) -> np.ndarray:
+        y = x + added("attention", x)
+        return y + added("mlp", x if parallel else y)
+
+    x, rng = float64(X), np.random.default_rng(5)
+    assert error(run(module, params, X), expected(x)) < OUTPUT
+    assert "norm" in Encoder(1, module).init(jax.random.key(0), X)["params"]
+    cotangent, step = rng.normal(size=X.shape), rng.normal(size=X.shape)
+    gradient = jax.grad(lambda x: jnp.vdot(module.apply(params, x), cotangent))(jnp.asarray(X))
+    slope = np.vdot(expected(x + 1e-6 * step) - expected(x - 1e-6 * step), cotangent) / 2e-6
+    np.testing.assert_allclose(np.vdot(float64(gradient), step), slope, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{}, {"parallel": True}, {"pre_norm": False}])
+def test_output_scale_multiplies_the_block(fields: dict[str, Any]) -> None:
+    """With its gradient: the output is linear in it."""
+    module = block(output_scale=0.5, **fields)
+    start = module.init(jax.random.key(0), X)["params"]["output_scale"]
+    np.testing.assert_array_equal(start, [0.5])
+    params = parameters(module, X)
+    rest = {"params": {k: x for k, x in params["params"].items() if k != "output_scale"}}
+    plain = np.asarray(run(block(**fields), rest, X))
+    expected = params["params"]["output_scale"] * plain
+    np.testing.assert_allclose(run(module, params, X), expected, rtol=1e-6)
+    gradient = jax.grad(lambda given: jnp.vdot(module.apply(given, X), plain))(params)["params"]
+    np.testing.assert_allclose(gradient["output_scale"][0], np.vdot(plain, plain), rtol=1e-5)
+
+
 def test_layer_scale_starts_at_its_value() -> None:
     params = block(layer_scale=0.25).init(jax.random.key(0), X)["params"]
     for name in ("attention", "mlp"):
@@ -126,12 +169,16 @@ def test_input_and_final_norms_of_stack(pre_norm: bool, norms: tuple[bool, bool 
     ("fields", "words"),
     [
         ({"layer_scale": "small"}, "layer_scale must be a number"),
+        ({"output_scale": "one"}, "output_scale must be a number"),
         ({"norm": nn.LayerNorm}, "or a module, got .*LayerNorm.*; give .* with its parentheses"),
         ({"norm": None}, "norm must be one of .* or a module, got None"),
         ({"branch_norm": 1}, "branch_norm must be True or False"),
         ({"parallel": None}, "parallel must be a bool"),
         ({"parallel": "own"}, "or with pre_norm 'own_norms', got 'own' of str"),
         ({"parallel": "own_norms", "pre_norm": False}, "or with pre_norm"),
+        ({"pre_norm": ("mpl",)}, r"a tuple of branches, of \['attention', 'mlp'\], got \('mpl',\)"),
+        ({"pre_norm": ()}, r"pre_norm must be a bool, .* got \(\)"),
+        ({"pre_norm": ("mlp",), "parallel": True}, "without parallel=True a tuple"),
     ],
 )
 def test_invalid_block_options_raise(fields: dict[str, Any], words: str) -> None:

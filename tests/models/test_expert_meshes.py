@@ -15,6 +15,7 @@ from flax_mha import Experts, sharding
 from tests.kernels.cases import pairs
 from tests.models.expert_cases import (
     CLIPPED,
+    GROUPED,
     KEY,
     METHODS,
     PLAIN,
@@ -61,12 +62,12 @@ RULES = {
 
 
 @functools.cache
-def on_one_device(method: str) -> Any:
+def on_one_device(module: Experts, method: str) -> Any:
     """Return parameters, and the method's output with them."""
-    params = jax.jit(CLIPPED.init)(KEY, X)
-    bias = {name: x for name, x in parameters(CLIPPED)["params"].items() if "bias" in name}
+    params = jax.jit(module.init)(KEY, X)
+    bias = {name: x for name, x in parameters(module)["params"].items() if "bias" in name}
     params = {"params": params["params"] | bias}
-    return jax.device_get((params, run(CLIPPED, params, X)))
+    return jax.device_get((params, run(module, params, X)))
 
 
 # All pairs of these occur, not their whole product.
@@ -77,12 +78,25 @@ def on_one_device(method: str) -> Any:
     indirect=["method"],
 )
 def test_sharded_experts_match_one_device(name: str, kind: str, method: str) -> None:
-    params, wanted = on_one_device(method)
+    compare(CLIPPED, name, kind, method)
+
+
+@pytest.mark.sampled(0.1, slow=0.2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["features divided", "experts divided", "over the tokens' axis"])
+@pytest.mark.parametrize("method", ["in turn", "sent"], indirect=True)
+def test_sharded_groups_of_experts_match_one_device(name: str, kind: str, method: str) -> None:
+    """With a choice bias and a shared MLP."""
+    compare(GROUPED, name, kind, method)
+
+
+def compare(module: Experts, name: str, kind: str, method: str) -> None:
+    params, wanted = on_one_device(module, method)
     mesh, leave = on(kind, RULES[name])
     try:
-        places = sharding.of(CLIPPED.init, KEY, X)
+        places = sharding.of(module.init, KEY, X)
         x = jax.device_put(X, NamedSharding(mesh, P("data" if name != "both" else None)))
-        got = jax.device_get(run(CLIPPED, jax.device_put(params, places), x))
+        got = jax.device_get(run(module, jax.device_put(params, places), x))
     finally:
         leave()
     if name in ("experts divided", "both", "some rules") or name.startswith("over "):

@@ -11,19 +11,21 @@ import pytest
 from flax_mha import Decoder, DecoderBlock, Experts, MultiHeadAttention
 from tests.models.expert_cases import (
     CLIPPED,
+    GROUPED,
     KEY,
     KINDS_OF,
     PLAIN,
     X,
     balance,
     check_balance,
+    choose,
     parameters,
     run,
     sown,
     use,
 )  # fmt: skip
 from tests.support.meshes import BACKWARD, FORWARD
-from tests.support.oracle import error, random_like
+from tests.support.oracle import error, float64, random_like
 
 
 @pytest.fixture(params=["in turn", "by rows"])
@@ -38,15 +40,16 @@ def sigmoid(x: Any) -> Any:
 
 def expected_output(module: Experts, params: Any, x: Any) -> np.ndarray:
     """Compute one token after another, in float64."""
-    w = {name: np.asarray(a, np.float64) for name, a in params.items() if name != "router"}
+    w = {name: float64(a) for name, a in params.items() if name not in ("router", "shared")}
     router = {name: np.asarray(a, np.float64) for name, a in params["router"].items()}
     x = np.asarray(x, np.float64)
     out = np.zeros_like(x)
     for at in np.ndindex(*x.shape[:-1]):
         logits = x[at] @ router["kernel"] + router.get("bias", 0)
         p = np.exp(logits) / np.exp(logits).sum()
-        chosen = np.argsort(-p)[: module.top_k]
-        whole = p[chosen].sum() if module.normalize else 1
+        p = sigmoid(logits) if module.routing == "sigmoid" else p
+        chosen = choose(module, params, p)
+        whole = (p[chosen].sum() if module.normalize else 1) / module.factor
         for e in chosen:
             gate, up = (x[at] @ w[f"{n}_kernel"][e] for n in ("gate", "up"))
             if module.use_bias:
@@ -57,7 +60,10 @@ def expected_output(module: Experts, params: Any, x: Any) -> np.ndarray:
             h = gate * sigmoid(slope * gate) * (up + module.offset)
             y = h @ w["down_kernel"][e] + (w["down_bias"][e] if module.use_bias else 0)
             out[at] += p[e] / whole * y
-    return out
+    if module.shared is None:
+        return out
+    gate, up, down = (float64(params["shared"][n]["kernel"]) for n in ("gate", "up", "down"))
+    return out + (x @ gate * sigmoid(x @ gate) * (x @ up)) @ down
 
 
 def compiled(module: Experts) -> Any:
@@ -77,14 +83,15 @@ def test_experts_match_formula(name: str, method: None) -> None:
 
 
 @pytest.mark.sampled(0.3, slow=0.5)
-def test_gradients_match_differences(method: None) -> None:
+@pytest.mark.parametrize("module", [CLIPPED, GROUPED])
+def test_gradients_match_differences(module: Experts, method: None) -> None:
     """Finite differences of the formula along random directions."""
-    params = parameters(CLIPPED)
-    (of_params, of_x), _ = run(CLIPPED, params, X)
+    params = parameters(module)
+    (of_params, of_x), _ = run(module, params, X)
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
 
     def loss(params: Any, x: Any) -> float:
-        return float(np.sin(expected_output(CLIPPED, params["params"], x)).sum())
+        return float(np.sin(expected_output(module, params["params"], x)).sum())
 
     rng, step = np.random.default_rng(1), 1e-6
     leaves, tree = jax.tree.flatten((wide, np.asarray(X, np.float64)))
@@ -97,7 +104,8 @@ def test_gradients_match_differences(method: None) -> None:
             moved = [a + sign * step * along if j == i else a for j, a in enumerate(leaves)]
             both.append(loss(*jax.tree.unflatten(tree, moved)))
         wanted = (both[0] - both[1]) / (2 * step)
-        assert abs(np.vdot(gradient, along) - wanted) < 1e-4 * np.linalg.norm(gradient)
+        # The choice bias has none.
+        assert abs(np.vdot(gradient, along) - wanted) <= 1e-4 * np.linalg.norm(gradient)
 
 
 @pytest.mark.sampled(0.3, slow=0.5)

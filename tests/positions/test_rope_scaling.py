@@ -15,6 +15,7 @@ from flax_mha.positions import (
     Llama3,
     LongRope,
     Ntk,
+    Proportional,
     Rotary,
     Yarn,
     rotary,
@@ -95,6 +96,8 @@ def test_long_rope_uses_short_and_long_factors() -> None:
 CASES: dict[str, tuple[Scaling, float, Any, float]] = {
     "interpolation": (Interpolation(4.0), 1e4, lambda c, b: theta(c, b) / 4, 1.0),
     "ntk": (Ntk(8.0), 1e4, lambda c, b: theta(c, b * 8 ** (R / (R - 2))), 1.0),
+    "proportional": (Proportional(0.3, 2.0), 1e4, lambda c, b: theta(c, b) / 2 * (c < 0.3 * R // 2),
+                     1.0),
     "yarn": (Yarn(16.0, 4096), 1e4, lambda c, b: yarn(c, b, 16, 4096, 32, 1),
              0.1 * math.log(16) + 1),
     "yarn's own": (Yarn(40.0, 1024, 16.0, 2.0, attention_factor=1.5), 5e5,
@@ -153,6 +156,8 @@ def test_scaled_rotary_layer_decodes_like_full_forward() -> None:
     [
         (lambda: Interpolation(0.0), ValueError, r"Interpolation.factor must be above 0, got 0.0"),
         (lambda: Ntk("8"), TypeError, r"Ntk.factor must be a number, got '8'"),
+        (lambda: Proportional(1.5), ValueError, r"Proportional.share must be at most 1, got 1.5"),
+        (lambda: Proportional(0.0), ValueError, r"Proportional.share must be above 0, got 0.0"),
         (lambda: Yarn(8.0, 0), ValueError, r"Yarn.original_length must be at least 1, got 0"),
         (lambda: Yarn(8.0, 64, beta_slow=-1.0), ValueError, r"Yarn.beta_slow must be above 0"),
         (lambda: Llama3(8.0, 64, low=4.0), ValueError, r"low must be below high, got 4.0 and 4.0"),

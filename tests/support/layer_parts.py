@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_mha import QKNorm, masks
-from flax_mha.positions import Axial, Interpolation, Llama3, MRope, Ntk, Rotary, Yarn
+from flax_mha.positions import Axial, Interpolation, Llama3, MRope, Ntk, Proportional, Rotary, Yarn
 from flax_mha.scores import Alibi, Relative, RelativeBias, SoftCap, TransformerXL
 from tests.kernels.problems import bucket_of
 from tests.positions.test_rope_scaling import llama, theta, yarn
@@ -53,6 +53,11 @@ def normed(name: str, epsilon: float) -> Any:
     """Return a norm of oracle, with a scale or without."""
     function = getattr(oracle, name)
     return lambda params, x: function(params or {"scale": np.ones(H)}, x, epsilon)
+
+
+def over_heads(params: Any, x: np.ndarray) -> np.ndarray:
+    flat = x.reshape(*x.shape[:-2], -1)
+    return oracle.rms_norm({"scale": params["scale"].reshape(-1)}, flat).reshape(x.shape)
 
 
 def shaw(params: Any, s: np.ndarray, d: np.ndarray, q: np.ndarray, _: Any) -> np.ndarray:
@@ -109,6 +114,7 @@ PARTS: dict[str, Part] = {
         {"qk_norm": QKNorm("layernorm", after_rotary=True, epsilon=0.1)},
         {"norm": normed("layer_norm", 0.1), "after": True},
     ),
+    "RMSNorm over all heads": Part({"qk_norm": QKNorm(over_heads=True)}, {"norm": over_heads}),
     "a norm without scale": Part(
         {"qk_norm": QKNorm(scale=False)}, {"norm": normed("rms_norm", 1e-6)}
     ),
@@ -142,6 +148,9 @@ PARTS: dict[str, Part] = {
     "NTK": rotary(Ntk(8.0), lambda c: theta(c, BASE * 8 ** (H / (H - 2)), H)),
     "YaRN": rotary(
         Yarn(16.0, 64, 8.0), lambda c: yarn(c, BASE, 16, 64, 8, 1, H), 0.1 * np.log(16) + 1
+    ),
+    "proportional": rotary(
+        Proportional(0.5), lambda c: theta(c, BASE, H) * (c < H // 4)
     ),
     "Llama 3.1": rotary(Llama3(8.0, 64), lambda c: llama(c, BASE, 8, 64, H)),
     "axial": Part({"rotary": Axial((3, 4), BASE)}, {"turn": on_image}),

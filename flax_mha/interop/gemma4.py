@@ -1,0 +1,154 @@
+"""Gemma 4, the text model without experts: layers differ in their heads and in their values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax_mha import masks
+from flax_mha.interop import table
+from flax_mha.interop.config import activation, refuse, repeating_part
+from flax_mha.interop.llama import GEMMA_NORMS, HEADS
+from flax_mha.interop.settings import FULL, REMEDY, SLIDING, Config, FileSettings, filled, shown
+from flax_mha.layer import core
+from flax_mha.layer.parameters import NormEntry, Table
+from flax_mha.layer.qk_norm import QKNorm
+from flax_mha.linen import MultiHeadAttention
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
+from flax_mha.models.blocks import DecoderBlock
+from flax_mha.positions import Rotary
+from flax_mha.positions.rope_scaling import Proportional
+
+_THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
+_ROTATIONS: dict[str, Config] = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+class Gemma4Attention(MultiHeadAttention):
+    """Attention with an RMSNorm of the values, without a scale.
+
+        v ← v / √(mean(v²) + ε),   v = x W_v, or x W_k of the keys before their norm
+
+    Attributes:
+      keys_as_values: True to take the values from W_k, so that there is no W_v.
+    """
+
+    keys_as_values: bool = False
+
+    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """Return the parameters, with those of `qk_norm`, whose epsilon the norm of values has."""
+        entries = super().table(D, Dk, Dv)
+        if self.keys_as_values:
+            entries.pop("value", None)
+        norm = QKNorm(scale=False, epsilon=self.qk_norm.epsilon)
+        return entries | {"value_ln": NormEntry(self.sizes(D)[3], norm)}
+
+    def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Any, cache: Any) -> core.Output:
+        """Return the output of the layer."""
+        with_values = p | {"value": p["key"]} if self.keys_as_values and "key" in p else p
+        heads = core.project_heads(with_values, self, x_q, x_k, x_v, call, cache)
+        if heads.v is not None:
+            heads = heads._replace(v=p["value_ln"](heads.v))
+        return core.attend(p, self, heads, call, cache)
+
+
+def gemma4(config: Config) -> table.Family:
+    """Return the family of `Gemma4ForCausalLM`, without experts and per-layer embeddings."""
+    refuse(
+        filled(config, hidden_size_per_layer_input=256), hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0, enable_moe_block=False,
+    )  # fmt: skip
+    D, count = config["hidden_size"], config["num_hidden_layers"]
+    default = [SLIDING if (i + 1) % 6 and i < count - 1 else FULL for i in range(count)]
+    types, same = config.get("layer_types", default), config.get("attention_k_eq_v", False)
+    if len(types) != count or types[-1] != FULL:
+        raise ValueError(
+            f"the config's layer_types must be one for each of num_hidden_layers={count}, the last "
+            f"{FULL}, got {shown(types)}; {REMEDY}"
+        )
+    biased, tied = config.get("attention_bias", False), config.get("tie_word_embeddings", True)
+    rotations = {name: _rotary(config, name) for name in _ROTATIONS}
+    window, epsilon = config["sliding_window"], config["rms_norm_eps"]
+
+    def block(kind: str, head_dim: int, kv_heads: int) -> DecoderBlock:
+        layer = Gemma4Attention(
+            config["num_attention_heads"], num_kv_heads=kv_heads, head_dim=head_dim,
+            use_bias=biased, scale=1.0, qk_norm=QKNorm(epsilon=epsilon), rotary=rotations[kind],
+            mask=masks.Window(window - 1, 0) if kind == SLIDING else None,
+            keys_as_values=same and kind == FULL,
+        )  # fmt: skip
+        return DecoderBlock(
+            layer, config["intermediate_size"], norm="rmsnorm", norm_epsilon=epsilon, gated=True,
+            activation=activation(config, "hidden_activation"), branch_norm=True, mlp_bias=False,
+            output_scale=1.0,
+        )  # fmt: skip
+
+    parts = repeating_part([(x, *_heads(config, x, i, same)) for i, x in enumerate(types)])
+    model = LanguageModel(
+        TokenEmbedding(config["vocab_size"], D, scale=D**0.5),
+        Decoder(count, tuple(block(*part) for part in parts)), tied,
+        logits_cap=config.get("final_logit_softcapping"),
+    )  # fmt: skip
+    rows = [
+        table.TensorRule("model.embed_tokens.weight", "embedding/table/embedding"),
+        *table.norm("model.norm", "decoder/norm", bias=False),
+        *table.when(not tied, table.TensorRule("lm_head.weight", "head/table/embedding")),
+    ]
+    for i, kind in enumerate(types):
+        rows += table.per_layer([i], _rows(biased, same and kind == FULL))
+    return table.Family(
+        model, table.TOKEN_EXAMPLE, rows, ("*.rotary_emb.*inv_freq",), prefix="model.",
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
+    )  # fmt: skip
+
+
+def _rows(biased: bool, keys_as_values: bool) -> list[table.TensorRule]:
+    """Return the rules of a layer."""
+    names = GEMMA_NORMS | {"layer_scalar": "output_scale"}
+    mlp = {f"mlp.{x}_proj": f"mlp/{x}" for x in ("gate", "up", "down")}
+    theirs, ours = f"{_THEIRS}.self_attn", f"{_OURS}/attention"
+    values = {f"{ours}/value/{leaf}" for leaf in ("kernel", "bias") if keys_as_values}
+    heads = table.attention(theirs, ours, HEADS, [biased] * 4)
+    return [
+        *(row for row in heads if row.ours[0] not in values),
+        *table.norm(f"{theirs}.q_norm", f"{ours}/query_ln", bias=False),
+        *table.norm(f"{theirs}.k_norm", f"{ours}/key_ln", bias=False),
+        *table.parts(_THEIRS, _OURS, names | mlp, bias=False),
+    ]
+
+
+def _heads(config: Config, kind: str, i: int, same: bool) -> tuple[int, int]:
+    """Return a layer's features of a head, and its number of key/value heads."""
+    usual = (config["head_dim"], config["num_key_value_heads"])
+    # Read always, so that both are checked.
+    of_full = (config.get("global_head_dim", 512), config.get("num_global_key_value_heads"))
+    by_layer: Config | None = config.get("per_layer_config")
+    if by_layer is None:
+        heads = of_full[1] if same and of_full[1] is not None else usual[1]
+        return (of_full[0], heads) if kind == FULL else usual
+    entry = by_layer.get(str(i), {})
+    if not isinstance(entry, Mapping) or entry.keys() - {"head_dim", "num_key_value_heads"}:
+        raise ValueError(
+            f"the config's per_layer_config.{i} must be an object of head_dim and "
+            f"num_key_value_heads, got {shown(entry)}; {REMEDY}"
+        )
+    own = filled(
+        FileSettings(entry, f"per_layer_config.{i}."), head_dim=usual[0],
+        num_key_value_heads=usual[1],
+    )  # fmt: skip
+    return own["head_dim"], own["num_key_value_heads"]
+
+
+def _rotary(config: Config, kind: str) -> Rotary:
+    """Return the rotary embedding of a type of layers."""
+    rope: Config = (config.get("rope_parameters") or _ROTATIONS).get(kind, _ROTATIONS[kind])
+    name = rope.get("rope_type", "default")
+    if name == "default":
+        return Rotary(rope["rope_theta"])
+    if name != "proportional":
+        raise ValueError(
+            f"the config's rope_type must be 'default' or 'proportional', got {shown(name)}; "
+            f"{REMEDY}"
+        )
+    share, factor = rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0)
+    return Rotary(rope["rope_theta"], scaling=Proportional(share, factor))

@@ -1,0 +1,86 @@
+"""ModernBERT: a pre-norm encoder of text whose layers are local or global."""
+
+import flax.linen as nn
+
+from flax_mha import masks
+from flax_mha.interop import table
+from flax_mha.interop.bert import HEADS, Bert
+from flax_mha.interop.config import activation, rotary
+from flax_mha.interop.modules import Classified, classified
+from flax_mha.interop.settings import FULL, REMEDY, SLIDING, Config, filled, shown
+from flax_mha.linen import MultiHeadAttention
+from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
+from flax_mha.models.blocks import EncoderBlock
+from flax_mha.models.feed_forward import ACTIVATIONS
+
+# The bases of the rotary embeddings, by the old keys that state others.
+_BASES = {FULL: ("global_rope_theta", 1.6e5), SLIDING: ("local_rope_theta", 1e4)}
+_POOLINGS = {"cls": "first", "mean": "mean"}
+
+
+def modernbert(config: Config) -> table.Family:
+    """Return the family of `ModernBertModel` and `ModernBertForSequenceClassification`."""
+    count = config["num_hidden_layers"]
+    rotations = {name: rotary(config, name, config.get(*base)) for name, base in _BASES.items()}
+    every = config.get("global_attn_every_n_layers", 3)
+    types = config.get("layer_types", [SLIDING if i % every else FULL for i in range(count)])
+    if len(types) != count:
+        raise ValueError(
+            f"the config's layer_types must be one for each of num_hidden_layers={count}, got "
+            f"{len(types)}; take both from one config.json"
+        )
+    reach = config.get("local_attention", 128) // 2
+    biased, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+    norm_bias = config.get("norm_bias", False)
+    norm = nn.LayerNorm(config.get("norm_eps", 1e-5), use_bias=norm_bias)
+
+    def block(i: int) -> EncoderBlock:
+        layer = MultiHeadAttention(
+            config["num_attention_heads"], use_bias=biased, rotary=rotations[types[i]],
+            mask=masks.Window(reach, reach) if types[i] == SLIDING else None,
+        )  # fmt: skip
+        return EncoderBlock(
+            layer, config["intermediate_size"], gated=True, mlp_bias=mlp_bias, norm=norm,
+            # The norm of the embeddings is the first one of the first block.
+            pre_norm=("mlp",) if i == 0 else True,
+            activation=activation(config, "hidden_activation"),
+        )  # fmt: skip
+
+    module = Bert(
+        TokenEmbedding(config["vocab_size"], config["hidden_size"]), None,
+        PositionEmbedding("none"),
+        Encoder(count, tuple(map(block, range(count))), input_norm=True),
+    )  # fmt: skip
+    layer, ours = "layers.{}", "encoder/layers_{}"
+    rows = [
+        table.TensorRule("embeddings.tok_embeddings.weight", "embedding/table/embedding"),
+        *table.norm("embeddings.norm", "encoder/input_norm", norm_bias),
+        *table.per_layer(range(1, count), table.norm(
+            f"{layer}.attn_norm", f"{ours}/attention_norm", norm_bias
+        )),
+        *table.per_layer(count, [
+            *table.attention(
+                f"{layer}.attn", f"{ours}/attention", ("Wqkv", "Wqkv", "Wqkv", "Wo"), [biased] * 4
+            ),
+            *table.norm(f"{layer}.mlp_norm", f"{ours}/mlp_norm", norm_bias),
+            *table.linear(f"{layer}.mlp.Wi", (f"{ours}/mlp/gate", f"{ours}/mlp/up"), mlp_bias),
+            *table.linear(f"{layer}.mlp.Wo", f"{ours}/mlp/down", mlp_bias),
+        ]),
+        *table.norm("final_norm", "encoder/norm", norm_bias),
+    ]  # fmt: skip
+    heads = (*HEADS, "head.*", "decoder.*")
+    family = table.Family(module, table.TOKEN_EXAMPLE, rows, heads=heads, prefix="model.")
+    pooling = config.get("classifier_pooling", "cls")
+    if pooling not in _POOLINGS:
+        raise ValueError(
+            f"the config's classifier_pooling must be one of {[*_POOLINGS]}, got {shown(pooling)}; "
+            f"{REMEDY}"
+        )
+    of_head = activation(filled(config, classifier_activation="gelu"), "classifier_activation")
+    family = classified(
+        config, family, "head.dense", activation=ACTIVATIONS[of_head], norm=norm.copy(),
+        use_bias=config.get("classifier_bias", False), pooling=_POOLINGS[pooling],
+    )  # fmt: skip
+    has_head = isinstance(family.module, Classified)
+    norm_rows = table.norm("head.norm", "norm", norm_bias)
+    return family._replace(rows=family.rows + table.when(has_head, *norm_rows))
