@@ -70,7 +70,6 @@ copybutton_prompt_text = ">>> "
 SHORTER = (
     (r"(\w+)\(\s+# attributes[^)]*\)", r"\1(…)"),
     (r", parent: .*? = <.*?>, name: str \| None = None", ""),
-    (r"Literal\['auto', '.*?\]", "KernelName"),
     (r"str \| type\[Any\] \| dtype \| SupportsDType \| Any", "Dtype"),
     (r"None \| str \| Precision( \| \w+(\[[^]]*\])?)*", "PrecisionLike"),
     (r"Array \| ndarray", "Array"),
