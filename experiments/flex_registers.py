@@ -1,4 +1,4 @@
-"""The table of the kernels for Hopper in docs/absent-machine.md, by NVIDIA's compiler, with no GPU.
+"""The table of kernels for Hopper in docs/how-kernels-work.md, by NVIDIA's compiler, without a GPU.
 
     python -m experiments.flex_registers                 # an H200, bfloat16, no mask: minutes
     python -m experiments.flex_registers --dtype=float16 --call=causal --heads=64,128
