@@ -183,8 +183,7 @@ def add_index_entries(app: Sphinx, page: str, source: list[str]) -> None:
     """Add the page's words to the index, which the search shows first."""
     if entries := SEARCHED.get(page):
         before, title, after = re.split(r"(?m)^(# .*\n)", source[0], maxsplit=1)
-        words = "\n".join(f"single: {entry}" for entry in entries)
-        source[0] = f"{before}{title}\n```{{index}}\n{words}\n```\n{after}"
+        source[0] = f"{before}{title}\n```{{index}} {', '.join(entries)}\n```\n{after}"
 
 
 def hide_from_search(app: Sphinx, env: Any) -> None:
