@@ -181,9 +181,9 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
 
 def add_index_entries(app: Sphinx, page: str, source: list[str]) -> None:
     """Add the page's words to the index, which the search shows first."""
-    if entries := SEARCHED.get(page):
+    if words := ", ".join(f"! {entry}" for entry in SEARCHED.get(page, [])):
         before, title, after = re.split(r"(?m)^(# .*\n)", source[0], maxsplit=1)
-        source[0] = f"{before}{title}\n```{{index}} {', '.join(entries)}\n```\n{after}"
+        source[0] = f"{before}{title}\n```{{index}} {words}\n```\n{after}"
 
 
 def hide_from_search(app: Sphinx, env: Any) -> None:
