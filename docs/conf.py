@@ -70,13 +70,28 @@ copybutton_prompt_text = ">>> "
 SHORTER = (
     (r"(\w+)\(\s+# attributes[^)]*\)", r"\1(…)"),
     (r", parent: .*? = <.*?>, name: str \| None = None", ""),
-    (r"Literal\['auto', '.*?\]", "KernelName"),
     (r"str \| type\[Any\] \| dtype \| SupportsDType \| Any", "Dtype"),
     (r"None \| str \| Precision( \| \w+(\[[^]]*\])?)*", "PrecisionLike"),
     (r"Array \| ndarray", "Array"),
     (r"<function (\w+)[^,]*>", r"\1"),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
 )
+# Words that people search for, by the page that they should find first.
+SEARCHED = {
+    "coming-from-huggingface": ["Hugging Face", "transformers", "attention_mask", "left padding"],
+    "decoding": ["KV cache", "cache", "speculative decoding", "int8 cache"],
+    "fine-tune": ["LoRA", "QLoRA", "quantization", "PEFT", "qwix"],
+    "kernels": ["flash attention", "FlashAttention", "cuDNN", "splash attention", "kernel"],
+    "masks": ["sliding window", "causal mask", "padding mask", "packing", "mask"],
+    "models": ["BERT", "GPT-2", "Llama", "ViT", "Whisper"],
+    "positions": ["RoPE", "rotary embedding", "YaRN"],
+    "quickstart": ["GQA", "grouped-query attention", "MQA", "num_kv_heads"],
+    "scores": ["ALiBi", "soft cap", "relative position bias"],
+    "sharding": ["pmap", "shard_map", "tensor parallel", "FSDP", "context parallel", "mesh"],
+    "training": ["checkpoint", "optax", "training loop"],
+}
+# In the search, this page of file names would come before those that explain.
+NOT_SEARCHED = ("architecture",)
 SPAN = re.compile(r"(`[^`]+`)")
 NAME = re.compile(r"`[A-Za-z_][\w.]*`")
 
@@ -164,6 +179,19 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
     return None if ours and not (method.__doc__ or "See `").startswith("See `") else True
 
 
+def add_index_entries(app: Sphinx, page: str, source: list[str]) -> None:
+    """Add the page's words to the index, which the search shows first."""
+    if words := ", ".join(f"! {entry}" for entry in SEARCHED.get(page, [])):
+        before, title, after = re.split(r"(?m)^(# .*\n)", source[0], maxsplit=1)
+        source[0] = f"{before}{title}\n```{{index}} {words}\n```\n{after}"
+
+
+def hide_from_search(app: Sphinx, env: Any) -> None:
+    """Leave the text of pages out of the search. Their titles stay."""
+    for page in NOT_SEARCHED:
+        env.metadata[page]["nosearch"] = ""
+
+
 class MaskFigure(Directive):
     """A picture of each mask, one expression a line: the tables of the page of masks."""
 
@@ -192,6 +220,8 @@ def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.add_directive("mask", MaskFigure)
     app.connect("include-read", read_included)
+    app.connect("source-read", add_index_entries)
+    app.connect("env-updated", hide_from_search)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", skip)

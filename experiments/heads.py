@@ -15,6 +15,7 @@ import numpy as np
 from experiments import finished, pretrained
 from experiments.plots import save
 from experiments.runs.failures import RunError
+from experiments.tasks.digits import Digits
 from experiments.tasks.text import Bytes, Text
 from flax_mha import Capture, analysis, edits, plots
 from flax_mha.models import LanguageModel
@@ -24,27 +25,52 @@ CAPTURE = Capture(("weights", "entropy", "max_logit"))
 
 
 class Reader(NamedTuple):
-    """A language model, and a function from a text to its ids and their names."""
+    """A model, and a function from a prompt to a batch of one example and its tokens' names."""
 
     model: Any
     variables: Any
-    read: Callable[[str], tuple[Sequence[int], list[str]]]
+    read: Callable[[str], tuple[jax.Array, list[str]]]
 
 
 def open_run(workdir: str | Path, data: str | None = None, tokenizer: str | None = None) -> Reader:
-    """Return the model of a run of the text task."""
+    """Return the model of a run of the text task, or of the digits, whose prompts are numbers."""
     run, task = finished.open_run(workdir, data, tokenizer)
-    if not isinstance(task, Text):
-        raise RunError(f"{run.path} was trained on {run.config.task!r}; give a run of 'text'")
-    params = finished.load(run, task).params
+    if not isinstance(task, Text | Digits):
+        raise RunError(
+            f"{run.path} was trained on {run.config.task!r}; give a run of 'text' or 'digits'"
+        )
+    variables = {"params": finished.load(run, task).params}
+    return Reader(task.model, variables, functools.partial(_READS[type(task)], task))
 
-    def read(text: str) -> tuple[Sequence[int], list[str]]:
-        ids = task.vocabulary.encode(text.encode())[-task.config.length :].tolist()
-        if isinstance(task.vocabulary, Bytes):
-            return ids, [bytes([token]).decode("ascii", "backslashreplace") for token in ids]
-        return ids, [task.vocabulary.stream(np.array([], np.int32))(token) for token in ids]
 
-    return Reader(task.model, {"params": params}, read)
+def _read_text(task: Text, text: str) -> tuple[jax.Array, list[str]]:
+    ids = task.vocabulary.encode(text.encode())[-task.config.length :].tolist()
+    if isinstance(task.vocabulary, Bytes):
+        names = [bytes([token]).decode("ascii", "backslashreplace") for token in ids]
+    else:
+        names = [task.vocabulary.stream(np.array([], np.int32))(token) for token in ids]
+    return _batch(ids), names
+
+
+def _read_image(task: Digits, number: str) -> tuple[jax.Array, list[str]]:
+    """Return the test image of a number, and the row and the column of each patch."""
+    images = task.test["image"]
+    if not number.isdecimal() or int(number) >= len(images):
+        raise RunError(
+            f"--prompt must be the number of a test image, 0 … {len(images) - 1}, got {number!r}"
+        )
+    image = jnp.asarray(images[int(number)])[None, ..., None]
+    height, width = (size // task.config.model.patch_size for size in image.shape[1:3])
+    return image, [f"{i},{j}" for i in range(height) for j in range(width)]
+
+
+_READS: dict[type, Callable[..., tuple[jax.Array, list[str]]]] = {
+    Text: _read_text, Digits: _read_image,
+}  # fmt: skip
+
+
+def _batch(ids: Sequence[int]) -> jax.Array:
+    return jnp.asarray([ids], jnp.int32)
 
 
 def open_folder(folder: str) -> Reader:
@@ -54,9 +80,9 @@ def open_folder(folder: str) -> Reader:
     if not isinstance(model, LanguageModel):
         raise RunError(f"{path} must hold a decoder, got a {type(model).__name__}; give another")
 
-    def read(text: str) -> tuple[Sequence[int], list[str]]:
+    def read(text: str) -> tuple[jax.Array, list[str]]:
         ids = encode(text)
-        return ids, [decode([token]) for token in ids]
+        return _batch(ids), [decode([token]) for token in ids]
 
     return Reader(model, variables, read)
 
@@ -69,11 +95,13 @@ def write(reader: Reader, prompt: str, beside: str | None, out: Path, png: Path 
     texts = (prompt,) if beside is None else (prompt, beside)
     read = {text: reader.read(text) for text in texts}
     tokens = {text: names for text, (_, names) in read.items()}
-    batches = {text: jnp.asarray([ids], jnp.int32) for text, (ids, _) in read.items()}
+    batches = {text: batch for text, (batch, _) in read.items()}
     runs = {text: jax.jit(apply)(reader.variables, batch)[1] for text, batch in batches.items()}
-    attribution = attribute(reader.model, reader.variables, batches[prompt])
-    scores = analysis.detect(reader.model, reader.variables, batches[prompt], deterministic=True)
-    analysis.report(out, runs, tokens, scores={"attribution": attribution, **scores})
+    inputs = reader.model, reader.variables, batches[prompt]
+    scores: dict[str, Any] = {"attribution": attribute(*inputs)}
+    if isinstance(reader.model, LanguageModel):
+        scores |= analysis.detect(*inputs, deterministic=True)
+    analysis.report(out, runs, tokens, scores=scores)
     print(out)
     if png is not None:
         save(plots.heads(runs[prompt], tokens[prompt]), png, 100)
@@ -81,7 +109,7 @@ def write(reader: Reader, prompt: str, beside: str | None, out: Path, png: Path 
 
 
 def attribute(model: Any, variables: Any, batch: jax.Array) -> list[np.ndarray]:
-    """Return d logit / d factor of each head's output [heads] by layer, for the likeliest token."""
+    """Return d logit / d factor of each head's output [heads] by layer, for the largest logit."""
     ones = {}
     for name, x in edits.names(model, variables, batch, deterministic=True).items():
         if name.endswith("attention_z"):
@@ -92,7 +120,8 @@ def attribute(model: Any, variables: Any, batch: jax.Array) -> list[np.ndarray]:
     @jax.jit
     def logit(changes: Any, variables: Any) -> jax.Array:
         changed = {**variables, "edits": changes}
-        return model.apply(changed, batch, deterministic=True)[0, -1].max()
+        # Those of the last token, or of the whole image.
+        return jnp.atleast_2d(model.apply(changed, batch, deterministic=True)[0])[-1].max()
 
     gradients = jax.grad(logit)(attached["edits"], variables)
     return [x.ravel() for x in sown.find(gradients, "attention_z/keep", 3).values()]

@@ -2,12 +2,13 @@
 
     python -m experiments.look --workdir=runs/text-… --prompt="The import statement"
     python -m experiments.look --workdir=runs/text-… --prompt="a b" --beside="a c"
+    python -m experiments.look --workdir=runs/digits-… --prompt=7 --beside=8    # two test images
     python -m experiments.look --model=path/to/Qwen3-0.6B --prompt="12 7 401" --png=heads.png
 
 It writes a page of HTML with the weights of every head (--out), and their picture if --png names
 one. The attribution of a head is the gradient of the first prompt's largest next logit by a factor
 on the head's output: to first order, the logit falls by it if the head is removed. The scores of
-kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt.
+kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt of a language model.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,12 @@ from experiments import finished, heads
 from experiments.runs import command, files
 
 WORKDIR, MODEL = finished.define_models()
-PROMPT = flags.DEFINE_string("prompt", None, "The text to look at.", required=True)
-BESIDE = flags.DEFINE_string("beside", None, "Another text of as many tokens, shown beside it.")
+PROMPT = flags.DEFINE_string(
+    "prompt", None, "The text, or the number of the image, to look at.", required=True
+)
+BESIDE = flags.DEFINE_string(
+    "beside", None, "Another text of as many tokens, or another image, shown beside it."
+)
 OUT = flags.DEFINE_string("out", "look.html", "The page to write.")
 PNG = flags.DEFINE_string("png", None, "A picture of all heads to write.")
 

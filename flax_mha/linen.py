@@ -33,7 +33,17 @@ class LayerOptions(CallOptions, total=False):
     dropout_rng: jax.Array | None
 
 
-class MultiHeadAttention(Attention, nn.Module):
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class _Sizes:
+    """The fields that are shown before those of all layers."""
+
+    num_heads: int = dataclasses.field(kw_only=False)
+    qkv_features: int | None = None
+    out_features: int | None = None
+    num_kv_heads: int | None = None
+
+
+class MultiHeadAttention(Attention, _Sizes, nn.Module):
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
@@ -45,21 +55,51 @@ class MultiHeadAttention(Attention, nn.Module):
 
     Attributes:
       num_heads: the number of query heads, N.
+      qkv_features: the features of all query heads, N·H (default: the features of inputs_q).
+      out_features: the features of the output, D_out (default: the features of inputs_q).
+      num_kv_heads: the number of key/value heads, K, each shared by N/K query heads (default: N).
+      head_dim: the features of a head, H (default: qkv_features / N).
+      v_head_dim: the features of a head's values, Hv (default: H).
+      mask: a mask for all calls, such as `masks.Causal()`.
+      rotary: a rotation of queries and keys by their positions, such as `positions.Rotary()`.
+      scores: functions of the scores for all calls, such as `(scores.SoftCap(50.0),)`.
+      scale: the factor of the scores (default: 1/√H), or "learned" for one of each head,
+        `score_scale`, with that initial value.
+      sinks: True to learn one more score for each head, which takes weight in the softmax and adds
+        nothing to the output.
+      normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". The last
+        two need the kernel `reference`; see `flax_mha.kernels.xla.reference`.
+      kernel: the name of the attention kernel, or "auto"; see `flax_mha.explain`.
+      dropout_rate: the dropout rate of the attention weights.
+      broadcast_dropout: True for one dropout pattern for all examples and heads (Flax's default).
+      deterministic: True for no dropout; may be given in the call instead.
+      decode: True to keep keys and values in the collection `cache` (see `flax_mha.cache`). `init`
+        with an input of the full length makes room for that many tokens. Each `apply` appends its
+        tokens (one or more), and each token attends to itself and those before. Beyond the
+        capacity the output is NaN. The keys and values of an encoder are kept by
+        `kv=cache.Encoded(inputs_k)`.
+      cache: the format of the cache, such as `CacheConfig(dtype="int8")`.
+      capture: internals of a call to sow as intermediates, such as
+        `Capture(("z", "entropy"))`, under `attention_z`, `attention_entropy` and so on. The output
+        is the same to the bit.
+      qk_norm: another norm of queries and keys, such as `QKNorm("rmsnorm")`.
+      gate: "head" or "feature" to scale the heads' outputs by a sigmoid of a projection of
+        inputs_q, `output_gate`, with one number for each head, or for each of its features
+        (Qwen3-Next).
+      exclusive: True to take from each head's output its part along the token's own value,
+        z − (z·v / v·v)·v, in self-attention (Zhai, "Exclusive Self Attention", 2026).
+      use_bias: True if the projections have biases, or the names of those that do, such as
+        ("query", "value", "out").
+      project_out: False for no output projection: the heads' outputs are concatenated.
       dtype: the dtype of the computation (default: promoted from inputs and parameters). The
         softmax is computed in float32 at least.
       param_dtype: the dtype of the parameters.
-      qkv_features: the features of all query heads, N·H (default: the features of inputs_q).
-      out_features: the features of the output, D_out (default: the features of inputs_q).
-      broadcast_dropout: True for one dropout pattern for all examples and heads (Flax's default).
-      dropout_rate: the dropout rate of the attention weights.
-      deterministic: True for no dropout; may be given in the call instead.
       precision: the precision of the matrix products, a `jax.lax.Precision`.
       kernel_init: the initializer of the projections' kernels.
       out_kernel_init: the initializer of the output projection's kernel (default: kernel_init).
       bias_init: the initializer of the biases.
       out_bias_init: the initializer of the output projection's bias (default: bias_init).
-      use_bias: True if the projections have biases, or the names of those that do, such as
-        ("query", "value", "out").
+      normalize_qk: True for a LayerNorm without bias on each head's queries and keys (ViT-22B).
       attention_fn: a function with the signature of `nn.dot_product_attention`, which computes
         attention instead of the kernels, fully masked queries included. It is called as Flax's
         layer calls it: keys and values are repeated to N heads, and the mask is one array of
@@ -67,36 +107,6 @@ class MultiHeadAttention(Attention, nn.Module):
         `flax_mha.attention_fn`, which stands for the kernels, as does None).
       force_fp32_for_softmax: an argument for `attention_fn`. The softmax of the kernels is always
         in float32; sown weights are in the dtype of the computation.
-      decode: True to keep keys and values in the collection `cache` (see `flax_mha.cache`). `init`
-        with an input of the full length makes room for that many tokens. Each `apply` appends its
-        tokens (one or more), and each token attends to itself and those before. Beyond the
-        capacity the output is NaN. The keys and values of an encoder are kept by
-        `kv=cache.Encoded(inputs_k)`.
-      cache: the format of the cache, such as `CacheConfig(dtype="int8")`.
-      normalize_qk: True for a LayerNorm without bias on each head's queries and keys (ViT-22B).
-      qk_norm: another norm of queries and keys, such as `QKNorm("rmsnorm")`.
-      gate: "head" or "feature" to scale the heads' outputs by a sigmoid of a projection of
-        inputs_q, `output_gate`, with one number for each head, or for each of its features
-        (Qwen3-Next).
-      exclusive: True to take from each head's output its part along the token's own value,
-        z − (z·v / v·v)·v, in self-attention (Zhai, "Exclusive Self Attention", 2026).
-      num_kv_heads: the number of key/value heads, K, each shared by N/K query heads (default: N).
-      head_dim: the features of a head, H (default: qkv_features / N).
-      v_head_dim: the features of a head's values, Hv (default: H).
-      project_out: False for no output projection: the heads' outputs are concatenated.
-      kernel: the name of the attention kernel, or "auto"; see `flax_mha.explain`.
-      mask: a mask for all calls, such as `masks.Causal()`.
-      scores: functions of the scores for all calls, such as `(scores.SoftCap(50.0),)`.
-      scale: the factor of the scores (default: 1/√H), or "learned" for one of each head,
-        `score_scale`, with that initial value.
-      sinks: True to learn one more score for each head, which takes weight in the softmax and adds
-        nothing to the output.
-      capture: internals of a call to sow as intermediates, such as
-        `Capture(("z", "entropy"))`, under `attention_z`, `attention_entropy` and so on. The output
-        is the same to the bit.
-      rotary: a rotation of queries and keys by their positions, such as `positions.Rotary()`.
-      normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". The last
-        two need the kernel `reference`; see `flax_mha.kernels.xla.reference`.
       partitioned: True to box the parameters with their logical axis names, as
         `nn.with_logical_partitioning` does.
 
@@ -104,9 +114,6 @@ class MultiHeadAttention(Attention, nn.Module):
     """
 
     _: dataclasses.KW_ONLY
-    qkv_features: int | None = None
-    out_features: int | None = None
-    num_kv_heads: int | None = None
     decode: bool = False
     partitioned: bool = False
 

@@ -194,7 +194,6 @@ class MultiHeadAttention(Attention, _Sizes, Module):
     _: dataclasses.KW_ONLY
     broadcast_dropout: bool = True
     kernel_init: Initializer = nnx.nn.linear.default_kernel_init
-    decode: bool | None = None
     # Their arrays are part of the layer's state.
     mask: masks.MaskLike | None = nnx.data(default=None)  # noqa: RUF009
     scores: Sequence[ScoreMod] = nnx.data(default=())

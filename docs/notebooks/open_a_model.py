@@ -14,8 +14,8 @@
 #
 # You open a Hugging Face folder, turn it into a module and its variables, look inside, and change
 # it. Nothing is downloaded: the model is a small Qwen3 with random weights, made in place. Any
-# folder of a family in `flax_mha.interop.FAMILIES` opens the same way. It takes seconds: `python
-# docs/notebooks/open_a_model.py`.
+# folder of a family in `flax_mha.interop.FAMILIES` opens the same way. It takes seconds, and needs
+# Matplotlib: `pip install matplotlib && python docs/notebooks/open_a_model.py`.
 
 # %%
 import dataclasses

@@ -14,7 +14,8 @@
 #
 # You go from the formula to a small model that writes, and look at the attention of its heads. It
 # takes half a minute on two CPU cores. Open it as a notebook with
-# [jupytext](https://jupytext.readthedocs.io), or run it: `python docs/notebooks/ten_minutes.py`.
+# [jupytext](https://jupytext.readthedocs.io), or run it: `pip install optax matplotlib && python
+# docs/notebooks/ten_minutes.py`.
 
 # %%
 import jax

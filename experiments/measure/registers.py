@@ -1,4 +1,4 @@
-"""Compile the kernels for Hopper by NVIDIA's compiler, with no GPU: docs/absent-machine.md's table.
+"""Compile the kernels for Hopper, with no GPU: the table of docs/how-kernels-work.md.
 
     python -m experiments.measure registers                 # an H200, bfloat16, no mask: minutes
     python -m experiments.measure registers --dtype=float16 --call=causal --heads=64,128

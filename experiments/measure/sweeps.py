@@ -1,6 +1,6 @@
 """Time the removal of each head of a model by one program, and measure the memory of edits.
 
-    python -m experiments.measure sweeps    # about four minutes: the tables of docs/edit.md
+    python -m experiments.measure sweeps    # four minutes: the tables of docs/look-inside.md
 
 144 heads are removed one by one from an encoder of 12 layers with 12 heads. `sweep` is compared
 with a loop of one jitted function, in turns, and with 144 times the compilation of one program.

@@ -204,9 +204,21 @@ def read_flags(doc: str, *, steps: int, seeds: int) -> argparse.Namespace:
     The study's docstring is the help.
     """
     parser = command.Parser(doc)
-    parser.add_argument("--steps", type=command.count, default=steps, help="of each model")
-    parser.add_argument("--seeds", type=command.count, default=seeds, help="models of each kind")
-    parser.add_argument("--figure", type=Path, default=Path("study.png"), help="the PNG to write")
+    parser.add_argument(
+        "--steps", type=command.count, default=steps, help="of each model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=command.count,
+        default=seeds,
+        help="models of each kind (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        default=Path("study.png"),
+        help="the PNG to write (default: %(default)s)",
+    )
     read = parser.parse_args()
     read.figure = files.try_output(read.figure, "--figure")
     return read

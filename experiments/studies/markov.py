@@ -7,6 +7,7 @@ source, two layers predict by the counts of tokens, and from step 120 to 240 lea
 0.930 nats (0.930 to 0.930 in 3 seeds). The best possible is 0.911, counts of tokens give 1.015, and
 one layer 1.005. Exact weights in place of the best previous-token head cost 0.003 nats. But it is
 no circuit of two heads: two match in layer 2, and without all others the loss rises by 0.177.
+It takes two and a half minutes of processor time.
 
 Source: Edelman et al., "The Evolution of Statistical Induction Heads", 2024 (arXiv:2402.11004).
 """

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast, overload
 
 import flax.linen as nn
 import jax
@@ -25,8 +25,18 @@ from flax_mha.scores import as_scores, learned
 from flax_mha.taps.contexts import Fields, replaced, visitor
 
 Path: TypeAlias = tuple[str, ...]
+Heads: TypeAlias = Mapping[str, Any]
+LinenModel = TypeVar("LinenModel", bound=nn.Module)
+NnxModel = TypeVar("NnxModel", bound=nnx.Module)
 
 
+@overload
+def prune(model: NnxModel, heads: Heads, /, *, repeat_kv: bool = ...) -> NnxModel: ...
+@overload
+def prune(
+    model: LinenModel, variables: Mapping[str, Any], heads: Heads, /, *inputs: Any,
+    repeat_kv: bool = ...,
+) -> tuple[LinenModel, dict[str, Any]]: ...  # fmt: skip
 def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
     """Return a model without some attention heads, and its variables.
 

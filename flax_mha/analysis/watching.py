@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 from flax import nnx
@@ -15,11 +15,13 @@ from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
 from flax_mha.taps.contexts import capturing
 
+Model = TypeVar("Model", bound=nn.Module | nnx.Module)
+
 # The classes of watched models that have called a layer. JAX's caches may skip later calls.
 _SEEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def watch(model: Any, capture: Capture | None) -> Any:
+def watch(model: Model, capture: Capture | None) -> Model:
     """Return a copy of a model whose attention layers capture values, for the same variables.
 
     All layers of flax_mha that a linen model calls do, wherever they are made: in fields, `setup`
@@ -35,7 +37,7 @@ def watch(model: Any, capture: Capture | None) -> Any:
     """
     capture = as_capture(capture, in_layer=True)
     if isinstance(model, nn.Module):
-        return within(model, _watched, capture)
+        return cast(Model, within(model, _watched, capture))
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"model must be a module of linen or nnx, got {checks.describe(model)}; give Model()"
@@ -54,7 +56,7 @@ def watch(model: Any, capture: Capture | None) -> Any:
             f"a model to watch must hold attention layers of flax_mha, got {type(model).__name__}; "
             f"swap those of Flax first, by interop.swap"
         )
-    return copy
+    return cast(Model, copy)
 
 
 @contextlib.contextmanager

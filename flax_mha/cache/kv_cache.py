@@ -1,6 +1,6 @@
 """The key/value cache of self-attention: append, attend, truncate, fork."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +138,17 @@ class KVCache(Slots, Struct):
             lost |= first < self.written[..., None] - self.slots
         return nan_where_lost(result, lost)
 
+    @overload
+    def extend(
+        self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = ...,
+        *, mask: masks.MaskLike | None = ..., return_weights: Literal[False] = ...,
+        return_residuals: Literal[False] = ..., capture: None = ..., **call: Any,
+    ) -> tuple[jax.Array, Self]: ...  # fmt: skip
+    @overload
+    def extend(
+        self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = ...,
+        *, mask: masks.MaskLike | None = ..., **call: Any,
+    ) -> tuple[Any, Self]: ...  # fmt: skip
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
         *, mask: masks.MaskLike | None = None, **call: Any,

@@ -8,9 +8,10 @@ call first asks for it on its platform.
 import functools
 import importlib
 import math
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import jax
+from typing_extensions import TypeAliasType
 
 from flax_mha.base import private_jax, symbols
 from flax_mha.kernels.call import derivatives
@@ -32,8 +33,8 @@ MOST_SCORES = 2**28
 # some heads. "ring": keys pass around the devices. "usp": a ring of groups of devices, "ulysses" in
 # each group. "all_gather": each device gathers all keys.
 STRATEGIES = ("ulysses", "usp", "ring", "all_gather")
-# The names of kernels and strategies, for type checkers.
-KernelName: TypeAlias = Literal[
+# The names of kernels and strategies, for type checkers. `help` shows the name of the type.
+KernelName = TypeAliasType("KernelName", Literal[
     "auto", "cudnn", "short", "flex", "splash", "blockwise", "checkpointed", "reference", "decode",
     "ulysses", "usp", "ring", "all_gather",
     "ulysses:cudnn", "ulysses:short", "ulysses:flex", "ulysses:splash",
@@ -44,7 +45,7 @@ KernelName: TypeAlias = Literal[
     "ring:blockwise", "ring:checkpointed", "ring:reference", "ring:decode",
     "all_gather:cudnn", "all_gather:short", "all_gather:flex", "all_gather:splash",
     "all_gather:blockwise", "all_gather:checkpointed", "all_gather:reference", "all_gather:decode",
-]  # fmt: skip
+])  # fmt: skip
 
 
 # The platforms' names in errors.

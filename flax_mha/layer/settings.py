@@ -6,13 +6,15 @@ from typing import Any, Literal, TypedDict
 
 import flax.linen as nn
 import jax
-from flax.typing import Dtype, PrecisionLike
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import masks
 from flax_mha.base import checks
 from flax_mha.base.coordinates import Array
+from flax_mha.cache import CacheConfig
 from flax_mha.cache.sources import Given
-from flax_mha.kernels import KernelName
+from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
@@ -47,26 +49,51 @@ def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Settings:
-    """The fields of a layer that its computation reads, described in `MultiHeadAttention`.
+    """The fields that the layers of linen and nnx share, in the order in which they are shown.
 
-    Layers of linen and nnx inherit from it, so that the functions of `core` take them.
+    They are described in `MultiHeadAttention`. The functions of `core` read a part of them.
     """
 
     # First, so that a subclass may give any later field another default.
     num_heads: int = dataclasses.field(kw_only=False)
-    dtype: Dtype | None = None
-    precision: PrecisionLike = None
-    rotary: Rotation | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
     mask: masks.MaskLike | None = None
+    rotary: Rotation | None = None
+    scores: Sequence[ScoreMod] = ()
     scale: float | Literal["learned"] | None = None
+    sinks: bool = False
+    normalizer: str = SOFTMAX
     kernel: KernelName = "auto"
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
+    deterministic: bool | None = None
+    decode: bool | None = False
+    cache: CacheConfig | None = None
+    capture: Capture | None = None
+    qk_norm: QKNorm | None = None
+    gate: str | None = None
+    exclusive: bool = False
+    use_bias: bool | Sequence[str] = True
+    project_out: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = ZEROS
+    out_bias_init: Initializer | None = None
+    # Fields that are here for models of Flax's layers.
+    normalize_qk: bool = False
     attention_fn: Callable[..., Any] | None = attention_fn
     force_fp32_for_softmax: bool = False
-    qk_norm: QKNorm | None = None
-    normalizer: str = SOFTMAX
-    exclusive: bool = False
+    # None alone, see `base.arguments`.
+    qkv_dot_general: None = dataclasses.field(default=None, repr=False)
+    out_dot_general: None = dataclasses.field(default=None, repr=False)
+    qkv_dot_general_cls: None = dataclasses.field(default=None, repr=False)
+    out_dot_general_cls: None = dataclasses.field(default=None, repr=False)
+    qk_attn_weights_einsum_cls: None = dataclasses.field(default=None, repr=False)
+    attn_weights_value_einsum_cls: None = dataclasses.field(default=None, repr=False)
 
     @property
     def custom_attention(self) -> Callable[..., Any] | None:

@@ -2,18 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.typing import Dtype, Initializer
+from flax.typing import Initializer
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import InitSignature, check_given, hidden_field
-from flax_mha.cache import CacheConfig, as_cache_config
-from flax_mha.kernels.call.capture import Capture, as_capture
+from flax_mha.cache import as_cache_config
+from flax_mha.kernels.call.capture import as_capture
 from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import as_qk_norm
@@ -31,41 +30,16 @@ _MOST_TABLES = 256
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Attention(Settings):
-    """A kind of attention: fields, a table of parameters, and a function of arrays.
+    """A kind of attention: a table of parameters, and a function of arrays.
 
     The layers of linen and nnx inherit from it. They make the parameters that `table` lists, and
     call `compute` with them. Another kind of attention overrides both.
     """
 
-    param_dtype: Dtype = jnp.float32
-    deterministic: bool | None = None
-    kernel_init: Initializer = nn.linear.default_kernel_init
-    out_kernel_init: Initializer | None = None
-    bias_init: Initializer = ZEROS
-    out_bias_init: Initializer | None = None
-    use_bias: bool | Sequence[str] = True
-    cache: CacheConfig | None = None
-    normalize_qk: bool = False
-    head_dim: int | None = None
-    v_head_dim: int | None = None
-    project_out: bool = True
-    scores: Sequence[ScoreMod] = ()
-    sinks: bool = False
-    capture: Capture | None = None
-    gate: str | None = None
-    # Fields of Flax's layers, see `base.arguments`.
-    qkv_dot_general: None = None
-    out_dot_general: None = None
-    qkv_dot_general_cls: None = None
-    out_dot_general_cls: None = None
-    qk_attn_weights_einsum_cls: None = None
-    attn_weights_value_einsum_cls: None = None
-
     if TYPE_CHECKING:  # Fields that linen and nnx have at the places of Flax's layers.
         qkv_features: int | None = dataclasses.field(default=None, kw_only=False)
         out_features: int | None = dataclasses.field(default=None, kw_only=False)
         num_kv_heads: int | None = dataclasses.field(default=None, kw_only=False)
-        decode: bool | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse attributes that `__init__` would replace by the values of fields."""
@@ -96,7 +70,7 @@ class Attention(Settings):
             checks.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
         as_capture(self.capture, in_layer=True)
         cache = as_cache_config(self.cache)
-        if self.decode is not False:
+        if self.decode or not isinstance(self, nn.Module):  # In nnx a call may decode.
             cache.window(self.mask)
 
     def checked_table(self, D: int, Dk: int, Dv: int) -> Table:

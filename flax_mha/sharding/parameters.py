@@ -75,7 +75,7 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
     )  # fmt: skip
 
 
-def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Initialize a Flax module sharded over the ambient mesh.
 
     The other arguments are passed to `model.init`.
@@ -85,11 +85,14 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         with layout.initializing(True):
             return model.init(rngs, *args, **kwargs)
 
+    variables: dict[str, Any]
     if jax.sharding.get_mesh().empty:
-        return jax.jit(create)(rngs, *args)
+        variables = jax.jit(create)(rngs, *args)
+        return variables
     shardings = of(create, rngs, *args)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
         # Otherwise each device would draw the full parameters, with other rounding.
         specs = jax.tree.map(lambda at: rules.keep_axes(at.spec, explicit), shardings)
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=specs)
-    return jax.jit(create, out_shardings=shardings)(rngs, *args)
+    variables = jax.jit(create, out_shardings=shardings)(rngs, *args)
+    return variables

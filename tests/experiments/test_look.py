@@ -136,3 +136,29 @@ def test_a_run_is_shown(tmp_path: Path) -> None:
     measures = {x["name"]: x["values"] for x in data["measures"]}
     assert np.abs(measures["attribution"]).max() > 0
     assert np.shape(measures["max logit"]) == (1, 2, 4)
+
+
+@pytest.mark.slow
+def test_the_first_run_of_the_readme_is_shown(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "look.html"
+
+    def call(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", f"experiments.{program}", f"--workdir={run}", *words],
+            cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+
+    small = {"steps": 2, "evaluate_every": 2, "checkpoint_every": 2, "mesh.data": 1}
+    done = call("train", *(f"--config.{key}={value}" for key, value in small.items()))
+    assert done.returncode == 0, done.stderr
+    done = call("look", "--prompt=7", "--beside=8", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    data = read(out)
+    assert data["runs"] == ["7", "8"]
+    assert data["tokens"][0][0][:5] == ["0,0", "0,1", "0,2", "0,3", "1,0"]
+    assert [x["name"] for x in data["measures"]] == ["entropy", "max logit", "attribution"]
+    assert np.abs(data["measures"][2]["values"]).max() > 0
+    done = call("look", "--prompt=360", f"--out={out}")
+    assert done.stderr.splitlines()[-1].endswith(
+        "--prompt must be the number of a test image, 0 … 359, got '360'"
+    )

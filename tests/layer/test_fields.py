@@ -103,6 +103,20 @@ def test_signatures_show_the_fields(name: str) -> None:
         assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
+def test_fields_are_shown_in_the_order_of_their_use() -> None:
+    parameters = inspect.signature(MultiHeadAttention).parameters
+    first = "num_heads qkv_features out_features num_kv_heads head_dim v_head_dim mask rotary"
+    assert [*parameters][:8] == first.split()
+    assert parameters["kernel"].annotation.__name__ == "KernelName"
+    assert "kernel: KernelName = 'auto'" in str(inspect.signature(MultiHeadAttention))
+    shown = re.findall(r"^    (\w+) = ", repr(MultiHeadAttention(8)), re.MULTILINE)
+    assert shown == [name for name in parameters if name not in ("parent", "name")]
+    described = re.findall(r"^  (\w+): ", inspect.getdoc(MultiHeadAttention) or "", re.MULTILINE)
+    assert described == shown
+    with pytest.raises(TypeError, match="positional"):
+        MultiHeadAttention(8, jnp.float32)  # dtype is Flax's second field.
+
+
 @pytest.mark.parametrize("cls", [MultiHeadAttention, SelfAttention, nnx.MultiHeadAttention])
 def test_old_names_are_refused(cls: Any) -> None:
     rngs = {"in_features": 8, "rngs": flax.nnx.Rngs(0)} if cls is nnx.MultiHeadAttention else {}

@@ -33,8 +33,8 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
 SLOW_NAMES = (
-    "circuits", "coming-from-huggingface", "coming-from-pytorch", "decoding", "edit",
-    "find-a-circuit", "fine-tune", "interop", "kernels", "masks", "models", "nnx", "own",
+    "circuits", "coming-from-huggingface", "coming-from-pytorch", "decoding",
+    "fine-tune", "interop", "kernels", "look-inside", "masks", "models", "nnx", "own",
     "performance", "shard-it", "sharding", "variants",
 )  # fmt: skip
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
@@ -192,9 +192,9 @@ def models(scope: Scope) -> None:
 
 # Checks that a page's own code does not make.
 CHECKS: dict[str, Callable[[Scope], None]] = {
+    "docs/circuits.md": circuit,
     "docs/coming-from-huggingface.md": from_hugging_face,
     "docs/decoding.md": decoding,
-    "docs/find-a-circuit.md": circuit,
     "docs/fine-tune.md": tuned,
     "docs/interop.md": from_folders,
     "docs/models.md": models,

@@ -44,7 +44,7 @@ def test_kernel_type_names_every_kernel() -> None:
         *STRATEGIES,
         *(f"{way}:{name}" for way in STRATEGIES for name in KERNELS),
     }
-    assert {*get_args(choose.KernelName)} == names
+    assert {*get_args(choose.KernelName.__value__)} == names
 
 
 def faults(output: str) -> set[tuple[str, int]]:

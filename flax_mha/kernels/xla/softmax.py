@@ -46,11 +46,12 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
     return finite(*primals), *tangents
 
 
-def nan_flag(x: jax.Array) -> jax.Array:
-    """Return 0 for each vector of x [..., F] that is finite, NaN for the others, [...]."""
+def nan_flag(x: jax.Array, axes: int = 1) -> jax.Array:
+    """Return 0 for each slice of x over its last axes that is finite, NaN for the others."""
     # A matmul, because XLA:CPU is far slower at sums, and at `all`, over a short last axis.
-    zeros = lax.full((x.shape[-1],), 0, x.dtype)
-    return lax.dot_general(lax.stop_gradient(x), zeros, (((x.ndim - 1,), (0,)), ((), ())))
+    zeros, rank = lax.full(x.shape[-axes:], 0, x.dtype), x.ndim - axes
+    contracted = tuple(range(rank, x.ndim)), tuple(range(axes))
+    return lax.dot_general(lax.stop_gradient(x), zeros, (contracted, ((), ())))
 
 
 def poison(out: jax.Array, lost: jax.Array, q: jax.Array) -> jax.Array:
@@ -63,9 +64,9 @@ def poison(out: jax.Array, lost: jax.Array, q: jax.Array) -> jax.Array:
 _ISOLATE = "isolate_nan"
 
 
-def holds_nan(*arrays: jax.Array) -> jax.Array:
-    """Return True if an array holds a value that is not finite."""
-    return functools.reduce(jnp.logical_or, (jnp.isnan(nan_flag(x).sum()) for x in arrays))
+def holds_nan(*arrays: jax.Array, axes: int = 1) -> jax.Array:
+    """Return True if an array holds a value that is not finite. See `nan_flag` for `axes`."""
+    return functools.reduce(jnp.logical_or, (jnp.isnan(nan_flag(x, axes).sum()) for x in arrays))
 
 
 def isolate_if(found: jax.Array, isolate: Callable[[], Any], plain: Callable[[], Any]) -> Any:
@@ -101,15 +102,16 @@ def repeat_if(
 
 def repair_inputs(
     step: Callable[[Any, Any], Any], inputs: tuple[jax.Array, ...], *more: jax.Array,
-    branches: bool = False,
+    branches: bool = False, axes: int = 1,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return step(0, (*inputs, *more)) if an input is not finite, else both as they are.
 
-    The new inputs have the derivatives of those given. See `repeat_if` for `branches`.
+    The new inputs have the derivatives of those given. See `repeat_if` for `branches`, and
+    `nan_flag` for `axes`.
     """
     given = jax.lax.stop_gradient(inputs)
     results = (*given, *(vary(x, (inputs, more)) for x in more))
-    results = repeat_if(holds_nan(*given), step, results, branches)
+    results = repeat_if(holds_nan(*given, axes=axes), step, results, branches)
     return *map(_replace, inputs, results), *results[len(inputs) :]
 
 

@@ -1,6 +1,6 @@
 """Correct calls: type checkers find no error, and infer the type of each result."""
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import flax.linen as nn
 import jax
@@ -15,12 +15,14 @@ from flax_mha import (
     Generated,
     MultiHeadAttention,
     SelfAttention,
+    analysis,
     dot_product_attention,
     dot_product_attention_weights,
     interop,
     masks,
     muon_dimensions,
     scores,
+    sharding,
 )
 
 x = jnp.zeros((2, 4, 16))
@@ -87,3 +89,23 @@ def continued(model: flax_mha.LanguageModel, prompt: jax.Array) -> Generated:
     found = flax_mha.generate(model, {}, prompt, max_new_tokens=3, temperature=0.5)
     assert_type(found.tokens, jax.Array)
     return found
+
+
+encoder_variables = sharding.init(encoder, jax.random.key(0), x)
+assert_type(encoder_variables, dict[str, Any])
+assert_type(analysis.watch(encoder, Capture(("weights",))), flax_mha.Encoder)
+small, fewer = analysis.prune(encoder, encoder_variables, {"layers_0/attention": (1,)})
+assert_type(small, flax_mha.Encoder)
+assert_type(fewer, dict[str, Any])
+
+
+def on_cache(held: flax_mha.KVCache, key: jax.Array) -> flax_mha.KVCache:
+    out, held = held.extend(q, key, key, mask=masks.Window(2))
+    assert_type(out, jax.Array)
+    (out, _), held = held.extend(q, key, key, return_weights=True)
+    return held
+
+
+def pruned(layer: flax_mha.nnx.MultiHeadAttention) -> flax_mha.nnx.MultiHeadAttention:
+    assert_type(analysis.watch(layer, Capture(("weights",))), flax_mha.nnx.MultiHeadAttention)
+    return analysis.prune(layer, {"": (1,)})
