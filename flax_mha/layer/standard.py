@@ -12,12 +12,11 @@ from flax.typing import Initializer
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import InitSignature, check_given, hidden_field
 from flax_mha.cache import as_cache_config
-from flax_mha.kernels.call.capture import as_capture
+from flax_mha.kernels.call.capture import Capture, as_capture
 from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import ZEROS, Call, Settings, has_bias
-from flax_mha.scores import ScoreMod
 from flax_mha.taps.contexts import asked
 from flax_mha.taps.tap import Tap
 
