@@ -143,6 +143,8 @@ class Block(nn.Module):
         self, x: jax.Array, deterministic: bool | None, calls: Calls
     ) -> tuple[jax.Array, Shared | None]:
         """Return x with all branches added, and keys and values if a call has `return_kv`."""
+        for name in calls:
+            settings.check_module(name, getattr(self, name), MultiHeadAttention)
         tap = tap_of(self, self.attention.capture)
         branches = self._branches(x.shape, deterministic, calls, tap)
         x = tap("resid_pre", sharding.constrain(x, _AXES))
@@ -160,7 +162,6 @@ class Block(nn.Module):
 
         def of_layer(name: str, call: dict[str, Any]) -> Branch:
             layer = getattr(self, name)
-            settings.check_module(name, layer, MultiHeadAttention)
             # The layer's field `deterministic`, if set, takes precedence.
             flag = deterministic if layer.deterministic is None else None
 
