@@ -82,6 +82,7 @@ def _attention(config: Config, N: int) -> MultiHeadLatentAttention:
     factor, all_dims = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default" and all_dims
     size = 0.1 * all_dims * math.log(factor) + 1 if is_scaled and factor > 1 else 1.0
+    # Norms of latents keep their default epsilon, whatever the config's rms_norm_eps is.
     return MultiHeadLatentAttention(
         N, head_dim=H, rope_dim=R, v_head_dim=config["v_head_dim"], use_bias=False,
         kv_rank=config["kv_lora_rank"], q_rank=config.get("q_lora_rank"),

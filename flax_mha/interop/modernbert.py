@@ -5,7 +5,7 @@ import flax.linen as nn
 from flax_mha import masks
 from flax_mha.interop import table
 from flax_mha.interop.bert import HEADS, Bert
-from flax_mha.interop.config import activation, rotary
+from flax_mha.interop.config import activation, refuse, rotary
 from flax_mha.interop.modules import Classified, classified
 from flax_mha.interop.settings import FULL, REMEDY, SLIDING, Config, filled, shown
 from flax_mha.linen import MultiHeadAttention
@@ -21,6 +21,8 @@ _POOLINGS = {"cls": "first", "mean": "mean"}
 def modernbert(config: Config) -> table.Family:
     """Return the family of `ModernBertModel` and `ModernBertForSequenceClassification`."""
     count = config["num_hidden_layers"]
+    # Its layers read their own bases alone.
+    refuse(config, rope_theta=None)
     rotations = {name: rotary(config, name, config.get(*base)) for name, base in _BASES.items()}
     every = config.get("global_attn_every_n_layers", 3)
     types = config.get("layer_types", [SLIDING if i % every else FULL for i in range(count)])

@@ -1,5 +1,6 @@
 """Every key of a config is read, known to be neutral, or refused."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,7 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
          "rope_type must be 'default' or 'proportional', got 'yarn'"),
         (CONFIGS["gemma4"] | {"per_layer_config": {"1": {"sliding_window": 3}}},
          "per_layer_config.1 must be an object of head_dim and num_key_value_heads, got"),
+        (CONFIGS["modernbert"] | {"rope_theta": 1e4}, "rope_theta must be None, got 10000.0"),
         (CONFIGS["modernbert"] | {"classifier_pooling": "max"}, r"one of \['cls', 'mean'\], got"),
         (CONFIGS["mt5"] | {"scale_decoder_outputs": True}, "scale_decoder_outputs=True"),
         (CONFIGS["whisper"] | {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
@@ -209,6 +211,20 @@ def test_untied_gpt2_saves_and_loads_its_head(tmp_path: Path) -> None:
     config = GPT2 | {"tie_word_embeddings": False}
     assert "lm_head.weight" in saved(config, tmp_path)
     assert not interop.load(tmp_path)[0].tied
+
+
+def test_modules_for_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """DeepSeek-V3's follow its layers, as many as the config says."""
+    config = CONFIGS["deepseek_v3"]
+    tensors = saved(config, tmp_path)
+    name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
+    safetensors.write(tmp_path / "model.safetensors", tensors | {name: np.ones((2, 2))})
+    with pytest.warns(UserWarning, match=f"has no place for them: {name}$"):
+        interop.load(tmp_path)
+    without = config | {"num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    with pytest.raises(ValueError, match=f"surplus {name}"):
+        interop.load(tmp_path)
 
 
 def test_folder_with_adapter_raises(tmp_path: Path) -> None:
