@@ -22,7 +22,7 @@ KERNELS = tuple(name for name in kernels.KERNELS if name not in explain(*_PLAIN)
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "mask": (
-        "none", "causal", "window", "window_left", "lengths", "lengths_of_both",
+        "none", "causal", "window", "window_left", "window_of_rows", "lengths", "lengths_of_both",
         "lengths_per_query", "segments", "packed", "prefix", "prefix_per_row", "dense",
         "dense_of_keys", "dense_in_blocks", "predicate", "per_head", "mixed",
     ),
