@@ -15,6 +15,7 @@ from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig
 from flax_mha.cache.sources import Given
 from flax_mha.kernels import Capture, KernelName
+from flax_mha.kernels.capture import as_capture
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.layer.attention_fn import attention_fn
 from flax_mha.layer.points import Points
@@ -93,6 +94,11 @@ class Settings:
     out_dot_general_cls: None = dataclasses.field(default=None, repr=False)
     qk_attn_weights_einsum_cls: None = dataclasses.field(default=None, repr=False)
     attn_weights_value_einsum_cls: None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def captures(self) -> Capture | None:
+        """The field `capture`, checked."""
+        return as_capture(self.capture, in_layer=True)
 
     @property
     def custom_attention(self) -> Callable[..., Any] | None:

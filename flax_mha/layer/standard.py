@@ -12,7 +12,7 @@ from flax.typing import Initializer
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import InitSignature, check_given, hidden_field
 from flax_mha.cache import as_cache_config
-from flax_mha.kernels.capture import Capture, as_capture
+from flax_mha.kernels.capture import Capture
 from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.points import Points, asked
@@ -60,7 +60,7 @@ class Attention(Settings):
         if self.rotary is not None:
             remedy = "give positions.Rotary(), with its parentheses"
             checks.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
-        as_capture(self.capture, in_layer=True)
+        _ = self.captures  # Raises an error if it is wrong.
         cache = as_cache_config(self.cache)
         if self.decode or not isinstance(self, nn.Module):  # In nnx a call may decode.
             cache.window(self.mask)
@@ -94,7 +94,7 @@ class Attention(Settings):
         and `is_captured` is True if intermediates are collected.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
-        reads, is_custom = asked(self, self.capture), self.custom_attention is not None
+        reads, is_custom = asked(self, self.captures), self.custom_attention is not None
         if sow_weights and not is_custom:  # Such a function sows them by itself.
             names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
             reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
