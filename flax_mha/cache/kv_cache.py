@@ -1,6 +1,6 @@
 """The key/value cache of self-attention: append, attend, truncate, fork."""
 
-from typing import Any, Literal, Self, overload
+from typing import Any, Self, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
 from flax_mha.cache.extended import Extended, attend_causally, nan_where_lost
 from flax_mha.cache.storage import NO_POSITION, Memory, Slots, write
+from flax_mha.kernels.call.bind import Options
 from flax_mha.kernels.call.stored import is_part, map_part, read
 from flax_mha.sharding import LogicalNames
 
@@ -141,8 +142,7 @@ class KVCache(Slots, Struct):
     @overload
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = ...,
-        *, mask: masks.MaskLike | None = ..., return_weights: Literal[False] = ...,
-        return_residuals: Literal[False] = ..., capture: None = ..., **call: Any,
+        **call: Unpack[Options],
     ) -> tuple[jax.Array, Self]: ...  # fmt: skip
     @overload
     def extend(
