@@ -108,7 +108,7 @@ def _is_traced(x: Any) -> bool:
 
 
 def test_the_arguments_of_a_call_have_four_lists() -> None:
-    """The signatures of linen and nnx, the type of arguments for models, and the value of a call."""
+    """The signatures of linen and nnx, the type of arguments for models, and value of a call."""
     lists = []
     for path in (ROOT / "linen.py", ROOT / "nnx.py", *(ROOT / "layer").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
