@@ -24,7 +24,7 @@ SHARED = {
 }  # fmt: skip
 INITIALIZERS = ("kernel_init", "bias_init")
 LINEN = SHARED | {"decode": False, "partitioned": False}
-NNX = SHARED | {"in_kv_features": None, "decode": None, "keep_rngs": True}
+NNX = SHARED | {"in_kv_features": None, "decode": False, "keep_rngs": True}
 OF_CALL = ("mask", "bias", "scores", "positions", "head_mask", "lengths", "order", "kv",
            "deterministic", "sow_weights")  # fmt: skip
 INPUTS = ("inputs_q", "inputs_k", "inputs_v")

@@ -77,13 +77,13 @@ def check(
             )
 
 
-@pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.sampled(0.1, slow=0.5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_scan_decodes_as_a_loop(name: str) -> None:
     check(LAYERS[name])
 
 
-@pytest.mark.sampled(0.5, slow=0.5)
+@pytest.mark.sampled(0.25, slow=0.5)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_scan_sees_an_encoders_output(keeps: bool, remat: bool) -> None:
@@ -91,7 +91,7 @@ def test_scan_sees_an_encoders_output(keeps: bool, remat: bool) -> None:
     check(LAYERS["rotary, grouped"], MultiHeadAttention(2, decode=keeps), remat)
 
 
-@pytest.mark.sampled(0.2, slow=0.3)
+@pytest.mark.sampled(0.08, slow=0.3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("name", ["rotary, grouped", "int8", "ring"])
