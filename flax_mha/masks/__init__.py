@@ -19,6 +19,7 @@ to `dot_product_attention`. Kernels evaluate it block by block.
 | `Dilated(step)` | (i − j) mod step = 0 |
 | `Neighborhood(sizes, window)` | j is in i's window on a grid of two, three, … axes |
 | `BlockSparse(blocks, query_block, key_block)` | ⌊j / key_block⌋ is one of i's blocks |
+| `block_diffusion(length, block)` | j is in i's noisy block, or in a clean block before or of i's |
 | `Dense(array)` | the array is True |
 | `Predicate(fn, *args)` | fn(row, head, i, j, *args) |
 | `PerHead(masks)` | the head's mask allows it |
@@ -54,6 +55,7 @@ from flax_mha.masks.base import as_mask as as_mask
 from flax_mha.masks.base import combine as combine
 from flax_mha.masks.block_sparse import BlockSparse as BlockSparse
 from flax_mha.masks.block_sparse import top_blocks as top_blocks
+from flax_mha.masks.diffusion import block_diffusion as block_diffusion
 from flax_mha.masks.per_token import AtLeast as AtLeast
 from flax_mha.masks.per_token import Documents as Documents
 from flax_mha.masks.per_token import Keys as Keys
@@ -73,8 +75,8 @@ from flax_mha.masks.states import PARTIAL as PARTIAL
 __all__ = [
     "EMPTY", "FULL", "PARTIAL", "And", "At", "AtLeast", "BlockSparse", "Causal", "Dense",
     "Dilated", "Documents", "Keys", "Lengths", "Mask", "MaskLike", "Neighborhood", "Not", "Or",
-    "PerHead", "Predicate", "Prefix", "Segments", "Tiles", "Window", "as_mask", "combine",
-    "top_blocks",
+    "PerHead", "Predicate", "Prefix", "Segments", "Tiles", "Window", "as_mask",
+    "block_diffusion", "combine", "top_blocks",
 ]  # fmt: skip
 __dir__ = __all__.copy
 
