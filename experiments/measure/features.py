@@ -8,6 +8,7 @@ Each kernel is asked for a platform that it runs on, present or not. Nothing run
 import argparse
 import functools
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -70,34 +71,34 @@ def features() -> dict[str, dict[str, Any]]:
         "heads of 20 features": {"H": 20, "Hv": 20},
         "heads of 256": {"H": 256, "Hv": 256},
         "heads of 512": {"H": 512, "Hv": 512},
-        "odd lengths, T ≠ S": {"T": 129, "S": 255},
+        "odd lengths and T ≠ S": {"T": 129, "S": 255},
         "one query": {"T": 1},
         "`Causal`": {"mask": masks.Causal()},
-        "… from a number: `q_positions=8`": {"mask": masks.Causal(), "q_positions": 8},
-        "… of traced positions": {"mask": masks.Causal(), "q_positions": _numbers(T)},
+        "`Causal` from `q_positions=8`": {"mask": masks.Causal(), "q_positions": 8},
+        "`Causal` of traced positions": {"mask": masks.Causal(), "q_positions": _numbers(T)},
         "`Window(left, 0)`": {"mask": masks.Window(64, 0)},
         "`Window(left, right)`": {"mask": masks.Window(64, 16)},
         "`Lengths`": {"mask": masks.Lengths(_numbers(B))},
-        "… of queries too": {"mask": masks.Lengths(_numbers(B), _numbers(B))},
-        "… for each query": {"mask": masks.Lengths(_numbers(B, T))},
+        "`Lengths` of queries too": {"mask": masks.Lengths(_numbers(B), _numbers(B))},
+        "`Lengths` for each query": {"mask": masks.Lengths(_numbers(B, T))},
         "`Segments`, traced": {"mask": masks.Segments(ids)},
         "`Causal() & Segments`": {"mask": masks.Causal() & masks.Segments(ids)},
-        "… of runs: `runs=True`": {"mask": masks.Causal() & masks.Segments(ids, None, True, 8)},
+        "`Segments`, `runs=True`": {"mask": masks.Causal() & masks.Segments(ids, None, True, 8)},
         "`Documents`, traced": {"mask": masks.Documents(_numbers(B, 4))},
         "`Dilated`": {"mask": masks.Dilated(4)},
         "`Neighborhood`": {"mask": masks.Neighborhood((16, 16), 5)},
         "`BlockSparse`, traced": {"mask": masks.BlockSparse(_numbers(B, N, T // 64, 2), 64, 64)},
         "`Prefix`": {"mask": masks.Prefix(64)},
-        "… for each row": {"mask": masks.Prefix(_numbers(B))},
+        "`Prefix` for each row": {"mask": masks.Prefix(_numbers(B))},
         "`Dense`, known": {"mask": masks.Dense(TABLE)},
-        "… traced": {"mask": masks.Dense(jax.device_put(TABLE))},
-        "… of keys, traced": {"mask": masks.Dense(_zeros(B, 1, 1, S, dtype=bool))},
+        "`Dense`, traced": {"mask": masks.Dense(jax.device_put(TABLE))},
+        "`Dense` of keys, traced": {"mask": masks.Dense(_zeros(B, 1, 1, S, dtype=bool))},
         "`Predicate`": {"mask": masks.Predicate(_even)},
         "`PerHead`": {"mask": masks.PerHead([masks.Causal(), masks.Window(64, 0)] * 2)},
-        "`~` or `\\|` of rules": {"mask": ~masks.Causal() | masks.Window(8, 8)},
+        "masks negated or joined by or": {"mask": ~masks.Causal() | masks.Window(8, 8)},
         "`bias` [T, S] in bfloat16": {"bias": _zeros(T, S, dtype=jnp.bfloat16)},
-        "… in float32": {"bias": _zeros(T, S)},
-        "… of keys, [S]": {"bias": _zeros(S, dtype=jnp.bfloat16)},
+        "`bias` in float32": {"bias": _zeros(T, S)},
+        "`bias` of keys, [S]": {"bias": _zeros(S, dtype=jnp.bfloat16)},
         "`Alibi`": {"scores": (scores.Alibi(),)},
         "`RelativeBias` (T5)": {"scores": (scores.RelativeBias(_zeros(N, 32)),)},
         "`SoftCap`": {"scores": (scores.SoftCap(50.0),)},
@@ -110,7 +111,7 @@ def features() -> dict[str, dict[str, Any]]:
         "`scale`, traced": {"scale": jax.device_put(np.float32(0.1))},
         "`normalizer`, no softmax": {"normalizer": "sigmoid"},
         "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
-        "`return_residuals`, `return_weights`": {"return_weights": True, "return_residuals": True},
+        "returned weights and residuals": {"return_weights": True, "return_residuals": True},
     }  # fmt: skip
 
 
@@ -228,15 +229,18 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 
 
 def table() -> str:
-    """Return the Markdown table: features down, kernels across, the reasons below."""
+    """Return the features of all kernels, and a Markdown table of the others with the reasons."""
     where = columns()
     told = {title: refusals(name, PLATFORMS[on[0]]) for title, (name, on) in where.items()}
+    refused = [x for x in (*features(), *DERIVATIVES) if any(column[x] for column in told.values())]
+    of_all = [x for x in (*features(), *DERIVATIVES) if x not in refused]
     notes: list[str] = []
     lines = [
+        *textwrap.wrap(f"Every kernel takes {'; '.join(of_all)}.", 120), "",
         tables.head("", *where),
         tables.line("runs on", *(", ".join(called) for _, called in where.values())),
-    ]
-    for feature in (*features(), *DERIVATIVES):
+    ]  # fmt: skip
+    for feature in refused:
         cells = []
         for column in told.values():
             reason = column[feature]
