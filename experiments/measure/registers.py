@@ -1,4 +1,4 @@
-"""Compile the kernels for Hopper, with no GPU: the table of docs/how-kernels-work.md.
+"""Compile the kernels for Hopper, with no GPU, and print a table of registers and limits.
 
     python -m experiments.measure registers                 # an H200, bfloat16, no mask: minutes
     python -m experiments.measure registers --dtype=float16 --call=causal --heads=64,128
