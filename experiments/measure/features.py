@@ -238,7 +238,6 @@ def table() -> str:
     lines = [
         *textwrap.wrap(f"Every kernel takes {'; '.join(of_all)}.", 120), "",
         tables.head("", *where),
-        tables.line("runs on", *(", ".join(called) for _, called in where.values())),
     ]  # fmt: skip
     for feature in refused:
         cells = []
