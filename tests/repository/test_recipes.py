@@ -120,7 +120,7 @@ def test_vit_drops_after_its_projection(page: Scope) -> None:
 
 
 def test_layer_matches_numpy_definition(page: Scope) -> None:
-    p, x = page["layer_params"]["params"], float64(page["x"])
+    p, x = page["layer_params"]["params"], float64(page["sequences"])
     q, k, v = (
         (x @ columns(p[name]["kernel"]) + float64(p[name]["bias"]).reshape(-1))
         .reshape(2, 10, 8, 64)
@@ -204,7 +204,7 @@ def test_captured_values_match_their_definitions(page: Scope) -> None:
     # Outputs are linear in head_mask: the derivatives over its heads sum to the output.
     bias = float64(page["layer_params"]["params"]["out"]["bias"]).sum() * 20
     total = float64(page["layer_output"]).sum() - bias
-    np.testing.assert_allclose(float64(page["importance"]).sum(), total, rtol=1e-4)
+    np.testing.assert_allclose(float64(page["by_mask"]).sum(), total, rtol=1e-4)
 
 
 def test_generated_texts_are_consistent(page: Scope) -> None:
