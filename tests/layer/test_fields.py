@@ -270,3 +270,20 @@ def test_an_attribute_that_is_a_field_is_refused(base: Any, way: str) -> None:
     told = r"Mine.scale must be the field .* got an attribute of .*; rename it, or .*`scale: Any ="
     with pytest.raises(TypeError, match=told):
         result(made(getattr(_Own(), way)(base)))
+
+
+def test_a_call_traces_no_initializer_of_a_parameter_that_is_there() -> None:
+    calls: list[Any] = []
+
+    def init(*args: Any) -> jax.Array:
+        calls.append(args)
+        return jnp.ones(*args[1:])
+
+    layer = MultiHeadAttention(2, kernel_init=init, bias_init=init)
+    variables = layer.init(jax.random.key(0), X)
+    made = len(calls)
+    assert made == 8
+    layer.apply(variables, X)
+    assert len(calls) == made
+    with pytest.raises(flax.errors.ScopeParamShapeError, match='"kernel" in "/query"'):
+        layer.apply(variables, jnp.ones((2, 4, 6)))
