@@ -277,5 +277,5 @@ def test_packed_images_have_the_features_that_they_have_alone(page: Scope) -> No
     for n, (rows, columns) in enumerate(page["sizes"]):
         own = image == n
         assert places[own].max(0).tolist() == [rows - 1, columns - 1]
-        alone = page["images"].apply(page["weights"], patches[:, own], positions=places[own])
+        alone = page["images"].apply(page["image_params"], patches[:, own], positions=places[own])
         assert error(page["packed"][:, own], float64(alone)) < OUTPUT
