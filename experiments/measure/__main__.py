@@ -4,6 +4,7 @@
     python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
     python -m experiments.measure timed                  # the same programs, run on this device
     python -m experiments.measure bits                   # which calls give the same bits?
+    python -m experiments.measure losses                 # does one kernel train as another does?
     python -m experiments.measure tiles --chip=v5e       # cycles of a tile of the TPU kernels
     python -m experiments.measure registers              # those of the kernels for Hopper
     python -m experiments.measure memory                 # of float32 attention on a GPU
@@ -23,6 +24,7 @@ from experiments.measure import (
     check,
     compiled,
     features,
+    losses,
     memory,
     registers,
     rings,
@@ -33,7 +35,8 @@ from experiments.measure import (
 from experiments.runs import command
 
 COMMANDS: dict[str, Any] = {
-    "check": check, "compiled": compiled, "timed": timed, "bits": bits, "tiles": tiles,
+    "check": check, "compiled": compiled, "timed": timed, "bits": bits, "losses": losses,
+    "tiles": tiles,
     "registers": registers, "memory": memory, "sweeps": sweeps, "rings": rings,
     "features": features,
 }  # fmt: skip

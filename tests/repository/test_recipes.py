@@ -120,7 +120,7 @@ def test_vit_drops_after_its_projection(page: Scope) -> None:
 
 
 def test_layer_matches_numpy_definition(page: Scope) -> None:
-    p, x = page["layer_params"]["params"], float64(page["x"])
+    p, x = page["layer_params"]["params"], float64(page["inputs"])
     q, k, v = (
         (x @ columns(p[name]["kernel"]) + float64(p[name]["bias"]).reshape(-1))
         .reshape(2, 10, 8, 64)
