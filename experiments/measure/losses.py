@@ -94,11 +94,12 @@ def draw(path: Path, found: dict[str, np.ndarray]) -> None:
     """Draw the losses of all ways, and their differences to the first."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     over, apart = figure.subplots(1, 2)
-    for name, losses in found.items():
+    for n, (name, losses) in enumerate(found.items()):
+        style = {"linewidth": 1, "color": f"C{n}"}
         steps = 1 + np.arange(len(losses))
-        over.plot(steps, losses, linewidth=1, label=name)
+        over.plot(steps, losses, label=name, **style)
         if name != FIRST:
-            apart.plot(steps, np.maximum(np.abs(losses - found[FIRST]), 1e-8), linewidth=1)
+            apart.plot(steps, np.maximum(np.abs(losses - found[FIRST]), 1e-8), **style)
     over.set(xlabel="step", ylabel="training loss, nats per byte")
     apart.set(xlabel="step", ylabel=f"difference to {FIRST}", yscale="log")
     over.legend(frameon=False, fontsize=7)
