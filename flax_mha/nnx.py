@@ -59,6 +59,7 @@ class NnxOptions(CallOptions, total=False):
     rngs: nnx.Rngs | nnx.RngStream | None
     decode: bool | None
     is_causal: bool
+    input_positions: jax.Array | None
 
 
 class Module(nnx.Module):
@@ -301,7 +302,8 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
         order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
         sow_weights: bool = False, rngs: nnx.Rngs | nnx.RngStream | None = None,
-        decode: bool | None = None, is_causal: bool = False, return_weights: bool = False,
+        decode: bool | None = None, is_causal: bool = False,
+        input_positions: jax.Array | None = None, return_weights: bool = False,
         return_kv: bool = False, **refused: Any,
     ) -> Any:  # fmt: skip
         """Attend from inputs_q to inputs_k and inputs_v.
@@ -318,8 +320,15 @@ class MultiHeadAttention(Attention, _Sizes, Module):
           decode: True to append these tokens, of any number, to the cache that `init_cache` made,
             and to attend to all so far, causally (default: the layer's `decode`).
           is_causal: True to see no later key; decoding always is.
+          input_positions: the name of `positions` in Flax's layer.
         """
         check_refused(self, refused)
+        if input_positions is not None:
+            if positions is not None:
+                raise ValueError(
+                    "input_positions is Flax's name of positions, got both; give positions alone"
+                )
+            positions = input_positions
         decode = self.decode if decode is None else decode
         inputs_k, inputs_v, cache = sources.resolve_call(
             kv, inputs_q, inputs_k, inputs_v, as_cache_config(self.cache) if decode else None,

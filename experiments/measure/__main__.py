@@ -4,6 +4,8 @@
     python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
     python -m experiments.measure timed                  # the same programs, run on this device
     python -m experiments.measure bits                   # which calls give the same bits?
+    python -m experiments.measure lengths --chip=v5e     # memory and bytes by length
+    python -m experiments.measure losses                 # does one kernel train as another does?
     python -m experiments.measure tiles --chip=v5e       # cycles of a tile of the TPU kernels
     python -m experiments.measure registers              # those of the kernels for Hopper
     python -m experiments.measure memory                 # of float32 attention on a GPU
@@ -23,6 +25,8 @@ from experiments.measure import (
     check,
     compiled,
     features,
+    lengths,
+    losses,
     memory,
     registers,
     rings,
@@ -33,7 +37,9 @@ from experiments.measure import (
 from experiments.runs import command
 
 COMMANDS: dict[str, Any] = {
-    "check": check, "compiled": compiled, "timed": timed, "bits": bits, "tiles": tiles,
+    "check": check, "compiled": compiled, "timed": timed, "bits": bits, "lengths": lengths,
+    "losses": losses,
+    "tiles": tiles,
     "registers": registers, "memory": memory, "sweeps": sweeps, "rings": rings,
     "features": features,
 }  # fmt: skip

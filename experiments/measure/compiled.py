@@ -45,10 +45,15 @@ Row = dict[str, Any]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("--chip", choices=[*TPUS, *sorted(gpus.TARGETS)], default="v5e")
+    add_chip(parser)
     programs.add_names(parser)
     parser.add_argument("--top", type=int, default=0, metavar="N")
     parser.add_argument("--workdir", metavar="FOLDER")
+
+
+def add_chip(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the chip to compile for."""
+    parser.add_argument("--chip", choices=[*TPUS, *sorted(gpus.TARGETS)], default="v5e")
 
 
 def run(flags: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.core import Scope, meta
+from flax.errors import ScopeParamShapeError
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.sharding import PartitionSpec
@@ -301,12 +302,17 @@ class Projection(nn.Module):
         scope = cast(Scope, self.scope).rewound()
 
         def param(name: str, init: Initializer, inputs: Shape, names: LogicalNames) -> jax.Array:
-            # Flax traces the initializer of a parameter in each call, to check the shape.
-            is_made = scope.has_variable("params", name)
-            init = nn.initializers.zeros if is_made else for_shape(init, len(inputs))
-            init, shape = sharding.named(init, names, self.partitioned), (*inputs, *self.features)
-            value: jax.Array = scope.param(name, init, shape, self.param_dtype)
-            return value
+            shape = (*inputs, *self.features)
+            if scope.has_variable("params", name):
+                # `param` would trace the initializer in each call, to check the shape.
+                value = meta.unbox(scope.get_variable("params", name))
+                found = jnp.shape(jax.tree.leaves(value)[0])
+                if found != shape:
+                    raise ScopeParamShapeError(name, scope.path_text, found, shape)
+            else:
+                init = sharding.named(for_shape(init, len(inputs)), names, self.partitioned)
+                value = scope.param(name, init, shape, self.param_dtype)
+            return cast(jax.Array, value)
 
         kernel, bias = param("kernel", self.kernel_init, inputs, self.names), None
         if self.bias_init is not None:

@@ -180,6 +180,7 @@ TABLES: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed", "decode"])
 def test_functions_index_numpy_tables(kernel: str, name: str) -> None:

@@ -103,6 +103,7 @@ def test_nnx_decoding_counts_lengths_of_inputs_k() -> None:
     np.testing.assert_array_equal(layer.cache_index, LENGTHS)
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_queries_to_kept_keys_continue(name: str) -> None:
     layer = MultiHeadAttention(2, **POSITIONAL[name])
@@ -147,6 +148,7 @@ def test_kept_keys_under_vmap_match_a_loop() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_nnx_queries_to_kept_keys_continue(name: str) -> None:
     layer = flax_mha.nnx.MultiHeadAttention(2, 16, **POSITIONAL[name], rngs=nnx.Rngs(0))

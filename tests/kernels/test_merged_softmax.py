@@ -51,6 +51,7 @@ def close(actual: Any, expected: Any) -> None:
     np.testing.assert_allclose(actual, expected, atol=2e-6 * max(1, np.abs(expected).max()))
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_and_strategy_has_the_weights_of_the_scores(kernel: str) -> None:

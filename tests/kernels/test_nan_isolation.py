@@ -162,6 +162,7 @@ def test_nan_reaches_the_gradient_of_queries_that_see_it(kernel: str) -> None:
     np.testing.assert_array_equal(np.isnan(dq[0, :, 0, 0]), [False, False, True, True])
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 def test_branches_of_gpus_isolate_nan_as_loops_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eagerly, under jit, vmap, shard_map and remat, forward and backward; for vmap one branch."""
     rng = np.random.default_rng(0)

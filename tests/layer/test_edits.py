@@ -131,6 +131,7 @@ def test_nnx_gives_the_outputs_and_gradients_of_linen() -> None:
     np.testing.assert_allclose(twin(X), layer.apply(values, X), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 @pytest.mark.parametrize("name", [*POINTS])
 def test_gradients_of_edits_are_those_of_the_tensor(name: str) -> None:
     layer = LAYERS["grouped"].clone(capture=Capture(POINTS))
@@ -155,6 +156,7 @@ def test_gradients_of_edits_are_those_of_the_tensor(name: str) -> None:
     assert abs(along - numeric) < 1e-4 * abs(numeric) + 1e-4
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 @pytest.mark.parametrize("name", ["q", "k", "v", "z", "out"])
 def test_a_neutral_edit_changes_no_bit(name: str) -> None:
     layer = LAYERS["rotary"]

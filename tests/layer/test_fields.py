@@ -170,7 +170,8 @@ def test_each_none_of_flax_is_taken_and_other_values_are_refused(theirs: Any, ou
     for name in alone:
         with pytest.raises(TypeError, match=f"{ours.__name__} takes {name}=None alone, got .*; "):
             made(ours, **{name: jax.lax.dot_general})
-    for name in ("inputs_kv", "out_sharding", "qkv_sharding", "input_positions"):
+    of_linen = () if ours is nnx.MultiHeadAttention else ("input_positions",)
+    for name in ("inputs_kv", "out_sharding", "qkv_sharding", *of_linen):
         with pytest.raises(TypeError, match=f"takes {name}=None alone, got ndarray; "):
             result(layer, **{name: X})
     assert len(alone) >= 6
@@ -270,3 +271,30 @@ def test_an_attribute_that_is_a_field_is_refused(base: Any, way: str) -> None:
     told = r"Mine.scale must be the field .* got an attribute of .*; rename it, or .*`scale: Any ="
     with pytest.raises(TypeError, match=told):
         result(made(getattr(_Own(), way)(base)))
+
+
+def test_a_call_traces_no_initializer_of_a_parameter_that_is_there() -> None:
+    calls: list[Any] = []
+
+    def init(*args: Any) -> jax.Array:
+        calls.append(args)
+        return jnp.ones(*args[1:])
+
+    layer = MultiHeadAttention(2, kernel_init=init, bias_init=init)
+    variables = layer.init(jax.random.key(0), X)
+    made = len(calls)
+    assert made == 8
+    layer.apply(variables, X)
+    assert len(calls) == made
+    with pytest.raises(flax.errors.ScopeParamShapeError, match='"kernel" in "/query"'):
+        layer.apply(variables, jnp.ones((2, 4, 6)))
+
+
+def test_input_positions_are_positions() -> None:
+    layer = nnx.MultiHeadAttention(2, 8, rotary=Rotary(), rngs=flax.nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=X.shape), jnp.float32)
+    at = jnp.array([[3, 4, 5, 9], [0, 2, 4, 6]])
+    out = layer(x, input_positions=at)
+    np.testing.assert_array_equal(out, layer(x, positions=at))
+    with pytest.raises(ValueError, match="got both; give positions alone"):
+        layer(x, positions=at, input_positions=at)

@@ -36,7 +36,8 @@ CLASSES: dict[Any, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
         LINEN, ("inputs_q", "mask", "deterministic", "dropout_rng"), ("sow_weights",)
     ),
     flax_mha.nnx.MultiHeadAttention: (
-        NNX, INPUTS, (*OF_CALL, "rngs", "decode", "is_causal", "return_weights", "return_kv")
+        NNX, INPUTS, (*OF_CALL, "rngs", "decode", "is_causal", "input_positions",
+              "return_weights", "return_kv")
     ),
 }  # fmt: skip
 

@@ -85,6 +85,7 @@ def test_norm_placements_match_formula(pre: bool, branch: bool, side_by_side: An
     assert last == ({"norm"} if pre or branch else set())
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 @pytest.mark.parametrize("parallel", [False, "own_norms"])
 @pytest.mark.parametrize("name", ["attention", "mlp"])
 def test_one_branch_alone_may_have_a_norm(name: str, parallel: Any) -> None:
@@ -112,6 +113,7 @@ def test_one_branch_alone_may_have_a_norm(name: str, parallel: Any) -> None:
     np.testing.assert_allclose(np.vdot(float64(gradient), step), slope, rtol=1e-4)
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 @pytest.mark.parametrize("fields", [{}, {"parallel": True}, {"pre_norm": False}])
 def test_output_scale_multiplies_the_block(fields: dict[str, Any]) -> None:
     """With its gradient: the output is linear in it."""

@@ -126,6 +126,7 @@ def test_stored_activations_spare_products() -> None:
     assert counts["mlp_hidden",] == counts[True]
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 @pytest.mark.parametrize("mlp", [None, Experts(8, num_experts=4, top_k=2)])
 def test_scan_repeats_no_product_by_default(mlp: Any) -> None:
     """A step's program has every product that it has if all is stored, and no barriers."""
@@ -147,12 +148,14 @@ def test_scan_repeats_no_product_by_default(mlp: Any) -> None:
     assert barriers[1] <= barriers[0]
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 def test_scan_stores_less_by_default(capsys: pytest.CaptureFixture) -> None:
     params = parameters(True)
     sizes = [stored(loss(model(x, True)), params, capsys=capsys)[0] for x in (True, None, False)]
     assert sizes[0] < sizes[1] < 0.6 * sizes[2]
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 def test_default_stores_no_product_of_a_rotation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -164,6 +167,7 @@ def test_default_stores_no_product_of_a_rotation(
     assert sizes[1] < 1.01 * sizes[0]
 
 
+@pytest.mark.sampled(0.4, slow=0.5)
 def test_default_stores_all_without_scan_and_while_decoding() -> None:
     plain = str(jax.make_jaxpr(jax.grad(loss(model(None))))(parameters()))
     assert "checkpoint" not in plain

@@ -270,3 +270,12 @@ def test_model_options_change_the_output(page: Scope) -> None:
     gated = jax.jit(page["qwen3_next"].apply)(params, x)
     assert np.abs(gated - jax.jit(page["qwen3"].apply)({"params": plain}, x)).max() > 1e-3
     assert "relative_bias" in jax.eval_shape(page["t5"].init, key, x)["params"]
+
+
+def test_packed_images_have_the_features_that_they_have_alone(page: Scope) -> None:
+    image, places, patches = page["image"], page["places"], page["patches"]
+    for n, (rows, columns) in enumerate(page["sizes"]):
+        own = image == n
+        assert places[own].max(0).tolist() == [rows - 1, columns - 1]
+        alone = page["images"].apply(page["image_params"], patches[:, own], positions=places[own])
+        assert error(page["packed"][:, own], float64(alone)) < OUTPUT
