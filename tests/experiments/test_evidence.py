@@ -1,0 +1,43 @@
+"""The commands behind the page of evidence: losses of all kernels, and costs by length."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.measure import lengths, losses
+from experiments.measure.__main__ import main
+
+
+@pytest.mark.slow
+def test_losses_of_all_kernels_and_meshes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(losses, "MESHES", {"tokens over 2": {"data": -1, "context": 2}})
+    main(["losses", "--steps=2", "--devices=8", f"--workdir={tmp_path}"])
+    found = json.loads((tmp_path / "results.json").read_text())
+    first = found[losses.FIRST]
+    assert len(first) == 2
+    for name, others in found.items():
+        bound = 0.02 if "bfloat16" in name else 1e-4
+        assert max(abs(a - b) for a, b in zip(first, others, strict=True)) < bound, name
+    assert {"blockwise, float32", "blockwise, bfloat16", "tokens over 2"} <= found.keys()
+    assert "| tokens over 2 |" in capsys.readouterr().out
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_costs_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "LENGTHS", (1024, 2048))
+    monkeypatch.setattr(lengths, "KERNELS", {"tpu": ("auto", "reference")})
+    main(["lengths", "--chip=v5e", f"--workdir={tmp_path}"])
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert {*found} == {"1024", "2048"}
+    assert {*found["2048"]} == {"auto", "reference", "Flax"}
+    assert found["2048"]["auto"]["MiB"] < found["2048"]["reference"]["MiB"]
+    # A kernel's memory does not grow with the square of the length.
+    assert found["2048"]["auto"]["held"] < 4
+    assert (tmp_path / "lengths.png").exists()
+    with pytest.raises(SystemExit):
+        main(["lengths", "--chip=v1"])
