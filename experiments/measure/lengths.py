@@ -16,10 +16,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 
 import flax_mha
-from experiments import plots, tables
+from experiments import tables
 from experiments.measure import compiled, programs
 from experiments.phases import Phase
 from experiments.runs import folders
@@ -89,6 +88,10 @@ def measure(chip: programs.Chip, name: str, T: int) -> compiled.Row | None:
 
 def draw(path: Any, chip: str, names: list[str], found: dict[int, dict[str, Any]]) -> None:
     """Draw what each way holds and moves by length, both in MiB on one scale."""
+    from matplotlib.figure import Figure
+
+    from experiments import plots
+
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, what, title in zip(panels, ("held", "MiB"), ("held, MiB", "moved, MiB"), strict=True):

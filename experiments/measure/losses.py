@@ -18,13 +18,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 
-from configs import pydoc_lm
-from experiments import plots, tables, tasks
+from experiments import tables
 from experiments.phases import Phase
 from experiments.runs import command, folders
-from experiments.trainer import loop
 from flax_mha import sharding
 from flax_mha.kernels import KERNELS
 
@@ -77,6 +74,11 @@ def ways(devices: int) -> Iterator[tuple[str, str, str, dict[str, int]]]:
 
 def train(kernel: str, dtype: str, mesh: dict[str, int], flags: argparse.Namespace) -> np.ndarray:
     """Return the loss of each step."""
+    # The other measurements do without these packages.
+    from configs import pydoc_lm
+    from experiments import tasks
+    from experiments.trainer import loop
+
     config = pydoc_lm.get_config()
     config.update({"steps": flags.steps, "log_every": 1})
     config.evaluate_every = config.checkpoint_every = flags.steps
@@ -92,6 +94,10 @@ def train(kernel: str, dtype: str, mesh: dict[str, int], flags: argparse.Namespa
 
 def draw(path: Path, found: dict[str, np.ndarray]) -> None:
     """Draw the losses of all ways, and their differences to the first."""
+    from matplotlib.figure import Figure
+
+    from experiments import plots
+
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     over, apart = figure.subplots(1, 2)
     for n, (name, losses) in enumerate(found.items()):

@@ -64,7 +64,6 @@ def slow(*values: str) -> object:
         slow("train", "babel"),
         slow("train", "sklearn"),  # imported with the data
         slow("generate", "orbax"),
-        slow("benchmark", "matplotlib"),
     ],
 )
 def test_missing_package_is_named_with_its_extra(
