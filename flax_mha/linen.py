@@ -270,7 +270,9 @@ def with_parameters(
         init = sharding.named(init, names, like.partitioned)
         return module.param(name, init, shape, like.param_dtype)
 
-    return learned(scores, like.num_heads, like.sizes(features)[2], make) if scores else ()
+    if isinstance(scores, Sequence) and not scores:  # As in most layers. Others are checked.
+        return ()
+    return learned(scores, like.num_heads, like.sizes(features)[2], make)
 
 
 class MultiHeadDotProductAttention(MultiHeadAttention):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +38,14 @@ class Window(Mask):
       right: the number of later positions; None for all.
     """
 
-    left: Any = struct.field(pytree_node=False, default=None)
-    right: Any = struct.field(pytree_node=False, default=None)
+    left: int | Array | None = struct.field(pytree_node=False, default=None)
+    right: int | Array | None = struct.field(pytree_node=False, default=None)
 
-    def __new__(cls, left: Any = None, right: Any = None) -> "Window":
+    def __new__(cls, left: int | Array | None = None, right: int | Array | None = None) -> Self:
         """Make a window whose limits are leaves if one of them is an array."""
         has_arrays = any(isinstance(x, jax.Array | np.ndarray) for x in (left, right))
-        return super().__new__(ArrayWindow if has_arrays else cls)
+        window: Any = super().__new__(ArrayWindow if has_arrays else cls)
+        return cast(Self, window)
 
     def bind(self, dims: Dims) -> Self:
         for name, limit in (("left", self.left), ("right", self.right)):
@@ -81,7 +82,7 @@ class Window(Mask):
         return state
 
     def max_lookback(self) -> int | None:
-        return self.left
+        return cast(int | None, self.left)
 
     @property
     def _limits(self) -> tuple[Any, Any]:

@@ -13,10 +13,10 @@ from flax import nnx
 import flax_mha.nnx
 from flax_mha import Decoder, DecoderBlock, MultiHeadAttention, sharding
 from flax_mha.kernels.call import spec
-from flax_mha.layer import core
-from flax_mha.models import blocks, feed_forward, remat
+from flax_mha.models import feed_forward, remat
 from flax_mha.models.experts import Experts
 from flax_mha.positions import Rotary
+from flax_mha.taps import tap
 from tests.support.programs import count_equations, instructions
 
 T, D = 16, 16
@@ -194,7 +194,7 @@ def test_names_change_no_program(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
     named = program()
     assert len(named) > 100
-    for place in (spec, core, blocks, feed_forward):
+    for place in (spec, tap, feed_forward):
         monkeypatch.setattr(place, "checkpoint_name", lambda x, name: x)
     assert program() == named
     assert "name[" not in str(jax.make_jaxpr(jax.grad(loss(module)))(params))

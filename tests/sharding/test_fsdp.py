@@ -174,7 +174,7 @@ def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> Non
     lowered: dict[bool, list[str]] = {}
     for is_plain in (False, True):
         if is_plain:
-            monkeypatch.setattr(linear, "gather_kernel", plain)
+            monkeypatch.setattr(linear, "_gather_kernel", plain)
         lowered[is_plain] = []
         for rules in (changed(), changed(norm_length="model"), changed(embed="group"), FSDP):
             _, leave = on(kind, rules, (2, 2, 2))

@@ -142,8 +142,8 @@ class _Reach(NamedTuple):
     @classmethod
     def of(cls, band: Sequence[Causal | Window]) -> "_Reach":
         """Return the smallest limits of some masks."""
-        left = [mask.left for mask in band if isinstance(mask, Window)]
-        right = [mask.right if isinstance(mask, Window) else 0 for mask in band]
+        left: list[Any] = [mask.left for mask in band if isinstance(mask, Window)]
+        right: list[Any] = [mask.right if isinstance(mask, Window) else 0 for mask in band]
         least = (min((x for x in side if x is not None), default=None) for side in (left, right))
         return cls(*least)
 
