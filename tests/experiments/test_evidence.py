@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from experiments.measure import lengths, losses
 from experiments.measure.__main__ import main
+from experiments.runs.failures import RunError
 
 
+@jax.numpy_dtype_promotion("standard")
 @pytest.mark.slow
 def test_losses_of_all_kernels_and_meshes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -27,6 +30,8 @@ def test_losses_of_all_kernels_and_meshes(
     assert (tmp_path / "losses.png").stat().st_size > 10_000
 
 
+# Flax's layers and norms promote implicitly.
+@jax.numpy_dtype_promotion("standard")
 @pytest.mark.slow
 def test_costs_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "LENGTHS", (1024, 2048))
@@ -39,5 +44,5 @@ def test_costs_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     # A kernel's memory does not grow with the square of the length.
     assert found["2048"]["auto"]["held"] < 4
     assert (tmp_path / "lengths.png").exists()
-    with pytest.raises(SystemExit):
+    with pytest.raises(RunError, match="--chip: invalid choice: 'v1'"):
         main(["lengths", "--chip=v1"])
