@@ -95,7 +95,7 @@ def draw(path: Any, chip: str, names: list[str], found: dict[int, dict[str, Any]
     panels = figure.subplots(1, 2, sharey=True)
     for axes, what, title in zip(panels, ("held", "MiB"), ("held, MiB", "moved, MiB"), strict=True):
         for name in names:
-            points = [(T, rows[name][what]) for T, rows in found.items() if rows[name]]
+            points = [(T, max(rows[name][what], 1)) for T, rows in found.items() if rows[name]]
             axes.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name, base=2)
         axes.set(xlabel="tokens", title=title)
     panels[0].legend(frameon=False)
