@@ -11,7 +11,8 @@ from flax_mha.kernels.xla.softmax import finite
 def exclude_own(z: jax.Array, v: jax.Array) -> jax.Array:
     """Return z − (z·v / v·v)·v for each token and head, with its own value v.
 
-    A value of 0 takes nothing away. One that is not finite neither: z has it where a query sees it.
+    A value of 0 takes nothing away, nor does one that is not finite: if its query sees it, z is not
+    finite already.
 
     Args:
       z: the heads' outputs [*B, T, N, Hv].

@@ -306,9 +306,9 @@ class Projection(nn.Module):
             if scope.has_variable("params", name):
                 # `param` would trace the initializer in each call, to check the shape.
                 value = meta.unbox(scope.get_variable("params", name))
-                found = jnp.shape(jax.tree.leaves(value)[0])
-                if found != shape:
-                    raise ScopeParamShapeError(name, scope.path_text, found, shape)
+                for leaf in jax.tree.leaves(value)[:1]:  # A quantized kernel has several.
+                    if jnp.shape(leaf) != shape:
+                        raise ScopeParamShapeError(name, scope.path_text, jnp.shape(leaf), shape)
             else:
                 init = sharding.named(for_shape(init, len(inputs)), names, self.partitioned)
                 value = scope.param(name, init, shape, self.param_dtype)

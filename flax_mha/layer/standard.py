@@ -86,8 +86,8 @@ class Attention(Settings):
             self.check_fields()
             table = self.table(D, Dk, Dv)
             if key is not None:
-                while len(_TABLES) >= _MOST_TABLES:
-                    del _TABLES[next(iter(_TABLES))]  # The oldest.
+                if len(_TABLES) >= _MOST_TABLES:
+                    _TABLES.clear()  # At once, as other threads may read it.
                 _TABLES[key] = table
         return table
 
