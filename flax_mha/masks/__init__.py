@@ -19,7 +19,7 @@ to `dot_product_attention`. Kernels evaluate it block by block.
 | `Dilated(step)` | (i − j) mod step = 0 |
 | `Neighborhood(sizes, window)` | j is in i's window on a grid of two, three, … axes |
 | `BlockSparse(blocks, query_block, key_block)` | ⌊j / key_block⌋ is one of i's blocks |
-| `block_diffusion(length, block)` | j is in i's block, noisy or clean as i, or in an earlier clean one |
+| `block_diffusion(length, block)` | j is in i's block, noisy or clean as i, or earlier and clean |
 | `Dense(array)` | the array is True |
 | `Predicate(fn, *args)` | fn(row, head, i, j, *args) |
 | `PerHead(masks)` | the head's mask allows it |
