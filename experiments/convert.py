@@ -24,8 +24,8 @@ from experiments.runs.failures import RunError
 from flax_mha import interop
 from flax_mha.base import checks
 from flax_mha.interop import safetensors
+from flax_mha.interop.checked_config import several
 from flax_mha.interop.folders import CONFIG, carry
-from flax_mha.interop.settings import several
 
 DTYPE = flags.DEFINE_string("dtype", None, "The dtype of floating parameters (default: unchanged).")
 

@@ -10,8 +10,8 @@ import numpy as np
 from experiments.runs.failures import RunError
 from flax_mha import generate, interop
 from flax_mha.interop import safetensors
+from flax_mha.interop.checked_config import FileSettings, shown
 from flax_mha.interop.folders import open_folder
-from flax_mha.interop.settings import FileSettings, shown
 from flax_mha.models import LanguageModel, Translator
 
 _TOKENIZER = "tokenizer.json"

@@ -18,7 +18,7 @@ from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
-from flax_mha.masks.base import resolve
+from flax_mha.masks.algebra import resolve
 
 T, DEVICES, TILE, WINDOW, DRAWS = 2**14, 8, 128, 2048, 5
 

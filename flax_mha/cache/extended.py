@@ -17,7 +17,7 @@ from flax_mha.kernels import ARGUMENTS, dot_product_attention
 from flax_mha.kernels.call import stored
 from flax_mha.kernels.call.capture import SQUARE, as_capture
 from flax_mha.kernels.call.stored import Stored
-from flax_mha.masks.base import Mask
+from flax_mha.masks.algebra import Mask
 from flax_mha.scores import Bias, ScoreMod
 
 # `attention` replaces `dot_product_attention`.

@@ -38,13 +38,13 @@ from flax_mha.interop import (
     vision,
     whisper,
 )
+from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, several, shown
 from flax_mha.interop.device_put import Joined, place
 from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
 from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
-from flax_mha.interop.settings import REMEDY, Config, FileSettings, several, shown
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, stored
 from flax_mha.interop.torch_layers import from_torch as from_torch

@@ -6,9 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha.interop.config import activation, refuse
+from flax_mha.interop.checked_config import Config
 from flax_mha.interop.modules import classified
-from flax_mha.interop.settings import Config
+from flax_mha.interop.shared_settings import activation, refuse
 from flax_mha.interop.table import TOKEN_EXAMPLE, Family, TensorRule, norm, stack
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding

@@ -10,8 +10,8 @@ import numpy as np
 from flax_mha import masks
 from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
-from flax_mha.interop.config import activation, grid, refuse
-from flax_mha.interop.settings import Config, FileSettings, filled
+from flax_mha.interop.checked_config import Config, FileSettings, filled
+from flax_mha.interop.shared_settings import activation, grid, refuse
 from flax_mha.interop.vision import block, image
 from flax_mha.layer.linear import Projection
 from flax_mha.linen import MultiHeadAttention

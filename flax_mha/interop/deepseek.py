@@ -4,9 +4,9 @@ import dataclasses
 import math
 
 from flax_mha.interop import table
-from flax_mha.interop.config import activation, refuse, rotary
+from flax_mha.interop.checked_config import Config
 from flax_mha.interop.llama import NORMS, expert_rows
-from flax_mha.interop.settings import Config
+from flax_mha.interop.shared_settings import activation, refuse, rotary
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.models.blocks import DecoderBlock
 from flax_mha.models.experts import Experts

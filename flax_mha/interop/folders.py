@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from flax_mha.interop import safetensors
-from flax_mha.interop.settings import shown
+from flax_mha.interop.checked_config import shown
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 

@@ -5,9 +5,17 @@ from typing import Any
 
 from flax_mha import masks
 from flax_mha.interop import table
-from flax_mha.interop.config import activation, refuse, repeating_part
+from flax_mha.interop.checked_config import (
+    FULL,
+    REMEDY,
+    SLIDING,
+    Config,
+    FileSettings,
+    filled,
+    shown,
+)
 from flax_mha.interop.llama import GEMMA_NORMS, HEADS
-from flax_mha.interop.settings import FULL, REMEDY, SLIDING, Config, FileSettings, filled, shown
+from flax_mha.interop.shared_settings import activation, refuse, repeating_part
 from flax_mha.layer import core
 from flax_mha.layer.parameters import NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from flax_mha.interop import neutral, safetensors
+from flax_mha.interop.checked_config import FileSettings
 from flax_mha.interop.folders import CONFIG, GENERATION, AnyPath, open_folder
-from flax_mha.interop.settings import FileSettings
 
 # Lengths, which each call sets, and the special tokens and tables of Whisper.
 _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""

@@ -1,8 +1,8 @@
 """GPT-2 and GPT-NeoX: decoders of text."""
 
 from flax_mha.interop import table
-from flax_mha.interop.config import activation, repeating_part, rotary
-from flax_mha.interop.settings import Config, filled
+from flax_mha.interop.checked_config import Config, filled
+from flax_mha.interop.shared_settings import activation, repeating_part, rotary
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, PositionEmbedding, TokenEmbedding
 from flax_mha.models.blocks import DecoderBlock

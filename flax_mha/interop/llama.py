@@ -8,8 +8,8 @@ import numpy as np
 
 from flax_mha import masks
 from flax_mha.interop import table
-from flax_mha.interop.config import activation, refuse, repeating_part, rotary
-from flax_mha.interop.settings import FULL, REMEDY, SLIDING, Config, filled, shown
+from flax_mha.interop.checked_config import FULL, REMEDY, SLIDING, Config, filled, shown
+from flax_mha.interop.shared_settings import activation, refuse, repeating_part, rotary
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding

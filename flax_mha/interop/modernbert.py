@@ -5,9 +5,9 @@ import flax.linen as nn
 from flax_mha import masks
 from flax_mha.interop import table
 from flax_mha.interop.bert import HEADS, Bert
-from flax_mha.interop.config import activation, refuse, rotary
+from flax_mha.interop.checked_config import FULL, REMEDY, SLIDING, Config, filled, shown
 from flax_mha.interop.modules import Classified, classified
-from flax_mha.interop.settings import FULL, REMEDY, SLIDING, Config, filled, shown
+from flax_mha.interop.shared_settings import activation, refuse, rotary
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.blocks import EncoderBlock

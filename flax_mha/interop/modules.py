@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha.interop.settings import Config
+from flax_mha.interop.checked_config import Config
 from flax_mha.interop.table import Family, linear
 from flax_mha.layer.linear import Projection, default_bias_init
 from flax_mha.models import Classifier

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from flax_mha.interop.settings import Config, FileSettings, Result, several
+from flax_mha.interop.checked_config import Config, FileSettings, Result, several
 
 # The value at which each setting is neutral, by its key; `...` for any value.
 Neutral: TypeAlias = dict[str, Any]

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from flax_mha.interop.settings import several, shown
+from flax_mha.interop.checked_config import several, shown
 
 _DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,

@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 from flax_mha.interop import table
-from flax_mha.interop.config import activation
-from flax_mha.interop.settings import Config, filled
+from flax_mha.interop.checked_config import Config, filled
+from flax_mha.interop.shared_settings import activation
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock

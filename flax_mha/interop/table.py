@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha.base.shapes import Shape
 from flax_mha.interop import device_put
-from flax_mha.interop.settings import several
+from flax_mha.interop.checked_config import several
 
 PROJECTIONS = ("query", "key", "value", "out")
 # PyTorch's suffixes of a kernel and of a bias.

@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 from flax_mha.interop import table
-from flax_mha.interop.config import activation, grid, refuse
+from flax_mha.interop.checked_config import Config, filled, shown
 from flax_mha.interop.libraries import LIBRARIES
 from flax_mha.interop.modules import classified
-from flax_mha.interop.settings import Config, filled, shown
+from flax_mha.interop.shared_settings import activation, grid, refuse
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier, Encoder, PatchEmbedding
 from flax_mha.models.blocks import EncoderBlock

@@ -7,8 +7,8 @@ import jax
 
 from flax_mha.base import checks
 from flax_mha.interop import table
-from flax_mha.interop.config import activation, blank, refuse
-from flax_mha.interop.settings import Config
+from flax_mha.interop.checked_config import Config
+from flax_mha.interop.shared_settings import activation, blank, refuse
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock

@@ -40,7 +40,7 @@ from flax_mha.kernels.xla import reference
 from flax_mha.kernels.xla.softmax import divisor, finfo_min
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY, Mask
-from flax_mha.masks.base import evaluate
+from flax_mha.masks.algebra import evaluate
 from flax_mha.masks.states import is_static
 
 # The scores in memory at a time: 8 MiB in float32, the fastest of 2 to 16 MiB on two CPU cores.

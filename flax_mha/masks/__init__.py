@@ -45,14 +45,14 @@ from typing import TYPE_CHECKING, Any
 
 from flax_mha.base.coordinates import At as At
 from flax_mha.base.coordinates import Tiles as Tiles
-from flax_mha.masks.base import And as And
-from flax_mha.masks.base import Dense as Dense
-from flax_mha.masks.base import Mask as Mask
-from flax_mha.masks.base import MaskLike as MaskLike
-from flax_mha.masks.base import Not as Not
-from flax_mha.masks.base import Or as Or
-from flax_mha.masks.base import as_mask as as_mask
-from flax_mha.masks.base import combine as combine
+from flax_mha.masks.algebra import And as And
+from flax_mha.masks.algebra import Dense as Dense
+from flax_mha.masks.algebra import Mask as Mask
+from flax_mha.masks.algebra import MaskLike as MaskLike
+from flax_mha.masks.algebra import Not as Not
+from flax_mha.masks.algebra import Or as Or
+from flax_mha.masks.algebra import as_mask as as_mask
+from flax_mha.masks.algebra import combine as combine
 from flax_mha.masks.block_sparse import BlockSparse as BlockSparse
 from flax_mha.masks.block_sparse import top_blocks as top_blocks
 from flax_mha.masks.diffusion import block_diffusion as block_diffusion

@@ -14,7 +14,7 @@ from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, blocks
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.base import Mask
+from flax_mha.masks.algebra import Mask
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.states import is_static, tile_state
 

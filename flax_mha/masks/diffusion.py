@@ -3,7 +3,7 @@
 import numpy as np
 
 from flax_mha.base import checks
-from flax_mha.masks.base import Mask
+from flax_mha.masks.algebra import Mask
 from flax_mha.masks.per_token import AtLeast, Segments
 
 

@@ -14,7 +14,7 @@ from flax.typing import Dtype
 
 from flax_mha.base import checks
 from flax_mha.base.coordinates import Array
-from flax_mha.masks.base import Dense, Mask, MaskLike, combine
+from flax_mha.masks.algebra import Dense, Mask, MaskLike, combine
 from flax_mha.masks.per_token import AtLeast, Segments
 from flax_mha.masks.positional import Causal
 

@@ -9,8 +9,8 @@ from flax import struct
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
 from flax_mha.base.shapes import Dims
+from flax_mha.masks.algebra import Dense, Mask, PositionDependent
 from flax_mha.masks.arrays import lengths_as_scores
-from flax_mha.masks.base import Dense, Mask, PositionDependent
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.states import both, either, is_static, tile_state
 

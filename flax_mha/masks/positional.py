@@ -12,8 +12,8 @@ from flax import struct
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
 from flax_mha.base.shapes import Dims
+from flax_mha.masks.algebra import Mask, as_mask, evaluate, greatest_lookback
 from flax_mha.masks.arrays import lengths_as_scores
-from flax_mha.masks.base import Mask, as_mask, evaluate, greatest_lookback
 from flax_mha.masks.states import both, is_static, tile_state
 
 

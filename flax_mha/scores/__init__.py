@@ -16,12 +16,6 @@ Score functions run in the given order. Like masks they are pytrees; their array
 """
 
 from flax_mha.base.coordinates import At as At
-from flax_mha.scores.base import INIT as INIT
-from flax_mha.scores.base import ScoreMod as ScoreMod
-from flax_mha.scores.base import Vectors as Vectors
-from flax_mha.scores.base import as_scores as as_scores
-from flax_mha.scores.base import changed as changed
-from flax_mha.scores.base import learned as learned
 from flax_mha.scores.pointwise import Alibi as Alibi
 from flax_mha.scores.pointwise import Bias as Bias
 from flax_mha.scores.pointwise import Score as Score
@@ -31,6 +25,12 @@ from flax_mha.scores.relative import Relative as Relative
 from flax_mha.scores.relative import RelativeBias as RelativeBias
 from flax_mha.scores.relative import TransformerXL as TransformerXL
 from flax_mha.scores.relative import relative_bucket as relative_bucket
+from flax_mha.scores.score_mod import INIT as INIT
+from flax_mha.scores.score_mod import ScoreMod as ScoreMod
+from flax_mha.scores.score_mod import Vectors as Vectors
+from flax_mha.scores.score_mod import as_scores as as_scores
+from flax_mha.scores.score_mod import changed as changed
+from flax_mha.scores.score_mod import learned as learned
 
 __all__ = [
     "INIT", "Alibi", "At", "Bias", "Relative", "RelativeBias", "Score", "ScoreMod", "SoftCap",

@@ -11,7 +11,7 @@ from flax import struct
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import At, ScoreArray
 from flax_mha.base.shapes import Dims
-from flax_mha.scores.base import ScoreMod
+from flax_mha.scores.score_mod import ScoreMod
 
 
 class Bias(ScoreMod):

@@ -12,7 +12,7 @@ from flax import struct
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At
 from flax_mha.base.shapes import Dims
-from flax_mha.scores.base import Make, ScoreMod, Vectors
+from flax_mha.scores.score_mod import Make, ScoreMod, Vectors
 
 
 class RelativeBias(ScoreMod):

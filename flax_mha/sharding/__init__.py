@@ -28,13 +28,13 @@ from flax_mha.sharding.layout import like as like
 from flax_mha.sharding.layout import local as local
 from flax_mha.sharding.layout import platform as platform
 from flax_mha.sharding.layout import spec as spec
+from flax_mha.sharding.named_parameters import Named as Named
+from flax_mha.sharding.named_parameters import init as init
+from flax_mha.sharding.named_parameters import name as name
+from flax_mha.sharding.named_parameters import named as named
+from flax_mha.sharding.named_parameters import of as of
 from flax_mha.sharding.order import balanced as balanced
 from flax_mha.sharding.order import zigzag as zigzag
-from flax_mha.sharding.parameters import Named as Named
-from flax_mha.sharding.parameters import init as init
-from flax_mha.sharding.parameters import name as name
-from flax_mha.sharding.parameters import named as named
-from flax_mha.sharding.parameters import of as of
 from flax_mha.sharding.rules import LogicalNames as LogicalNames
 from flax_mha.sharding.shard_map import varying as varying
 

@@ -15,7 +15,7 @@ from flax_mha.base.coordinates import Array
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
-from flax_mha.masks.base import evaluate
+from flax_mha.masks.algebra import evaluate
 
 Function = Callable[..., Any]
 

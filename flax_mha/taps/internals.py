@@ -19,7 +19,7 @@ from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.xla.softmax import finite
 from flax_mha.masks import combine
-from flax_mha.masks.base import evaluate
+from flax_mha.masks.algebra import evaluate
 from flax_mha.scores import Bias
 from flax_mha.taps.edit import Edit
 from flax_mha.taps.tap import Tap

@@ -18,7 +18,7 @@ from flax_mha.layer.core import Output
 from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.masks.base import resolve
+from flax_mha.masks.algebra import resolve
 from flax_mha.masks.states import is_static
 from flax_mha.variants import common
 

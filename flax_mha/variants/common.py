@@ -11,7 +11,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.cache import Memory
 from flax_mha.cache.sources import Shared, Source
 from flax_mha.kernels import dot_product_attention
-from flax_mha.masks.base import Mask, evaluate, resolve
+from flax_mha.masks.algebra import Mask, evaluate, resolve
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:

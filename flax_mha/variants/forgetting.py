@@ -21,7 +21,7 @@ from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.layer.settings import ZEROS, Call
 from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.scores.base import ScoreMod, without_vectors
+from flax_mha.scores.score_mod import ScoreMod, without_vectors
 from flax_mha.variants import common
 
 # The parts of 8 significant bits that hold a number of 24, and the dtypes that hold a part.

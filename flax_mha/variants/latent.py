@@ -21,7 +21,7 @@ from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import Call, has_bias
 from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.scores.base import without_vectors
+from flax_mha.scores.score_mod import without_vectors
 from flax_mha.variants import common
 
 

@@ -17,7 +17,7 @@ from flax_mha.layer.parameters import ArrayEntry, Table
 from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.scores.base import without_vectors
+from flax_mha.scores.score_mod import without_vectors
 from flax_mha.sharding import rules
 from flax_mha.variants import common
 

@@ -39,7 +39,7 @@ from flax_mha import (
     sharding,
 )
 from flax_mha.cache import KVCache
-from flax_mha.masks.base import PositionDependent
+from flax_mha.masks.algebra import PositionDependent
 from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.models.decoding import with_caches
 from flax_mha.models.generation import generate

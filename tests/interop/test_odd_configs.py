@@ -13,7 +13,7 @@ import pytest
 
 from flax_mha import interop
 from flax_mha.interop import safetensors
-from flax_mha.interop.settings import RULES, FileSettings
+from flax_mha.interop.checked_config import RULES, FileSettings
 from tests.interop.odd_configs import CONFIGS, LAYERS, odd
 from tests.interop.test_files import CONFIG, variables
 from tests.interop.test_published_checkpoints import written
@@ -53,7 +53,7 @@ def test_odd_settings_build_or_raise_one_line(name: str) -> None:
 def test_every_setting_that_a_family_reads_has_a_rule() -> None:
     read = {
         name
-        for make in (*interop.FAMILIES.values(), interop.config.rotary)
+        for make in (*interop.FAMILIES.values(), interop.shared_settings.rotary)
         for name in NAMED.findall(inspect.getsource(inspect.getmodule(inspect.unwrap(make))))
     }
     assert len(read) > 60

@@ -9,7 +9,7 @@ import pytest
 from flax_mha import dot_product_attention, masks
 from flax_mha.base.coordinates import tiles_of, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.base import resolve
+from flax_mha.masks.algebra import resolve
 
 
 def allowed(n: int, block: int) -> np.ndarray:

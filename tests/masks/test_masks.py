@@ -33,7 +33,7 @@ from flax_mha.masks import (
     Segments,
     Window,
 )
-from flax_mha.masks.base import resolve
+from flax_mha.masks.algebra import resolve
 from tests.support.algebra import Expression, evaluate, expressions, near, same_document
 
 B, N, T, S = 2, 3, 5, 6

@@ -17,7 +17,7 @@ from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec, nan_where
 from flax_mha.kernels.call.stored import Stored
-from flax_mha.masks.base import resolve, split_invalid
+from flax_mha.masks.algebra import resolve, split_invalid
 from flax_mha.scores import Bias, ScoreMod, Vectors, as_scores
 
 Keyed: TypeAlias = Array | Stored

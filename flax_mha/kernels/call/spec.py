@@ -18,7 +18,7 @@ from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.masks import Mask
-from flax_mha.masks.base import evaluate
+from flax_mha.masks.algebra import evaluate
 from flax_mha.scores import ScoreMod, Vectors, changed
 
 

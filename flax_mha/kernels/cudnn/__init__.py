@@ -41,7 +41,7 @@ from flax_mha.kernels.cudnn import bands, edge_cases, primitives
 from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
 from flax_mha.masks import Mask
-from flax_mha.masks.base import evaluate
+from flax_mha.masks.algebra import evaluate
 from flax_mha.scores import Bias
 from flax_mha.sharding.shard_map import varying
 

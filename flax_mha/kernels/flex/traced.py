@@ -17,7 +17,7 @@ from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Machine, fill
 from flax_mha.kernels.xla.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY
-from flax_mha.masks.base import evaluate
+from flax_mha.masks.algebra import evaluate
 from flax_mha.masks.states import is_static
 
 # The maximum entries of a function's argument, in fast memory.

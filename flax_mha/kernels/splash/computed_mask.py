@@ -19,7 +19,7 @@ from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.splash.segment_ids import Ids, merge_ids
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Mask, Window
-from flax_mha.masks.base import evaluate
+from flax_mha.masks.algebra import evaluate
 from flax_mha.masks.states import is_static
 
 # The maximum entries of a table: 16 MiB, at 1 byte each.

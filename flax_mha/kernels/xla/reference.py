@@ -22,7 +22,7 @@ from flax_mha.base.coordinates import At
 from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
 from flax_mha.kernels.xla.softmax import finfo_min, finite, poison, repair_inputs
-from flax_mha.masks.base import evaluate
+from flax_mha.masks.algebra import evaluate
 from flax_mha.sharding.shard_map import vary
 
 # Below every sum of exponentials except 0, because the maximum exponential is 1.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from flax_mha import positions
-from flax_mha.interop.settings import FULL, Config, filled, shown
+from flax_mha.interop.checked_config import FULL, Config, filled, shown
 from flax_mha.positions import Rotary
 
 Item = TypeVar("Item")
