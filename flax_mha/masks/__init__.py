@@ -40,9 +40,6 @@ your own, define a subclass with an `allowed` method. Add a `tiles` method to le
 blocks, and a `block_shape` method to align the kernels' blocks with the mask's.
 """
 
-import warnings
-from typing import TYPE_CHECKING, Any
-
 from flax_mha.base.coordinates import At as At
 from flax_mha.base.coordinates import Tiles as Tiles
 from flax_mha.masks.algebra import And as And
@@ -79,12 +76,3 @@ __all__ = [
     "block_diffusion", "combine", "top_blocks",
 ]  # fmt: skip
 __dir__ = __all__.copy
-
-if not TYPE_CHECKING:  # Type checkers would accept any name.
-
-    def __getattr__(name: str) -> Any:
-        if name != "Chosen":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        text = "masks.Chosen has a new name, which stays; write masks.BlockSparse"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return BlockSparse

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import MultiHeadAttention, dot_product_attention, masks
+from flax_mha import MultiHeadAttention, dot_product_attention
 from flax_mha.kernels.xla.tile_plan import smallest_blocks
 from flax_mha.masks import BlockSparse, Causal, Predicate, Window
 
@@ -48,8 +48,6 @@ class Named(Causal):
 
 
 def test_names_of_0_3_still_work() -> None:
-    with pytest.warns(DeprecationWarning, match="write masks.BlockSparse"):
-        assert masks.Chosen is BlockSparse
     mask = Window(5) & Named()
     assert mask.max_lookback() == 3
     assert (mask | Window(9)).max_lookback() == (mask | Window(9)).reach() == 9
