@@ -67,11 +67,12 @@ class Phase:
         return max(self._start, _said) + max(EVERY, (now - self._start) / 100) - now
 
 
-def say(line: str, file: TextIO) -> None:
-    """Print a line at once, except in processes after the first."""
+def say(line: str, file: TextIO | None = None) -> None:
+    """Print a line at once, on stdout if no file is given, except in processes after the first."""
     global _said
     _said = time.monotonic()
     if not quiet:
+        file = file or sys.stdout
         file.write(f"{line}\n")  # in one piece, so that other threads cannot split it
         file.flush()
 

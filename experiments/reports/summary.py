@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments import plots, reports
+from experiments import phases, plots, reports
 from experiments.phases import Phase
 from experiments.runs.record import FOLDER
 from experiments.runs.rundir import METRICS
@@ -31,12 +31,12 @@ def finish(program: Program, workdir: Path, result: Result) -> None:
         sizes = ", ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
         count = jax.process_count()
         processes = f"; {count} processes" if count > 1 else ""
-        _say(
+        phases.say(
             f"{steps} steps on {jax.devices()[0].device_kind} ({sizes}{processes}): "
             f"{result.compiling:.1f} s to compile, {result.running:.1f} s to run"
         )
     else:
-        _say(f"finished before, at step {result.start}: evaluating it again")
+        phases.say(f"finished before, at step {result.start}: evaluating it again")
     if config.seeds > 1:
         params = jax.tree.map(lambda x: x[0], params)
     if jax.process_index() == 0:
@@ -58,10 +58,10 @@ def report(
     with Phase("scoring the baselines"):
         baselines = about.baselines()
     for line in list_files(workdir):
-        _say(line)
+        phases.say(line)
     for name, score in baselines.items():
-        _say(f"{name} {about.score(score)}")
-    _say(about.headline(metrics))
+        phases.say(f"{name} {about.score(score)}")
+    phases.say(about.headline(metrics))
 
 
 def list_files(folder: Path) -> list[str]:
@@ -73,8 +73,3 @@ def list_files(folder: Path) -> list[str]:
     if (folder / EVENTS).exists():
         said.append(f"its curves, live: tensorboard --logdir={shlex.quote(str(folder / EVENTS))}")
     return said
-
-
-def _say(line: str) -> None:
-    if jax.process_index() == 0:
-        print(line, flush=True)

@@ -38,7 +38,7 @@ def shown(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
             def tell(step: int, short: str, line: str) -> None:
                 training.detail = f": step {step}/{steps}: {short}"
                 if line:
-                    phases.say(line, sys.stdout)
+                    phases.say(line)
 
             yield tell
     else:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from experiments import phases
 from experiments.runs import files, hosts
 from experiments.runs.failures import RunError
 from experiments.runs.integrity import checksums, descriptions, digest
@@ -133,7 +134,7 @@ def reading(step: int | None = None) -> Iterator[None]:
 
 def report(step: int, error: DamagedError) -> int:
     """Print that a checkpoint is damaged, and return its step."""
-    _say(f"the checkpoint of step {step} is damaged: {error}")
+    phases.say(f"the checkpoint of step {step} is damaged: {error}")
     return step
 
 
@@ -146,7 +147,7 @@ def set_aside(folder: Path, steps: Sequence[int]) -> None:
             while place.exists():
                 place, again = place.with_name(f"{step}-{again}"), again + 1
             os.rename(folder / FOLDER / str(step), place)
-            _say(f"it was moved to {place}")
+            phases.say(f"it was moved to {place}")
     hosts.all_begin(None)
 
 
@@ -176,7 +177,7 @@ def check_log(path: Path, text: str, first: int) -> None:
         raise RunError(f"{path} must be a file of its own ({error}); remove it") from None
     if not first:
         if not found.startswith(text.encode()):
-            _say(f"{path.name} was damaged, and is written anew from the checkpoint")
+            phases.say(f"{path.name} was damaged, and is written anew from the checkpoint")
         return
     rows: list[Any] = []
     for line in found.splitlines():
@@ -191,7 +192,7 @@ def check_log(path: Path, text: str, first: int) -> None:
             f"checkpoints, or choose a new --workdir"
         )
     if found:
-        _say(f"{path.parent} has no checkpoint yet: it starts anew at step 1")
+        phases.say(f"{path.parent} has no checkpoint yet: it starts anew at step 1")
 
 
 class Best:
@@ -243,8 +244,3 @@ def _has_form(value: Any, form: Any) -> bool:
             and all(_has_form(x, form.get(key, form.get(str, ()))) for key, x in value.items())
         )
     return isinstance(value, form)
-
-
-def _say(line: str) -> None:
-    if jax.process_index() == 0:
-        print(line, flush=True)

@@ -75,18 +75,14 @@ def begin(
     except BaseException:
         hosts.agree(None)
         raise
-    if forced and jax.default_backend() == "cpu":
-        _say(f"this host's cores serve as {forced} devices, as config.mesh.force_host_devices says")
     phases.quiet = jax.process_index() > 0
+    if forced and jax.default_backend() == "cpu":
+        said = "as config.mesh.force_host_devices says"
+        phases.say(f"this host's cores serve as {forced} devices, {said}")
     same = {"config": run.config.to_dict(), "--workdir": str(run.path), **rundir.settings()}
     hosts.agree({"the SHA-256 of the data": data, **same})
     run.begin(data)
     for name in (rundir.MARK, record.FOLDER):
         failures.needs(run.path / name)
-    _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
+    phases.say(f"{'resuming' if run.resumed else 'training'} {run.path}")
     return run, program
-
-
-def _say(line: str) -> None:
-    if jax.process_index() == 0:
-        print(line, flush=True)

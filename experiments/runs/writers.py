@@ -58,7 +58,7 @@ class MLflow:
     """A run of MLflow, in the place that its environment variables name (default: a file here)."""
 
     def __init__(self, path: Path, config: ConfigDict) -> None:
-        self._mlflow = _package("mlflow", "mlflow")
+        self._mlflow = importlib.import_module("mlflow")
         self._mlflow.set_experiment(NAME)
         found = self._mlflow.search_runs(
             filter_string=f"tags.workdir = '{_id(path)}'", output_format="list"
@@ -78,8 +78,7 @@ class MLflow:
 
 
 def _wandb(path: Path, config: ConfigDict) -> Writer:
-    _package("wandb", "wandb")
-    logging = _package("metrax.logging", "google-metrax")
+    logging = importlib.import_module("metrax.logging")
     backend: Writer = logging.WandbBackend(
         NAME, path.name, id=_id(path), resume="allow", config=config.to_dict()
     )
@@ -89,9 +88,9 @@ def _wandb(path: Path, config: ConfigDict) -> Writer:
 OTHERS: dict[str, Callable[[Path, ConfigDict], Writer]] = {"mlflow": MLflow, "wandb": _wandb}
 
 
-# Modules that each needs, and the packages that bring them.
+# Modules that each needs, by the packages that bring them.
 NEEDED = {
-    "mlflow": {"mlflow": "mlflow"}, "wandb": {"wandb": "wandb", "metrax.logging": "google-metrax"},
+    "mlflow": {"mlflow": "mlflow"}, "wandb": {"wandb": "wandb", "google-metrax": "metrax.logging"},
 }  # fmt: skip
 
 
@@ -103,24 +102,21 @@ def named(value: str) -> list[str]:
 def check(config: ConfigDict) -> None:
     """Check that the trackers of config.report_to are installed."""
     for name in named(config.report_to):
-        for module, package in NEEDED[name].items():
-            _package(module, package)
+        for package, module in NEEDED[name].items():
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise RunError(
+                    f"config.report_to needs the package {package}: pip install {package} ({error})"
+                ) from error
 
 
 def others(path: Path, config: ConfigDict) -> list[Writer]:
     """Return the writers that config.report_to names, the same again for a resumed run."""
+    check(config)
     return [OTHERS[name](path, config) for name in named(config.report_to)]
 
 
 def _id(path: Path) -> str:
     """Return the same id for each start of one run."""
     return digest(str(path))[:16]
-
-
-def _package(module: str, name: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise RunError(
-            f"config.report_to needs the package {name}: pip install {name} ({error})"
-        ) from error
