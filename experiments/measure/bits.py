@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import tables
+from experiments.measure import machine
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from flax_mha import MultiHeadAttention, dot_product_attention, masks, sharding
@@ -53,11 +54,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> None:
     """Compare kernel by kernel, and print and write the table."""
-    platform = sharding.platform()
-    here = [n for n, k in KERNELS.items() if platform in (k.platforms or (platform,))]
-    folder = folders.result_folder(flags.workdir, f"bits-{platform}")
+    folder = folders.result_folder(flags.workdir, f"bits-{sharding.platform()}")
     columns: dict[str, dict[str, str]] = {}
-    for name in flags.kernels or [n for n in here if n != "decode"]:
+    for name in flags.kernels or machine.kernels():
         for dtype in flags.dtypes:
             with Phase(f"comparing {name} in {dtype}"):
                 pairs = cases(name, dtype, flags.devices)

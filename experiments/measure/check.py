@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import tables
-from experiments.measure import timing
+from experiments.measure import machine, timing
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from experiments.runs.failures import RunError
@@ -122,10 +122,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> None:
     """Check call by call, and print and write the table."""
     platform = sharding.platform()
-    here = [
-        name for name, kernel in KERNELS.items()
-        if name not in ("reference", "decode") and platform in (kernel.platforms or (platform,))
-    ]  # fmt: skip
+    here = [name for name in machine.kernels() if name != "reference"]
     names, calls = flags.kernels or here, flags.calls
     if unknown := [name for name in names if name not in here]:
         raise RunError(f"--kernels must be some of {','.join(here)}, got {unknown[0]!r}")

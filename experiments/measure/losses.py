@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 from experiments import tables
+from experiments.measure import machine
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from flax_mha import sharding
-from flax_mha.kernels import KERNELS
 
 FIRST = "reference, float32"
 MESHES = {
@@ -45,8 +45,8 @@ def run(flags: argparse.Namespace) -> None:
     """Train way by way, and print, write and draw the losses."""
     folder = folders.result_folder(flags.workdir, f"losses-{sharding.platform()}")
     found: dict[str, np.ndarray] = {}
-    print(tables.head("computed by", "last loss", "largest difference"), flush=True)
-    lines = []
+    lines = [tables.head("computed by", "last loss", "largest difference")]
+    print(lines[0], flush=True)
     for name, kernel, dtype, mesh in ways(flags.devices):
         with Phase(f"training by {name}"):
             found[name] = train(kernel, dtype, mesh, flags)
@@ -55,15 +55,12 @@ def run(flags: argparse.Namespace) -> None:
         print(lines[-1], flush=True)
     draw(folder / "losses.png", found)
     results = {name: losses.tolist() for name, losses in found.items()}
-    head = tables.head("computed by", "last loss", "largest difference")
-    print(tables.write(folder, "\n".join([head, *lines]), results))
+    print(tables.write(folder, "\n".join(lines), results))
 
 
 def ways(devices: int) -> Iterator[tuple[str, str, str, dict[str, int]]]:
     """Yield the name, the kernel, the dtype and the mesh of each way, the reference's first."""
-    platform = sharding.platform()
-    here = [n for n, k in KERNELS.items() if platform in (k.platforms or (platform,))]
-    kernels = ["reference", *(n for n in here if n not in ("reference", "decode"))]
+    kernels = ["reference", *(n for n in machine.kernels() if n != "reference")]
     for dtype in ("float32", "bfloat16"):
         for kernel in kernels:
             yield f"{kernel}, {dtype}", kernel, dtype, {}

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments.measure import timing
+from flax_mha import sharding
+from flax_mha.kernels import KERNELS
 
 PACKAGES = (
     "flax_mha", "jax", "jaxlib", "flax", "numpy", "torch", "equinox", "dm-haiku", "keras",
@@ -92,3 +94,9 @@ def _field(path: str, key: str) -> str | None:
         if name.strip() == key:
             return value.strip()
     return None
+
+
+def kernels() -> list[str]:
+    """Return the kernels of this machine's platform that take whole sequences."""
+    here = sharding.platform()
+    return [n for n, k in KERNELS.items() if here in (k.platforms or (here,)) and n != "decode"]

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments import tables
+from experiments.measure import compiled
+from experiments.measure.programs import Chip
 from experiments.plan import gpus
 from flax_mha import dot_product_attention, explain, masks
 from flax_mha.kernels import KernelName, Platform
@@ -36,37 +36,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> None:
     """Print the table, line by line."""
-    # Nothing runs, so JAX need not start this machine's devices.
-    jax.config.update("jax_platforms", "cpu")
-    (device,) = gpus.of(flags.chip, 1)
+    chip = compiled.chip_of(flags.chip)
     columns = [f"`{kernel}`, {passes}" for kernel in ("reference", "blockwise")
                for passes in ("forward", "with gradients")]  # fmt: skip
     print(tables.head("T = S", "B·N", "scores", *columns, "`auto`"))
     for T in LENGTHS:
         for N in HEADS:
-            print(line(device, T, N, MASKS[flags.mask]), flush=True)
+            print(line(chip, T, N, MASKS[flags.mask]), flush=True)
 
 
-def line(device: jax.Device, T: int, N: int, mask: masks.Mask | None) -> str:
+def line(chip: Chip, T: int, N: int, mask: masks.Mask | None) -> str:
     """Return the line of one size."""
     x = jax.ShapeDtypeStruct((1, T, N, H), jnp.float32)
-    platform = Platform("gpu", device.device_kind, cudnn=(9, 20, 0))
+    platform = Platform("gpu", chip.device.device_kind, cudnn=(9, 20, 0))
     cells = [f"{T:,}", str(N), _mib(4 * N * T**2)]
     for kernel in ("reference", "blockwise"):
         for gradients in (False, True):
             tried = kernel == "blockwise" or T <= LONGEST
-            cells.append(_mib(taken(device, T, N, mask, kernel, gradients)) if tried else "")
+            cells.append(_mib(taken(chip, T, N, mask, kernel, gradients)) if tried else "")
     chosen = explain(x, x, x, mask=mask, platform=platform).chosen
     return tables.line(*cells, f"`{chosen}`")
 
 
 def taken(
-    device: jax.Device, T: int, N: int, mask: masks.Mask | None, kernel: KernelName, gradients: bool
+    chip: Chip, T: int, N: int, mask: masks.Mask | None, kernel: KernelName, gradients: bool
 ) -> int:
     """Return the bytes beside arguments and results, for N heads of 64 features."""
-    mesh = Mesh(np.array([device]), ("data",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    x = jax.ShapeDtypeStruct((1, T, N, H), jnp.float32, sharding=sharding)
+    x = chip.array(1, T, N, H, dtype=jnp.float32)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         out: jax.Array = dot_product_attention(q, k, v, mask=mask, kernel=kernel)
@@ -75,7 +71,7 @@ def taken(
     def loss(*qkv: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(attend(*qkv)))
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(chip.mesh):
         call = jax.jit(jax.grad(loss, (0, 1, 2)) if gradients else attend)
         stats: Any = call.lower(x, x, x).compile().memory_analysis()
     return int(stats.temp_size_in_bytes)

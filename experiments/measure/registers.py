@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments import tables
 from experiments.counts.chips import GPUS
+from experiments.measure.compiled import chip_of
 from experiments.plan import gpus
 from experiments.runs.failures import RunError
 from flax_mha import dot_product_attention, masks, scores
@@ -75,8 +75,6 @@ def run(flags: argparse.Namespace) -> None:
     if ptxas is None:
         raise RunError("needs ptxas; pip install --no-deps nvidia-cuda-nvcc")
     print(tables.head(*HEADER))
-    # Nothing runs, so JAX need not start this machine's devices.
-    jax.config.update("jax_platforms", "cpu")
     for features in map(int, flags.heads.split(",")):
         for found in compiled(features, flags.dtype, flags.call, ptxas):
             print(line(found, features), flush=True)
@@ -111,19 +109,13 @@ def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
     """Compile a call and its gradients, and return the sizes of each kernel."""
     from flax_mha.kernels.flex.hopper import kernels, leaves
 
-    mesh = jax.sharding.Mesh(np.array(gpus.of("h200", 1)), ("x",))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    q, k = (
-        jax.ShapeDtypeStruct((1, T, heads, features), dtype, sharding=whole) for heads in (N, K)
-    )
+    chip = chip_of("h200")
+    q, k = (chip.array(1, T, heads, features, dtype=jnp.dtype(dtype)) for heads in (N, K))
     shapes: dict[str, Any] = {
         "vectors": {"table": (33, features)},
         "all": {"slopes": (N,), "table": (N, 32), "bias": (T, T)},
     }
-    learned = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)
-        for name, shape in shapes.get(call, {}).items()
-    }
+    learned = chip.weights(**shapes.get(call, {}))
 
     def given(slopes: Any = None, table: Any = None, bias: Any = None) -> dict[str, Any]:
         if call != "all":
@@ -149,7 +141,7 @@ def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
 
     for module in modules:
         module.run = noted
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(chip.mesh):
         jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(q, k, k, learned).compile()
     for module in modules:
         module.run = original

@@ -22,8 +22,7 @@ import numpy as np
 
 from experiments.studies import base
 from experiments.tasks.task import Batch, Params
-from flax_mha import Decoder, DecoderBlock, LanguageModel, MultiHeadAttention
-from flax_mha.models import TokenEmbedding
+from flax_mha import LanguageModel, MultiHeadAttention
 from flax_mha.positions import Rotary
 from flax_mha.scores import Alibi, RelativeBias
 
@@ -73,9 +72,7 @@ def draw(task: str, key: jax.Array, rows: int = 24) -> Batch:
 def make_model(encoding: str) -> LanguageModel:
     """Return a decoder of two layers with these positions."""
     layer = MultiHeadAttention(2, **ENCODINGS[encoding])
-    block = DecoderBlock(layer, 2 * FEATURES, norm="rmsnorm", activation="relu")
-    embed = TokenEmbedding(TOKENS + 2, FEATURES, jax.nn.initializers.normal(1.0))
-    return LanguageModel(embed, Decoder(2, block), tied=False)
+    return base.decoder(2, layer, FEATURES, 2 * FEATURES, TOKENS + 2)
 
 
 def score(model: LanguageModel, task: str, rows: int, params: Params) -> jax.Array:

@@ -21,9 +21,8 @@ import numpy as np
 
 from experiments.studies import base
 from experiments.tasks.task import Batch, Metrics, Params
-from flax_mha import Capture, Decoder, DecoderBlock, LanguageModel, MultiHeadAttention
+from flax_mha import Capture, LanguageModel, MultiHeadAttention
 from flax_mha.analysis import watch
-from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 
 TOKENS, TRIGGERS, LENGTH, FEATURES = 24, 3, 48, 32
@@ -59,8 +58,7 @@ def draw(key: jax.Array, rows: int = 16) -> Batch:
     last = jax.random.randint(first, (rows,), 0, TOKENS)
     start = jnp.full_like(last, FIRST)
     _, more = jax.lax.scan(follow, (start, last), jnp.stack(keys))
-    tokens = jnp.concatenate([jnp.stack([start, last]), more]).T
-    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "weight": jnp.ones((rows, LENGTH))}
+    return base.label_next(jnp.concatenate([jnp.stack([start, last]), more]).T)
 
 
 def compute_best(batch: Batch) -> jax.Array:
@@ -88,9 +86,7 @@ class Task(base.Labelled):
 def make_model(fields: dict[str, Any]) -> LanguageModel:
     """Return a decoder of one layer with these fields of its attention."""
     layer = MultiHeadAttention(2, rotary=Rotary(base=100.0), **fields)
-    block = DecoderBlock(layer, 2 * FEATURES, norm="rmsnorm", activation="relu")
-    embed = TokenEmbedding(TOKENS + 1, FEATURES, jax.nn.initializers.normal(1.0))
-    return LanguageModel(embed, Decoder(1, block), tied=False)
+    return base.decoder(1, layer, FEATURES, 2 * FEATURES, TOKENS + 1)
 
 
 def measure(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
