@@ -232,7 +232,7 @@ def test_layer_symmetries() -> None:
     assert error(run(layer, params, X, X.copy(), X.copy()), out) < OUTPUT
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize(
     ("mask", "seen"), [(Lengths(np.array([3, 3])), 3), (Causal(), T)], ids=["padding", "future"]
 )
@@ -306,6 +306,7 @@ def test_dropout_drops_share_and_scales_rest() -> None:
     assert (given_a != first).any()
 
 
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_broadcast_dropout_is_equal_across_heads() -> None:
     weights, _ = dropping(broadcast_dropout=True, deterministic=False)(KEY)
     np.testing.assert_array_equal(weights, np.repeat(weights[:, :1], N, 1))
