@@ -134,7 +134,7 @@ def test_a_kernel_with_an_lse_alone_gets_the_gradients_of_its_part() -> None:
 def test_captured_weights_sum_to_one_and_an_edit_that_keeps_them_changes_nothing() -> None:
     layer = MultiHeadAttention(2, capture=Capture(("weights",)))
     x = jnp.asarray(RNG.normal(size=(2, 6, 8)), jnp.float32)
-    variables = layer.init(jax.random.key(0), x)
+    variables = oracle.random_like(jax.eval_shape(layer.init, jax.random.key(0), x))
     bias = BIAS[1:3, :, :6, :6]
     out, sown = layer.apply(variables, x, bias=bias, mutable="intermediates")
     weights = sown["intermediates"]["attention_weights"][0]
@@ -147,7 +147,7 @@ def test_captured_weights_sum_to_one_and_an_edit_that_keeps_them_changes_nothing
 def test_detected_weights_are_shares_of_one() -> None:
     layer = MultiHeadAttention(2)
     x = jnp.asarray(RNG.normal(size=(1, 6, 8)), jnp.float32)
-    variables = layer.init(jax.random.key(0), x)
+    variables = oracle.random_like(jax.eval_shape(layer.init, jax.random.key(0), x))
     pairs = {"all": np.ones((6, 6), bool), "first half": np.arange(6)[None] < 3}
     pairs["first half"] = np.broadcast_to(pairs["first half"], (6, 6))
     found = analysis.detect(layer, variables, x, bias=jnp.full((1, 1, 6, 6), -1e9), pairs=pairs)

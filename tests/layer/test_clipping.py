@@ -123,7 +123,7 @@ def test_training_with_clip_keeps_scores_at_threshold() -> None:
 )
 def test_invalid_arguments_raise(call: Any, words: str) -> None:
     module = layer()
-    params = module.init(KEY, X)["params"]
+    params = drawn(module, X)["params"]
     with pytest.raises(ValueError, match=words):
         call(params, captured(module, params))
 
@@ -146,14 +146,14 @@ def test_invalid_arguments_raise(call: Any, words: str) -> None:
     ],
 )
 def test_unsupported_layers_raise(module: Any, words: str) -> None:
-    params = module.init(KEY, X)["params"]
+    params = drawn(module, X)["params"]
     with pytest.raises(ValueError, match=words):
         clipped(module, params, qk_clip())
 
 
 def test_scores_of_another_model_raise() -> None:
     module = layer()
-    params = module.init(KEY, X)["params"]
+    params = drawn(module, X)["params"]
     seen = {"encoder": captured(module, params)}
     with pytest.raises(ValueError, match="of layers in params, got encoder, which has no query"):
         qk_clip().update(params, None, params, max_logits=seen)

@@ -70,4 +70,4 @@ def test_registers_and_pooling_match_formula(lengths: list[int]) -> None:
 )
 def test_invalid_tokens_and_poolings_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        model(**fields).init(jax.random.key(0), X)
+        jax.eval_shape(model(**fields).init, jax.random.key(0), X)

@@ -194,7 +194,7 @@ MISUSES: dict[str, tuple[Any, tuple[int, ...], int, str]] = {
 def test_misuse_raises(name: str, kind: str) -> None:
     rules, shape, heads, message = MISUSES[name]
     layer = MultiHeadAttention(heads, qkv_features=48 if heads == 6 else None)
-    params = layer.init(KEY, X)
+    params = jax.eval_shape(layer.init, KEY, X)
     _, leave = on(kind, rules, shape)
     try:
         with pytest.raises(ValueError, match=message):

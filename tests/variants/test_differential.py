@@ -93,4 +93,4 @@ def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
 )
 def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        layer(**fields).init(KEY, X)
+        jax.eval_shape(layer(**fields).init, KEY, X)

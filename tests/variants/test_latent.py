@@ -123,7 +123,7 @@ def test_model_generates_like_full_forward(scan: bool) -> None:
 )
 def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        layer(**fields).init(KEY, X)
+        jax.eval_shape(layer(**fields).init, KEY, X)
 
 
 def test_qkv_features_are_divided_over_heads() -> None:
