@@ -104,13 +104,13 @@ def test_decoding_matches_full_forward(scan: bool) -> None:
 def test_positions_without_rotary_raise() -> None:
     stack = Encoder(2, (blocks()[2],))
     with pytest.raises(ValueError, match="rotary is None"):
-        stack.init(KEY, X, positions=np.arange(T))
+        jax.eval_shape(lambda: stack.init(KEY, X, positions=np.arange(T)))
 
 
 @pytest.mark.parametrize("block", [(), (blocks()[0], None), "gelu"])
 def test_invalid_blocks_raise(block: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="block must be"):
-        Encoder(2, block).init(KEY, X)
+        jax.eval_shape(Encoder(2, block).init, KEY, X)
 
 
 def test_list_of_blocks_equals_tuple() -> None:
