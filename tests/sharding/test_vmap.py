@@ -33,6 +33,8 @@ SHAPE = (4, 2)
 X = jnp.asarray(RNG.normal(size=(4, 2, 8, 16)), jnp.float32)
 IDS = jnp.asarray(RNG.integers(0, 10, (4, 2, 8)))
 LAYER = MultiHeadAttention(4, num_kv_heads=2, use_bias=False, rotary=Rotary(interleaved=True))
+# One for each feature of a head: the gradient of a single one is a sum that cancels.
+SCALES = np.ones((1, 1, 4, 4), np.float32)
 BLOCKS = changed(heads=None, kv_heads=None, mlp=None, vocab=None, length="model")
 SLOTS = changed(heads=None, kv_heads=None, mlp=None, vocab=None, cache_length="model")
 
@@ -83,6 +85,10 @@ def attend(v: Any, x: jax.Array, **call: Any) -> Any:
     return dot_product_attention(x * v, x, x, mask=masks.Causal(), **call)
 
 
+def attending(**call: Any) -> Any:
+    return functools.partial(attend, **call), SCALES, X
+
+
 def model() -> Any:
     lm = LanguageModel(TokenEmbedding(10, 16), Decoder(2, DecoderBlock(LAYER, 32), scan=True))
     return lm.apply, drawn(lm, IDS), IDS
@@ -120,10 +126,10 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda: applied(LAYER.clone(num_kv_heads=4)),
         changed(batch=None, heads="data", kv_heads="data"),
     ),
-    "reference": (lambda: (functools.partial(attend, kernel="reference"), 1.0, X), sharding.RULES),
-    "blockwise": (lambda: (functools.partial(attend, kernel="blockwise"), 1.0, X), sharding.RULES),
-    "captured": (lambda: (functools.partial(attend, return_weights=True), 1.0, X), sharding.RULES),
-    "ring": (lambda: (functools.partial(attend, kernel="ring"), 1.0, X), BLOCKS),
+    "reference": (lambda: attending(kernel="reference"), sharding.RULES),
+    "blockwise": (lambda: attending(kernel="blockwise"), sharding.RULES),
+    "captured": (lambda: attending(return_weights=True), sharding.RULES),
+    "ring": (lambda: attending(kernel="ring"), BLOCKS),
     "nnx": (in_nnx, sharding.RULES),
     "decoding": (lambda: decode("standard"), sharding.RULES),
     "slots": (lambda: decode("standard"), SLOTS),
