@@ -9,13 +9,7 @@ import pytest
 from flax import nnx
 
 import flax_mha.nnx
-from flax_mha import (
-    MultiHeadAttention,
-    QKNorm,
-    masks,
-    scores,
-    variants,
-)
+from flax_mha import MultiHeadAttention, QKNorm, masks, scores, variants
 from flax_mha.analysis import prune
 from flax_mha.positions import Rotary
 from tests.analysis.pruning_cases import KEY, RNG, D, N, T, X, drawn

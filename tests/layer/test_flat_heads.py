@@ -19,11 +19,7 @@ SHAPES = {"one device": (), "two axes": (2, 4), "heads over two axes": (2, 2, 2)
 def test_flat_heads_match_the_einsum(monkeypatch, shape: str, kind: str) -> None:
     """Outputs, and gradients of all parameters, on meshes too."""
     layer = MultiHeadAttention(
-        8,
-        num_kv_heads=2,
-        qkv_features=32,
-        kernel="reference",
-        rotary=positions.Rotary(),
+        8, num_kv_heads=2, qkv_features=32, kernel="reference", rotary=positions.Rotary()
     )
     variables = random_like(jax.eval_shape(layer.init, KEY, X))
 

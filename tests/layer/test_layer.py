@@ -54,11 +54,7 @@ def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> An
         ({"num_kv_heads": 2}, (2, 2), (4, 2, 8)),
         ({"num_kv_heads": 1, "use_bias": False}, (1, 2), (4, 2, 8)),
         ({"head_dim": 3, "v_head_dim": 5, "num_kv_heads": 2}, (2, 5), (4, 5, 8)),
-        (
-            {"use_bias": ("query", "value"), "normalize_qk": True, "head_dim": 8},
-            (4, 8),
-            (4, 8, 8),
-        ),
+        ({"use_bias": ("query", "value"), "normalize_qk": True, "head_dim": 8}, (4, 8), (4, 8, 8)),
         ({"use_bias": ("out",), "out_features": 3}, (4, 2), (4, 2, 3)),
         ({"project_out": False, "v_head_dim": 3}, (4, 3), None),
     ],

@@ -169,9 +169,7 @@ def test_enough_beams_find_the_best_sequence(name: str) -> None:
 
 @pytest.mark.slow
 @given(
-    st.lists(st.integers(-20, 20), min_size=1, max_size=9),
-    st.integers(1, 9),
-    st.floats(0.01, 1.0),
+    st.lists(st.integers(-20, 20), min_size=1, max_size=9), st.integers(1, 9), st.floats(0.01, 1.0)
 )
 def test_top_k_and_top_p_keep_the_right_tokens(logits: list[int], k: int, p: float) -> None:
     """Against NumPy. Of equal logits, the smaller tokens come first."""

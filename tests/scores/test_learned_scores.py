@@ -11,14 +11,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, sharding
-from flax_mha.scores import (
-    Alibi,
-    Relative,
-    RelativeBias,
-    SoftCap,
-    TransformerXL,
-    relative_bucket,
-)
+from flax_mha.scores import Alibi, Relative, RelativeBias, SoftCap, TransformerXL, relative_bucket
 from tests.support.decoding import decoded
 from tests.support.oracle import error, random_like
 

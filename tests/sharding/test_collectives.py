@@ -9,32 +9,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import (
-    MultiHeadAttention,
-    dot_product_attention,
-    masks,
-    sharding,
-)
+from flax_mha import MultiHeadAttention, dot_product_attention, masks, sharding
 from flax_mha.positions import Rotary
-from flax_mha.variants import (
-    ChosenBlocksAttention,
-    DifferentialAttention,
-    TalkingHeadsAttention,
-)
+from flax_mha.variants import ChosenBlocksAttention, DifferentialAttention, TalkingHeadsAttention
 from tests.support.arrays import zeros
-from tests.support.meshes import (
-    BOTH,
-    EIGHT,
-    KINDS,
-    RNG,
-    B,
-    H,
-    N,
-    X,
-    collectives,
-    described,
-    on,
-)
+from tests.support.meshes import BOTH, EIGHT, KINDS, RNG, B, H, N, X, collectives, described, on
 
 T = 64
 

@@ -9,14 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import (
-    Capture,
-    MultiHeadAttention,
-    dot_product_attention,
-    masks,
-    scores,
-    sharding,
-)
+from flax_mha import Capture, MultiHeadAttention, dot_product_attention, masks, scores, sharding
 from flax_mha.positions import Rotary
 from tests.kernels.cases import KERNELS, pairs
 from tests.support.meshes import (

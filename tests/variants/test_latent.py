@@ -7,11 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from flax_mha import (
-    CacheConfig,
-    QKNorm,
-    masks,
-)
+from flax_mha import CacheConfig, QKNorm, masks
 from flax_mha.positions import Rotary
 from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
