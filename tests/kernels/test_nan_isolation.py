@@ -76,7 +76,7 @@ def check(
             np.testing.assert_allclose(got, want, rtol)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize(
     ("kernel", "name", "more"), pairs(kernel=KERNELS, name=(*MASKS,), more=(False, True))
 )

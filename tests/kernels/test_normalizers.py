@@ -96,7 +96,7 @@ def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
         assert abs(np.vdot(grad, step) - slope) < 1e-4 * np.abs(grad * step).sum()
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("window", [None, 2])
 def test_sigmoid_counts_the_slots_of_a_cache(window: int | None) -> None:
     """For prompts of 1, 3 and 70 tokens, in a ring buffer too, which is then read with them."""

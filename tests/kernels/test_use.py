@@ -30,7 +30,7 @@ def pulled(kernel: str = "auto") -> list[jax.Array]:
     return [out, *pull(C)]
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.12, slow=0.5)
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_blocks_change_no_number(kernel: str, sizes: tuple) -> None:

@@ -48,7 +48,7 @@ def at_point(name: str, change: Any) -> tuple[Any, Any, Any]:
     return layer, given, jax.jit(layer.apply)(affine, X)
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.12, slow=0.5)
 @pytest.mark.parametrize("fn", [clamp, top_2], ids=["clamp", "top 2"])
 @pytest.mark.parametrize("name", POINTS)
 def test_a_function_changes_the_tensor(name: str, fn: Any) -> None:

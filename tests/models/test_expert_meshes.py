@@ -71,7 +71,7 @@ def on_one_device(module: Experts, method: str) -> Any:
 
 
 # All pairs of these occur, not their whole product.
-@pytest.mark.sampled(0.03)
+@pytest.mark.sampled(0.02)
 @pytest.mark.parametrize(
     ("name", "kind", "method"),
     pairs(name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
@@ -81,7 +81,7 @@ def test_sharded_experts_match_one_device(name: str, kind: str, method: str) -> 
     compare(CLIPPED, name, kind, method)
 
 
-@pytest.mark.sampled(0.1, slow=0.2)
+@pytest.mark.sampled(0.05, slow=0.2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["features divided", "experts divided", "over the tokens' axis"])
 @pytest.mark.parametrize("method", ["in turn", "sent"], indirect=True)
