@@ -9,13 +9,7 @@ import pytest
 from flax import nnx
 
 import flax_mha.nnx
-from flax_mha import (
-    MultiHeadAttention,
-    QKNorm,
-    masks,
-    scores,
-    variants,
-)
+from flax_mha import MultiHeadAttention, QKNorm, masks, scores, variants
 from flax_mha.analysis import prune
 from flax_mha.positions import Rotary
 from tests.analysis.pruning_cases import KEY, RNG, D, N, T, X, drawn
@@ -169,7 +163,7 @@ def randomize(module: nnx.Module) -> None:
     nnx.update(module, nnx.State(random_like(nnx.to_pure_dict(nnx.state(module, nnx.Param)))))
 
 
-@pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_nnx_layers_lose_heads() -> None:
     model = TwoLayers(
         num_kv_heads=2, sinks=True, scale="learned", gate="feature", qk_norm=QKNorm(),
@@ -186,6 +180,7 @@ def test_nnx_layers_lose_heads() -> None:
     assert small.layers[0].query.out_features == (2, D // N)
 
 
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_nnx_layers_under_scan_lose_heads() -> None:
     @nnx.vmap
     def make(key: jax.Array) -> Any:

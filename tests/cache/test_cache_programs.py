@@ -25,7 +25,7 @@ from tests.cache.test_cache import KEY, RNG, X, close
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.usefixtures("optimized")
 def test_step_does_not_copy_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

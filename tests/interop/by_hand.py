@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import transformers as hf
 
-from flax_mha import (
-    Decoder,
-    DecoderBlock,
-    LanguageModel,
-    MultiHeadAttention,
-    QKNorm,
-    masks,
-)
+from flax_mha import Decoder, DecoderBlock, LanguageModel, MultiHeadAttention, QKNorm, masks
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from tests.interop.families import DECODER, Case, text
@@ -103,6 +96,4 @@ def by_hand(name: str, offset: float = 0.0) -> Case:
     return text(model, config)._replace(by_hand=lambda w: whole(layer_of, config, w, offset))
 
 
-CASES = {
-    "qwen3-next": by_hand("qwen3-next", offset=1.0),
-}
+CASES = {"qwen3-next": by_hand("qwen3-next", offset=1.0)}

@@ -202,10 +202,7 @@ def test_damaged_files_raise(folder: Path) -> None:
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "model_type must be one of"),
-        (
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "got mxfp4 .* in transformers",
-        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "got mxfp4 .* in transformers"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.5}, "swiglu_alpha must be 1.702"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [-1]}, "mlp_only_layers must be"),
         ({"hidden_act": "swish9"}, "activation must be one of"),

@@ -16,15 +16,7 @@ from flax_mha import MultiHeadAttention, QKNorm, masks, positions  # noqa: E402
 from flax_mha.cache import sources  # noqa: E402
 from flax_mha.layer import core, heads  # noqa: E402
 from flax_mha.positions import Rotary  # noqa: E402
-from tests.interop.by_hand import (  # noqa: E402
-    LAYERS,
-    QKVO,
-    H,
-    K,
-    N,
-    Tensors,
-    projections,
-)
+from tests.interop.by_hand import LAYERS, QKVO, H, K, N, Tensors, projections  # noqa: E402
 from tests.interop.families import DECODER, IDS, Case, make  # noqa: E402
 from tests.support.oracle import error  # noqa: E402
 

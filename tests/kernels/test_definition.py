@@ -63,7 +63,7 @@ CALLS: dict[str, Any] = {
 SHAPES = {"slopes": (N,), "bias": (N, T, S), "rows": (7, H), "sinks": (N,)}
 
 
-@pytest.mark.sampled(0.3, slow=0)
+@pytest.mark.sampled(0.15, slow=0)
 @pytest.mark.parametrize(
     ("kernel", "name"),
     [

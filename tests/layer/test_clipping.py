@@ -68,7 +68,7 @@ def test_clip_scales_only_heads_beyond_threshold(fields: dict[str, Any], balance
     np.testing.assert_array_equal(after["value"]["kernel"], params["value"]["kernel"])
 
 
-@pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.5)
 @pytest.mark.parametrize("scan", [False, True])
 def test_clip_acts_on_every_layer_of_stack(scan: bool) -> None:
     module = Encoder(3, EncoderBlock(layer(), 24), scan=scan)
@@ -78,7 +78,7 @@ def test_clip_acts_on_every_layer_of_stack(scan: bool) -> None:
         assert x.max() < 1e-4
 
 
-@pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.5)
 @jax.numpy_dtype_promotion("standard")  # Adam's count of steps needs it.
 def test_training_with_clip_keeps_scores_at_threshold() -> None:
     """The scores grow several times as large if not clipped. The optimizer's step is Adam's."""
@@ -123,7 +123,7 @@ def test_training_with_clip_keeps_scores_at_threshold() -> None:
 )
 def test_invalid_arguments_raise(call: Any, words: str) -> None:
     module = layer()
-    params = module.init(KEY, X)["params"]
+    params = drawn(module, X)["params"]
     with pytest.raises(ValueError, match=words):
         call(params, captured(module, params))
 
@@ -146,20 +146,20 @@ def test_invalid_arguments_raise(call: Any, words: str) -> None:
     ],
 )
 def test_unsupported_layers_raise(module: Any, words: str) -> None:
-    params = module.init(KEY, X)["params"]
+    params = drawn(module, X)["params"]
     with pytest.raises(ValueError, match=words):
         clipped(module, params, qk_clip())
 
 
 def test_scores_of_another_model_raise() -> None:
     module = layer()
-    params = module.init(KEY, X)["params"]
+    params = drawn(module, X)["params"]
     seen = {"encoder": captured(module, params)}
     with pytest.raises(ValueError, match="of layers in params, got encoder, which has no query"):
         qk_clip().update(params, None, params, max_logits=seen)
 
 
-@pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_clip_of_latent_attention() -> None:
     """The shared key stays, so its part of the queries takes the whole factor."""
     module = MultiHeadLatentAttention(

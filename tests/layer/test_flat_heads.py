@@ -13,17 +13,13 @@ from tests.support.oracle import error, random_like
 SHAPES = {"one device": (), "two axes": (2, 4), "heads over two axes": (2, 2, 2)}
 
 
-@pytest.mark.sampled(0.4, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flat_heads_match_the_einsum(monkeypatch, shape: str, kind: str) -> None:
     """Outputs, and gradients of all parameters, on meshes too."""
     layer = MultiHeadAttention(
-        8,
-        num_kv_heads=2,
-        qkv_features=32,
-        kernel="reference",
-        rotary=positions.Rotary(),
+        8, num_kv_heads=2, qkv_features=32, kernel="reference", rotary=positions.Rotary()
     )
     variables = random_like(jax.eval_shape(layer.init, KEY, X))
 

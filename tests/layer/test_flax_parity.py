@@ -80,7 +80,7 @@ def assert_same_gradients(theirs: nn.Module, ours: nn.Module, params: Any, *inpu
         assert np.linalg.norm(grad - wanted) < GRADIENT * size
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize(
     ("fields", "features"),
     [
@@ -252,7 +252,7 @@ def test_vmap_matches_batch_and_clone_changes_fields() -> None:
     assert wider["params"]["out"]["kernel"].shape == (2, 4, 5)
 
 
-@pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_fully_masked_query_gives_zero_unlike_flax() -> None:
     """The documented difference: Flax averages the masked values."""
     x, mask = normal(4, 8), np.ones((1, 4, 4), bool)

@@ -54,11 +54,7 @@ def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> An
         ({"num_kv_heads": 2}, (2, 2), (4, 2, 8)),
         ({"num_kv_heads": 1, "use_bias": False}, (1, 2), (4, 2, 8)),
         ({"head_dim": 3, "v_head_dim": 5, "num_kv_heads": 2}, (2, 5), (4, 5, 8)),
-        (
-            {"use_bias": ("query", "value"), "normalize_qk": True, "head_dim": 8},
-            (4, 8),
-            (4, 8, 8),
-        ),
+        ({"use_bias": ("query", "value"), "normalize_qk": True, "head_dim": 8}, (4, 8), (4, 8, 8)),
         ({"use_bias": ("out",), "out_features": 3}, (4, 2), (4, 2, 3)),
         ({"project_out": False, "v_head_dim": 3}, (4, 3), None),
     ],
@@ -232,7 +228,7 @@ def test_layer_symmetries() -> None:
     assert error(run(layer, params, X, X.copy(), X.copy()), out) < OUTPUT
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize(
     ("mask", "seen"), [(Lengths(np.array([3, 3])), 3), (Causal(), T)], ids=["padding", "future"]
 )
@@ -306,6 +302,7 @@ def test_dropout_drops_share_and_scales_rest() -> None:
     assert (given_a != first).any()
 
 
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_broadcast_dropout_is_equal_across_heads() -> None:
     weights, _ = dropping(broadcast_dropout=True, deterministic=False)(KEY)
     np.testing.assert_array_equal(weights, np.repeat(weights[:, :1], N, 1))

@@ -71,7 +71,7 @@ def on_one_device(module: Experts, method: str) -> Any:
 
 
 # All pairs of these occur, not their whole product.
-@pytest.mark.sampled(0.03)
+@pytest.mark.sampled(0.02)
 @pytest.mark.parametrize(
     ("name", "kind", "method"),
     pairs(name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
@@ -81,7 +81,7 @@ def test_sharded_experts_match_one_device(name: str, kind: str, method: str) -> 
     compare(CLIPPED, name, kind, method)
 
 
-@pytest.mark.sampled(0.1, slow=0.2)
+@pytest.mark.sampled(0.05, slow=0.2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["features divided", "experts divided", "over the tokens' axis"])
 @pytest.mark.parametrize("method", ["in turn", "sent"], indirect=True)
@@ -117,7 +117,7 @@ def test_two_shardings_over_one_axis_raise() -> None:
         leave()
 
 
-@pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     """On CPUs, devices gather the tokens of each part, and scatter the sums of the outputs."""
     n, (rows, features), top_k = 8, (128, 64), 2

@@ -133,7 +133,7 @@ def test_greedy_with_cache_matches_greedy_without(name: str) -> None:
     np.testing.assert_array_equal(streamed, actual.tokens[:, : len(seen)])
 
 
-@pytest.mark.sampled(0.3, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_traced_ids_out_of_range_give_nan_scores() -> None:
     """Only within a prompt's length. Beyond it any id is allowed."""
     model, variables, _ = made("rotary")
@@ -169,9 +169,7 @@ def test_enough_beams_find_the_best_sequence(name: str) -> None:
 
 @pytest.mark.slow
 @given(
-    st.lists(st.integers(-20, 20), min_size=1, max_size=9),
-    st.integers(1, 9),
-    st.floats(0.01, 1.0),
+    st.lists(st.integers(-20, 20), min_size=1, max_size=9), st.integers(1, 9), st.floats(0.01, 1.0)
 )
 def test_top_k_and_top_p_keep_the_right_tokens(logits: list[int], k: int, p: float) -> None:
     """Against NumPy. Of equal logits, the smaller tokens come first."""

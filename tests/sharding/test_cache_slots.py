@@ -10,15 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.plan.collectives import read
-from flax_mha import (
-    CacheConfig,
-    Capture,
-    MultiHeadAttention,
-    cache,
-    masks,
-    scores,
-    sharding,
-)
+from flax_mha import CacheConfig, Capture, MultiHeadAttention, cache, masks, scores, sharding
 from flax_mha.positions import Rotary
 from tests.kernels.cases import pairs
 from tests.sharding.test_grouped_heads import LAYERS as SHARED

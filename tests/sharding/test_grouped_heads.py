@@ -12,14 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_mha.nnx
 from experiments.plan.collectives import read
-from flax_mha import (
-    MultiHeadAttention,
-    QKNorm,
-    dot_product_attention,
-    masks,
-    scores,
-    sharding,
-)
+from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, scores, sharding
 from flax_mha.positions import Rotary
 from flax_mha.variants import (
     ChosenBlocksAttention,

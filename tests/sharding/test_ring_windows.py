@@ -35,7 +35,7 @@ WINDOWS = {
 T = 64
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize(
     ("window", "beside", "kernel", "kind"),
     [

@@ -1,6 +1,7 @@
 """Checks that any attention layer must pass, for layers with their own projections."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, LanguageModel, generate, sharding
 from flax_mha.models import TokenEmbedding
 from tests.support.decoding import cache_of, greedy
-from tests.support.oracle import error, random_like
+from tests.support.oracle import error, float64, random_like
 
 KEY = jax.random.key(0)
 
@@ -55,6 +56,29 @@ def check_on_mesh(
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected
     )
+
+
+def check_gradients(
+    module: nn.Module, x: Any, expected: Callable[..., np.ndarray], *groups: tuple[str, ...]
+) -> None:
+    """Check the gradients of groups of parameters against differences of a formula in float64."""
+    params = drawn(module, x)
+    found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply(p, x)))))(params)["params"]
+    rng = np.random.default_rng(1)
+    p = float64(params["params"])
+
+    def along(step: float, direction: Any) -> float:
+        moved = jax.tree.map(lambda a, b: a + step * b, p, direction)
+        return float(np.sin(expected(moved, x)).sum())
+
+    for names in groups:
+        zero = jax.tree.map(np.zeros_like, p)
+        direction = zero | {
+            n: jax.tree.map(lambda a: rng.normal(size=a.shape), p[n]) for n in names
+        }
+        slope = (along(1e-5, direction) - along(-1e-5, direction)) / 2e-5
+        parts = jax.tree.map(lambda a, b: np.vdot(float64(a), b), found, direction)
+        np.testing.assert_allclose(sum(jax.tree.leaves(parts)), slope, rtol=2e-5)
 
 
 def check_generation(layer: nn.Module, features: int, scan: bool, **fields: Any) -> None:

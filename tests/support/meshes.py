@@ -10,9 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from experiments.plan.collectives import read
-from flax_mha import (
-    sharding,
-)
+from flax_mha import sharding
 from tests.support.oracle import error
 
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}

@@ -7,11 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from flax_mha import (
-    CacheConfig,
-    QKNorm,
-    masks,
-)
+from flax_mha import CacheConfig, QKNorm, masks
 from flax_mha.positions import Rotary
 from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
@@ -123,7 +119,7 @@ def test_model_generates_like_full_forward(scan: bool) -> None:
 )
 def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        layer(**fields).init(KEY, X)
+        jax.eval_shape(layer(**fields).init, KEY, X)
 
 
 def test_qkv_features_are_divided_over_heads() -> None:
