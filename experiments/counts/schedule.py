@@ -39,6 +39,7 @@ def tiles(schedule: str) -> list[TileCost]:
     """Return the costs of a kernel's tiles, in its order, from the text of its schedule.
 
     A tile is a part that a branch skips, that multiplies matrices, and that has no such part in it.
+    A kernel without branches is one tile.
     """
     starts = [found.start() for found in _BUNDLE.finditer(schedule)]
     bundles = [schedule[a:b] for a, b in itertools.pairwise([*starts, len(schedule)])]
@@ -49,6 +50,8 @@ def tiles(schedule: str) -> list[TileCost]:
         for n, bundle in enumerate(bundles) for name in _BRANCH.findall(bundle)
     ]  # fmt: skip
     parts = [(a, b) for a, b in branches if "vmatmul" in "".join(bundles[a + _DELAY : b])]
+    if bundles and not branches:
+        return [_cost(bundles)]
     inner = [(a, b) for a, b in parts if not any(a < c and d <= b for c, d in parts)]
     if any(a < n < b and to <= n for a, b in inner for n, to in branches):
         raise ValueError("a tile of the schedule has a loop of unknown steps")

@@ -67,6 +67,10 @@ FULL, PARTIAL = TileCost(3, 16 + 16 + 8, 1), TileCost(8, 16, 2)
 def test_tiles_of_a_schedule_are_counted() -> None:
     assert schedule.tiles(RECORDED) == [FULL, PARTIAL]
     assert schedule.tiles("") == []
+    # A kernel of one step has no branches.
+    assert schedule.tiles("   0x1   :  {}\n   0x2   :  { vmatmul.f32.gmra.mxu2 %v4 }") == [
+        TileCost(2, 8, 0)
+    ]
 
 
 def test_loop_in_a_tile_is_refused() -> None:
@@ -97,7 +101,7 @@ def test_table_compares_with_512() -> None:
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--kernels=flex,flox"], "--kernels: must be some of flex,splash, got 'flox'"),
+        (["--kernels=flex,flox"], "--kernels: must be some of flex,splash,short, got 'flox'"),
         (["--blocks=512,x"], "--blocks must be sizes such as 512,512x1024, .*, got 'x'"),
         (["--blocks=512x200"], "multiples of 128 .*, got '512x200'"),
         (["--blocks=512", "--length=512"], "at most half of --length=512, got '512'"),
@@ -111,7 +115,7 @@ def test_wrong_flags_of_tiles_are_named(flags: list[str], error: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu")
-def test_tiles_of_both_kernels_are_compiled(tmp_path: Path) -> None:
+def test_tiles_of_all_kernels_are_compiled(tmp_path: Path) -> None:
     # In a process of its own, because libtpu reads its flags when it is loaded.
     folder = tmp_path / "new"
     done = subprocess.run(
@@ -128,7 +132,11 @@ def test_tiles_of_both_kernels_are_compiled(tmp_path: Path) -> None:
         for name in kernels for bq in (256, 512) for kind in ("full", "partial")
     }  # fmt: skip
     splash = "splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv", "splash, all"
-    assert {*found} == expected | {(name, 512, 512, "both") for name in splash}
+    short = "short_forward", "short_backward", "short, all"
+    assert {*found} == expected | {(name, 512, 512, "both") for name in (*splash, *short)}
+    # A head of 512 keys. The guard against NaN adds a few rows.
+    for name, products in zip(short, (2, 6, 8), strict=True):
+        assert found[name, 512, 512, "both"]["rows"] == pytest.approx(products * 512 * 4, rel=0.01)
     # Forward has two products, of 128 features by 256 keys, and backward five.
     for name, products in zip(kernels, (2, 5, 7), strict=True):
         for bq in (256, 512):
