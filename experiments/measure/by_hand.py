@@ -55,6 +55,31 @@ def splash(T: int, N: int, H: int) -> Attend:
     return attend
 
 
+def tokamax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Compute causal attention of [B, T, N, H] by tokamax's TPU kernel, with its own blocks."""
+    import tokamax as library
+
+    out: jax.Array = library.dot_product_attention(
+        q, k, v, is_causal=True, implementation="mosaic_tpu"
+    )
+    return out
+
+
+def cross_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls tokamax, for a chip that is not there."""
+    import tokamax as library
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["measure"])  # Otherwise tokamax would parse this program's flags.
+
+    def run(*arguments: Any) -> Any:
+        with library.config.cross_compile(True):
+            return function(*arguments)
+
+    return run
+
+
 def cudnn(H: int, bias: jax.Array | None = None) -> Attend:
     """Return causal attention by cuDNN, or attention with a bias [B|1, N|1, T, S]."""
     from flax_mha.kernels.cudnn.primitives import CudnnCall, backward, forward

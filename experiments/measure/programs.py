@@ -22,6 +22,7 @@ Parameters are float32, but bfloat16 where a token is decoded. The arrays are ca
 
 import argparse
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ class Entry(NamedTuple):
 
     Attributes:
       program: its name in the table above.
-      contestant: "ours", "flax" or "hand".
+      contestant: "ours", "flax", "hand", or "tokamax", by hand with its kernel for TPUs, if it is
+        installed.
       passes: "forward", "gradient", or "step".
       function: the function, of `arguments`.
       arguments: the shapes of its arguments.
@@ -129,6 +131,10 @@ def _long(
     attend = by_hand.cudnn(H) if chip.is_gpu else by_hand.splash(T, N, H)
     hand = functools.partial(by_hand.layer, attend, not chip.is_gpu, rotates, normalizes)
     yield from _both(name, "hand", hand, w, x)
+    if not chip.is_gpu and importlib.util.find_spec("tokamax"):
+        hand = functools.partial(by_hand.layer, by_hand.tokamax, False, rotates, normalizes)
+        for entry in _both(name, "tokamax", hand, w, x):
+            yield entry._replace(function=by_hand.cross_compiled(entry.function))
 
 
 def _arrays(chip: Chip, name: str) -> Iterator[Entry]:
