@@ -201,6 +201,23 @@ def test_table_of_a_decoding_step(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert compiled.line(hand, rows) in capsys.readouterr().out
 
 
+def test_refusals_of_another_library_are_lines_below_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise NotImplementedError("no such chip")
+
+    entry = programs.Entry("layer", "tokamax", "forward", refuse, ())
+    monkeypatch.setattr(programs, "entries", lambda *_: [entry])
+    measure.main(["compiled", f"--workdir={tmp_path / 'new'}"])
+    table = (tmp_path / "new" / "table.md").read_text()
+    assert "`layer`, forward, tokamax: NotImplementedError: no such chip" in table
+
+    monkeypatch.setattr(programs, "entries", lambda *_: [entry._replace(contestant="hand")])
+    with pytest.raises(NotImplementedError):
+        measure.main(["compiled", f"--workdir={tmp_path / 'other'}"])
+
+
 @pytest.mark.slow
 def test_contestants_of_a_decoding_step_run_in_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture

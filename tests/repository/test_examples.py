@@ -126,7 +126,6 @@ GIVEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(0.5, slow=0.5)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_docstring_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

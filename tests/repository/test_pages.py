@@ -206,7 +206,6 @@ CHECKS: dict[str, Callable[[Scope], None]] = {
 }
 
 
-@pytest.mark.sampled(0.5, slow=0.5)
 @pytest.mark.parametrize(
     "page",
     [
