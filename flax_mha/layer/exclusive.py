@@ -23,8 +23,14 @@ def exclude_own(z: jax.Array, v: jax.Array) -> jax.Array:
 
     def exclude(z: jax.Array, v: jax.Array) -> jax.Array:
         wide = shapes.wide(z.dtype)
-        v = jnp.repeat(finite(v), z.shape[-2] // v.shape[-2], axis=-2).astype(wide)
-        y, size = z.astype(wide), (v * v).sum(-1, keepdims=True)
+        v = finite(v)
+        if (group := z.shape[-2] // v.shape[-2]) > 1:
+            v = jnp.repeat(v, group, axis=-2)
+            if sharding.platform() == "tpu":
+                # XLA:TPU writes them, and without the barrier in twice the bytes, converted first.
+                v = jax.lax.optimization_barrier(v)
+        y, v = z.astype(wide), v.astype(wide)
+        size = (v * v).sum(-1, keepdims=True)
         has_size = size > jnp.finfo(wide).tiny
         share = (y * v).sum(-1, keepdims=True) / jnp.where(has_size, size, 1)
         return (y - jnp.where(has_size, share, 0) * v).astype(z.dtype)
