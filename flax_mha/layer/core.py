@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.cache import CacheConfig, KVCache, Memory, sources
-from flax_mha.cache.sources import KeyValue, NewMemory, Shared
-from flax_mha.cache.sources import Source as Source
+from flax_mha.cache import CacheConfig, KVCache, Memory, resolve
+from flax_mha.cache.resolve import NewMemory, Shared
+from flax_mha.cache.resolve import Source as Source
+from flax_mha.cache.sources import KeyValue
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer.exclusive import exclude_own
 from flax_mha.layer.heads import Heads as Heads
@@ -62,7 +63,7 @@ def attention(
       x_k: the inputs of the keys [*B, S, D']; None for x_q, or if the source has keys.
       x_v: the inputs of the values [*B, S, D''] (default: those of the keys).
       call: the other arguments.
-      cache: the source, as `sources.resolve_call` returns it: a cache, to which these tokens are
+      cache: the source, as `resolve.resolve_call` returns it: a cache, to which these tokens are
         appended; the `CacheConfig` of an empty one to make, with room for as many tokens as these;
         keys and values of an encoder, or a `NewMemory` to keep these for later; keys and values of
         another layer; or None.
@@ -111,7 +112,7 @@ def _open_source(
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
-        sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
+        resolve.check_source(cache, q, Hv, arguments["mask"], heads.order)
         return internals.edit_shared(tap, q, cache), None
     k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
     if isinstance(cache, NewMemory):

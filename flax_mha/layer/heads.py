@@ -10,7 +10,8 @@ import numpy as np
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig, KVCache, Memory
-from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source, projected
+from flax_mha.cache.resolve import NewMemory, Shared, Source, projected
+from flax_mha.cache.sources import KeyValue
 from flax_mha.layer import padding
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions import Axial, Rotation

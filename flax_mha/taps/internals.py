@@ -11,7 +11,8 @@ import numpy as np
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import Extended
-from flax_mha.cache.sources import KeyValue, Shared
+from flax_mha.cache.resolve import Shared
+from flax_mha.cache.sources import KeyValue
 from flax_mha.kernels import Capture, dot_product_attention, observe
 from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax_mha.base.coordinates import Array, At, map_score_arrays, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.cache import Memory
-from flax_mha.cache.sources import Shared, Source
+from flax_mha.cache.resolve import Shared, Source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.masks.base import Mask, evaluate, resolve
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.typing import PrecisionLike
 
 from flax_mha import sharding
-from flax_mha.cache.sources import Shared
+from flax_mha.cache.resolve import Shared
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, Table
