@@ -221,8 +221,8 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
             if output.cache is not None and output.cache is not cache:
-                name = "memory" if isinstance(output.cache, Memory) else "kv"
-                self.put_variable("cache", name, collection.constrain_cache(output.cache))
+                new = collection.constrain_cache(output.cache)
+                self.put_variable("cache", new.variable, new)
         return core.returned(output, return_weights, return_kv)
 
     @nn.nowrap

@@ -1,6 +1,5 @@
 """The keys and values that a layer attends to: of this call, a cache, or another layer."""
 
-import dataclasses
 from typing import Any, TypeAlias
 
 import jax
@@ -9,36 +8,17 @@ from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.cache.config import CacheConfig
-from flax_mha.cache.extended import Extended
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.cache.sources import Encoded, KeyValue
+from flax_mha.cache.sources import Encoded, KeyValue, Shared, Source
 from flax_mha.cache.storage import Memory
 
-
-@dataclasses.dataclass(frozen=True)
-class NewMemory:
-    """A `Memory` to make of a call's keys and values.
-
-    Attributes:
-      config: the format of the stored keys and values.
-      replaced: the memory that it replaces, whose queries go on; None for the first.
-    """
-
-    config: CacheConfig
-    replaced: Memory | None
-
-
-# The keys and values of a layer; of a layer that decodes, with the tokens of its cache.
-Shared: TypeAlias = KeyValue | Extended
-# The keys and values of earlier calls or other layers, or the config of a cache to create.
-Source: TypeAlias = KVCache | Memory | CacheConfig | NewMemory | Shared | None
 Given: TypeAlias = Shared | Encoded | tuple[Any, Any]
 
 
 def resolve_call(
     kv: Given | None, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
     config: CacheConfig | None, kept: KVCache | Memory | None,
-) -> tuple[jax.Array | None, jax.Array | None, Source]:  # fmt: skip
+) -> tuple[jax.Array | None, jax.Array | None, Source | None]:  # fmt: skip
     """Return the inputs of keys and values, and the source of those that need none.
 
     The meaning of a layer's call is decided here alone: by the arguments that are given, and the
@@ -51,12 +31,13 @@ def resolve_call(
             "kv are keys and values themselves, got inputs_k or inputs_v beside them; give one or "
             "the other"
         )
-    if isinstance(kv, Encoded):
-        x_k, x_v = kv.inputs_k, kv.inputs_v
+    encoded = kv if isinstance(kv, Encoded) else None
+    if encoded is not None:
+        x_k, x_v = encoded.inputs_k, encoded.inputs_v
     shapes.check_inputs(x_q, x_k, x_v)
     x_v = x_k if x_v is None else x_v
-    if kv is not None and not isinstance(kv, Encoded):
-        return None, None, _as_source(kv)
+    if kv is not None and encoded is None:
+        return None, None, _as_shared(kv)
     if kv is not None and x_k is None and kept is None:
         raise ValueError(
             "Encoded() stands for keys and values that a layer that decodes has kept, got none; "
@@ -64,8 +45,8 @@ def resolve_call(
         )
     if config is None:
         return x_k, x_v, None
-    if isinstance(kept, KVCache) or (kept is None and kv is None):
-        return x_k, x_v, _own_tokens(kv, x_q, x_k, config if kept is None else kept)
+    if kv is None if kept is None else kept.appends:
+        return x_k, x_v, _own_tokens(encoded, x_q, x_k, config if kept is None else kept)
     if x_k is None:
         return None, None, kept
     if kv is None:
@@ -73,20 +54,29 @@ def resolve_call(
             "the layer's cache holds an encoder's keys and values, got inputs_k; give "
             "kv=cache.Encoded(inputs_k) to replace them, or leave inputs_k out"
         )
-    return x_k, x_v, NewMemory(config, kept)
+    return x_k, x_v, Memory(None, None, length=None if kept is None else kept.length)
 
 
 def projected(
-    x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None, source: Source
+    x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None, source: Source | None
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Return the inputs that keys and values are computed from, None if the source has them."""
-    is_self_attention = x_k is None and not isinstance(source, Memory | Shared)
-    return (x_q, x_q) if is_self_attention else (x_k, x_v)
+    return (x_q, x_q) if x_k is None and not as_source(source).is_given else (x_k, x_v)
 
 
-def _own_tokens(
-    kv: Encoded | None, x_q: jax.Array, x_k: jax.Array | None, cache: KVCache | CacheConfig
-) -> KVCache | CacheConfig:
+def as_source(cache: Any) -> Source:
+    """Return the `cache` of a layer's computation as a source: None is its own call."""
+    if cache is None:
+        return Source()
+    if isinstance(cache, Source):
+        return cache
+    raise TypeError(
+        f"cache must be a KVCache, a Memory, a CacheConfig, keys and values of another layer, "
+        f"or None, got {checks.describe(cache)}; give one of these"
+    )
+
+
+def _own_tokens(kv: Encoded | None, x_q: jax.Array, x_k: jax.Array | None, cache: Source) -> Source:
     """Return the cache that a call's tokens are appended to, one key for each query."""
     if kv is not None:
         raise ValueError(
@@ -101,8 +91,8 @@ def _own_tokens(
     return cache
 
 
-def _as_source(kv: Any) -> Shared:
-    """Return the argument `kv` as `KeyValue` or `Extended`."""
+def _as_shared(kv: Any) -> Shared:
+    """Return the argument `kv` as keys and values of another layer."""
     if isinstance(kv, tuple) and len(kv) == 2:
         for name, x in zip(("keys", "values"), kv, strict=True):
             checks.floating(f"kv's {name}", x)
@@ -115,7 +105,7 @@ def _as_source(kv: Any) -> Shared:
     )
 
 
-def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Array | None) -> None:
+def check_shared(kv: Any, q: jax.Array, Hv: int | None, mask: Any, order: Array | None) -> None:
     """Check that another layer's keys and values fit this layer's queries [*B, T, N, H]."""
     *B, _, N, H = q.shape
     k, v = kv.key.shape, kv.value.shape
@@ -126,13 +116,11 @@ def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Arr
             f"H and Hv as in this layer, whose queries [*B, T, N, H] are {q.shape} and Hv = "
             f"{Hv or 'any'}; got {k} and {v}; give both layers the same head_dim and v_head_dim"
         )
-    if isinstance(kv, KeyValue):
-        if kv.ordered != (order is not None):
-            raise ValueError(
-                f"order must be given to both layers, the one that returns kv and the one that "
-                f"takes it, or to none; got it for one, and keys of {k[-3]} tokens"
-            )
-        return
+    if not kv.has_slots and kv.ordered != (order is not None):
+        raise ValueError(
+            f"order must be given to both layers, the one that returns kv and the one that "
+            f"takes it, or to none; got it for one, and keys of {k[-3]} tokens"
+        )
     lookback = None if mask is None else masks.as_mask(mask).max_lookback()
     if kv.window is not None and (lookback is None or lookback > kv.window):
         raise ValueError(

@@ -1,11 +1,12 @@
-"""The keys and values of a call, and the inputs of those that a layer keeps."""
+"""Sources of keys and values: the methods of all of them, and the source of one call."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from flax.typing import Dtype
 
 from flax_mha import masks
 from flax_mha.base import shapes
@@ -14,7 +15,79 @@ from flax_mha.base.trees import Struct
 from flax_mha.kernels import dot_product_attention
 
 
-class KeyValue(Struct):
+class Tokens(NamedTuple):
+    """The tokens of a call, for a source to open.
+
+    Attributes:
+      new: their keys and values, those of a source that is not given any.
+      kept: the keys and values that a cache keeps of them.
+      T: the number of queries.
+      lengths: int [*B], the number of real queries of each row; None for all.
+      mask: the mask of the layer.
+      dtype: the dtype in which an encoder's keys and values are stored (default: their own).
+    """
+
+    new: "KeyValue"
+    kept: tuple[Any, Any]
+    T: int
+    lengths: jax.Array | None
+    mask: masks.MaskLike | None
+    dtype: Dtype | None
+
+
+class Source:
+    """A source of the keys and values that a layer attends to: this one is its own call.
+
+    Attributes:
+      is_given: True if keys and values are there already, an encoder's or another layer's.
+      is_shared: True if they are another layer's.
+      appends: True if the queries' tokens are appended to a cache.
+      has_slots: True if keys and values are in the slots of such a cache.
+    """
+
+    is_given = False
+    is_shared = False
+    appends = False
+    has_slots = False
+
+    def next_positions(self, T: int) -> Any:
+        """Return the positions of the next T queries of each row; None for 0 … T−1."""
+        del T
+        return None
+
+    def open(self, tokens: Tokens) -> tuple[Any, Any]:
+        """Return the `KeyValue` or `Extended` that a call attends to, and the cache after it."""
+        return tokens.new, None
+
+
+class Shared(Source):
+    """The keys and values that a call attends to, which other layers may attend to as well."""
+
+    key: Any
+    value: Any
+    q_positions: Any
+    window: Any = None
+    ordered: bool = False
+    replace: Any
+    attend: Any
+    is_given = True
+    is_shared = True
+
+    def own(self) -> tuple[Any, Any]:
+        """Return the keys and values of the call's tokens, all there are."""
+        return self.key, self.value
+
+    def next_positions(self, T: int) -> Any:
+        """Return the positions of the queries; None for 0 … T−1."""
+        del T
+        return self.q_positions
+
+    def open(self, tokens: Tokens) -> tuple[Self, None]:
+        """Return these keys and values, of which no cache is kept."""
+        return self, None
+
+
+class KeyValue(Shared, Struct):
     """The keys and values of one call of a layer, after normalization and rotary embedding.
 
     Attributes:

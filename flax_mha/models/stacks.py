@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import collection
-from flax_mha.cache.resolve import Shared
+from flax_mha.cache.sources import Shared
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions, MultiHeadAttention, with_parameters
 from flax_mha.models import remat
