@@ -14,8 +14,8 @@ from flax_mha.base import checks
 from flax_mha.base.arguments import check_refused, described_as, hidden_field
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import KVCache, Memory, as_cache_config, collection, sources
-from flax_mha.cache.sources import Given
+from flax_mha.cache import KVCache, Memory, as_cache_config, collection, resolve
+from flax_mha.cache.resolve import Given
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
@@ -205,10 +205,10 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
             contexts.replaced.value.give(self)
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None
-            inputs_k, inputs_v, cache = sources.resolve_call(
+            inputs_k, inputs_v, cache = resolve.resolve_call(
                 kv, inputs_q, inputs_k, inputs_v, config, self._kept()
             )
-            D, of_kv = inputs_q.shape[-1], sources.projected(inputs_q, inputs_k, inputs_v, cache)
+            D, of_kv = inputs_q.shape[-1], resolve.projected(inputs_q, inputs_k, inputs_v, cache)
             table = self.checked_table(D, *(0 if x is None else x.shape[-1] for x in of_kv))
             is_captured = self.is_mutable_collection("intermediates")
             tap = tap_of(self, prefix="attention_")
@@ -221,8 +221,8 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
             if output.cache is not None and output.cache is not cache:
-                name = "memory" if isinstance(output.cache, Memory) else "kv"
-                self.put_variable("cache", name, collection.constrain_cache(output.cache))
+                new = collection.constrain_cache(output.cache)
+                self.put_variable("cache", new.variable, new)
         return core.returned(output, return_weights, return_kv)
 
     @nn.nowrap

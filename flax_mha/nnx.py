@@ -20,8 +20,8 @@ from flax_mha.base import checks
 from flax_mha.base.arguments import check_refused, described_as, hidden_field
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, as_cache_config, collection, sources
-from flax_mha.cache.sources import Given
+from flax_mha.cache import CacheConfig, as_cache_config, collection, resolve
+from flax_mha.cache.resolve import Given
 from flax_mha.edits import Edit, Edits
 from flax_mha.layer import core
 from flax_mha.layer.linear import Linear
@@ -330,7 +330,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
                 )
             positions = input_positions
         decode = self.decode if decode is None else decode
-        inputs_k, inputs_v, cache = sources.resolve_call(
+        inputs_k, inputs_v, cache = resolve.resolve_call(
             kv, inputs_q, inputs_k, inputs_v, as_cache_config(self.cache) if decode else None,
             self.kv.get_value() if decode and self.kv is not None else None,
         )  # fmt: skip
@@ -339,7 +339,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
                 "decode=True needs a cache, and there is none; call init_cache(x.shape) of inputs "
                 "[*B, S, D] as long as all tokens together"
             )
-        of_kv = sources.projected(inputs_q, inputs_k, inputs_v, cache)
+        of_kv = resolve.projected(inputs_q, inputs_k, inputs_v, cache)
         self._check_features(inputs_q, *of_kv)
         if checks.flag("is_causal", is_causal):
             mask = masks.combine(masks.Causal(), mask)

@@ -19,7 +19,7 @@ from flax_mha.kernels.call.stored import OfLayer, is_part
 from flax_mha.sharding import LogicalNames
 
 # The names of a layer's cache in the collection.
-NAMES = frozenset({"kv", "memory"})
+NAMES = frozenset(x.variable for x in (KVCache, Memory))
 # A tree of caches, such as `variables['cache']` or all variables.
 Collection = TypeVar("Collection")
 # The caches by the names of their arrays.
@@ -87,7 +87,7 @@ def find_cache(held: Mapping[str, Any], window: int | None) -> KVCache | Memory:
         )
     (name,) = names
     cache = restore(held[name], window)
-    if isinstance(cache, KVCache) != (name == "kv"):
+    if cache.variable != name:
         raise TypeError(
             f"a layer's cache must be a KVCache under kv or a Memory under memory, got a "
             f"{type(cache).__name__} under {name}; restore it under its own name"

@@ -8,10 +8,11 @@ from flax.typing import Dtype
 from flax_mha import masks
 from flax_mha.base import checks
 from flax_mha.cache.kv_cache import KVCache
+from flax_mha.cache.sources import KeyValue, Source, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheConfig:
+class CacheConfig(Source):
     """The options of a layer's cache.
 
     Attributes:
@@ -27,11 +28,16 @@ class CacheConfig:
 
     dtype: Dtype | None = None
     slots: int | None = None
+    appends = True
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
             checks.dtype("CacheConfig.dtype", self.dtype, "a floating dtype or int8")
         checks.optional(**{"CacheConfig.slots": self.slots})
+
+    def open(self, tokens: Tokens) -> tuple[KeyValue, KVCache]:
+        """Return the keys and values of the call, and an empty cache with room for as many."""
+        return tokens.new, self.empty(*tokens.kept, tokens.mask)
 
     def window(self, mask: masks.MaskLike | None) -> int | None:
         """Return a ring buffer's window: the number of earlier tokens that a token sees, or None.

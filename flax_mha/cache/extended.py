@@ -13,6 +13,7 @@ from flax_mha.base import checks, loops, shapes, symbols
 from flax_mha.base.arguments import check_known
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.trees import Struct
+from flax_mha.cache.sources import Shared
 from flax_mha.kernels import ARGUMENTS, dot_product_attention
 from flax_mha.kernels.call import stored
 from flax_mha.kernels.call.capture import SQUARE, as_capture
@@ -24,7 +25,7 @@ from flax_mha.scores import Bias, ScoreMod
 _ARGUMENTS = ARGUMENTS | {"attention"}
 
 
-class Extended(Struct):
+class Extended(Shared, Struct):
     """The keys and values that the queries of T new tokens attend to: cached and new tokens.
 
     Attributes:
@@ -48,6 +49,11 @@ class Extended(Struct):
     lost: jax.Array
     ragged: bool = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False)
+    has_slots = True
+
+    def own(self) -> tuple[Stored, Stored]:
+        """Return the keys and values of the new tokens."""
+        return self.new
 
     def attend(
         self, q: jax.Array, *, mask: masks.MaskLike | None = None, lengths: jax.Array | None = None,

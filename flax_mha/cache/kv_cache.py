@@ -12,6 +12,7 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
 from flax_mha.cache.extended import Extended, attend_causally, nan_where_lost
+from flax_mha.cache.sources import Tokens
 from flax_mha.cache.storage import NO_POSITION, Memory, Slots, write
 from flax_mha.kernels.call.bind import Options
 from flax_mha.kernels.call.stored import is_part, map_part, read
@@ -43,6 +44,9 @@ class KVCache(Slots, Struct):
     value_scale: jax.Array | None = None
     written: jax.Array | None = None
     window: int | None = struct.field(pytree_node=False, default=None)
+    appends = True
+    has_slots = True
+    variable = "kv"
 
     @classmethod
     def empty(
@@ -194,6 +198,10 @@ class KVCache(Slots, Struct):
             new.length, new._lost(q_positions), ragged=lengths is not None, window=self.window,
         )  # fmt: skip
         return extended, new
+
+    def open(self, tokens: Tokens) -> tuple[Extended, Self]:
+        """Append a call's tokens, as `extended` does."""
+        return self.extended(*tokens.kept, tokens.lengths)
 
     def free(self) -> jax.Array:
         """Return the number of tokens that each row has room for, int32 [*B].

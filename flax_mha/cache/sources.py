@@ -1,25 +1,93 @@
-"""The keys and values that a layer attends to: of this call, a cache, or another layer."""
+"""Sources of keys and values: the methods of all of them, and the source of one call."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from flax.typing import Dtype
 
 from flax_mha import masks
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.base.trees import Struct
-from flax_mha.cache.config import CacheConfig
-from flax_mha.cache.extended import Extended
-from flax_mha.cache.kv_cache import KVCache
-from flax_mha.cache.storage import Memory
 from flax_mha.kernels import dot_product_attention
 
 
-class KeyValue(Struct):
+class Tokens(NamedTuple):
+    """The tokens of a call, for a source to open.
+
+    Attributes:
+      new: their keys and values, those of a source that is not given any.
+      kept: the keys and values that a cache keeps of them.
+      T: the number of queries.
+      lengths: int [*B], the number of real queries of each row; None for all.
+      mask: the mask of the layer.
+      dtype: the dtype in which an encoder's keys and values are stored (default: their own).
+    """
+
+    new: "KeyValue"
+    kept: tuple[Any, Any]
+    T: int
+    lengths: jax.Array | None
+    mask: masks.MaskLike | None
+    dtype: Dtype | None
+
+
+class Source:
+    """A source of the keys and values that a layer attends to: this one is its own call.
+
+    Attributes:
+      is_given: True if keys and values are there already, an encoder's or another layer's.
+      is_shared: True if they are another layer's.
+      appends: True if the queries' tokens are appended to a cache.
+      has_slots: True if keys and values are in the slots of such a cache.
+    """
+
+    is_given = False
+    is_shared = False
+    appends = False
+    has_slots = False
+
+    def next_positions(self, T: int) -> Any:
+        """Return the positions of the next T queries of each row; None for 0 … T−1."""
+        del T
+        return None
+
+    def open(self, tokens: Tokens) -> tuple[Any, Any]:
+        """Return the `KeyValue` or `Extended` that a call attends to, and the cache after it."""
+        return tokens.new, None
+
+
+class Shared(Source):
+    """The keys and values that a call attends to, which other layers may attend to as well."""
+
+    key: Any
+    value: Any
+    q_positions: Any
+    window: Any = None
+    ordered: bool = False
+    replace: Any
+    attend: Any
+    is_given = True
+    is_shared = True
+
+    def own(self) -> tuple[Any, Any]:
+        """Return the keys and values of the call's tokens, all there are."""
+        return self.key, self.value
+
+    def next_positions(self, T: int) -> Any:
+        """Return the positions of the queries; None for 0 … T−1."""
+        del T
+        return self.q_positions
+
+    def open(self, tokens: Tokens) -> tuple[Self, None]:
+        """Return these keys and values, of which no cache is kept."""
+        return self, None
+
+
+class KeyValue(Shared, Struct):
     """The keys and values of one call of a layer, after normalization and rotary embedding.
 
     Attributes:
@@ -87,130 +155,3 @@ class Encoded(Struct):
 
     inputs_k: Any = None
     inputs_v: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class NewMemory:
-    """A `Memory` to make of a call's keys and values.
-
-    Attributes:
-      config: the format of the stored keys and values.
-      replaced: the memory that it replaces, whose queries go on; None for the first.
-    """
-
-    config: CacheConfig
-    replaced: Memory | None
-
-
-# The keys and values of a layer; of a layer that decodes, with the tokens of its cache.
-Shared: TypeAlias = KeyValue | Extended
-# The keys and values of earlier calls or other layers, or the config of a cache to create.
-Source: TypeAlias = KVCache | Memory | CacheConfig | NewMemory | Shared | None
-Given: TypeAlias = Shared | Encoded | tuple[Any, Any]
-
-
-def resolve_call(
-    kv: Given | None, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-    config: CacheConfig | None, kept: KVCache | Memory | None,
-) -> tuple[jax.Array | None, jax.Array | None, Source]:  # fmt: skip
-    """Return the inputs of keys and values, and the source of those that need none.
-
-    The meaning of a layer's call is decided here alone: by the arguments that are given, and the
-    cache that exists. The inputs are None for those of the queries, or if a source has the keys and
-    values. `config` is the format of a new cache, None for a layer that does not decode, and `kept`
-    the cache of earlier calls.
-    """
-    if kv is not None and (x_k is not None or x_v is not None):
-        raise ValueError(
-            "kv are keys and values themselves, got inputs_k or inputs_v beside them; give one or "
-            "the other"
-        )
-    if isinstance(kv, Encoded):
-        x_k, x_v = kv.inputs_k, kv.inputs_v
-    shapes.check_inputs(x_q, x_k, x_v)
-    x_v = x_k if x_v is None else x_v
-    if kv is not None and not isinstance(kv, Encoded):
-        return None, None, _as_source(kv)
-    if kv is not None and x_k is None and kept is None:
-        raise ValueError(
-            "Encoded() stands for keys and values that a layer that decodes has kept, got none; "
-            "give Encoded(inputs_k) first"
-        )
-    if config is None:
-        return x_k, x_v, None
-    if isinstance(kept, KVCache) or (kept is None and kv is None):
-        return x_k, x_v, _own_tokens(kv, x_q, x_k, config if kept is None else kept)
-    if x_k is None:
-        return None, None, kept
-    if kv is None:
-        raise ValueError(
-            "the layer's cache holds an encoder's keys and values, got inputs_k; give "
-            "kv=cache.Encoded(inputs_k) to replace them, or leave inputs_k out"
-        )
-    return x_k, x_v, NewMemory(config, kept)
-
-
-def projected(
-    x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None, source: Source
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the inputs that keys and values are computed from, None if the source has them."""
-    is_self_attention = x_k is None and not isinstance(source, Memory | Shared)
-    return (x_q, x_q) if is_self_attention else (x_k, x_v)
-
-
-def _own_tokens(
-    kv: Encoded | None, x_q: jax.Array, x_k: jax.Array | None, cache: KVCache | CacheConfig
-) -> KVCache | CacheConfig:
-    """Return the cache that a call's tokens are appended to, one key for each query."""
-    if kv is not None:
-        raise ValueError(
-            "the layer's cache holds the tokens of earlier calls, got kv=Encoded(...); give "
-            "an encoder's output to a layer of its own"
-        )
-    if x_k is not None and x_k.shape[-2] != x_q.shape[-2]:
-        raise ValueError(
-            f"a layer that decodes appends a key for each query, got {x_q.shape[-2]} queries and "
-            f"{x_k.shape[-2]} keys; give kv=cache.Encoded(inputs_k) to keep an encoder's keys"
-        )
-    return cache
-
-
-def _as_source(kv: Any) -> Shared:
-    """Return the argument `kv` as `KeyValue` or `Extended`."""
-    if isinstance(kv, tuple) and len(kv) == 2:
-        for name, x in zip(("keys", "values"), kv, strict=True):
-            checks.floating(f"kv's {name}", x)
-        return KeyValue(*kv)
-    if isinstance(kv, Shared):
-        return kv
-    raise TypeError(
-        f"kv must be the kv that a layer returns with return_kv=True, a pair (keys, values), or "
-        f"cache.Encoded(inputs_k), got {checks.describe(kv)}; give one of these"
-    )
-
-
-def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Array | None) -> None:
-    """Check that another layer's keys and values fit this layer's queries [*B, T, N, H]."""
-    *B, _, N, H = q.shape
-    k, v = kv.key.shape, kv.value.shape
-    fits = len(k) > 2 and k[:-3] == tuple(B) and k[:-1] == v[:-1] and k[-1] == H and not N % k[-2]
-    if not fits or v[-1] != (Hv or v[-1]):
-        raise ValueError(
-            f"kv must be keys [*B, S, K, H] and values [*B, S, K, Hv] with K a divisor of N, and "
-            f"H and Hv as in this layer, whose queries [*B, T, N, H] are {q.shape} and Hv = "
-            f"{Hv or 'any'}; got {k} and {v}; give both layers the same head_dim and v_head_dim"
-        )
-    if isinstance(kv, KeyValue):
-        if kv.ordered != (order is not None):
-            raise ValueError(
-                f"order must be given to both layers, the one that returns kv and the one that "
-                f"takes it, or to none; got it for one, and keys of {k[-3]} tokens"
-            )
-        return
-    lookback = None if mask is None else masks.as_mask(mask).max_lookback()
-    if kv.window is not None and (lookback is None or lookback > kv.window):
-        raise ValueError(
-            f"kv are from a ring buffer with a window of {kv.window}, so this layer's mask must "
-            f"see no earlier tokens, got mask={mask}; give masks.Window(W, 0) with W at most "
-            f"{kv.window}"
-        )

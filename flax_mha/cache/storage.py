@@ -14,6 +14,7 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
+from flax_mha.cache.sources import KeyValue, Source, Tokens
 from flax_mha.kernels.call.stored import OfLayer, Stored, is_part, map_part, read
 from flax_mha.kernels.xla.softmax import finite, nan_flag
 from flax_mha.sharding import LogicalNames, rules
@@ -26,7 +27,7 @@ NO_POSITION = 2**30
 _FEW = 64
 
 
-class Slots:
+class Slots(Source):
     """The keys and values of tokens, the base of `KVCache` and `Memory`."""
 
     key: jax.Array
@@ -103,7 +104,8 @@ class Slots:
 class Memory(Slots, Struct):
     """Stored keys and values of tokens, heads first, such as an encoder's, projected once.
 
-    Queries attend to them call by call, and continue at their own positions.
+    Queries attend to them call by call, and continue at their own positions. In a call, a memory
+    whose key is None is one to make, of the call's keys and values.
 
     Attributes:
       key: [*B, K, S, H], with a NaN where the token's value is not finite.
@@ -114,11 +116,31 @@ class Memory(Slots, Struct):
         queries are counted.
     """
 
-    key: jax.Array
-    value: jax.Array
+    key: Any
+    value: Any
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
     length: Any = None
+    is_given = True
+    variable = "memory"
+
+    def next_positions(self, T: int) -> Any:
+        """Return the positions of the next T queries, int32 [*B, T]; None if none are counted."""
+        return None if self.length is None else super().next_positions(T)
+
+    def open(self, tokens: Tokens) -> tuple[KeyValue, Self]:
+        """Return the keys and values, those of the call if there are none, and the next memory."""
+        k, v = tokens.new.own()
+        memory = self
+        if self.key is None:
+            memory = self.of(k, v, jnp.dtype(tokens.dtype or k.dtype)).replace(length=self.length)
+        source = KeyValue(*memory.stored(), q_positions=self.next_positions(tokens.T))
+        if self.length is None:
+            # As with an empty cache, the first call makes room, and its tokens are not counted.
+            length = jnp.zeros(memory.key.shape[:-3], jnp.int32)
+        else:
+            length = self.length + self.count(tokens.T, tokens.lengths)
+        return source, memory.replace(length=length)
 
     def truncate(self, lengths: jax.Array | int) -> Self:
         """Return the same keys and values, with at most the first `lengths` queries counted."""

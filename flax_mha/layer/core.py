@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.cache import CacheConfig, KVCache, Memory, sources
-from flax_mha.cache.sources import KeyValue, NewMemory, Shared
-from flax_mha.cache.sources import Source as Source
+from flax_mha.cache import KVCache, Memory, resolve
+from flax_mha.cache.sources import KeyValue, Shared, Source, Tokens
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer.exclusive import exclude_own
 from flax_mha.layer.heads import Heads as Heads
@@ -49,7 +47,7 @@ class Output(NamedTuple):
 
 def attention(
     p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: Source = None,
+    x_v: jax.Array | None, call: Call, cache: Source | None = None,
 ) -> Output:  # fmt: skip
     """Attend from x_q to x_k and x_v.
 
@@ -62,17 +60,17 @@ def attention(
       x_k: the inputs of the keys [*B, S, D']; None for x_q, or if the source has keys.
       x_v: the inputs of the values [*B, S, D''] (default: those of the keys).
       call: the other arguments.
-      cache: the source, as `sources.resolve_call` returns it: a cache, to which these tokens are
+      cache: the source, as `resolve.resolve_call` returns it: a cache, to which these tokens are
         appended; the `CacheConfig` of an empty one to make, with room for as many tokens as these;
-        keys and values of an encoder, or a `NewMemory` to keep these for later; keys and values of
-        another layer; or None.
+        keys and values of an encoder, a `Memory`, without keys to keep these for later; keys and
+        values of another layer; or None.
     """
     heads = project_heads(p, settings, x_q, x_k, x_v, call, cache)
     return attend(p, settings, heads, call, cache)
 
 
 def attend(
-    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: Source
+    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: Source | None
 ) -> Output:
     """Run everything after the projections: cache, kernel, gate, head mask, output projection.
 
@@ -83,8 +81,9 @@ def attend(
     q = shapes.scale_heads("score_scale", heads.q, p.get("score_scale"))
     q = tap("q", sharding.constrain(q, sharding.HEADS), sharding.HEADS)
     arguments = _arguments(p, settings, heads, call)
-    is_own = heads.same_tokens or isinstance(cache, Shared)
-    source, cache = _open_source(p, heads._replace(q=q), cache, tap, arguments, settings.mask)
+    given = resolve.as_source(cache)
+    is_own = heads.same_tokens or given.is_shared
+    source, after = _open_source(p, settings, heads._replace(q=q), given, tap, arguments)
     arguments = internals.edit_scores(tap, arguments, q, source)
     with jax.named_scope("kernel"):
         result = source.attend(q, **arguments)
@@ -96,48 +95,29 @@ def attend(
     z = shapes.scale_heads("head_mask", z, call.head_mask)
     out = tap.last("out", _merge(p.get("out"), sharding.constrain(z, sharding.HEADS), tap))
     chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
-    return Output(out, weights, cache, source)
+    return Output(out, weights, after, source)
 
 
 def _open_source(
-    p: Mapping[str, Any], heads: Heads, cache: Source, tap: Tap, arguments: Mapping[str, Any],
-    mask: masks.MaskLike | None,
+    p: Mapping[str, Any], settings: Settings, heads: Heads, source: Source, tap: Tap,
+    arguments: Mapping[str, Any],
 ) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
-    """Return the keys and values that a call attends to, as edited, and the cache after it.
-
-    A ring buffer's window is that of `mask`, the layer's.
-    """
+    """Return the keys and values that a call attends to, as edited, and the cache after it."""
     q, lengths = heads.q, arguments["lengths"]
-    if isinstance(cache, Shared):
+    if source.is_shared:
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
-        sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
-        return internals.edit_shared(tap, q, cache), None
+        resolve.check_shared(source, q, Hv, arguments["mask"], heads.order)
     k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
-    if isinstance(cache, NewMemory):
-        memory = Memory.of(k, v, jnp.dtype(cache.config.dtype or k.dtype))
-        if cache.replaced is None:
-            # As with an empty cache, the first call makes room, and its tokens are not counted.
-            length = jnp.zeros(k.shape[:-3], jnp.int32)
-            source = KeyValue(*internals.edit_keys(tap, q, *memory.stored()))
-            return source, memory.replace(length=length)
-        cache = memory.replace(length=cache.replaced.length)
-    if isinstance(cache, Memory):
-        T = q.shape[-3]
-        kv = internals.edit_keys(tap, q, *cache.stored())
-        source = KeyValue(*kv, q_positions=cache.next_positions(T))
-        return source, cache.replace(length=cache.length + cache.count(T, lengths))
-    if not isinstance(cache, KVCache | CacheConfig | None):
-        raise TypeError(
-            f"cache must be a KVCache, a Memory, a CacheConfig, keys and values of another layer, "
-            f"or None, got {checks.describe(cache)}; give one of these"
-        )
-    k = tap("k", k, sharding.KV_HEADS, q.shape[-2])
-    v = tap("v", v, sharding.KV_HEADS, q.shape[-2])
-    if isinstance(cache, KVCache):
-        return cache.extended(*heads.kept(k, v), lengths)
-    new = None if cache is None else cache.empty(*heads.kept(k, v), mask)
-    return KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None), new
+    if not source.is_given:
+        k = tap("k", k, sharding.KV_HEADS, q.shape[-2])
+        v = tap("v", v, sharding.KV_HEADS, q.shape[-2])
+    new = KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None)
+    kept = heads.kept(k, v) if source.appends else new.own()
+    dtype = None if settings.cache is None else settings.cache.dtype
+    tokens = Tokens(new, kept, q.shape[-3], lengths, settings.mask, dtype)
+    opened, after = source.open(tokens)
+    return internals.edit_given(tap, q, opened) if source.is_given else opened, after
 
 
 def _own_values(source: Shared, same_tokens: bool) -> jax.Array:
@@ -147,7 +127,7 @@ def _own_values(source: Shared, same_tokens: bool) -> jax.Array:
             "exclusive=True takes each token's own value from its output, so it needs "
             "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
         )
-    return dequantize(source.value if isinstance(source, KeyValue) else source.new[1])
+    return dequantize(source.own()[1])
 
 
 def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:

@@ -9,8 +9,8 @@ import numpy as np
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
-from flax_mha.cache import CacheConfig, KVCache, Memory
-from flax_mha.cache.sources import KeyValue, NewMemory, Shared, Source, projected
+from flax_mha.cache.resolve import as_source, projected
+from flax_mha.cache.sources import Source
 from flax_mha.layer import padding
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions import Axial, Rotation
@@ -41,18 +41,18 @@ class Heads(NamedTuple):
 
 def project_heads(
     p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: Source,
+    x_v: jax.Array | None, call: Call, cache: Source | None,
 ) -> Heads:  # fmt: skip
     """Return queries, keys and values of the heads: the first half of `core.attention`.
 
     Arguments are as in `core.attention`.
     """
-    if isinstance(cache, NewMemory):
-        cache = cache.replaced
-    is_whole = isinstance(cache, KeyValue) or (x_k is None and cache is None)
-    order = check_order(call.order, is_whole, x_q.shape[-2])
-    is_self_attention = x_k is None and not isinstance(cache, Memory | Shared)
-    same_tokens = is_self_attention or isinstance(cache, KVCache | CacheConfig)
+    source, T = as_source(cache), x_q.shape[-2]
+    order = call.order
+    if order is not None:
+        is_whole = x_k is None and not source.appends and source.next_positions(T) is None
+        order = check_order(order, is_whole, T)
+    same_tokens = source.appends or (x_k is None and not source.is_given)
     x_q = padding.cleared(x_q, call.lengths, order)
     if same_tokens:
         x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
@@ -103,10 +103,8 @@ def turn(
     q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
     if order is not None:
         q_pos = jnp.asarray(order)
-    if isinstance(cache, KVCache | Memory):
-        q_pos = cache.next_positions(q.shape[-3])
-    if isinstance(cache, Shared) and cache.q_positions is not None:
-        q_pos = cache.q_positions
+    next_positions = as_source(cache).next_positions(q.shape[-3])
+    q_pos = q_pos if next_positions is None else next_positions
     if positions is None and isinstance(rotary, Axial):
         # Positions may be traced, but T tokens need T places from any start.
         for x in (q, k):

@@ -13,7 +13,7 @@ from flax_mha import masks
 from flax_mha.base import checks
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig
-from flax_mha.cache.sources import Given
+from flax_mha.cache.resolve import Given
 from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer.qk_norm import QKNorm

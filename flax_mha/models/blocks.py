@@ -8,7 +8,8 @@ import jax
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.cache.sources import Encoded, Shared
+from flax_mha.cache import Encoded
+from flax_mha.cache.sources import Shared
 from flax_mha.layer import padding, settings
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import remat

@@ -10,8 +10,7 @@ import numpy as np
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
-from flax_mha.cache import Extended
-from flax_mha.cache.sources import KeyValue, Shared
+from flax_mha.cache.sources import Shared
 from flax_mha.kernels import Capture, dot_product_attention, observe
 from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
@@ -36,14 +35,12 @@ def edit_keys(tap: Tap, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
     return edit("k", k), edit("v", v)
 
 
-def edit_shared(tap: Tap, q: jax.Array, source: Shared) -> Shared:
-    """Apply the points of the keys and values of another layer."""
-    if isinstance(source, KeyValue):
-        k, v = edit_keys(tap, q, source.key, source.value)
-        return source.replace(key=k, value=v)
-    tap.refuse("kv", "kv of a layer that decodes; edit that layer")
-    edit_keys(tap, q, *source.new)
-    return source
+def edit_given(tap: Tap, q: jax.Array, source: Shared) -> Shared:
+    """Apply the points of the keys and values of an encoder or another layer."""
+    if source.has_slots:
+        tap.refuse("kv", "kv of a layer that decodes; edit that layer")
+    k, v = edit_keys(tap, q, *source.own())
+    return source if source.has_slots else source.replace(key=k, value=v)
 
 
 def read_result(
@@ -53,7 +50,7 @@ def read_result(
 
     Returns the heads' outputs of the result, and its weights, or None if they are not asked for.
     """
-    if has_pairs and isinstance(source, KeyValue) and tap.pairs:
+    if has_pairs and not source.has_slots and tap.pairs:
         _read_pairs(tap, q, source, call)
     out, *more = result if isinstance(result, tuple) else (result,)
     for name, value in (more[-1] if call["capture"] else {}).items():
@@ -77,8 +74,7 @@ def edit_scores(tap: Tap, call: dict[str, Any], q: jax.Array, source: Shared) ->
     if edit is None:
         return call
     is_over_keys = any(np.shape(x)[-1:] > (1,) for x in (edit.keep, edit.add))
-    is_ring = isinstance(source, Extended) and source.window is not None
-    if is_ring and (is_over_keys or edit.fn is not None):
+    if source.window is not None and (is_over_keys or edit.fn is not None):
         raise ValueError(
             f"an edit of {tap.path('attention_weights')} must have no axis of keys and no function "
             f"in a ring buffer, whose slots are not positions, got one; give a cache without it"
@@ -86,7 +82,7 @@ def edit_scores(tap: Tap, call: dict[str, Any], q: jax.Array, source: Shared) ->
     return call | {"attention": functools.partial(_attend_with_weights, edit)}
 
 
-def _read_pairs(tap: Tap, q: jax.Array, source: KeyValue, call: Mapping[str, Any]) -> None:
+def _read_pairs(tap: Tap, q: jax.Array, source: Any, call: Mapping[str, Any]) -> None:
     """Read the mean weight of each head on each of `tap.pairs`, as `pairs` by name, [N].
 
     The mean is over the queries that see such a key. It is NaN if there are none. A sink takes part

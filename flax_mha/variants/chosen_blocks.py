@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax_mha import masks, sharding
 from flax_mha.base import checks, loops, shapes, symbols
 from flax_mha.base.coordinates import Array, At, tiles_of, whole
-from flax_mha.cache import CacheConfig, KVCache
+from flax_mha.cache.resolve import as_source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
-from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
@@ -158,18 +157,18 @@ class ChosenBlocks(Attention):
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, nk * self.block - S)])
         return x.reshape(*x.shape[:-1], nk, self.block).sum(-1)
 
-    def _check_call(self, call: Call, cache: core.Source) -> None:
+    def _check_call(self, call: Call, cache: Any) -> None:
         if call.order is not None:
             raise ValueError(
                 "order cannot be used with chosen blocks, which hold consecutive keys; leave it out"
             )
-        if isinstance(cache, KVCache | CacheConfig):
+        source: Any = as_source(cache)
+        if source.appends:
             if self.query_block > 1:
                 raise ValueError(
                     f"decoding chooses for each token, got query_block={self.query_block}; give 1"
                 )
-            ring = cache.slots if isinstance(cache, CacheConfig) else cache.window
-            if ring is not None:
+            if (source.window if source.has_slots else source.slots) is not None:
                 raise ValueError(
                     "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
                     "slots or a window; leave them out"

@@ -12,7 +12,7 @@ from flax_mha import masks, sharding
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray
 from flax_mha.base.shapes import Dims
-from flax_mha.cache import CacheConfig, KVCache
+from flax_mha.cache.resolve import as_source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import Stored, read
 from flax_mha.layer import core
@@ -44,11 +44,12 @@ class Forgetting(Attention):
         q, v, order = heads.q, heads.v, heads.order
         k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
         dims, positions, last = shapes.Dims.of(q, k, v), order, None
-        if isinstance(cache, KVCache):
+        source = as_source(cache)
+        if source.has_slots:
             dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
             last = sharding.auto(_last, ("batch", None, "heads"), read(cache.key), cache.length, z)
         mask = masks.combine(self.mask, call.mask)
-        of_tokens = functools.partial(_gates, dims, isinstance(cache, KVCache))
+        of_tokens = functools.partial(_gates, dims, source.has_slots)
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], bad, mask, positions)
         c = sharding.auto(_summed, _OF_TOKENS, gates, order, last)
         if self.scale is None:  # Padded queries have more features.
@@ -58,14 +59,14 @@ class Forgetting(Attention):
             return sharding.auto(_joined, sharding.KV_HEADS, k, c), v
 
         forget = _Forget(c, c)
-        if isinstance(cache, KVCache):
+        if source.has_slots:
             _check_dtype(cache.key.dtype)
             forget = _Forget(c)
             call = dataclasses.replace(call, attention=functools.partial(_attend, c))
         else:
             call = dataclasses.replace(call, mask=masks.combine(masks.Causal(), call.mask))
-        if isinstance(cache, CacheConfig):
-            _check_dtype(cache.dtype or k.dtype)
+            if source.appends:
+                _check_dtype(cache.dtype or k.dtype)
         heads = heads._replace(k=k, kept=kept)
         call = dataclasses.replace(call, scores=(*call.scores, forget))
         return core.attend(p, self, heads, call, cache)._replace(kv=None)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.typing import PrecisionLike
 
 from flax_mha import sharding
-from flax_mha.cache.sources import Shared
+from flax_mha.cache.resolve import as_source
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, Table
@@ -31,7 +31,7 @@ class TalkingHeads(Attention):
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         without_vectors("talking-heads attention", call.scores)
-        if isinstance(cache, Shared):
+        if as_source(cache).is_shared:
             raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
         K = self.num_kv_heads or self.num_heads

@@ -92,6 +92,15 @@ LENGTHS: list[tuple[str, type[Exception], str, Any]] = [
     ("rows", ValueError, r"one number or have shape \[\*B\] = \(2,\), got \(4,\); give", IDS),
 ]  # fmt: skip
 
+# What a layer cannot attend to. The keys and values of `kv` alone may be a pair.
+SOURCES: list[tuple[str, str, Any]] = [
+    ("a pair", ".* of tuple", (Q, Q)),
+    ("a class", ".* of type", cache.KVCache),
+    ("inputs", ".* of Encoded", cache.Encoded(X)),
+    ("an array", r"float32 \(2, 4, 8\)", X),
+    ("a flag", "False of bool", False),
+]
+
 CASES: list[Case] = [
     *cached("no caches", ValueError, r"the cache of a layer, got one of \['params'\]; give var",
             {"params": {"kernel": X}}),
@@ -99,6 +108,9 @@ CASES: list[Case] = [
     *cached("a KVCache", TypeError, r"got KVCache; give.*or call the method of a KVCache", HELD),
     ("no cache of a layer", lambda: core.attend({}, core.Settings(6), core.Heads(Q, Q, Q),
      core.Call(), {"key": X}), TypeError, r"cache must be a KVCache, .* got .*; give one"),
+    *[(f"no source of keys: {name}", partial(core.attention, {}, core.Settings(6), X, None, None,
+       core.Call(), given), TypeError, rf"cache must be a KVCache, .* or None, got {found}; give")
+      for name, found, given in SOURCES],
     ("free of an encoder's tokens", lambda: cache.free({"memory": MEMORY}), ValueError,
      r"free needs.*a self-attention layer, got none; give variables"),
     *VALUE,
