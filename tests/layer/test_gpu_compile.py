@@ -21,6 +21,7 @@ from experiments.counts import work
 from experiments.counts.hlo import Module
 from experiments.measure import __main__ as measure
 from experiments.measure import memory
+from experiments.measure.programs import Chip
 from experiments.plan import compiled, gpus, roofline
 from experiments.plan.collectives import read
 from flax_mha import MultiHeadAttention, Platform, dot_product_attention, explain, masks
@@ -189,7 +190,7 @@ def test_float32_memory(optimized: None, chip: str) -> None:
 
     def taken(length: int, heads: int, kernel: str = "auto") -> float:
         """Return the memory in units of the inputs. The scores are length/H of them."""
-        found = memory.taken(device, length, heads, masks.Causal(), kernel, True)
+        found = memory.taken(Chip(device, is_gpu=True), length, heads, masks.Causal(), kernel, True)
         return found / (4 * length * heads * memory.H)
 
     assert 32 < taken(1024, 16) == taken(1024, 16, "reference") < 36
