@@ -35,6 +35,11 @@ class CacheConfig(Source):
             checks.dtype("CacheConfig.dtype", self.dtype, "a floating dtype or int8")
         checks.optional(**{"CacheConfig.slots": self.slots})
 
+    @property
+    def is_ring(self) -> bool:
+        """True for a ring buffer."""
+        return self.slots is not None
+
     def open(self, tokens: Tokens) -> tuple[KeyValue, KVCache]:
         """Return the keys and values of the call, and an empty cache with room for as many."""
         return tokens.new, self.empty(*tokens.kept, tokens.mask)

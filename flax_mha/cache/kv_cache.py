@@ -199,8 +199,13 @@ class KVCache(Slots, Struct):
         )  # fmt: skip
         return extended, new
 
+    @property
+    def is_ring(self) -> bool:
+        """True for a ring buffer."""
+        return self.window is not None
+
     def open(self, tokens: Tokens) -> tuple[Extended, Self]:
-        """Append a call's tokens, as `extended` does."""
+        """Return the cached and new keys and values, and the cache with a call's tokens."""
         return self.extended(*tokens.kept, tokens.lengths)
 
     def free(self) -> jax.Array:

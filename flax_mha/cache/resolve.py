@@ -45,8 +45,9 @@ def resolve_call(
         )
     if config is None:
         return x_k, x_v, None
-    if kv is None if kept is None else kept.appends:
-        return x_k, x_v, _own_tokens(encoded, x_q, x_k, config if kept is None else kept)
+    cache = config if kept is None and kv is None else kept
+    if cache is not None and cache.appends:
+        return x_k, x_v, _own_tokens(encoded, x_q, x_k, cache)
     if x_k is None:
         return None, None, kept
     if kv is None:
@@ -65,7 +66,7 @@ def projected(
 
 
 def as_source(cache: Any) -> Source:
-    """Return the `cache` of a layer's computation as a source: None is its own call."""
+    """Return the argument `cache` of `core.attention` as a source: None is the call's inputs."""
     if cache is None:
         return Source()
     if isinstance(cache, Source):

@@ -19,7 +19,7 @@ class Tokens(NamedTuple):
     """The tokens of a call, for a source to open.
 
     Attributes:
-      new: their keys and values, those of a source that is not given any.
+      new: the keys and values computed in the call; None in it if the source has its own.
       kept: the keys and values that a cache keeps of them.
       T: the number of queries.
       lengths: int [*B], the number of real queries of each row; None for all.
@@ -36,19 +36,21 @@ class Tokens(NamedTuple):
 
 
 class Source:
-    """A source of the keys and values that a layer attends to: this one is its own call.
+    """The origin of a layer's keys and values. The base class stands for the call's inputs.
 
     Attributes:
-      is_given: True if keys and values are there already, an encoder's or another layer's.
+      is_given: True if they are not of the queries' tokens, but an encoder's or another layer's.
       is_shared: True if they are another layer's.
       appends: True if the queries' tokens are appended to a cache.
       has_slots: True if keys and values are in the slots of such a cache.
+      is_ring: True if the slots are a ring buffer.
     """
 
     is_given = False
     is_shared = False
     appends = False
     has_slots = False
+    is_ring: Any = False
 
     def next_positions(self, T: int) -> Any:
         """Return the positions of the next T queries of each row; None for 0 … T−1."""
@@ -74,7 +76,7 @@ class Shared(Source):
     is_shared = True
 
     def own(self) -> tuple[Any, Any]:
-        """Return the keys and values of the call's tokens, all there are."""
+        """Return the keys and values of the call's own tokens."""
         return self.key, self.value
 
     def next_positions(self, T: int) -> Any:

@@ -104,11 +104,12 @@ class Slots(Source):
 class Memory(Slots, Struct):
     """Stored keys and values of tokens, heads first, such as an encoder's, projected once.
 
-    Queries attend to them call by call, and continue at their own positions. In a call, a memory
-    whose key is None is one to make, of the call's keys and values.
+    Queries attend to them call by call, and continue at their own positions. A memory without keys
+    takes those of the next call.
 
     Attributes:
-      key: [*B, K, S, H], with a NaN where the token's value is not finite.
+      key: [*B, K, S, H], with a NaN where the token's value is not finite; None for a memory that
+        is to be made.
       value: [*B, K, S, Hv], finite, because a weight of 0 would not hide NaN.
       key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
       value_scale: the scales of int8 values, float32 [*B, K, S]; else None.
@@ -129,17 +130,18 @@ class Memory(Slots, Struct):
         return None if self.length is None else super().next_positions(T)
 
     def open(self, tokens: Tokens) -> tuple[KeyValue, Self]:
-        """Return the keys and values, those of the call if there are none, and the next memory."""
+        """Return the keys and values, or else those of the call, and the memory after it."""
         k, v = tokens.new.own()
         memory = self
         if self.key is None:
             memory = self.of(k, v, jnp.dtype(tokens.dtype or k.dtype)).replace(length=self.length)
         source = KeyValue(*memory.stored(), q_positions=self.next_positions(tokens.T))
-        if self.length is None:
+        length = self.length
+        if length is not None:
+            length = length + self.count(tokens.T, tokens.lengths)
+        elif self.key is None:
             # As with an empty cache, the first call makes room, and its tokens are not counted.
             length = jnp.zeros(memory.key.shape[:-3], jnp.int32)
-        else:
-            length = self.length + self.count(tokens.T, tokens.lengths)
         return source, memory.replace(length=length)
 
     def truncate(self, lengths: jax.Array | int) -> Self:

@@ -162,13 +162,13 @@ class ChosenBlocks(Attention):
             raise ValueError(
                 "order cannot be used with chosen blocks, which hold consecutive keys; leave it out"
             )
-        source: Any = as_source(cache)
+        source = as_source(cache)
         if source.appends:
             if self.query_block > 1:
                 raise ValueError(
                     f"decoding chooses for each token, got query_block={self.query_block}; give 1"
                 )
-            if (source.window if source.has_slots else source.slots) is not None:
+            if source.is_ring:
                 raise ValueError(
                     "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
                     "slots or a window; leave them out"

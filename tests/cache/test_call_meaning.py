@@ -14,6 +14,7 @@ from flax import nnx
 import flax_mha
 from flax_mha import CacheConfig, Decoder, DecoderBlock, MultiHeadAttention, cache, masks, scores
 from flax_mha.cache import Encoded
+from flax_mha.cache.sources import KeyValue, Tokens
 from flax_mha.positions import Rotary
 from tests.support.oracle import random_like
 
@@ -231,3 +232,20 @@ def test_a_plain_dict_of_a_cache_continues(fields: dict[str, Any]) -> None:
         flax.serialization.to_state_dict(held), raw,
     ):  # fmt: skip
         np.testing.assert_array_equal(*(run(layer, w, X[:, 3:4])[0] for w in (plain, held)))
+
+
+def test_memory_counts_queries_if_it_has_a_length() -> None:
+    """A memory without a length counts none, in any call. One that is made begins at 0."""
+    k = X[..., None, :]
+    tokens = Tokens(KeyValue(k, k), (k, k), T=3, lengths=None, mask=None, dtype=None)
+    kept = cache.Memory.of(k, k, jnp.float32)
+    source, after = kept.open(tokens)
+    assert source.q_positions is after.length is None
+
+    source, made = cache.Memory(None, None).open(tokens)
+    assert source.q_positions is None
+    np.testing.assert_array_equal(made.length, [0, 0])
+    source, after = made.open(tokens)
+    np.testing.assert_array_equal(source.q_positions, [[0, 1, 2]] * 2)
+    np.testing.assert_array_equal(after.length, [3, 3])
+    np.testing.assert_array_equal(after.key, kept.key)
