@@ -118,7 +118,7 @@ def measure(
         with jax.set_mesh(chip.mesh), kernels.use(kernel, block_q=q, block_k=k):
             jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
     except (ValueError, jax.errors.JaxRuntimeError) as error:
-        # The fast memory of a v4 is too small for short's longest sequences.
+        # A wrong --blocks is the caller's; short takes none, and refuses what a v4 has no room for.
         if isinstance(error, ValueError) and not is_short:
             raise RunError(str(error)) from error
         yield {"kernel": kernel, "block": size, "error": str(error)}

@@ -27,7 +27,8 @@ def exclude_own(z: jax.Array, v: jax.Array) -> jax.Array:
         if (group := z.shape[-2] // v.shape[-2]) > 1:
             v = jnp.repeat(v, group, axis=-2)
             if sharding.platform() == "tpu":
-                # XLA:TPU writes them, and without the barrier in twice the bytes, converted first.
+                # XLA:TPU writes the repeated values to memory. Without the barrier it converts them
+                # before, to twice the bytes.
                 v = jax.lax.optimization_barrier(v)
         y, v = z.astype(wide), v.astype(wide)
         size = (v * v).sum(-1, keepdims=True)
