@@ -29,7 +29,6 @@ from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
 from flax_mha.layer.settings import ZEROS, Call, CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
-from flax_mha.sharding import LogicalNames
 from flax_mha.taps.tap import Tap
 from flax_mha.variants.chosen_blocks import ChosenBlocks
 from flax_mha.variants.differential import Differential
@@ -62,21 +61,10 @@ class NnxOptions(CallOptions, total=False):
     input_positions: jax.Array | None
 
 
-class Module(nnx.Module):
-    """A module with a variable for each array of its trees, which nnx updates by its path."""
+class _Tabulated(nnx.Module):
+    """A module whose class `nnx.tabulate` leaves as it was."""
 
     if not TYPE_CHECKING:
-
-        def __getattribute__(self, name: str) -> Any:
-            """Return an attribute, and of a tree of variables the values."""
-            value = super().__getattribute__(name)
-            if name == "kv" and value is not None:
-                # Read and replaced like the value of a variable.
-                return types.SimpleNamespace(
-                    get_value=lambda: collection.restore(nnx.as_pure(value)),
-                    set_value=lambda new: setattr(self, name, new),
-                )
-            return nnx.as_pure(value) if name in _TREES else value
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Set an attribute."""
@@ -87,16 +75,50 @@ class Module(nnx.Module):
                 hidden = property(lambda self: functools.partial(cls.compute, self))
                 own = type(cls)(cls.__name__, (cls,), {"compute": hidden})
                 object.__setattr__(self, "__class__", own)
-            held = vars(self).get(name)
+            super().__setattr__(name, value)
+
+
+class Module(_Tabulated):
+    """A module with a variable for each array of its trees, which nnx updates by its path."""
+
+    if not TYPE_CHECKING:
+
+        def __getattribute__(self, name: str) -> Any:
+            """Return an attribute, and of a tree of variables the values."""
+            value = object.__getattribute__(self, name)
+            if name not in _TREES:
+                return value
+            if name == "kv" and value is not None:
+                # Read and replaced like the value of a variable.
+                return types.SimpleNamespace(
+                    get_value=lambda: collection.restore(nnx.as_pure(value)),
+                    set_value=lambda new: setattr(self, name, new),
+                )
+            return nnx.as_pure(value)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute. A field's default stays in the class until the field changes."""
+            values, fields = vars(self), getattr(self, "__dataclass_fields__", {})
+            if name in fields and name not in values and hasattr(type(self), name):
+                default = getattr(type(self), name)
+                # A function would be read from the class as a method.
+                is_equal = value is default and not hasattr(value, "__get__")
+                if type(value) is type(default) and isinstance(value, int | float | str):
+                    is_equal = value == default
+                if is_equal:
+                    return  # nnx checks each value that it stores, and reads it in each call.
+                if "edits" in values:  # Once its fields are checked, nnx refuses arrays for them.
+                    values[name] = default
+            held = values.get(name)
             try:
                 super().__setattr__(name, value)
             except ValueError:  # A parameter or a module, where the field holds none.
-                if name in getattr(self, "__dataclass_fields__", {}):
+                if name in fields:
                     raise hidden_field(type(self), name) from None
                 raise
             if name in _TREES:
-                tree, vars(self)[name] = vars(self)[name], held
-                vars(self)[name] = None if tree is None else _hold(self, name, tree, held)
+                tree, values[name] = values[name], held
+                values[name] = None if tree is None else _hold(self, name, tree, held)
 
 
 def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
@@ -123,16 +145,14 @@ def _is_field(x: Any) -> bool:
     return x is None or isinstance(x, nnx.Variable)
 
 
-class Projection(Module, nnx.LinearGeneral):
+class Projection(_Tabulated, nnx.LinearGeneral):
     """Flax's `nnx.LinearGeneral`, on any mesh.
 
     Attributes:
-      names: logical names of the kernel's axes.
-      rows: logical names of the other axes of the result.
+      entry: the sizes and the logical names of its axes.
     """
 
-    names: LogicalNames
-    rows: LogicalNames
+    entry: LinearEntry
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Map [*B, T, *in] to [*B, T, *features]."""
@@ -145,7 +165,7 @@ class Projection(Module, nnx.LinearGeneral):
         """Return the kernel and the bias, without the product."""
         bias = None if self.bias is None else self.bias[...]
         return Linear(
-            self.kernel[...], bias, self.names, len(self.axis), self.rows, self.dtype,
+            self.kernel[...], bias, self.entry.names, len(self.axis), self.entry.rows, self.dtype,
             self.precision, self,
         )  # fmt: skip
 
@@ -272,7 +292,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             precision=self.precision, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
             kernel_metadata=metadata[0], bias_metadata=metadata[1],
         )  # fmt: skip
-        projection.names, projection.rows = entry.names, entry.rows
+        projection.entry = entry
         return projection
 
     @overload

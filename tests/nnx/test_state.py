@@ -353,3 +353,19 @@ def test_layers_with_initializers_of_their_own_share_a_definition() -> None:
     )
     one, other = map(nnx.graphdef, layers)
     assert one == other
+
+
+def test_fields_with_their_defaults_are_not_stored() -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
+    defaults = {"kernel": "auto", "dropout_rate": 0.0, "decode": False, "mask": None}
+    assert not defaults.keys() & vars(layer).keys()
+    assert {name: getattr(layer, name) for name in defaults} == defaults
+    given = flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **defaults)
+    assert nnx.graphdef(given) == nnx.graphdef(layer)
+    layer.decode, layer.mask = True, masks.Causal()
+    assert layer.decode is True
+    layer.decode, layer.mask = False, None
+    assert layer.decode is False
+    assert layer.mask is None
+    with pytest.raises(TypeError, match="dropout_rate must be the field of this name"):
+        layer.dropout_rate = nnx.Param(X)
