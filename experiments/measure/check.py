@@ -32,7 +32,7 @@ from experiments.measure import machine, timing
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from experiments.runs.failures import RunError
-from flax_mha import dot_product_attention, masks, scores, sharding
+from flax_mha import KVCache, dot_product_attention, masks, scores, sharding
 from flax_mha.kernels import KERNELS
 
 # The worst token's error of half precision, and of float32.
@@ -64,12 +64,21 @@ class Call(NamedTuple):
       learned: the shapes of the learned arrays.
       change: the sizes of this call, from those of most calls.
       dtype: the dtype of q, k and v.
+      attend: the function that is called (default: `dot_product_attention`).
     """
 
     options: Callable[..., dict[str, Any]]
     learned: Callable[[Sizes], tuple[tuple[int, ...], ...]] = lambda n: ()
     change: Callable[[Sizes], Sizes] = lambda n: n
     dtype: str = "bfloat16"
+    attend: Callable[..., jax.Array] | None = None
+
+
+def _last_of_cache(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array:
+    """Attend from the last tokens of a cache."""
+    (*B, S, K, H), T = k.shape, q.shape[-3]
+    cache = KVCache.empty(tuple(B), S, K, H, v.shape[-1], dtype=k.dtype).append(k, v)
+    return cache.attend(q, jnp.broadcast_to(jnp.arange(S - T, S), (*B, T)), **call)
 
 
 def _packed(n: Sizes) -> dict[str, Any]:
@@ -104,6 +113,7 @@ CALLS: dict[str, Call] = {
     "dropout": Call(
         lambda n: {"mask": CAUSAL, "dropout_rate": 0.2, "dropout_rng": jax.random.key(3)}
     ),
+    "cache": Call(lambda n: {}, change=lambda n: n._replace(T=n.T // 32), attend=_last_of_cache),
     # Masked keys and values are NaN, which must change nothing.
     "NaN": Call(lambda n: {"mask": masks.Lengths(jnp.array([n.S // 3, n.S // 2]))}),
 }  # fmt: skip
@@ -155,10 +165,12 @@ def check(kernel: str, name: str, sizes: Sizes, expected: dict[str, Any]) -> dic
     call, arrays = CALLS[name], inputs(name, sizes)
     options = functools.partial(call.options, call.change(sizes))
     try:
-        function = _both(kernel, options).lower(*arrays).compile()
+        function = _both(call.attend, kernel, options).lower(*arrays).compile()
         if name not in expected:
             wide = [x.astype(jnp.float32) for x in arrays]
-            expected[name] = jax.device_get(_both("reference", options, "highest")(*wide))
+            expected[name] = jax.device_get(
+                _both(call.attend, "reference", options, "highest")(*wide)
+            )
         got = jax.device_get(function(*arrays))
         seconds = timing.fastest(lambda: function(*arrays), RUNS)
     except Exception as failure:  # a compiler's, or a device's
@@ -184,13 +196,16 @@ def inputs(name: str, sizes: Sizes) -> list[jax.Array]:
     return arrays + [jnp.asarray(rng.normal(size=shape), "float32") for shape in call.learned(n)]
 
 
-def _both(kernel: Any, options: Callable[..., Any], precision: str | None = None) -> Any:
+def _both(
+    function: Any, kernel: str, options: Callable[..., Any], precision: str | None = None
+) -> Any:
     """Return a function of the arrays to the output and all gradients."""
+    function = function or dot_product_attention
 
     def both(q: Any, k: Any, v: Any, cotangent: Any, *learned: Any) -> list[jax.Array]:
         def attend(q: Any, k: Any, v: Any, *learned: Any) -> jax.Array:
             given = options(*learned) | ({"precision": precision} if precision else {})
-            return dot_product_attention(q, k, v, kernel=kernel, **given)
+            return function(q, k, v, kernel=kernel, **given)
 
         out, pull = jax.vjp(attend, q, k, v, *learned)
         return [out, *pull(cotangent.astype(out.dtype))]

@@ -33,7 +33,8 @@ _PARTS: dict[str, dict[str, str]] = {
         _dot_product_attention_fwd_impl({_QKV} * {_SETTINGS} is_training)
         _dot_product_attention_bwd_impl({_QKV} activation fwd_output grad_output * {_SETTINGS})
         _dot_product_attention_fwd_p_wrapper.bind _dot_product_attention_bwd_p_wrapper.bind
-        MaskType.PADDING MaskType.PADDING_CAUSAL AttentionLayout.BTNH cuda_versions
+        MaskType.PADDING MaskType.PADDING_CAUSAL AttentionLayout.BTNH AttentionLayout.BNTH
+        cuda_versions
     """},
     "splash": {
         f"{_SPLASH}kernel": f"""

@@ -28,6 +28,9 @@ from flax_mha.kernels.xla import softmax
 FLEX_GPUS: frozenset[tuple[int, int]] = frozenset([(9, 0)])
 # The maximum number of scores for which `auto` takes `reference` on a GPU: 1 GiB of float32.
 MOST_SCORES = 2**28
+# The fewest heads of all rows for which `auto` takes `cudnn` for a few tokens and a cache. cuDNN
+# gives a head of a row to one multiprocessor. With fewer, most of a GPU would be idle.
+LEAST_HEADS = 64
 
 # Context-parallel strategies for a sharded sequence. "ulysses": each device takes all tokens of
 # some heads. "ring": keys pass around the devices. "usp": a ring of groups of devices, "ulysses" in
@@ -114,7 +117,7 @@ def _load(module: str) -> Any:
 
 
 _TABLE = (
-    Kernel("cudnn", "cudnn", ("gpu",), takes_result=True, limit="first"),
+    Kernel("cudnn", "cudnn", ("gpu",), takes_result=True, stored=True, limit="first"),
     Kernel("short", "flex.short", ("tpu",), limit="first"),
     Kernel("flex", "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), blocks=True,
            limit="first"),
@@ -238,7 +241,9 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
     | CPU, bfloat16 | the same, but only with fewer than 64 queries or keys |
     | GPU | `cudnn`, `flex` above 256², `reference` up to 2,048² and 2²⁸ scores, then the others |
 
-    With keys of a cache, `decode` comes first. `flex` is left out on GPUs other than `FLEX_GPUS`.
+    With keys of a cache, `decode` comes first. On GPUs it comes after `cudnn` where it would write
+    many scores: for several tokens, more than 4 queries of a key/value head, and `LEAST_HEADS`
+    heads of all rows, unless keys are quantized. `flex` is left out on GPUs not in `FLEX_GPUS`.
     """
     scores, rows = q.shape[-3] * k.shape[-3], math.prod(q.shape[:-3]) * q.shape[-2]
     if platform.name == "cpu" and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
@@ -253,7 +258,12 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
         # `reference` runs large matmuls, but stores the scores twice, until the gradient.
         fits = symbols.at_most(scores, 2048**2) and symbols.at_most(scores * rows, MOST_SCORES)
         first = ["cudnn", "reference"] if fits else ["cudnn"]
-    first = ["decode", *first] if isinstance(k, Stored) else first
+    if isinstance(k, Stored):
+        shared = q.shape[-3] * q.shape[-2] // k.shape[-2]
+        limits = (q.shape[-3], 1), (shared, 4), (rows, LEAST_HEADS - 1)
+        few = any(symbols.at_most(*limit) for limit in limits)
+        is_after = platform.name == "gpu" and k.scale is None and not few
+        first.insert(int(is_after), "decode")
     held = platform.name == "gpu" and gpus.capability(platform.device) not in FLEX_GPUS
     if platform.name == "gpu" and not held and not symbols.at_most(scores, 256**2):
         first.insert(first.index("cudnn") + 1, "flex")

@@ -47,9 +47,17 @@ def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, wind
     return jnp.where(seen[:, None], x, -jnp.inf)
 
 
-def check(paged, seed, dropout_rate, layout):
+def check(paged, seed, dropout_rate):
     assert all(x.shape == (0,) for x in paged)
-    assert (seed, dropout_rate, layout) == (0, 0.0, fused.AttentionLayout.BTNH.value)
+    assert (seed, dropout_rate) == (0, 0.0)
+
+
+def by_token(layout, *arrays):
+    """Return arrays [rows, T, N, F] of a layout, or in a layout the arrays of these."""
+    if layout == fused.AttentionLayout.BTNH.value:
+        return arrays
+    assert layout == fused.AttentionLayout.BNTH.value
+    return tuple(jnp.swapaxes(x, 1, 2) for x in arrays)
 
 
 def forward(
@@ -58,16 +66,18 @@ def forward(
     sliding_window_length, is_training, score_mod=None,
 ):  # fmt: skip
     """Compute out and lse. Fully masked queries, and positions beyond a row's length, are NaN."""
-    q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
+    (q, k, v), q_length, k_length = by_token(layout, query, key, value), q_seqlen, kv_seqlen
     assert (score_mod, score_mod_args) == (None, ())
-    check((page_table_k, page_table_v), seed, dropout_rate, layout)
+    check((page_table_k, page_table_v), seed, dropout_rate)
     assert is_training
     settings = scale, variadic_args, mask_type, sliding_window_length
     if q_offsets.size:
         q, k, v, *lengths, covered, _ = cut(q, k, v, q_length, k_length, q_offsets, kv_offsets)
         out, lse = of_rows(q, k, v, bias, *lengths, *settings)
+        assert layout == fused.AttentionLayout.BTNH.value
         return joined(out, covered, query.shape), lse
-    return of_rows(q, k, v, bias, q_length, k_length, *settings)
+    out, lse = of_rows(q, k, v, bias, q_length, k_length, *settings)
+    return *by_token(layout, out), lse
 
 
 def of_rows(q, k, v, bias, q_length, k_length, *settings):
@@ -88,10 +98,10 @@ def backward(
     variadic_args, mask_type, layout, sliding_window_length, score_mod=None,
 ):  # fmt: skip
     """Compute the gradients from the given lse, out and dout."""
-    q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
+    (q, k, v), q_length, k_length = by_token(layout, query, key, value), q_seqlen, kv_seqlen
     assert (score_mod, score_mod_args) == (None, ())
-    lse, out, dout = activation, fwd_output, grad_output
-    check((page_table_k, page_table_v), seed, dropout_rate, layout)
+    lse, (out, dout) = activation, by_token(layout, fwd_output, grad_output)
+    check((page_table_k, page_table_v), seed, dropout_rate)
     assert lse.dtype == jnp.float32
     assert out.dtype == dout.dtype == q.dtype
     assert out.shape == dout.shape == q.shape
@@ -104,7 +114,8 @@ def backward(
         dq, dk, dv = gradients(q, k, v, bias, *lengths, lse, out, dout, *settings)
         targets = (covered_q, query.shape), (covered_k, key.shape), (covered_k, key.shape)
         return [joined(x, *target) for x, target in zip((dq, dk, dv), targets, strict=True)]
-    return gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings)
+    dq, dk, dv, *dbias = gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings)
+    return [*by_token(layout, dq, dk, dv), *dbias]
 
 
 def gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings):

@@ -1,6 +1,7 @@
 """A call is decided once, and lowered once."""
 
 from importlib import import_module
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import dot_product_attention, explain, sharding
+from flax_mha import KVCache, dot_product_attention, explain, sharding
 from flax_mha.kernels import Platform, choose
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.masks import Causal, Lengths, Mask, Window
@@ -95,6 +96,26 @@ def test_auto_stops_asking_at_first_kernel_that_runs() -> None:
     assert set(choose.decide("auto", *call, Platform("cpu"), ask_all=True)[0].refused) == {
         "cudnn", "short", "splash", "flex", "decode",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "queries", "kv_heads", "dtype", "first"),
+    [
+        (8, 64, 16, jnp.bfloat16, "cudnn"),
+        (8, 2, 4, jnp.bfloat16, "cudnn"),
+        (8, 4, 16, jnp.bfloat16, "decode"),
+        (8, 1, 2, jnp.bfloat16, "decode"),
+        (2, 64, 4, jnp.bfloat16, "decode"),
+        (8, 64, 16, jnp.int8, "decode"),
+    ],
+)
+def test_gpus_read_a_cache_by_cudnn_where_scores_are_many(
+    rows: int, queries: int, kv_heads: int, dtype: Any, first: str
+) -> None:
+    q = jax.ShapeDtypeStruct((rows, queries, 16, 128), jnp.bfloat16)
+    key, _ = KVCache.empty((rows,), 4096, kv_heads, 128, dtype=dtype).stored()
+    assert choose.preference(q, key, Platform("gpu", "NVIDIA H200"))[0] == first
+    assert choose.preference(q, key, Platform("tpu"))[0] == "decode"
 
 
 @pytest.mark.parametrize(

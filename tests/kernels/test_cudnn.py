@@ -1,10 +1,13 @@
 """The numbers of the kernel for NVIDIA GPUs, with a model in place of cuDNN."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_mha import KVCache
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.cudnn import primitives
@@ -231,11 +234,12 @@ def test_lse_costs_a_pass_only_if_differentiated(nvidia, monkeypatch, asked) -> 
     assert len(calls) == 2 * (1 + asked)
 
 
-@pytest.mark.sampled(0.34, slow=0.5)
+@pytest.mark.sampled(0.25, slow=0.5)
+@pytest.mark.parametrize("K", [2, 4])
 @pytest.mark.parametrize("hidden", BOTH)
-def test_masked_pairs_do_not_leak(nvidia, hidden: bool) -> None:
+def test_masked_pairs_do_not_leak(nvidia, hidden: bool, K: int) -> None:
     """NaN and infinities in masked pairs change neither outputs nor gradients."""
-    q, k, v, cotangent = arrays(T, S, 2, "bfloat16")
+    q, k, v, cotangent = arrays(T, S, K, "bfloat16")
     mask = Causal() & Window(5) & Lengths(jnp.array([30, 30]), jnp.array([35, 35]))
     mask = as_mask(np.asarray(mask.dense(T, S, (B,)))) if hidden else mask
 
@@ -244,10 +248,12 @@ def test_masked_pairs_do_not_leak(nvidia, hidden: bool) -> None:
         results, pull = jax.vjp(lambda *qkv: run(*qkv, mask=mask), q, k, v)
         return *results, *pull((cotangent, jnp.ones((B, N, T))))
 
-    clean = both(q, k, v)
+    # Without gradients, NaN is looked for elsewhere.
+    alone = jax.jit(lambda *qkv: run(*qkv, mask=mask))
+    clean = *both(q, k, v), *alone(q, k, v)
     for poison in (np.nan, np.inf, -np.inf):
-        bad = k.at[:, 30:].set(poison), v.at[:, 30:].set(poison)
-        for got, want in zip(both(q.at[:, 35:].set(poison), *bad), clean, strict=True):
+        bad = [x.at[:, L:].set(poison) for x, L in ((q, 35), (k, 30), (v, 30))]
+        for got, want in zip((*both(*bad), *alone(*bad)), clean, strict=True):
             np.testing.assert_array_equal(got, want)
             assert not np.isnan(want).any()
 
@@ -255,12 +261,14 @@ def test_masked_pairs_do_not_leak(nvidia, hidden: bool) -> None:
 @pytest.mark.sampled(0.04)
 @pytest.mark.parametrize("mask", ["all", "window", "lengths", "empty windows", *HIDDEN])
 @pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
-def test_visible_nan_reaches_outputs_and_gradients(nvidia, mask: str, operand: int) -> None:
+@pytest.mark.parametrize("K", [2, 4])
+def test_visible_nan_reaches_outputs_and_gradients(nvidia, mask: str, operand: int, K: int) -> None:
     """It reaches the queries that see it, and backward the keys that these see."""
-    *operands, cotangent = arrays(T, S, 2, "bfloat16")
+    *operands, cotangent = arrays(T, S, K, "bfloat16")
     operands[operand] = operands[operand].at[0, 8, 1].set(jnp.nan)
     bad_q, bad_k = np.zeros((B, N, T), bool), np.zeros((B, N, S), bool)
-    (bad_q if operand == 0 else bad_k)[0, [1] if operand == 0 else [2, 3], 8] = True
+    heads = [1] if operand == 0 or K == N else [2, 3]
+    (bad_q if operand == 0 else bad_k)[0, heads, 8] = True
 
     @jax.jit
     def both(qkv):
@@ -268,13 +276,15 @@ def test_visible_nan_reaches_outputs_and_gradients(nvidia, mask: str, operand: i
         return out, lse, *pull((cotangent, jnp.ones_like(lse)))[0]
 
     out, lse, dq, dk, dv = (np.isnan(x) for x in both(operands))
+    alone = jax.jit(lambda qkv: run(*qkv, mask=(MASKS | HIDDEN)[mask]))(operands)
     allowed = np.broadcast_to(table((MASKS | HIDDEN)[mask], T, S), (B, N, T, S))
     poisoned = (allowed & (bad_q[..., None] | bad_k[:, :, None])).any(-1)
-    np.testing.assert_array_equal(lse, poisoned)
+    for x in (lse, np.isnan(alone[1])):
+        np.testing.assert_array_equal(x, poisoned)
     by_query = np.swapaxes(poisoned, 1, 2)[..., None]
-    for x in (out, dq):
+    for x in (out, np.isnan(alone[0]), dq):
         np.testing.assert_array_equal(x, np.broadcast_to(by_query, x.shape))
-    seen = (allowed & poisoned[..., None]).any(2).reshape(B, 2, 2, S).any(2)
+    seen = (allowed & poisoned[..., None]).any(2).reshape(B, K, N // K, S).any(2)
     by_key = np.swapaxes(seen, 1, 2)[..., None]
     for x in (dk, dv):
         np.testing.assert_array_equal(x, np.broadcast_to(by_key, x.shape))
@@ -300,6 +310,38 @@ def test_nan_without_mask_spreads_as_in_reference(nvidia, operand: int, biased: 
         *(jax.jit(both, static_argnums=0)(x) for x in ("cudnn", "reference")), strict=True
     ):
         close(got, want)
+
+
+@pytest.mark.sampled(0.25, slow=0.5)
+@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize("t", [1, 7, 40])
+def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) -> None:
+    """The slots after a row's tokens may hold NaN. Gradients are those of `reference`."""
+    layouts = []
+
+    def counted(*args, layout, **kwargs):
+        layouts.append(layout)
+        return cudnn_model.forward(*args, layout=layout, **kwargs)
+
+    monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", counted)
+    q, k, v, cotangent = arrays(T, S, K, "bfloat16")
+    q, cotangent = q[:, :t], cotangent[:, :t]
+    cache = KVCache.empty((B,), S, K, H, HV, dtype=jnp.bfloat16)
+    cache = cache.append(k[:, :24], v[:, :24], jnp.array([24, 9]))
+    cache = cache.replace(key=cache.key.at[..., 24:, :].set(jnp.nan))
+    new = k[:, :t], v[:, :t]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(kernel, q, *new):
+        def extend(q, *new):
+            return cache.extend(q, *new, kernel=kernel)[0]
+
+        out, pull = jax.vjp(extend, q, *new)
+        return out, extend(q, *new), *pull(cotangent.astype(out.dtype))
+
+    for got, want in zip(both("cudnn", q, *new), both("reference", q, *new), strict=True):
+        close(got, want)
+    assert {*layouts} == {primitives.fused.AttentionLayout.BNTH.value}
 
 
 @pytest.mark.slow

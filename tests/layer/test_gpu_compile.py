@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from experiments.counts import work
 from experiments.counts.hlo import Module
 from experiments.measure import __main__ as measure
-from experiments.measure import memory
+from experiments.measure import compiled as measured
+from experiments.measure import memory, programs
 from experiments.measure.programs import Chip
 from experiments.plan import compiled, gpus, roofline
 from experiments.plan.collectives import read
@@ -151,7 +152,7 @@ def test_explain_of_ring_matches_compiled_program(
 ) -> None:
     """Asked on CPUs about an absent GPU, and compiled for it."""
     meant = Platform("gpu", "NVIDIA H200", cudnn=(9, 10, 2))
-    programs = []
+    found = []
     for devices in (jax.devices("cpu")[:4], gpus.of("h200", 4)):
         mesh = Mesh(np.array(devices), ("length",), axis_types=(KINDS[kind],))
         x = jax.ShapeDtypeStruct(
@@ -160,8 +161,8 @@ def test_explain_of_ring_matches_compiled_program(
         with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "length")]):
             told = explain(x, x, x, mask=mask, platform=meant)
             call = jax.jit(functools.partial(dot_product_attention, mask=mask)).lower(x, x, x)
-            programs.append((told, compiled.dumped(call)[0]))
-    (told, on_cpu), (told_there, on_gpu) = programs
+            found.append((told, compiled.dumped(call)[0]))
+    (told, on_cpu), (told_there, on_gpu) = found
     assert told == told_there
     assert told.way == "ring"
     assert "__cudnn$" not in on_cpu
@@ -227,7 +228,19 @@ def test_float32_matmuls_use_tf32_by_default(
         folder = tmp_path / str(precision)
         options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
         jax.jit(jax.grad(loss)).lower(x).compile(compiler_options=options)
-        programs = "".join(path.read_text() for path in folder.glob("*.ptx"))
-        assert "fma.rn.f32" in programs
-        tensor_cores[precision] = set(re.findall(r"mma\.[\w.:]*?(tf32|bf16|f16)", programs))
+        ptx = "".join(path.read_text() for path in folder.glob("*.ptx"))
+        assert "fma.rn.f32" in ptx
+        tensor_cores[precision] = set(re.findall(r"mma\.[\w.:]*?(tf32|bf16|f16)", ptx))
     assert tensor_cores == {None: {"tf32"}, "highest": set()}
+
+
+@pytest.mark.parametrize(("program", "most"), [("decode-64", 1.2), ("decode-scan", 1.7)])
+@jax.numpy_dtype_promotion("standard")
+def test_step_reads_cache_and_parameters_little_more_than_once(
+    optimized: None, program: str, most: float
+) -> None:
+    """64 tokens by cuDNN, of the layout of the cache; a layer's part of a stack where it is."""
+    chip = Chip(gpus.of("h200", 1)[0], True)
+    entry = next(programs.entries(chip, [program]))
+    least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entry.arguments[:2]))
+    assert measured.measure(chip, entry)["MiB"] * 2**20 < most * least

@@ -37,6 +37,7 @@ from flax_mha.base.coordinates import flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.mask_parts import conjuncts
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
+from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.cudnn import bands, edge_cases, primitives
 from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
@@ -52,10 +53,11 @@ OLDEST = (9, 10, 2)
 
 
 def lower(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Lowered | Refusal:
+    q: jax.Array, k: jax.Array | Stored, v: jax.Array | Stored, spec: AttentionSpec,
+    platform: Platform,
+) -> Lowered | Refusal:  # fmt: skip
     """Prepare the call, or return the reason why this kernel does not support it."""
-    dims = shapes.Dims.of(q, k, v)
+    dims, heads_first = shapes.Dims.of(q, k, v), isinstance(k, Stored)
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return Refusal(f"takes float16 and bfloat16, got {q.dtype}")
     device = primitives.gpu(platform)
@@ -70,7 +72,9 @@ def lower(
         reason = reason or _check_hidden(q, spec, hidden, dims)
     if reason:
         return Refusal(reason)
-    return functools.partial(_attend, q, k, v, spec, band, hidden, platform.auto_partitioned)
+    k, v = dequantize(k), dequantize(v)
+    static = {"divisible": platform.auto_partitioned, "heads_first": heads_first}
+    return functools.partial(_attend, q, k, v, spec, band, hidden, static)
 
 
 def _check_call(
@@ -147,7 +151,7 @@ def _takes_runs(spec: AttentionSpec, dims: Dims, device: primitives.Gpu, is_divi
 
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, band: Band, hidden: Mask | None,
-    is_divided: bool, result: Result | None = None,
+    static: dict[str, bool], result: Result | None = None,
 ) -> Result:  # fmt: skip
     """Compute attention. Given a precomputed result, compute only its first derivatives.
 
@@ -164,8 +168,9 @@ def _attend(
     (mod,) = spec.scores or (None,)
     bias = jnp.asarray(flat_batch(mod.array.array, dims)) if isinstance(mod, Bias) else None
     call = CudnnCall(
-        float(scale), band.causal, band.left, is_divided, bias is not None, hidden is not None
-    )
+        float(scale), band.causal, band.left, learned=bias is not None, hides=hidden is not None,
+        **static,
+    )  # fmt: skip
     if bias is not None:
         bias = jnp.maximum(bias, jnp.asarray(edge_cases.MIN_BIAS, bias.dtype))
     if hidden is not None:

@@ -39,6 +39,9 @@ def attend(
     other keys, without sinks, only its gradients are computed. Returns out [rows, T, N, F], and lse
     [rows, N, T], −∞ for fully masked rows without a sink.
     """
+    if masked and q.size < k.size:
+        # For few queries, the output is read, not all keys.
+        return _attend(call, None, q, k, v, bias, sinks, band, result, reads_output=True)[0]
     # A band hides NaN of queries and keys from the output. A weight of 0 does not hide that of
     # values, nor a bias that of keys.
     found = holds_nan(*(q, k, v) if call.hides else (v,)) if masked else None
@@ -48,20 +51,22 @@ def attend(
 def _attend(
     call: CudnnCall, found: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array,
     bias: jax.Array | None, sinks: jax.Array | None, band: Band, result: Result | None,
+    reads_output: bool = False,
 ) -> tuple[Result, tuple[Any, ...]]:  # fmt: skip
     """Return the result, and the residuals of its gradients.
 
     These are the inputs, out with sinks, lse without sinks, and whether NaN was found, None without
-    a mask. The lse is −∞ for fully masked rows, and NaN for rows that see NaN.
+    a mask. The lse is −∞ for fully masked rows, and NaN for rows that see NaN. With `reads_output`,
+    NaN is looked for in the output, which is not enough for the gradients.
     """
-    out, lse = result or name_result(*_attend_keys(call, found, q, k, v, bias, band))
+    out, lse = result or name_result(*_attend_keys(call, found, q, k, v, bias, band, reads_output))
     result = (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
     return result, (q, k, v, bias, sinks, band, result[0], lse, found)
 
 
 def _attend_keys(
     call: CudnnCall, found: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array,
-    bias: jax.Array | None, band: Band,
+    bias: jax.Array | None, band: Band, reads_output: bool,
 ) -> Result:  # fmt: skip
     """Attend by cuDNN, with NaN for the rows that see NaN, and for no others."""
 
@@ -74,6 +79,9 @@ def _attend_keys(
     def attend() -> Result:
         return _run(call, q, k, v, bias, band)
 
+    if reads_output:
+        result = attend()
+        return isolate_if(holds_nan(result[0]), isolate, lambda: result)
     # In place of a repair of the result, which a branch would copy.
     return attend() if found is None else isolate_if(found, isolate, attend)
 

@@ -59,6 +59,7 @@ class CudnnCall(NamedTuple):
       divisible: True if XLA may shard the call between devices.
       learned: True if the bias has a gradient.
       hides: True if the bias hides pairs.
+      heads_first: True if heads come before tokens in memory, as in a cache.
     """
 
     scale: float
@@ -67,6 +68,7 @@ class CudnnCall(NamedTuple):
     divisible: bool
     learned: bool = False
     hides: bool = False
+    heads_first: bool = False
 
     def settings(self, has_bias: bool) -> dict[str, Any]:
         """Return the parameters of both primitives.
@@ -75,13 +77,14 @@ class CudnnCall(NamedTuple):
         beyond the last key, and exp(0 − lse) is infinite for lse < −88.
         """
         mask = fused.MaskType.PADDING_CAUSAL if self.causal else fused.MaskType.PADDING
+        layouts = fused.AttentionLayout
         return {
             "scale": self.scale,
             "seed": 0,
             "dropout_rate": 0.0,
             "variadic_args": (has_bias, self.learned),
             "mask_type": mask,
-            "layout": fused.AttentionLayout.BTNH.value,
+            "layout": (layouts.BNTH if self.heads_first else layouts.BTNH).value,
             "sliding_window_length": None if self.left is None else self.left + 1,
         }
 
@@ -150,7 +153,15 @@ def _bind(phase: str, call: CudnnCall, operands: Sequence[Any], settings: dict[s
             settings = settings | {"score_mod_args": ()}
     if call.divisible:
         function = getattr(fused, f"_dot_product_attention_{phase}_p_wrapper").bind
-    return function(*operands, **settings)
+    if not call.heads_first:
+        return function(*operands, **settings)
+
+    def swap(arrays: Sequence[Any], which: Sequence[int]) -> list[Any]:
+        return [jnp.swapaxes(x, 1, 2) if i in which else x for i, x in enumerate(arrays)]
+
+    # q, k, v, and in the backward pass out and dout; of the results, out or the gradients.
+    inputs, results = ((0, 1, 2), (0,)) if phase == "fwd" else ((0, 1, 2, 11, 12), (0, 1, 2))
+    return swap(function(*swap(operands, inputs), **settings), results)
 
 
 def _operands(args: Sequence[Any]) -> tuple[Any, ...]:

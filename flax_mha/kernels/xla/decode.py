@@ -14,6 +14,7 @@ Source: the online softmax of `blockwise`.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,6 +53,9 @@ _MANY_ROWS = {"tpu": 32}
 # Up to this share of the blocks, visiting them one by one is faster than reading all keys.
 # Measured on two CPU cores at 2,048 keys.
 _FEW = 0.2
+# For a matmul, XLA:GPU first copies a layer's part of a cache. For sums of products of so few rows,
+# it reads the part where it is, once or twice.
+_FEW_ROWS = {"gpu": 4}
 # On a GPU, a branch takes 60 to 100 µs, in which an H100 reads 200 to 300 MiB. Fewer bytes of keys
 # and values than these are read at once.
 _LEAST_BYTES = {"gpu": 2**30}
@@ -124,7 +128,10 @@ def _run(
     if platform == "cpu":
         q = q.astype(acc)
     q = _pad_rows(q, _ROWS.get(platform, 1))
-    visit = functools.partial(_visit, dims, nan_safe, q, k, v, spec)
+    is_of_layer = is_part(k.values if isinstance(k, Stored) else k)
+    few_rows = symbols.at_most(dims.G * dims.T, _FEW_ROWS.get(platform, 0))
+    dot = _sum_by_row if is_of_layer and few_rows else _multiply
+    visit = functools.partial(_visit, dims, nan_safe, dot, q, k, v, spec)
     total = jnp.zeros((*dims.B, dims.N, dims.T, 1), acc)
     top = softmax.begin(total)
     if spec.sinks is not None:
@@ -164,8 +171,8 @@ def _run(
 
 
 def _visit(
-    dims: shapes.Dims, nan_safe: bool, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec,
-    size: int, index: jax.Array, carry: tuple[jax.Array, ...],
+    dims: shapes.Dims, nan_safe: bool, dot: Callable[..., jax.Array], q: jax.Array, k: Keyed,
+    v: Keyed, spec: AttentionSpec, size: int, index: jax.Array, carry: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Update the carry (maximum score, sum of exponentials, output) with a block of keys."""
     first = index.astype(jnp.int32) * size
@@ -187,10 +194,8 @@ def _visit(
     vectors = _vectors(dims, q[..., :rows, :], k, spec, total.dtype) if spec.vectors else None
     (k, k_scale), (v, v_scale) = _split_scale(k, q.dtype), _split_scale(v, q.dtype)
     by_head = (*dims.B, dims.K, rows)
-    dot = functools.partial(
-        shapes.einsum, precision=spec.precision, preferred_element_type=total.dtype
-    )
-    s = dot("...th,...sh->...ts", q, k)[..., :rows, :] * jnp.asarray(spec.scale, total.dtype)
+    dot = functools.partial(dot, dtype=total.dtype, precision=spec.precision)
+    s = dot(q, k, over_keys=False)[..., :rows, :] * jnp.asarray(spec.scale, total.dtype)
     s = (s * k_scale).reshape(*dims.logits[:-1], size)
     s, allowed = spec.apply(s, at, finfo_min(total.dtype), vectors)
     if dims.S % size != 0:
@@ -201,8 +206,25 @@ def _visit(
     top, total, p, old = softmax.step(top, total, s, allowed)
     p = spec.apply_dropout(p, at).reshape(*by_head, size) * v_scale
     p = _pad_rows(p.astype(v.dtype), q.shape[-2])
-    more = dot("...ts,...sh->...th", p, v)[..., :rows, :]
+    more = dot(p, v, over_keys=True)[..., :rows, :]
     return top, total, out * old + more.reshape(out.shape)
+
+
+def _multiply(
+    x: jax.Array, y: jax.Array, over_keys: bool, dtype: jnp.dtype, precision: Any
+) -> jax.Array:
+    """Return rows [..., R, ·] times keys or values [..., S, ·], summed over keys or features."""
+    sums = "...ts,...sh->...th" if over_keys else "...th,...sh->...ts"
+    return shapes.einsum(sums, x, y, precision=precision, preferred_element_type=dtype)
+
+
+def _sum_by_row(
+    x: jax.Array, y: jax.Array, over_keys: bool, dtype: jnp.dtype, precision: Any
+) -> jax.Array:
+    """Return what `_multiply` does. XLA:GPU reads y once for all rows."""
+    x, y, axis = x.astype(dtype), y.astype(dtype), -1 if over_keys else -2
+    rows = [jnp.expand_dims(x[..., i, :], axis) * y for i in range(x.shape[-2])]
+    return jnp.stack(lax.optimization_barrier([row.sum(-3 - axis) for row in rows]), -2)
 
 
 def _bytes(x: Keyed) -> Any:
