@@ -109,6 +109,8 @@ def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
     """Compile a call and its gradients, and return the sizes of each kernel."""
     from flax_mha.kernels.flex.hopper import kernels, leaves
 
+    if reason := gpus.lacking():
+        raise RunError(f"this command {reason}; pip install -e '.[experiments,gpu-compile]'")
     chip = chip_of("h200")
     q, k = (chip.array(1, T, heads, features, dtype=jnp.dtype(dtype)) for heads in (N, K))
     shapes: dict[str, Any] = {

@@ -36,6 +36,7 @@ from experiments import tables
 from experiments.counts import schedule
 from experiments.counts.schedule import TileCost
 from experiments.measure import compiled
+from experiments.measure.check import REFUSAL
 from experiments.measure.programs import Chip
 from experiments.phases import Phase
 from experiments.runs import command, folders
@@ -159,7 +160,8 @@ def page(chip: str, rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         head = f"| `{row['kernel']}` | {_sizes(row['block'])} |"
         if "error" in row:
-            lines.append(f"{head} does not compile | | | | | |")
+            status = "refused" if REFUSAL in row["error"] else "does not compile"
+            lines.append(f"{head} {status} | | | | | |")
             continue
         score = row["cycles"] / (row["block"][0] * row["block"][1])
         units = f"{row['rows'] / _ROWS[chip]:,.0f}" if chip in _ROWS else ""

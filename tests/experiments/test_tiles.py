@@ -86,12 +86,15 @@ def test_table_compares_with_512() -> None:
     # The larger of bundles and rows / 4.
     usual, large = TileCost(1100, 4096, 0), TileCost(4000, 16384, 7)
     given = [rows("v5e", 512, usual), rows("v5e", 1024, large),
-             {"kernel": "flex", "block": (2048, 512), "error": "too large"}]  # fmt: skip
+             {"kernel": "flex", "block": (2048, 512), "error": "too large"},
+             {"kernel": "short", "block": (512, 512),
+              "error": "kernel='short' can't run this call: it has no room; …"}]  # fmt: skip
     lines = tiles.page("v5e", given).splitlines()
     assert lines[2:] == [
         "| `flex_forward` | 512² | full | 1,100 | 1,024 | 0 | 4.30 | 1.000 |",
         "| `flex_forward` | 1024² | full | 4,000 | 4,096 | 7 | 4.00 | 0.931 |",
         "| `flex` | 2048 × 512 | does not compile | | | | | |",
+        "| `short` | 512² | refused | | | | | |",
     ]
     # Other chips have no rate of rows, and sums add the larger numbers of each kernel.
     assert tiles._row("", (512, 512), "full", [usual, large], "v6e")["cycles"] == 5100
