@@ -70,13 +70,14 @@ def test_step_on_a_gpu_has_no_branch(dtype: str | None, monkeypatch: pytest.Monk
     assert re.findall("stablehlo.(?:while|case|if)", text)
 
 
+@pytest.mark.sampled(0.2, slow=0.5)
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_few_rows_of_a_scanned_stack_agree_with_matmuls(
     dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On GPUs a layer's part of a cache is read by sums of products."""
     attention = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache=CacheConfig(dtype))
-    model = Decoder(3, DecoderBlock(attention, 16), scan=True)
+    model = Decoder(2, DecoderBlock(attention, 16), scan=True)
     x = jnp.asarray(RNG.normal(size=(2, 9, 8)), jnp.float32)
     variables = model.init(KEY, x)
     _, prompt = model.apply(variables, x[:, :7], mutable=["cache"])

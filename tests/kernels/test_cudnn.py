@@ -84,6 +84,13 @@ def test_cudnn_hides_pairs_by_a_bias(nvidia, mask: str, biased: bool, K: int) ->
     check("cudnn", arrays(T, S, K, "bfloat16"), known, call, learned)
 
 
+def test_hidden_pairs_are_no_constant_of_the_program(nvidia) -> None:
+    """A table of them would take time to trace and memory to hold, 1 GiB for 2^15 tokens."""
+    x = jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.bfloat16)
+    text = jax.jit(lambda q, k, v: run(q, k, v, mask=Causal() | Prefix(9))).lower(x, x, x).as_text()
+    assert len(text) < 512 * 512 / 4
+
+
 @pytest.mark.sampled(0.1, slow=0.5)
 @pytest.mark.parametrize(
     ("sizes", "sunk"),

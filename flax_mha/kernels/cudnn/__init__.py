@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import private_jax, shapes
-from flax_mha.base.coordinates import flat_batch
+from flax_mha.base.coordinates import At, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.mask_parts import conjuncts
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
@@ -133,7 +133,9 @@ def _check_hidden(q: jax.Array, spec: AttentionSpec, mask: Mask, dims: Dims) -> 
 
 def _allowed(mask: Mask, spec: AttentionSpec, dims: Dims) -> jax.Array:
     """Return the pairs that a mask allows, bool [rows|1, N|1, T|1, S|1]."""
-    return jnp.asarray(flat_batch(evaluate(mask, spec.at(dims)), dims))
+    # Of arrays of JAX, so that pairs are computed on the GPU, and are no constant of the program.
+    at = At(*map(jnp.asarray, spec.at(dims)))
+    return jnp.asarray(flat_batch(evaluate(mask, at), dims))
 
 
 def _takes_runs(spec: AttentionSpec, dims: Dims, device: primitives.Gpu, is_divided: bool) -> bool:
