@@ -265,7 +265,7 @@ def test_masked_pairs_do_not_leak(nvidia, hidden: bool, K: int) -> None:
             assert not np.isnan(want).any()
 
 
-@pytest.mark.sampled(0.04)
+@pytest.mark.sampled(0.02)
 @pytest.mark.parametrize("mask", ["all", "window", "lengths", "empty windows", *HIDDEN])
 @pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
 @pytest.mark.parametrize("K", [2, 4])
