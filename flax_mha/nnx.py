@@ -107,7 +107,9 @@ class Module(_Tabulated):
                     is_equal = value == default
                 if is_equal:
                     return  # nnx checks each value that it stores, and reads it in each call.
-                if "edits" in values:  # Once its fields are checked, nnx refuses arrays for them.
+                # nnx refuses an array only for an attribute that is there. Of `__init__`, the
+                # layer's own check refuses it, before `edits` is set.
+                if "edits" in values:
                     values[name] = default
             held = values.get(name)
             try:

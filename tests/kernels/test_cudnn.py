@@ -326,11 +326,11 @@ def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) ->
     """The slots after a row's tokens may hold NaN. Gradients are those of `reference`."""
     layouts = []
 
-    def counted(*args, layout, **kwargs):
+    def recorded(*args, layout, **kwargs):
         layouts.append(layout)
         return cudnn_model.forward(*args, layout=layout, **kwargs)
 
-    monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", counted)
+    monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", recorded)
     q, k, v, cotangent = arrays(T, S, K, "bfloat16")
     q, cotangent = q[:, :t], cotangent[:, :t]
     cache = KVCache.empty((B,), S, K, H, HV, dtype=jnp.bfloat16)
@@ -343,8 +343,9 @@ def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) ->
         def extend(q, *new):
             return cache.extend(q, *new, kernel=kernel)[0]
 
-        out, pull = jax.vjp(extend, q, *new)
-        return out, extend(q, *new), *pull(cotangent.astype(out.dtype))
+        out, pull = jax.vjp(jax.checkpoint(extend), q, *new)
+        mapped = jax.vmap(extend)(*(jnp.stack([x, 2 * x]) for x in (q, *new)))
+        return out, extend(q, *new), mapped, *pull(cotangent.astype(out.dtype))
 
     for got, want in zip(both("cudnn", q, *new), both("reference", q, *new), strict=True):
         close(got, want)

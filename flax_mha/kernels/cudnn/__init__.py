@@ -18,7 +18,8 @@ The wrapper handles the cases that cuDNN does not define:
 - A sink scales cuDNN's output by out·σ(lse − sink). Given the scaled out and lse, cuDNN's backward
   pass computes the right gradients.
 
-The wrapper was checked against a model of cuDNN, and against the oracle on an H100.
+The wrapper was checked against a model of cuDNN, and against the oracle on an H100; the layout of a
+cache, heads before tokens, against the model only.
 
 Source: `jax._src.cudnn.fused_attention_stablehlo`. Its primitives are called directly, because
 `jax.nn` rounds the lse to half precision and needs value heads as wide as key heads. Dao,

@@ -4,7 +4,8 @@ The queries of a key/value head are rows of one matmul with its keys, heads firs
 layout of a `KVCache`, so that keys are read once, without a copy or transposition. If the mask
 leaves few blocks of keys, they are visited one by one, and empty slots of a cache cost nothing (on
 GPUs, from 1 GiB of keys and values on). Otherwise one matmul covers all keys. Stored keys and
-values are converted on the way. For int8, the scores and weights are scaled instead.
+values are converted on the way. For int8, the scores and weights are scaled instead. On GPUs, the
+matmuls of few rows with a layer's part of a stacked cache are sums of products (`_FEW_ROWS`).
 
 It differs from the `definition` in half precision: elsewhere than on CPUs, the exponentials are
 rounded before their matmul with the values. Gradients are those of `reference`.
@@ -221,9 +222,13 @@ def _multiply(
 def _sum_by_row(
     x: jax.Array, y: jax.Array, over_keys: bool, dtype: jnp.dtype, precision: Any
 ) -> jax.Array:
-    """Return what `_multiply` does. XLA:GPU reads y once for all rows."""
+    """Return the result of `_multiply`, by a sum for each row.
+
+    XLA:GPU fuses the sums of several rows, and reads y where it is.
+    """
     x, y, axis = x.astype(dtype), y.astype(dtype), -1 if over_keys else -2
     rows = [jnp.expand_dims(x[..., i, :], axis) * y for i in range(x.shape[-2])]
+    # Without a barrier, XLA computes the sums again in the operations that read them.
     return jnp.stack(lax.optimization_barrier([row.sum(-3 - axis) for row in rows]), -2)
 
 
