@@ -125,6 +125,8 @@ def dot_product_attention(
     kernel, blocks = resolve(kernel)
     _, name = choose.parse_kernel(kernel)
     reads = return_residuals or (capture is not None and "lse" in capture.what)
+    if return_weights or capture:
+        q, k, spec = spec.turned(q, k)
     call_spec = spec.replace(
         invalid=None, reads_lse=reads, exact_lse=return_residuals, blocks=blocks
     )

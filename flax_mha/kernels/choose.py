@@ -68,6 +68,7 @@ class Kernel(NamedTuple):
       stored: True if it reads `Stored` keys and values.
       normalizes: True if it supports other normalizers than the softmax.
       vectors: True if it supports scores of query and key vectors, or the platforms where it does.
+      turns: True if it rotates queries and keys that are yet to be rotated.
       symbolic: True if it supports symbolic sizes of `jax.export`.
       blocks: True if the caller may set the sizes of tiles.
       limit: the derivatives it supports, see `derivatives.Limit`; None for all.
@@ -80,6 +81,7 @@ class Kernel(NamedTuple):
     stored: bool = False
     normalizes: bool = False
     vectors: bool | tuple[str, ...] = False
+    turns: bool = False
     symbolic: bool = False
     blocks: bool = False
     limit: derivatives.Limit | None = None
@@ -107,6 +109,8 @@ class Kernel(NamedTuple):
             return Refusal(f"needs static sizes, got q {q.shape} and k {k.shape}")
         if not self.stored:
             k, v = dequantize(k), dequantize(v)
+        if not self.turns:
+            q, k, spec = spec.turned(q, k)
         if self.limit:
             q, k, v, spec = derivatives.limit(self.limit, self.name, (q, k, v, spec))
         return _load(self.module).lower(q, k, v, spec, platform)
@@ -120,8 +124,8 @@ def _load(module: str) -> Any:
 _TABLE = (
     Kernel("cudnn", "cudnn", ("gpu",), takes_result=True, stored=True, limit="first"),
     Kernel("short", "flex.short", ("tpu",), limit="first"),
-    Kernel("flex", "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), blocks=True,
-           limit="first"),
+    Kernel("flex", "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), turns=True,
+           blocks=True, limit="first"),
     Kernel("splash", "splash", ("tpu",), limit="first"),
     Kernel("blockwise", "xla.blockwise", takes_result=True, vectors=True, symbolic=True,
            blocks=True, limit="inner"),

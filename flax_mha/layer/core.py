@@ -23,6 +23,7 @@ from flax_mha.layer.heads import project_heads as project_heads
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
+from flax_mha.positions.turn import Turned, settle
 from flax_mha.scores import as_scores
 from flax_mha.signatures import custom_attention
 from flax_mha.taps import internals
@@ -65,7 +66,7 @@ def attention(
         keys and values of an encoder, a `Memory`, without keys to keep these for later; keys and
         values of another layer; or None.
     """
-    heads = project_heads(p, settings, x_q, x_k, x_v, call, cache)
+    heads = project_heads(p, settings, x_q, x_k, x_v, call, cache, in_kernel=True)
     return attend(p, settings, heads, call, cache)
 
 
@@ -85,8 +86,9 @@ def attend(
     is_own = heads.same_tokens or given.is_shared
     source, after = _open_source(p, settings, heads._replace(q=q), given, tap, arguments)
     arguments = internals.edit_scores(tap, arguments, q, source)
+    asked: Any = q if heads.turns is None else Turned(q, heads.turns[0])
     with jax.named_scope("kernel"):
-        result = source.attend(q, **arguments)
+        result = source.attend(asked, **arguments)
     z, weights = internals.read_result(tap, result, q, source, is_own, arguments)
     chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
     z = tap.change("z", z, sharding.HEADS)  # Kernels give it its name, beside the lse.
@@ -112,6 +114,7 @@ def _open_source(
     if not source.is_given:
         k = tap("k", k, sharding.KV_HEADS, q.shape[-2])
         v = tap("v", v, sharding.KV_HEADS, q.shape[-2])
+    k = k if heads.turns is None else Turned(k, heads.turns[1])
     new = KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None)
     kept = heads.kept(k, v) if source.appends else new.own()
     dtype = None if settings.cache is None else settings.cache.dtype
@@ -151,7 +154,7 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
             "leave it out, or take MultiHeadAttention"
         )
     asked = ((output.weights, return_weights), (output.kv, return_kv))
-    more = [x for x, is_asked in asked if is_asked]
+    more = [settle(x) for x, is_asked in asked if is_asked]
     return (output.out, *more) if more else output.out
 
 

@@ -7,25 +7,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.cache.resolve import as_source, projected
 from flax_mha.cache.sources import Source
 from flax_mha.layer import padding
 from flax_mha.layer.settings import Call, Settings
-from flax_mha.positions import Axial, Rotation
+from flax_mha.positions import Axial, MRope, Rotary, Rotation
+from flax_mha.positions.turn import Turn
 
 
 class Heads(NamedTuple):
     """Queries, keys and values of the heads, before attention.
 
     Attributes:
-      q: the queries [*B, T, N, H], after norms and rotation.
+      q: the queries [*B, T, N, H], after norms and, without `turns`, rotation.
       k: the keys [*B, S, K, H], or None, to attend to the tokens of the cache.
       v: the values [*B, S, K, Hv], or None.
       gate: the factor of the heads' outputs, before the sigmoid, or None.
       order: the place of each token in the sequence, as `Call.order`.
       same_tokens: True if keys and queries are of the same tokens.
+      turns: the rotations of q and k that are left to the kernel, or None.
       kept: a function from k and v to those that a cache of these tokens keeps (default: the
         same). Reads and edits are of k and v.
     """
@@ -36,16 +39,18 @@ class Heads(NamedTuple):
     gate: jax.Array | None = None
     order: Array | None = None
     same_tokens: bool = True
+    turns: tuple[Turn, Turn] | None = None
     kept: Callable[[Any, Any], tuple[Any, Any]] = lambda k, v: (k, v)
 
 
 def project_heads(
     p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: Source | None,
+    x_v: jax.Array | None, call: Call, cache: Source | None, in_kernel: bool = False,
 ) -> Heads:  # fmt: skip
     """Return queries, keys and values of the heads: the first half of `core.attention`.
 
-    Arguments are as in `core.attention`.
+    Arguments are as in `core.attention`. With `in_kernel`, the rotation is left to the kernel where
+    nothing else reads queries and keys.
     """
     source, T = as_source(cache), x_q.shape[-2]
     order = call.order
@@ -70,11 +75,34 @@ def project_heads(
     norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary
     if not norms_after:
         q, k = norm(p, q, k)
+    turns = None
     with jax.named_scope("rotate"):
-        q, k = turn(settings.rotary, q, k, call.positions, order, cache, same_tokens)
+        places = turn_positions(settings.rotary, q, k, call.positions, order, cache, same_tokens)
+        if places and k is not None and in_kernel and _may_turn_later(p, settings, call, source):
+            rotary: Any = settings.rotary
+            turns = rotary.turn(q, places[0]), rotary.turn(k, places[1])
+        elif places:
+            q, k = turn(settings.rotary, q, k, *places)
     if norms_after:
         q, k = norm(p, q, k)
-    return Heads(q, k, v, gate, order, same_tokens)
+    return Heads(q, k, v, gate, order, same_tokens, turns)
+
+
+def _may_turn_later(
+    p: Mapping[str, Any], settings: Settings, call: Call, source: Source
+) -> bool:
+    """Return True if a kernel for TPUs may rotate, because it alone reads queries and keys."""
+    return (
+        sharding.platform() == "tpu"
+        # A subclass may rotate otherwise.
+        and type(settings.rotary) in (Rotary, Axial, MRope)
+        and not (settings.qk_norm is not None and settings.qk_norm.after_rotary)
+        and "score_scale" not in p
+        and type(source) is Source
+        and not call.tap.is_active
+        and call.attention is None
+        and settings.custom_attention is None
+    )
 
 
 def norm(p: Mapping[str, Any], q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
@@ -83,12 +111,12 @@ def norm(p: Mapping[str, Any], q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
     return q, p["key_ln"](k) if "key_ln" in p and k is not None else k
 
 
-def turn(
+def turn_positions(
     rotary: Rotation | None, q: jax.Array, k: jax.Array | None,
     positions: jax.Array | tuple[jax.Array, jax.Array] | None, order: Array | None, cache: Any,
     same_tokens: bool = True,
-) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Return queries and keys, rotated by `positions`, or by their places in the sequence.
+) -> tuple[Any, Any] | None:  # fmt: skip
+    """Return where `rotary` turns queries and keys: `positions`, or their places in the sequence.
 
     One array of positions is that of the queries, and of keys of the `same_tokens`. The keys are
     None where a cache holds them, rotated.
@@ -99,7 +127,7 @@ def turn(
                 "positions say where `rotary` turns queries and keys, and rotary is None; "
                 "set it to positions.Rotary(), or drop positions"
             )
-        return q, k
+        return None
     q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
     if order is not None:
         q_pos = jnp.asarray(order)
@@ -110,10 +138,15 @@ def turn(
         for x in (q, k):
             rotary.check(np.arange(0 if x is None else x.shape[-3]))
     if isinstance(positions, tuple) and len(positions) == 2:
-        q_pos, k_pos = positions
-    else:
-        q_pos = q_pos if positions is None else positions
-        k_pos = q_pos if same_tokens else k_pos
+        return positions
+    q_pos = q_pos if positions is None else positions
+    return q_pos, q_pos if same_tokens else k_pos
+
+
+def turn(
+    rotary: Rotation, q: jax.Array, k: jax.Array | None, q_pos: Any, k_pos: Any
+) -> tuple[jax.Array, Any]:
+    """Return queries and keys, rotated by their positions."""
     return _rotate(rotary, q, q_pos), None if k is None else _rotate(rotary, k, k_pos)
 
 

@@ -12,7 +12,7 @@ from flax_mha.positions import rope
 
 
 @dataclasses.dataclass(frozen=True)
-class Axial:
+class Axial(rope.PairRotation):
     """Rotary embedding on a grid, where each axis rotates an equal share of the pairs.
 
         θ = cₐ / base^(p / P),   p = 0 … P − 1, P = H / (2·axes)
@@ -64,8 +64,8 @@ class Axial:
         checks.within("positions", positions, end, remedy)
         return end
 
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate x [*B, T, N, H] by positions int [T] or [*B, T]."""
+    def angles(self, x: jax.Array, positions: jax.Array) -> rope.Angles:
+        """Return the angles for x [*B, T, N, H] and positions int [T] or [*B, T]."""
         x, sizes = rope.check_heads(x), self._sizes()
         positions = shapes.per_token("positions", positions, x.shape[:-2])
         end = self.check(positions)
@@ -87,11 +87,11 @@ class Axial:
         outside = (positions < 0) | (positions >= end)
         theta = jnp.where((positions < self.prefix)[..., None], 0.0, theta)
         theta = jnp.where(outside[..., None], jnp.nan, theta)
-        return rope.rotate_pairs(x, theta, self.interleaved)
+        return rope.Angles(theta, self.interleaved)
 
 
 @dataclasses.dataclass(frozen=True)
-class MRope:
+class MRope(rope.PairRotation):
     """Multimodal rotary embedding, where each section of the pairs has a separate coordinate.
 
         θ = c / base^(2p / H),   c the coordinate of pair p's section
@@ -114,8 +114,8 @@ class MRope:
         checks.positive(**{f"MRope.sections[{n}]": size for n, size in enumerate(sections)})
         rope.check_base(self.base)
 
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate x [*B, T, N, H] by int positions, one for each section or for all."""
+    def angles(self, x: jax.Array, positions: jax.Array) -> rope.Angles:
+        """Return the angles for x [*B, T, N, H] and int positions, for each section or for all."""
         x, sections = rope.check_heads(x), tuple(self.sections)
         at = jnp.asarray(checks.integers("positions", positions))
         rows, pairs = x.shape[:-2], sum(sections)
@@ -134,4 +134,4 @@ class MRope:
         theta = rope.compute_angles(at, pairs, 1 / pairs, self.base)
         ends = [sum(sections[:n]) for n in range(len(sections) + 1)]
         by_section = [theta[..., n, ends[n] : ends[n + 1]] for n in range(len(sections))]
-        return rope.rotate_pairs(x, jnp.concatenate(by_section, -1), False)
+        return rope.Angles(jnp.concatenate(by_section, -1), False)

@@ -2,15 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.positions.rope_scaling import Growing, Scaling
+from flax_mha.positions.turn import Turn
 
 
 def as_floats(positions: jax.Array) -> jax.Array:
@@ -26,18 +26,48 @@ def compute_angles(positions: jax.Array, pairs: int, step: float, base: float) -
     return at[..., None] * shapes.lead(jnp.asarray(base, at.dtype) ** (-step * c), at.ndim + 1)
 
 
-def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float = 1.0) -> jax.Array:
-    """Rotate the first 2·P features of x [*B, T, N, H] by angles theta [*B|1, T, P].
+class Angles(NamedTuple):
+    """The angles by which pairs of features are rotated.
 
-    The rotation is in the dtype of the angles. It is of pairs (0, 1), (2, 3), … if `interleaved`,
-    else of (0, P), (1, P + 1), … `size` is the factor of the rotated features.
+    Attributes:
+      theta: float32 or float64 [*B|1, T, P], for the first 2·P features.
+      interleaved: True for pairs (0, 1), (2, 3), …, else (0, P), (1, P + 1), …
+      size: the factor of the rotated features.
     """
 
+    theta: jax.Array
+    interleaved: bool
+    size: float = 1.0
+
+
+class PairRotation:
+    """A rotation of pairs of features, which a kernel may apply."""
+
+    def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
+        """Return the angles for x [*B, T, N, H] and its positions, checked."""
+        raise NotImplementedError(f"{type(self).__name__} must define angles(x, positions)")
+
+    def turn(self, x: jax.Array, positions: jax.Array) -> Turn:
+        """Return the rotation of x, not applied."""
+        theta, *how = self.angles(x, positions)
+        return Turn.of(shapes.lead(theta, x.ndim - 1), x.shape[-1], *how)
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Rotate x [*B, T, N, H] by its positions."""
+        return rotate_pairs(x, self.angles(x, positions))
+
+
+def rotate_pairs(x: jax.Array, angles: Angles) -> jax.Array:
+    """Rotate pairs of features of x [*B, T, N, H], in the dtype of the angles."""
+    theta, interleaved, size = angles
+
     def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:
+        if sharding.platform() == "tpu":
+            # A TPU pads the halves of x to whole vectors, and writes them. A matrix that swaps them
+            # is part of the pass that rotates.
+            return Turn.of(shapes.lead(theta, x.ndim - 1), x.shape[-1], interleaved, size)(x)
         theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
         cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
-        if sharding.platform() == "tpu":
-            return _rotate_whole(x, cos, sin, interleaved)
         R = 2 * theta.shape[-1]
         rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
         join = jnp.stack if interleaved else jnp.concatenate
@@ -46,28 +76,6 @@ def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float 
         return jnp.concatenate([pairs.astype(x.dtype), unrotated], axis=-1)
 
     return sharding.auto(rotate, (), x, theta)
-
-
-def _rotate_whole(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool) -> jax.Array:
-    """Return x·cos ± partner(x)·sin, with the same numbers.
-
-    A TPU pads the halves of x to whole vectors, and writes them. The product with a permutation is
-    exact, and part of the pass that rotates.
-    """
-    H, R = x.shape[-1], 2 * cos.shape[-1]
-    partner = np.arange(H)
-    partner[:R] = partner[:R] ^ 1 if interleaved else np.roll(partner[:R], R // 2)
-    swap = np.eye(H, dtype=np.float32)[partner]
-    cos, sin = (
-        jnp.repeat(a, 2, -1) if interleaved else jnp.concatenate([a, a], -1) for a in (cos, sin)
-    )
-    is_second = np.arange(R) % 2 == 1 if interleaved else np.arange(R) >= R // 2
-    rest = [(0, 0)] * (cos.ndim - 1) + [(0, H - R)]
-    cos = jnp.pad(cos, rest, constant_values=1)
-    sin = jnp.pad(jnp.where(is_second, sin, -sin), rest)
-    other = jnp.einsum("...h,hg->...g", x, jnp.asarray(swap, x.dtype), precision="highest",
-                       preferred_element_type=cos.dtype)  # fmt: skip
-    return (x.astype(cos.dtype) * cos + other * sin).astype(x.dtype)
 
 
 def check_base(base: float) -> None:
@@ -113,35 +121,11 @@ def rotary(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    check_heads(x)
-    positions = shapes.per_token("positions", positions, x.shape[:-2])
-    checks.flag("interleaved", interleaved)
-    check_base(base)
-    R = round(checks.number("fraction", fraction) * x.shape[-1])
-    if R < 2 or R % 2 or x.shape[-1] < R:
-        raise ValueError(
-            f"fraction·H must be even, at least 2 and at most H for rotary, got "
-            f"fraction={fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
-        )
-    if scaling is None:
-        return rotate_pairs(x, compute_angles(positions, R // 2, 2 / R, base), interleaved)
-    if not isinstance(scaling, Scaling):
-        raise TypeError(
-            f"scaling must be of flax_mha.positions, got {checks.describe(scaling)}; give "
-            f"Llama3(factor=8, original_length=8192), say"
-        )
-    at = as_floats(positions)
-    if isinstance(scaling, Growing):
-        # The length of each example, up to the newest of these tokens.
-        theta, size = scaling(R, base, jnp.max(at, -1, keepdims=True, initial=-1) + 1)
-    else:
-        static_theta, size = scaling(R, base)
-        theta = shapes.lead(jnp.asarray(static_theta, at.dtype), at.ndim + 1)
-    return rotate_pairs(x, at[..., None] * theta, interleaved, size)
+    return Rotary(base, fraction, interleaved, scaling)(x, positions)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary:
+class Rotary(PairRotation):
     """A callable for the layer's `rotary` field: the function `rotary` with its options."""
 
     base: float = 10_000.0
@@ -149,6 +133,31 @@ class Rotary:
     interleaved: bool = False
     scaling: Scaling | None = None
 
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Call `rotary` with these settings."""
-        return rotary(x, positions, **vars(self))
+    def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
+        """Return the angles θ for x [*B, T, N, H] and its positions."""
+        base, scaling, interleaved = self.base, self.scaling, self.interleaved
+        check_heads(x)
+        positions = shapes.per_token("positions", positions, x.shape[:-2])
+        checks.flag("interleaved", interleaved)
+        check_base(base)
+        R = round(checks.number("fraction", self.fraction) * x.shape[-1])
+        if R < 2 or R % 2 or x.shape[-1] < R:
+            raise ValueError(
+                f"fraction·H must be even, at least 2 and at most H for rotary, got fraction="
+                f"{self.fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
+            )
+        if scaling is None:
+            return Angles(compute_angles(positions, R // 2, 2 / R, base), interleaved)
+        if not isinstance(scaling, Scaling):
+            raise TypeError(
+                f"scaling must be of flax_mha.positions, got {checks.describe(scaling)}; give "
+                f"Llama3(factor=8, original_length=8192), say"
+            )
+        at = as_floats(positions)
+        if isinstance(scaling, Growing):
+            # The length of each example, up to the newest of these tokens.
+            theta, size = scaling(R, base, jnp.max(at, -1, keepdims=True, initial=-1) + 1)
+        else:
+            static_theta, size = scaling(R, base)
+            theta = shapes.lead(jnp.asarray(static_theta, at.dtype), at.ndim + 1)
+        return Angles(at[..., None] * theta, interleaved, size)

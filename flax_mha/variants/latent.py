@@ -14,7 +14,7 @@ from flax_mha.cache.resolve import as_source
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
-from flax_mha.layer.heads import turn
+from flax_mha.layer.heads import turn, turn_positions
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.parameters import LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
@@ -45,9 +45,9 @@ class Latent(Attention):
         H = q.shape[-1] - R
         kv = p["kv_down"](x)
         latent = p["kv_norm"](kv[..., : self.kv_rank])
-        q_rope, r = turn(
-            self.rotary, q[..., H:], kv[..., None, self.kv_rank :], call.positions, order, cache
-        )
+        to_turn = self.rotary, q[..., H:], kv[..., None, self.kv_rank :]
+        places: Any = turn_positions(*to_turn, call.positions, order, cache)
+        q_rope, r = turn(*to_turn, *places)
         if self.scale is None:
             call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]

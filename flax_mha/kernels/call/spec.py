@@ -19,6 +19,7 @@ from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.masks import Mask
 from flax_mha.masks.algebra import evaluate
+from flax_mha.positions.turn import Turn
 from flax_mha.scores import ScoreMod, Vectors, changed
 
 
@@ -129,6 +130,7 @@ class AttentionSpec(struct.PyTreeNode):
       head_ids: the indices of the query heads, int32 [1, N, 1, 1], on a shard; None for all.
       invalid: bool [*B|1, N|1, T|1, 1], True for queries whose mask has numbers other than 1 and 0;
         or None. Their q is NaN. Kernels ignore this.
+      turns: the rotations of queries and of keys that are yet to be applied, or None.
       precision: the precision of matmuls. See `jax.lax.Precision`.
       reads_lse: False if the sums are not read, so that a kernel may return 0.
       exact_lse: True if the caller reads the lse, so that it must be exact.
@@ -149,6 +151,7 @@ class AttentionSpec(struct.PyTreeNode):
     row_ids: ScoreArray | None = None
     head_ids: ScoreArray | None = None
     invalid: Array | None = None
+    turns: tuple[Turn, Turn] | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
     reads_lse: bool = struct.field(pytree_node=False, default=True)
     exact_lse: bool = struct.field(pytree_node=False, default=False)
@@ -165,6 +168,13 @@ class AttentionSpec(struct.PyTreeNode):
         """Return coordinates, replaced by those that the spec has."""
         arrays = {"row": self.row_ids, "head": self.head_ids, "q": self.q_pos, "k": self.k_pos}
         return at._replace(**{n: x.array for n, x in arrays.items() if x is not None})
+
+    def turned(self, q: jax.Array, k: Any) -> "tuple[jax.Array, Any, AttentionSpec]":
+        """Return queries and keys after their rotation, and the spec without it."""
+        if self.turns is None:
+            return q, k, self
+        of_q, of_k = self.turns
+        return of_q(q), of_k(k), self.replace(turns=None)
 
     @property
     def vectors(self) -> bool:

@@ -37,7 +37,7 @@ from flax_mha.kernels.call.spec import (
     Tiled,
 )
 from flax_mha.kernels.chips.tpus import heads_first
-from flax_mha.kernels.flex.passes import Arrays, core
+from flax_mha.kernels.flex.passes import Arrays, Tables, core
 from flax_mha.kernels.flex.tile import FlexCall, Machine
 from flax_mha.kernels.flex.traced import PRECISIONS, trace
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
@@ -71,6 +71,8 @@ def lower(
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
     plan = traced[0].plan
+    if not machine.turns(traced[0], q.dtype):
+        q, k, spec = spec.turned(q, k)
     call = functools.partial(_attend, q, k, v, spec, *traced)
     return Tiled(call, (plan.block_q, plan.block_k))
 
@@ -109,6 +111,7 @@ def _attend(
         call.machine.visits(call, states, q.dtype),
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
+        _tables(spec, q, (T, S)),
     )  # fmt: skip
     if result is not None:
         given = Sums(*(heads_first(shapes.by_query(x), T)[..., 0] for x in result[1]))
@@ -116,6 +119,19 @@ def _attend(
     out, sums = core(call, result, operands)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, Sums(*(x[..., : dims.T].reshape(*dims.B, dims.N, dims.T) for x in sums))
+
+
+def _tables(spec: AttentionSpec, q: jax.Array, lengths: tuple[int, int]) -> Tables | None:
+    """Return the tables of a rotation in the kernel, padded to the lengths."""
+    if spec.turns is None:
+        return None
+    tables, dims = list[jax.Array](), Dims.of(q, q, q)
+    for turn, length in zip(spec.turns, lengths, strict=True):
+        for x in (turn.cos, turn.sin):
+            flat = jnp.asarray(flat_batch(x.array, dims))
+            missing = length - flat.shape[2]
+            tables.append(jnp.pad(flat, ((0, 0), (0, 0), (0, missing), (0, 0))))
+    return Tables(*tables, spec.turns[0].swap(q.dtype))
 
 
 def _tile_states(spec: AttentionSpec, dims: Dims, plan: Plan, table: int) -> Array:

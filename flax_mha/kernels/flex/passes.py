@@ -12,6 +12,24 @@ from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.xla import softmax
 
 
+class Tables(NamedTuple):
+    """The rotation of queries and keys inside a kernel.
+
+    Attributes:
+      q_cos: the factors of features, float32 [R|1, 1, T′, H].
+      q_sin: the factors of their partners.
+      k_cos: those of keys, float32 [R|1, 1, S′, H].
+      k_sin: the same.
+      swap: the matrix [H, H] of partners, in the dtype of q.
+    """
+
+    q_cos: Any
+    q_sin: Any
+    k_cos: Any
+    k_sin: Any
+    swap: Any
+
+
 class Arrays(NamedTuple):
     """The arrays of a call on one device, or their gradients.
 
@@ -27,6 +45,7 @@ class Arrays(NamedTuple):
       visits: the machine's lists of visited tiles, or None.
       rows: the rows' indices, int32 [R].
       heads: the query heads' indices, int32 [N].
+      tables: the rotation of q and k, or None.
     """
 
     q: Any
@@ -40,6 +59,7 @@ class Arrays(NamedTuple):
     visits: Any
     rows: Any
     heads: Any
+    tables: Tables | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -24,6 +24,7 @@ class Machine(NamedTuple):
       table: the most entries of a table of tiles.
       swaps: True if kernels have tiles of keys × queries too.
       visits: the lists of visited tiles, given the states of all and the dtype of q, or None.
+      turns: True if the kernels can rotate queries and keys of a dtype.
       missing: the reason why a `Function` cannot run in a kernel, or None, given the layouts of its
         first arguments.
       run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
@@ -38,6 +39,7 @@ class Machine(NamedTuple):
     table: int
     swaps: bool
     visits: Callable[["FlexCall", Array, Any], Any]
+    turns: Callable[["FlexCall", Any], bool]
     missing: Callable[[Function, Sequence[Operand]], str | None]
     run: Callable[..., Any]
     forward: Callable[..., tuple[list[jax.Array], jax.Array]]

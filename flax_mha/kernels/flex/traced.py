@@ -46,7 +46,7 @@ def trace(
         if isinstance(divided, str):
             return divided
         spec = divided
-    spec = spec.replace(sinks=None, row_ids=None, head_ids=None)
+    spec = spec.replace(sinks=None, row_ids=None, head_ids=None, turns=None)
     if spec.dropout is not None:
         seed = spec.dropout.seed
         spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))

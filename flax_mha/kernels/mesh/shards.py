@@ -202,6 +202,9 @@ def _shard_call(
     On a ring of devices, the function is attend_ring(ring, attend, q, k, v, spec).
     """
     dims, by_ring = Dims.of(q, k, v), strategy in ("ring", "usp")
+    if strategy is not None:
+        # Before tokens move to other devices.
+        q, k, spec = spec.turned(q, k)
     if by_ring:
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
         attend = functools.partial(attend_ring, devices, attend)

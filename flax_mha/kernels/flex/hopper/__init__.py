@@ -36,6 +36,6 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str 
 
 MACHINE = Machine(
     check=_check, blocks=lambda dims, device: [((BLOCK, BLOCK), 1.0)], table=2**22, swaps=False,
-    visits=lambda call, states, dtype: None, missing=missing, run=call, forward=forward,
-    gradients=gradients,
+    visits=lambda call, states, dtype: None, turns=lambda call, dtype: False, missing=missing,
+    run=call, forward=forward, gradients=gradients,
 )  # fmt: skip

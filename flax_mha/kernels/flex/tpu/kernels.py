@@ -22,7 +22,9 @@ from flax_mha.base.coordinates import Array, At
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.passes import Arrays, split
 from flax_mha.kernels.flex.tile import FlexCall, Tile
+from flax_mha.kernels.flex.tpu import turned as turned_blocks
 from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder, Visits, list_visits, read
+from flax_mha.kernels.flex.tpu.turned import Turned
 from flax_mha.kernels.xla import softmax
 from flax_mha.masks import FULL, PARTIAL
 
@@ -34,6 +36,13 @@ def visits(call: FlexCall, states: Array, dtype: Any) -> tuple[Visits, Visits]:
     """Return the lists of visits of the forward pass, and of the gradients. See `Machine`."""
     forward, width = list_visits(states, call.plan, call.plan.nk), _stretch(call, dtype)
     return forward, forward if width == call.plan.nk else list_visits(states, call.plan, width)
+
+
+def turns(call: FlexCall, dtype: Any) -> bool:
+    """Return True if the kernels can rotate queries and keys. See `Machine`."""
+    is_learned = any(operand.is_learned for operand in call.leaves)
+    whole = _stretch(call, dtype) == call.plan.nk
+    return whole and not is_learned and turned_blocks.fits(call, dtype)
 
 
 def _stretch(call: FlexCall, dtype: Any) -> int:
@@ -123,7 +132,9 @@ def _run(
             grid=order.sizes,
             in_specs=[block for _, block in read_blocks],
             out_specs=[block for _, block in outputs],
-            scratch_shapes=[pltpu.VMEM(s.shape, s.dtype) for s in scratch],
+            scratch_shapes=[
+                pltpu.VMEM(s.shape, s.dtype) if isinstance(s, Shape) else s for s in scratch
+            ],
         ),
         out_shape=[shape for shape, _ in outputs],
         compiler_params=pltpu.CompilerParams(
@@ -158,11 +169,13 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
     (R, N, T, H), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
     parts = jax.eval_shape(lambda: split(jnp.zeros((R, N, T, Hv), f32), x.q.dtype, exact))
     bq, bk = call.plan.block_q, call.plan.block_k
-    order = _all_visits(call, x)
+    order, has_sinks = _all_visits(call, x), int(x.sinks is not None)
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
-        (q, k, v, *sinks), (top, total, acc) = ins, sums
+        (q, k, v), more, (top, total, acc, *memory) = ins[:3], ins[3:], sums
+        sinks, tables = more[:has_sinks], more[has_sinks:]
         results, stats = outs[: len(parts)], outs[len(parts) :]
+        turned = Turned.of(call.plan, tables, memory)
 
         @pl.when(step.begin)
         def begin() -> None:
@@ -171,14 +184,18 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
             initial = softmax.begin(jnp.zeros_like(top))
             top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
 
+        if turned:
+            turned.load(step, q, k, lambda x: x)
+
         def visit(masked: bool) -> None:
-            tile, keys, values = make(masked), k[...], v[...]
+            tile, values = make(masked), v[...]
+            queries, keys = (turned.q, turned.k[turned.keys(step.j), :]) if turned else (q, k[...])
             if masked and call.guarded:
                 # The mask can hide scores, but not products. So a value that is not finite marks
                 # its key. In a full tile, all queries see it.
                 flag = jnp.sum(values.astype(f32) * 0, 1, keepdims=True)
                 keys, values = (keys.astype(f32) + flag).astype(keys.dtype), finite(values)
-            s = tile.score(dot(call, q[...], keys, 1, 1), tile.leaves)
+            s = tile.score(dot(call, queries[...], keys, 1, 1), tile.leaves)
             before = top[...]
             new = jnp.maximum(before, jnp.max(s, 1, keepdims=True))
             p, old = jnp.exp(s - _spread(new, bk)), jnp.exp(before - new)
@@ -206,10 +223,12 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
         (x.v, order.block((bk, Hv), "rhj.")),
     ]  # fmt: skip
     inputs += [] if x.sinks is None else [(x.sinks, order.block((1, 1), ".n.."))]
+    inputs += turned_blocks.inputs(x.tables, order)
     outputs = [(part, order.block((bq, Hv), "rni.")) for part in parts]
     if call.reads_sums:
         outputs.append((Shape((R, N, 2, T), f32), order.block((2, bq), "rn.i")))
     scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
+    scratch += turned_blocks.scratch(x.tables, call.plan, x.q.dtype)
     found = _run(call, x, order, "flex_forward", inputs, outputs, scratch, body)
     stats = found[-1] if call.reads_sums else jnp.zeros((R, N, 2, T), f32)
     return list(found[: len(parts)]), stats
@@ -295,8 +314,11 @@ def _stretch_gradients(
     rows = _stretch(call, x.q.dtype) * bk
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
-        (q, k, v, do, numbers, *earlier), (dq, dk, dv), (queries, marked, *accs) = ins, outs, sums
-        dq_acc, dk_acc, dv_acc = accs
+        (q, k, v, do, numbers), more, (dq, dk, dv) = ins[:5], ins[5:], outs
+        queries, marked, dq_acc, dk_acc, dv_acc, *memory = sums
+        # The kernel rotates only if one stretch has all keys.
+        turned = Turned.of(call.plan, more, memory) if x.tables else None
+        earlier = [] if turned else more
         keys = pl.ds(pl.multiple_of(step.near * bk, bk), bk)
 
         @pl.when(step.first)
@@ -304,15 +326,19 @@ def _stretch_gradients(
             for ref in (dk_acc, dv_acc):
                 ref[...] = jnp.zeros_like(ref)
 
+        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
+        clean = finite if call.guarded else lambda y: y
+        if turned:
+            turned.load(step, q, k, clean)
+
         @pl.when(step.begin)
         def begin() -> None:
             dq_acc[...] = earlier[0][...] if earlier else jnp.zeros_like(dq_acc)
-            # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
-            queries[...] = finite(q[...]) if call.guarded else q[...]
+            queries[...] = turned.q[...] if turned else clean(q[...])
             marked[...] = _marked(call, queries[...], numbers)
 
         def visit(masked: bool) -> None:
-            kk, vv = (finite(y[...]) if call.guarded else y[...] for y in (k, v))
+            kk, vv = turned.k[keys, :] if turned else clean(k[...]), clean(v[...])
             args = marked[...], kk, vv, do[...], _stats(call, numbers)
             p, ds, _ = _gradient(make(masked), *args)
             p, ds = p.astype(do.dtype), ds.astype(q.dtype)
@@ -324,22 +350,28 @@ def _stretch_gradients(
 
         @pl.when(step.end)
         def end() -> None:
-            dq[...] = dq_acc[...].astype(dq.dtype)
+            of_q = dq_acc[...]
+            dq[...] = (turned.turn_back_queries(step, of_q) if turned else of_q).astype(dq.dtype)
 
         @pl.when(step.last)
         def end_stretch() -> None:
-            dk[...] = dk_acc[...].astype(dk.dtype)
+            if turned:
+                turned.turn_back_keys(dk, dk_acc)
+            else:
+                dk[...] = dk_acc[...].astype(dk.dtype)
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
     queries = order.block((bq, H), "rni.")
     inputs = _inputs(call, x, order, dout, stats)
     inputs += [] if before is None else [(before, queries)]
+    inputs += turned_blocks.inputs(x.tables, order)
     outputs = [(Shape(x.q.shape, x.q.dtype if before is None else f32), queries)]
     for y in (x.k, x.v):
         of_stretch = order.block((rows, y.shape[-1]), "rh..")
         outputs.append((Shape((R, K, rows, y.shape[-1]), y.dtype), of_stretch))
     scratch = [*[Shape((bq, H), x.q.dtype)] * 2]
     scratch += [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
+    scratch += turned_blocks.scratch(x.tables, call.plan, x.q.dtype)
     aliases = {} if before is None else {len(inputs) - 1: 0}
     args = inputs, outputs, scratch, body, aliases
     dq, dk, dv = _run(call.swapped, x, order, "flex_backward", *args)

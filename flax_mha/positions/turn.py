@@ -1,0 +1,98 @@
+"""Rotations of pairs of features, computed before they are applied, perhaps inside a kernel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from flax_mha.base.coordinates import ScoreArray
+from flax_mha.base.shapes import Shape, lead
+from flax_mha.base.trees import Struct
+
+
+class Turn(Struct):
+    """The rotation of the first 2·P features of some tokens, by an angle for each pair.
+
+        y = x·cos + partner(x)·sin
+
+    where partner(x) has the two features of each pair in each other's place. Other features have a
+    cosine of 1 and a sine of 0.
+
+    Attributes:
+      cos: float [*B|1, 1, T, H].
+      sin: float [*B|1, 1, T, H], negative for the first feature of a pair.
+      pairs: P.
+      interleaved: True for pairs (0, 1), (2, 3), …, else (0, P), (1, P + 1), …
+    """
+
+    cos: ScoreArray
+    sin: ScoreArray
+    pairs: int = struct.field(pytree_node=False)
+    interleaved: bool = struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, theta: jax.Array, features: int, interleaved: bool, size: float = 1.0) -> "Turn":
+        """Return the rotation by angles theta [*B|1, T, P], times a size."""
+        P = theta.shape[-1]
+        cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
+        cos, sin = (
+            jnp.repeat(a, 2, -1) if interleaved else jnp.concatenate([a, a], -1) for a in (cos, sin)
+        )
+        is_second = np.arange(2 * P) % 2 == 1 if interleaved else np.arange(2 * P) >= P
+        rest = [(0, 0)] * (cos.ndim - 1) + [(0, features - 2 * P)]
+        cos = jnp.pad(cos, rest, constant_values=1)
+        sin = jnp.pad(jnp.where(is_second, sin, -sin), rest)
+        return cls(*(ScoreArray(x[..., None, :, :]) for x in (cos, sin)), P, interleaved)
+
+    def swap(self, dtype: Any) -> jax.Array:
+        """Return the matrix [H, H] of partner(x). The product with it is exact in float32."""
+        partner = np.arange(self.cos.array.shape[-1])
+        first = partner[: 2 * self.pairs]
+        partner[: 2 * self.pairs] = first ^ 1 if self.interleaved else np.roll(first, self.pairs)
+        return jnp.asarray(np.eye(len(partner), dtype=np.float32)[partner], dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Rotate x [*B, T, N, H], in the dtype of the angles."""
+        cos, sin = (
+            lead(jnp.swapaxes(table.array, -3, -2), x.ndim) for table in (self.cos, self.sin)
+        )
+        partner = jnp.einsum("...h,hg->...g", x, self.swap(x.dtype), precision="highest",
+                             preferred_element_type=cos.dtype)  # fmt: skip
+        return (x.astype(cos.dtype) * cos + partner * sin).astype(x.dtype)
+
+
+class Turned(Struct):
+    """Queries or keys x [*B, T, N, H] that are yet to be rotated, by a kernel that can, or before.
+
+    An array with another type, so that no one takes x for the rotated one.
+    """
+
+    x: jax.Array
+    turn: Turn
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of x."""
+        return self.x.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of x."""
+        return self.x.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of x."""
+        return self.x.dtype
+
+
+def is_turned(x: Any) -> bool:
+    """Return True if x is `Turned`."""
+    return isinstance(x, Turned)
+
+
+def settle(tree: Any) -> Any:
+    """Return a tree whose `Turned` arrays are rotated."""
+    return jax.tree.map(lambda x: x.turn(x.x) if is_turned(x) else x, tree, is_leaf=is_turned)
