@@ -19,7 +19,7 @@ from flax_mha.kernels.call.capture import as_capture
 from flax_mha.kernels.call.derivatives import any_derivative as any_derivative
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.spec import Platform as Platform
-from flax_mha.kernels.call.stored import dequantize
+from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.choose import KERNELS as KERNELS
 from flax_mha.kernels.choose import Explanation as Explanation
 from flax_mha.kernels.choose import KernelName as KernelName
@@ -126,7 +126,8 @@ def dot_product_attention(
     _, name = choose.parse_kernel(kernel)
     reads = return_residuals or (capture is not None and "lse" in capture.what)
     if return_weights or capture:
-        q, k, spec = spec.turned(q, k)
+        turned: tuple[jax.Array, jax.Array | Stored, Any] = spec.turned(q, k)
+        q, k, spec = turned
     call_spec = spec.replace(
         invalid=None, reads_lse=reads, exact_lse=return_residuals, blocks=blocks
     )

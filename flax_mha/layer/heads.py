@@ -81,16 +81,14 @@ def project_heads(
         if places and k is not None and in_kernel and _may_turn_later(p, settings, call, source):
             rotary: Any = settings.rotary
             turns = rotary.turn(q, places[0]), rotary.turn(k, places[1])
-        elif places:
+        elif places is not None:
             q, k = turn(settings.rotary, q, k, *places)
     if norms_after:
         q, k = norm(p, q, k)
     return Heads(q, k, v, gate, order, same_tokens, turns)
 
 
-def _may_turn_later(
-    p: Mapping[str, Any], settings: Settings, call: Call, source: Source
-) -> bool:
+def _may_turn_later(p: Mapping[str, Any], settings: Settings, call: Call, source: Source) -> bool:
     """Return True if a kernel for TPUs may rotate, because it alone reads queries and keys."""
     return (
         sharding.platform() == "tpu"
@@ -144,7 +142,7 @@ def turn_positions(
 
 
 def turn(
-    rotary: Rotation, q: jax.Array, k: jax.Array | None, q_pos: Any, k_pos: Any
+    rotary: Any, q: jax.Array, k: jax.Array | None, q_pos: Any, k_pos: Any
 ) -> tuple[jax.Array, Any]:
     """Return queries and keys, rotated by their positions."""
     return _rotate(rotary, q, q_pos), None if k is None else _rotate(rotary, k, k_pos)

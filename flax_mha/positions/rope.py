@@ -49,8 +49,7 @@ class PairRotation:
 
     def turn(self, x: jax.Array, positions: jax.Array) -> Turn:
         """Return the rotation of x, not applied."""
-        theta, *how = self.angles(x, positions)
-        return Turn.of(shapes.lead(theta, x.ndim - 1), x.shape[-1], *how)
+        return _turn(x, self.angles(x, positions))
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotate x [*B, T, N, H] by its positions."""
@@ -65,7 +64,7 @@ def rotate_pairs(x: jax.Array, angles: Angles) -> jax.Array:
         if sharding.platform() == "tpu":
             # A TPU pads the halves of x to whole vectors, and writes them. A matrix that swaps them
             # is part of the pass that rotates.
-            return Turn.of(shapes.lead(theta, x.ndim - 1), x.shape[-1], interleaved, size)(x)
+            return _turn(x, Angles(theta, interleaved, size))(x)
         theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
         cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
         R = 2 * theta.shape[-1]
@@ -76,6 +75,12 @@ def rotate_pairs(x: jax.Array, angles: Angles) -> jax.Array:
         return jnp.concatenate([pairs.astype(x.dtype), unrotated], axis=-1)
 
     return sharding.auto(rotate, (), x, theta)
+
+
+def _turn(x: jax.Array, angles: Angles) -> Turn:
+    """Return the rotation of x [*B, T, N, H] by angles."""
+    theta = shapes.lead(angles.theta, x.ndim - 1)
+    return Turn.of(theta, x.shape[-1], angles.interleaved, angles.size)
 
 
 def check_base(base: float) -> None:

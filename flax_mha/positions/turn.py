@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Shape, lead
 from flax_mha.base.trees import Struct
@@ -36,15 +37,20 @@ class Turn(Struct):
     def of(cls, theta: jax.Array, features: int, interleaved: bool, size: float = 1.0) -> "Turn":
         """Return the rotation by angles theta [*B|1, T, P], times a size."""
         P = theta.shape[-1]
-        cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
-        cos, sin = (
-            jnp.repeat(a, 2, -1) if interleaved else jnp.concatenate([a, a], -1) for a in (cos, sin)
-        )
         is_second = np.arange(2 * P) % 2 == 1 if interleaved else np.arange(2 * P) >= P
-        rest = [(0, 0)] * (cos.ndim - 1) + [(0, features - 2 * P)]
-        cos = jnp.pad(cos, rest, constant_values=1)
-        sin = jnp.pad(jnp.where(is_second, sin, -sin), rest)
-        return cls(*(ScoreArray(x[..., None, :, :]) for x in (cos, sin)), P, interleaved)
+
+        def tables(theta: jax.Array) -> list[jax.Array]:
+            found = []
+            for function, rest in ((jnp.cos, 1), (jnp.sin, 0)):
+                x = function(theta) if size == 1 else size * function(theta)
+                x = jnp.repeat(x, 2, -1) if interleaved else jnp.concatenate([x, x], -1)
+                x = x if rest else jnp.where(is_second, x, -x)
+                missing = [(0, 0)] * (x.ndim - 1) + [(0, features - 2 * P)]
+                found.append(jnp.pad(x, missing, constant_values=rest)[..., None, :, :])
+            return found
+
+        cos, sin = sharding.auto(tables, [(), ()], theta)
+        return cls(ScoreArray(cos), ScoreArray(sin), P, interleaved)
 
     def swap(self, dtype: Any) -> jax.Array:
         """Return the matrix [H, H] of partner(x). The product with it is exact in float32."""
@@ -86,6 +92,13 @@ class Turned(Struct):
     def dtype(self) -> Any:
         """The dtype of x."""
         return self.x.dtype
+
+
+def split(q: Any, k: Any) -> tuple[Any, Any, tuple[Turn, Turn] | None]:
+    """Return queries and keys as arrays, and the rotations of both if they are `Turned`."""
+    if isinstance(q, Turned) and isinstance(k, Turned):
+        return q.x, k.x, (q.turn, k.turn)
+    return q, k, None
 
 
 def is_turned(x: Any) -> bool:

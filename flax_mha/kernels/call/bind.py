@@ -18,10 +18,10 @@ from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec, nan_where
 from flax_mha.kernels.call.stored import Stored
 from flax_mha.masks.algebra import resolve, split_invalid
-from flax_mha.positions.turn import Turned
+from flax_mha.positions import turn
 from flax_mha.scores import Bias, ScoreMod, Vectors, as_scores
 
-Keyed: TypeAlias = Array | Stored | Turned
+Keyed: TypeAlias = Array | Stored
 
 
 class Options(TypedDict, total=False):
@@ -60,9 +60,7 @@ def bind_call(
     normalizer: str = SOFTMAX,
 ) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
     """Check a call's arguments, and return q, k, v and an `AttentionSpec`."""
-    turns = None
-    if isinstance(q, Turned) and isinstance(k, Turned):
-        turns, q, k = (q.turn, k.turn), q.x, k.x
+    q, k, turns = turn.split(q, k)
     q = jnp.asarray(checks.floating("q", q))
     if isinstance(k, Stored) and isinstance(v, Stored):
         k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,10 @@ from flax_mha.masks import Mask
 from flax_mha.masks.algebra import evaluate
 from flax_mha.positions.turn import Turn
 from flax_mha.scores import ScoreMod, Vectors, changed
+
+
+# An array, or the `Stored` keys of a cache, which are never to be rotated.
+Keys = TypeVar("Keys", bound=Any)
 
 
 class Sums(NamedTuple):
@@ -169,12 +173,13 @@ class AttentionSpec(struct.PyTreeNode):
         arrays = {"row": self.row_ids, "head": self.head_ids, "q": self.q_pos, "k": self.k_pos}
         return at._replace(**{n: x.array for n, x in arrays.items() if x is not None})
 
-    def turned(self, q: jax.Array, k: Any) -> "tuple[jax.Array, Any, AttentionSpec]":
+    def turned(self, q: jax.Array, k: Keys) -> "tuple[jax.Array, Keys, AttentionSpec]":
         """Return queries and keys after their rotation, and the spec without it."""
         if self.turns is None:
             return q, k, self
         of_q, of_k = self.turns
-        return of_q(q), of_k(k), self.replace(turns=None)
+        rotated: Any = of_k(k)
+        return of_q(q), rotated, self.replace(turns=None)
 
     @property
     def vectors(self) -> bool:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import private_jax, shapes
-from flax_mha.base.coordinates import Array, flat_batch
+from flax_mha.base.coordinates import Array, ScoreArray, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import (
     AttentionSpec,
@@ -125,13 +125,16 @@ def _tables(spec: AttentionSpec, q: jax.Array, lengths: tuple[int, int]) -> Tabl
     """Return the tables of a rotation in the kernel, padded to the lengths."""
     if spec.turns is None:
         return None
-    tables, dims = list[jax.Array](), Dims.of(q, q, q)
-    for turn, length in zip(spec.turns, lengths, strict=True):
-        for x in (turn.cos, turn.sin):
-            flat = jnp.asarray(flat_batch(x.array, dims))
-            missing = length - flat.shape[2]
-            tables.append(jnp.pad(flat, ((0, 0), (0, 0), (0, missing), (0, 0))))
-    return Tables(*tables, spec.turns[0].swap(q.dtype))
+
+    def table(x: ScoreArray, length: int) -> jax.Array:
+        flat = jnp.asarray(flat_batch(x.array, Dims.of(q, q, q)))
+        return jnp.pad(flat, ((0, 0), (0, 0), (0, length - flat.shape[2]), (0, 0)))
+
+    (of_q, of_k), (T, S) = spec.turns, lengths
+    return Tables(
+        table(of_q.cos, T), table(of_q.sin, T), table(of_k.cos, S), table(of_k.sin, S),
+        of_q.swap(q.dtype),
+    )  # fmt: skip
 
 
 def _tile_states(spec: AttentionSpec, dims: Dims, plan: Plan, table: int) -> Array:
