@@ -32,8 +32,9 @@ from experiments.measure import machine, timing
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from experiments.runs.failures import RunError
-from flax_mha import KVCache, dot_product_attention, masks, scores, sharding
+from flax_mha import KVCache, dot_product_attention, masks, positions, scores, sharding
 from flax_mha.kernels import KERNELS
+from flax_mha.positions.turn import Turned
 
 # The worst token's error of half precision, and of float32.
 BOUNDS = {"bfloat16": 0.05, "float32": 0.002}
@@ -81,6 +82,13 @@ def _last_of_cache(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax
     return cache.attend(q, jnp.broadcast_to(jnp.arange(S - T, S), (*B, T)), **call)
 
 
+def _rotated(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array:
+    """Attend from queries to keys that the kernel rotates, if it can."""
+    rotation = positions.Rotary()
+    turned: Any = [Turned(x, rotation.turn(x, jnp.arange(x.shape[-3]))) for x in (q, k)]
+    return dot_product_attention(*turned, v, **call)
+
+
 def _packed(n: Sizes) -> dict[str, Any]:
     ids = jnp.asarray(np.arange(n.T) * 5 // n.T)
     return {"mask": CAUSAL & masks.Segments(jnp.stack([ids, ids // 2]))}
@@ -113,6 +121,7 @@ CALLS: dict[str, Call] = {
     "dropout": Call(
         lambda n: {"mask": CAUSAL, "dropout_rate": 0.2, "dropout_rng": jax.random.key(3)}
     ),
+    "rotated": Call(lambda n: {"mask": CAUSAL}, attend=_rotated),
     "cache": Call(lambda n: {}, change=lambda n: n._replace(T=n.T // 32), attend=_last_of_cache),
     # Masked keys and values are NaN, which must change nothing.
     "NaN": Call(lambda n: {"mask": masks.Lengths(jnp.array([n.S // 3, n.S // 2]))}),
