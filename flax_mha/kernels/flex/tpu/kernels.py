@@ -22,9 +22,9 @@ from flax_mha.base.coordinates import Array, At
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.passes import Arrays, split
 from flax_mha.kernels.flex.tile import FlexCall, Tile
-from flax_mha.kernels.flex.tpu import turned as turned_blocks
+from flax_mha.kernels.flex.tpu import turned as rotation
 from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder, Visits, list_visits, read
-from flax_mha.kernels.flex.tpu.turned import Turned
+from flax_mha.kernels.flex.tpu.turned import TurnedBlocks
 from flax_mha.kernels.xla import softmax
 from flax_mha.masks import FULL, PARTIAL
 
@@ -42,7 +42,7 @@ def turns(call: FlexCall, dtype: Any) -> bool:
     """Return True if the kernels can rotate queries and keys. See `Machine`."""
     is_learned = any(operand.is_learned for operand in call.leaves)
     whole = _stretch(call, dtype) == call.plan.nk
-    return whole and not is_learned and turned_blocks.fits(call, dtype)
+    return whole and not is_learned and rotation.fits(call, dtype)
 
 
 def _stretch(call: FlexCall, dtype: Any) -> int:
@@ -175,7 +175,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
         (q, k, v), more, (top, total, acc, *memory) = ins[:3], ins[3:], sums
         sinks, tables = more[:has_sinks], more[has_sinks:]
         results, stats = outs[: len(parts)], outs[len(parts) :]
-        turned = Turned.of(call.plan, tables, memory)
+        turned = TurnedBlocks.of(call.plan, tables, memory)
 
         @pl.when(step.begin)
         def begin() -> None:
@@ -223,12 +223,12 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
         (x.v, order.block((bk, Hv), "rhj.")),
     ]  # fmt: skip
     inputs += [] if x.sinks is None else [(x.sinks, order.block((1, 1), ".n.."))]
-    inputs += turned_blocks.inputs(x.tables, order)
+    inputs += rotation.inputs(x.tables, order)
     outputs = [(part, order.block((bq, Hv), "rni.")) for part in parts]
     if call.reads_sums:
         outputs.append((Shape((R, N, 2, T), f32), order.block((2, bq), "rn.i")))
     scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
-    scratch += turned_blocks.scratch(x.tables, call.plan, x.q.dtype)
+    scratch += rotation.scratch(x.tables, call.plan, x.q.dtype)
     found = _run(call, x, order, "flex_forward", inputs, outputs, scratch, body)
     stats = found[-1] if call.reads_sums else jnp.zeros((R, N, 2, T), f32)
     return list(found[: len(parts)]), stats
@@ -317,7 +317,7 @@ def _stretch_gradients(
         (q, k, v, do, numbers), more, (dq, dk, dv) = ins[:5], ins[5:], outs
         queries, marked, dq_acc, dk_acc, dv_acc, *memory = sums
         # The kernel rotates only if one stretch has all keys.
-        turned = Turned.of(call.plan, more, memory) if x.tables else None
+        turned = TurnedBlocks.of(call.plan, more, memory) if x.tables else None
         earlier = [] if turned else more
         keys = pl.ds(pl.multiple_of(step.near * bk, bk), bk)
 
@@ -364,14 +364,14 @@ def _stretch_gradients(
     queries = order.block((bq, H), "rni.")
     inputs = _inputs(call, x, order, dout, stats)
     inputs += [] if before is None else [(before, queries)]
-    inputs += turned_blocks.inputs(x.tables, order)
+    inputs += rotation.inputs(x.tables, order)
     outputs = [(Shape(x.q.shape, x.q.dtype if before is None else f32), queries)]
     for y in (x.k, x.v):
         of_stretch = order.block((rows, y.shape[-1]), "rh..")
         outputs.append((Shape((R, K, rows, y.shape[-1]), y.dtype), of_stretch))
     scratch = [*[Shape((bq, H), x.q.dtype)] * 2]
     scratch += [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
-    scratch += turned_blocks.scratch(x.tables, call.plan, x.q.dtype)
+    scratch += rotation.scratch(x.tables, call.plan, x.q.dtype)
     aliases = {} if before is None else {len(inputs) - 1: 0}
     args = inputs, outputs, scratch, body, aliases
     dq, dk, dv = _run(call.swapped, x, order, "flex_backward", *args)

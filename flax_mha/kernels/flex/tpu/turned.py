@@ -52,7 +52,7 @@ def scratch(tables: Tables | None, plan: Plan, dtype: Any) -> list[Any]:
     ]
 
 
-class Turned(NamedTuple):
+class TurnedBlocks(NamedTuple):
     """The rotation of a running kernel: its inputs, and its memory."""
 
     plan: Plan
@@ -62,7 +62,7 @@ class Turned(NamedTuple):
     met: Any
 
     @classmethod
-    def of(cls, plan: Plan, tables: list[Any], memory: list[Any]) -> "Turned | None":
+    def of(cls, plan: Plan, tables: list[Any], memory: list[Any]) -> "TurnedBlocks | None":
         """Return the rotation, given references to `inputs` and `scratch`, or None."""
         return cls(plan, Tables(*tables), *memory) if tables else None
 
