@@ -116,7 +116,11 @@ class TurnedBlocks(NamedTuple):
     def _turn_back(self, dy: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Return the gradient of x, float32, from that of the rotated x."""
         cos, sin = angles
-        return dy * cos + self._partner(dy * sin)
+        product, half = dy * sin, self.tables.swap.dtype
+        # Two parts in bfloat16 have 16 bits of the gradient, which is then rounded to 8.
+        part = product.astype(half).astype(jnp.float32)
+        rest = self._partner((product - part).astype(half)) if half == jnp.bfloat16 else 0.0
+        return dy * cos + self._partner(part.astype(half)) + rest
 
     def _partner(self, x: jax.Array) -> jax.Array:
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
