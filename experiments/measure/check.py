@@ -85,8 +85,11 @@ def _last_of_cache(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax
 def _rotated(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array:
     """Attend from queries to keys that the kernel rotates, if it can."""
     rotation = positions.Rotary()
-    turned: Any = [Turned(x, rotation.turn(x, jnp.arange(x.shape[-3]))) for x in (q, k)]
-    return dot_product_attention(*turned, v, **call)
+
+    def turned(x: jax.Array) -> Any:
+        return Turned(x, rotation.turn(x, jnp.arange(x.shape[-3])))
+
+    return dot_product_attention(turned(q), turned(k), v, **call)
 
 
 def _packed(n: Sizes) -> dict[str, Any]:

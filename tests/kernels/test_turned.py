@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, positions, sharding
-from flax_mha.kernels.flex.tpu import turned as blocks
+from flax_mha.kernels.flex.tpu import loaded
 from flax_mha.masks import Causal, Window
 from flax_mha.positions.turn import Turned
 from flax_mha.scores import Alibi, RelativeBias
@@ -30,13 +30,13 @@ SHUFFLED = jnp.asarray(RNG.permuted(np.tile(np.arange(T), (2, 1)), axis=1))
 def rotates(tpu: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Run on a TPU, and list whether each kernel rotates."""
     found = list[bool]()
-    inputs = blocks.inputs
+    tables = loaded.tables
 
-    def spy(tables: Any, order: Any) -> Any:
-        found.append(tables is not None)
-        return inputs(tables, order)
+    def spy(x: Any, order: Any) -> Any:
+        found.append(x.tables is not None)
+        return tables(x, order)
 
-    monkeypatch.setattr(blocks, "inputs", spy)
+    monkeypatch.setattr(loaded, "tables", spy)
     return found
 
 
@@ -174,7 +174,8 @@ def test_mesh_matches_one_device(rotates: list[bool], kind: AxisType) -> None:
     rotates.clear()
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         found = jax.jit(lambda *x: pulled(later(ROTATIONS["whole"]), x, places, mask=Causal()))(*x)
-    assert rotates and all(rotates)
+    assert rotates
+    assert all(rotates)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
 

@@ -22,7 +22,6 @@ from flax_mha.masks.algebra import evaluate
 from flax_mha.positions.turn import Turn
 from flax_mha.scores import ScoreMod, Vectors, changed
 
-
 # An array, or the `Stored` keys of a cache, which are never to be rotated.
 Keys = TypeVar("Keys", bound=Any)
 

@@ -22,9 +22,9 @@ from flax_mha.base.coordinates import Array, At
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.passes import Arrays, split
 from flax_mha.kernels.flex.tile import FlexCall, Tile
-from flax_mha.kernels.flex.tpu import turned as rotation
+from flax_mha.kernels.flex.tpu import loaded
+from flax_mha.kernels.flex.tpu.loaded import Loaded
 from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder, Visits, list_visits, read
-from flax_mha.kernels.flex.tpu.turned import TurnedBlocks
 from flax_mha.kernels.xla import softmax
 from flax_mha.masks import FULL, PARTIAL
 
@@ -42,7 +42,7 @@ def turns(call: FlexCall, dtype: Any) -> bool:
     """Return True if the kernels can rotate queries and keys. See `Machine`."""
     is_learned = any(operand.is_learned for operand in call.leaves)
     whole = _stretch(call, dtype) == call.plan.nk
-    return whole and not is_learned and rotation.fits(call, dtype)
+    return whole and not is_learned and loaded.fits(call, dtype)
 
 
 def _stretch(call: FlexCall, dtype: Any) -> int:
@@ -175,7 +175,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
         (q, k, v), more, (top, total, acc, *memory) = ins[:3], ins[3:], sums
         sinks, tables = more[:has_sinks], more[has_sinks:]
         results, stats = outs[: len(parts)], outs[len(parts) :]
-        turned = TurnedBlocks.of(call.plan, tables, memory)
+        turned = Loaded.of(call.plan, tables, memory) if tables else None
 
         @pl.when(step.begin)
         def begin() -> None:
@@ -185,11 +185,11 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
             top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
 
         if turned:
-            turned.load(step, q, k, lambda x: x)
+            turned.load(step, lambda x: x, q, k)
 
         def visit(masked: bool) -> None:
             tile, values = make(masked), v[...]
-            queries, keys = (turned.q, turned.k[turned.keys(step.j), :]) if turned else (q, k[...])
+            queries, (keys,) = (turned.q, turned.read(step)) if turned else (q, [k[...]])
             if masked and call.guarded:
                 # The mask can hide scores, but not products. So a value that is not finite marks
                 # its key. In a full tile, all queries see it.
@@ -223,12 +223,12 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
         (x.v, order.block((bk, Hv), "rhj.")),
     ]  # fmt: skip
     inputs += [] if x.sinks is None else [(x.sinks, order.block((1, 1), ".n.."))]
-    inputs += rotation.inputs(x.tables, order)
+    inputs += loaded.tables(x, order)
     outputs = [(part, order.block((bq, Hv), "rni.")) for part in parts]
     if call.reads_sums:
         outputs.append((Shape((R, N, 2, T), f32), order.block((2, bq), "rn.i")))
     scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
-    scratch += rotation.scratch(x.tables, call.plan, x.q.dtype)
+    scratch += loaded.memory(call.plan, call.plan.padded[1], x.q, x.k) if x.tables else []
     found = _run(call, x, order, "flex_forward", inputs, outputs, scratch, body)
     stats = found[-1] if call.reads_sums else jnp.zeros((R, N, 2, T), f32)
     return list(found[: len(parts)]), stats
@@ -315,10 +315,10 @@ def _stretch_gradients(
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
         (q, k, v, do, numbers), more, (dq, dk, dv) = ins[:5], ins[5:], outs
-        queries, marked, dq_acc, dk_acc, dv_acc, *memory = sums
+        marked, dq_acc, dk_acc, dv_acc, *memory = sums
         # The kernel rotates only if one stretch has all keys.
-        turned = TurnedBlocks.of(call.plan, more, memory) if x.tables else None
-        earlier = [] if turned else more
+        earlier, tables = ([], more) if x.tables else (more, [])
+        own = Loaded.of(call.plan, tables, memory)
         keys = pl.ds(pl.multiple_of(step.near * bk, bk), bk)
 
         @pl.when(step.first)
@@ -327,51 +327,44 @@ def _stretch_gradients(
                 ref[...] = jnp.zeros_like(ref)
 
         # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
-        clean = finite if call.guarded else lambda y: y
-        if turned:
-            turned.load(step, q, k, clean)
+        own.load(step, finite if call.guarded else lambda y: y, q, k, v)
 
         @pl.when(step.begin)
         def begin() -> None:
             dq_acc[...] = earlier[0][...] if earlier else jnp.zeros_like(dq_acc)
-            queries[...] = turned.q[...] if turned else clean(q[...])
-            marked[...] = _marked(call, queries[...], numbers)
+            marked[...] = _marked(call, own.q[...], numbers)
 
         def visit(masked: bool) -> None:
-            kk, vv = turned.k[keys, :] if turned else clean(k[...]), clean(v[...])
+            kk, vv = own.read(step)
             args = marked[...], kk, vv, do[...], _stats(call, numbers)
             p, ds, _ = _gradient(make(masked), *args)
             p, ds = p.astype(do.dtype), ds.astype(q.dtype)
             dv_acc[keys, :] += dot(call, p, do[...], 1, 0)
-            dk_acc[keys, :] += dot(call, ds, queries[...], 1, 0)
+            dk_acc[keys, :] += dot(call, ds, own.q[...], 1, 0)
             dq_acc[...] += dot(call, ds, kk, 0, 0)
 
         _visit(call, step, visit)
 
         @pl.when(step.end)
         def end() -> None:
-            of_q = dq_acc[...]
-            dq[...] = (turned.turn_back_queries(step, of_q) if turned else of_q).astype(dq.dtype)
+            dq[...] = own.turn_back_queries(step, dq_acc[...]).astype(dq.dtype)
 
         @pl.when(step.last)
         def end_stretch() -> None:
-            if turned:
-                turned.turn_back_keys(dk, dk_acc)
-            else:
-                dk[...] = dk_acc[...].astype(dk.dtype)
+            own.turn_back_keys(dk, dk_acc)
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
     queries = order.block((bq, H), "rni.")
     inputs = _inputs(call, x, order, dout, stats)
     inputs += [] if before is None else [(before, queries)]
-    inputs += rotation.inputs(x.tables, order)
+    inputs += loaded.tables(x, order)
     outputs = [(Shape(x.q.shape, x.q.dtype if before is None else f32), queries)]
     for y in (x.k, x.v):
         of_stretch = order.block((rows, y.shape[-1]), "rh..")
         outputs.append((Shape((R, K, rows, y.shape[-1]), y.dtype), of_stretch))
-    scratch = [*[Shape((bq, H), x.q.dtype)] * 2]
+    scratch = [Shape((bq, H), x.q.dtype)]
     scratch += [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
-    scratch += rotation.scratch(x.tables, call.plan, x.q.dtype)
+    scratch += loaded.memory(call.plan, rows, x.q, x.k, x.v)
     aliases = {} if before is None else {len(inputs) - 1: 0}
     args = inputs, outputs, scratch, body, aliases
     dq, dk, dv = _run(call.swapped, x, order, "flex_backward", *args)

@@ -1,0 +1,144 @@
+"""Queries, keys and values in fast memory as tiles read them: rotated, and finite.
+
+A block of queries is loaded where its first tile begins, and a block of keys where a sum first
+meets it. The tables of cosines and sines stay in fast memory for all heads.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flax_mha.kernels.chips import tpus
+from flax_mha.kernels.flex.passes import Arrays, Tables
+from flax_mha.kernels.flex.tile import FlexCall
+from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder
+from flax_mha.kernels.xla.tile_plan import Plan
+
+Clean = Callable[[jax.Array], jax.Array]
+
+
+def fits(call: FlexCall, dtype: Any) -> bool:
+    """Return True if the tables and all keys of a head fit in a third of the fast memory."""
+    (T, S), H = call.plan.padded, max(128, call.plan.dims.H)
+    # Tables are stored twice, as all blocks that a kernel loads.
+    held = 2 * 2 * 4 * (T + S) * H + S * H * jnp.dtype(dtype).itemsize
+    return held <= tpus.memory(call.device) // 3
+
+
+def tables(x: Arrays, order: TileOrder) -> list[tuple[jax.Array, Any]]:
+    """Return the tables of a rotation as inputs of a kernel, if it rotates."""
+    if x.tables is None:
+        return []
+    *of_tokens, swap = x.tables
+    blocks = [
+        (y, order.block(y.shape[2:], ("r" if len(y) > 1 else ".") + "...")) for y in of_tokens
+    ]
+    return [*blocks, (swap, order.block(swap.shape, ".."))]
+
+
+def memory(plan: Plan, keys: int, *arrays: jax.Array) -> list[Any]:
+    """Return the memory of a block of queries, and of some keys and perhaps values.
+
+    `arrays` are q, k and perhaps v.
+    """
+    lengths = plan.block_q, keys, keys
+    shapes = [
+        jax.ShapeDtypeStruct((n, y.shape[-1]), y.dtype)
+        for n, y in zip(lengths, arrays, strict=False)
+    ]
+    return [*shapes, pltpu.SMEM((keys // plan.block_k,), jnp.int32)]
+
+
+class Loaded(NamedTuple):
+    """The memory of a running kernel, given references to the inputs `tables`, and to `memory`."""
+
+    plan: Plan
+    tables: Any
+    q: Any
+    of_keys: Sequence[Any]
+    met: Any
+
+    @classmethod
+    def of(cls, plan: Plan, tables: Sequence[Any], memory: Sequence[Any]) -> "Loaded":
+        """Return the memory, with rotations if there are tables."""
+        q, *of_keys, met = memory
+        return cls(plan, Tables(*tables) if tables else None, q, of_keys, met)
+
+    def load(self, step: Step, clean: Clean, q: Any, *of_keys: Any) -> None:
+        """Load the queries, keys and perhaps values of a step that its sum has not met."""
+
+        @pl.when(step.first)
+        def forget() -> None:
+            for j in range(self.met.shape[0]):
+                self.met[j] = 0
+
+        @pl.when(step.begin)
+        def load_queries() -> None:
+            self.q[...] = clean(self._turn(q[...], *self._queries_of(step)))
+
+        @pl.when(self.met[step.near] == 0)
+        def load_keys() -> None:
+            self.met[step.near] = 1
+            k, *values = (y[...] for y in of_keys)
+            at = self._places(step.near)
+            for ref, y in zip(self.of_keys, [self._turn(k, 2, at), *values], strict=True):
+                ref[at, :] = clean(y)
+
+    def read(self, step: Step) -> list[jax.Array]:
+        """Return the keys, and perhaps values, of a step."""
+        return [ref[self._places(step.near), :] for ref in self.of_keys]
+
+    def turn_back_queries(self, step: Step, dq: jax.Array) -> jax.Array:
+        """Return the gradient of a block of queries before their rotation."""
+        return self._turn_back(dq, *self._queries_of(step))
+
+    def turn_back_keys(self, dk: Any, gradients: Any) -> None:
+        """Write the gradients of all keys before their rotation, from those after it."""
+        if self.tables is None:
+            dk[...] = gradients[...].astype(dk.dtype)
+            return
+
+        def write(j: jax.Array, _: None) -> None:
+            at = self._places(j)
+            dk[at, :] = self._turn_back(gradients[at, :], 2, at).astype(dk.dtype)
+
+        lax.fori_loop(0, self.plan.nk, write, None)
+
+    def _queries_of(self, step: Step) -> tuple[int, Any]:
+        """Return the first table of queries, and the places of a step's."""
+        block = self.plan.block_q
+        return 0, pl.ds(pl.multiple_of(step.i * block, block), block)
+
+    def _places(self, j: Any) -> Any:
+        """Return the places of a block of keys."""
+        return pl.ds(pl.multiple_of(j * self.plan.block_k, self.plan.block_k), self.plan.block_k)
+
+    def _turn(self, x: jax.Array, table: int, at: Any) -> jax.Array:
+        """Return x·cos + partner(x)·sin, given its first table and its places there."""
+        if self.tables is None:
+            return x
+        cos, sin = (ref[at, :] for ref in self.tables[table : table + 2])
+        return (x.astype(jnp.float32) * cos + self._partner(x) * sin).astype(x.dtype)
+
+    def _turn_back(self, dy: jax.Array, table: int, at: Any) -> jax.Array:
+        """Return the gradient of x, float32, from that of the rotated x."""
+        if self.tables is None:
+            return dy
+        cos, sin = (ref[at, :] for ref in self.tables[table : table + 2])
+        product, half = dy * sin, self.tables.swap.dtype
+        # Two parts in bfloat16 have 16 bits of the gradient, which is then rounded to 8.
+        part = product.astype(half)
+        rest = (product - part.astype(jnp.float32)).astype(half)
+        other = self._partner(rest) if half == jnp.bfloat16 else 0.0
+        return dy * cos + self._partner(part) + other
+
+    def _partner(self, x: jax.Array) -> jax.Array:
+        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return lax.dot(
+            x, self.tables.swap[...], precision=precision, preferred_element_type=jnp.float32
+        )
