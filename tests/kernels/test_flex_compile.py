@@ -11,7 +11,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.plan.compiled import dumped
-from flax_mha import dot_product_attention, explain, sharding
+from flax_mha import MultiHeadAttention, dot_product_attention, explain, sharding
+from flax_mha.kernels.flex.tpu import loaded
 from flax_mha.masks import (
     BlockSparse,
     Causal,
@@ -24,6 +25,7 @@ from flax_mha.masks import (
     Segments,
     Window,
 )
+from flax_mha.positions import Rotary
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 
 pytestmark = [
@@ -156,6 +158,38 @@ def test_largest_blocks_fit_in_memory(tpu, which: str) -> None:
     generation, H = which.split()
     # On a v6e, blocks of 1,024.
     compiled(generation, 4096, int(H), call, ((N,),), jnp.float32)
+
+
+@pytest.mark.sampled(0, slow=0.4)
+@pytest.mark.parametrize(
+    "which",
+    ["v4 1024 128", "v5e 8192 128", "v5e 4096 64", "v5p 4096 128", "v6e 4096 256", "v6e 2048 128"],
+)
+def test_kernel_rotates_with_large_tables(tpu, monkeypatch, which: str) -> None:
+    generation, T, H = which.split()[0], *map(int, which.split()[1:])
+    dtype = jnp.float32 if which == "v6e 2048 128" else jnp.bfloat16
+    rotates, tables = [], loaded.tables
+    monkeypatch.setattr(
+        loaded, "tables", lambda x, order: rotates.append(x.tables is not None) or tables(x, order)
+    )
+    layer = MultiHeadAttention(4, head_dim=H, rotary=Rotary(), mask=Causal(), dtype=dtype)
+    params = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 4, 64)))
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
+    mesh = Mesh(np.array(topology.devices[:1]), ("all",), axis_types=(AxisType.Auto,))
+    x, params = jax.tree.map(
+        lambda y: jax.ShapeDtypeStruct(
+            y.shape, y.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+        ),
+        (jax.ShapeDtypeStruct((1, T, 64), dtype), params),
+    )
+
+    def loss(params, x):
+        return (layer.apply(params, x).astype(jnp.float32) ** 2).sum()
+
+    with jax.set_mesh(mesh):
+        text, _ = dumped(jax.jit(jax.grad(loss, (0, 1))).lower(params, x))
+    assert "flex_backward" in text
+    assert rotates == [True, True]
 
 
 def test_flex_on_mesh_gathers_nothing(tpu) -> None:

@@ -61,7 +61,7 @@ def block_choices(dims: Dims, device: str) -> list[tuple[tuple[int, int], float]
     """Return pairs of queries and keys of a block, with the relative cost of a score."""
     features = max(dims.H, dims.Hv)
     if memory(device) <= _LEAST * 2**20 and 128 < features <= 256:
-        # Half of the memory holds the gradients of keys. 512² does not compile.
+        # Nearly half of the memory holds the gradients of keys. 512² does not compile in float32.
         return [((_equal(dims.T, 256), _equal(dims.S, 256)), 1.0)]
     found = [(blocks(dims), 1.0)]
     if device in _LARGE and features <= 256:

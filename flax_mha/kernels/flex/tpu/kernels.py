@@ -46,13 +46,13 @@ def turns(call: FlexCall, dtype: Any) -> bool:
 
 
 def _stretch(call: FlexCall, dtype: Any) -> int:
-    """Return the blocks of keys whose gradients fill half of the fast memory, or all.
+    """Return the blocks of keys that fill 7/16 of the fast memory with their gradients, or all.
 
-    A key has a sum in float32, and a result that is stored twice while it is copied.
+    A key has a sum in float32, a result that is stored twice while it is copied, and its features.
     """
     features = sum(map(_padded, (call.plan.dims.H, call.plan.dims.Hv)))
-    block = call.plan.block_k * features * (4 + 2 * jnp.dtype(dtype).itemsize)
-    most = max(1, tpus.memory(call.device) // 2 // block)
+    block = call.plan.block_k * features * (4 + 3 * jnp.dtype(dtype).itemsize)
+    most = max(1, tpus.memory(call.device) * 7 // 16 // block)
     return -(-call.plan.nk // -(-call.plan.nk // most))
 
 
