@@ -126,6 +126,7 @@ def dot_product_attention(
     _, name = choose.parse_kernel(kernel)
     reads = return_residuals or (capture is not None and "lse" in capture.what)
     if return_weights or capture:
+        # Not the kernel alone reads queries and keys.
         turned: tuple[jax.Array, jax.Array | Stored, Any] = spec.turned(q, k)
         q, k, spec = turned
     call_spec = spec.replace(

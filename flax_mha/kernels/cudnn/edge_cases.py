@@ -15,7 +15,7 @@ from flax_mha.kernels.call.spec import name_result
 from flax_mha.kernels.cudnn import bands, primitives
 from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.xla.softmax import FAR, finite, holds_nan, isolate_if, lost_queries
+from flax_mha.kernels.xla.softmax import FAR, finite, isolate_if, lost_queries
 
 # An output and its lse.
 Result = tuple[jax.Array, jax.Array]
@@ -44,8 +44,20 @@ def attend(
         return _attend(call, None, q, k, v, bias, sinks, band, result, reads_output=True)[0]
     # A band hides NaN of queries and keys from the output. A weight of 0 does not hide that of
     # values, nor a bias that of keys.
-    found = holds_nan(*(q, k, v) if call.hides else (v,)) if masked else None
+    found = _holds_nan(*(q, k, v) if call.hides else (v,)) if masked else None
     return _attend(call, found, q, k, v, bias, sinks, band, result)[0]
+
+
+def _holds_nan(*arrays: jax.Array) -> jax.Array:
+    """Return True if an array holds a value that is not finite.
+
+    A reduction is two kernels, where the matmul of `softmax.holds_nan` takes four. Arrays of one
+    shape share them.
+    """
+    by_shape = dict[tuple[int, ...], Any]()
+    for x in arrays:
+        by_shape[x.shape] = by_shape.get(x.shape, True) & jnp.isfinite(x)
+    return functools.reduce(jnp.logical_or, (~x.all() for x in by_shape.values()))
 
 
 def _attend(
@@ -81,7 +93,7 @@ def _attend_keys(
 
     if reads_output:
         result = attend()
-        return isolate_if(holds_nan(result[0]), isolate, lambda: result)
+        return isolate_if(_holds_nan(result[0]), isolate, lambda: result)
     # In place of a repair of the result, which a branch would copy.
     return attend() if found is None else isolate_if(found, isolate, attend)
 
@@ -136,7 +148,7 @@ def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
 
 def _forward(call: CudnnCall, masked: bool, *primals: Any) -> tuple[Result, tuple[Any, ...]]:
     q, k, v, *others = jax.tree.map(lambda x: x.value, primals)
-    found = holds_nan(*(q, k, v) if call.hides else (k, v)) if masked else None
+    found = _holds_nan(*(q, k, v) if call.hides else (k, v)) if masked else None
     return _attend(call, found, q, k, v, *others)
 
 
@@ -185,7 +197,7 @@ def _backward(
     # NaN of a query is in its lse, if it sees a key.
     is_seen = band.sees and bias is None
     read = jnp.where(is_empty, 0, lse_of_keys), dout, dlse, None if is_seen or call.hides else q
-    found = holds_nan(*jax.tree.leaves(read)) | (False if found is None else found)
+    found = _holds_nan(*jax.tree.leaves(read)) | (False if found is None else found)
     return *isolate_if(found, isolate, attend), None, None
 
 

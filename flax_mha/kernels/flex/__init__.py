@@ -11,6 +11,8 @@ ones included, run in the kernel, and so do the derivatives of scores. The backw
 the scores from the saved maximum and sum: on TPUs once for dq, dk and dv together, and in passes of
 their own for learned arrays, in memory of their size. XLA removes passes that are not needed.
 
+On TPUs the kernel rotates queries and keys, if their rotation is left to it.
+
 Sources: Dao, "FlashAttention-2", 2023; Dong et al., "Flex Attention", 2024, for the idea; Milakov
 and Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
@@ -25,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import private_jax, shapes
-from flax_mha.base.coordinates import Array, ScoreArray, flat_batch
+from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import (
     AttentionSpec,
@@ -43,6 +45,7 @@ from flax_mha.kernels.flex.traced import PRECISIONS, trace
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import FULL, PARTIAL
 from flax_mha.masks.states import is_static
+from flax_mha.positions.turn import Turn
 
 # The module of each platform's part, loaded when a call asks for it.
 _MACHINES = {"tpu": "tpu", "gpu": "hopper"}
@@ -126,15 +129,13 @@ def _tables(spec: AttentionSpec, q: jax.Array, lengths: tuple[int, int]) -> Tabl
     if spec.turns is None:
         return None
 
-    def table(x: ScoreArray, length: int) -> jax.Array:
-        flat = jnp.asarray(flat_batch(x.array, Dims.of(q, q, q)))
-        return jnp.pad(flat, ((0, 0), (0, 0), (0, length - flat.shape[2]), (0, 0)))
+    def stored(turn: Turn, length: int) -> tuple[jax.Array, jax.Array]:
+        flat = (jnp.asarray(flat_batch(x.array, Dims.of(q, q, q))) for x in (turn.cos, turn.sin))
+        cos, sin = (jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0))) for x in flat)
+        return cos, sin
 
-    (of_q, of_k), (T, S) = spec.turns, lengths
-    return Tables(
-        table(of_q.cos, T), table(of_q.sin, T), table(of_k.cos, S), table(of_k.sin, S),
-        of_q.swap(q.dtype),
-    )  # fmt: skip
+    of_q, of_k = map(stored, spec.turns, lengths)
+    return Tables(of_q, of_k, spec.turns[0].swap(q.dtype))
 
 
 def _tile_states(spec: AttentionSpec, dims: Dims, plan: Plan, table: int) -> Array:

@@ -16,17 +16,13 @@ class Tables(NamedTuple):
     """The rotation of queries and keys inside a kernel.
 
     Attributes:
-      q_cos: the factors of features, float32 [R|1, 1, T′, H].
-      q_sin: the factors of their partners.
-      k_cos: those of keys, float32 [R|1, 1, S′, H].
-      k_sin: the same.
+      q: the cosines and sines of queries, float32 [R|1, 1, T′, H], as of a `Turn`.
+      k: those of keys, float32 [R|1, 1, S′, H].
       swap: the matrix [H, H] of partners, in the dtype of q.
     """
 
-    q_cos: Any
-    q_sin: Any
-    k_cos: Any
-    k_sin: Any
+    q: tuple[Any, Any]
+    k: tuple[Any, Any]
     swap: Any
 
 

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha import sharding
 from flax_mha.base import loops, shapes
 from flax_mha.base.loops import select
 from flax_mha.kernels.call.spec import Result, Sums
@@ -67,12 +66,6 @@ _ISOLATE = "isolate_nan"
 
 def holds_nan(*arrays: jax.Array, axes: int = 1) -> jax.Array:
     """Return True if an array holds a value that is not finite. See `nan_flag` for `axes`."""
-    if sharding.platform() == "gpu":
-        # Two kernels, where the matmul of a flag takes four. Arrays of one shape share them.
-        by_shape = dict[tuple[int, ...], jax.Array]()
-        for x in arrays:
-            by_shape[x.shape] = by_shape.get(x.shape, True) & jnp.isfinite(x)
-        return functools.reduce(jnp.logical_or, (~x.all() for x in by_shape.values()))
     return functools.reduce(jnp.logical_or, (jnp.isnan(nan_flag(x, axes).sum()) for x in arrays))
 
 

@@ -34,7 +34,7 @@ def tables(x: Arrays, order: TileOrder) -> list[tuple[jax.Array, Any]]:
     """Return the tables of a rotation as inputs of a kernel, if it rotates."""
     if x.tables is None:
         return []
-    *of_tokens, swap = x.tables
+    *of_tokens, swap = jax.tree.leaves(x.tables)
     blocks = [
         (y, order.block(y.shape[2:], ("r" if len(y) > 1 else ".") + "...")) for y in of_tokens
     ]
@@ -67,7 +67,10 @@ class Loaded(NamedTuple):
     def of(cls, plan: Plan, tables: Sequence[Any], memory: Sequence[Any]) -> "Loaded":
         """Return the memory, with rotations if there are tables."""
         q, *of_keys, met = memory
-        return cls(plan, Tables(*tables) if tables else None, q, of_keys, met)
+        found = (
+            Tables((tables[0], tables[1]), (tables[2], tables[3]), tables[4]) if tables else None
+        )
+        return cls(plan, found, q, of_keys, met)
 
     def load(self, step: Step, clean: Clean, q: Any, *of_keys: Any) -> None:
         """Load the queries, keys and perhaps values of a step that its sum has not met."""
@@ -86,7 +89,7 @@ class Loaded(NamedTuple):
             self.met[step.near] = 1
             k, *values = (y[...] for y in of_keys)
             at = self._places(step.near)
-            for ref, y in zip(self.of_keys, [self._turn(k, 2, at), *values], strict=True):
+            for ref, y in zip(self.of_keys, [self._turn(k, "k", at), *values], strict=True):
                 ref[at, :] = clean(y)
 
     def read(self, step: Step) -> list[jax.Array]:
@@ -105,31 +108,31 @@ class Loaded(NamedTuple):
 
         def write(j: jax.Array, _: None) -> None:
             at = self._places(j)
-            dk[at, :] = self._turn_back(gradients[at, :], 2, at).astype(dk.dtype)
+            dk[at, :] = self._turn_back(gradients[at, :], "k", at).astype(dk.dtype)
 
         lax.fori_loop(0, self.plan.nk, write, None)
 
-    def _queries_of(self, step: Step) -> tuple[int, Any]:
-        """Return the first table of queries, and the places of a step's."""
+    def _queries_of(self, step: Step) -> tuple[str, Any]:
+        """Return the side of queries, and the places of a step's."""
         block = self.plan.block_q
-        return 0, pl.ds(pl.multiple_of(step.i * block, block), block)
+        return "q", pl.ds(pl.multiple_of(step.i * block, block), block)
 
     def _places(self, j: Any) -> Any:
         """Return the places of a block of keys."""
         return pl.ds(pl.multiple_of(j * self.plan.block_k, self.plan.block_k), self.plan.block_k)
 
-    def _turn(self, x: jax.Array, table: int, at: Any) -> jax.Array:
-        """Return x·cos + partner(x)·sin, given its first table and its places there."""
+    def _turn(self, x: jax.Array, side: str, at: Any) -> jax.Array:
+        """Return x·cos + partner(x)·sin for queries `q` or keys `k` at some places."""
         if self.tables is None:
             return x
-        cos, sin = (ref[at, :] for ref in self.tables[table : table + 2])
+        cos, sin = (ref[at, :] for ref in getattr(self.tables, side))
         return (x.astype(jnp.float32) * cos + self._partner(x) * sin).astype(x.dtype)
 
-    def _turn_back(self, dy: jax.Array, table: int, at: Any) -> jax.Array:
+    def _turn_back(self, dy: jax.Array, side: str, at: Any) -> jax.Array:
         """Return the gradient of x, float32, from that of the rotated x."""
         if self.tables is None:
             return dy
-        cos, sin = (ref[at, :] for ref in self.tables[table : table + 2])
+        cos, sin = (ref[at, :] for ref in getattr(self.tables, side))
         product, half = dy * sin, self.tables.swap.dtype
         # Two parts in bfloat16 have 16 bits of the gradient, which is then rounded to 8.
         part = product.astype(half)
