@@ -146,12 +146,14 @@ class Explanation(NamedTuple):
       refused: the reasons against other kernels and strategies.
       strategy: the context-parallel strategy; None if the sequence is not sharded.
       tile: the queries and keys of a tile of `flex`; None for other kernels.
+      why: the reason for these sizes.
     """
 
     chosen: str | None
     refused: dict[str, str]
     strategy: str | None = None
     tile: tuple[int, int] | None = None
+    why: str | None = None
 
     @property
     def way(self) -> str | None:
@@ -171,7 +173,7 @@ class Explanation(NamedTuple):
             is_chosen = name in (self.chosen, self.strategy)
             status = f"refused: {reason}" if reason else "chosen" if is_chosen else "possible"
             if self.tile and name == self.chosen:
-                status += ", in tiles of {} queries × {} keys".format(*self.tile)
+                status += ", in tiles of {} queries × {} keys, {}".format(*self.tile, self.why)
             rows.append(f"{name:<{width}}  {status}")
         return "\n".join(rows)
 
@@ -232,8 +234,8 @@ def decide(
                 )
         elif chosen is None:
             chosen, chosen_call = name, lowered
-    tile = chosen_call.tile if isinstance(chosen_call, Tiled) else None
-    return Explanation(chosen, refused, tile=tile), chosen_call
+    sizes = (chosen_call.tile, chosen_call.why) if isinstance(chosen_call, Tiled) else (None, None)
+    return Explanation(chosen, refused, None, *sizes), chosen_call
 
 
 def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from flax_mha import MultiHeadAttention, Platform, dot_product_attention, explain, kernels
 from flax_mha.base import private_jax
 from flax_mha.kernels.using import resolve
-from flax_mha.masks import Causal, Segments
+from flax_mha.masks import BlockSparse, Causal, Segments
 from flax_mha.scores import Alibi
 from tests.support.oracle import error
 
@@ -91,7 +91,14 @@ def test_named_kernels_keep_their_name_and_refuse_blocks() -> None:
     with kernels.use("flex", block_q=256):
         told = explain(x, x, x, platform=on)
         assert explain(x, x, x, platform=on, kernel="reference").chosen is None
-    assert "flex          chosen, in tiles of 256 queries × 512 keys" in str(told)
+    assert "flex          chosen, in tiles of 256 queries × 512 keys, as set" in str(told)
+    told = explain(x, x, x, platform=on, kernel="flex")
+    assert "in tiles of 512 queries × 512 keys, the default" in str(told)
+    v6e, blocks = Platform("tpu", "TPU v6 lite"), np.arange(8)[:, None]
+    long = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
+    assert explain(long, long, long, platform=v6e)[3:] == ((1024, 1024), "with the fewest cycles")
+    told = explain(x, x, x, platform=on, kernel="flex", mask=BlockSparse(blocks, 128, 128))
+    assert told[3:] == ((128, 128), "for the mask's blocks")
     gpu = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
     if private_jax.missing("flex.hopper") is None:
         with kernels.use("flex", block_q=256):

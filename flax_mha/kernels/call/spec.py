@@ -82,10 +82,11 @@ class TileSize(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiled:
-    """A function that computes a call, and the queries and keys of its tiles."""
+    """A function that computes a call, the queries and keys of its tiles, and why these."""
 
     run: Lowered
     tile: tuple[int, int]
+    why: str
 
     def __call__(self, *result: Result) -> Result:
         """Compute the call, or its gradients from a precomputed result."""

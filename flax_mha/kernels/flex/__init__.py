@@ -73,11 +73,11 @@ def lower(
         return Refusal(traced)
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
-    plan = traced[0].plan
+    plan, why = traced[0].plan, traced[0].why
     if not machine.turns(traced[0], q.dtype):
         q, k, spec = spec.turned(q, k)
     call = functools.partial(_attend, q, k, v, spec, *traced)
-    return Tiled(call, (plan.block_q, plan.block_k))
+    return Tiled(call, (plan.block_q, plan.block_k), why)
 
 
 def _attend(

@@ -67,6 +67,7 @@ class FlexCall(NamedTuple):
       precision: the precision of float32 matmuls.
       reads_sums: False if only the output is read, and the sums may be 0.
       keys_first: True if the functions are of tiles of keys × queries.
+      why: the reason for the sizes of its tiles.
       swapped: the call with keys first, or None.
     """
 
@@ -85,6 +86,7 @@ class FlexCall(NamedTuple):
     precision: Any
     reads_sums: bool
     keys_first: bool
+    why: str
     swapped: Any = None
 
     def spec(self, leaves: Sequence[Any]) -> AttentionSpec:

@@ -36,7 +36,7 @@ def trace(
     The functions are in the static part of the call, with `states` for an unknown mask. The arrays
     that they close over, for both orders of a tile's axes, and the spec's leaves, follow.
     """
-    plan = _divide(spec, dims, machine, device)
+    plan, why = _divide(spec, dims, machine, device)
     if plan.nq * plan.nk > machine.table:
         return (
             f"divides scores into at most {machine.table} tiles, T·S = {dims.T}·{dims.S} need more"
@@ -80,19 +80,21 @@ def trace(
         calls.append(FlexCall(
             machine, plan, device, (True, True), plain, masked, len(first),
             tuple(Operand.of(x, plan) for x in closed[-1]), tuple(leaves), constants, tree,
-            spec.mask is not None, PRECISIONS[spec.precision], spec.reads_lse, step < 0,
+            spec.mask is not None, PRECISIONS[spec.precision], spec.reads_lse, step < 0, why,
         ))  # fmt: skip
     call, *swapped = calls
     return call._replace(swapped=swapped[0] if swapped else None), closed, arrays
 
 
-def _divide(spec: AttentionSpec, dims: Dims, machine: Machine, device: str) -> Plan:
-    """Divide the scores into tiles as fine as the mask's blocks, if the table is small enough."""
-    if any(spec.blocks):
-        chosen = machine.blocks(dims, device)[0][0]
-        return Plan(dims, spec.blocks.q or chosen[0], spec.blocks.k or chosen[1])
+def _divide(spec: AttentionSpec, dims: Dims, machine: Machine, device: str) -> tuple[Plan, str]:
+    """Divide the scores into tiles as fine as the mask's blocks, if the table is small enough.
+
+    Returns the division, and the reason for its sizes.
+    """
     choices, least = machine.blocks(dims, device), smallest_blocks(spec.mask, spec.piece)
     most = choices[0][0]
+    if any(spec.blocks):
+        return Plan(dims, spec.blocks.q or most[0], spec.blocks.k or most[1]), "as set"
     if least is None and len(choices) > 1:
 
         def cost(choice: tuple[tuple[int, int], float]) -> float:
@@ -102,17 +104,20 @@ def _divide(spec: AttentionSpec, dims: Dims, machine: Machine, device: str) -> P
                 return math.inf
             return of_score * block_q * block_k * float((states > EMPTY).sum(dtype=float))
 
-        most = min(choices, key=cost)[0]
+        costs = [*map(cost, choices)]
+        if math.isfinite(min(costs)):
+            return Plan(dims, *choices[costs.index(min(costs))][0]), "with the fewest cycles"
     least = least or most
     sizes = [min(128 * -(-n // 128), size) for n, size in zip(least, most, strict=True)]
     while sizes != [*most]:
         plan = Plan(dims, sizes[0], sizes[1])
         if math.prod(dims.B) * dims.N * plan.nq * plan.nk <= machine.table:
-            return plan
+            break
         # Enlarge the tiles, because a table shared by all heads would skip fewer tiles.
         axis = min((0, 1), key=lambda n: (sizes[n] == most[n], sizes[n]))
         sizes[axis] = min(2 * sizes[axis], most[axis])
-    return Plan(dims, *most)
+    why = "the default" if sizes == [*most] else "for the mask's blocks"
+    return Plan(dims, sizes[0], sizes[1]), why
 
 
 def _trace_functions(
