@@ -160,7 +160,8 @@ def _backward(
     )
     q, k, v, bias, sinks, band, out, lse_of_keys, found = residuals
     lse = lse_of_keys if sinks is None else jnp.logaddexp(lse_of_keys, sinks[None, :, None])
-    is_empty = lse_of_keys == -jnp.inf
+    is_seen = band.sees and bias is None
+    is_empty = jnp.zeros_like(lse, bool) if is_seen else lse_of_keys == -jnp.inf
 
     def pull(
         inputs: Any, lse: jax.Array, off: jax.Array, out: jax.Array, dout: jax.Array | None
@@ -195,7 +196,6 @@ def _backward(
         return dq, dk, dv, dbias, dsinks
 
     # NaN of a query is in its lse, if it sees a key.
-    is_seen = band.sees and bias is None
     read = jnp.where(is_empty, 0, lse_of_keys), dout, dlse, None if is_seen or call.hides else q
     found = _holds_nan(*jax.tree.leaves(read)) | (False if found is None else found)
     return *isolate_if(found, isolate, attend), None, None
