@@ -57,7 +57,7 @@ _PARTS: dict[str, dict[str, str]] = {
         """,
         "jax.experimental.pallas.tpu": """
             PrefetchScalarGridSpec(num_scalar_prefetch * grid in_specs out_specs scratch_shapes)
-            CompilerParams(* dimension_semantics vmem_limit_bytes) VMEM
+            CompilerParams(* dimension_semantics vmem_limit_bytes) SMEM VMEM
         """,
     },
     "flex.hopper": {
