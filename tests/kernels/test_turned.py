@@ -93,7 +93,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.4, slow=1)
+@pytest.mark.sampled(0, slow=0.7)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     places, call = CALLS[name]
@@ -199,7 +199,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.sampled(0.2, slow=1)
+@pytest.mark.sampled(0, slow=0.7)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_leaves_the_rotation_to_the_kernel(
     rotates: list[bool], monkeypatch: pytest.MonkeyPatch, name: str
