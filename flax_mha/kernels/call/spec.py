@@ -174,12 +174,15 @@ class AttentionSpec(struct.PyTreeNode):
         return at._replace(**{n: x.array for n, x in arrays.items() if x is not None})
 
     def turned(self, q: jax.Array, k: Keys) -> "tuple[jax.Array, Keys, AttentionSpec]":
-        """Return queries and keys after their rotation, and the spec without it."""
+        """Return queries and keys after their rotation, and the spec without it.
+
+        They have the names that a layer gives to rotated ones, for `jax.checkpoint`.
+        """
         if self.turns is None:
             return q, k, self
         of_q, of_k = self.turns
-        rotated: Any = of_k(k)
-        return of_q(q), rotated, self.replace(turns=None)
+        rotated: Any = checkpoint_name(of_k(k), "k")
+        return checkpoint_name(of_q(q), "q"), rotated, self.replace(turns=None)
 
     @property
     def vectors(self) -> bool:
