@@ -70,9 +70,10 @@ class Turn(Struct):
 
 
 class Turned(Struct):
-    """Queries or keys x [*B, T, N, H] that are yet to be rotated, by a kernel that can, or before.
+    """Queries or keys x [*B, T, N, H] that are not rotated yet.
 
-    An array with another type, so that no one takes x for the rotated one.
+    A kernel for TPUs rotates them. Before other kernels they are rotated. The type is not that of
+    an array, so that no function takes x for the rotated one.
     """
 
     x: jax.Array
@@ -82,16 +83,6 @@ class Turned(Struct):
     def shape(self) -> Shape:
         """The shape of x."""
         return self.x.shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of x."""
-        return self.x.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of x."""
-        return self.x.dtype
 
 
 def split(q: Any, k: Any) -> tuple[Any, Any, tuple[Turn, Turn] | None]:

@@ -82,7 +82,7 @@ class TileSize(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiled:
-    """A function that computes a call, the queries and keys of its tiles, and why these."""
+    """A function that computes a call, the sizes of its tiles, and the reason for them."""
 
     run: Lowered
     tile: tuple[int, int]

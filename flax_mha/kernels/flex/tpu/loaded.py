@@ -42,7 +42,7 @@ def tables(x: Arrays, order: TileOrder) -> list[tuple[jax.Array, Any]]:
 
 
 def memory(plan: Plan, keys: int, *arrays: jax.Array) -> list[Any]:
-    """Return the memory of a block of queries, and of some keys and perhaps values.
+    """Describe the fast memory for a block of queries, and for some keys and perhaps values.
 
     `arrays` are q, k and perhaps v.
     """
@@ -73,7 +73,7 @@ class Loaded(NamedTuple):
         return cls(plan, found, q, of_keys, met)
 
     def load(self, step: Step, clean: Clean, q: Any, *of_keys: Any) -> None:
-        """Load the queries, keys and perhaps values of a step that its sum has not met."""
+        """Load the queries of a new block, and the keys and values that a sum has not met."""
 
         @pl.when(step.first)
         def forget() -> None:
