@@ -13,8 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra families")
 import transformers as hf  # noqa: E402
 
 from flax_mha import MultiHeadAttention, QKNorm, masks, positions  # noqa: E402
-from flax_mha.cache import resolve  # noqa: E402
-from flax_mha.layer import core, heads  # noqa: E402
+from flax_mha.layer import core  # noqa: E402
 from flax_mha.positions import Rotary  # noqa: E402
 from tests.interop.by_hand import LAYERS, QKVO, H, K, N, Tensors, projections  # noqa: E402
 from tests.interop.families import DECODER, IDS, Case, make  # noqa: E402
@@ -59,13 +58,10 @@ class Gemma3n(MultiHeadAttention):
     def compute(
         self, p: Any, x_q: jax.Array, x_k: Any, x_v: Any, call: Any, cache: Any
     ) -> core.Output:
-        x_k, x_v = resolve.projected(x_q, x_k, x_v, cache)
-        q, k, v = p["query"](x_q), None, None
-        if x_k is not None:
-            k, v = p["key"](x_k), nn.RMSNorm(use_scale=False)(p["value"](x_v))
-        q, k = heads.norm(p, q, k)
-        q, k = heads.turn(self.rotary, q, k, call.positions, None, cache)
-        return core.attend(p, self, core.Heads(q, k, v), call, cache)
+        heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
+        if heads.v is not None:
+            heads = heads._replace(v=nn.RMSNorm(use_scale=False)(heads.v))
+        return core.attend(p, self, heads, call, cache)
 
 
 def gemma3n(kind: str, w: Tensors) -> tuple[Any, Any]:
