@@ -192,7 +192,7 @@ def test_int8_ring_takes_prompt_longer_than_itself() -> None:
         close(out, expected)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize(
     ("window", "sound"),
     [

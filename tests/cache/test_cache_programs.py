@@ -25,7 +25,7 @@ from tests.cache.test_cache import KEY, RNG, X, close
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.usefixtures("optimized")
 def test_step_does_not_copy_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_step_on_a_gpu_has_no_branch(dtype: str | None, monkeypatch: pytest.Monk
     assert re.findall("stablehlo.(?:while|case|if)", text)
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.15, slow=0.34)
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_few_rows_of_a_scanned_stack_agree_with_matmuls(
     dtype: str | None, monkeypatch: pytest.MonkeyPatch
@@ -208,7 +208,7 @@ def test_sharded_decoding_matches_one_device(kind: str) -> None:
     jax.tree.map(lambda a, b: close(a, b, 2e-5), got, expected)
 
 
-@pytest.mark.sampled(0, slow=0.34)
+@pytest.mark.sampled(0, slow=0.25)
 @pytest.mark.parametrize(
     ("kind", "scan"),
     [pytest.param("Auto", False, marks=pytest.mark.slow), ("Explicit", True)],

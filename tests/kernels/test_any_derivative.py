@@ -15,7 +15,7 @@ from tests.support import oracle
 from tests.support.meshes import changed
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.15, slow=0.34)
 def test_auto_has_every_derivative_in_context() -> None:
     """Also for a function traced before, and not after the context."""
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300, 2, 8)), jnp.float32)
@@ -96,7 +96,7 @@ def twice(attend: Any, q: jax.Array) -> dict[str, Any]:
 SCATTERED = BlockSparse(np.tile(np.array([[0, 5]], np.int32), (1, 1, 25, 1)), 8, 8)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.16)
 @pytest.mark.parametrize(
     "mask",
     [Segments(jnp.zeros((1, 200), jnp.int32)), Lengths(jnp.array([5])), SCATTERED],
@@ -204,7 +204,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.15, slow=0.34)
 @pytest.mark.parametrize(
     "way", ["jvp", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "jvp")]
 )

@@ -133,7 +133,7 @@ def device(kernel: str, request: pytest.FixtureRequest) -> None:
         request.getfixturevalue(platform)
 
 
-@pytest.mark.sampled(0.002, slow=0)
+@pytest.mark.sampled(0.0015, slow=0)
 @pytest.mark.parametrize(("case", "kernel"), _cases())
 @pytest.mark.usefixtures("device")
 def test_kernel_matches_oracle(case: Case, kernel: str) -> None:

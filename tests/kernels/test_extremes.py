@@ -41,7 +41,7 @@ def pulled(kernel: str, **call: Any) -> Any:
 
 
 # All pairs of these occur, not their whole product; so below.
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize(
     ("kernel", "dtype", "limited"),
     pairs(kernel=KERNELS, dtype=("float32", "bfloat16", "float16"), limited=(False, True)),
@@ -149,7 +149,7 @@ def test_masked_values_do_not_leak(kernel: str, name: str) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.16)
 @kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_huge_masked_numbers_do_not_leak(kernel: str, dtype: str) -> None:
@@ -157,7 +157,7 @@ def test_huge_masked_numbers_do_not_leak(kernel: str, dtype: str) -> None:
     check_huge_masked_numbers(kernel, dtype)
 
 
-@pytest.mark.sampled(0.34, slow=0.5)
+@pytest.mark.sampled(0.25, slow=0.34)
 @pytest.mark.parametrize("kernel", ["short", "flex"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_huge_masked_numbers_do_not_leak_on_tpu(tpu, kernel: str, dtype: str) -> None:
@@ -174,7 +174,7 @@ def check_huge_masked_numbers(kernel: str, dtype: str) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @kernels
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 def test_cotangents_of_fully_masked_queries_count_as_zero(
@@ -228,7 +228,7 @@ def test_empty_queries_or_keys_give_zero(kernel: str, name: str, sizes: tuple[in
         np.testing.assert_array_equal(x, 0)
 
 
-@pytest.mark.sampled(0.34, slow=0.5)
+@pytest.mark.sampled(0.25, slow=0.34)
 @kernels
 def test_lse_without_keys_is_the_sink(kernel: str) -> None:
     """The sink takes its gradient."""
@@ -243,7 +243,7 @@ def test_lse_without_keys_is_the_sink(kernel: str) -> None:
     np.testing.assert_array_equal(gradient, B * 3)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.16)
 @kernels
 def test_repeated_calls_are_bitwise_equal(kernel: str) -> None:
     run = pulled(kernel, mask=Causal() & SEGMENTS, **DROPOUT)
@@ -300,7 +300,7 @@ def test_long_sequences_match_oracle(mask: Mask) -> None:
     np.testing.assert_array_equal(jnp.delete(dq, some, axis=0), 0)
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.15, slow=0.34)
 def test_memory_is_linear_in_length() -> None:
     """At T = 32,768 the scores of a head would need 4 GiB."""
     x = jax.ShapeDtypeStruct((LONG, 1, H), jnp.float32)

@@ -48,7 +48,7 @@ def pulled(call: Any, *primals: Any) -> list[jax.Array]:
     return run(*primals)
 
 
-@pytest.mark.sampled(0.34, slow=0.5)
+@pytest.mark.sampled(0.25, slow=0.34)
 @every
 def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
     """A floating-point argument has the gradient 0, and the other gradients do not change."""
@@ -64,7 +64,7 @@ def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
 
 
 # All pairs of these occur, not their whole product; so below.
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize(
     ("kernel", "mask", "traced"), pairs(kernel=KERNELS, mask=(*MASKS,), traced=(False, True))
 )
@@ -82,7 +82,7 @@ def test_scale_matches_oracle(kernel: str, mask: str, traced: bool) -> None:
         assert oracle.error(got, want) < (2e-6 if want is expected else 1e-5)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize(
     ("kernel", "mask", "dtype"),
     pairs(kernel=KERNELS, mask=(*MASKS,), dtype=("float32", "bfloat16")),

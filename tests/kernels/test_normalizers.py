@@ -69,7 +69,7 @@ def test_normalizers_match_formula(name: str, size: float, masked: bool) -> None
     assert error(capped, expected(name, size * Q, KEYS, V, allowed, 3.0)) < 2e-6
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.15, slow=0.34)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1e-6, 1.0])
 def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
@@ -96,7 +96,7 @@ def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
         assert abs(np.vdot(grad, step) - slope) < 1e-4 * np.abs(grad * step).sum()
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("window", [None, 2])
 def test_sigmoid_counts_the_slots_of_a_cache(window: int | None) -> None:
     """For prompts of 1, 3 and 70 tokens, in a ring buffer too, which is then read with them."""
@@ -120,7 +120,7 @@ def test_sigmoid_counts_the_slots_of_a_cache(window: int | None) -> None:
         assert error(decoded(layer.clone(decode=True), params, x, steps), wanted) < 2e-6
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("name", NAMES)
 def test_layer_with_normalizer_decodes_and_shards(name: str) -> None:
     """In linen and nnx, token by token, and with its heads sharded."""
@@ -197,7 +197,7 @@ def test_ring_refuses_normalizers() -> None:
             dot_product_attention(x, x, x, normalizer="sigmoid", kernel="ring")
 
 
-@pytest.mark.sampled(0.34, slow=0.5)
+@pytest.mark.sampled(0.25, slow=0.34)
 @pytest.mark.parametrize("name", ["sigmoid", "softpick"])
 def test_vmapped_gradients_match_a_loop(name: str) -> None:
     rng = np.random.default_rng(0)

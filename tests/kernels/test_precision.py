@@ -41,7 +41,7 @@ def precisions(function, *args) -> list[str]:
     return found
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("precision", SAID)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])

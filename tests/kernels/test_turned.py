@@ -72,7 +72,7 @@ def later(rotation: Any) -> Any:
     return lambda x, at: Turned(x, rotation.turn(x, at))
 
 
-@pytest.mark.sampled(0.25, slow=1)
+@pytest.mark.sampled(0.15, slow=0.34)
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernel_rotates_as_the_layer(rotates: list[bool], name: str, dtype: str) -> None:
@@ -103,6 +103,7 @@ def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     close(found, pulled(ROTATIONS["whole"], x, places, **call))
 
 
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_nan_in_a_masked_key_reaches_nothing(rotates: list[bool]) -> None:
     q, k, v, d = arrays()
     x = [q, k.at[0, 180].set(jnp.nan), v.at[0, 180].set(jnp.inf), d]
@@ -122,6 +123,7 @@ def test_learned_scores_are_rotated_before(rotates: list[bool], scores: list[Any
     close(found, pulled(ROTATIONS["whole"], x, scores=scores))
 
 
+@pytest.mark.sampled(0.2, slow=0.5)
 def test_other_kernels_are_given_rotated_arrays(tpu: None) -> None:
     q, k, v, _ = arrays()
     rotation = ROTATIONS["whole"]

@@ -30,7 +30,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize(
     ("kernel", "dtype", "name"),
     pairs(kernel=KERNELS, dtype=("float32", "bfloat16", "float16", "float64"), name=(*CALLS,)),

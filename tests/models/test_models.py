@@ -61,7 +61,7 @@ def test_decoder_block_matches_formula(norm: str, pre_norm: bool) -> None:
     assert error(out, expected) < OUTPUT
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.15, slow=0.34)
 def test_decoder_block_without_memory_is_causal_encoder_block() -> None:
     decoder = block(cross=False)
     encoder = EncoderBlock(decoder.attention, 16)
@@ -101,7 +101,7 @@ def test_future_and_padding_have_zero_gradient(scan: bool) -> None:
     assert error(out, oracle.layer_norm(params["params"]["norm"], x)) < OUTPUT
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("tied", [True, False])
 def test_language_model_matches_formula(tied: bool) -> None:
     table = PositionEmbedding("sinusoidal")
@@ -122,7 +122,7 @@ def test_language_model_matches_formula(tied: bool) -> None:
     assert error(last[:, 0], expected[np.arange(B), at]) < OUTPUT
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("shared", [True, False])
 def test_translator_matches_formula(shared: bool) -> None:
     """The source's padding has no influence at all."""

@@ -27,7 +27,7 @@ def rotated(x: np.ndarray, angle: Any, interleaved: bool = False) -> np.ndarray:
     return out
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("sizes", [(5,), (3, 4), (2, 3, 2)])
 @pytest.mark.parametrize("span", [None, 2 * math.pi])
@@ -73,7 +73,7 @@ def test_axial_with_one_axis_equals_rotary() -> None:
     np.testing.assert_allclose(Axial((10,), 50.0)(x, at), Rotary(50.0)(x, at), atol=1e-6)
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.15, slow=0.34)
 def test_mrope_matches_formula() -> None:
     T, H, sections = 6, 16, (2, 3, 3)
     x = RNG.normal(size=(2, T, 3, H)).astype(np.float32)
@@ -88,7 +88,7 @@ def test_mrope_matches_formula() -> None:
     np.testing.assert_allclose(text, Rotary(50.0)(x, np.arange(T)), atol=1e-6)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize(
     ("rotary", "positions"),
     [(Axial((3, 4), 50.0), None), (MRope((1, 1, 2), 50.0), RNG.integers(0, 9, (12, 3)))],

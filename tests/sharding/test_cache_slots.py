@@ -100,7 +100,7 @@ def test_prompt_longer_than_a_shard_matches_one_device(name: str, kind: str) -> 
     check(name, "own axis", kind, (70, 66, 1, 23))
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("name", ["grouped", "one", "latent"])
 def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     """The maximum, the sum, and the output of each query; nothing of the cache."""

@@ -52,7 +52,7 @@ def test_parameters_are_initialized_sharded(mesh) -> None:
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 2, 4)}
 
 
-@pytest.mark.sampled(0.34, slow=0.5)
+@pytest.mark.sampled(0.25, slow=0.34)
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_values_do_not_depend_on_the_mesh(kind: str) -> None:
     """Bitwise: a different program would round differently."""
@@ -90,7 +90,7 @@ def test_sharded_encoder_matches_one_device(scan: bool) -> None:
     assert mlp.sharding.spec[-1] == "model"
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.15, slow=0.34)
 def test_layer_needs_exactly_one_all_reduce(mesh, optimized) -> None:
     """Each device computes its own heads. Only the output projection sums over devices."""
     layer = MultiHeadAttention(8)
@@ -193,7 +193,7 @@ def test_mesh_hidden_from_rules_warns() -> None:
             mesh.__exit__(None, None, None)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.16)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_unsharded_parameters_work_outside_jit(kind: AxisType) -> None:
     layer = MultiHeadAttention(8)

@@ -48,13 +48,13 @@ def test_talking_heads_match_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.15, slow=0.34)
 def test_mix_gradients_match_differences() -> None:
     groups = ("mix_scores",), ("mix_weights",), ("query", "key", "value", "out")
     check_gradients(layer(kernel="blockwise", mask=masks.Causal()), X, expected, *groups)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("across", [False, True])
 def test_initial_layer_equals_multi_head_attention(across: bool) -> None:
     """With norms, gates, rotary, sinks, lengths and head_mask. In cross-attention too."""
