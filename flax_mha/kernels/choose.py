@@ -68,7 +68,7 @@ class Kernel(NamedTuple):
       stored: True if it reads `Stored` keys and values.
       normalizes: True if it supports other normalizers than the softmax.
       vectors: True if it supports scores of query and key vectors, or the platforms where it does.
-      turns: True if it rotates queries and keys that are yet to be rotated.
+      turns: True if it takes queries and keys that are yet to be rotated.
       symbolic: True if it supports symbolic sizes of `jax.export`.
       blocks: True if the caller may set the sizes of tiles.
       limit: the derivatives it supports, see `derivatives.Limit`; None for all.
@@ -123,7 +123,7 @@ def _load(module: str) -> Any:
 
 _TABLE = (
     Kernel("cudnn", "cudnn", ("gpu",), takes_result=True, stored=True, limit="first"),
-    Kernel("short", "flex.short", ("tpu",), limit="first"),
+    Kernel("short", "flex.short", ("tpu",), turns=True, limit="first"),
     Kernel("flex", "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), turns=True,
            blocks=True, limit="first"),
     Kernel("splash", "splash", ("tpu",), limit="first"),

@@ -75,6 +75,7 @@ def lower(
             f"holds at most {most} scores in fast memory, got {heads * dims.G} heads of "
             f"{dims.T} × {dims.S}"
         )
+    q, k, spec = spec.turned(q, k)
     return functools.partial(_attend, kernel, q, k, v, spec, heads, call.swapped, closed, leaves)
 
 
