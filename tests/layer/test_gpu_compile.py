@@ -115,6 +115,19 @@ def test_packed_documents_call_cudnn_once_each_way(
 
 
 @pytest.mark.parametrize(
+    "mask", [masks.Causal(), masks.Documents(np.array([3000, 5192]))], ids=repr
+)
+def test_isolated_nan_takes_no_memory_for_pairs(optimized: None, mask: masks.Mask) -> None:
+    """The pairs that NaN may reach are computed where they are read."""
+    layer, length = MultiHeadAttention(2, head_dim=H, mask=mask, dtype=jnp.bfloat16), 8192
+    mesh = Mesh(np.array(gpus.of("h200", 1)).reshape(1, 1), ("data", "model"))
+    gradient = lowered_layers.traced(layer, mesh, (1, length, 2 * H), jnp.bfloat16).gradient
+    text, found = compiled.dumped(gradient.lower())
+    assert len(names(text)) == 2
+    assert found.memory_analysis().temp_size_in_bytes < length**2 / 2
+
+
+@pytest.mark.parametrize(
     ("chip", "length", "kernel"),
     [("a100", 2, "ring"), ("h200", 4, "ring"), ("b200", 4, "ring"), ("h200", 4, "usp")],
 )

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 
 from flax_mha.base.coordinates import Array, At, flat_batch, tiles_of
 from flax_mha.base.shapes import Dims
@@ -74,28 +73,6 @@ class Band(struct.PyTreeNode):
             return start, end
         first, last = self.runs.bounds()
         return jnp.maximum(start, first), jnp.minimum(end, last)
-
-
-def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-    """Return True where any flag [rows, L, n] is set at start ≤ index < end [rows|1, M].
-
-    The result is bool [rows, M, n]. Cumulative sums of the flags take O(L log L + M).
-    """
-    rows, L = len(flags), flags.shape[1]
-
-    def add_earlier(step: jax.Array, sums: jax.Array) -> jax.Array:
-        earlier = jnp.pad(sums, ((0, 0), (L, 0), (0, 0)))
-        return sums + lax.dynamic_slice_in_dim(earlier, L - (1 << step), L, 1)
-
-    # A loop of additions, because XLA compiles `jnp.cumsum` for a GPU in half a second.
-    sums = lax.fori_loop(0, L.bit_length(), add_earlier, flags.astype(jnp.int32))
-    before = jnp.pad(sums, ((0, 0), (1, 0), (0, 0)))
-
-    def until(index: jax.Array) -> jax.Array:
-        index = jnp.broadcast_to(index, (rows, index.shape[1]))
-        return jnp.take_along_axis(before, index[..., None], 1)
-
-    return until(end) > until(start)
 
 
 def lower(spec: AttentionSpec, dims: Dims, takes_runs: bool) -> tuple[Band, Mask | None]:

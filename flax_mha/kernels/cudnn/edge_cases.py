@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha.kernels.call.spec import name_result
-from flax_mha.kernels.cudnn import bands, primitives
+from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
 from flax_mha.kernels.xla.softmax import FAR, finite, isolate_if, lost_queries
@@ -121,21 +121,20 @@ def _nan_rows(
     """Return True for queries that see a value that is not finite, bool [rows, N, T]."""
     bad_q, bad_k, bad_v = (~jnp.isfinite(x).all(-1) for x in (q, k, v))
     bad_keys = jnp.repeat(bad_k | bad_v, q.shape[2] // k.shape[2], 2)
-    bad_q = jnp.swapaxes(bad_q, 1, 2)
-    start, end = band.keys(q.shape[1], k.shape[1])
-    if call.hides:
-        seen = _seen(bias, start, end)
-        bad_keys = jnp.swapaxes(bad_keys, 1, 2)[:, :, None]
-        return (seen & bad_keys).any(-1) | (bad_q & seen.any(-1))
-    by_keys = bands.any_between(bad_keys, start, end)
-    return jnp.swapaxes(by_keys, 1, 2) | (bad_q & (end > start)[:, None])
+    of_queries, of_keys = (jnp.swapaxes(x, 1, 2) for x in (bad_q, bad_keys))
+    seen = _seen(call, bias, band, q.shape[1], k.shape[1])
+    return (seen & (of_queries[..., None] | of_keys[:, :, None])).any(-1)
 
 
-def _seen(bias: Any, start: jax.Array, end: jax.Array) -> jax.Array:
-    """Return the pairs that neither the band nor the bias hides, bool [rows|1, N|1, T, S]."""
-    j = jnp.arange(bias.shape[-1], dtype=jnp.int32)[None, None, None]
-    start, end = (x[:, None, :, None] for x in (start, end))
-    return ~(bias < (MIN_BIAS + HIDDEN) / 2) & (j >= start) & (j < end)
+def _seen(call: CudnnCall, bias: Any, band: Band, T: int, S: int) -> jax.Array:
+    """Return the pairs that neither the band nor the bias hides, bool [rows|1, N|1, T, S].
+
+    XLA computes them where they are read, and writes none.
+    """
+    j = jnp.arange(S, dtype=jnp.int32)[None, None, None]
+    start, end = (x[:, None, :, None] for x in band.keys(T, S))
+    seen = (j >= start) & (j < end)
+    return seen & ~(bias < (MIN_BIAS + HIDDEN) / 2) if call.hides else seen
 
 
 def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
@@ -237,13 +236,8 @@ def _mark_nan(
     band: Band, nan_rows: jax.Array,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Set gradients of NaN rows [rows, N, T], and of the keys that they see, to NaN."""
-    T, S = dq.shape[1], dk.shape[1]
-    by_query = jnp.swapaxes(nan_rows, 1, 2)
-    if call.hides:
-        seen = _seen(bias, *band.keys(T, S)) & nan_rows[..., None]
-        by_key = jnp.swapaxes(seen.any(-2), 1, 2)
-    else:
-        by_key = bands.any_between(by_query, *band.queries(T, S))
+    seen = _seen(call, bias, band, dq.shape[1], dk.shape[1]) & nan_rows[..., None]
+    by_query, by_key = jnp.swapaxes(nan_rows, 1, 2), jnp.swapaxes(seen.any(-2), 1, 2)
     by_key = by_key.reshape(*by_key.shape[:2], dk.shape[2], -1).any(-1)
     return _set_nan(dq, by_query), _set_nan(dk, by_key), _set_nan(dv, by_key)
 
