@@ -279,7 +279,7 @@ def segments(text: str) -> list[str]:
 
 
 def test_packed_documents_lower_to_ragged_calls(hopper) -> None:
-    """One forward and one backward call, each again where NaN is isolated, and no table."""
+    """One forward and one backward call, each again where NaN is isolated, and no scores."""
     T = 128
     *qkv, _ = arrays(T, T, 4, "bfloat16")
 
@@ -290,7 +290,7 @@ def test_packed_documents_lower_to_ragged_calls(hopper) -> None:
     calls = re.findall(r"__cudnn\$(\w+)", text)
     assert calls == ["fmhaSoftmax"] * 2 + ["fmhaSoftmaxBackward"] * 2
     assert {*segments(text)} == {"3"}
-    assert not re.search(rf"{T}x{T}x", text)
+    assert not re.search(rf"{T}x{T}x(?!i)", text)
 
 
 @pytest.mark.sampled(0.15, slow=0.34)
