@@ -72,7 +72,7 @@ class Turn(Struct):
 class Turned(Struct):
     """Queries or keys x [*B, T, N, H] that are not rotated yet.
 
-    A kernel for TPUs rotates them. Before other kernels they are rotated. The type is not that of
+    The kernel `flex` for TPUs rotates them; other kernels get them rotated. The type is not that of
     an array, so that no function takes x for the rotated one.
     """
 

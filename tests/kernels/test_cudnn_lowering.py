@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain, sharding
-from flax_mha.kernels.cudnn import primitives
+from flax_mha.kernels.cudnn import edge_cases, primitives
 from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Lengths, Window, as_mask
 from tests.kernels.half_precision import run
@@ -62,8 +62,13 @@ def test_cudnn_calls_have_native_arguments(hopper, monkeypatch, name: str, devic
             "mask_type": {mask}, "sliding_window_length": {str(window)},
             "max_seg_per_batch": {"1"},
         }  # fmt: skip
-        # No scores. Where NaN is isolated, pairs are flags that are read where they are computed.
+        # No scores, and where NaN is not isolated, no table of the mask.
         assert bool(re.search(rf"{T}x{S}x(?!i)", text)) == bool(bias)
+        with monkeypatch.context() as patch:
+            patch.setattr(edge_cases, "isolate_if", lambda found, isolate, plain: plain())
+            text = lowered(jax.grad(lambda *x, fn=fn: fn(*x).sum(), (0, 1, 2)), *args)
+        assert text.count("__cudnn$") == 2
+        assert bool(re.search(rf"{T}x{S}x", text)) == bool(bias)
 
 
 def test_lse_gradient_takes_a_second_backward_call(hopper) -> None:

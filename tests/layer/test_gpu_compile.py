@@ -115,7 +115,9 @@ def test_packed_documents_call_cudnn_once_each_way(
 
 
 @pytest.mark.parametrize(
-    "mask", [masks.Causal(), masks.Documents(np.array([3000, 5192]))], ids=repr
+    "mask",
+    [masks.Causal(), masks.Documents(np.array([3000, 5192]))],
+    ids=["causal", "documents"],
 )
 def test_isolated_nan_takes_no_memory_for_pairs(optimized: None, mask: masks.Mask) -> None:
     """The pairs that NaN may reach are computed where they are read."""

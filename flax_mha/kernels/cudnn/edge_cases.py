@@ -129,7 +129,7 @@ def _nan_rows(
 def _seen(call: CudnnCall, bias: Any, band: Band, T: int, S: int) -> jax.Array:
     """Return the pairs that neither the band nor the bias hides, bool [rows|1, N|1, T, S].
 
-    XLA computes them where they are read, and writes none.
+    XLA computes them in the reduction that reads them, so they take no memory.
     """
     j = jnp.arange(S, dtype=jnp.int32)[None, None, None]
     start, end = (x[:, None, :, None] for x in band.keys(T, S))
