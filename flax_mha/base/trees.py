@@ -86,18 +86,18 @@ def is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 
-def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return fn(static, *arrays), traced once for each `static` and each shape and dtype.
+def trace_once(fn: Callable[..., Any], num_static: int = 1) -> Callable[..., Any]:
+    """Return fn(*static, *arrays), traced once for each `static` and each shape and dtype.
 
     The traced function is inlined, so that XLA sees no call. The layers of a stack share one trace,
-    which saves most of the tracing time, forward and backward. If `static.pure` is False (it holds
+    which saves most of the tracing time, forward and backward. If static[0].pure is False (it holds
     user-defined functions, which may read mutable state), fn is traced on every call.
     """
-    shared = jax.jit(fn, static_argnums=0, inline=True)
+    shared = jax.jit(fn, static_argnums=range(num_static), inline=True)
 
     @functools.wraps(fn)
-    def call(static: Any, *arrays: Any) -> Any:
-        return (shared if static.pure else fn)(static, *arrays)
+    def call(first: Any, *rest: Any) -> Any:
+        return (shared if first.pure else fn)(first, *rest)
 
     return call
 

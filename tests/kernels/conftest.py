@@ -18,7 +18,9 @@ from flax_mha.base import private_jax
 from flax_mha.kernels import splash
 from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.chips import tpus as blocks
-from flax_mha.kernels.cudnn import primitives
+from flax_mha.kernels.cudnn import edge_cases, primitives
+from flax_mha.kernels.flex import passes
+from flax_mha.kernels.flex.tpu import whole_rows
 from tests.kernels import cudnn_model
 
 
@@ -26,9 +28,7 @@ from tests.kernels import cudnn_model
 def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the one device report itself as a TPU, with Pallas interpreted and blocks of 128."""
     _interpret(monkeypatch, True)
-    for name in ("_outputs", "_gradients"):
-        # Tests that compile these must not find traces made here.
-        monkeypatch.setattr(splash, name, getattr(splash, name).__wrapped__)
+    _trace_anew(monkeypatch)
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(blocks, "BLOCKS", {128: 128})
@@ -43,6 +43,18 @@ def tpu_memory(tpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert interpreter.races is not None
     assert not interpreter.races.races_found
+
+
+def _trace_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo `trees.trace_once`, so that tests that compile these do not find traces made here."""
+    for module, *names in (
+        (splash, "_outputs", "_gradients"), (passes, "_attend", "_gradients"),
+        (whole_rows, "_forward", "_backward"),
+        (edge_cases, "_look_first", "_attend_first", "_gradients"),
+    ):  # fmt: skip
+        for name in names:
+            fn = getattr(module, name)
+            monkeypatch.setattr(module, name, getattr(fn, "__wrapped__", fn))
 
 
 def _interpret(monkeypatch: pytest.MonkeyPatch, how: object) -> None:
@@ -65,6 +77,7 @@ def hopper_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if reason := private_jax.missing("flex.hopper"):
         pytest.skip(reason)
     mosaic = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    _trace_anew(monkeypatch)
     how = mosaic.InterpretGPUParams(detect_races=True, on_race="raise")
     monkeypatch.setattr(mosaic, "kernel", functools.partial(mosaic.kernel, interpret=how))
     monkeypatch.setattr(callbacks, "io_callback_impl", _call_back)
@@ -97,6 +110,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the one device report itself as a GPU with a recent cuDNN. Primitives are not
     replaced.
     """
+    _trace_anew(monkeypatch)
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))

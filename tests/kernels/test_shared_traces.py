@@ -1,5 +1,6 @@
 """Layers with equal kernel calls share a trace."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -8,37 +9,59 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import MultiHeadAttention, dot_product_attention, masks
+from flax_mha import MultiHeadAttention, dot_product_attention, masks, sharding
+from flax_mha.kernels.cudnn import primitives
+from flax_mha.kernels.flex.tpu import kernels as flex
+from flax_mha.kernels.flex.tpu import whole_rows as short
+from flax_mha.kernels.splash import mask_info
 from flax_mha.kernels.xla import blockwise
 from tests.support import oracle
+
+# Functions that are called while a kernel is traced.
+KERNELS = {
+    "blockwise": ("cpu", blockwise, "_visit"), "flex": ("tpu", flex, "_run"),
+    "short": ("tpu", short, "_run"), "splash": ("tpu", mask_info, "process_mask"),
+    "cudnn": ("gpu", primitives, "_bind"),
+}  # fmt: skip
 
 
 class Layers(nn.Module):
     count: int
+    kernel: Any
+    mask: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for i in range(self.count):
             layer = MultiHeadAttention(
-                2, kernel="blockwise", mask=masks.Causal(), name=f"layer_{i}"
+                2, kernel=self.kernel, mask=self.mask, dtype=x.dtype, name=f"layer_{i}"
             )
             x = x + layer(x)
         return x
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("gradient", [False, True])
-def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool) -> None:
+def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool, kernel: str) -> None:
+    platform, module, name = KERNELS[kernel]
+    on(monkeypatch, platform)
     calls: list[Any] = []
-    real = blockwise._visit
-    monkeypatch.setattr(blockwise, "_visit", lambda *args: calls.append(0) or real(*args))
+    real = getattr(module, name)
+
+    @functools.wraps(real)
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(0)
+        return real(*args, **options)
+
+    monkeypatch.setattr(module, name, counted)
 
     def traced(count: int, T: int) -> int:
-        model, x = Layers(count), jnp.ones((1, T, 6))
+        model, x = Layers(count, kernel, masks.Causal()), jnp.ones((1, T, 16), jnp.bfloat16)
         variables = jax.eval_shape(model.init, jax.random.key(0), x)
         calls.clear()
 
         def call(variables: Any, x: jax.Array) -> jax.Array:
-            return model.apply(variables, x).sum()
+            return model.apply(variables, x).sum(dtype=jnp.float32)
 
         jax.jit(jax.grad(call) if gradient else call).trace(variables, x[:, 1:])
         return len(calls)
@@ -47,6 +70,31 @@ def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool) -
     length = 145 if gradient else 141
     one, three = traced(1, length), traced(3, length + 2)
     assert one == three > 0
+
+
+def on(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """Trace for one device of a platform."""
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
+
+
+@pytest.mark.parametrize("kernel", ["flex", "short"])
+def test_rules_are_traced_in_every_call(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    on(monkeypatch, "tpu")
+    calls: list[Any] = []
+
+    def rule(b: Any, n: Any, i: Any, j: Any) -> Any:
+        calls.append(0)
+        return i > j
+
+    model, x = Layers(1, kernel, masks.Predicate(rule)), jnp.ones((1, 130, 16))
+    variables, counts = jax.eval_shape(model.init, jax.random.key(0), x), list[int]()
+    for _ in range(2):
+        calls.clear()
+        jax.jit(lambda *args: model.apply(*args)).trace(variables, x)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
 
 
 def operations(program: Any) -> int:

@@ -171,8 +171,8 @@ def _attend(
     (mod,) = spec.scores or (None,)
     bias = jnp.asarray(flat_batch(mod.array.array, dims)) if isinstance(mod, Bias) else None
     call = CudnnCall(
-        float(scale), band.causal, band.left, learned=bias is not None, hides=hidden is not None,
-        **static,
+        float(scale), band.causal, band.left, masked=spec.mask is not None,
+        learned=bias is not None, hides=hidden is not None, **static,
     )  # fmt: skip
     if bias is not None:
         bias = jnp.maximum(bias, jnp.asarray(edge_cases.MIN_BIAS, bias.dtype))
@@ -200,9 +200,10 @@ def _attend(
         lse = given.lse.reshape(rows, dims.N, dims.T)
         by_row = pad(out, odd_q).astype(q.dtype), jnp.pad(lse, ((0, 0), (0, 0), (0, odd_q)))
     q, k, v = pad(q, odd_q), pad(k, odd_k), pad(v, odd_k)
-    out, lse = edge_cases.attend(call, spec.mask is not None, q, k, v, bias, sinks, band, by_row)
+    out, lse = edge_cases.attend(call, q, k, v, bias, sinks, band, by_row)
     out = out[:, : dims.T, :, : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
-    return out, Sums.of(lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T), given)
+    lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
+    return out, Sums.of(lse, given) if spec.reads_lse else Sums(*2 * (jnp.zeros_like(lse),))
 
 
 def _features(dims: Dims) -> int:

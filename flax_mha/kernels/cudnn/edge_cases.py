@@ -6,11 +6,13 @@ lse′ = log(exp(lse) + exp(sink)), it computes the right gradients from out′ 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from flax_mha.base import trees
 from flax_mha.kernels.call.spec import name_result
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.bands import Band
@@ -26,26 +28,26 @@ MIN_BIAS = -float(2**41)
 HIDDEN = 2 * MIN_BIAS
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
-    call: CudnnCall, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None,
+    call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None,
     sinks: jax.Array | None, band: Band, result: Result | None,
 ) -> Result:  # fmt: skip
     """Attend within rows.
 
     q is [rows, T, N, F], k and v are [rows, S, K, F], bias is [rows|1, N|1, T, S], finite or NaN,
-    and sinks are float32 [N]. `masked` is False if the call has no mask. Without mask and bias,
-    every row sees all keys, and NaN spreads by itself. Given a precomputed `result` of these and
-    other keys, without sinks, only its gradients are computed. Returns out [rows, T, N, F], and lse
-    [rows, N, T], −∞ for fully masked rows without a sink.
+    and sinks are float32 [N]. Without mask and bias, every row sees all keys, and NaN spreads by
+    itself. Given a precomputed `result` of these and other keys, without sinks, only its gradients
+    are computed. Returns out [rows, T, N, F], and lse [rows, N, T], −∞ for fully masked rows
+    without a sink.
     """
-    if masked and q.size < k.size:
+    if call.masked and q.size < k.size:
         # For few queries, the output is read, not all keys.
-        return _attend(call, None, q, k, v, bias, sinks, band, result, reads_output=True)[0]
+        return _attend(call, _attend_first, None, q, k, v, bias, sinks, band, result)[0]
     # A band hides NaN of queries and keys from the output. A weight of 0 does not hide that of
     # values, nor a bias that of keys.
-    found = _holds_nan(*(q, k, v) if call.hides else (v,)) if masked else None
-    return _attend(call, found, q, k, v, bias, sinks, band, result)[0]
+    found = _holds_nan(*(q, k, v) if call.hides else (v,)) if call.masked else None
+    return _attend(call, _look_first, found, q, k, v, bias, sinks, band, result)[0]
 
 
 def _holds_nan(*arrays: jax.Array) -> jax.Array:
@@ -61,41 +63,43 @@ def _holds_nan(*arrays: jax.Array) -> jax.Array:
 
 
 def _attend(
-    call: CudnnCall, found: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array,
-    bias: jax.Array | None, sinks: jax.Array | None, band: Band, result: Result | None,
-    reads_output: bool = False,
+    call: CudnnCall, attend_keys: Callable[..., Result], found: jax.Array | None, q: jax.Array,
+    k: jax.Array, v: jax.Array, bias: jax.Array | None, sinks: jax.Array | None, band: Band,
+    result: Result | None,
 ) -> tuple[Result, tuple[Any, ...]]:  # fmt: skip
     """Return the result, and the residuals of its gradients.
 
     These are the inputs, out with sinks, lse without sinks, and whether NaN was found, None without
-    a mask. The lse is −∞ for fully masked rows, and NaN for rows that see NaN. With `reads_output`,
-    NaN is looked for in the output, which is not enough for the gradients.
+    a mask. The lse is −∞ for fully masked rows, and NaN for rows that see NaN.
     """
-    out, lse = result or name_result(*_attend_keys(call, found, q, k, v, bias, band, reads_output))
+    out, lse = result or name_result(*attend_keys(call, found, q, k, v, bias, band))
     result = (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
     return result, (q, k, v, bias, sinks, band, result[0], lse, found)
 
 
-def _attend_keys(
-    call: CudnnCall, found: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array,
-    bias: jax.Array | None, band: Band, reads_output: bool,
-) -> Result:  # fmt: skip
-    """Attend by cuDNN, with NaN for the rows that see NaN, and for no others."""
+@trees.trace_once
+def _look_first(call: CudnnCall, found: jax.Array | None, *inputs: Any) -> Result:
+    """Attend to keys, with NaN for the rows that see NaN, and for no others."""
+    attend = functools.partial(_run, call, *inputs)
+    # A branch, because a repair of the result would copy it.
+    return attend() if found is None else isolate_if(found, lambda: _isolate(call, *inputs), attend)
 
-    def isolate() -> Result:
-        # In cuDNN's inputs, NaN would meet weights of 0.
-        out, lse = _run(call, finite(q), finite(k), finite(v), bias, band)
-        lse = jnp.where(_nan_rows(call, q, k, v, bias, band), jnp.nan, lse)
-        return _set_nan(out, jnp.isnan(jnp.swapaxes(lse, 1, 2))), lse
 
-    def attend() -> Result:
-        return _run(call, q, k, v, bias, band)
+@trees.trace_once
+def _attend_first(call: CudnnCall, found: None, *inputs: Any) -> Result:
+    """Do the same, but look for NaN in the output, which is not enough for the gradients."""
+    del found
+    result = _run(call, *inputs)
+    return isolate_if(_holds_nan(result[0]), lambda: _isolate(call, *inputs), lambda: result)
 
-    if reads_output:
-        result = attend()
-        return isolate_if(_holds_nan(result[0]), isolate, lambda: result)
-    # In place of a repair of the result, which a branch would copy.
-    return attend() if found is None else isolate_if(found, isolate, attend)
+
+def _isolate(
+    call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band
+) -> Result:
+    # In cuDNN's inputs, NaN would meet weights of 0.
+    out, lse = _run(call, finite(q), finite(k), finite(v), bias, band)
+    lse = jnp.where(_nan_rows(call, q, k, v, bias, band), jnp.nan, lse)
+    return _set_nan(out, jnp.isnan(jnp.swapaxes(lse, 1, 2))), lse
 
 
 def _run(
@@ -145,18 +149,24 @@ def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
     return scaled.astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
-def _forward(call: CudnnCall, masked: bool, *primals: Any) -> tuple[Result, tuple[Any, ...]]:
+def _forward(call: CudnnCall, *primals: Any) -> tuple[Result, tuple[Any, ...]]:
     q, k, v, *others = jax.tree.map(lambda x: x.value, primals)
-    found = _holds_nan(*(q, k, v) if call.hides else (k, v)) if masked else None
-    return _attend(call, found, q, k, v, *others)
+    found = _holds_nan(*(q, k, v) if call.hides else (k, v)) if call.masked else None
+    return _attend(call, _look_first, found, q, k, v, *others)
 
 
-def _backward(
-    call: CudnnCall, masked: bool, residuals: tuple[Any, ...], cotangents: Any
-) -> tuple[Any, ...]:
+def _backward(call: CudnnCall, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
     dout, dlse = (
         None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents
     )
+    return *_gradients(call, residuals, dout, dlse), None, None
+
+
+@trees.trace_once
+def _gradients(
+    call: CudnnCall, residuals: tuple[Any, ...], dout: jax.Array | None, dlse: jax.Array | None
+) -> tuple[Any, ...]:
+    """Return the gradients of q, k, v, bias and sinks, from the residuals of `_attend`."""
     q, k, v, bias, sinks, band, out, lse_of_keys, found = residuals
     lse = lse_of_keys if sinks is None else jnp.logaddexp(lse_of_keys, sinks[None, :, None])
     is_seen = band.sees and bias is None
@@ -173,8 +183,8 @@ def _backward(
     def attend() -> tuple[Any, ...]:
         return pull((q, k, v, bias), lse, is_empty, out, dout)
 
-    if not masked and bias is None:
-        return *attend(), None, None
+    if not call.masked and bias is None:
+        return attend()
 
     def isolate() -> tuple[Any, ...]:
         of_heads = None if dout is None else jnp.swapaxes(dout, 1, 2)
@@ -185,7 +195,7 @@ def _backward(
         off_rows = jnp.swapaxes(off, 1, 2)[..., None]
         clean_out = jnp.where(off_rows, 0, out).astype(out.dtype)
         clean_dout = None if dout is None else jnp.where(off_rows, 0, dout).astype(out.dtype)
-        inputs = (finite(q), finite(k), finite(v)) if masked else (q, k, v)
+        inputs = (finite(q), finite(k), finite(v)) if call.masked else (q, k, v)
         marked = jnp.where(lost, jnp.where(asked, jnp.nan, FAR), lse)
         dq, dk, dv, dbias, dsinks = pull((*inputs, bias), marked, off, clean_out, clean_dout)
         dq, dk, dv = _mark_nan(call, dq, dk, dv, bias, band, nan_rows)
@@ -197,7 +207,7 @@ def _backward(
     # NaN of a query is in its lse, if it sees a key.
     read = jnp.where(is_empty, 0, lse_of_keys), dout, dlse, None if is_seen or call.hides else q
     found = _holds_nan(*jax.tree.leaves(read)) | (False if found is None else found)
-    return *isolate_if(found, isolate, attend), None, None
+    return isolate_if(found, isolate, attend)
 
 
 attend.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -57,6 +57,7 @@ class CudnnCall(NamedTuple):
       causal: True if query i sees only keys j ≤ i.
       left: the number of earlier keys that a query sees; None for all.
       divisible: True if XLA may shard the call between devices.
+      masked: True if the call has a mask.
       learned: True if the bias has a gradient.
       hides: True if the bias hides pairs.
       heads_first: True if heads come before tokens in memory, as in a cache.
@@ -66,9 +67,15 @@ class CudnnCall(NamedTuple):
     causal: bool
     left: int | None
     divisible: bool
+    masked: bool = False
     learned: bool = False
     hides: bool = False
     heads_first: bool = False
+
+    @property
+    def pure(self) -> bool:
+        """True, because it holds no functions of users. See `trees.trace_once`."""
+        return True
 
     def settings(self, has_bias: bool) -> dict[str, Any]:
         """Return the parameters of both primitives.

@@ -18,9 +18,12 @@ class Function(NamedTuple):
     jaxpr: Any
 
     @classmethod
-    def of(cls, fn: Callable, *avals: Any) -> "tuple[Function, list[Any]]":
-        """Trace fn, and return the function and its closed-over arrays, its first arguments."""
-        closed = jax.make_jaxpr(fn)(*avals)
+    def of(cls, fn: Callable, *args: Any, num_static: int = 0) -> "tuple[Function, list[Any]]":
+        """Trace fn, and return the function and its closed-over arrays, its first arguments.
+
+        It is traced once for equal arguments. The first of them are static.
+        """
+        closed = jax.make_jaxpr(fn, static_argnums=tuple(range(num_static)))(*args)
         return cls(closed.jaxpr), list(closed.consts)
 
     @property

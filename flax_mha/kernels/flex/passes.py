@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flax_mha.base import trees
 from flax_mha.kernels.call.spec import Result, Sums, name_result
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.xla import softmax
@@ -63,11 +64,12 @@ def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
     """Return out [R, N, T′, Hv] and float32 sums [R, N, T′], precomputed or computed."""
     if result is not None:
         return result
-    (out,), stats = _attend(call, x, False)
+    (out,), stats = _attend(call, False, x)
     return out, Sums(stats[:, :, 0], stats[:, :, 1])
 
 
-def _attend(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], jax.Array]:
+@functools.partial(trees.trace_once, num_static=2)
+def _attend(call: FlexCall, exact: bool, x: Arrays) -> tuple[list[jax.Array], jax.Array]:
     return call.machine.forward(call, x, exact)
 
 
@@ -75,7 +77,7 @@ def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, 
     if result is not None:
         return result, (x, [result[0]], jnp.stack(result[1], 2))
     call = call._replace(reads_sums=True)
-    parts, stats = name_result(*_attend(call, x, True))
+    parts, stats = name_result(*_attend(call, True, x))
     out = parts[0].astype(x.q.dtype)
     return (out, Sums(stats[:, :, 0], stats[:, :, 1])), (x, parts, stats)
 
@@ -109,7 +111,14 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Arrays]:
-    x, parts, stats = residuals
+    return None, _gradients(call, *residuals, cotangents)
+
+
+@trees.trace_once
+def _gradients(
+    call: FlexCall, x: Arrays, parts: list[jax.Array], stats: jax.Array, cotangents: Any
+) -> Arrays:
+    """Return the gradients of the arrays, from `split` out and the sums, and their cotangents."""
     top, total = stats[:, :, 0], stats[:, :, 1]
     dout, top, share, delta = softmax.gradient_inputs(
         _join(*parts), total != 0, top, total, *cotangents
@@ -120,7 +129,7 @@ def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Ar
     if x.sinks is not None:
         by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
         sinks = by_row.sum((0, 2))[None, :, None, None]
-    return None, Arrays(dq, dk, dv, leaves, sinks, *[None] * 6)
+    return Arrays(dq, dk, dv, leaves, sinks, *[None] * 6)
 
 
 core.defvjp(_forward, _backward)

@@ -46,6 +46,27 @@ class Machine(NamedTuple):
     gradients: Callable[..., tuple[Any, Any, Any, list[Any]]]
 
 
+class SpecForm(NamedTuple):
+    """A spec without its arrays.
+
+    Attributes:
+      tree: the tree structure.
+      constants: the leaves that are Python's numbers, each with its type, because 1 equals 1.0;
+        None for arrays.
+      pure: False if it holds user-defined functions. See `trees.trace_once`.
+    """
+
+    tree: Any
+    constants: tuple[tuple[type, float] | None, ...]
+    pure: bool
+
+    def fill(self, arrays: Sequence[Any]) -> AttentionSpec:
+        """Return the spec with these arrays."""
+        rest = iter(arrays)
+        leaves = [next(rest) if x is None else x[1] for x in self.constants]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
 class FlexCall(NamedTuple):
     """The static part of a call.
 
@@ -61,8 +82,7 @@ class FlexCall(NamedTuple):
       num_plain: the number of arrays that `plain` closes over.
       closed: the arrays that both functions close over.
       leaves: the spec's arrays. Dropout has two seeds of one number each.
-      constants: the spec's leaves that are Python's numbers, None for arrays.
-      tree: the spec's tree structure.
+      form: the spec without them.
       guarded: True if factors of gradients must be finite.
       precision: the precision of float32 matmuls.
       reads_sums: False if only the output is read, and the sums may be 0.
@@ -80,8 +100,7 @@ class FlexCall(NamedTuple):
     num_plain: int
     closed: tuple[Operand, ...]
     leaves: tuple[Operand, ...]
-    constants: tuple[float | None, ...]
-    tree: Any
+    form: SpecForm
     guarded: bool
     precision: Any
     reads_sums: bool
@@ -89,19 +108,14 @@ class FlexCall(NamedTuple):
     why: str
     swapped: Any = None
 
-    def spec(self, leaves: Sequence[Any]) -> AttentionSpec:
-        """Return the spec with these arrays."""
-        return jax.tree.unflatten(self.tree, fill(self.constants, leaves))
+    @property
+    def pure(self) -> bool:
+        """False if it holds user-defined functions. See `trees.trace_once`."""
+        return self.form.pure
 
     def gain(self, x: jax.Array) -> jax.Array:
         """Scale a product of kept weights, as `AttentionSpec.scale_kept`."""
-        return self.spec(self.leaves).scale_kept(x)
-
-
-def fill(constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Return the constants, with arrays in place of None."""
-    rest = iter(arrays)
-    return [next(rest) if x is None else x for x in constants]
+        return self.form.fill(self.leaves).scale_kept(x)
 
 
 class Tile(NamedTuple):
@@ -119,7 +133,7 @@ class Tile(NamedTuple):
     def of(cls, call: FlexCall, masked: bool, values: Sequence[Any], at: At) -> "Tile":
         """Return a tile from the arrays of `closed` and `leaves`, and the indices of its scores."""
         closed, leaves = list(values[: len(call.closed)]), list(values[len(call.closed) :])
-        dims, spec = call.plan.dims, call.spec(leaves)
+        dims, spec = call.plan.dims, call.form.fill(leaves)
         inside = (at.q < dims.T) & (at.k < dims.S)
         # Clamp indices to the last query and key, so that user functions see no padding index.
         q, k = jnp.minimum(at.q, dims.T - 1), jnp.minimum(at.k, dims.S - 1)

@@ -1,7 +1,7 @@
 """A call's masks and scores as functions of tiles, for any machine."""
 
+import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.flex import vectors
 from flax_mha.kernels.flex.function import DTYPES, Function
 from flax_mha.kernels.flex.operand import Operand
-from flax_mha.kernels.flex.tile import FlexCall, Machine, fill
+from flax_mha.kernels.flex.tile import FlexCall, Machine, SpecForm
 from flax_mha.kernels.xla.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY
 from flax_mha.masks.algebra import evaluate
@@ -52,7 +52,7 @@ def trace(
         spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))
     values, tree = jax.tree.flatten(spec)
     # Python's numbers are compiled into the kernel.
-    constants = tuple(x if isinstance(x, float | int) else None for x in values)
+    constants = tuple((type(x), x) if isinstance(x, float | int) else None for x in values)
     array_leaves = zip(jax.tree.leaves(spec, is_leaf=is_score_array), constants, strict=True)
     leaves = [Operand.of(x, plan) for x, number in array_leaves if number is None]
     arrays = [x for x, number in zip(values, constants, strict=True) if number is None]
@@ -63,23 +63,21 @@ def trace(
                 f"got {jnp.shape(x)}"
             )
 
-    def rebuild(arrays: list[Any]) -> AttentionSpec:
-        return jax.tree.unflatten(tree, fill(constants, arrays))
-
+    form = SpecForm(tree, constants, not spec.user_types())
     calls, closed = list[FlexCall](), list[list[Any]]()
     for step in (1, -1) if machine.swaps else (1,):
         blocks = [
             jax.ShapeDtypeStruct(jnp.shape(x) if y.layout == "whole" else y.shape[::step], y.dtype)
             for x, y in zip(arrays, leaves, strict=True)
         ]
-        traced = _trace_functions(rebuild, blocks, plan, machine, leaves, step)
+        traced = _trace_functions(form, blocks, plan, machine, leaves, step)
         if isinstance(traced, str):
             return traced
         (plain, first), (masked, second) = traced
         closed.append([*first, *second])
         calls.append(FlexCall(
             machine, plan, device, (True, True), plain, masked, len(first),
-            tuple(Operand.of(x, plan) for x in closed[-1]), tuple(leaves), constants, tree,
+            tuple(Operand.of(x, plan) for x in closed[-1]), tuple(leaves), form,
             spec.mask is not None, PRECISIONS[spec.precision], spec.reads_lse, step < 0, why,
         ))  # fmt: skip
     call, *swapped = calls
@@ -120,41 +118,46 @@ def _divide(spec: AttentionSpec, dims: Dims, machine: Machine, device: str) -> t
     return Plan(dims, sizes[0], sizes[1]), why
 
 
+def _score(
+    form: SpecForm, masked: bool, arrays: list[Any], at: At, s: jax.Array, *inside: jax.Array
+) -> jax.Array:
+    """Return the scores of a tile from q·kᵀ, for the spec's arrays: −∞ where masked, if asked."""
+    tile = form.fill(arrays)
+    s = s * tile.scale
+    if not masked:
+        return tile.replace(mask=None).apply(s, at)[0]
+    allowed = jnp.ones((1, 1), bool) if tile.mask is None else evaluate(tile.mask, at)
+    for x in inside:
+        allowed = allowed & x
+    allowed = jnp.broadcast_to(allowed, s.shape)
+    if tile.scores:
+        # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
+        s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
+    return jnp.where(allowed, s, -jnp.inf)
+
+
 def _trace_functions(
-    rebuild: Callable[[list[Any]], AttentionSpec], arrays: list[Any], plan: Plan,
-    machine: Machine, leaves: list[Operand], step: int,
+    form: SpecForm, arrays: list[Any], plan: Plan, machine: Machine, leaves: list[Operand],
+    step: int,
 ) -> tuple[tuple[Function, list], tuple[Function, list]] | str:  # fmt: skip
     """Trace the scores of a tile, without and with the mask, and return the closed-over arrays.
 
-    `rebuild` makes the spec of a tile from arrays. A step of −1 reverses the axes of the tile, to
-    keys × queries.
+    A step of −1 reverses the axes of the tile, to keys × queries.
     """
-
-    def plain(arrays: list[Any], at: At, s: jax.Array) -> jax.Array:
-        tile = rebuild(arrays)
-        return tile.replace(mask=None).apply(s * tile.scale, at)[0]
-
-    def masked(arrays: list[Any], at: At, s: jax.Array, *inside: jax.Array) -> jax.Array:
-        tile = rebuild(arrays)
-        s = s * tile.scale
-        allowed = jnp.ones((1, 1), bool) if tile.mask is None else evaluate(tile.mask, at)
-        for x in inside:
-            allowed = allowed & x
-        allowed = jnp.broadcast_to(allowed, s.shape)
-        if tile.scores:
-            # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
-            s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
-        return jnp.where(allowed, s, -jnp.inf)
 
     def aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape[::step], dtype)
 
     scores = plan.block_q, plan.block_k
     sizes = (1, 1), (1, 1), (plan.block_q, 1), (1, plan.block_k)
-    at = rebuild(arrays).override(At(*map(aval, sizes)))
+    at = form.fill(arrays).override(At(*map(aval, sizes)))
     functions = []
-    for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if plan.ragged else [])):
-        function, consts = Function.of(fn, arrays, at, aval(scores, jnp.float32), *more)
+    for masked, more in ((False, []), (True, [aval(scores, jnp.bool_)] if plan.ragged else [])):
+        # Only functions of this package compute the same in every call.
+        static = (form, masked) if form.pure else ()
+        fn = _score if form.pure else functools.partial(_score, form, masked)
+        args = *static, arrays, at, aval(scores, jnp.float32), *more
+        function, consts = Function.of(fn, *args, num_static=len(static))
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"

@@ -36,7 +36,7 @@ def size_of(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
     size = sizes[features]
     more = max(0, call.masked.operations - SIMPLE)
     more += sum(x.shape[-1] for x in call.leaves if x.side)
-    more += 0 if call.spec(call.leaves).dropout is None else DROPOUT
+    more += 0 if call.form.fill(call.leaves).dropout is None else DROPOUT
     most = size.step * DOUBLE // (DOUBLE + more)
     return size._replace(step=max(LEAST, 1 << most.bit_length() - 1))
 

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flax_mha.base import trees
 from flax_mha.base.coordinates import At
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import name_result
@@ -194,6 +195,7 @@ def _run_together(heads: Iterable[Iterator[None]]) -> None:
         pass
 
 
+@functools.partial(trees.trace_once, num_static=2)
 def _forward(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.Array]:
     """Return out and sums, as `core`."""
     dims, (R, T) = call.plan.dims, x.q.shape[:2]
@@ -225,6 +227,7 @@ def _forward(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.
     return out, sums[0] if sums else jnp.zeros((R, dims.N, 2, T), jnp.float32)
 
 
+@functools.partial(trees.trace_once, num_static=2)
 def _backward(
     call: FlexCall, heads: int, x: FlatArrays, dout: jax.Array, dtotal: jax.Array
 ) -> FlatArrays:
