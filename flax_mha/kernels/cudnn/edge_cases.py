@@ -43,11 +43,11 @@ def attend(
     """
     if call.masked and q.size < k.size:
         # For few queries, the output is read, not all keys.
-        return _attend(call, _attend_first, None, q, k, v, bias, sinks, band, result)[0]
+        return _attend(call, _attend_then_check, None, q, k, v, bias, sinks, band, result)[0]
     # A band hides NaN of queries and keys from the output. A weight of 0 does not hide that of
     # values, nor a bias that of keys.
     found = _holds_nan(*(q, k, v) if call.hides else (v,)) if call.masked else None
-    return _attend(call, _look_first, found, q, k, v, bias, sinks, band, result)[0]
+    return _attend(call, _attend_checked, found, q, k, v, bias, sinks, band, result)[0]
 
 
 def _holds_nan(*arrays: jax.Array) -> jax.Array:
@@ -78,16 +78,16 @@ def _attend(
 
 
 @trees.trace_once
-def _look_first(call: CudnnCall, found: jax.Array | None, *inputs: Any) -> Result:
-    """Attend to keys, with NaN for the rows that see NaN, and for no others."""
+def _attend_checked(call: CudnnCall, found: jax.Array | None, *inputs: Any) -> Result:
+    """Attend by cuDNN, with NaN for the rows that see NaN, if it was found, and for no others."""
     attend = functools.partial(_run, call, *inputs)
     # A branch, because a repair of the result would copy it.
     return attend() if found is None else isolate_if(found, lambda: _isolate(call, *inputs), attend)
 
 
 @trees.trace_once
-def _attend_first(call: CudnnCall, found: None, *inputs: Any) -> Result:
-    """Do the same, but look for NaN in the output, which is not enough for the gradients."""
+def _attend_then_check(call: CudnnCall, found: None, *inputs: Any) -> Result:
+    """Do the same, but look for NaN in the output. This is not enough for the gradients."""
     del found
     result = _run(call, *inputs)
     return isolate_if(_holds_nan(result[0]), lambda: _isolate(call, *inputs), lambda: result)
@@ -96,7 +96,7 @@ def _attend_first(call: CudnnCall, found: None, *inputs: Any) -> Result:
 def _isolate(
     call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band
 ) -> Result:
-    # In cuDNN's inputs, NaN would meet weights of 0.
+    """Attend without NaN, which would meet weights of 0, and put it back into rows that see it."""
     out, lse = _run(call, finite(q), finite(k), finite(v), bias, band)
     lse = jnp.where(_nan_rows(call, q, k, v, bias, band), jnp.nan, lse)
     return _set_nan(out, jnp.isnan(jnp.swapaxes(lse, 1, 2))), lse
@@ -152,7 +152,7 @@ def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
 def _forward(call: CudnnCall, *primals: Any) -> tuple[Result, tuple[Any, ...]]:
     q, k, v, *others = jax.tree.map(lambda x: x.value, primals)
     found = _holds_nan(*(q, k, v) if call.hides else (k, v)) if call.masked else None
-    return _attend(call, _look_first, found, q, k, v, *others)
+    return _attend(call, _attend_checked, found, q, k, v, *others)
 
 
 def _backward(call: CudnnCall, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:

@@ -82,7 +82,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
             total = jnp.where(seen, total, 0.0 if sinks is None else jnp.exp(sinks - top))
             total = jnp.where(lost, jnp.nan, total)
     out = jnp.swapaxes(out, -3, -2).astype(q.dtype)
-    return name_result(out, Sums(top[..., 0], total[..., 0]))
+    return name_result(out, Sums(*(jax.lax.squeeze(x, (x.ndim - 1,)) for x in (top, total))))
 
 
 def isolate_nan(
@@ -133,6 +133,7 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return weights, jnp.where(weights == 0, 0.0, change - weights * mean)
 
 
+@functools.partial(jax.jit, inline=True)  # Outside jit, one call takes a fifth of the time of six.
 def exponentials(
     logits: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
