@@ -163,7 +163,7 @@ def randomize(module: nnx.Module) -> None:
     nnx.update(module, nnx.State(random_like(nnx.to_pure_dict(nnx.state(module, nnx.Param)))))
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 def test_nnx_layers_lose_heads() -> None:
     model = TwoLayers(
         num_kv_heads=2, sinks=True, scale="learned", gate="feature", qk_norm=QKNorm(),
@@ -180,7 +180,7 @@ def test_nnx_layers_lose_heads() -> None:
     assert small.layers[0].query.out_features == (2, D // N)
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 def test_nnx_layers_under_scan_lose_heads() -> None:
     @nnx.vmap
     def make(key: jax.Array) -> Any:
@@ -219,7 +219,7 @@ def test_sharded_layers_lose_heads(kind: str) -> None:
         np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_a_pruned_nnx_layer_decodes() -> None:
     layer = flax_mha.nnx.MultiHeadAttention(N, D, num_kv_heads=2, gate="head", rngs=nnx.Rngs(0))
     layer = prune(layer, {"": (0, 3)})

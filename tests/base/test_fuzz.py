@@ -75,7 +75,7 @@ def test_sample_of_odd_calls_raises_only_our_errors() -> None:
     check(list(calls(SAMPLE)))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_odd_calls_raise_only_our_errors() -> None:
     check(list(calls(CALLS))[SAMPLE:])
 

@@ -205,7 +205,7 @@ def test_cross_attention_projects_memory_once(dtype: str | None) -> None:
     close(cache.fork(new["cache"], jnp.array([1]))["memory"].key, new["cache"]["memory"].key[1:])
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize("scan", [False, True])
 def test_caches_of_model_fork_truncate_and_reset(scan: bool) -> None:
     layer = MultiHeadAttention(2, decode=True, rotary=Rotary())
@@ -246,7 +246,7 @@ def test_overflow_gives_nan_and_can_be_truncated() -> None:
     close(out[0], expected[0, -1:])
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_kv_cache_works_under_vmap_and_scan() -> None:
     q, k, v = (jnp.asarray(RNG.normal(size=(3, T, 4, 8)), jnp.float32) for _ in range(3))
     k, v = k[:, :, :2], v[:, :, :2, :5]
@@ -272,7 +272,7 @@ def test_kv_cache_works_under_vmap_and_scan() -> None:
     )
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("T", [1, 3])
 def test_nan_of_a_cached_token_reaches_only_those_that_see_it(dtype: str, T: int) -> None:
@@ -318,7 +318,7 @@ def test_decode_kernel_passes_gradients_and_nan_like_reference() -> None:
     jax.tree.map(close, got, expected)
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_captured_scores_of_a_prompt_are_over_the_slots(jitted: bool) -> None:
     """A prompt of more than 64 tokens into an empty cache may skip the cache, but not here."""

@@ -70,7 +70,7 @@ def test_step_on_a_gpu_has_no_branch(dtype: str | None, monkeypatch: pytest.Monk
     assert re.findall("stablehlo.(?:while|case|if)", text)
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_few_rows_of_a_scanned_stack_agree_with_matmuls(
     dtype: str | None, monkeypatch: pytest.MonkeyPatch
@@ -142,7 +142,7 @@ def check_copies_no_cache(device: Any, name: str) -> None:
     assert temporaries < cache / 3
 
 
-@pytest.mark.sampled(0, slow=0.5)
+@pytest.mark.sampled(0, slow=0.3)
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu")
 @pytest.mark.parametrize("name", STEPS)
 @jax.numpy_dtype_promotion("standard")  # Flax's norms mix dtypes.
@@ -208,7 +208,7 @@ def test_sharded_decoding_matches_one_device(kind: str) -> None:
     jax.tree.map(lambda a, b: close(a, b, 2e-5), got, expected)
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize(
     ("kind", "scan"),
     [pytest.param("Auto", False, marks=pytest.mark.slow), ("Explicit", True)],

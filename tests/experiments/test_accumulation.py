@@ -43,7 +43,7 @@ def assert_close(one: Any, other: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), one, other)
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_accumulation_on_a_mesh_equals_one_device(config: ConfigDict) -> None:
     state, losses = trained(config)
     wanted = jax.device_get((state.params, losses))
@@ -58,7 +58,7 @@ def test_accumulation_on_a_mesh_equals_one_device(config: ConfigDict) -> None:
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 1, 1)])
 def test_seeds_accumulate_each_as_alone(config: ConfigDict, sizes: tuple[int, ...]) -> None:
     config.seed, config.seeds = 3, 2

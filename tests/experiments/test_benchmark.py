@@ -40,7 +40,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark.machine, "_fastest", lambda n, dtype: 1.0)
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.usefixtures("wide")
 def test_benchmark_writes_tables_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -158,7 +158,7 @@ def fragile(case: Case) -> Work:
     return Work(lambda: next(calls), lambda _: None, lambda _: pytest.fail("unused"))
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 @pytest.mark.usefixtures("wide")
 def test_failed_contestants_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -264,7 +264,7 @@ def test_slow_contestant_leaves_time_for_others() -> None:
     assert found["slow"].median > found["fast"].median
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 def test_growth_measures_temporary_memory() -> None:
     def call() -> float:
         return float(np.ones(256 * MIB // 8).sum())
@@ -274,7 +274,7 @@ def test_growth_measures_temporary_memory() -> None:
     assert fresh.growth(lambda: 0) < 4 * MIB
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_fresh_process_measures_memory_and_compile_time() -> None:
     case = Case("core", backward=False, causal=True, B=1, T=2048)
     scores = 4 * 8 * 2048**2

@@ -12,7 +12,7 @@ from experiments.measure.timing import Work
 FOUND = ("tokens", "seconds", "token_by_token", "ratio", "linen")
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_decode_benchmark_writes_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,7 @@ def stacked(params: Any) -> Any:
     return {**params, "decoder": {**rest, "layers": joined}}
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_scan_and_remat_change_no_loss_or_gradient(config: ConfigDict) -> None:
     params = jax.jit(tasks.make(config).init)(jax.random.key(0))
     loss, gradient = loss_and_gradient(config, params)
@@ -176,7 +176,7 @@ def test_tokenizer_that_loses_text_is_refused(
         words.encode(text.encode())
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_bits_per_byte_count_bytes_with_a_tokenizer(
     config: ConfigDict, tokenizer: str, tmp_path: Path
 ) -> None:
@@ -230,7 +230,7 @@ def test_tokenizer_named_only_by_the_folder_is_not_read(
     assert rundir.find_run(tmp_path, {"data.tokenizer": tokenizer}).resumed
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_run_with_a_tokenizer_resumes_and_generates(tokenizer: str, tmp_path: Path) -> None:
     data, run = tmp_path / "text", tmp_path / "run"
     data.write_text(WRITTEN)

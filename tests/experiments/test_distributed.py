@@ -42,7 +42,7 @@ def losses(log: list[dict[str, Any]]) -> np.ndarray:
     return np.asarray([row["loss"] for row in log if row["split"] == "train"])
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_two_processes_train_stop_and_resume_as_one(config: ConfigDict, tmp_path: Path) -> None:
     config.steps, config.mesh.data = 12, -1
     flags = settings(config)
@@ -123,7 +123,7 @@ def test_four_processes_resume_run_of_eight_devices(
     np.testing.assert_allclose(losses(rows(half)), losses(whole.rows), rtol=0, atol=1e-5)
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_parameters_sharded_within_a_process_are_saved(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from experiments.runs.failures import RunError
 
 
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_losses_of_all_kernels_and_meshes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -32,7 +32,7 @@ def test_losses_of_all_kernels_and_meshes(
 
 # Flax's layers and norms promote implicitly.
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_costs_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "LENGTHS", (1024, 2048))
     monkeypatch.setattr(lengths, "KERNELS", {"tpu": ("auto", "reference")})

@@ -217,7 +217,7 @@ def test_file_among_parent_folders_raises(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in line
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_full_disk_during_checkpoint_raises(tmp_path: Path) -> None:
     shell = ("bash", "-c", 'ulimit -f 256; exec "$@"', "bash")  # KiB, of any file
     done = call("train", f"--workdir={tmp_path / 'run'}", *SMALL, under=shell)

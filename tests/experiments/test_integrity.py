@@ -105,7 +105,7 @@ def changes(path: Path, flips: int) -> Iterator[tuple[str, bytes | None]]:
     yield "gone", None
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize("flips", [1, 16])
 def test_changed_file_never_alters_loaded_state(
     folder: Path, flips: int, capsys: pytest.CaptureFixture[str]

@@ -138,7 +138,7 @@ def test_a_run_is_shown(tmp_path: Path) -> None:
     assert np.shape(measures["max logit"]) == (1, 2, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_the_first_run_of_the_readme_is_shown(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "look.html"
 

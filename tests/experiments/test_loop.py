@@ -44,7 +44,7 @@ def stop_after(steps: int) -> Any:
     return stoppable
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_resumed_run_equals_uninterrupted_run(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +85,7 @@ def test_each_state_is_evaluated_once(
     assert len(seen) == 3
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_seeds_in_one_step_equal_separate_runs(config: ConfigDict, tmp_path: Path) -> None:
     config.seed, config.seeds = 3, 2
     config.model.dropout_rate = 0.1
@@ -98,7 +98,7 @@ def test_seeds_in_one_step_equal_separate_runs(config: ConfigDict, tmp_path: Pat
     assert np.abs(losses(together)[:, 0] - losses(alone)).max() > 1e-2
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_training_on_mesh_matches_one_device(config: ConfigDict, tmp_path: Path) -> None:
     config.steps = 50
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 50, 50
@@ -111,7 +111,7 @@ def test_training_on_mesh_matches_one_device(config: ConfigDict, tmp_path: Path)
         np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_heads_are_initialized_sharded(config: ConfigDict, seeds: int) -> None:
     config.seeds, config.mesh.data, config.mesh.model = seeds, 2, 4
@@ -140,7 +140,7 @@ def test_heads_are_initialized_sharded(config: ConfigDict, seeds: int) -> None:
     assert "all-reduce" in hlo
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_fsdp_shards_parameters_and_moments(config: ConfigDict, sizes: tuple[int, ...]) -> None:
     config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
@@ -256,7 +256,7 @@ def points(folder: Path) -> list[tuple[int, str, float]]:
     return sorted(found)
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 def test_interrupted_run_leaves_the_log_of_a_whole_one(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +278,7 @@ def test_interrupted_run_leaves_the_log_of_a_whole_one(
     assert_equal(result.state.opt_state, whole.state.opt_state)
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_nonfinite_step_is_skipped(
     config: ConfigDict, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

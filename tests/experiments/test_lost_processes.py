@@ -16,7 +16,7 @@ from tests.experiments.test_distributed import alone, assert_saved
 HEARTBEAT = 10
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_damage_seen_by_one_process_ends_all(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> N
         assert "Thread 0x" not in processes.said(0)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_stopped_process_is_reported_as_lost(
     stopped: int, config: ConfigDict, tmp_path: Path

@@ -14,7 +14,7 @@ from flax_mha.base import private_jax
 from flax_mha.kernels import Platform
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX's cuDNN has no soft caps")
 def test_page_equals_generated_table() -> None:
     text = features.PAGE.read_text()

@@ -118,7 +118,7 @@ def test_collectives_of_layers_grow_linearly() -> None:
     assert others == [(1, 8), (8, 6)]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_extrapolated_layers_cost_as_compiled_ones(decoder: ConfigDict) -> None:
     """A model of 18 layers from 4 and 8: parameters, operations and bytes sent are exact, and
     memory differs by less than 5%.

@@ -25,7 +25,7 @@ def report(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_a_report_says_the_score_of_the_run(config: ConfigDict, tmp_path: Path) -> None:
     task = tasks.make(config)
     rundir.open_run(tmp_path, config, {}).begin(fingerprint(task))

@@ -22,7 +22,7 @@ def test_masks_remove_the_least_head_and_keep_the_last_of_each_layer() -> None:
     np.testing.assert_array_equal(masks, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 @pytest.mark.parametrize("name", ["digits", "dates"])
 def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
     """The slopes of the loss of a row are those of finite differences, row by row."""
@@ -48,7 +48,7 @@ def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
     np.testing.assert_allclose(found, expected, atol=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_dates_are_right_where_greedy_decoding_gives_them() -> None:
     _, task, _, test = heads_needed.load("dates", 1)
     params = jax.jit(task.init)(jax.random.key(0))
@@ -61,7 +61,7 @@ def test_dates_are_right_where_greedy_decoding_gives_them() -> None:
     assert 20 <= right.sum() < 40
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_a_short_run_draws_its_figure_and_prunes_without_a_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

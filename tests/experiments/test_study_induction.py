@@ -18,7 +18,7 @@ def test_repeated_bytes_have_one_earlier_copy() -> None:
     assert all(len(set(row[:half])) == half for row in repeated)
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 def test_every_second_sequence_repeats_distinct_tokens() -> None:
     tokens = np.asarray(induction.draw_sequences(jax.random.key(0), 64))
     periods = set()
@@ -61,7 +61,7 @@ def test_a_model_whose_heads_are_means_sees_no_other_token() -> None:
     assert np.abs(last - whole[:, -1]).max() > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_a_short_run_draws_its_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,7 @@ def test_an_output_is_exact_if_its_end_is_too() -> None:
     np.testing.assert_allclose(right, n / (n + 1), rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_a_short_run_draws_its_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,7 +65,7 @@ def test_decoding_answers_as_the_whole_row(name: str, optimized: None) -> None:
     assert 0 < jnp.sum(expected) < expected.size
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_a_short_run_draws_its_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

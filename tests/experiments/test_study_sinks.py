@@ -73,7 +73,7 @@ def test_the_sink_off_by_one_is_not_trained() -> None:
         assert (abs(of_sinks).max() == 0) == is_frozen
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_a_short_run_draws_its_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,7 @@ def test_models_of_a_seed_differ_by_their_rate_alone() -> None:
         assert np.abs(moves[0]).max() > 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_a_short_run_draws_its_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,7 @@ def test_several_seeds_report_their_spread(tmp_path: Path) -> None:
     assert re.fullmatch(r"test accuracy \d+\.\d% ± \d+\.\d%", done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_sharded_demo_matches_one_device(tmp_path: Path) -> None:
     done = call("--config=configs/digits_sharded.py", f"--workdir={tmp_path / 'run'}", *SMALL)
     assert done.returncode == 0, done.stderr

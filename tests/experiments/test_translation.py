@@ -101,7 +101,7 @@ def trained(config: ConfigDict, folder: Path) -> tuple[Any, loop.Result]:
     return task, loop.train(loop.build(run.config, task), folder)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_translator_trains_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = dates_config.get_config()
     config.model.features, config.model.mlp_dim = 16, 16

@@ -178,7 +178,7 @@ def test_there_are_enough_cases() -> None:
     assert len(set(cases.grid())) * len(KERNELS) >= 2000
 
 
-@pytest.mark.sampled(0.5, slow=0.5)
+@pytest.mark.sampled(0.5, slow=0.3)
 @pytest.mark.parametrize("spread", ["soft", "sharp"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_plain_attention_has_the_errors_of_jax_nn(dtype: str, spread: str) -> None:

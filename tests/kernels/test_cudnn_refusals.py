@@ -48,7 +48,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.5, slow=0.5)
+@pytest.mark.sampled(0.5, slow=0.3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_cudnn_refuses_with_reason(hopper, name: str) -> None:
     """Both functions give the same reason, and auto takes another kernel.

@@ -25,7 +25,7 @@ def test_every_call_holds_here(tmp_path: Path, capsys) -> None:
     assert "table.md and results.json are in" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 def test_every_call_holds_on_an_interpreted_tpu(tpu, tmp_path: Path) -> None:
     found = checked(tmp_path)
     assert [*found] == [*check.CALLS]

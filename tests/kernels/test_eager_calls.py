@@ -112,7 +112,7 @@ MORE: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_attention_compile_nothing_again(name: str) -> None:
     assert compilations(CALLS[name]) == 0
@@ -166,7 +166,7 @@ def test_steps_of_variants_compile_nothing(name: str) -> None:
     assert compilations(steps(layer)) == 0
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 def test_an_nnx_layer_compiles_nothing_again() -> None:
     layer = flax_mha.nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0))
 

@@ -141,7 +141,7 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize("name", CALLS)
 def test_options_compile(tpu, name: str) -> None:
     dtype = jnp.float32 if name == "predicate" else jnp.bfloat16

@@ -54,7 +54,7 @@ CALLS: dict[str, tuple[Any, dict[str, tuple[int, ...]], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize(
     ("name", "lengths"),
     [*((name, (60, 140)) for name in CALLS), ("gates", (1, 40)), ("gates", (40, 1))],

@@ -48,7 +48,7 @@ def pulled(call: Any, *primals: Any) -> list[jax.Array]:
     return run(*primals)
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @every
 def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
     """A floating-point argument has the gradient 0, and the other gradients do not change."""

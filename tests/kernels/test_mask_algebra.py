@@ -80,7 +80,7 @@ def test_kernels_match_oracle_on_structured_masks(name: str, given_as: str) -> N
             assert error <= allowed[part], (kernel, part, error)
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize("lengths", [[3, 2], [[3, 2], [1, 4]]])
 def test_documents_follow_positions(lengths: Any) -> None:
     """For the last two tokens only, as in decoding, and for tokens in another order."""
@@ -96,7 +96,7 @@ def test_documents_follow_positions(lengths: Any) -> None:
     np.testing.assert_allclose(found, wanted[:, order], atol=1e-6)
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 @pytest.mark.parametrize(
     ("kernel", "platform", "dtype"),
     [

@@ -56,7 +56,7 @@ def compiled(generation, length, N, K, H, attend, dtype=jnp.bfloat16, spec=None,
 
 
 # Each call for one generation, and for each generation the call that has everything.
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize(
     ("generation", "call"),
     [("v5e", call) for call in CALLS]
@@ -90,7 +90,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize("case", CASES)
 def test_options_compile(tpu, case: str) -> None:
     def attend(q, k, v, ids):

@@ -72,7 +72,7 @@ def later(rotation: Any) -> Any:
     return lambda x, at: Turned(x, rotation.turn(x, at))
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernel_rotates_as_the_layer(rotates: list[bool], name: str, dtype: str) -> None:
@@ -93,7 +93,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0, slow=0.7)
+@pytest.mark.sampled(0, slow=0.4)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     places, call = CALLS[name]
@@ -103,7 +103,7 @@ def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     close(found, pulled(ROTATIONS["whole"], x, places, **call))
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.3)
 def test_nan_in_a_masked_key_reaches_nothing(rotates: list[bool]) -> None:
     q, k, v, d = arrays()
     x = [q, k.at[0, 180].set(jnp.nan), v.at[0, 180].set(jnp.inf), d]
@@ -123,7 +123,7 @@ def test_learned_scores_are_rotated_before(rotates: list[bool], scores: list[Any
     close(found, pulled(ROTATIONS["whole"], x, scores=scores))
 
 
-@pytest.mark.sampled(0.2, slow=0.5)
+@pytest.mark.sampled(0.2, slow=0.3)
 def test_other_kernels_are_given_rotated_arrays(tpu: None) -> None:
     q, k, v, _ = arrays()
     rotation = ROTATIONS["whole"]
@@ -201,7 +201,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.sampled(0, slow=0.7)
+@pytest.mark.sampled(0, slow=0.4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_leaves_the_rotation_to_the_kernel(
     rotates: list[bool], monkeypatch: pytest.MonkeyPatch, name: str

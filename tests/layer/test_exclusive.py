@@ -69,7 +69,7 @@ def test_first_token_of_a_causal_layer_is_zero() -> None:
     assert np.abs(out[:, 1:]).mean() > 0.1
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize(
     "cache", [CacheConfig(), CacheConfig("int8"), CacheConfig(slots=5)], ids=str
 )
@@ -93,7 +93,7 @@ def test_edits_of_values_count() -> None:
     np.testing.assert_array_equal(out[:, :, : N // K], 0)
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 def test_nnx_vmap_and_remat_agree_with_linen() -> None:
     module = layer()
     params = params_of(module)

@@ -74,7 +74,7 @@ HALF = ("ordered", "decoder", "classifier", "language model")
 CALLS = [(name, "float32") for name in MODULES] + [(name, "bfloat16") for name in HALF]
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize(("name", "dtype"), CALLS)
 def test_padding_reaches_no_output_or_gradient(name: str, dtype: str) -> None:
     module, inputs, real, call = MODULES[name]

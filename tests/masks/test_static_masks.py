@@ -94,7 +94,7 @@ def plan_traced(mask: Any, T: int) -> Any:
     return plans[0]
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 def test_hidden_tiles_of_traced_masks_change_nothing(kernel: str) -> None:
     T = 384

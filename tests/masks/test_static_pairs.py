@@ -132,7 +132,7 @@ def test_arrays_that_a_programs_text_leaves_out_are_read() -> None:
         np.testing.assert_array_equal(one, FULL - other)
 
 
-@pytest.mark.sampled(0.5, slow=0.5)
+@pytest.mark.sampled(0.5, slow=0.3)
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 def test_skipped_tiles_change_nothing(kernel: str, monkeypatch) -> None:
     mask = Predicate(lambda row, head, i, j: (i // 64 == j // 64) | (j // 64 < i // 64 - 3))

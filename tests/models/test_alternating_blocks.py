@@ -44,7 +44,7 @@ def stacked(params: Any, layers: int, several: int) -> Any:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 @pytest.mark.parametrize("layers", [6, 8])
 def test_alternating_blocks_match_their_sequence(layers: int) -> None:
     """The loop equals the blocks one by one, the scan equals the loop, gradients included."""
@@ -74,7 +74,7 @@ def test_alternating_blocks_match_their_sequence(layers: int) -> None:
     jax.tree.map(close, actual, wanted)
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 @pytest.mark.parametrize("scan", [False, True])
 def test_each_layer_takes_its_own_head_mask(scan: bool) -> None:
     """Also with layers left over after the last scan step."""
@@ -89,7 +89,7 @@ def test_each_layer_takes_its_own_head_mask(scan: bool) -> None:
         assert error(apply(params, X, head_mask=pruned), whole) > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 @pytest.mark.parametrize("scan", [False, True])
 def test_decoding_matches_full_forward(scan: bool) -> None:
     """Rings for the windows, full caches for the other layers."""

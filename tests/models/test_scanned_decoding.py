@@ -77,13 +77,13 @@ def check(
             )
 
 
-@pytest.mark.sampled(0.07, slow=0.5)
+@pytest.mark.sampled(0.07, slow=0.3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_scan_decodes_as_a_loop(name: str) -> None:
     check(LAYERS[name])
 
 
-@pytest.mark.sampled(0.1, slow=0.34)
+@pytest.mark.sampled(0.1, slow=0.2)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_scan_sees_an_encoders_output(keeps: bool, remat: bool) -> None:

@@ -80,7 +80,7 @@ def check(name: str, rules: str, kind: str, pieces: tuple[int, ...]) -> Any:
     return held["kv"].key
 
 
-@pytest.mark.sampled(0, slow=0.25)
+@pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize(
     ("name", "rules", "kind"), pairs(name=[*LAYERS], rules=[*RULES], kind=[*KINDS])
 )
@@ -91,7 +91,7 @@ def test_sharded_slots_match_one_device(name: str, rules: str, kind: str) -> Non
     assert key.addressable_shards[0].data.shape[-2] == slots
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 @pytest.mark.parametrize(
     ("name", "kind"), [("grouped", "Auto"), ("latent", "Explicit"), ("int8", "Explicit")]
 )

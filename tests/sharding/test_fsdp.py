@@ -130,7 +130,7 @@ def test_nnx_layer_matches_one_device(kind: str) -> None:
         assert error(a, b) < 2 * BACKWARD
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
     """Over d = m = f = 2 devices for rows, heads and features, P the kernels' bytes:

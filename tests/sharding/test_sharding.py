@@ -52,7 +52,7 @@ def test_parameters_are_initialized_sharded(mesh) -> None:
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 2, 4)}
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_values_do_not_depend_on_the_mesh(kind: str) -> None:
     """Bitwise: a different program would round differently."""
@@ -90,7 +90,7 @@ def test_sharded_encoder_matches_one_device(scan: bool) -> None:
     assert mlp.sharding.spec[-1] == "model"
 
 
-@pytest.mark.sampled(0.15, slow=0.34)
+@pytest.mark.sampled(0.15, slow=0.2)
 def test_layer_needs_exactly_one_all_reduce(mesh, optimized) -> None:
     """Each device computes its own heads. Only the output projection sums over devices."""
     layer = MultiHeadAttention(8)

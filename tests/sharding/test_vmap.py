@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 FAST = ("layer",)
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
@@ -158,7 +158,7 @@ def test_mapped_functions_match_a_loop_without_a_mesh(name: str, kind: str) -> N
     check(*make(), kind, rules)
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_each_example(kind: str) -> None:
     """The gradients of unmapped parameters that are not on the mesh."""

@@ -36,8 +36,8 @@ settings.register_profile(
 )  # fmt: skip
 settings.load_profile("drawn")
 
-# The share of the cases beyond an ordinary run that a slow run takes.
-SLOW = 0.15
+# The share of the cases beyond an ordinary run that a slow run takes, and of tests marked as slow.
+SLOW, OF_SLOW = 0.15, 0.5
 
 make_mesh = jax.make_mesh
 
@@ -55,18 +55,21 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases of sampled tests that are not of today's ordinary run, and a tenth of it.
 
-    Cases that are in no run of today are left out, unless the marker expression names `grid`. If
-    the command names a test, its cases all run.
+    Cases that are in no run of today are left out, and so is a part of the tests that are marked as
+    slow, unless the marker expression names `grid`. If the command names a test, its cases all run.
     """
     seed, named = int(os.environ["TEST_DRAW"]), any("::" in name for name in config.args)
-    cases = defaultdict[str, list[pytest.Item]](list)
+    cases = defaultdict[tuple[str, str], list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("sampled") and not named:
-            cases[item.nodeid.partition("[")[0]].append(item)
+        marker = item.get_closest_marker("sampled") or item.get_closest_marker("slow")
+        if marker and not named:
+            cases[item.nodeid.partition("[")[0], marker.name].append(item)
     left_out = set[pytest.Item]()
-    for name, several in cases.items():
-        marker = several[0].get_closest_marker("sampled")
-        fast, more = draw(several, *marker.args, marker.kwargs.get("slow", SLOW), seed, name)
+    for (name, kind), several in cases.items():
+        marker = several[0].get_closest_marker(kind)
+        (share,) = marker.args or (0,)
+        slow = marker.kwargs.get("slow", SLOW if kind == "sampled" else OF_SLOW)
+        fast, more = draw(several, share, slow, seed, name)
         for item in {*several}.difference(fast):
             item.add_marker(pytest.mark.slow)
         left_out.update({*several}.difference(fast, more))

@@ -117,7 +117,7 @@ def test_document_does_not_affect_others(fields: dict[str, Any], lengths: list[i
         assert error(actual, wanted[:, ids != n]) < 5e-6
 
 
-@pytest.mark.sampled(0.25, slow=0.34)
+@pytest.mark.sampled(0.25, slow=0.2)
 @pytest.mark.parametrize("fields", [{"share": True}, {"query_block": 8}])
 def test_nan_in_hidden_keys_changes_nothing(fields: dict[str, Any]) -> None:
     """Even if the hidden token is the first of a block of queries."""

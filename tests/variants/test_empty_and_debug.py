@@ -61,7 +61,7 @@ def test_normalizers_take_no_queries_and_no_keys(name: str, size: tuple[int, int
             np.testing.assert_array_equal(z, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_pass_debug_nans_and_infs(name: str) -> None:
     """Initialization, forward, gradient and decoding, each operation by itself."""
