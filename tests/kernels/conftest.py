@@ -25,10 +25,22 @@ from tests.kernels import cudnn_model
 
 
 @pytest.fixture
-def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo `trees.trace_once`, so that tests that compile these do not find traces made here."""
+    for module, *names in (
+        (splash, "_outputs", "_gradients"), (passes, "_attend", "_gradients"),
+        (whole_rows, "_forward", "_backward"),
+        (edge_cases, "_attend_checked", "_attend_then_check", "_gradients"),
+    ):  # fmt: skip
+        for name in names:
+            fn = getattr(module, name)
+            monkeypatch.setattr(module, name, getattr(fn, "__wrapped__", fn))
+
+
+@pytest.fixture
+def tpu(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> None:
     """Make the one device report itself as a TPU, with Pallas interpreted and blocks of 128."""
     _interpret(monkeypatch, True)
-    _trace_anew(monkeypatch)
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(blocks, "BLOCKS", {128: 128})
@@ -45,18 +57,6 @@ def tpu_memory(tpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not interpreter.races.races_found
 
 
-def _trace_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo `trees.trace_once`, so that tests that compile these do not find traces made here."""
-    for module, *names in (
-        (splash, "_outputs", "_gradients"), (passes, "_attend", "_gradients"),
-        (whole_rows, "_forward", "_backward"),
-        (edge_cases, "_attend_checked", "_attend_then_check", "_gradients"),
-    ):  # fmt: skip
-        for name in names:
-            fn = getattr(module, name)
-            monkeypatch.setattr(module, name, getattr(fn, "__wrapped__", fn))
-
-
 def _interpret(monkeypatch: pytest.MonkeyPatch, how: object) -> None:
     real = getattr(pl.pallas_call, "real", pl.pallas_call)
 
@@ -69,7 +69,7 @@ def _interpret(monkeypatch: pytest.MonkeyPatch, how: object) -> None:
 
 
 @pytest.fixture
-def hopper_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hopper_memory(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> Iterator[None]:
     """Make the one device report itself as a Hopper GPU, with Mosaic GPU's kernels interpreted.
 
     A race raises an error.
@@ -77,7 +77,6 @@ def hopper_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if reason := private_jax.missing("flex.hopper"):
         pytest.skip(reason)
     mosaic = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-    _trace_anew(monkeypatch)
     how = mosaic.InterpretGPUParams(detect_races=True, on_race="raise")
     monkeypatch.setattr(mosaic, "kernel", functools.partial(mosaic.kernel, interpret=how))
     monkeypatch.setattr(callbacks, "io_callback_impl", _call_back)
@@ -106,11 +105,10 @@ def _sum_of_product(multiply: Any, a: Any, b: Any, start: Any = None) -> jax.Arr
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> None:
     """Make the one device report itself as a GPU with a recent cuDNN. Primitives are not
     replaced.
     """
-    _trace_anew(monkeypatch)
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))

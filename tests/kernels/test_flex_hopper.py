@@ -78,7 +78,7 @@ def _early(self: Any, step: jax.Array, wait: Callable = lambda *_: None) -> Any:
         ("wait for another slot", "a matmul reads a buffer that is not filled"),
     ],
 )
-def test_wrong_synchronisation_is_found(monkeypatch, name: str, rule: str) -> None:
+def test_wrong_synchronisation_is_found(monkeypatch, traced_anew, name: str, rule: str) -> None:
     ring = sync.BufferRing
     wait, slot = ring.wait, ring._slot
     changes: dict[str, tuple[Any, str, Any]] = {
