@@ -292,10 +292,10 @@ def test_capture_of_empty_batch() -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_unused_lse_is_not_traced(reads: bool) -> None:
-    """In float32 the lse has its own scores and exponentials, a jitted function of the kernel."""
+    """In float32 the lse has its own scores and exponentials, which the oldest JAX inlines."""
     q, k, v = (jnp.ones((1, 8, 2, 4)) for _ in range(3))
     program = jax.make_jaxpr(
         functools.partial(dot_product_attention, kernel="reference", return_residuals=reads)
     )(q, k, v)
-    names = [eqn.params.get("name") for eqn in program.jaxpr.eqns]
-    assert names.count("exponentials") == (2 if reads else 1)
+    names = [eqn.params.get("name", eqn.primitive.name) for eqn in program.jaxpr.eqns]
+    assert len([x for x in names if x in ("exp", "exponentials")]) == (2 if reads else 1)
