@@ -49,7 +49,7 @@ def random_variables(module: nn.Module, *inputs: Any) -> Any:
     return oracle.random_like(jax.eval_shape(module.init, jax.random.key(0), *inputs))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     "name", [x if "and b" in x else pytest.param(x, marks=pytest.mark.slow) for x in LAYERS]
 )
@@ -200,7 +200,7 @@ def check_model(model: Any, values: Any, path: str) -> None:
     assert len(lens) == model.decoder.num_layers + 1
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_shares_and_lens_are_those_of_numpy() -> None:
     block = DecoderBlock(LAYER, mlp_dim=8, norm_epsilon=0.1)
     model = LanguageModel(models.TokenEmbedding(V, D), Decoder(1, block))

@@ -86,7 +86,7 @@ def mean_weight(name: str, weights: np.ndarray, allowed: np.ndarray) -> np.ndarr
     return np.mean(taken, axis=0)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     "case", [x if "sinks" in x else pytest.param(x, marks=pytest.mark.slow) for x in LAYERS]
 )
@@ -128,7 +128,7 @@ class ByHand(nn.Module):
         return x
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_an_induction_head_made_by_hand_scores_one() -> None:
     part = np.random.default_rng(0).permutation(15) + 1
     tokens = np.concatenate([[0], part, part, part[:2]])[None]
@@ -177,7 +177,7 @@ class Twice(nnx.Module):
         return self.layer(self.layer(self.embedding(tokens)))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_an_nnx_layer_has_a_score_of_each_call() -> None:
     model = Twice()
     found = analysis.detect(model, TOKENS)["layer"]
@@ -222,7 +222,7 @@ def trace(model: nn.Module, values: Any, tokens: Any, **options: Any) -> None:
     jax.eval_shape(functools.partial(analysis.detect, model, **options), values, tokens)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_models_whose_weights_are_no_softmax_are_refused() -> None:
     cases = {
         "normalizer='sigmoid' at decoder/layers_0": LAYER.clone(normalizer="sigmoid"),

@@ -56,7 +56,7 @@ def test_other_tokens_have_their_own_scores(kind: str) -> None:
         np.testing.assert_array_equal(after_another[name], values, err_msg=name)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_calls_after_a_detection_sow_no_scores() -> None:
     model = Jitted(nnx.Rngs(0))
     scores(model, FIRST)

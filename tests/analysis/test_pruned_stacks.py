@@ -171,7 +171,7 @@ def test_models_that_lose_nothing_stay_the_same() -> None:
     jax.tree.map(np.testing.assert_array_equal, parameters, variables)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_layers_that_fill_no_step_of_a_scan_lose_heads() -> None:
     """The pruned stack has fewer blocks, which its layers would fill, so it has no scan."""
     model = Encoder(1, (EncoderBlock(PLAIN, 8), EncoderBlock(LOCAL, 8)), scan=True)

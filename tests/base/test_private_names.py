@@ -78,7 +78,7 @@ def test_private_jax_lists_every_used_attribute() -> None:
                 assert part is None or node.attr in listed[part], f"{path}: {ast.unparse(node)}"
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_cpu_call_loads_no_private_module() -> None:
     """Beyond the imports of flax and chex: no private module, no Pallas and no splash."""
     code = """

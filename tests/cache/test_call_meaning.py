@@ -50,7 +50,7 @@ def run(layer: nn.Module, v: Any, *inputs: Any, **call: Any) -> tuple[jax.Array,
     return out, {**v, **new}
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_lengths_and_positions_are_of_the_queries_whichever_arrays_come() -> None:
     layer = MultiHeadAttention(2, rotary=Rotary())
     v = variables(layer, X)
@@ -107,7 +107,7 @@ def test_nnx_decoding_counts_lengths_of_inputs_k() -> None:
     np.testing.assert_array_equal(layer.cache_index, LENGTHS)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_queries_to_kept_keys_continue(name: str) -> None:
     layer = MultiHeadAttention(2, **POSITIONAL[name])
@@ -132,7 +132,7 @@ def test_queries_to_kept_keys_continue(name: str) -> None:
     np.testing.assert_array_equal(cache.reset(counted["cache"])["memory"].length, 0)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_kept_keys_under_vmap_match_a_loop() -> None:
     """Each of three has its own memory. The captured weights and gradients are those of a loop."""
     layer = MultiHeadAttention(2, decode=True, capture=flax_mha.Capture(("weights",)))
@@ -153,7 +153,7 @@ def test_kept_keys_under_vmap_match_a_loop() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_nnx_queries_to_kept_keys_continue(name: str) -> None:
     layer = flax_mha.nnx.MultiHeadAttention(2, 16, **POSITIONAL[name], rngs=nnx.Rngs(0))
@@ -163,7 +163,7 @@ def test_nnx_queries_to_kept_keys_continue(name: str) -> None:
     close(layer(X[:, 4:], kv=Encoded(), decode=True), wanted[:, 4:])
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_decoder_keeps_its_memory_and_continues(scan: bool) -> None:
     def model(decode: bool) -> Decoder:

@@ -158,7 +158,7 @@ def fragile(case: Case) -> Work:
     return Work(lambda: next(calls), lambda _: None, lambda _: pytest.fail("unused"))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.usefixtures("wide")
 def test_failed_contestants_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -264,7 +264,7 @@ def test_slow_contestant_leaves_time_for_others() -> None:
     assert found["slow"].median > found["fast"].median
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_growth_measures_temporary_memory() -> None:
     def call() -> float:
         return float(np.ones(256 * MIB // 8).sum())

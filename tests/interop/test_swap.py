@@ -127,7 +127,7 @@ def test_swapped_model_has_equal_gradients() -> None:
     assert error(gradient(interop.swap(model)), gradient(model)) < 1e-5
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     "swapped", [lambda m: Outer(interop.swap(m)), lambda m: interop.swap(Outer(m))],
     ids=["the child", "the parent"],
@@ -145,7 +145,7 @@ def test_swap_passes_further_fields(calls: list[Any]) -> None:
     assert [settings.kernel for _, settings, *_ in calls] == ["reference"] * 4
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_swapped_model_decodes_like_full_forward() -> None:
     class Decoder(nn.Module):
         decode: bool = False
@@ -180,7 +180,7 @@ class Nnx(nnx.Module):
         return self.last(x, deterministic=True, decode=False)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_swap_of_nnx_model_shares_parameters(calls: list[Any]) -> None:
     model = Nnx(nnx.Rngs(0))
     ours = interop.swap(model)
@@ -353,7 +353,7 @@ class Mixed(nnx.Module):
         return self.linen(self.layer(x))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_linen_in_nnx_is_swapped(calls: list[Any]) -> None:
     plain = nnx.bridge.lazy_init(Mixed(nnx.Rngs(0)), X)
     ours = interop.swap(plain)

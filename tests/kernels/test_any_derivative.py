@@ -15,7 +15,7 @@ from tests.support import oracle
 from tests.support.meshes import changed
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_auto_has_every_derivative_in_context() -> None:
     """Also for a function traced before, and not after the context."""
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300, 2, 8)), jnp.float32)
@@ -204,7 +204,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     "way", ["jvp", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "jvp")]
 )

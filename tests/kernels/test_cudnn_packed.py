@@ -95,7 +95,7 @@ def test_runs_beyond_at_most_give_nan(nvidia, kernel: str) -> None:
         run(*qkv, kernel, mask=Segments(IDS, runs=True, at_most=3))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_document_does_not_affect_others(nvidia) -> None:
     """NaN and other changes in a document change no bit of another's output or gradient."""
     q, k, v, cotangent = arrays(T, T, 4, "bfloat16")
@@ -119,7 +119,7 @@ def test_document_does_not_affect_others(nvidia) -> None:
             assert np.isnan(changed).all() == np.isnan(poison)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("with_out", [False, True])
 def test_packed_lse_cotangents_and_sinks_match_reference(nvidia, with_out: bool) -> None:
     *qkv, cotangent = arrays(T, T, 4, "bfloat16")
@@ -200,7 +200,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
     mask, call = HIDDEN[name]
@@ -233,7 +233,7 @@ def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
     assert {shape[-2:] for shape in biases} == {(T, T)}
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("given", ["traced", "known"])
 def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
     """The layer's `positions` reach only rotary. Masks follow the order of tokens."""
@@ -297,7 +297,7 @@ def test_packed_documents_lower_to_ragged_calls(hopper, monkeypatch) -> None:
     assert not re.search(rf"{T}x{T}x", text)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @GROUPS
 def test_jax_converts_offsets_as_cudnn_counts_them() -> None:
     """In numbers from the start of all rows, with the heads of each array."""

@@ -91,7 +91,7 @@ def test_vmap_over_any_arguments(nvidia, mapped: tuple[str, ...], axis: int) -> 
         close(one_got, jnp.stack(want))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("array", [False, True])
 def test_nan_of_an_example_changes_no_other_under_vmap(nvidia, array: bool) -> None:
     """All mapped calls repeat with finite inputs, and the finite one keeps its numbers."""
@@ -111,7 +111,7 @@ def test_nan_of_an_example_changes_no_other_under_vmap(nvidia, array: bool) -> N
         jax.tree.map(lambda x, want, n=n: close(x[n], want, 1e-6), got, clean)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_jacobian_matches_reference(nvidia) -> None:
     """Only the cotangent is mapped."""
     q, k, v, _ = (x[:1, :2] for x in arrays(T, S, 2, "bfloat16"))
@@ -122,7 +122,7 @@ def test_jacobian_matches_reference(nvidia) -> None:
     jax.tree.map(close, *results)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_vmapped_gradient_of_shared_cotangent(nvidia) -> None:
     """A sum has the same cotangent for all."""
     *qkv, _ = arrays(T, S, 2, "bfloat16")

@@ -140,7 +140,7 @@ def derivatives(posed: Posed, first: Any, second: Any, **call: Any) -> tuple[Any
     return run(posed.x, posed.t, posed.mask)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("name", ["tiles from tables, dropout", "empty rows, sinks"])
 def test_forward_mode_matches_differences(name: str) -> None:
     posed = Posed(*CALLS[name])
@@ -161,7 +161,7 @@ def test_first_and_second_derivatives_match_differences(name: str, half: int) ->
             assert_near(got, want)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_hidden_nan_reaches_no_tangent() -> None:
     """The tangent of a fully masked query is 0."""
     rng = np.random.default_rng(0)

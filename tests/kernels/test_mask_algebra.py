@@ -96,7 +96,7 @@ def test_documents_follow_positions(lengths: Any) -> None:
     np.testing.assert_allclose(found, wanted[:, order], atol=1e-6)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     ("kernel", "platform", "dtype"),
     [

@@ -107,7 +107,7 @@ def test_ring_backward_runs_no_second_forward(
     assert passes([FORWARD[kernel]], kernel, n, monkeypatch) == [2 * blocks]
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     ("call", "blocks"),
     [
@@ -175,7 +175,7 @@ def on_four() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     ("mask", "sunk"),
     [
@@ -213,7 +213,7 @@ def test_ring_leaves_no_auto_axes() -> None:
     assert left[-1] == ()
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
     # (XLA:CPU sums bfloat16 in float32 on its own.)

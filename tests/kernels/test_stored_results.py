@@ -64,7 +64,7 @@ def test_stored_results_spare_cudnns_forward_kernel(hopper: None, sinks: bool) -
     check_calls("cudnn", arrays(128, 8, jnp.bfloat16), sinks)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_stored_results_spare_the_ring() -> None:
     """The ring stores its merged result once, and no result of a step."""

@@ -72,7 +72,7 @@ def later(rotation: Any) -> Any:
     return lambda x, at: Turned(x, rotation.turn(x, at))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernel_rotates_as_the_layer(rotates: list[bool], name: str, dtype: str) -> None:

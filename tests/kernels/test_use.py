@@ -49,7 +49,7 @@ def test_blocks_of_flex_change_no_number(tpu) -> None:
             assert error(ours, other) < 1e-5
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_context_holds_for_a_jitted_model_and_is_traced_anew() -> None:
     x = jnp.asarray(RNG.normal(size=(1, 300, 16)), "float32")
     by_default, named = (

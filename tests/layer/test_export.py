@@ -73,7 +73,7 @@ def attended(kernel: str) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", *SLOW])
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported_kernels_match_formula(kernel: str, large: bool) -> None:
@@ -118,7 +118,7 @@ def test_exported_layer_block_and_model_match() -> None:
     assert max(map(error, call(*given), jax.jit(apply)(*given))) < 1e-5
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("tokens", ["1", "n"])
 def test_exported_decoding(tokens: str) -> None:
     """A step, and a prompt that provably fits. For other prompts the error states the rule."""
@@ -186,7 +186,7 @@ def saved(fn: Callable[..., Any], *args: Any) -> Any:
     return export.deserialize(export.export(jax.jit(fn))(*args).serialize()).call(*args)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_exported_programs_take_and_return_caches_masks_and_scores() -> None:
     layer = MultiHeadAttention(
         2, decode=True, cache=CacheConfig("int8", slots=3), mask=masks.Window(2, 0)

@@ -81,7 +81,7 @@ def test_other_values_are_checked() -> None:
                 layer.apply(variables, X)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_fields_that_have_no_hash_are_read_in_each_call() -> None:
     mask = masks.Keys(jnp.array([[True, False, True, True]] * 2))
     layer, other = (

@@ -59,7 +59,7 @@ def test_a_function_changes_the_tensor(name: str, fn: Any) -> None:
     assert not np.allclose(wanted, layer.apply(given, X), atol=1e-3)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_a_function_follows_keep_and_add() -> None:
     keep, add = (RNG.normal(size=s).astype("f") for s in ((N, H), H))
     layer, given, wanted = at_point("z", lambda x: clamp(keep * np.asarray(x) + add))
@@ -67,7 +67,7 @@ def test_a_function_follows_keep_and_add() -> None:
     np.testing.assert_allclose(jax.jit(layer.apply)(changed, X), wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_weights_of_some_heads_change_by_a_function() -> None:
     layer, given, _ = at_point("weights", clamp)
     heads = {"attention_weights": Edit(heads=(2,), fn=clamp)}
@@ -163,7 +163,7 @@ def test_weights_in_a_ring_buffer_refuse_functions() -> None:
         layer.apply(held, X[:, :1], mutable="cache")
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_values_of_a_run_by_path() -> None:
     names = ("z", "weights", "resid_post")
     layer = LAYERS["grouped"].clone(capture=Capture(names))
@@ -208,7 +208,7 @@ def test_values_of_nnx_and_of_repeated_calls() -> None:
 MANY = Encoder(20, EncoderBlock(MultiHeadAttention(N), 8))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_wrong_paths_name_the_three_nearest() -> None:
     given = jax.eval_shape(MANY.init, jax.random.key(0), X)
     words = r"for 'layers_7/attn/attention_z' give '.*\(of 2\d\d\)"

@@ -31,7 +31,7 @@ def test_tokens_between_dollars_are_text() -> None:
     assert not any(tick.get_parse_math() for tick in figure.axes[0].get_yticklabels())
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_the_intermediates_of_a_model_are_drawn_layer_by_layer() -> None:
     layer = MultiHeadAttention(2, capture=Capture(("weights", "entropy")))
     model = Encoder(2, EncoderBlock(layer, mlp_dim=8))

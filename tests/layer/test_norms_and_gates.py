@@ -75,7 +75,7 @@ def test_norms_and_gates_match_formula(norm: str, gate: str | None) -> None:
     assert error(out, expected(params["params"], X, NORMS[norm])) < 2e-6
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     ("norm", "gate", "cross"),
     [
@@ -97,7 +97,7 @@ def test_decoding_matches_full_forward(norm: str, gate: str | None, cross: bool)
     )
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("norm", ["rms after, no scale", "rms over heads"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_heads_match_one_device(norm: str, kind: str) -> None:
@@ -115,7 +115,7 @@ def test_sharded_heads_match_one_device(norm: str, kind: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, wanted)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     ("norm", "gate"), [("rms", "feature"), ("layer", "head"), ("layer over heads, after", None)]
 )

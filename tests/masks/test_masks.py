@@ -148,7 +148,7 @@ def test_mask_expressions_match_boolean_tables(expression: Expression) -> None:
     np.testing.assert_array_equal(table(mask), expected)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @given(random_masks, st.integers(1, 4), st.integers(1, 4))
 def test_tile_states_are_true(expression: Expression, block_q: int, block_k: int) -> None:
     """EMPTY tiles have no allowed pair and FULL tiles only allowed ones, at every tile size."""

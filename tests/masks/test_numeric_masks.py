@@ -55,7 +55,7 @@ def test_zeros_and_ones_become_bools(dtype: str) -> None:
             np.testing.assert_array_equal(mask.array.array, BOOLS)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_gradients_with_numeric_mask_match_bool_mask() -> None:
     """Outputs match the oracle, with concrete and traced masks."""
 

@@ -105,7 +105,7 @@ def test_layer_fields_hold_for_whole_block() -> None:
     assert biases == {"['attention_norm']['bias']", "['mlp_norm']['bias']"}
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_dropout_follows_deterministic_and_key() -> None:
     module = block({"dropout_rate": 0.3}, dropout_rate=0.3)
     params = parameters(module, X, deterministic=True)
@@ -195,7 +195,7 @@ def test_scan_matches_loop(pre_norm: bool, remat: bool) -> None:
     assert error(run(scan, both, X, mask=MASK), expected) < 3 * OUTPUT
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_scanned_layers_start_differently() -> None:
     """All of them sow their weights."""
     encoder = Encoder(2, block(remat=True), scan=True)
@@ -208,7 +208,7 @@ def test_scanned_layers_start_differently() -> None:
     assert weights.shape == (2, B, 2, T, T)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_scanned_layers_drop_differently() -> None:
     """Some of the sums of two constants halve only if the two layers drop differently."""
     encoder = Encoder(2, block(dropout_rate=0.5, norm="rmsnorm"), scan=True)
@@ -248,7 +248,7 @@ def test_classifier_matches_formula(positions: str) -> None:
     np.testing.assert_array_equal(run(model, params, other, lengths=lengths), logits)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_classifier_padding_has_no_gradient() -> None:
     model = Classifier(
         PatchEmbedding((2, 1), D), Encoder(1, block()), num_classes=3, positions="none"

@@ -115,7 +115,7 @@ def test_sinks_and_scale_draw_no_random_keys() -> None:
     assert counts[0] == counts[1]
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_decoding_matches_causal_forward() -> None:
     layer = MultiHeadAttention(4, D, rotary=Rotary(), num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
     whole = nnx.jit(lambda layer: layer(X, decode=False, is_causal=True))(layer)
@@ -130,7 +130,7 @@ def test_decoding_matches_causal_forward() -> None:
     close(step(layer, X), whole)
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_ring_cache_matches_window() -> None:
     layer = MultiHeadAttention(
         4, D, mask=masks.Window(2, 0), cache=CacheConfig(slots=3), decode=True, rngs=nnx.Rngs(0)
@@ -200,7 +200,7 @@ def test_layers_work_under_vmap_scan_remat_and_grad() -> None:
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(nnx.to_pure_dict(grads)))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_split_and_merge_carry_the_cache() -> None:
     layer = MultiHeadAttention(4, D, decode=True, rngs=nnx.Rngs(0))
     layer.init_cache((B, T, D))
@@ -218,7 +218,7 @@ def test_split_and_merge_carry_the_cache() -> None:
     close(out, call(layer, rest))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_weights_are_sown_and_returned() -> None:
     layer = MultiHeadAttention(4, D, rngs=nnx.Rngs(0))
     out, weights = layer(X, return_weights=True)
@@ -253,7 +253,7 @@ def test_sharded_nnx_layer_matches_one_device(kind: AxisType) -> None:
     assert all(np.isfinite(np.asarray(g)).all() for g in jax.tree.leaves(nnx.to_pure_dict(grads)))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 def test_linen_blocks_work_through_nnx_bridge() -> None:
     """Blocks and models are linen modules. `nnx.bridge.ToNNX` converts them."""
     block = flax_mha.EncoderBlock(flax_mha.MultiHeadAttention(4), mlp_dim=32)

@@ -50,7 +50,7 @@ def check(got: Any, wanted: Any) -> None:
         assert error(a, b) < BACKWARD
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("name", CASES)
 def test_auto_and_explicit_axes_trace(name: str, kind: str) -> None:
@@ -111,7 +111,7 @@ def by_hand(model: nn.Module, manual: str, check_vma: bool, inside: bool) -> Any
     return jax.grad(share(local, out_specs=P()), (0, 1))
 
 
-@pytest.mark.sampled(0.15, slow=0.2)
+@pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("case", PARTLY)
