@@ -38,8 +38,16 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tpu(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> None:
-    """Make the one device report itself as a TPU, with Pallas interpreted and blocks of 128."""
+def tpu(sharing_tpu: None, traced_anew: None) -> None:
+    """Run as `sharing_tpu`, at any lengths."""
+
+
+@pytest.fixture
+def sharing_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the one device report itself as a TPU, with Pallas interpreted and blocks of 128.
+
+    Calls share traces, so a test takes lengths that no other has.
+    """
     _interpret(monkeypatch, True)
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)

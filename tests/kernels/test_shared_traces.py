@@ -1,6 +1,7 @@
 """Layers with equal kernel calls share a trace."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -77,6 +78,33 @@ def on(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
+
+
+WRAPS: dict[str, Callable[..., Any]] = {
+    "jit": jax.jit, "remat": lambda fn: jax.jit(jax.checkpoint(fn)),
+    "vmap": lambda fn: jax.jit(lambda w, x: jax.vmap(fn, (None, 0))(w, x[None])[0]),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(0.34)
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(("kernel", "length"), [("flex", 171), ("short", 43), ("splash", 173)])
+def test_layers_that_share_a_trace_match_reference(
+    sharing_tpu: None, rng: np.random.Generator, kernel: str, length: int, wrap: str
+) -> None:
+    x = jnp.asarray(rng.normal(size=(2, length, 16)), jnp.float32)
+    shapes = jax.eval_shape(Layers(3, kernel, masks.Causal()).init, jax.random.key(0), x)
+    weights = jax.tree.map(lambda y: jnp.asarray(rng.normal(size=y.shape) / 4, y.dtype), shapes)
+
+    def pulled(kernel: Any) -> Any:
+        call = WRAPS[wrap](Layers(3, kernel, masks.Causal()).apply)
+        return jax.value_and_grad(lambda *args: jnp.sin(call(*args)).sum(), (0, 1))(weights, x)
+
+    actual, expected = (jax.tree.leaves(pulled(name)) for name in (kernel, "reference"))
+    # The gradient of the keys' bias is a sum that cancels, so all have one scale.
+    scale = max(np.abs(y).max() for y in expected)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one / scale, other / scale, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", ["flex", "short"])

@@ -18,7 +18,7 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -125,6 +125,16 @@ def _replace(x: jax.Array, value: jax.Array) -> jax.Array:
 @_replace.defjvp
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return _replace(*primals), tangents[0]
+
+
+def unread(shape: Sequence[int], x: jax.Array) -> jax.Array:
+    """Return float32 zeros in place of sums that nothing reads, with the mapped axes of x.
+
+    The rule of a derivative computes the sums. Under `vmap`, JAX expects that they are mapped where
+    these are.
+    """
+    first = x[(0,) * x.ndim].astype(jnp.float32)
+    return jnp.broadcast_to(jnp.where(False, first, 0.0), shape)
 
 
 def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
