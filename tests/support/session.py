@@ -55,15 +55,17 @@ def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.shar
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases of sampled tests that are not of today's ordinary run, and a tenth of it.
 
-    Cases that are in no run of today are left out, and so is a part of the tests that are marked as
-    slow, unless the marker expression names `grid`. If the command names a test, its cases all run.
+    Cases that are in no run of today are left out, unless the marker expression names `grid`. If it
+    names `slow`, so is a part of the cases that are marked so. If the command names a test, its
+    cases all run.
     """
     seed, named = int(os.environ["TEST_DRAW"]), any("::" in name for name in config.args)
+    kinds = ["sampled", "slow"] if "slow" in config.option.markexpr else ["sampled"]
     cases = defaultdict[tuple[str, str], list[pytest.Item]](list)
     for item in items:
-        marker = item.get_closest_marker("sampled") or item.get_closest_marker("slow")
-        if marker and not named:
-            cases[item.nodeid.partition("[")[0], marker.name].append(item)
+        marked = [kind for kind in kinds if item.get_closest_marker(kind)]
+        if marked and not named:
+            cases[item.nodeid.partition("[")[0], marked[0]].append(item)
     left_out = set[pytest.Item]()
     for (name, kind), several in cases.items():
         marker = several[0].get_closest_marker(kind)
