@@ -203,7 +203,10 @@ def _attend(
     out, lse = edge_cases.attend(call, q, k, v, bias, sinks, band, by_row)
     out = out[:, : dims.T, :, : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
-    return out, Sums.of(lse, given) if spec.reads_lse else Sums(*2 * (jnp.zeros_like(lse),))
+    if spec.reads_lse:
+        return out, Sums.of(lse, given)
+    zeros = jnp.zeros_like(lse)
+    return out, Sums(zeros, zeros)
 
 
 def _features(dims: Dims) -> int:

@@ -43,11 +43,13 @@ def attend(
     """
     if call.masked and q.size < k.size:
         # For few queries, the output is read, not all keys.
-        return _attend(call, _attend_then_check, None, q, k, v, bias, sinks, band, result)[0]
+        attend_keys = functools.partial(_attend_then_check, call)
+        return _attend(attend_keys, None, q, k, v, bias, sinks, band, result)[0]
     # A band hides NaN of queries and keys from the output. A weight of 0 does not hide that of
     # values, nor a bias that of keys.
     found = _holds_nan(*(q, k, v) if call.hides else (v,)) if call.masked else None
-    return _attend(call, _attend_checked, found, q, k, v, bias, sinks, band, result)[0]
+    attend_keys = functools.partial(_attend_checked, call, found)
+    return _attend(attend_keys, found, q, k, v, bias, sinks, band, result)[0]
 
 
 def _holds_nan(*arrays: jax.Array) -> jax.Array:
@@ -63,8 +65,8 @@ def _holds_nan(*arrays: jax.Array) -> jax.Array:
 
 
 def _attend(
-    call: CudnnCall, attend_keys: Callable[..., Result], found: jax.Array | None, q: jax.Array,
-    k: jax.Array, v: jax.Array, bias: jax.Array | None, sinks: jax.Array | None, band: Band,
+    attend_keys: Callable[..., Result], found: jax.Array | None, q: jax.Array, k: jax.Array,
+    v: jax.Array, bias: jax.Array | None, sinks: jax.Array | None, band: Band,
     result: Result | None,
 ) -> tuple[Result, tuple[Any, ...]]:  # fmt: skip
     """Return the result, and the residuals of its gradients.
@@ -72,23 +74,25 @@ def _attend(
     These are the inputs, out with sinks, lse without sinks, and whether NaN was found, None without
     a mask. The lse is −∞ for fully masked rows, and NaN for rows that see NaN.
     """
-    out, lse = result or name_result(*attend_keys(call, found, q, k, v, bias, band))
+    out, lse = result or name_result(*attend_keys(q, k, v, bias, band))
     result = (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
     return result, (q, k, v, bias, sinks, band, result[0], lse, found)
 
 
 @trees.trace_once
 def _attend_checked(call: CudnnCall, found: jax.Array | None, *inputs: Any) -> Result:
-    """Attend by cuDNN, with NaN for the rows that see NaN, if it was found, and for no others."""
+    """Attend by cuDNN, with NaN for the rows that see NaN, if it was `found`, and for no others.
+
+    `found` is None for a call without a mask, in which NaN spreads by itself.
+    """
     attend = functools.partial(_run, call, *inputs)
     # A branch, because a repair of the result would copy it.
     return attend() if found is None else isolate_if(found, lambda: _isolate(call, *inputs), attend)
 
 
 @trees.trace_once
-def _attend_then_check(call: CudnnCall, found: None, *inputs: Any) -> Result:
-    """Do the same, but look for NaN in the output. This is not enough for the gradients."""
-    del found
+def _attend_then_check(call: CudnnCall, *inputs: Any) -> Result:
+    """Attend as `_attend_checked`, but look for NaN in the output: not enough for gradients."""
     result = _run(call, *inputs)
     return isolate_if(_holds_nan(result[0]), lambda: _isolate(call, *inputs), lambda: result)
 
@@ -152,7 +156,7 @@ def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
 def _forward(call: CudnnCall, *primals: Any) -> tuple[Result, tuple[Any, ...]]:
     q, k, v, *others = jax.tree.map(lambda x: x.value, primals)
     found = _holds_nan(*(q, k, v) if call.hides else (k, v)) if call.masked else None
-    return _attend(call, _attend_checked, found, q, k, v, *others)
+    return _attend(functools.partial(_attend_checked, call, found), found, q, k, v, *others)
 
 
 def _backward(call: CudnnCall, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:

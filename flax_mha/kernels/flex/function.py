@@ -21,7 +21,7 @@ class Function(NamedTuple):
     def of(cls, fn: Callable, *args: Any, num_static: int = 0) -> "tuple[Function, list[Any]]":
         """Trace fn, and return the function and its closed-over arrays, its first arguments.
 
-        It is traced once for equal arguments. The first of them are static.
+        The first arguments are static. Calls with one fn and equal arguments share a trace.
         """
         closed = jax.make_jaxpr(fn, static_argnums=tuple(range(num_static)))(*args)
         return cls(closed.jaxpr), list(closed.consts)

@@ -82,7 +82,7 @@ class FlexCall(NamedTuple):
       num_plain: the number of arrays that `plain` closes over.
       closed: the arrays that both functions close over.
       leaves: the spec's arrays. Dropout has two seeds of one number each.
-      form: the spec without them.
+      form: the spec without its arrays.
       guarded: True if factors of gradients must be finite.
       precision: the precision of float32 matmuls.
       reads_sums: False if only the output is read, and the sums may be 0.

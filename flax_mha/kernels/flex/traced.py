@@ -153,7 +153,7 @@ def _trace_functions(
     at = form.fill(arrays).override(At(*map(aval, sizes)))
     functions = []
     for masked, more in ((False, []), (True, [aval(scores, jnp.bool_)] if plan.ragged else [])):
-        # Only functions of this package compute the same in every call.
+        # A user's function may compute something else in the next call, so it is traced anew.
         static = (form, masked) if form.pure else ()
         fn = _score if form.pure else functools.partial(_score, form, masked)
         args = *static, arrays, at, aval(scores, jnp.float32), *more

@@ -44,7 +44,7 @@ def call(function: Function, *args: Any) -> Any:
     return _broadcast(out, function.jaxpr.outvars[0])
 
 
-@functools.lru_cache(256)  # Layers share their functions.
+@functools.lru_cache(256)  # Equal layers share a `Function`.
 def missing_operation(function: Function) -> str | None:
     """Return the name of an operation that Mosaic lacks, or None."""
     avals = (x.aval for x in function.variables)
