@@ -86,7 +86,7 @@ WRAPS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize(("kernel", "length"), [("flex", 171), ("short", 43), ("splash", 173)])
 def test_layers_that_share_a_trace_match_reference(
