@@ -3,6 +3,8 @@
     python -m experiments.measure check                  # do the kernels hold on this device?
     python -m experiments.measure compiled --chip=v5e    # bytes, kernels, cycles, without the chip
     python -m experiments.measure timed                  # the same programs, run on this device
+    python -m experiments.measure peers --quick          # attention beside other libraries
+    python -m experiments.measure decoding               # a decoding step beside theirs
     python -m experiments.measure bits                   # which calls give the same bits?
     python -m experiments.measure lengths --chip=v5e     # memory and bytes by length
     python -m experiments.measure losses                 # does one kernel train as another does?
@@ -34,14 +36,13 @@ from experiments.measure import (
     tiles,
     timed,
 )
+from experiments.measure.peers import decoding, races
 from experiments.runs import command
 
 COMMANDS: dict[str, Any] = {
-    "check": check, "compiled": compiled, "timed": timed, "bits": bits, "lengths": lengths,
-    "losses": losses,
-    "tiles": tiles,
-    "registers": registers, "memory": memory, "sweeps": sweeps, "rings": rings,
-    "features": features,
+    "check": check, "compiled": compiled, "timed": timed, "peers": races, "decoding": decoding,
+    "bits": bits, "lengths": lengths, "losses": losses, "tiles": tiles, "registers": registers,
+    "memory": memory, "sweeps": sweeps, "rings": rings, "features": features,
 }  # fmt: skip
 
 

@@ -3,14 +3,11 @@
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from experiments.measure import timing
 from flax_mha import sharding
 from flax_mha.kernels import KERNELS
 
@@ -18,9 +15,6 @@ PACKAGES = (
     "flax_mha", "jax", "jaxlib", "flax", "numpy", "torch", "equinox", "dm-haiku", "keras",
     "tokamax", "fa4-jax",
 )  # fmt: skip
-
-
-_product = jax.jit(jnp.matmul)
 
 
 def describe() -> dict[str, Any]:
@@ -56,22 +50,6 @@ def free_bytes() -> int | None:
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return None if limit is None else int(limit - stats.get("bytes_in_use", 0))
-
-
-def ceilings(dtypes: Sequence[str], before: Mapping[str, float]) -> dict[str, float]:
-    """Return the FLOP/s of the best large matmul for each dtype.
-
-    Args:
-      dtypes: the dtypes of the factors.
-      before: earlier results by dtype. The best counts, because other programs may use the machine.
-    """
-    n = 2048 if jax.default_backend() == "cpu" else 8192
-    return {dtype: max(before.get(dtype, 0.0), 2.0 * n**3 / _fastest(n, dtype)) for dtype in dtypes}
-
-
-def _fastest(n: int, dtype: str) -> float:
-    x = jnp.ones((n, n), jnp.dtype(dtype))
-    return timing.fastest(lambda: _product(x, x), 3)
 
 
 def _version(package: str) -> str | None:

@@ -77,7 +77,7 @@ def race(tokens: int, features: int, rounds: int) -> str:
             edits.sweep, mean, changes, variables, x, batch_size=size
         )
     works = {name: Work(call, jax.block_until_ready) for name, call in calls.items()}
-    times: Any = interleave(works, rounds, math.inf, queue=False)
+    times: Any = interleave(works, rounds, math.inf)
     loop, *others = (times[name].median for name in works)
     start = time.perf_counter()
     constant = jax.jit(functools.partial(mean, each[0]))

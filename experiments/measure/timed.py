@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from experiments import tables
 from experiments.measure import programs
 from experiments.measure.programs import Chip, Entry
-from experiments.measure.timing import Failure, Timing, Work, attempt, interleave
+from experiments.measure.timing import Timing, Work, attempt, interleave
 from experiments.phases import Phase
 from experiments.runs import command, folders
 from flax_mha import sharding
@@ -77,24 +77,18 @@ def races(chip: Chip, names: Sequence[str]) -> Iterator[tuple[str, str, list[Ent
 def race(contestants: Sequence[Entry], seconds: float) -> list[Row]:
     """Return the times of the contestants of a program."""
     works, compiled = {}, {}
-    failed: dict[str, Timing | Failure] = {}
     for entry in contestants:
         start = time.perf_counter()
-        built = attempt(functools.partial(work, entry))
+        works[entry.contestant] = attempt(functools.partial(work, entry))
         compiled[entry.contestant] = time.perf_counter() - start
-        if isinstance(built, Failure):
-            failed[entry.contestant] = built
-        else:
-            works[entry.contestant] = built
-    found = failed | interleave(works, 200, seconds, sharding.platform() != "cpu")
-    times = [timing.median for timing in found.values() if isinstance(timing, Timing)]
+    found = interleave(works, 200, seconds)
+    best = min((x.median for x in found.values() if isinstance(x, Timing)), default=0.0)
     rows = []
     for name in compiled:
         row: Row = {"contestant": name, "compile": compiled[name]}
         timing = found[name]
         if isinstance(timing, Timing):
-            row |= {"milliseconds": [1000 * x for x in timing[:3]],
-                    "ratio": timing.median / min(times)}  # fmt: skip
+            row |= {"milliseconds": [1000 * x for x in timing[:3]], "ratio": timing.median / best}
         else:
             row["reason"] = timing.reason
         rows.append(row)

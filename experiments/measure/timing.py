@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from flax_mha import sharding
+
 TURN = 0.005  # the seconds of a turn, long enough for the clock and the scheduler
 WARM = 0.02  # calls shorter than this are preceded by one to warm caches and threads
 
@@ -46,27 +48,35 @@ class Failure(NamedTuple):
     status: str = "failed"
 
 
+class RefusalError(Exception):
+    """The reason why a contestant does not take part."""
+
+
 def interleave(
-    works: Mapping[str, Work], rounds: int, seconds: float, queue: bool
+    contestants: Mapping[str, Work | Failure], rounds: int, seconds: float
 ) -> dict[str, Timing | Failure]:
-    """Call each work in turn, many times.
+    """Call the work of each contestant in turn, many times.
 
     Args:
-      works: the works, by name.
+      contestants: their works, by name; a Failure is passed through.
       rounds: the maximum number of rounds.
       seconds: the time for the rounds. Each work has an equal share, and stops once it is spent.
-      queue: True if the calls of a turn may be queued together. A GPU runs them one after another,
-        but a CPU would run them side by side.
 
     Returns:
       The time of each work, or its failure.
     """
+    # A GPU runs the queued calls of a turn one after another; a CPU would run them side by side.
+    queue = sharding.platform() != "cpu"
     results: dict[str, Timing | Failure] = {}
+    works: dict[str, Work] = {}
     usual: dict[str, float] = {}
-    for name, work in works.items():
+    for name, work in contestants.items():
+        if isinstance(work, Failure):
+            results[name] = work
+            continue
         try:
             _turn(work, 1, queue)  # compiles
-            usual[name] = _turn(work, 1, queue)
+            usual[name], works[name] = _turn(work, 1, queue), work
         except Exception as error:  # a peer may raise anything
             results[name] = Failure(reason(error))
     share = seconds / max(1, len(usual))
@@ -125,8 +135,10 @@ def reason(error: BaseException) -> str:
 
 
 def attempt(make: Callable[[], Any]) -> Any:
-    """Return the result of make, or a Failure."""
+    """Return the result of make, or a Failure, skipped if it is a refusal."""
     try:
         return make()
-    except Exception as error:
+    except RefusalError as refusal:
+        return Failure(str(refusal), "skipped")
+    except Exception as error:  # a peer may raise anything
         return Failure(reason(error))

@@ -85,7 +85,7 @@ def test_failures_knows_every_imported_package() -> None:
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module.partition(".")[0])
-    # The benchmark's peers are measured if installed, and skipped otherwise.
+    # Peers are measured if installed, and skipped otherwise.
     peers = {"torch", "equinox", "haiku", "keras", "tokamax", "fa4_jax", "libtpu"}
     ours = {"experiments", "configs", "mpl_toolkits"}
     assert found - set(sys.stdlib_module_names) - peers - ours <= failures.PACKAGES
@@ -212,7 +212,7 @@ def test_dead_thread_ends_a_run_after_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_file_among_parent_folders_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    line = said(call("benchmark", "--quick", f"--workdir={tmp_path / 'file' / 'run'}"))
+    line = said(call("measure", "peers", "--quick", f"--workdir={tmp_path / 'file' / 'run'}"))
     assert "Not a directory" in line
     assert str(tmp_path / "file") in line
 

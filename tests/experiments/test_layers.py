@@ -12,9 +12,9 @@ FILES = sorted((ROOT / "experiments").rglob("*.py"))
 LAYERS = (
     "", "libtpu", "phases", "tables", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
     "finished", "reports", "responses", "pretrained", "convert", "generate", "heads", "look",
-    "report", "train", "plan", "measure", "benchmark", "studies",
+    "report", "train", "plan", "measure", "studies",
 )  # fmt: skip
-MAINTAINERS = {"plan", "measure", "benchmark", "studies"}
+MAINTAINERS = {"plan", "measure", "studies"}
 # All that one opens to follow `experiments.train`: the command, the loop and what it calls. Behind
 # them are tasks, reports, and what checks configs and keeps runs safe.
 READ = (

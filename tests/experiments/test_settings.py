@@ -224,9 +224,7 @@ def test_model_within_memory_is_accepted(config: ConfigDict) -> None:
     _checked(config)
 
 
-HELP = (
-    "train", "generate", "look", "convert", "plan", "benchmark", "measure",
-)  # fmt: skip
+HELP = ("train", "generate", "look", "convert", "plan", "measure")
 
 
 @pytest.mark.sampled(0.1)

@@ -1,10 +1,10 @@
-"""PyTorch in the benchmark computes the same results, if installed."""
+"""PyTorch beside other libraries computes the same results, if installed."""
 
 import numpy as np
 import pytest
 
-from experiments.benchmark import decoding, torch_peers
-from experiments.benchmark.cases import Case
+from experiments.measure.peers import decoding, torch_peers
+from experiments.measure.peers.cases import Case
 
 torch = pytest.importorskip("torch")
 

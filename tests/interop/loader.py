@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.benchmark.fresh import growth
+from experiments.measure.peers.fresh import growth
 from flax_mha import interop
 from flax_mha.interop import device_put
 

@@ -33,7 +33,7 @@ ALLOWED = {
     ("experiments/runs/writers.py", "import_module"),  # two names in that file
     ("experiments/runs/settings.py", "runpy"),  # a config: code, as SECURITY.md says
     ("experiments/tokenizer.py", "subprocess"),  # itself, with limits
-    ("experiments/benchmark/fresh.py", "subprocess"),  # itself, in a fresh process
+    ("experiments/measure/peers/fresh.py", "subprocess"),  # itself, in a fresh process
     ("experiments/measure/registers.py", "subprocess"),  # NVIDIA's assembler
 }
 CONFIG = {

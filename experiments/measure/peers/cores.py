@@ -10,9 +10,9 @@ import numpy as np
 from absl import flags
 
 import flax_mha
-from experiments.benchmark.cases import Case
-from experiments.benchmark.work import RefusalError, jitted, visible
-from experiments.measure.timing import Work
+from experiments.measure.peers.cases import Case
+from experiments.measure.peers.work import jitted, visible
+from experiments.measure.timing import RefusalError, Work
 from flax_mha import masks
 from flax_mha.kernels import KernelName
 

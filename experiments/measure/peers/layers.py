@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 
 import flax_mha
-from experiments.benchmark.cases import Case
-from experiments.benchmark.cores import our_mask
-from experiments.benchmark.work import RefusalError, jitted, visible
-from experiments.measure.timing import Work
+from experiments.measure.peers.cases import Case
+from experiments.measure.peers.cores import our_mask
+from experiments.measure.peers.work import jitted, visible
+from experiments.measure.timing import RefusalError, Work
 
 
 def ours(case: Case) -> Work:

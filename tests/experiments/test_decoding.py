@@ -1,24 +1,24 @@
-"""Timing of decoding steps with --decode."""
+"""Timing of decoding steps."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from experiments.benchmark import __main__ as benchmark
-from experiments.benchmark import decoding
+from experiments.measure import __main__ as measure
+from experiments.measure.peers import decoding
 from experiments.measure.timing import Work
 
 FOUND = ("tokens", "seconds", "token_by_token", "ratio", "linen")
 
 
 @pytest.mark.sampled(0, slow=0.16)
-def test_decode_benchmark_writes_table_and_json(
+def test_decoding_writes_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "PROMPT", 16)
     size = ("--lengths=64", "--batch=2", "--heads=2", "--features=8")
-    benchmark.main(["--decode", *size, "--seconds=0.02", f"--workdir={tmp_path / 'results'}"])
+    measure.main(["decoding", *size, "--seconds=0.02", f"--workdir={tmp_path / 'results'}"])
     assert "16 tokens" in capsys.readouterr().out
     result = json.loads((tmp_path / "results" / "results.json").read_text())
     rows = {row["label"]: row for row in result["rows"]}
@@ -30,33 +30,27 @@ def test_decode_benchmark_writes_table_and_json(
     assert result["prefill"]["ratio"] > 0
 
 
-def test_decode_benchmark_continues_after_out_of_memory(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
-    """In one contestant or a whole size. Without a row there is no prompt to time."""
+def test_decoding_continues_after_out_of_memory(tmp_path: Path, monkeypatch, capsys) -> None:
+    """No prompt is timed if no size fits both layers."""
 
-    def full(size: decoding.Size, filled: int) -> Work:
-        raise MemoryError(f"no room for {size.S} slots")
+    def linen(size: decoding.Size, filled: int) -> Work:
+        if size.S == 8:
+            raise MemoryError(f"no room for {size.S} slots")
+        return cheap(size, filled)
 
     def cheap(size: decoding.Size, filled: int) -> Work:
         return Work(lambda: 0, lambda _: None)
 
-    def bandwidth(size: decoding.Size) -> float:
-        if size.S == 8:
-            raise MemoryError("no room at all")
-        return 1.0
-
-    both = [decoding.Entry("linen", full, 4), decoding.Entry("ours", cheap, 4)]
+    both = [decoding.Entry("linen", linen, 4), decoding.Entry("ours", cheap, 4)]
     monkeypatch.setattr(decoding, "entries", lambda size: both)
-    monkeypatch.setattr(decoding, "bandwidth", bandwidth)
     monkeypatch.setattr(decoding, "prefill", lambda size, seconds: dict.fromkeys(FOUND, 1))
-    flags = ["--decode", "--heads=2", "--features=8", "--seconds=0.01"]
-    benchmark.main([*flags, "--lengths=8,16", f"--workdir={tmp_path / 'two'}"])
-    assert "S=8: MemoryError: no room at all" in capsys.readouterr().out
+    flags = ["decoding", "--heads=2", "--features=8", "--seconds=0.01"]
+    measure.main([*flags, "--lengths=8,16", f"--workdir={tmp_path / 'two'}"])
+    assert "a prompt of 1 tokens" in capsys.readouterr().out
     rows = json.loads((tmp_path / "two" / "results.json").read_text())["rows"]
     assert [(row["S"], row["label"], row["status"]) for row in rows] == [
-        (16, "linen", "failed"), (16, "ours", "ok"),
+        (8, "linen", "failed"), (8, "ours", "ok"), (16, "linen", "ok"), (16, "ours", "ok"),
     ]  # fmt: skip
-    assert rows[0]["reason"] == "MemoryError: no room for 16 slots"
-    benchmark.main([*flags, "--lengths=8", f"--workdir={tmp_path / 'none'}"])
+    assert rows[0]["reason"] == "MemoryError: no room for 8 slots"
+    measure.main([*flags, "--lengths=8", f"--workdir={tmp_path / 'none'}"])
     assert "no time or no memory left for a prompt" in capsys.readouterr().out

@@ -7,12 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmark.cases import Case
+from experiments.measure.peers.cases import Case
 from experiments.measure.timing import Work
-
-
-class RefusalError(Exception):
-    """The reason why a contestant does not take a case."""
 
 
 class Outcome(NamedTuple):

@@ -1,19 +1,18 @@
-"""Decoding: steps of one token, and a prompt, with a cache of a fixed size.
+"""Time steps of one token, and a prompt, with a cache of a fixed size, beside other libraries.
 
-    python -m experiments.benchmark --decode
+    python -m experiments.measure decoding
 
-Each contestant holds its own cache, donated to every step, and all run in turns. A step must read
-at least the keys and values of the tokens so far and the layer's parameters. The table compares
-these bytes per second with the ones of a large reduction on this machine, in the same run. A GPU
-runs many sizes (B = 1 … 256, S = 1,024 … 32,768, bfloat16), a CPU one. If PyTorch is installed, it
-takes part with a static cache and `scaled_dot_product_attention`.
+Each contestant holds its own cache, donated to every step, and all run in turns. GB/s counts what
+a step must read: the keys and values of the tokens so far, and the layer's parameters. A GPU runs
+many sizes (B = 1 … 256, S = 1,024 … 32,768, bfloat16), a CPU one. If PyTorch is installed, it takes
+part with a static cache and `scaled_dot_product_attention`. Tables are printed, and table.md and
+results.json go to --workdir (default: a new folder under runs/).
 """
 
 import argparse
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -21,15 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from experiments import tables
-from experiments.benchmark import torch_peers
-from experiments.benchmark.work import RefusalError
 from experiments.measure import machine, timing
+from experiments.measure.peers import cases, races, torch_peers
 from experiments.measure.timing import Failure, Timing, Work
 from experiments.phases import Phase
+from experiments.runs import folders
 from flax_mha import CacheConfig, MultiHeadAttention
 
 PROMPT = 1024
-COLUMNS = ("", "tokens held", "median", "tokens/s", "GB/s", "of bandwidth", "× linen", "")
+COLUMNS = ("", "tokens held", "median", "tokens/s", "GB/s", "× linen", "")
 Row = dict[str, Any]
 
 
@@ -71,8 +70,7 @@ def sizes(free: int | None, flags: argparse.Namespace) -> Iterator[Size]:
     """Yield the sizes that suit the device, or the sizes of the flags."""
     if flags.lengths:
         for S in flags.lengths:
-            dtype = (flags.dtypes or ("float32",))[0]
-            yield Size(flags.batch or 8, S, flags.heads, flags.features, dtype)
+            yield Size(flags.batch or 8, S, flags.heads, flags.features, flags.dtype)
     elif jax.default_backend() == "cpu":
         yield Size(8, 2048, 8, 512, "float32")
     else:
@@ -93,8 +91,18 @@ def entries(size: Size) -> list[Entry]:
     ]
 
 
-def run(flags: argparse.Namespace, folder: Path, header: dict[str, Any], end: float) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    races.add_sizes(parser)
+    parser.add_argument("--dtype", choices=cases.DTYPES, default="float32", help="of --lengths")
+    parser.set_defaults(seconds=10.0, total=3600.0)
+
+
+def run(flags: argparse.Namespace) -> None:
     """Time steps at each size, and a prompt at the first."""
+    folder = folders.result_folder(flags.workdir, "decoding")
+    end = time.perf_counter() + flags.total
+    header = races.introduce()
     rows: list[Row] = []
     texts: list[str] = []
     ran: list[Size] = []
@@ -103,19 +111,12 @@ def run(flags: argparse.Namespace, folder: Path, header: dict[str, Any], end: fl
         if time.perf_counter() > end:
             break
         with Phase(f"timing steps of B={size.B}, S={size.S}"):
-            try:
-                best = bandwidth(size)
-                here = race(size, flags.repeats, flags.seconds)
-                # Other programs may have used the machine: the best counts.
-                best = max(best, bandwidth(size))
-            except Exception as error:  # a size that does not fit after all
-                print(f"B={size.B}, S={size.S}: {timing.reason(error)}")
-                continue
-            finally:
-                torch_peers.release()
-        ran.append(size)
-        rows += [row | {"bandwidth": best} for row in here]
-        texts.append(table(here, best))
+            here = race(size, flags.repeats, flags.seconds)
+            torch_peers.release()
+        if all(row["seconds"] for row in here if row["label"] in ("linen", "ours")):
+            ran.append(size)
+        rows += here
+        texts.append(table(here))
         print(texts[-1], flush=True)
         place = tables.write(folder, "\n\n".join(texts), {**header, "rows": rows})
     if not ran or time.perf_counter() > end:
@@ -133,19 +134,15 @@ def run(flags: argparse.Namespace, folder: Path, header: dict[str, Any], end: fl
 
 def race(size: Size, rounds: int, seconds: float) -> list[Row]:
     """Time the steps of all contestants in turns."""
-    works: dict[str, Work] = {}
-    found: dict[str, Timing | Failure] = {}
-    for entry in entries(size):
-        try:
-            works[entry.name] = entry.make(size, entry.filled)
-        except (RefusalError, ImportError) as refusal:
-            found[entry.name] = Failure(str(refusal), "skipped")
-        except Exception as error:  # too large a cache, or anything from a peer
-            found[entry.name] = Failure(timing.reason(error))
+    here = entries(size)
+    works = {
+        entry.name: timing.attempt(functools.partial(entry.make, size, entry.filled))
+        for entry in here
+    }
     # Steps wait for each other by themselves: each takes the previous one's cache.
-    found |= timing.interleave(works, rounds, seconds, queue=jax.default_backend() != "cpu")
+    found = timing.interleave(works, rounds, seconds)
     base, rows = found["linen"], []
-    for name, _, filled, stored in entries(size):
+    for name, _, filled, stored in here:
         row: Row = {
             **size._asdict(), "label": name, "filled": filled, "status": "ok", "reason": None,
             "bytes": size.bytes(filled, stored), "seconds": None,
@@ -162,17 +159,16 @@ def race(size: Size, rounds: int, seconds: float) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row], bandwidth: float) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return the table of one size in Markdown."""
     title = "one step: B={B}, S={S:,}, D={D}, {N} heads, {dtype}\n".format(**rows[0])
     lines = [title, tables.head(*COLUMNS)]
     for row in rows:
-        cells = ["", "", "", "", ""]
+        cells = ["", "", "", ""]
         if row["seconds"]:
-            rate = row["bytes_per_second"]
             cells = [
                 tables.duration(row["seconds"]["median"]), f"{row['tokens_per_second']:,.0f}",
-                f"{rate / 1e9:.3g}", f"{rate / bandwidth:.0%}",
+                f"{row['bytes_per_second'] / 1e9:.3g}",
                 f"{row['ratio']:.2f}" if "ratio" in row else "",
             ]  # fmt: skip
         note = "" if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
@@ -209,14 +205,6 @@ def prefill(size: Size, seconds: float) -> dict[str, Any]:
     once, ours, linen = (timing.summary(list(x)).median for x in zip(*samples, strict=True))
     found = {"tokens": prompt, "seconds": once, "token_by_token": ours, "linen": linen}
     return {**found, "ratio": ours / once, **size._asdict()}
-
-
-def bandwidth(size: Size) -> float:
-    """Return the best bytes per second of reading two arrays as large as the cache."""
-    shape = (size.B, size.N, size.S, size.D // size.N)
-    arrays = [jnp.ones(shape, size.dtype) for _ in range(2)]
-    total = jax.jit(lambda *arrays: [x.max() for x in arrays])
-    return sum(x.nbytes for x in arrays) / timing.fastest(lambda: total(*arrays), 10)
 
 
 def _layer(size: Size, linen: bool = False, stored: str | None = None) -> tuple[Any, Any, Any]:

@@ -1,6 +1,6 @@
 """Peak memory and compile time of one contestant for one case, in its own process.
 
-python -m experiments.benchmark.fresh NAME CASE-AS-JSON FREE-BYTES
+python -m experiments.measure.peers.fresh NAME CASE-AS-JSON FREE-BYTES
 """
 
 import ctypes
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.benchmark import contestants
-from experiments.benchmark.cases import Case
 from experiments.measure import timing
+from experiments.measure.peers import contestants
+from experiments.measure.peers.cases import Case
 from experiments.measure.timing import Failure
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -40,7 +40,7 @@ class Weight(NamedTuple):
 
 def weigh(name: str, case: Case, free: int | None, seconds: float) -> Weight | Failure:
     """Measure a contestant in a fresh process, with a limit of seconds and, if known, of bytes."""
-    command = [sys.executable, "-m", "experiments.benchmark.fresh", name]
+    command = [sys.executable, "-m", "experiments.measure.peers.fresh", name]
     command += [json.dumps(dataclasses.asdict(case)), json.dumps(free)]
     try:
         done = subprocess.run(

@@ -1,5 +1,6 @@
-"""The benchmark command, its measurements, and the agreement of all contestants."""
+"""Attention beside other libraries: the command, its measurements, and equal results."""
 
+import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -12,13 +13,14 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.benchmark import __main__ as benchmark
-from experiments.benchmark import contestants, fresh, races
-from experiments.benchmark.cases import Case
-from experiments.benchmark.contestants import CONTESTANTS, Contestant
-from experiments.benchmark.work import Outcome, RefusalError, visible
+from experiments.measure import __main__ as measure
 from experiments.measure import timing
-from experiments.measure.timing import Work
+from experiments.measure.peers import contestants, fresh, races
+from experiments.measure.peers.cases import Case
+from experiments.measure.peers.contestants import CONTESTANTS, Contestant
+from experiments.measure.peers.work import Outcome, visible
+from experiments.measure.timing import RefusalError, Work
+from experiments.runs import command
 from experiments.runs.failures import RunError
 from tests.support.oracle import error
 
@@ -34,21 +36,18 @@ def _as_users_run() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measured ceiling, which takes a large matmul, by a number."""
-    monkeypatch.setattr(benchmark.machine, "_fastest", lambda n, dtype: 1.0)
+def flags(*words: str) -> argparse.Namespace:
+    parser = command.Parser("")
+    races.add_flags(parser)
+    return races.filled(parser.parse_args(words))
 
 
 @pytest.mark.sampled(0, slow=0.16)
-@pytest.mark.usefixtures("wide")
-def test_benchmark_writes_tables_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_peers_write_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "results"
     names = ("ours", "linen", "jax-xla", "jax-cudnn")
-    benchmark.main(
-        [*TINY, f"--contestants={','.join(names)}", "--dtypes=float32", "--memory=none",
+    measure.main(
+        ["peers", *TINY, f"--contestants={','.join(names)}", "--dtypes=float32", "--memory=none",
          "--masks=full", f"--workdir={folder}"]
     )  # fmt: skip
     shown = capsys.readouterr().out
@@ -59,7 +58,6 @@ def test_benchmark_writes_tables_and_json(
     result = json.loads((folder / "results.json").read_text())
     assert result["machine"]["cores"] >= 1
     assert result["machine"]["versions"]["jax"] == jax.__version__
-    assert result["ceilings"]["float32"] > 0
     rows = result["rows"]
     # Two lengths and passes; the layer has 2 contestants, the core 4.
     assert len(rows) == 4 * (2 + 4)
@@ -159,7 +157,6 @@ def fragile(case: Case) -> Work:
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.usefixtures("wide")
 def test_failed_contestants_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,8 +167,8 @@ def test_failed_contestants_are_reported(
         "absent": Contestant(broken, module="no_such_module"),
     }
     monkeypatch.setitem(CONTESTANTS, "core", group)
-    benchmark.main([
-        *TINY, "--parts=core", "--passes=forward", "--masks=causal", "--dtypes=float32",
+    measure.main([
+        "peers", *TINY, "--parts=core", "--passes=forward", "--masks=causal", "--dtypes=float32",
         "--memory=none", f"--workdir={tmp_path}",
     ])  # fmt: skip
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
@@ -194,14 +191,14 @@ def test_case_beyond_memory_is_refused() -> None:
 
 
 def test_race_without_time_starts_nothing() -> None:
-    race = races.plan(benchmark.parse(["--lengths=16"]))[0]
-    rows = races.run(race, 1, 1.0, 0.0)
+    race = races.plan(flags("--lengths=16"))[0]
+    rows = races.measure(race, 1, 1.0, 0.0)
     assert {row["reason"] for row in rows} == {"no time left; raise --total"}
     assert len(rows) == len(CONTESTANTS["layer"])
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("words", "message"),
     [
         (["--lengths=12,x"], "--lengths: must be a whole number from 1, got 'x'"),
         (["--heads=0"], "--heads: must be a whole number from 1, got '0'"),
@@ -222,16 +219,16 @@ def test_race_without_time_starts_nothing() -> None:
         (["--length=16"], "unrecognized arguments: --length=16"),
     ],
 )
-def test_bad_flags_give_clear_errors(flags: list[str], message: str) -> None:
+def test_bad_flags_give_clear_errors(words: list[str], message: str) -> None:
     with pytest.raises(RunError, match=message):
-        benchmark.main(flags)
+        measure.main(["peers", *words])
 
 
 def test_quick_is_a_subset_of_the_full_plan() -> None:
-    quick = benchmark.parse(["--quick", "--lengths=128"])
+    quick = flags("--quick", "--lengths=128")
     assert (quick.lengths, quick.masks, quick.total < 120) == ((128,), ("causal",), True)
-    assert {len(race.contestants) for race in races.plan(benchmark.parse(["--quick"]))} == {3}
-    full = races.plan(benchmark.parse([]))
+    assert {len(race.contestants) for race in races.plan(flags("--quick"))} == {3}
+    full = races.plan(flags())
     assert len(full) == 8 * 2 * 2 * 2 * 2
     assert {race.case.dtype for race in full} == {"float32", "bfloat16"}
 
@@ -247,7 +244,7 @@ def sleeping(seconds: float, log: list[str], name: str) -> Work:
 def test_contestants_take_turns() -> None:
     log: list[str] = []
     works = {name: sleeping(0.03, log, name) for name in "abc"}
-    found = timing.interleave(works, rounds=3, seconds=10.0, queue=False)
+    found = timing.interleave(works, rounds=3, seconds=10.0)
     # Two calls each to compile and to estimate the time; then each leads a round.
     assert "".join(log) == "aabbcc" + "abc" + "bca" + "cab"
     for time in found.values():
@@ -258,7 +255,7 @@ def test_contestants_take_turns() -> None:
 
 def test_slow_contestant_leaves_time_for_others() -> None:
     works = {"slow": sleeping(0.3, [], ""), "fast": sleeping(0.03, [], "")}
-    found: dict[str, Any] = timing.interleave(works, rounds=50, seconds=0.4, queue=False)
+    found: dict[str, Any] = timing.interleave(works, rounds=50, seconds=0.4)
     assert found["slow"].rounds == 1
     assert 2 <= found["fast"].rounds < 50
     assert found["slow"].median > found["fast"].median
@@ -286,6 +283,4 @@ def test_fresh_process_measures_memory_and_compile_time() -> None:
     ours = fresh.weigh("ours-blockwise", case, None, 120.0)
     assert isinstance(ours, fresh.Weight), ours
     assert ours.bytes < scores / 2
-    assert fresh.weigh("linen", case, 1, 120.0) == timing.Failure(
-        "RefusalError: needs about 0 GiB, 0 are free"
-    )
+    assert fresh.weigh("linen", case, 1, 120.0) == timing.Failure("needs about 0 GiB, 0 are free")

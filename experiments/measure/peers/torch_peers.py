@@ -1,6 +1,7 @@
 """PyTorch's attention, eager, with one thread per core."""
 
 import gc
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.benchmark.cases import Case
-from experiments.benchmark.work import Outcome, RefusalError, norm
 from experiments.measure.machine import cores
-from experiments.measure.timing import Work
+from experiments.measure.peers.cases import Case
+from experiments.measure.peers.work import Outcome, norm
+from experiments.measure.timing import RefusalError, Work
 
 
 def core(case: Case) -> Work:
@@ -147,6 +148,8 @@ def release() -> None:
 
 def _torch() -> tuple[Any, str]:
     """Return the module, and the device that matches JAX's."""
+    if importlib.util.find_spec("torch") is None:
+        raise RefusalError("torch is not installed")
     import torch
 
     if jax.default_backend() == "cpu":

@@ -7,10 +7,9 @@ from typing import Literal, NamedTuple, cast
 
 import jax
 
-from experiments.benchmark import cores, layers, torch_peers
-from experiments.benchmark.cases import Case
-from experiments.benchmark.work import RefusalError
-from experiments.measure.timing import Work
+from experiments.measure.peers import cores, layers, torch_peers
+from experiments.measure.peers.cases import Case
+from experiments.measure.timing import RefusalError, Work
 from flax_mha.kernels import KERNELS, KernelName
 
 

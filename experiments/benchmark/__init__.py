@@ -1,1 +1,0 @@
-"""The command python -m experiments.benchmark: attention, timed beside its peers."""

@@ -1,0 +1,1 @@
+"""Attention timed beside other libraries: layers, attention alone, and decoding steps."""
