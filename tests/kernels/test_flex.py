@@ -275,6 +275,32 @@ def test_vmap_remat_and_scan_match_plain_call(tpu, kernel: str) -> None:
     close(both(scanned), expected)
 
 
+@pytest.mark.sampled(0.04)
+@pytest.mark.parametrize("kernel", ["flex", "short", "splash"])
+@pytest.mark.parametrize("mapped", ["q", "k", "v"])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_gradient_of_vmap_over_one_operand(
+    tpu: None, kernel: Any, mapped: str, is_traced: bool
+) -> None:
+    """The sums that nothing reads are mapped too, and the table of tiles may be traced."""
+    q, k, v, _ = arrays()
+    given, axis = {"q": q[0], "k": k[0], "v": v[0]}, "qkv".index(mapped)
+    given[mapped] = (q, k, v)[axis]
+    axes = tuple(0 if name == mapped else None for name in "qkv")
+
+    def both(kernel: Any) -> Any:
+        def loss(n: Any, *qkv: Any) -> Any:
+            def one(*qkv: Any) -> Any:
+                mask = Causal() & Lengths(n) if is_traced else None
+                return dot_product_attention(*qkv, mask=mask, kernel=kernel)
+
+            return (jax.jit(jax.vmap(one, axes))(*qkv) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (1, 2, 3)))(jnp.int32(160), *given.values())
+
+    close(both(kernel), both("reference"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["flex", "short"])
 @pytest.mark.parametrize("name", ["everything", "user_score"])

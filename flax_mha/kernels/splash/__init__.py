@@ -185,7 +185,7 @@ def _outputs(
     if call.reads_lse:
         out, (lse,) = result
         return out, lse
-    return result, softmax.unread(result.shape[:-1], q)
+    return result, softmax.unread(result.shape[:-1], result)
 
 
 def _primal(call: SplashCall, *args: Any) -> Any:

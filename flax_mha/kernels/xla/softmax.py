@@ -127,13 +127,13 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return _replace(*primals), tangents[0]
 
 
-def unread(shape: Sequence[int], x: jax.Array) -> jax.Array:
-    """Return float32 zeros in place of sums that nothing reads, with the mapped axes of x.
+def unread(shape: Sequence[int], out: jax.Array) -> jax.Array:
+    """Return float32 zeros in place of sums that nothing reads, with the mapped axes of the output.
 
     The rule of a derivative computes the sums. Under `vmap`, JAX expects that they are mapped where
     these are.
     """
-    first = x[(0,) * x.ndim].astype(jnp.float32)
+    first = out[(0,) * out.ndim].astype(jnp.float32)
     return jnp.broadcast_to(jnp.where(False, first, 0.0), shape)
 
 

@@ -230,7 +230,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
     scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
     scratch += loaded.memory(call.plan, call.plan.padded[1], x.q, x.k) if x.tables else []
     found = _run(call, x, order, "flex_forward", inputs, outputs, scratch, body)
-    stats = found[-1] if call.reads_sums else softmax.unread((R, N, 2, T), x.q)
+    stats = found[-1] if call.reads_sums else softmax.unread((R, N, 2, T), found[0])
     return list(found[: len(parts)]), stats
 
 

@@ -147,10 +147,15 @@ class TileOrder(NamedTuple):
 
     @property
     def prefetched(self) -> list[jax.Array]:
-        """The arrays that a kernel reads from scalar memory, flat."""
-        return [jnp.asarray(x, jnp.int32).reshape(-1) for x in (self.start, self.table)]
+        """The arrays that a kernel reads from scalar memory: two numbers, and the table.
 
-    def step_at(self, ids: Sequence[Any], start: Any, table: Any) -> Step:
+        The numbers are the start, and the size of the last axis, for which JAX's interpreter of
+        kernels has a wrong `pl.num_programs` under `vmap` if it is traced.
+        """
+        bounds = jnp.stack([jnp.asarray(x, jnp.int32) for x in (self.start, self.sizes[-1])])
+        return [bounds, jnp.asarray(self.table, jnp.int32).reshape(-1)]
+
+    def step_at(self, ids: Sequence[Any], bounds: Any, table: Any) -> Step:
         """Return the step at indices of the grid, from the arrays that are `prefetched`."""
         at = dict(zip(self.axes, ids, strict=True))
         G, (rows, heads, *last) = self.plan.dims.G, self.table.shape
@@ -163,19 +168,18 @@ class TileOrder(NamedTuple):
         word, bits = table[line * last[0] + at["t"]], _bits(self.plan)
         i, near = word >> (_FLAGS + bits), word >> _FLAGS & ((1 << bits) - 1)
         # The last stretch may be shorter.
-        j = jnp.minimum(start[0] + near, self.plan.nk - 1)
+        j = jnp.minimum(bounds[0] + near, self.plan.nk - 1)
         flags = (word & flag != 0 for flag in (_BEGIN, _END))
         return Step(r, n, h, i, j, near, word & _STATE, *flags)
 
-    def current(self, start: Any, table: Any) -> Step:
+    def current(self, bounds: Any, table: Any) -> Step:
         """Return a running kernel's step."""
-        axes = range(len(self.axes))
+        ids = [pl.program_id(axis) for axis in range(len(self.axes))]
+        sizes, outer = (*self.sizes[:-1], bounds[1]), len(ids) - self.inner
         first, last = jnp.bool_(True), jnp.bool_(True)
-        for axis in axes[len(axes) - self.inner :]:
-            n = pl.program_id(axis)
-            first, last = first & (n == 0), last & (n == pl.num_programs(axis) - 1)
-        step = self.step_at([pl.program_id(axis) for axis in axes], start, table)
-        return step._replace(first=first, last=last)
+        for n, size in zip(ids[outer:], sizes[outer:], strict=True):
+            first, last = first & (n == 0), last & (n == size - 1)
+        return self.step_at(ids, bounds, table)._replace(first=first, last=last)
 
     def block(self, shape: Sequence[int | None], axes: str) -> pl.BlockSpec:
         """Return an array's blocks, with the coordinate of a step for each axis (`.` for none)."""
