@@ -178,9 +178,11 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     def spec(n: rules.LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
         if is_replicated:
             return PartitionSpec()
-        first = jax.tree.leaves(arrays)[0]
-        alike = zip(spec_of(first), first.shape, x.shape, strict=False)
-        kept = [axes if before == after else None for axes, before, after in alike]
+        kept = [
+            axes if before == after else None
+            for first in jax.tree.leaves(arrays)[:1]
+            for axes, before, after in zip(spec_of(first), first.shape, x.shape, strict=False)
+        ]
         spec = rules.keep_axes(rules.resolve_spec(x.shape, n, mesh), mesh.explicit_axes)
         return rules.fill_unconstrained(spec, kept)
 

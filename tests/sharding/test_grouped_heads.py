@@ -135,6 +135,21 @@ def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.sampled(0.06)
+@pytest.mark.parametrize("name", LAYERS)
+def test_inputs_may_be_numpy_arrays_on_explicit_axes(name: str) -> None:
+    layer, x = LAYERS[name], np.asarray(X)
+    params = randomized(layer.init(KEY, x))
+    expected = layer.apply(params, x)
+    _, leave = on("Explicit", GROUPED, (1, 4, 2))
+    try:
+        placed = jax.device_put(params, sharding.of(lambda key: layer.init(key, x), KEY))
+        actual = jax.device_get(jax.jit(lambda params: layer.apply(params, x))(placed))
+    finally:
+        leave()
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("K", "shape"), [(4, (1, 4, 2)), (2, (1, 2, 4))])
