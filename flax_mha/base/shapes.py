@@ -231,7 +231,16 @@ def scale_heads(name: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
     *B, _, N, _ = x.shape
     expected = {"[N]": (N,), "[*B, N]": (*B, N)}
     check_shape(name, scale, expected, "give one number for each head")
-    return x * lead(scale.astype(x.dtype), x.ndim - 2)[..., None, :, None]
+    return scaled(x, lead(scale, x.ndim - 2)[..., None, :, None])
+
+
+def scaled(x: jax.Array, factor: Any) -> jax.Array:
+    """Return x·factor in the dtype of x, and the factor's gradient, multiplied in float32 at least.
+
+    In half precision the factor would be rounded, and its gradient, a sum over all tokens, lost.
+    """
+    dtype = wide(x.dtype)
+    return (x.astype(dtype) * jnp.asarray(factor, dtype)).astype(x.dtype)
 
 
 def check_shape(name: str, x: Any, expected: Mapping[str, Shape], remedy: str) -> None:

@@ -229,7 +229,7 @@ class Block(nn.Module):
             return x
         init = nn.initializers.constant(checks.number("output_scale", self.output_scale))
         scale = self.param("output_scale", init, (1,), self.attention.param_dtype)
-        return x * shapes.lead(scale.astype(x.dtype), x.ndim)
+        return shapes.scaled(x, shapes.lead(scale, x.ndim))
 
     @nn.nowrap
     def _pre_normed(self, names: Sequence[str]) -> Sequence[str]:
@@ -279,7 +279,7 @@ class Block(nn.Module):
         if self.layer_scale is not None:
             init = nn.initializers.constant(checks.number("layer_scale", self.layer_scale))
             scale = self.param(f"{name}_scale", init, shape[-1:], self.attention.param_dtype)
-            y = y * shapes.lead(scale.astype(y.dtype), y.ndim)
+            y = shapes.scaled(y, shapes.lead(scale, y.ndim))
         return Dropout(self.dropout_rate, name=f"{name}_dropout")(y, deterministic=deterministic)
 
 

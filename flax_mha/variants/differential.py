@@ -111,9 +111,9 @@ def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, 
 
     def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
         *rows, heads, features = out.shape
-        maps = out.reshape(*rows, K, 2, heads // (2 * K), features)
-        left = maps[..., 0, :, :] - weight.astype(out.dtype) * maps[..., 1, :, :]
-        return left.reshape(*rows, heads // 2, features)
+        maps = out.astype(shapes.wide(out.dtype)).reshape(*rows, K, 2, heads // (2 * K), features)
+        left = maps[..., 0, :, :] - weight * maps[..., 1, :, :]
+        return left.astype(out.dtype).reshape(*rows, heads // 2, features)
 
     def normed(out: jax.Array) -> jax.Array:
         return norm(sharding.auto(difference, sharding.HEADS, out, weight))

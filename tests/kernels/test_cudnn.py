@@ -1,13 +1,14 @@
 """The numbers of the kernel for NVIDIA GPUs, with a model in place of cuDNN."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import KVCache
+from flax_mha import KVCache, dot_product_attention
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.cudnn import primitives
@@ -395,3 +396,20 @@ def test_cudnn_model_matches_jax_nn(causal: bool, lengths: bool, window) -> None
     )  # fmt: skip
     real = np.arange(T) < np.asarray(q_length if lengths else full[0])[:, None]
     close(got[real], want[real], 1e-2)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", "cudnn"])
+def test_gradient_of_the_scale_is_that_of_float32(
+    nvidia: None, rng: np.random.Generator, kernel: Any
+) -> None:
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 256, 2, 16)), jnp.bfloat16) for _ in range(3))
+
+    def loss(scale: jax.Array, kernel: Any, dtype: Any) -> jax.Array:
+        out = dot_product_attention(
+            *(x.astype(dtype) for x in (q, k, v)), mask=Causal(), scale=scale, kernel=kernel
+        )
+        return jnp.sin(out.astype(jnp.float32)).sum()
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=(1, 2))
+    expected = gradient(jnp.float32(0.3), "reference", "float32")
+    assert oracle.error(gradient(jnp.float32(0.3), kernel, "bfloat16"), expected) < 0.03

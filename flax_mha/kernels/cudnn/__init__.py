@@ -166,7 +166,7 @@ def _attend(
     rows, features = math.prod(dims.B), _features(dims)
     scale = spec.scale
     if not isinstance(scale, int | float | np.number):
-        q, scale = q * jnp.asarray(scale, q.dtype), 1.0
+        q, scale = shapes.scaled(q, scale), 1.0
     # `lower` allows at most one, a Bias.
     (mod,) = spec.scores or (None,)
     bias = jnp.asarray(flat_batch(mod.array.array, dims)) if isinstance(mod, Bias) else None

@@ -68,7 +68,7 @@ def attend(
         if platform.name == "cpu":
             # Convert once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
-        q = q * jnp.asarray(spec.scale, q.dtype)
+        q = shapes.scaled(q, spec.scale)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
     spec = tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
