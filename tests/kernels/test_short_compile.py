@@ -1,6 +1,7 @@
 """The kernel for short sequences, compiled for TPUs without one."""
 
 import importlib.util
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,3 +95,40 @@ def test_options_compile(tpu, name: str) -> None:
 def test_sizes_compile(tpu, generation: str, which: str) -> None:
     length, H, dtype = which.split()
     compiled(generation, int(length), int(H), *CALLS["user_score"], jnp.dtype(dtype))
+
+
+def shape_on_v5e(*shapes: tuple[int, ...], dtype: Any) -> tuple[Mesh, list[Any]]:
+    """Return a mesh of one chip, and arrays on it."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES["v5e"])
+    mesh = Mesh(topology.devices[:1], ("all",))
+    one = NamedSharding(mesh, PartitionSpec())
+    return mesh, [jax.ShapeDtypeStruct(shape, dtype, sharding=one) for shape in shapes]
+
+
+@pytest.mark.parametrize("kernel", ["flex", "short"])
+def test_vmap_over_last_axes_compiles(tpu: None, kernel: Any) -> None:
+    """Mosaic takes no block that leaves out the last axis of an array."""
+    shapes = (1, 197, K, 64, 2), (K, 32, 2), (K, 2)
+    mesh, arrays = shape_on_v5e(*shapes, dtype=jnp.float32)
+
+    def loss(x: jax.Array, table: jax.Array, sinks: jax.Array) -> jax.Array:
+        scores = (RelativeBias(table),)
+        out = dot_product_attention(x, x, x, kernel=kernel, scores=scores, sinks=sinks)
+        return (out**2).sum()
+
+    program = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2)), in_axes=-1))
+    with jax.set_mesh(mesh):
+        text, _ = dumped(program.lower(*arrays))
+    assert f"{kernel}_forward" in text
+
+
+def test_one_query_compiles(tpu: None) -> None:
+    """Mosaic fails to multiply a vector in bfloat16."""
+    mesh, (q, k) = shape_on_v5e((2, 1, N, 64), (2, 40, K, 64), dtype=jnp.bfloat16)
+
+    def loss(q: jax.Array, k: jax.Array) -> jax.Array:
+        return dot_product_attention(q, k, k, kernel="short").sum(dtype=jnp.float32)
+
+    with jax.set_mesh(mesh):
+        text, _ = dumped(jax.jit(jax.grad(loss, (0, 1))).lower(q, k))
+    assert "short_backward" in text

@@ -24,7 +24,14 @@ from flax_mha.kernels.flex.passes import Arrays, split
 from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.flex.tpu import loaded
 from flax_mha.kernels.flex.tpu.loaded import Loaded
-from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder, Visits, list_visits, read
+from flax_mha.kernels.flex.tpu.tile_order import (
+    Step,
+    TileOrder,
+    Visits,
+    batch_first,
+    list_visits,
+    read,
+)
 from flax_mha.kernels.xla import softmax
 from flax_mha.masks import FULL, PARTIAL
 
@@ -62,6 +69,9 @@ def _padded(n: int) -> int:
 
 def dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     """Return the matmul of a and b over one axis of each, in float32."""
+    if 1 in (a.shape[1 - axis_a], b.shape[1 - axis_b]):
+        # Mosaic multiplies a vector elementwise, and fails to widen it.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(
         a, b, (((axis_a,), (axis_b,)), ((), ())),
         precision=call.precision if a.dtype == jnp.float32 else None,
@@ -142,7 +152,7 @@ def _run(
         ),
         input_output_aliases={n + len(prefetched): out for n, out in (aliases or {}).items()},
         name=name,
-    )(*prefetched, *(array for array, _ in read_blocks))
+    )(*map(batch_first, [*prefetched, *(array for array, _ in read_blocks)]))
 
 
 def block_bytes(shape: Any, dtype: Any) -> int:

@@ -203,6 +203,14 @@ class TileOrder(NamedTuple):
 _BLOCKS = {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}
 
 
+def batch_first(x: jax.Array) -> jax.Array:
+    """Return x with the axis of a `vmap` around, if any, in front: Mosaic cannot squeeze the last.
+
+    JAX moves it there in a reshape, which costs nothing.
+    """
+    return lax.squeeze(lax.reshape(x, (1, *x.shape)), (0,))
+
+
 def read(operand: Operand, ref: Any, swapped: bool) -> jax.Array:
     """Load the block of an operand's array, for a tile of queries × keys, or keys × queries."""
     x = ref[...]

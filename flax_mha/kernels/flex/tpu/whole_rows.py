@@ -19,7 +19,7 @@ from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.flex.tpu.kernels import block_bytes, dot, finite
-from flax_mha.kernels.flex.tpu.tile_order import read, turn
+from flax_mha.kernels.flex.tpu.tile_order import batch_first, read, turn
 from flax_mha.kernels.xla import softmax
 
 # The bytes of a score with its gradients and the intermediates of score functions.
@@ -140,7 +140,7 @@ def _run(
             vmem_limit_bytes=tpus.limit(call.device, held),
         ),
         name=name,
-    )(x.rows, x.heads, *arrays)  # fmt: skip
+    )(*map(batch_first, [x.rows, x.heads, *arrays]))  # fmt: skip
 
 
 def _of_head(ref: Any, n: int) -> Any:
