@@ -194,11 +194,12 @@ def positions(name: str, x: Any, tokens: Shape, letter: str) -> Any:
     """Convert positions to int32 [T] or [*B, T]. A number is the first one; None stays None."""
     if x is None:
         return None
-    if isinstance(x, int) and not isinstance(x, bool):
+    x = checks.integers(name, x)
+    if x.ndim == 0:
         steps = count_up(tokens[-1])
         # Add static positions in int64, to find sums beyond int32.
-        wide = steps.astype(np.int64) if isinstance(steps, np.ndarray) else steps
-        x = checks.integers(name, x) + wide
+        is_static = isinstance(x, np.ndarray) and isinstance(steps, np.ndarray)
+        x = x + (steps.astype(np.int64) if is_static else steps)
     return per_token(name, x, tokens, letter)
 
 

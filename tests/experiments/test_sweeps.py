@@ -1,4 +1,4 @@
-"""The benchmark of sweeps, on a small model."""
+"""The measurement of sweeps, on a small model."""
 
 import pytest
 

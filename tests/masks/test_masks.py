@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_mha import MultiHeadAttention, masks
+from flax_mha.base import shapes
 from flax_mha.base.coordinates import At, tiles_of, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.masks import (
@@ -248,6 +250,21 @@ def test_causal_mask_follows_query_positions() -> None:
     dims = Dims((), 2, 10, 1, 1, 4, 4)
     allowed = Causal().allowed(whole(dims, jnp.array([7, 8])))
     np.testing.assert_array_equal(allowed[0].sum(-1), [8, 9])
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.array, jnp.int32, jnp.array])
+def test_one_position_is_the_first(kind: Callable[..., Any]) -> None:
+    dims = Dims((), 2, 10, 1, 1, 4, 4)
+    for first in (kind(7), kind(0)):
+        found = shapes.positions("q_positions", first, (2,), "T")
+        np.testing.assert_array_equal(found, int(first) + np.arange(2))
+    allowed = jax.jit(lambda n: table_at(n, dims))(jnp.asarray(7))
+    np.testing.assert_array_equal(allowed, [[j <= i for j in range(10)] for i in (7, 8)])
+
+
+def table_at(first: jax.Array, dims: Dims) -> jax.Array:
+    positions = shapes.positions("q_positions", first, (2,), "T")
+    return Causal().allowed(whole(dims, positions))[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The contestants of the benchmark."""
+"""The contestants of the races: layers, and attention alone."""
 
 import functools
 import importlib.util

@@ -67,7 +67,7 @@ def tokamax(case: Case) -> Work:
     import tokamax
 
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmark"])  # otherwise tokamax would parse this program's flags
+        flags.FLAGS(["peers"])  # otherwise tokamax would parse this program's flags
     attend = functools.partial(tokamax.dot_product_attention, is_causal=case.causal)
     reach = case.window - 1
     if case.window:
