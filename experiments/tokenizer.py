@@ -49,7 +49,7 @@ class Tokenizer:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             start_new_session=True, env=os.environ | {"PYTHONPATH": paths}, text=True,
         )  # fmt: skip
-        weakref.finalize(self, self._child.kill)
+        weakref.finalize(self, _end, self._child)
         self.size = self._ask("open", self.file.decode("latin-1"))
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -95,6 +95,13 @@ class Tokenizer:
                 f"{answer!r:.200}; give another file"
             )
         return answer
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End the process, and close its pipes."""
+    child.kill()
+    with contextlib.suppress(OSError), child:
+        pass
 
 
 class _Library:
