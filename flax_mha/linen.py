@@ -272,7 +272,7 @@ def with_parameters(
 
     if isinstance(scores, Sequence) and not scores:  # As in most layers. Others are checked.
         return ()
-    return learned(scores, like.num_heads, like.sizes(features)[2], make)
+    return learned(scores, like.score_heads, like.sizes(features)[2], make)
 
 
 class MultiHeadDotProductAttention(MultiHeadAttention):

@@ -271,7 +271,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             setattr(self, name, nnx.Param(init(key, shape, self.param_dtype)))
             return getattr(self, name).get_value()
 
-        learned(self.scores, N, H, make)
+        learned(self.scores, self.score_heads, H, make)
         # Arrays come after those of the scores, as in linen.
         for name, entry in table.items():
             if isinstance(entry, ArrayEntry):
@@ -444,7 +444,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             return getattr(self, name).get_value()
 
         head_dim: Any = self.head_dim
-        return learned(self.scores, self.num_heads, head_dim, read)
+        return learned(self.scores, self.score_heads, head_dim, read)
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name."""

@@ -101,7 +101,7 @@ class Kept:
         if isinstance(x, scores.Alibi) and x.slopes is None:
             x = x.replace(slopes=scores.alibi_slopes(self.count))
         if isinstance(x, scores.TransformerXL):
-            x = x.replace(features=x.features or self.N * self.H)
+            x = x.replace(features=x.features or self.count * self.H)
         arrays = {field: (getattr(x, field), axis) for field, axis in _AXES[type(x)].items()}
         return x.replace(**{
             field: _take(array, self.shared(name).index(self.count), axis)

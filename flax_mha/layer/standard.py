@@ -62,6 +62,11 @@ class Attention(Settings):
         """True if a head's output depends on other heads, so that none can be removed alone."""
         return self.qk_norm is not None and self.qk_norm.over_heads
 
+    @property
+    def score_heads(self) -> int:
+        """The number of heads that scores and weights have."""
+        return self.num_heads
+
     def check_fields(self) -> None:
         """Check the fields as far as it needs no inputs."""
         checks.fields(self)

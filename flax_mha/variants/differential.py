@@ -46,6 +46,11 @@ class Differential(Attention):
         heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
+    @property
+    def score_heads(self) -> int:
+        """The number of heads that scores and weights have: two maps for each head."""
+        return 2 * self.num_heads
+
     def check_fields(self) -> None:
         """Check the fields as far as it needs no inputs."""
         super().check_fields()
@@ -86,9 +91,9 @@ class DifferentialAttention(Differential, MultiHeadAttention):
     with 2·H features of v in each head, an RMSNorm with a scale over them, and learned a, b [H].
     Each head has two maps, so `num_heads` is half that of other layers. Fields and arguments are
     as in `MultiHeadAttention`, without cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
-    `gate`, `sinks`, `exclusive` and `attention_fn`. `scale` is a number. Weights returned or
-    captured have 2·N heads: of each key/value head all of the first map, then of the second. A
-    cache holds the values of a head with each of its two keys, 6·H numbers for each token and
+    `gate`, `sinks`, `exclusive` and `attention_fn`. `scale` is a number. Scores, and weights
+    returned or captured, have 2·N heads: of each key/value head all of the first map, then of the
+    second. A cache holds the values of a head with each of its two keys, 6·H numbers for each token and
     key/value head, so that a step neither copies them nor sends them between devices.
 
     Attributes:

@@ -3,16 +3,20 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from flax_mha import masks
+import flax_mha
+from flax_mha import Encoder, EncoderBlock, masks, scores
+from flax_mha.analysis import prune
 from flax_mha.positions import Rotary
 from flax_mha.variants import DifferentialAttention
 from tests.support import oracle
 from tests.support.decoding import decoded
 from tests.support.layer_checks import check_on_mesh, check_under_scan, drawn
-from tests.support.oracle import error, float64
+from tests.support.oracle import error, float64, random_like
 
 N, K, H, D, T = 4, 2, 6, 16, 10
 KEY = jax.random.key(0)
@@ -94,3 +98,29 @@ def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
 def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         jax.eval_shape(layer(**fields).init, KEY, X)
+
+
+@pytest.mark.parametrize("K", [4, 2])
+def test_learned_scores_have_a_row_for_each_map(K: int, rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(size=(2, 6, 16)), jnp.float32)
+    layer = DifferentialAttention(4, num_kv_heads=K, head_dim=4, scores=(scores.RelativeBias(),))
+    params = random_like(layer.init(jax.random.key(0), x)["params"])
+    rest = {name: y for name, y in params.items() if name != "relative_bias"}
+    given = scores.RelativeBias(params["relative_bias"])
+    expected = layer.clone(scores=()).apply({"params": rest}, x, scores=(given,))
+    np.testing.assert_array_equal(layer.apply({"params": params}, x), expected)
+    fields: Any = {"num_kv_heads": K, "head_dim": 4, "scores": layer.scores}
+    in_nnx = flax_mha.nnx.DifferentialAttention(4, 16, **fields, rngs=nnx.Rngs(0))
+    state = nnx.state(in_nnx, nnx.Param)
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(in_nnx, state)
+    np.testing.assert_array_equal(in_nnx(x), expected)
+
+
+def test_layers_with_learned_scores_lose_heads() -> None:
+    own = DifferentialAttention(4, num_kv_heads=2, head_dim=4, scores=(scores.RelativeBias(),))
+    model = Encoder(1, EncoderBlock(own, 8))
+    variables = random_like(model.init(KEY, X))
+    small, fewer = prune(model, variables, {"layers_0/attention": (1, 3)})
+    masked = model.apply(variables, X, head_mask=[jnp.array([1.0, 0, 1, 0])])
+    np.testing.assert_allclose(small.apply(fewer, X), masked, atol=1e-6)
