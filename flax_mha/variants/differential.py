@@ -93,8 +93,8 @@ class DifferentialAttention(Differential, MultiHeadAttention):
     as in `MultiHeadAttention`, without cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
     `gate`, `sinks`, `exclusive` and `attention_fn`. `scale` is a number. Scores, and weights
     returned or captured, have 2·N heads: of each key/value head all of the first map, then of the
-    second. A cache holds the values of a head with each of its two keys, 6·H numbers for each token and
-    key/value head, so that a step neither copies them nor sends them between devices.
+    second. A cache holds the values of a head with each of its two keys, 6·H numbers for each token
+    and key/value head, so that a step neither copies them nor sends them between devices.
 
     Attributes:
       offset: the initial λ, λ₀. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
