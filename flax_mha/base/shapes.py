@@ -236,9 +236,10 @@ def scale_heads(name: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def scaled(x: jax.Array, factor: Any) -> jax.Array:
-    """Return x·factor in the dtype of x, and the factor's gradient, multiplied in float32 at least.
+    """Return x·factor in the dtype of x, multiplied in float32 at least.
 
-    In half precision the factor would be rounded, and its gradient, a sum over all tokens, lost.
+    In half precision the factor would be rounded, and so would be each step of the sum over all
+    tokens that is its gradient.
     """
     dtype = wide(x.dtype)
     return (x.astype(dtype) * jnp.asarray(factor, dtype)).astype(x.dtype)

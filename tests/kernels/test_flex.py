@@ -283,9 +283,7 @@ def test_gradient_of_vmap_over_one_operand(
     tpu: None, kernel: Any, mapped: str, is_traced: bool
 ) -> None:
     """The sums that nothing reads are mapped too, and the table of tiles may be traced."""
-    q, k, v, _ = arrays()
-    given, axis = {"q": q[0], "k": k[0], "v": v[0]}, "qkv".index(mapped)
-    given[mapped] = (q, k, v)[axis]
+    given = [x if name == mapped else x[0] for name, x in zip("qkv", arrays(), strict=False)]
     axes = tuple(0 if name == mapped else None for name in "qkv")
 
     def both(kernel: Any) -> Any:
@@ -296,7 +294,7 @@ def test_gradient_of_vmap_over_one_operand(
 
             return (jax.jit(jax.vmap(one, axes))(*qkv) ** 2).sum()
 
-        return jax.jit(jax.value_and_grad(loss, (1, 2, 3)))(jnp.int32(160), *given.values())
+        return jax.jit(jax.value_and_grad(loss, (1, 2, 3)))(jnp.int32(160), *given)
 
     close(both(kernel), both("reference"))
 

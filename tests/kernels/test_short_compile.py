@@ -55,11 +55,16 @@ def tpu(monkeypatch: pytest.MonkeyPatch, optimized: None) -> None:
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
-def compiled(generation, length, H, call, shapes, dtype=jnp.bfloat16):
-    """Compile the loss and its gradients, of learned arrays too, and look for the kernels."""
+def chip(generation: str) -> tuple[Mesh, NamedSharding]:
+    """Return a mesh of one chip, and the sharding of arrays on it."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
     mesh = Mesh(topology.devices[:1], ("all",))
-    one = NamedSharding(mesh, PartitionSpec())
+    return mesh, NamedSharding(mesh, PartitionSpec())
+
+
+def compiled(generation, length, H, call, shapes, dtype=jnp.bfloat16):
+    """Compile the loss and its gradients, of learned arrays too, and look for the kernels."""
+    mesh, one = chip(generation)
     q, k = (jax.ShapeDtypeStruct((2, length, M, H), dtype, sharding=one) for M in (N, K))
     ids = jax.ShapeDtypeStruct((2, length), jnp.int32, sharding=one)
     learned = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one) for shape in shapes]
@@ -97,19 +102,12 @@ def test_sizes_compile(tpu, generation: str, which: str) -> None:
     compiled(generation, int(length), int(H), *CALLS["user_score"], jnp.dtype(dtype))
 
 
-def shape_on_v5e(*shapes: tuple[int, ...], dtype: Any) -> tuple[Mesh, list[Any]]:
-    """Return a mesh of one chip, and arrays on it."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES["v5e"])
-    mesh = Mesh(topology.devices[:1], ("all",))
-    one = NamedSharding(mesh, PartitionSpec())
-    return mesh, [jax.ShapeDtypeStruct(shape, dtype, sharding=one) for shape in shapes]
-
-
 @pytest.mark.parametrize("kernel", ["flex", "short"])
 def test_vmap_over_last_axes_compiles(tpu: None, kernel: Any) -> None:
     """Mosaic takes no block that leaves out the last axis of an array."""
     shapes = (1, 197, K, 64, 2), (K, 32, 2), (K, 2)
-    mesh, arrays = shape_on_v5e(*shapes, dtype=jnp.float32)
+    mesh, one = chip("v5e")
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one) for shape in shapes]
 
     def loss(x: jax.Array, table: jax.Array, sinks: jax.Array) -> jax.Array:
         scores = (RelativeBias(table),)
@@ -124,7 +122,9 @@ def test_vmap_over_last_axes_compiles(tpu: None, kernel: Any) -> None:
 
 def test_one_query_compiles(tpu: None) -> None:
     """Mosaic fails to multiply a vector in bfloat16."""
-    mesh, (q, k) = shape_on_v5e((2, 1, N, 64), (2, 40, K, 64), dtype=jnp.bfloat16)
+    mesh, one = chip("v5e")
+    shapes = (2, 1, N, 64), (2, 40, K, 64)
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=one) for shape in shapes)
 
     def loss(q: jax.Array, k: jax.Array) -> jax.Array:
         return dot_product_attention(q, k, k, kernel="short").sum(dtype=jnp.float32)

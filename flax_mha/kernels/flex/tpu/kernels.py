@@ -70,7 +70,7 @@ def _padded(n: int) -> int:
 def dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     """Return the matmul of a and b over one axis of each, in float32."""
     if 1 in (a.shape[1 - axis_a], b.shape[1 - axis_b]):
-        # Mosaic multiplies a vector elementwise, and fails to widen it.
+        # The compiler multiplies a vector elementwise, and fails at that in bfloat16.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(
         a, b, (((axis_a,), (axis_b,)), ((), ())),

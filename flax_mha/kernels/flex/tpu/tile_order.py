@@ -149,8 +149,8 @@ class TileOrder(NamedTuple):
     def prefetched(self) -> list[jax.Array]:
         """The arrays that a kernel reads from scalar memory: two numbers, and the table.
 
-        The numbers are the start, and the size of the last axis, for which JAX's interpreter of
-        kernels has a wrong `pl.num_programs` under `vmap` if it is traced.
+        The numbers are the start, and the size of the grid's last axis. If that is traced,
+        `pl.num_programs` would be wrong under `vmap` where JAX interprets kernels, as in tests.
         """
         bounds = jnp.stack([jnp.asarray(x, jnp.int32) for x in (self.start, self.sizes[-1])])
         return [bounds, jnp.asarray(self.table, jnp.int32).reshape(-1)]
@@ -204,9 +204,10 @@ _BLOCKS = {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."
 
 
 def batch_first(x: jax.Array) -> jax.Array:
-    """Return x with the axis of a `vmap` around, if any, in front: Mosaic cannot squeeze the last.
+    """Return x, whose first axis is the one that a `vmap` around the kernel maps, if there is one.
 
-    JAX moves it there in a reshape, which costs nothing.
+    Mosaic refuses blocks that leave out the last axis. JAX moves a mapped axis to the front before
+    a reshape, and XLA removes the reshape.
     """
     return lax.squeeze(lax.reshape(x, (1, *x.shape)), (0,))
 
