@@ -1,6 +1,7 @@
 """NaN in one document: the outputs and gradients of another are those of finite inputs."""
 
 import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -165,8 +166,8 @@ def test_nan_reaches_the_gradient_of_queries_that_see_it(kernel: str) -> None:
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
-def test_branches_of_gpus_isolate_nan_as_loops_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eagerly, under jit, vmap, shard_map and remat, forward and backward; for vmap one branch."""
+def test_gpus_isolate_nan_as_loops_do_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly, under jit, vmap, shard_map and remat, forward and backward."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(4, 6, 2, 8)), jnp.float32) for _ in range(3))
     qkv = q, k.at[1, 5].set(jnp.nan), v.at[2, 4].set(jnp.inf)
@@ -195,6 +196,5 @@ def test_branches_of_gpus_isolate_nan_as_loops_do(monkeypatch: pytest.MonkeyPatc
             functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), fresh(*qkv), want
         )
     text = str(jax.make_jaxpr(jax.vmap(one))(*qkv))
-    assert text.count("cond[") == 1
-    assert "while[" not in text
+    assert not re.findall(r"(cond|while)\[", text)
     jax.clear_caches()

@@ -90,7 +90,7 @@ def isolate_nan(
 ) -> tuple[Any, ...]:
     """Return finite q, k and v, and True for queries that see NaN or infinity, [*B, N, T, 1].
 
-    Masked values would bring NaN by a weight of 0. If all are finite, this only reads them.
+    Masked values would bring NaN by a weight of 0. Except on GPUs, this only reads finite inputs.
     """
 
     def isolate(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -100,15 +100,15 @@ def isolate_nan(
         bad = bad_q[..., None] | bad_keys[..., None, :]
         return finite(q), finite(k), finite(v), lost | (allowed & bad).any(-1, keepdims=True)
 
+    nothing_lost = vary(jnp.zeros_like(jnp.swapaxes(q[..., :1], -3, -2), bool), allowed)
+    if platform == "gpu":
+        # A loop or branch, for which the host waits, takes longer than all of this.
+        return isolate(None, (q, k, v, nothing_lost))
     if platform == "cpu":
         # Otherwise XLA:CPU computes them twice, for the loop and for its condition.
         q, k, v = jax.lax.optimization_barrier((q, k, v))
-    nothing_lost = vary(jnp.zeros_like(jnp.swapaxes(q[..., :1], -3, -2), bool), allowed)
-    return repair_inputs(
-        # XLA:CPU reads short heads faster together than one by one.
-        isolate, (q, k, v), nothing_lost, branches=platform == "gpu",
-        axes=2 if platform == "cpu" else 1,
-    )  # fmt: skip
+    # XLA:CPU reads short heads faster together than one by one.
+    return repair_inputs(isolate, (q, k, v), nothing_lost, axes=2 if platform == "cpu" else 1)
 
 
 @jax.custom_jvp

@@ -86,32 +86,25 @@ def _(size: int, batched: list[bool], found: jax.Array) -> tuple[jax.Array, bool
     return _in_any_call(found.any(0) if batched[0] else found), False
 
 
-def repeat_if(
-    found: jax.Array, step: Callable[[Any, Any], Any], results: Any, branches: bool = False
-) -> Any:
+def repeat_if(found: jax.Array, step: Callable[[Any, Any], Any], results: Any) -> Any:
     """Return step(0, results) if found, else the results.
 
-    A loop of at most one step keeps them in place, where a branch copies them. But on GPUs the host
-    starts each step of a loop, and a branch takes less than half of that time, copies included.
+    A loop of at most one step keeps them in place, where a branch would copy them.
     """
-    if branches:
-        return isolate_if(found, lambda: step(0, results), lambda: results)
     with jax.named_scope(_ISOLATE):
         return loops.repeat(0, found.astype(jnp.int32), step, results)
 
 
 def repair_inputs(
-    step: Callable[[Any, Any], Any], inputs: tuple[jax.Array, ...], *more: jax.Array,
-    branches: bool = False, axes: int = 1,
-) -> tuple[Any, ...]:  # fmt: skip
+    step: Callable[[Any, Any], Any], inputs: tuple[jax.Array, ...], *more: jax.Array, axes: int = 1
+) -> tuple[Any, ...]:
     """Return step(0, (*inputs, *more)) if an input is not finite, else both as they are.
 
-    The new inputs have the derivatives of those given. See `repeat_if` for `branches`, and
-    `nan_flag` for `axes`.
+    The new inputs have the derivatives of those given. See `nan_flag` for `axes`.
     """
     given = jax.lax.stop_gradient(inputs)
     results = (*given, *(vary(x, (inputs, more)) for x in more))
-    results = repeat_if(holds_nan(*given, axes=axes), step, results, branches)
+    results = repeat_if(holds_nan(*given, axes=axes), step, results)
     return *map(_replace, inputs, results), *results[len(inputs) :]
 
 
