@@ -20,6 +20,7 @@ from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.chips.cpus import computes_in_bfloat16
+from flax_mha.kernels.chips.tpus import SHORTEST
 from flax_mha.kernels.xla import softmax
 
 # The compute capabilities of GPUs on which the contract of flex has run. `auto` takes it on these
@@ -243,7 +244,7 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
 
     | platform | the first of these that supports the call |
     |---|---|
-    | TPU | `reference` below T·S = 64², `short`, `reference` up to 256², then the others in order |
+    | TPU | `short` for 32 to 512 queries and keys, `reference` up to 256², then the others |
     | CPU | `reference` up to 256², then the others in order |
     | CPU, bfloat16 | the same, but only with fewer than 64 queries or keys |
     | GPU | `cudnn`, `flex` above 256², `reference` up to 2,048² and 2²⁸ scores, then the others |
@@ -259,7 +260,8 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
         # Up to this size, `reference` is as fast on CPU, and compiles faster. On TPU, flex's
         # blocks would be mostly empty.
         first = ["reference"] if symbols.at_most(scores, 256**2) else []
-        if first and platform.name == "tpu" and not symbols.at_most(scores, 64**2 - 1):
+        lengths = q.shape[-3], k.shape[-3]
+        if platform.name == "tpu" and not any(symbols.at_most(n, SHORTEST - 1) for n in lengths):
             first = ["short", *first]
     else:
         # `reference` runs large matmuls, but stores the scores twice, until the gradient.

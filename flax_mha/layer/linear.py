@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
-from flax_mha.kernels.chips import tpus
+from flax_mha.kernels.chips.tpus import SHORT, SHORTEST
 from flax_mha.sharding import LogicalNames, rules
 from flax_mha.sharding.shard_map import run_on_shards
 
@@ -136,7 +136,7 @@ def _has_flat_heads(rows: Shape) -> bool:
     Else XLA chooses an order that other kernels read, and would transpose it for this one.
     """
     length = rows[-1] if rows else 1
-    is_short = length != 1 and symbols.at_most(length, tpus.SHORT)
+    is_short = symbols.at_most(length, SHORT) and not symbols.at_most(length, SHORTEST - 1)
     return is_short and sharding.platform() == "tpu"
 
 

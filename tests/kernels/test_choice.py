@@ -144,6 +144,23 @@ def test_short_calls_on_cpu_take_reference_kernel(length: int, traced: bool, cho
 
 
 @pytest.mark.parametrize(
+    ("queries", "keys", "first"),
+    [
+        (31, 31, "reference"),
+        (32, 32, "short"),
+        (8, 512, "reference"),
+        (512, 31, "reference"),
+        (512, 512, "short"),
+    ],
+)
+def test_short_comes_first_on_tpus_from_32_queries_and_keys_on(
+    queries: int, keys: int, first: str
+) -> None:
+    q, k = (jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16) for length in (queries, keys))
+    assert choose.preference(q, k, Platform("tpu"))[0] == first
+
+
+@pytest.mark.parametrize(
     ("platform", "chosen"),
     [
         (Platform("cpu"), "blockwise"),

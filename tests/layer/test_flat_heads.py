@@ -36,6 +36,7 @@ def test_flat_heads_match_the_einsum(monkeypatch, shape: str, kind: str) -> None
     want, text = gradients()
     assert "32x32xf32" not in text
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    monkeypatch.setattr(linear, "SHORTEST", X.shape[-2])
     rules = GROUPED if len(SHAPES[shape]) == 3 else sharding.RULES
     leave = on(kind, rules, SHAPES[shape])[1] if SHAPES[shape] else lambda: None
     try:
@@ -47,9 +48,11 @@ def test_flat_heads_match_the_einsum(monkeypatch, shape: str, kind: str) -> None
         assert error(x, y) < 1e-5
 
 
-def test_long_and_single_positions_keep_their_heads(monkeypatch) -> None:
+def test_heads_are_flat_for_the_kernel_that_reads_them_so(monkeypatch) -> None:
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
-    assert not linear._has_flat_heads((4, 1))
+    assert linear._has_flat_heads((4, 32))
+    assert linear._has_flat_heads((4, 512))
+    assert not linear._has_flat_heads((4, 31))
     assert not linear._has_flat_heads((4, 513))
     assert not linear._has_flat_heads(())
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
