@@ -56,16 +56,22 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
     sinks = sinks_by_head(spec, logits)
     if spec.normalizer != SOFTMAX:
         weights = OTHERS[spec.normalizer](logits, allowed, spec.total)
-        out = _apply_weights(weights, v, spec, at)
-    elif v.dtype == logits.dtype and platform == "cpu":
-        weights, _, total = exponentials(logits, sinks)
-        # XLA:CPU divides the output in less time, because it is smaller than the weights. Elsewhere
-        # the division is part of the pass that computes the weights.
-        out = _apply_weights(weights, v, spec, at) / jnp.maximum(total, _LEAST_TOTAL)
+        out = _apply_weights(weights, v, spec, at, platform)
     else:
-        # Divide before rounding. Otherwise the rounded gradient of the exponentials would not
-        # cancel with the exact gradient of their sum.
-        out = _apply_weights(softmax(logits, sinks), v, spec, at)
+        weights, _, total = exponentials(logits, sinks)
+        total = jnp.maximum(total, _LEAST_TOTAL)
+        if v.dtype == logits.dtype and platform == "cpu":
+            # XLA:CPU divides the output in less time, because it is smaller than the weights.
+            # Elsewhere the division is part of the pass that computes the weights.
+            out = _apply_weights(weights, v, spec, at, platform) / total
+        else:
+            # Divide before rounding. Otherwise the rounded gradient of the exponentials would not
+            # cancel with the exact gradient of their sum.
+            weights = weights / total
+            if allowed is not None:
+                # If a masked value is huge, its weight has an infinite cotangent, and 0·∞ is NaN.
+                weights = jnp.where(allowed, weights, 0.0)
+            out = _apply_weights(weights, v, spec, at, platform)
     top = total = jnp.zeros((*logits.shape[:-1], 1), logits.dtype)
     if spec.reads_lse and spec.normalizer == SOFTMAX:
         if v.dtype == logits.dtype:
@@ -111,28 +117,6 @@ def isolate_nan(
     return repair_inputs(isolate, (q, k, v), nothing_lost, axes=2 if platform == "cpu" else 1)
 
 
-@jax.custom_jvp
-def softmax(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Return exp(logits − lse). The lse includes sinks [N, 1, 1].
-
-    All operations are on the scores alone, so that compilers for GPUs and TPUs make one pass.
-    """
-    weights, _, total = exponentials(logits, sinks)
-    return weights / jnp.maximum(total, _LEAST_TOTAL)
-
-
-@softmax.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    weights = softmax(*primals)
-    change = weights * tangents[0]
-    mean = jnp.sum(change, axis=-1, keepdims=True)
-    if primals[1] is not None:
-        _, top, total = exponentials(*primals)
-        mean = mean + jnp.exp(primals[1] - top) / jnp.maximum(total, _LEAST_TOTAL) * tangents[1]
-    # The cotangent of a masked weight may be infinite, if its value is huge, and 0·∞ is NaN.
-    return weights, jnp.where(weights == 0, 0.0, change - weights * mean)
-
-
 @functools.partial(jax.jit, inline=True)  # Outside jit, one call in place of one per operation.
 def exponentials(
     logits: jax.Array, sinks: jax.Array | None
@@ -157,12 +141,22 @@ def sinks_by_head(spec: AttentionSpec, logits: jax.Array) -> jax.Array | None:
     return shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
 
 
-def _apply_weights(weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At) -> jax.Array:
+def _apply_weights(
+    weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At, platform: str
+) -> jax.Array:
     """Return the values weighted by the weights, after dropout."""
     kept = spec.apply_dropout(weights, at)
-    if v.dtype == weights.dtype:
-        return spec.scale_kept(jnp.matmul(kept, v, precision=spec.precision))
-    return jnp.matmul(spec.scale_kept(kept).astype(v.dtype), v, precision=spec.precision)
+    is_wide = v.dtype == weights.dtype
+    if not is_wide:
+        kept = spec.scale_kept(kept).astype(v.dtype)
+    if platform == "gpu":
+        # XLA:GPU writes this product in the order in which the output's projection reads it.
+        kept, v = (jnp.swapaxes(x, -1, -2) for x in (kept, v))
+        precision = spec.precision[::-1] if isinstance(spec.precision, tuple) else spec.precision
+        out = jnp.swapaxes(jnp.matmul(v, kept, precision=precision), -1, -2)
+    else:
+        out = jnp.matmul(kept, v, precision=spec.precision)
+    return spec.scale_kept(out) if is_wide else out
 
 
 def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
