@@ -264,7 +264,7 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
         if platform.name == "tpu" and not any(symbols.at_most(n, SHORTEST - 1) for n in lengths):
             first = ["short", *first]
     else:
-        # `reference` runs large matmuls, but stores the scores twice, until the gradient.
+        # `reference` runs large matmuls, but stores the scores two or three times.
         fits = symbols.at_most(scores, 2048**2) and symbols.at_most(scores * rows, MOST_SCORES)
         first = ["cudnn", "reference"] if fits else ["cudnn"]
     if isinstance(k, Stored):
