@@ -152,7 +152,9 @@ def _apply_weights(
     if platform == "gpu":
         # XLA:GPU writes this product in the order in which the output's projection reads it.
         kept, v = (jnp.swapaxes(x, -1, -2) for x in (kept, v))
-        precision = spec.precision[::-1] if isinstance(spec.precision, tuple) else spec.precision
+        precision: Any = spec.precision
+        if isinstance(precision, tuple) and len(precision) == 2:  # of each operand
+            precision = precision[::-1]
         out = jnp.swapaxes(jnp.matmul(v, kept, precision=precision), -1, -2)
     else:
         out = jnp.matmul(kept, v, precision=spec.precision)
