@@ -15,8 +15,8 @@ from flax_mha.sharding.shard_map import varying
 # functions. These sizes compile for v5e, v5p and v6e. They have run on none. The compiler counts
 # the cycles of a tile at these and other sizes.
 BLOCKS = {256: 512, 512: 256}
-# The fewest queries, and keys, for which `auto` takes the kernel for short sequences, by cycles that
-# the compiler counts for a v5e, and the most that the kernel supports.
+# The fewest queries, and keys, for which `auto` takes the kernel for short sequences, by cycles
+# that the compiler counts for a v5e, and the most that the kernel supports.
 SHORTEST, SHORT = 32, 512
 # Larger blocks for heads of up to 256 features, and the share of a score's cycles, by device kind.
 # The compiler counts 0.944 of the cycles in full tiles of a v6e, and 0.884 in partial ones. A TPU7x
