@@ -225,7 +225,7 @@ def test_float32_memory(optimized: None, chip: str, arrays: int) -> None:
 def test_reference_moves_no_more_than_a_layer_of_flax(
     optimized: None, dtype: str, rate: float
 ) -> None:
-    """Forward and with gradients, for what cuDNN refuses: float32, and dropout of short rows."""
+    """Count both programs where `auto` takes `reference`: float32, and dropout of short rows."""
     chip = Chip(gpus.of("h200", 1)[0], True)
     x, key = chip.array(8, T // 2, D, dtype=dtype), chip.array(2, dtype=jnp.uint32)
 
