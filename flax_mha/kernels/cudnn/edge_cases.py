@@ -86,21 +86,32 @@ def _attend_checked(call: CudnnCall, found: jax.Array | None, *inputs: Any) -> R
     `found` is None for a call without a mask, in which NaN spreads by itself.
     """
     attend = functools.partial(_run, call, *inputs)
+    isolate = functools.partial(_isolate, call, *inputs)
     # A branch, because a repair of the result would copy it.
-    return attend() if found is None else isolate_if(found, lambda: _isolate(call, *inputs), attend)
+    result = attend() if found is None else isolate_if(found, isolate, attend)
+    # Not in the branch, so that XLA joins this pass with the next operation on the output.
+    return _define_empty(result, *inputs)
 
 
 @trees.trace_once
 def _attend_then_check(call: CudnnCall, *inputs: Any) -> Result:
     """Attend as `_attend_checked`, but look for NaN in the output: not enough for gradients."""
-    result = _run(call, *inputs)
-    return isolate_if(_holds_nan(result[0]), lambda: _isolate(call, *inputs), lambda: result)
+    # The output of fully masked rows may be NaN.
+    result = _define_empty(_run(call, *inputs), *inputs)
+
+    def isolate() -> Result:
+        return _define_empty(_isolate(call, *inputs), *inputs)
+
+    return isolate_if(_holds_nan(result[0]), isolate, lambda: result)
 
 
 def _isolate(
     call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band
 ) -> Result:
-    """Attend without NaN, which would meet weights of 0, and put it back into rows that see it."""
+    """Attend without NaN, which would meet weights of 0, and put it back into rows that see it.
+
+    As from `_run`, the results of fully masked rows are undefined.
+    """
     out, lse = _run(call, finite(q), finite(k), finite(v), bias, band)
     lse = jnp.where(_nan_rows(call, q, k, v, bias, band), jnp.nan, lse)
     return _set_nan(out, jnp.isnan(jnp.swapaxes(lse, 1, 2))), lse
@@ -109,11 +120,18 @@ def _isolate(
 def _run(
     call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band
 ) -> Result:
-    """Attend by cuDNN, and set fully masked rows to 0 and −∞."""
+    """Attend by cuDNN. The results of fully masked rows are undefined."""
     out, lse = primitives.forward(call, q, k, v, bias, *band.operands())
-    lse = lse if band.runs is None else band.runs.lse(lse)
+    return out, lse if band.runs is None else band.runs.lse(lse)
+
+
+def _define_empty(
+    result: Result, q: jax.Array, k: jax.Array, _: jax.Array, bias: jax.Array | None, band: Band
+) -> Result:
+    """Set the output of fully masked rows to 0, and their lse to −∞."""
     if band.sees and bias is None:
-        return out, lse
+        return result
+    out, lse = result
     start, end = band.keys(q.shape[1], k.shape[1])
     is_empty = (end <= start)[:, None]
     if bias is not None:
