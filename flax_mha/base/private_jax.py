@@ -35,7 +35,7 @@ _PARTS: dict[str, dict[str, str]] = {
         _dot_product_attention_fwd_p_wrapper.bind _dot_product_attention_bwd_p_wrapper.bind
         MaskType.PADDING MaskType.PADDING_CAUSAL AttentionLayout.BTNH AttentionLayout.BNTH
         cuda_versions
-    """},
+    """, "jax.experimental.layout": "Layout with_layout_constraint(x layouts)"},
     "splash": {
         f"{_SPLASH}kernel": f"""
             _splash_attention_forward(fwd_mask_info q k v segment_ids sinks * mask_value is_mqa

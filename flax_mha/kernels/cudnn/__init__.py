@@ -32,7 +32,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from flax_mha.base import private_jax, shapes
 from flax_mha.base.coordinates import At, flat_batch
@@ -200,11 +199,9 @@ def _attend(
         out, given = result
         lse = given.lse.reshape(rows, dims.N, dims.T)
         by_row = pad(out, odd_q).astype(q.dtype), jnp.pad(lse, ((0, 0), (0, 0), (0, odd_q)))
-    # XLA would let the projections choose, and transpose for cuDNN in the branch that calls it.
-    order = Layout((0, 2, 1, 3) if call.heads_first else (0, 1, 2, 3))
-    q, k, v = with_layout_constraint((pad(q, odd_q), pad(k, odd_k), pad(v, odd_k)), order)
+    q, k, v = primitives.in_order(call, (pad(q, odd_q), pad(k, odd_k), pad(v, odd_k)))
     out, lse = edge_cases.attend(call, q, k, v, bias, sinks, band, by_row)
-    out = with_layout_constraint(out, order)  # and its cotangent
+    out = primitives.in_order(call, out)  # and its cotangent
     out = out[:, : dims.T, :, : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     if spec.reads_lse:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental import layout
 
 from flax_mha.base import private_jax
 from flax_mha.kernels.call.spec import Platform
@@ -94,6 +95,15 @@ class CudnnCall(NamedTuple):
             "layout": (layouts.BNTH if self.heads_first else layouts.BTNH).value,
             "sliding_window_length": None if self.left is None else self.left + 1,
         }
+
+
+def in_order(call: CudnnCall, arrays: Any) -> Any:
+    """Return arrays [rows, T, N, F] that lie in memory as cuDNN reads them.
+
+    Else XLA would choose the order by the projections, and transpose in the branch of the call.
+    """
+    order = layout.Layout((0, 2, 1, 3) if call.heads_first else (0, 1, 2, 3))
+    return layout.with_layout_constraint(arrays, order)
 
 
 def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
