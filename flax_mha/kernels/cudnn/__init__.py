@@ -201,7 +201,8 @@ def _attend(
         by_row = pad(out, odd_q).astype(q.dtype), jnp.pad(lse, ((0, 0), (0, 0), (0, odd_q)))
     q, k, v = primitives.in_order(call, (pad(q, odd_q), pad(k, odd_k), pad(v, odd_k)))
     out, lse = edge_cases.attend(call, q, k, v, bias, sinks, band, by_row)
-    out = primitives.in_order(call, out)  # and its cotangent
+    # For its cotangent, which gets the same order.
+    out = primitives.in_order(call, out)
     out = out[:, : dims.T, :, : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     if spec.reads_lse:

@@ -89,14 +89,14 @@ def _attend_checked(call: CudnnCall, found: jax.Array | None, *inputs: Any) -> R
     isolate = functools.partial(_isolate, call, *inputs)
     # A branch, because a repair of the result would copy it.
     result = attend() if found is None else isolate_if(found, isolate, attend)
-    # Not in the branch, so that XLA joins this pass with the next operation on the output.
+    # After the branch, so that XLA joins this pass with the next operation on the output.
     return _define_empty(result, *inputs)
 
 
 @trees.trace_once
 def _attend_then_check(call: CudnnCall, *inputs: Any) -> Result:
     """Attend as `_attend_checked`, but look for NaN in the output: not enough for gradients."""
-    # The output of fully masked rows may be NaN.
+    # First, because cuDNN may return NaN for fully masked rows.
     result = _define_empty(_run(call, *inputs), *inputs)
 
     def isolate() -> Result:
@@ -110,7 +110,7 @@ def _isolate(
 ) -> Result:
     """Attend without NaN, which would meet weights of 0, and put it back into rows that see it.
 
-    As from `_run`, the results of fully masked rows are undefined.
+    The results of fully masked rows are undefined.
     """
     out, lse = _run(call, finite(q), finite(k), finite(v), bias, band)
     lse = jnp.where(_nan_rows(call, q, k, v, bias, band), jnp.nan, lse)
@@ -125,10 +125,9 @@ def _run(
     return out, lse if band.runs is None else band.runs.lse(lse)
 
 
-def _define_empty(
-    result: Result, q: jax.Array, k: jax.Array, _: jax.Array, bias: jax.Array | None, band: Band
-) -> Result:
+def _define_empty(result: Result, *inputs: Any) -> Result:
     """Set the output of fully masked rows to 0, and their lse to −∞."""
+    q, k, _, bias, band = inputs
     if band.sees and bias is None:
         return result
     out, lse = result

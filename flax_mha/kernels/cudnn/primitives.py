@@ -98,9 +98,10 @@ class CudnnCall(NamedTuple):
 
 
 def in_order(call: CudnnCall, arrays: Any) -> Any:
-    """Return arrays [rows, T, N, F] that lie in memory as cuDNN reads them.
+    """Return arrays [rows, T, N, F] that lie in memory in the order in which cuDNN reads them.
 
-    Else XLA would choose the order by the projections, and transpose in the branch of the call.
+    Otherwise they lie as the projections write them, and XLA transposes them in each branch that
+    calls cuDNN.
     """
     order = layout.Layout((0, 2, 1, 3) if call.heads_first else (0, 1, 2, 3))
     return layout.with_layout_constraint(arrays, order)
