@@ -90,13 +90,14 @@ class Bert(nn.Module):
             count padding too.
           **options: arguments of the blocks (see `MultiHeadAttention`).
         """
-        tokens, padding = read_padding(tokens, attention_mask)
+        tokens, padding = read_padding(tokens, attention_mask, options)
         counted = padding.positions if self.first else None
         at = jnp.arange(tokens.shape[-1]) if counted is None else jnp.asarray(counted)
         given = padding._replace(positions=None).added_to(options)
         x = self.embedding(tokens)
         if self.types is not None:
-            x = x + self.types(jnp.zeros_like(tokens) if types is None else types)
+            types = jnp.zeros_like(tokens) if types is None else types
+            x = x + self.types(read_padding(types, attention_mask, options)[0])
         return self.encoder(self.positions(x, self.first + at), **given)
 
 

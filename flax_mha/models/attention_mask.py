@@ -42,16 +42,26 @@ class Padding(NamedTuple):
         }
 
 
-def read_padding(tokens: Any, attention_mask: Any) -> tuple[Any, Padding]:
+def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, Padding]:
     """Return tokens with 0 in place of padding, and the arguments that hide it.
+
+    Padding need not be an id of the vocabulary: Hugging Face's labels, for example, use −100.
 
     Args:
       tokens: int [*B, T].
       attention_mask: bool or int [*B, T], False or 0 for padding, wherever it is; or None.
+      options: arguments of the layers, of which `lengths` and `order` show padding too.
     """
-    if attention_mask is None:
+    lengths, order = options.get("lengths"), options.get("order")
+    if attention_mask is None and lengths is None:
         return tokens, Padding()
     tokens = shapes.check_tokens("tokens", tokens)
+    if attention_mask is None:
+        *B, T = tokens.shape
+        shapes.per_row("lengths", lengths, tuple(B), T)
+        order = np.arange(T) if order is None else shapes.check_order(order, T)
+        ends, order = map(checks.as_numpy, (checks.integers("lengths", lengths), order))
+        return _run(_clear, (), tokens, ends, order), Padding()
     real = _check(tokens, attention_mask)
     is_static = isinstance(real, np.ndarray)
     if is_static and real.all():
@@ -105,6 +115,12 @@ def _run(fn: Callable[..., Any], names: Any, *arrays: Any) -> Any:
     if all(isinstance(x, np.ndarray) for x in arrays):
         return fn(np, *arrays)
     return sharding.auto(lambda *xs: fn(jnp, *xs), names, *map(jnp.asarray, arrays))
+
+
+def _clear(xp: Any, tokens: Array, ends: Array, order: Array) -> Array:
+    """Return 0 in place of the tokens beyond the end of each row."""
+    order = xp.expand_dims(order, tuple(range(ends.ndim)))
+    return xp.where(order < ends[..., None], tokens, 0)
 
 
 def _count(xp: Any, real: Array) -> Array:

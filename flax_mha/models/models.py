@@ -70,6 +70,8 @@ class Classifier(nn.Module):
         lengths = options.get("lengths")
         # Padded patches are cleared, as a NaN there would reach the projection's gradient.
         patches = isinstance(self.embedding, PatchEmbedding)
+        if isinstance(self.embedding, TokenEmbedding):
+            inputs, _ = read_padding(inputs, None, options)
         x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
         if integer("class_tokens", self.class_tokens):
             x, options = self._with_tokens("class_tokens", 0, x, options)
@@ -191,7 +193,7 @@ class LanguageModel(nn.Module):
                 f"attention_mask must be None in decoding, got {checks.describe(attention_mask)}; "
                 f"give lengths, or call flax_mha.generate, which takes it"
             )
-        tokens, padding = read_padding(tokens, attention_mask)
+        tokens, padding = read_padding(tokens, attention_mask, options)
         options = padding.added_to(options)
         positions, order = options.get("positions"), options.get("order")
         if order is not None:
@@ -282,7 +284,7 @@ class Translator(nn.Module):
         call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
         given: dict[str, Any] = {"source_lengths": source_lengths, "attention_mask": attention_mask}
         memory = self.encode(source, **given, **call)
-        _, padding = read_padding(source, attention_mask)
+        _, padding = read_padding(source, attention_mask, {})
         lengths = source_lengths if padding.lengths is None else padding.lengths
         return self.decode(target, memory, memory_mask=padding.mask, memory_lengths=lengths, **call)
 
@@ -297,8 +299,9 @@ class Translator(nn.Module):
         if self.embedding is not None:
             check_module("embedding", self.embedding, TokenEmbedding)
         table = self.embedding or self.decoder.embedding
-        source, padding = read_padding(source, attention_mask)
-        options = padding.added_to({"lengths": source_lengths})
+        options: Any = {"lengths": source_lengths}
+        source, padding = read_padding(source, attention_mask, options)
+        options = padding.added_to(options)
         positions = options.pop("positions", None)
         x = self.decoder.embed(source, table, positions=positions, deterministic=deterministic)
         if any(block.attention.rotary is not None for block in self.encoder.blocks):

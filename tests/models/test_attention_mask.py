@@ -23,6 +23,7 @@ from flax_mha import (
     masks,
     nnx,
 )
+from flax_mha.interop.bert import Bert
 from flax_mha.models import PositionEmbedding, TokenEmbedding
 from flax_mha.positions import Rotary
 from tests.interop.odd_configs import CONFIGS
@@ -135,6 +136,34 @@ def test_padded_texts_have_the_logits_of_each_alone(side: str, kind: str) -> Non
         np.testing.assert_allclose(logits[mask == 1], np.concatenate(rows), rtol=1e-4, atol=1e-4)
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)  # noqa: E731
         jax.tree.map(close, found, grads)
+
+
+def encoder() -> Encoder:
+    return Encoder(1, EncoderBlock(MultiHeadAttention(2), 8))
+
+
+READERS = {
+    "language model": MODELS["rotary"],
+    "classifier": Classifier(TokenEmbedding(V, D), encoder(), None, positions="sinusoidal"),
+    "translator": translator("rotary"),
+    "BERT": Bert(
+        TokenEmbedding(V, D), TokenEmbedding(2, D), PositionEmbedding(max_length=8), encoder()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_lengths_hide_ids_beyond_the_vocabulary(name: str) -> None:
+    """Labels, for example, are padded with −100."""
+    model, ids, lengths = READERS[name], np.array([[3, 1, 4, -100, V + 100]]), jnp.array([3])
+    target = (ids[:, :2],) if name == "translator" else ()
+    given = weights(model, ids * 0, *target)
+    of_padding = "source_lengths" if target else "lengths"
+    found = model.apply(given, ids, *target, **{of_padding: lengths})
+    wanted = model.apply(given, ids[:, :3], *target)
+    np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="tokens must be in 0 … 12, got -100"):
+        model.apply(given, ids, *target, **{of_padding: lengths + 1})
 
 
 @pytest.mark.slow
