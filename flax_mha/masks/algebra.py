@@ -93,7 +93,13 @@ class Mask(PairRule):
         dims = Dims(checks.sizes("batch", batch), T, S, num_heads, num_heads, 1, 1)
         q_pos = shapes.positions("q_positions", q_positions, (*dims.B, T), "T")
         k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, S), "S")
-        return jnp.broadcast_to(evaluate(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)
+        try:
+            mask = self.bind(dims)
+        except ValueError as error:
+            if batch:
+                raise
+            raise ValueError(f"{error}; for a batched mask give batch=, such as (2,)") from None
+        return jnp.broadcast_to(evaluate(mask, whole(dims, q_pos, k_pos)), dims.logits)
 
     def show(
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,

@@ -165,9 +165,10 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return run(*args)
     is_named = any(map(any, jax.tree.leaves(names, is_leaf=_is_names)))
-    is_replicated = is_named and (initializing.value or not nn.get_logical_axis_rules())
+    lacks_rules = is_named and not initializing.value and not nn.get_logical_axis_rules()
+    is_replicated = lacks_rules or (is_named and initializing.value)
     arrays, static = partition(args, is_array)
-    of_arrays = [spec_of(x) for x in jax.tree.leaves(arrays)] if is_replicated else []
+    of_arrays = [spec_of(x) for x in jax.tree.leaves(arrays)] if lacks_rules else []
     if any(map(any, of_arrays)):
         fitting = rules.suggest(of_arrays[0], of_arrays)
         raise ValueError(

@@ -206,7 +206,10 @@ def test_tiles_are_static_for_masks_without_arrays(mask: Mask, empty: int, full:
 def test_dense_and_show_draw_the_mask() -> None:
     np.testing.assert_array_equal(Causal().dense(3)[0], np.tri(3, dtype=bool))
     assert Window(1, 0).show(3, 4) == "█···\n██··\n·██·"
-    assert (Causal() & Lengths(np.array([2, 1]))).dense(3, batch=(2,)).shape == (2, 1, 3, 3)
+    batched = Causal() & Lengths(np.array([2, 1]))
+    assert batched.dense(3, batch=(2,)).shape == (2, 1, 3, 3)
+    with pytest.raises(ValueError, match=r"got \(2,\); .*; for a batched mask give batch="):
+        batched.show(3)
 
 
 @pytest.mark.parametrize("array", [TABLE, jnp.asarray(TABLE)], ids=["numpy", "jax"])
