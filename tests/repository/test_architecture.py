@@ -173,6 +173,14 @@ def test_the_page_has_the_rooms_and_files_of_now() -> None:
     assert generated(text) == text, f"run python -m {COMMAND}"
 
 
+def test_pages_name_files_that_exist() -> None:
+    for page in (ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"```diff.*?```", "", page.read_text(), flags=re.DOTALL)
+        for name in re.findall(r"[\w.]+/[\w/]+\.py\b", text):
+            tops = ROOT, ROOT / "flax_mha", page.parent
+            assert any((top / name).exists() for top in tops), f"{page.name} names {name}"
+
+
 # The folders of kernels, each of which may import the ones on the lines before it.
 KERNEL_FOLDERS = (
     ("call",), ("chips", "definition"), ("xla",), ("cudnn", "flex", "splash"),
