@@ -17,6 +17,7 @@ from flax_mha.cache.sources import Shared
 from flax_mha.kernels import ARGUMENTS, dot_product_attention
 from flax_mha.kernels.call import stored
 from flax_mha.kernels.call.capture import SQUARE, as_capture
+from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import Stored
 from flax_mha.masks.algebra import Mask
 from flax_mha.scores import Bias, ScoreMod
@@ -76,10 +77,12 @@ class Extended(Shared, Struct):
         if self.ragged or lengths is not None:
             mask = masks.combine(masks.Lengths(self.end, end), mask)
         kv = (self.key, self.value)
-        attend_prompt = functools.partial(attend_causally, q, self.new, mask, call, self.window)
+        attend_prompt = functools.partial(
+            attend_causally, q, self.new, mask, call, self.window, self.end
+        )
         attend_cache = functools.partial(
-            attend_causally, q, kv, mask, call, self.window, q_positions=self.q_positions,
-            kv_positions=self.k_positions,
+            attend_causally, q, kv, mask, call, self.window, self.end,
+            q_positions=self.q_positions, kv_positions=self.k_positions,
         )  # fmt: skip
         capture = as_capture(call.get("capture"))
         # These have an axis of slots. `attention` may sow, which `lax.cond` does not allow.
@@ -95,11 +98,12 @@ class Extended(Shared, Struct):
 
 def attend_causally(
     q: jax.Array, kv: tuple[Stored, Stored], mask: masks.MaskLike | None, call: dict[str, Any],
-    window: int | None, **positions: Any,
+    window: int | None, length: jax.Array, **positions: Any,
 ) -> Any:  # fmt: skip
     """Attend under causality, or under the window of a ring buffer, combined with the mask.
 
-    `call` holds other arguments of `dot_product_attention`, or an `attention` to call instead.
+    `length` is the number of tokens of each row, int [*B]. `call` holds other arguments of
+    `dot_product_attention`, or an `attention` to call instead.
     """
     check_known("attention to a cache", call, _ARGUMENTS)
     if window is not None and (shapes_over_keys := key_arrays(q, kv, mask, call)):
@@ -108,6 +112,9 @@ def attend_causally(
             f"arrays over the keys, got one of shape {shapes_over_keys[0]} over the scores; "
             f"give rules of positions, such as masks.Window, or a cache without a window"
         )
+    if call.get("normalizer", SOFTMAX) != SOFTMAX:
+        # It counts keys, and causality does not tell how many slots are empty.
+        mask = masks.combine(masks.Lengths(length), mask)
     # Causality also hides empty slots.
     causal = masks.Causal() if window is None else masks.Window(window, 0)
     call = positions | call

@@ -132,7 +132,7 @@ class KVCache(Slots, Struct):
         """
         positions = checks.integers("q_positions", q_positions)
         result = attend_causally(
-            q, self.stored(), mask, call, self.window, q_positions=positions,
+            q, self.stored(), mask, call, self.window, self.length, q_positions=positions,
             kv_positions=None if self.window is None else self._positions(),
         )  # fmt: skip
         positions = jnp.asarray(shapes.lead(positions, self.length.ndim + 1))
@@ -194,7 +194,7 @@ class KVCache(Slots, Struct):
             )  # fmt: skip
             k_positions = jnp.concatenate([self._positions(), q_positions], axis=-1)
         extended = Extended(
-            *visible.stored(self.slots), tokens.stored(self.slots), q_positions, k_positions,
+            *visible.stored(), tokens.stored(), q_positions, k_positions,
             new.length, new._lost(q_positions), ragged=lengths is not None, window=self.window,
         )  # fmt: skip
         return extended, new

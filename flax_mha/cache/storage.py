@@ -41,15 +41,15 @@ class Slots(Source):
         """The logical names of the last axes of keys. Scales and lengths have the first of them."""
         return "batch", "kv_heads", None, None
 
-    def stored(self, total: int | None = None) -> tuple[Stored, Stored]:
-        """Return keys and values in the form that kernels read, [*B, S, K, ·], of `total` slots."""
+    def stored(self) -> tuple[Stored, Stored]:
+        """Return keys and values in the form that kernels read, [*B, S, K, ·]."""
 
         def as_stored(x: Any, scale: Any, finite: bool) -> Stored:
             slots = self.names[2] or "length"
             if scale is not None:
                 scale = map_part(lambda x: jnp.swapaxes(x[..., None], -3, -2), scale)
             x = map_part(lambda x: jnp.swapaxes(x, -3, -2), x)
-            return Stored(x, scale, jnp.float32, slots, total, finite)
+            return Stored(x, scale, jnp.float32, slots, finite)
 
         key = as_stored(self.key, self.key_scale, False)
         return key, as_stored(self.value, self.value_scale, True)

@@ -45,7 +45,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
     if spec.normalizer == SOFTMAX:
         weights, sums = softmax(s, allowed, spec.sinks)
     else:
-        weights = OTHERS[spec.normalizer](s, allowed, spec.total)
+        weights = OTHERS[spec.normalizer](s, allowed, spec.count)
         sums = Sums(jnp.zeros_like(s[..., 0]), jnp.zeros_like(s[..., 0]))
 
     kept = spec.scale_kept(spec.apply_dropout(weights, at))

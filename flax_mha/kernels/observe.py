@@ -133,7 +133,7 @@ def _compute(
     if "weights" in names:
         score, allowed = reference.scores(q, k, spec, at, has_nan=True)
         if spec.normalizer in OTHERS:
-            weights = OTHERS[spec.normalizer](score, allowed, spec.total)
+            weights = OTHERS[spec.normalizer](score, allowed, spec.count)
         else:
             weights = _softmax(spec, score, allowed)
         if spec.invalid is not None:

@@ -22,7 +22,7 @@ from flax_mha import (
 )  # fmt: skip
 from flax_mha.kernels import KERNELS
 from flax_mha.scores import SoftCap
-from tests.support.decoding import decoded
+from tests.support.decoding import cache_of, decoded
 from tests.support.oracle import error, float64, random_like
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 6
@@ -34,19 +34,22 @@ KEY = jax.random.key(0)
 NAMES = ["sigmoid", "softpick"]
 
 
-def weights(name: str, s: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """Compute the formulas for scores [B, N, T, S] in float64."""
+def weights(name: str, s: np.ndarray, allowed: np.ndarray, count: Any = None) -> np.ndarray:
+    """Compute the formulas for scores [B, N, T, S] in float64, of `count` keys (default: S)."""
     if name == "sigmoid":
-        return np.where(allowed, 1 / (1 + np.exp(-s) * s.shape[-1]), 0)
+        count = s.shape[-1] if count is None else count
+        return np.where(allowed, 1 / (1 + np.exp(-s) * count), 0)
     e = np.where(allowed, np.expm1(s), 0)
     return np.maximum(e, 0) / (np.abs(e).sum(-1, keepdims=True) + 1e-8)
 
 
-def expected(name: str, q: Any, k: Any, v: Any, allowed: np.ndarray, cap: Any = None) -> np.ndarray:
+def expected(
+    name: str, q: Any, k: Any, v: Any, allowed: np.ndarray, cap: Any = None, count: Any = None
+) -> np.ndarray:
     k, v = (np.repeat(float64(x), N // K, -2) for x in (k, v))
     s = np.einsum("btnh,bsnh->bnts", float64(q), k) / np.sqrt(H)
     s = s if cap is None else cap * np.tanh(s / cap)
-    return np.einsum("bnts,bsnh->btnh", weights(name, s, allowed), v)
+    return np.einsum("bnts,bsnh->btnh", weights(name, s, allowed, count), v)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,45 +94,69 @@ def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
         for sign in (1, -1):
             given = [float64(x) for x in sized]
             given[n] = given[n] + sign * 1e-6 * step
-            values.append((expected(name, *given, allowed) * cotangent).sum())
+            values.append((expected(name, *given, allowed, count=5) * cotangent).sum())
         slope = (values[0] - values[1]) / 2e-6
         assert abs(np.vdot(grad, step) - slope) < 1e-4 * np.abs(grad * step).sum()
 
 
 @pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("window", [None, 2])
-def test_sigmoid_counts_the_slots_of_a_cache(window: int | None) -> None:
-    """For prompts of 1, 3 and 70 tokens, in a ring buffer too, which is then read with them."""
-    tokens, slots = 72, 72 if window is None else 4
+@pytest.mark.parametrize("slots", [75, 99])
+def test_sigmoid_counts_the_tokens_of_a_row(window: int | None, slots: int) -> None:
+    """Padding and slots do not count: a row gives what it gives alone, in pieces the last ones."""
     mask = masks.Causal() if window is None else masks.Window(window, 0)
     layer = MultiHeadAttention(
-        N, normalizer="sigmoid", mask=mask, capture=Capture(("weights",)),
-        cache=CacheConfig(slots=None if window is None else slots),
+        N, normalizer="sigmoid", mask=mask, decode=True,
+        cache=CacheConfig(slots=None if window is None else slots - 71),
     )  # fmt: skip
-    x = RNG.normal(size=(1, tokens, 16)).astype(np.float32)
-    params = random_like(jax.eval_shape(layer.init, KEY, x))
-    _, read = jax.jit(functools.partial(layer.apply, mutable="intermediates"))(params, x)
-    s = float64(read["intermediates"]["attention_weights"][0])
-    # From σ(s − log S) to σ(s − log slots).
-    p = np.where(s > 0, 1 / (1 + (1 / np.where(s > 0, s, 1) - 1) * slots / tokens), 0)
-    values = np.einsum("btd,dnh->btnh", x, float64(params["params"]["value"]["kernel"]))
-    z = np.einsum("bnts,bsnh->btnh", p, values + float64(params["params"]["value"]["bias"]))
-    out = np.einsum("btnh,nhd->btd", z, float64(params["params"]["out"]["kernel"]))
-    wanted = out + float64(params["params"]["out"]["bias"])
-    for steps in ((1, 1, 1, 69), (3, 69), (70, 1, 1)):
-        assert error(decoded(layer.clone(decode=True), params, x, steps), wanted) < 2e-6
+    x = jnp.asarray(RNG.normal(size=(2, slots, 16)), jnp.float32)
+    whole, cache, ends = layer.clone(decode=False), cache_of(layer, x), np.zeros(2, int)
+    params = random_like(jax.eval_shape(whole.init, KEY, x))
+    for T, lengths in ((1, (1, 0)), (2, (1, 2)), (68, (68, 30)), (1, (1, 1))):
+        tokens = jnp.stack([jnp.roll(row, -end, 0)[:T] for row, end in zip(x, ends, strict=True)])
+        out, new = jax.jit(functools.partial(layer.apply, mutable="cache"))(
+            params | {"cache": cache}, tokens, lengths=jnp.array(lengths)
+        )
+        cache, ends = new["cache"], ends + lengths
+        for row, (end, count) in enumerate(zip(ends, lengths, strict=True)):
+            alone = whole.apply(params, x[row : row + 1, :end])
+            assert error(out[row, :count], alone[0, end - count :]) < 2e-6
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_sigmoid_does_not_count_padding(traced: bool) -> None:
+    """By lengths, by a mask of keys with gaps, and by both, also on a mesh."""
+    layer = MultiHeadAttention(N, normalizer="sigmoid")
+    params = random_like(jax.eval_shape(layer.init, KEY, X))
+    n, real = np.array([3, 5]), np.array([[1, 0, 1, 1, 0], [0, 1, 1, 1, 1]], bool)
+    run = jax.jit(layer.apply) if traced else layer.apply
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    for kept, call in (
+        (np.arange(T) < n[:, None], {"lengths": n}),
+        (np.arange(T) < n[:, None], {"mask": masks.Lengths(n)}),
+        (real, {"mask": masks.Keys(real)}),
+        (real & (np.arange(T) < n[:, None]), {"lengths": n, "mask": masks.Keys(real)}),
+    ):
+        out = run(params, X, **call)
+        with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+            sharded = jax.device_get(jax.jit(layer.apply)(params, X, **call))
+        for row, keep in enumerate(kept):
+            alone = layer.apply(params, X[row : row + 1, keep])
+            assert error(out[row, keep], alone[0]) < 2e-6
+            assert error(sharded[row, keep], alone[0]) < 2e-6
 
 
 @pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("name", NAMES)
 def test_layer_with_normalizer_decodes_and_shards(name: str) -> None:
-    """In linen and nnx, token by token, and with its heads sharded."""
+    """In linen and nnx, token by token (a sigmoid at once), and with its heads sharded."""
     layer = MultiHeadAttention(N, num_kv_heads=K, normalizer=name, mask=masks.Causal())
     params = random_like(jax.eval_shape(layer.init, KEY, X))
     whole = np.asarray(jax.jit(layer.apply)(params, X))
     plain = jax.jit(layer.clone(normalizer="softmax").apply)(params, X)
     assert error(plain, whole) > 0.01
-    assert error(decoded(layer.clone(decode=True), params, X), whole) < 2e-6
+    steps = (T,) if name == "sigmoid" else None
+    assert error(decoded(layer.clone(decode=True), params, X, steps), whole) < 2e-6
     same = flax_mha.nnx.MultiHeadAttention(
         N, 16, num_kv_heads=K, normalizer=name, mask=masks.Causal(), rngs=nnx.Rngs(0)
     )

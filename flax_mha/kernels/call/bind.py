@@ -1,5 +1,6 @@
 """The arguments of an attention call, checked and converted to an `AttentionSpec`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypedDict
 
@@ -14,6 +15,7 @@ from flax_mha.base.coordinates import Array, ScoreArray, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels.call.dropout import WeightDropout
+from flax_mha.kernels.call.mask_parts import conjuncts
 from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec, nan_where
 from flax_mha.kernels.call.stored import Stored
@@ -98,12 +100,26 @@ def bind_call(
         scale=dims.H**-0.5 if scale is None else _check_scale(scale),
         precision=precision,
         normalizer=normalizer,
-        total=k.total if isinstance(k, Stored) else None,
         invalid=invalid,
+        count=None if normalizer == SOFTMAX else _count_keys(mask, dims),
         turns=turns,
     )
     _trace_user_functions(spec, dims, q.dtype)
     return q, k, v, spec
+
+
+def _count_keys(mask: masks.Mask | None, dims: Dims) -> ScoreArray | None:
+    """Return the number of keys without padding [*B|1, 1, 1, 1], None for all."""
+    parts = conjuncts(None if mask is None else masks.as_mask(mask))
+    # By type, before they are bound: for one query, tables of pairs have the shape of these too.
+    lengths = [x for x in parts if type(x) is masks.Lengths and jnp.ndim(x.kv) <= len(dims.B)]
+    ends = [jnp.asarray(x.bind(dims).kv.array) for x in lengths]
+    at = whole(dims)
+    tables = [x.bind(dims).allowed(at) for x in parts if type(x) is masks.Keys]
+    if tables:
+        real = functools.reduce(jnp.logical_and, tables + [at.k < n for n in ends])
+        return ScoreArray(real.sum(-1, keepdims=True))
+    return ScoreArray(functools.reduce(jnp.minimum, ends)) if ends else None
 
 
 def _make_dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:

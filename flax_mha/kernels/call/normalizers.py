@@ -6,9 +6,10 @@
 | `"sigmoid"` | 1 / (1 + exp(−sⱼ + log S)) |
 | `"softpick"` | max(exp(sⱼ) − 1, 0) / (Σ abs(exp(s) − 1) + 10⁻⁸) |
 
-Sums run over the keys that the mask allows. S is the number of all keys of the call. With a cache
-it is the number of its slots, for a prompt, a step and a ring buffer alike. Only `reference`
-computes the last two.
+Sums run over the keys that the mask allows. S is the number of keys, without the padding that a
+layer's `lengths`, `masks.Lengths` of each row, or `masks.Keys` hide; other masks do not change it.
+With a cache S is the row's length after the call, whatever the number of slots: all tokens of
+earlier calls and of this one, later ones included. Only `reference` computes the last two.
 
 Sources: Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024;
 Zuhri et al., "Softpick: No Attention Sink, No Massive Activations with Rectified Softmax", 2025.
@@ -19,15 +20,19 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from flax_mha.base.coordinates import ScoreArray
 
-def sigmoid(s: jax.Array, allowed: jax.Array | None, total: int | None) -> jax.Array:
-    """Return the sigmoid weights of scores [*B, N, T, S], with `total` in place of S if given."""
-    S = s.shape[-1] if total is None else total
+
+def sigmoid(
+    s: jax.Array, allowed: jax.Array | None, count: ScoreArray | None = None
+) -> jax.Array:
+    """Return the sigmoid weights of scores [*B, N, T, S], with `count` in place of S if given."""
+    S = s.shape[-1] if count is None else count.array
     p = jax.nn.sigmoid(s - jnp.log(jnp.maximum(jnp.asarray(S, s.dtype), 1.0)))
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
 
-def softpick(s: jax.Array, allowed: jax.Array | None, _: int | None = None) -> jax.Array:
+def softpick(s: jax.Array, allowed: jax.Array | None, _: ScoreArray | None = None) -> jax.Array:
     """Return the softpick weights of scores [*B, N, T, S]."""
     # Divide numerator and denominator by exp(top). A top below 0 would make exp(−top) overflow.
     top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=0.0))
@@ -41,7 +46,7 @@ def softpick(s: jax.Array, allowed: jax.Array | None, _: int | None = None) -> j
 
 
 SOFTMAX = "softmax"
-OTHERS: dict[str, Callable[[jax.Array, jax.Array | None, int | None], jax.Array]] = {
+OTHERS: dict[str, Callable[[jax.Array, jax.Array | None, ScoreArray | None], jax.Array]] = {
     "sigmoid": sigmoid,
     "softpick": softpick,
 }

@@ -134,12 +134,12 @@ class AttentionSpec(struct.PyTreeNode):
       head_ids: the indices of the query heads, int32 [1, N, 1, 1], on a shard; None for all.
       invalid: bool [*B|1, N|1, T|1, 1], True for queries whose mask has numbers other than 1 and 0;
         or None. Their q is NaN. Kernels ignore this.
+      count: the number of keys that `normalizers` count, int [*B|1, 1, 1, 1] (default: S).
       turns: the rotations of queries and of keys that are yet to be applied, or None.
       precision: the precision of matmuls. See `jax.lax.Precision`.
       reads_lse: False if the sums are not read, so that a kernel may return 0.
       exact_lse: True if the caller reads the lse, so that it must be exact.
       normalizer: the function from scores to weights. See `normalizers`.
-      total: the number of slots of a cache, which `normalizers` count (default: S).
       piece: the number of tokens in a piece, if pieces are in any order: a larger tile is hardly
         ever empty. None if tokens are contiguous.
       blocks: the sizes of tiles that the caller sets.
@@ -155,12 +155,12 @@ class AttentionSpec(struct.PyTreeNode):
     row_ids: ScoreArray | None = None
     head_ids: ScoreArray | None = None
     invalid: Array | None = None
+    count: ScoreArray | None = None
     turns: tuple[Turn, Turn] | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
     reads_lse: bool = struct.field(pytree_node=False, default=True)
     exact_lse: bool = struct.field(pytree_node=False, default=False)
     normalizer: str = struct.field(pytree_node=False, default=SOFTMAX)
-    total: int | None = struct.field(pytree_node=False, default=None)
     piece: int | None = struct.field(pytree_node=False, default=None)
     blocks: TileSize = struct.field(pytree_node=False, default=TileSize())
 

@@ -68,7 +68,6 @@ class Stored(Struct):
       dtype: the dtype that kernels read.
       slots: the logical name of S: "cache_length" for the slots of a cache, which the rules may
         shard; "length" for tokens.
-      total: the number of slots of the cache, if S is another (default: S).
       finite: True if all are finite, as the values of a cache, whose `Memory.of` moves NaN to keys.
     """
 
@@ -76,7 +75,6 @@ class Stored(Struct):
     scale: Any
     dtype: Any = struct.field(pytree_node=False)
     slots: str = struct.field(pytree_node=False, default="length")
-    total: int | None = struct.field(pytree_node=False, default=None)
     finite: bool = struct.field(pytree_node=False, default=False)
 
     @property

@@ -55,7 +55,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
     logits, allowed = scores(q, k, spec, at)
     sinks = sinks_by_head(spec, logits)
     if spec.normalizer != SOFTMAX:
-        weights = OTHERS[spec.normalizer](logits, allowed, spec.total)
+        weights = OTHERS[spec.normalizer](logits, allowed, spec.count)
         out = _apply_weights(weights, v, spec, at, platform)
     else:
         weights, _, total = exponentials(logits, sinks)
