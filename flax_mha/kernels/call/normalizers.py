@@ -23,9 +23,7 @@ import jax.numpy as jnp
 from flax_mha.base.coordinates import ScoreArray
 
 
-def sigmoid(
-    s: jax.Array, allowed: jax.Array | None, count: ScoreArray | None = None
-) -> jax.Array:
+def sigmoid(s: jax.Array, allowed: jax.Array | None, count: ScoreArray | None = None) -> jax.Array:
     """Return the sigmoid weights of scores [*B, N, T, S], with `count` in place of S if given."""
     S = s.shape[-1] if count is None else count.array
     p = jax.nn.sigmoid(s - jnp.log(jnp.maximum(jnp.asarray(S, s.dtype), 1.0)))
