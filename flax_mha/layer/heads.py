@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array
 from flax_mha.cache.resolve import as_source, projected
 from flax_mha.cache.sources import Source
@@ -16,6 +16,9 @@ from flax_mha.layer import padding
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions import Axial, MRope, Rotary, Rotation
 from flax_mha.positions.turn import Turn
+
+# The rotations of this package, not subclasses, which may rotate otherwise.
+_ROTATIONS = (Rotary, Axial, MRope)
 
 
 class Heads(NamedTuple):
@@ -92,8 +95,7 @@ def _may_turn_later(p: Mapping[str, Any], settings: Settings, call: Call, source
     """Return True if a kernel for TPUs may rotate, because it alone reads queries and keys."""
     return (
         sharding.platform() == "tpu"
-        # A subclass may rotate otherwise.
-        and type(settings.rotary) in (Rotary, Axial, MRope)
+        and type(settings.rotary) in _ROTATIONS
         and not (settings.qk_norm is not None and settings.qk_norm.after_rotary)
         and "score_scale" not in p
         and type(source) is Source
@@ -126,7 +128,7 @@ def turn_positions(
                 "set it to positions.Rotary(), or drop positions"
             )
         return None
-    q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
+    q_pos, k_pos = (symbols.count_up(x.shape[-3]) for x in (q, q if k is None else k))
     if order is not None:
         q_pos = jnp.asarray(order)
     next_positions = as_source(cache).next_positions(q.shape[-3])
@@ -150,7 +152,7 @@ def turn(
 
 def _rotate(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
     """Return queries or keys after a rotation, perhaps a user-defined one."""
-    y = rotation(x, positions)
+    y = rotation(x, positions if type(rotation) in _ROTATIONS else jnp.asarray(positions))
     if getattr(y, "shape", None) != x.shape:
         raise ValueError(
             f"rotary must keep the shape of queries and keys, {x.shape}, got {checks.describe(y)}; "

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha.base import checks, shapes
+from flax_mha.base.frequencies import as_floats
 from flax_mha.positions import rope
 
 
@@ -79,10 +80,11 @@ class Axial(rope.PairRotation):
         index = jnp.maximum(positions - self.prefix, 0)
         by_axis = []
         for n, size in enumerate(sizes):
-            c = rope.as_floats(index // math.prod(sizes[n + 1 :]) % size)
+            c, most = index // math.prod(sizes[n + 1 :]) % size, size
             if self.span is not None:
-                c = self.span * ((2 * c + 1) / size - 1)
-            by_axis.append(rope.compute_angles(c, pairs, 1 / pairs, self.base))
+                c = self.span * ((2 * as_floats(c) + 1) / size - 1)
+                most = math.ceil(abs(self.span))
+            by_axis.append(rope.compute_angles(c, pairs, 1 / pairs, self.base, most))
         theta = jnp.concatenate(by_axis, -1)
         outside = (positions < 0) | (positions >= end)
         theta = jnp.where((positions < self.prefix)[..., None], 0.0, theta)

@@ -37,13 +37,13 @@ def sinusoidal(
     """
     checks.positive(features=features)
     if isinstance(positions, int):
-        at = jnp.arange(checks.integer("positions", positions))
+        at = symbols.count_up(checks.integer("positions", positions))
     elif isinstance(positions, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
         positions.dtype, jnp.floating
     ):
         at = jnp.asarray(positions)
     else:
-        at = jnp.asarray(checks.integers("positions", positions))
+        at = checks.integers("positions", positions)
     dtype = checks.dtype("dtype", dtype)
     rope.check_base(base)
     if checks.flag("halves", halves):

@@ -2,28 +2,30 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
+from flax_mha.base.frequencies import Frequencies, as_floats
 from flax_mha.positions.rope_scaling import Growing, Scaling
 from flax_mha.positions.turn import Turn
 
 
-def as_floats(positions: jax.Array) -> jax.Array:
-    """Return positions as float32, or float64 if they are."""
-    at = jnp.asarray(positions)
-    return at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
+def compute_angles(
+    positions: Any, pairs: int, step: float, base: float, end: int | None = None
+) -> jax.Array:
+    """Return the angles of pairs c, positions / base^(c·step), float32 or float64 [*P, pairs].
 
-
-def compute_angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:
-    """Return the angles of pairs c, positions / base^(c·step), float32 or float64 [*P, pairs]."""
-    at = as_floats(positions)
-    c = jnp.arange(pairs, dtype=at.dtype)
-    return at[..., None] * shapes.lead(jnp.asarray(base, at.dtype) ** (-step * c), at.ndim + 1)
+    `end` is above all positions, if it is known.
+    """
+    dtype = as_floats(positions).dtype
+    rounded = jnp.asarray(base, dtype) ** (-step * jnp.arange(pairs, dtype=dtype))
+    theta = base ** (-step * np.arange(pairs))
+    return Frequencies.of(theta, dtype)._replace(theta=rounded).angles(positions, end)
 
 
 class Angles(NamedTuple):
@@ -161,8 +163,8 @@ class Rotary(PairRotation):
         at = as_floats(positions)
         if isinstance(scaling, Growing):
             # The length of each example, up to the newest of these tokens.
-            theta, size = scaling(R, base, jnp.max(at, -1, keepdims=True, initial=-1) + 1)
+            frequencies, size = scaling(R, base, jnp.max(at, -1, keepdims=True, initial=-1) + 1)
         else:
-            static_theta, size = scaling(R, base)
-            theta = shapes.lead(jnp.asarray(static_theta, at.dtype), at.ndim + 1)
-        return Angles(at[..., None] * theta, interleaved, size)
+            theta, size = scaling(R, base)
+            frequencies = Frequencies.of(theta, at.dtype)
+        return Angles(frequencies.angles(positions), interleaved, size)

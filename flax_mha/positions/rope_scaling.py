@@ -6,13 +6,14 @@ changes the frequencies θ_c, and some multiply queries and keys by a factor.
 
 import dataclasses
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks, shapes
+from flax_mha.base.frequencies import Frequencies
 
 
 def frequencies(R: int, base: float) -> np.ndarray:
@@ -193,14 +194,14 @@ class DynamicNtk(_Checked):
     factor: float
     original_length: int
 
-    def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
+    def __call__(self, R: int, base: float, length: jax.Array) -> tuple[Frequencies, float]:
         """Return frequencies [*L, R/2] for examples of length [*L], and the factor of q and k."""
         factor = jnp.maximum(length / self.original_length, 1.0) * self.factor - (self.factor - 1)
         theta, power = (
             shapes.lead(jnp.asarray(x, factor.dtype), factor.ndim + 1)
             for x in (frequencies(R, base), -np.arange(0, R, 2) / max(R - 2, 1))
         )
-        return theta * factor[..., None] ** power, 1.0
+        return Frequencies.of(theta * factor[..., None] ** power), 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +225,7 @@ class LongRope(_Checked):
     original_length: int
     attention_factor: float = 1.0
 
-    def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
+    def __call__(self, R: int, base: float, length: jax.Array) -> tuple[Frequencies, float]:
         if not len(self.short) == len(self.long) == R // 2:
             raise ValueError(
                 f"LongRope.short and long must have R/2={R // 2} numbers, one for each pair, got "
@@ -232,11 +233,14 @@ class LongRope(_Checked):
             )
         theta = frequencies(R, base)
         short, long = (
-            shapes.lead(jnp.asarray(theta / np.array(x), length.dtype), length.ndim + 1)
-            for x in (self.short, self.long)
+            Frequencies.of(theta / np.array(x), length.dtype) for x in (self.short, self.long)
         )
         is_long = length[..., None] > self.original_length
-        return jnp.where(is_long, long, short), self.attention_factor
+
+        def choose(short: Any, long: Any) -> jax.Array:
+            return jnp.where(is_long, *(shapes.lead(x, is_long.ndim) for x in (long, short)))
+
+        return jax.tree.map(choose, short, long), self.attention_factor
 
 
 # Scalings that depend on the length of each example.

@@ -105,6 +105,48 @@ def test_tpus_rotate_to_the_same_numbers(
     assert oracle.error(np.float32(other_dx), np.float32(dx)) < jnp.finfo(dtype).eps
 
 
+FAR = np.array([4095, 4096, 100_000, 1_000_000, 2**24, 2**24 + 1, 2**31 - 2])
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("rotation", "how"),
+    [
+        (Rotary(), {}), (Rotary(5e5, 0.5, True), {"base": 5e5, "fraction": 0.5, "interleaved": 1}),
+        (MRope((1, 3)), {}), (Axial((2**31 - 1,)), {}),
+    ],
+)  # fmt: skip
+def test_far_positions_keep_their_digits(rotation: Any, how: Any, jit: bool) -> None:
+    """Of both signs, against float64. Nearer ones are rotated by float32 products, to the bit."""
+    at = np.stack([FAR, FAR - 1] + ([] if isinstance(rotation, Axial) else [-FAR]))
+    x = normal(*at.shape, 1, 8)
+    turned = (jax.jit if jit else lambda f: f)(rotation)(x, at)
+    is_far, want = np.abs(at) >= 4096, oracle.rotary(x, at, **how)
+    np.testing.assert_allclose(turned[is_far], want[is_far], atol=3e-6)
+    near = rotation.angles(x, at).theta[~is_far]
+    P = near.shape[-1]
+    theta = jnp.float32(rotation.base) ** (-(1 / P) * jnp.arange(P, dtype=jnp.float32))
+    np.testing.assert_array_equal(near, np.float32(at[~is_far])[:, None] * np.asarray(theta))
+
+
+def test_far_sinusoids_and_traced_frequencies() -> None:
+    """Fractions of a position and gradients too. A traced θ is rounded, but alike everywhere."""
+    at = np.array([5000.25, 70_000.5, -1e6, 2.0**24])
+    want = oracle.sinusoidal(at, D)
+    np.testing.assert_allclose(sinusoidal(jnp.float32(at), D), want, atol=2e-6)
+    np.testing.assert_allclose(sinusoidal(FAR, D)[1:], oracle.sinusoidal(FAR, D)[1:], atol=2e-6)
+    slope = jax.grad(lambda x: sinusoidal(x, D)[0])(jnp.float32(70_000.5))
+    np.testing.assert_allclose(slope, np.cos(70_000.5), atol=2e-6)
+    q, k = normal(2, 1, 1, 8)
+    turn = jax.jit(Rotary(scaling=DynamicNtk(4.0, 8)))
+    scores = []
+    for end in (10_000, 2**24 + 3):
+        rows = [np.broadcast_to(x, (3, 1, 8)) for x in (q, k)]
+        i, j = np.array([end - 7, 5000, 2**24 + 4]), np.array([end - 3, 5000, 2**24 + 4])
+        scores.append((turn(rows[0], i)[0] * turn(rows[1], j)[0]).sum())
+    np.testing.assert_allclose(*scores, atol=3e-6)
+
+
 def test_rotary_computes_angles_in_float32() -> None:
     x = normal(300, 1, 8)
     low = rotary(x.astype(jnp.bfloat16), np.arange(300))

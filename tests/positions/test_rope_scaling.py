@@ -23,7 +23,7 @@ from flax_mha.positions import (
 from flax_mha.positions.rope_scaling import Scaling
 from tests.support.decoding import decoded
 
-R, LONG = 64, 9000
+R, LONG = 64, 1_000_000
 
 
 def theta(c: int, base: float, R: int = R) -> float:
@@ -88,7 +88,9 @@ def test_long_rope_uses_short_and_long_factors() -> None:
     def angle(c: int, length: int) -> float:
         return 100.0 ** (-2 * c / 8) / (long if length > 7 else short)[c]
 
-    check_rows(LongRope(short, long, 7, attention_factor=1.2), ROWS, angle)
+    check_rows(
+        LongRope(short, long, 7, attention_factor=1.2), np.vstack([ROWS, ROWS + LONG]), angle
+    )
     with pytest.raises(ValueError, match=r"short and long must have R/2=4 numbers.*got 3 and 4"):
         check_rows(LongRope(short[:3], long, 7), ROWS, angle)
 
@@ -118,9 +120,8 @@ def test_scalings_match_formulas(name: str, interleaved: bool) -> None:
     second = np.s_[..., 1::2] if interleaved else np.s_[..., R // 2 :]
     pairs = x[first] + 1j * x[second]
     expected = size * pairs * np.exp(1j * angle)[:, None]
-    # An angle of 9,000 is rounded by 5e-4 in float32.
-    np.testing.assert_allclose(turned[first], expected.real, atol=3e-3 * size)
-    np.testing.assert_allclose(turned[second], expected.imag, atol=3e-3 * size)
+    np.testing.assert_allclose(turned[first], expected.real, atol=1e-5 * size)
+    np.testing.assert_allclose(turned[second], expected.imag, atol=1e-5 * size)
 
 
 def test_factor_of_1_changes_nothing() -> None:

@@ -1,0 +1,77 @@
+"""Frequencies of rotations, and their angles, which stay right at large positions."""
+
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_mha.base import checks, shapes
+
+# Below this position, angles are the float32 products position·θ, as in most implementations.
+_NEAR = 4096
+
+
+class Frequencies(NamedTuple):
+    """The frequencies θ of pairs of features.
+
+    A float32 product position·θ loses digits as it grows: cosines are off by 5e-3 at position
+    100,000, and 2²⁴ and 2²⁴ + 1 are one position. So angles further out are computed in turns of
+    2π, of which integers keep the fraction: whole turns overflow.
+
+    Attributes:
+      theta: float32 or float64 [*L, P], in radians.
+      upper: the first 32 bits of the fraction of θ / 2π, uint32 [*L, P].
+      lower: the next 32 bits.
+    """
+
+    theta: jax.Array
+    upper: Any
+    lower: Any
+
+    @classmethod
+    def of(cls, theta: np.ndarray | jax.Array, dtype: Any = None) -> Self:
+        """Return static float64 frequencies, with theta in a dtype, or traced ones as they are."""
+        if isinstance(theta, np.ndarray):
+            bits = (theta / (2 * np.pi) % 1 * 2.0**64).astype(np.uint64)
+            upper, lower = (bits >> np.uint64(32)), bits & np.uint64(2**32 - 1)
+            theta = jnp.asarray(theta, dtype)
+            return cls(theta, upper.astype(np.uint32), lower.astype(np.uint32))
+        # Exact but for the quotient, whose error is one of θ, the same at all positions.
+        turns = theta / (2 * np.pi) % 1 * 2.0**32
+        upper = jnp.floor(turns)
+        return cls(theta, *(x.astype(jnp.uint32) for x in (upper, (turns - upper) * 2.0**32)))
+
+    def angles(self, positions: Any, end: int | None = None) -> jax.Array:
+        """Return the angles [*P, P] of positions, float32 or as wide as they are.
+
+        Positions are integers up to 2³¹, or floating point. `end` is above all of them, if known.
+        """
+        at = as_floats(positions)
+        near = at[..., None] * shapes.lead(self.theta, at.ndim + 1)
+        if end is None and checks.is_concrete(positions):
+            end = int(np.abs(np.asarray(positions)).max(initial=0)) + 1
+        if at.dtype == jnp.float64 or (end is not None and end <= _NEAR):
+            return near
+        whole = jnp.asarray(positions)
+        rest: Any = 0.0
+        if jnp.issubdtype(whole.dtype, jnp.floating):
+            whole = lax.stop_gradient(jnp.trunc(at))
+            rest = (at - whole)[..., None] * shapes.lead(self.theta, at.ndim + 1)
+        whole = whole.astype(jnp.int32)[..., None]
+        size = jnp.abs(whole).astype(jnp.uint32)
+        upper, lower = (shapes.lead(jnp.asarray(x), at.ndim + 1) for x in (self.upper, self.lower))
+        # The product with the lower bits, of which 32 overflow below. XLA's partitioner loses
+        # `lax.mulhi`.
+        (p1, p0), (l1, l0) = ((x >> 16, x & 0xFFFF) for x in (size, lower))
+        turns = size * upper + p1 * l1 + (p1 * l0 >> 16) + (p0 * l1 >> 16)
+        # From −π to π.
+        far = turns.astype(jnp.int32).astype(at.dtype) * (np.pi * 2.0**-31)
+        return jnp.where(size < _NEAR, near, jnp.sign(whole).astype(at.dtype) * far + rest)
+
+
+def as_floats(positions: Any) -> jax.Array:
+    """Return positions as float32, or float64 if they are."""
+    at = jnp.asarray(positions)
+    return at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
