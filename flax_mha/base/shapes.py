@@ -15,6 +15,7 @@ All signatures, einsums and errors of this package use these letters:
 """
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -304,8 +305,31 @@ def lead(x: Any, rank: int) -> Any:
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
-def look_up(table: jax.Array, indices: checks.Integers) -> jax.Array:
-    """Return rows [*P, D] of a table [V, D] at int indices [*P], NaN if out of range."""
+# As one program, so that no array in float32 is written outside of jit.
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+def look_up(table: jax.Array, indices: checks.Integers, dtype: Any = None) -> jax.Array:
+    """Return rows [*P, D] of a table [V, D] at int indices [*P], NaN if out of range.
+
+    A row's gradient is a sum over tokens, in float32 at least.
+
+    Args:
+      table: [V, D].
+      indices: int [*P].
+      dtype: the dtype of the rows (default: the table's).
+    """
     # For `jnp.take`, negative indices count from the end.
     indices = jnp.where(indices < 0, len(table), indices)
-    return jnp.take(table, indices, axis=0, mode="fill", fill_value=jnp.nan)
+    rows = table.astype(wide(table.dtype))
+    rows = jnp.take(rows, indices, axis=0, mode="fill", fill_value=jnp.nan)
+    return rows.astype(dtype or table.dtype)
+
+
+@functools.partial(jax.jit, inline=True)
+def plus(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return x plus a bias of its last axes, in the dtype of x.
+
+    The bias is cast after it is broadcast, so that its gradient, a sum over tokens, is in float32
+    at least.
+    """
+    bias = bias.astype(wide(bias.dtype))
+    return x + jnp.broadcast_to(lead(bias, x.ndim), x.shape).astype(x.dtype)

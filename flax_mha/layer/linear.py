@@ -85,7 +85,8 @@ class Linear(struct.PyTreeNode):
 
     def product(self, x: jax.Array) -> jax.Array:
         """Return x·W + b."""
-        x, kernel, bias = promote_dtype(x, self.kernel, self.bias, dtype=self.dtype)
+        x, kernel, _ = promote_dtype(x, self.kernel, self.bias, dtype=self.dtype)
+        bias = self.bias
         flat = _has_flat_heads(x.shape[: -self.contracted])
         multiply = functools.partial(self._multiply, flat=flat)
         if jax.sharding.get_abstract_mesh().empty:
@@ -122,11 +123,14 @@ class Linear(struct.PyTreeNode):
     def _multiply(self, x: jax.Array, kernel: jax.Array, flat: bool) -> jax.Array:
         """Return x·W. If `flat`, heads and their features are one axis of the product."""
         sums, rows = _SUMS[self.contracted, len(self.features)], x.shape[: -self.contracted]
-        if not flat:
-            return shapes.einsum(sums, x, kernel, precision=self.precision)
-        axes, x = kernel.shape[self.contracted :], x.reshape(*rows, -1)
-        kernel = kernel.reshape(x.shape[-1], -1)
-        y = shapes.einsum(_SUMS[1, 1], x, kernel, precision=self.precision)
+        axes = kernel.shape[self.contracted :]
+        if flat:
+            x, sums = x.reshape(*rows, -1), _SUMS[1, 1]
+            kernel = kernel.reshape(x.shape[-1], -1)
+        elif sums == _SUMS[1, 1] and x.dtype.itemsize < 4 and sharding.platform() == "cpu":
+            # JAX 0.12 for CPUs adds up the gradient of the kernel in bfloat16 if x has more axes.
+            x = x.reshape(-1, x.shape[-1])
+        y = shapes.einsum(sums, x, kernel, precision=self.precision)
         return y.reshape(*rows, *axes)
 
 
@@ -145,8 +149,8 @@ def _plus(y: jax.Array, bias: jax.Array | None, flat: bool) -> jax.Array:
         return y
     if flat:
         one_axis = y.reshape(*y.shape[: y.ndim - bias.ndim], -1)
-        return (one_axis + shapes.lead(bias.reshape(-1), one_axis.ndim)).reshape(y.shape)
-    return y + shapes.lead(bias, y.ndim)
+        return shapes.plus(one_axis, bias.reshape(-1)).reshape(y.shape)
+    return shapes.plus(y, bias)
 
 
 def _column_parallel(

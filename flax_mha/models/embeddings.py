@@ -60,13 +60,12 @@ class TokenEmbedding(nn.Module):
         remedy = "raise vocab_size, or map such tokens to another id"
         checks.within("tokens", ids, self.vocab_size, remedy)
         scale = checks.number("scale", self.scale)
-        (table,) = promote_dtype(self.table.embedding, dtype=self.dtype, inexact=False)
 
         def look_up(tokens: jax.Array, table: jax.Array) -> jax.Array:
-            x = shapes.look_up(sharding.constrain(table, ("vocab", None)), tokens)
+            x = shapes.look_up(sharding.constrain(table, ("vocab", None)), tokens, self.dtype)
             return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
-        return sharding.auto(look_up, ("batch", "norm_length", None), jnp.asarray(ids), table)
+        return sharding.auto(look_up, ("batch", "norm_length", None), jnp.asarray(ids), self.table.embedding)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Return the logits [*B, T, V] of features [*B, T, D], float32 or wider."""

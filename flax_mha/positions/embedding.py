@@ -111,7 +111,7 @@ class PositionEmbedding(nn.Module):
             weights = self.param("embedding", init, (rows, D), self.param_dtype)
 
             def look_up(weights: jax.Array, positions: jax.Array) -> jax.Array:
-                return shapes.look_up(weights.astype(dtype), positions)
+                return shapes.look_up(weights, positions)
 
             table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(at))
-        return x.astype(dtype) + shapes.lead(table, x.ndim)
+        return shapes.plus(x.astype(dtype), table)

@@ -1,0 +1,194 @@
+"""All public layers, blocks, models, masks, scores and samplers, for laws that hold for each."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import flax_mha.nnx as ours
+from flax_mha import (
+    MLP, Classifier, Decoder, DecoderBlock, Encoder, EncoderBlock, Experts, LanguageModel,
+    MultiHeadAttention, MultiHeadDotProductAttention, QKNorm, SelfAttention, Translator, masks,
+    models, sampling, scores, variants,
+)  # fmt: skip
+from flax_mha.positions import PositionEmbedding, Rotary
+
+T, D, N = 16, 16, 2
+IDS = np.arange(T, dtype=np.int32) // 3
+# Token 0 is more than half of the text.
+TOKENS = np.arange(T, dtype=np.int32) % 5 * (np.arange(T) > 9)
+_RNG = np.random.default_rng(0)
+INPUTS: dict[str, tuple[np.ndarray, ...]] = {
+    "features": (_RNG.normal(size=(T, D)),),
+    "memory": tuple(_RNG.normal(size=(2, T, D))),
+    "tokens": (TOKENS,),
+    "two texts": (TOKENS, TOKENS[::-1]),
+    "image": (_RNG.normal(size=(8, 8, 3)),),
+}
+
+
+class Entry(NamedTuple):
+    """A public name at work.
+
+    Attributes:
+      value: the class or function that the name stands for.
+      make: a function from `dtype` and `param_dtype` to a module; None for a function of logits.
+      inputs: the name of the module's inputs.
+    """
+
+    value: Any
+    make: Callable[..., Any] | None
+    inputs: str = "features"
+
+    def arrays(self, rows: int, dtype: Any) -> list[jax.Array]:
+        """Return the inputs, with equal rows [rows, …]."""
+        arrays = (np.broadcast_to(x, (rows, *x.shape)) for x in INPUTS[self.inputs])
+        return [jnp.asarray(x, dtype if x.dtype == np.float64 else x.dtype) for x in arrays]
+
+    def opened(self, dtype: Any, param_dtype: Any) -> tuple[Any, Callable[..., Any]]:
+        """Return the parameters, and a function of them and the inputs."""
+        assert self.make is not None
+        if isinstance(self.value, type) and issubclass(self.value, nnx.Module):
+            graph, params = nnx.split(self.make(dtype=dtype, param_dtype=param_dtype), nnx.Param)
+            return params, lambda params, *inputs: nnx.merge(graph, params)(*inputs)
+        module = self.make(dtype=dtype, param_dtype=param_dtype)
+        variables = jax.jit(module.init)(jax.random.key(0), *self.arrays(1, dtype))
+        return nn.unbox(variables["params"]), lambda params, *inputs: module.apply(
+            {"params": params}, *inputs
+        )
+
+
+def _layer(**fields: Any) -> Callable[..., nn.Module]:
+    return functools.partial(MultiHeadAttention, N, **fields)
+
+
+def _block(**fields: Any) -> Callable[..., EncoderBlock]:
+    return lambda **dtypes: EncoderBlock(_layer()(**dtypes), 32, **fields)
+
+
+def _decoder(cross: bool = False, **dtypes: Any) -> Decoder:
+    memory = MultiHeadAttention(N, **dtypes) if cross else None
+    layer = MultiHeadAttention(N, num_kv_heads=1, rotary=Rotary(), **dtypes)
+    return Decoder(2, DecoderBlock(layer, 32, norm="rmsnorm", gated=True, cross_attention=memory))
+
+
+def _table(**dtypes: Any) -> models.TokenEmbedding:
+    return models.TokenEmbedding(7, D, **dtypes)
+
+
+def _language_model(cross: bool = False, **dtypes: Any) -> LanguageModel:
+    return LanguageModel(_table(**dtypes), _decoder(cross, **dtypes))
+
+
+def _nnx(name: str, **fields: Any) -> Entry:
+    kind = getattr(ours, name)
+    return Entry(kind, lambda **dtypes: kind(N, D, rngs=nnx.Rngs(0), **fields, **dtypes))
+
+
+def _mask(mask: masks.Mask) -> Entry:
+    return Entry(type(mask), _layer(mask=mask))
+
+
+def _score(score: scores.ScoreMod) -> Entry:
+    return Entry(type(score), _layer(scores=(score,)))
+
+
+_LATENT: dict[str, Any] = {"head_dim": 4, "kv_rank": 6, "rope_dim": 2, "rotary": Rotary()}
+_CHOSEN = {"block": 2, "count": 2}
+CATALOGUE: dict[str, Entry] = {
+    "layer": Entry(MultiHeadAttention, _layer()),
+    "layer of all options": Entry(
+        MultiHeadAttention,
+        _layer(num_kv_heads=1, qk_norm=QKNorm("layernorm"), sinks=True, scale="learned", gate="head"),
+    ),
+    "Flax's layer": Entry(
+        MultiHeadDotProductAttention, functools.partial(MultiHeadDotProductAttention, N)
+    ),
+    "Flax's self-attention": Entry(SelfAttention, functools.partial(SelfAttention, N)),
+    "MLP": Entry(MLP, functools.partial(MLP, 32)),
+    "gated MLP": Entry(MLP, functools.partial(MLP, 32, "silu", True)),
+    "experts": Entry(Experts, functools.partial(Experts, 8, 4, 2, use_bias=True, shared=8)),
+    "encoder block": Entry(EncoderBlock, _block(layer_scale=0.5, output_scale=0.5)),
+    "parallel block": Entry(EncoderBlock, _block(norm="rmsnorm", parallel=True, branch_norm=True)),
+    "decoder block": Entry(
+        DecoderBlock, lambda **dtypes: _decoder(True, **dtypes).blocks[0].clone(), "memory"
+    ),
+    "encoder": Entry(Encoder, lambda **dtypes: Encoder(2, _block()(**dtypes), scan=True)),
+    "decoder": Entry(Decoder, lambda **dtypes: _decoder(True, **dtypes), "memory"),
+    "classifier": Entry(
+        Classifier,
+        lambda **dtypes: Classifier(
+            models.PatchEmbedding(2, D, norm_epsilon=1e-5, **dtypes),
+            Encoder(1, _block()(**dtypes)), 3, class_tokens=1, register_tokens=1,
+        ),
+        "image",
+    ),
+    "language model": Entry(LanguageModel, _language_model, "tokens"),
+    "translator": Entry(
+        Translator,
+        lambda **dtypes: Translator(
+            Encoder(1, _block()(**dtypes)), _language_model(True, **dtypes), _table(**dtypes)
+        ),
+        "two texts",
+    ),
+    "token embedding": Entry(models.TokenEmbedding, _table, "tokens"),
+    "patch embedding": Entry(
+        models.PatchEmbedding, functools.partial(models.PatchEmbedding, 2, D), "image"
+    ),
+    "position embedding": Entry(PositionEmbedding, PositionEmbedding),
+    "latent": Entry(
+        variants.MultiHeadLatentAttention,
+        functools.partial(variants.MultiHeadLatentAttention, N, q_rank=5, **_LATENT),
+    ),
+    "differential": Entry(
+        variants.DifferentialAttention, functools.partial(variants.DifferentialAttention, N)
+    ),
+    "forgetting": Entry(
+        variants.ForgettingAttention, functools.partial(variants.ForgettingAttention, N)
+    ),
+    "talking heads": Entry(
+        variants.TalkingHeadsAttention, functools.partial(variants.TalkingHeadsAttention, N)
+    ),
+    "chosen blocks": Entry(
+        variants.ChosenBlocksAttention,
+        functools.partial(variants.ChosenBlocksAttention, N, **_CHOSEN),
+    ),
+    "nnx layer": _nnx("MultiHeadAttention", gate="feature", sinks=True),
+    "nnx latent": _nnx("MultiHeadLatentAttention", **_LATENT),
+    "nnx differential": _nnx("DifferentialAttention"),
+    "nnx forgetting": _nnx("ForgettingAttention"),
+    "nnx talking heads": _nnx("TalkingHeadsAttention"),
+    "nnx chosen blocks": _nnx("ChosenBlocksAttention", **_CHOSEN),
+    "and": _mask(masks.Causal() & masks.Window(3, 0)),
+    "or": _mask(masks.Causal() | masks.Prefix(np.int32(4))),
+    "not": _mask(~masks.Causal()),
+    "at least": _mask(masks.AtLeast(IDS)),
+    "block sparse": _mask(masks.BlockSparse(np.array([[0], [1]]), 8, 8)),
+    "causal": _mask(masks.Causal()),
+    "dense": _mask(masks.Dense(IDS[:, None] >= IDS)),
+    "dilated": _mask(masks.Dilated(2)),
+    "documents": _mask(masks.Documents(np.array([6, 10]))),
+    "keys": _mask(masks.Keys(TOKENS[None] == 0)),
+    "lengths": _mask(masks.Lengths(np.array(9))),
+    "neighborhood": _mask(masks.Neighborhood((4, 4), (3, 3))),
+    "per head": _mask(masks.PerHead((masks.Causal(), masks.Window(2, 2)))),
+    "predicate": _mask(masks.Predicate(lambda row, head, i, j: i >= j)),
+    "prefix": _mask(masks.Prefix(np.int32(4))),
+    "segments": _mask(masks.Segments(IDS)),
+    "window": _mask(masks.Window(2, 2)),
+    "slopes": _score(scores.Alibi()),
+    "bias": _score(scores.Bias(jnp.ones((N, T, T)))),
+    "relative": _score(scores.Relative(max_distance=3)),
+    "relative bias": _score(scores.RelativeBias()),
+    "score": _score(scores.Score(lambda score, row, head, i, j: score + 1)),
+    "soft cap": _score(scores.SoftCap(2.0)),
+    "Transformer-XL": _score(scores.TransformerXL(features=6)),
+    "top k": Entry(sampling.top_k, None),
+    "top p": Entry(sampling.top_p, None),
+    "min p": Entry(sampling.min_p, None),
+}  # fmt: skip
