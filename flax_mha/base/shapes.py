@@ -324,12 +324,13 @@ def look_up(table: jax.Array, indices: checks.Integers, dtype: Any = None) -> ja
     return rows.astype(dtype or table.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"), inline=True)
+def spread(x: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
+    """Return x, broadcast to a shape and then cast: its gradient, a sum, is in float32 at least."""
+    return jnp.broadcast_to(lead(x.astype(wide(x.dtype)), len(shape)), shape).astype(dtype)
+
+
 @functools.partial(jax.jit, inline=True)
 def plus(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return x plus a bias of its last axes, in the dtype of x.
-
-    The bias is cast after it is broadcast, so that its gradient, a sum over tokens, is in float32
-    at least.
-    """
-    bias = bias.astype(wide(bias.dtype))
-    return x + jnp.broadcast_to(lead(bias, x.ndim), x.shape).astype(x.dtype)
+    """Return x plus a bias of its last axes, in the dtype of x."""
+    return x + spread(bias, x.shape, x.dtype)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import masks
+from flax_mha.base import shapes
 from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.checked_config import Config, FileSettings, filled
@@ -155,7 +156,7 @@ class AttentionPool(nn.Module):
         """Pool [*B, T, D] to [*B, D]."""
         D = x.shape[-1]
         probe = self.param("probe", nn.initializers.lecun_normal(), (1, D))
-        y = self.attention(jnp.broadcast_to(probe, (*x.shape[:-2], 1, D)), x)
+        y = self.attention(shapes.spread(probe, (*x.shape[:-2], 1, D), probe.dtype), x)
         return (y + self.mlp(nn.LayerNorm(self.epsilon, name="norm")(y)))[..., 0, :]
 
 

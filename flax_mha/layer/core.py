@@ -93,7 +93,7 @@ def attend(
     chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
     z = tap.change("z", z, sharding.HEADS)  # Kernels give it its name, beside the lse.
     z = exclude_own(z, _own_values(source, heads.same_tokens)) if settings.exclusive else z
-    z = z if heads.gate is None else z * jax.nn.sigmoid(heads.gate).astype(z.dtype)
+    z = z if heads.gate is None else shapes.scaled(z, jax.nn.sigmoid(heads.gate))
     z = shapes.scale_heads("head_mask", z, call.head_mask)
     out = tap.last("out", _merge(p.get("out"), sharding.constrain(z, sharding.HEADS), tap))
     chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]

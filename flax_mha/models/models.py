@@ -105,7 +105,7 @@ class Classifier(nn.Module):
             options = options | {"lengths": lengths + count}
 
         def join(tokens: jax.Array, x: jax.Array) -> jax.Array:
-            tokens = jnp.broadcast_to(tokens.astype(x.dtype), (*x.shape[:-2], *tokens.shape))
+            tokens = shapes.spread(tokens, (*x.shape[:-2], *tokens.shape), x.dtype)
             return jnp.concatenate([x[..., :at, :], tokens, x[..., at:, :]], axis=-2)
 
         return sharding.auto(join, ("batch", "norm_length", None), tokens, x), options
