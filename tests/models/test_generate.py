@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, sampling, sharding
@@ -169,16 +169,25 @@ def test_enough_beams_find_the_best_sequence(name: str) -> None:
 
 @pytest.mark.slow
 @given(
-    st.lists(st.integers(-20, 20), min_size=1, max_size=9), st.integers(1, 9), st.floats(0.01, 1.0)
-)
-def test_top_k_and_top_p_keep_the_right_tokens(logits: list[int], k: int, p: float) -> None:
+    st.lists(st.integers(-20, 20) | st.just(-np.inf), min_size=1, max_size=9), st.integers(1, 9),
+    st.floats(0.01, 1.0), st.integers(0, 2000), st.sampled_from(["float32", "bfloat16"]),
+)  # fmt: skip
+@example([0, 20], 2, 1.0, 2000, "float32")
+@example([0, 4], 1, 0.999, 2000, "bfloat16")
+def test_top_k_and_top_p_keep_the_right_tokens(
+    logits: list[int], k: int, p: float, more: int, dtype: str
+) -> None:
     """Against NumPy. Of equal logits, the smaller tokens come first."""
-    x = np.asarray(logits, np.float32) / 4
-    k = min(k, len(x))
+    x = np.pad(np.asarray(logits, np.float32) / 4, (0, more), constant_values=-2)
+    k = min(k + more, len(x))
     order = np.argsort(-x, kind="stable")
     kept = np.full_like(x, -np.inf)
     kept[order[:k]] = x[order[:k]]
-    np.testing.assert_array_equal(sampling.top_k(jnp.asarray(x), k), kept)
+    given = jnp.asarray(x, dtype)
+    np.testing.assert_array_equal(sampling.top_k(given, k), kept)
+    # Constrained decoding may leave no token.
+    if max(x) == -np.inf:
+        return
 
     likely = (np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum())[order]
     before = np.cumsum(likely) - likely
@@ -186,7 +195,18 @@ def test_top_k_and_top_p_keep_the_right_tokens(logits: list[int], k: int, p: flo
         count = max(1, int((before < p).sum()))
         kept = np.full_like(x, -np.inf)
         kept[order[:count]] = x[order[:count]]
-        np.testing.assert_array_equal(sampling.top_p(jnp.asarray(x), p), kept)
+        np.testing.assert_array_equal(sampling.top_p(given, p), kept)
+    np.testing.assert_array_equal(sampling.top_p(given, 1.0), x)
+
+
+@pytest.mark.slow
+def test_rare_tokens_are_drawn() -> None:
+    """50,000 tokens of probability 1e-7 together have 20 draws of 4,000."""
+    n, p = 50_000, 1e-7
+    logits = jnp.full((200, n + 1), np.log(p)).at[:, 0].set(np.log1p(-n * p))
+    draw = jax.jit(sampling.Sampling.checked(1.0, None, None).choose)
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 20)
+    assert 10 <= sum(int((draw(key, logits) > 0).sum()) for key in keys) <= 32
 
 
 @pytest.mark.slow
