@@ -150,7 +150,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
         inputs_v: jax.Array | None = None, *, mask: masks.MaskLike | None = None,
         bias: jax.Array | None = None, scores: Sequence[ScoreMod] = (),
-        positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None = None,
         head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
         order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
         sow_weights: bool = False, dropout_rng: jax.Array | None = None,
@@ -170,8 +170,8 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
           bias: an array that is added to the scores; broadcasts to [*B, N, T, S].
           scores: more functions of the scores, after those of the field.
           positions: the positions of the tokens of inputs_q for `rotary`, int [T] or [*B, T], or a
-            pair of these for queries and keys (default: 0 … T−1, in decoding continued). Keys of
-            another sequence are at 0 … S−1. Masks always count tokens in the order given.
+            pair of these for queries and keys (None, also in a pair: 0 … T−1, in decoding
+            continued). Keys of another sequence are at 0 … S−1. Masks always count tokens in the order given.
           head_mask: factors of the heads' outputs, [N] or [*B, N]: 0 prunes a head.
           lengths: the number of real tokens of inputs_q in each example, int [*B], from the first
             on (default: all). The others neither attend nor are attended to, and are not kept.
@@ -206,7 +206,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None
             inputs_k, inputs_v, cache = resolve.resolve_call(
-                kv, inputs_q, inputs_k, inputs_v, config, self._kept()
+                kv, inputs_q, inputs_k, inputs_v, config, self._kept(), self.is_initializing()
             )
             D, of_kv = inputs_q.shape[-1], resolve.projected(inputs_q, inputs_k, inputs_v, cache)
             table = self.checked_table(D, *(0 if x is None else x.shape[-1] for x in of_kv))

@@ -320,7 +320,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
         inputs_v: jax.Array | None = None, *, mask: masks.MaskLike | None = None,
         bias: jax.Array | None = None, scores: Sequence[ScoreMod] = (),
-        positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None = None,
         head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
         order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
         sow_weights: bool = False, rngs: nnx.Rngs | nnx.RngStream | None = None,

@@ -17,14 +17,14 @@ Given: TypeAlias = Shared | Encoded | tuple[Any, Any]
 
 def resolve_call(
     kv: Given | None, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-    config: CacheConfig | None, kept: KVCache | Memory | None,
+    config: CacheConfig | None, kept: KVCache | Memory | None, makes_room: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, Source | None]:  # fmt: skip
     """Return the inputs of keys and values, and the source of those that need none.
 
     The meaning of a layer's call is decided here alone: by the arguments that are given, and the
     cache that exists. The inputs are None for those of the queries, or if a source has the keys and
-    values. `config` is the format of a new cache, None for a layer that does not decode, and `kept`
-    the cache of earlier calls.
+    values. `config` is the format of a new cache, None for a layer that does not decode, `kept` the
+    cache of earlier calls, and `makes_room` True in a call that only makes one, as `init` does.
     """
     if kv is not None and (x_k is not None or x_v is not None):
         raise ValueError(
@@ -55,7 +55,8 @@ def resolve_call(
             "the layer's cache holds an encoder's keys and values, got inputs_k; give "
             "kv=cache.Encoded(inputs_k) to replace them, or leave inputs_k out"
         )
-    return x_k, x_v, Memory(None, None, length=None if kept is None else kept.length)
+    first = None if makes_room or encoded is None or encoded.makes_room else 0
+    return x_k, x_v, Memory(None, None, length=first if kept is None else kept.length)
 
 
 def projected(

@@ -153,7 +153,10 @@ class Encoded(Struct):
     Attributes:
       inputs_k: the inputs of the keys [*B, S, D'], or None for the keys and values that are kept.
       inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
+      makes_room: True in a call that only makes the cache, as `init` does: its queries, if they are
+        the first, are not counted.
     """
 
     inputs_k: Any = None
     inputs_v: Any = None
+    makes_room: bool = struct.field(pytree_node=False, default=False)

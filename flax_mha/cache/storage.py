@@ -114,7 +114,7 @@ class Memory(Slots, Struct):
       key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
       value_scale: the scales of int8 values, float32 [*B, K, S]; else None.
       length: int32 [*B], the number of queries so far: the position of the next one; None if no
-        queries are counted.
+        queries are counted. 0, a number, of a memory that is to be made: count from the first call.
     """
 
     key: Any
@@ -127,22 +127,22 @@ class Memory(Slots, Struct):
 
     def next_positions(self, T: int) -> Any:
         """Return the positions of the next T queries, int32 [*B, T]; None if none are counted."""
-        return None if self.length is None else super().next_positions(T)
+        is_counted = hasattr(self.length, "shape")
+        return super().next_positions(T) if is_counted else None
 
     def open(self, tokens: Tokens) -> tuple[KeyValue, Self]:
         """Return the keys and values, or else those of the call, and the memory after it."""
         k, v = tokens.new.own()
-        memory = self
+        memory, length = self, self.length
         if self.key is None:
-            memory = self.of(k, v, jnp.dtype(tokens.dtype or k.dtype)).replace(length=self.length)
+            memory = self.of(k, v, jnp.dtype(tokens.dtype or k.dtype))
+            if not hasattr(length, "shape"):
+                length = jnp.zeros(memory.key.shape[:-3], jnp.int32)
         source = KeyValue(*memory.stored(), q_positions=self.next_positions(tokens.T))
-        length = self.length
-        if length is not None:
-            length = length + self.count(tokens.T, tokens.lengths)
-        elif self.key is None:
-            # As with an empty cache, the first call makes room, and its tokens are not counted.
-            length = jnp.zeros(memory.key.shape[:-3], jnp.int32)
-        return source, memory.replace(length=length)
+        memory = memory.replace(length=length)
+        if self.length is not None:
+            memory = memory.replace(length=length + memory.count(tokens.T, tokens.lengths))
+        return source, memory
 
     def truncate(self, lengths: jax.Array | int) -> Self:
         """Return the same keys and values, with at most the first `lengths` queries counted."""

@@ -1,5 +1,6 @@
 """From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -80,7 +81,9 @@ def project_heads(
         q, k = norm(p, q, k)
     turns = None
     with jax.named_scope("rotate"):
-        places = turn_positions(settings.rotary, q, k, call.positions, order, cache, same_tokens)
+        places = turn_positions(
+            settings.rotary, q, k, call.positions, order, cache, call.lengths, same_tokens
+        )
         if places and k is not None and in_kernel and _may_turn_later(p, settings, call, source):
             rotary: Any = settings.rotary
             turns = rotary.turn(q, places[0]), rotary.turn(k, places[1])
@@ -113,13 +116,13 @@ def norm(p: Mapping[str, Any], q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
 
 def turn_positions(
     rotary: Rotation | None, q: jax.Array, k: jax.Array | None,
-    positions: jax.Array | tuple[jax.Array, jax.Array] | None, order: Array | None, cache: Any,
-    same_tokens: bool = True,
+    positions: Any, order: Array | None, cache: Any, lengths: Any, same_tokens: bool = True,
 ) -> tuple[Any, Any] | None:  # fmt: skip
     """Return where `rotary` turns queries and keys: `positions`, or their places in the sequence.
 
     One array of positions is that of the queries, and of keys of the `same_tokens`. The keys are
-    None where a cache holds them, rotated.
+    None where a cache holds them, rotated. A rotation that reads the length of a row gets 0 for
+    padding.
     """
     if rotary is None:
         if positions is not None:
@@ -137,10 +140,20 @@ def turn_positions(
         # Positions may be traced, but T tokens need T places from any start.
         for x in (q, k):
             rotary.check(np.arange(0 if x is None else x.shape[-3]))
-    if isinstance(positions, tuple) and len(positions) == 2:
-        return positions
-    q_pos = q_pos if positions is None else positions
-    return q_pos, q_pos if same_tokens else k_pos
+    is_pair = isinstance(positions, tuple) and len(positions) == 2
+    q_own, k_own = positions if is_pair else (positions, None)
+    q_pos = q_pos if q_own is None else q_own
+    k_pos = k_own if k_own is not None else q_pos if same_tokens else k_pos
+    if lengths is None or not reads_length(rotary):
+        return q_pos, k_pos
+    cleared = functools.partial(padding.cleared_positions, lengths=lengths, order=order)
+    q_pos = cleared(q_pos, tokens=q.shape[:-2])
+    return q_pos, cleared(k_pos, tokens=q.shape[:-2]) if same_tokens else k_pos
+
+
+def reads_length(rotary: Rotation | None) -> bool:
+    """Return True if a rotation depends on the length of a row; a user-defined one says so."""
+    return bool(getattr(rotary, "reads_length", False))
 
 
 def turn(

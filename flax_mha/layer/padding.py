@@ -23,6 +23,20 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
     if x is None or lengths is None:
         return x
     shapes.check_features("x", x)
+    return _cleared(x, lengths, order)
+
+
+def cleared_positions(positions: Any, lengths: Any, order: Any, tokens: shapes.Shape) -> Any:
+    """Return the positions [*B, T] of tokens, with 0 in place of padding.
+
+    The greatest position of a row is then that of a real token, as in the row without padding.
+    """
+    positions = shapes.per_token("positions", positions, tokens)
+    positions = jnp.broadcast_to(jnp.asarray(positions), tokens)
+    return _cleared(positions[..., None], lengths, order)[..., 0]
+
+
+def _cleared(x: Any, lengths: Any, order: Any) -> jax.Array:
     lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
     tokens = x.shape[-2]
     order = jnp.arange(tokens) if order is None else shapes.check_order(order, tokens)

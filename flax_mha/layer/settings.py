@@ -111,7 +111,7 @@ class CallOptions(TypedDict, total=False):
     mask: masks.MaskLike | None
     bias: jax.Array | None
     scores: Sequence[ScoreMod]
-    positions: jax.Array | tuple[jax.Array, jax.Array] | None
+    positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None
     head_mask: jax.Array | None
     lengths: jax.Array | None
     order: Array | None
@@ -137,7 +137,7 @@ class Call:
     mask: masks.MaskLike | None = None
     bias: jax.Array | None = None
     scores: Sequence[ScoreMod] = ()
-    positions: jax.Array | tuple[jax.Array, jax.Array] | None = None
+    positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None = None
     head_mask: jax.Array | None = None
     lengths: jax.Array | None = None
     order: Array | None = None

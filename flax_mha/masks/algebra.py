@@ -34,6 +34,9 @@ class Mask(PairRule):
         del dims
         return self
 
+    def check_positions(self, at: At) -> None:
+        """Refuse a bound mask that must be a mistake at the coordinates of all scores."""
+
     def allowed(self, at: At) -> Array:
         """Return True for pairs that may attend: bool, broadcastable to the scores at `at`."""
         raise NotImplementedError(f"{type(self).__name__} must define allowed(at)")
@@ -178,6 +181,10 @@ class And(_Joined):
     """A mask that allows a pair if all of its masks allow it."""
 
     _join_pairs, _join_tiles = staticmethod(operator.and_), staticmethod(both)
+
+    def check_positions(self, at: At) -> None:
+        for mask in self.masks:
+            mask.check_positions(at)
 
     def max_lookback(self) -> int | None:
         lookbacks = [mask.max_lookback() for mask in self.masks]

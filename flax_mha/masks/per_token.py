@@ -16,13 +16,17 @@ from flax_mha.masks.states import both, either, is_static, tile_state
 
 
 class Lengths(Mask):
-    """A mask of padding: the first `kv` keys are real, j < kv.
+    """A mask of padding by position: the keys before position `kv` are real, j < kv.
 
     Attributes:
       kv: int or int [*B], the number of real keys; or [*B, T], for each query (the `valid_lens` of
         d2l).
       q: int or int [*B], the number of real queries (default: all). The others are fully masked, so
-        their output is 0.
+        their output is 0. It counts from position 0: a call at `q_positions=8` with 4 real queries
+        has q=12.
+
+    Raises:
+      ValueError: if a static `q` above 0 leaves none of a call's queries, at static positions.
     """
 
     kv: Any
@@ -31,6 +35,15 @@ class Lengths(Mask):
     def bind(self, dims: Dims) -> Self:
         q = None if self.q is None else lengths_as_scores("Lengths.q", self.q, dims)
         return self.replace(kv=lengths_as_scores("Lengths.kv", self.kv, dims, per_query=True), q=q)
+
+    def check_positions(self, at: At) -> None:
+        q = None if self.q is None else self.q.array
+        if is_static(q, at.q) and at.q.size and q.any() and (at.q >= q).all():
+            raise ValueError(
+                f"Lengths.q counts queries from position 0, so it must be above the position of a "
+                f"query of the call, got {q.ravel().tolist()} and positions from {at.q.min()}; add "
+                f"the queries of earlier calls, or leave q out"
+            )
 
     def allowed(self, at: At) -> Array:
         allowed = at.k < self.kv.array

@@ -5,12 +5,14 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import flax.linen as nn
 import jax
+import numpy as np
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import Encoded
 from flax_mha.cache.sources import Shared
 from flax_mha.layer import padding, settings
+from flax_mha.layer.heads import reads_length
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import remat
 from flax_mha.models.feed_forward import MLP, Activation, Dropout
@@ -381,10 +383,14 @@ class DecoderBlock(Block):
                 "memory, memory_mask and memory_lengths are for cross_attention, which is None; "
                 "set it to a MultiHeadAttention, or drop them"
             )
+        shared: dict[str, Any] = {n: x for n, x in options.items() if n in _SHARED_OPTIONS}
         if memory_lengths is not None:
             memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
-            memory = None if memory is None else padding.cleared(memory, memory_lengths)
-        shared: dict[str, Any] = {n: x for n, x in options.items() if n in _SHARED_OPTIONS}
+            memory = padding.cleared(memory, memory_lengths)
+            if memory is not None and cross is not None and reads_length(cross.rotary):
+                tokens = memory.shape[:-1]
+                at = padding.cleared_positions(np.arange(tokens[-1]), memory_lengths, None, tokens)
+                shared["positions"] = (None, at)
         options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         calls: Calls = {"attention": options}
         if cross is not None:
@@ -392,5 +398,10 @@ class DecoderBlock(Block):
                 # Split the key, or both layers would drop the same weights.
                 key = checks.key("dropout_rng", shared["dropout_rng"])
                 options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
-            calls["cross_attention"] = {"kv": Encoded(memory), "mask": memory_mask, **shared}
+            # Self-attention without a cache makes an empty one, and its tokens are not counted.
+            own = self.has_variable("cache", self.attention.name)
+            follows = getattr(options.get("kv"), "q_positions", None) is not None
+            makes_room = self.attention.decode and not own and not follows
+            encoded = Encoded(memory, makes_room=makes_room)
+            calls["cross_attention"] = {"kv": encoded, "mask": memory_mask, **shared}
         return self.run(x, calls, return_kv)

@@ -106,7 +106,10 @@ def begin(
     if cache is None:
         # A call without a cache creates one; XLA removes the rest of its computation.
         slots = jnp.zeros((len(tokens), request.capacity), jnp.int32)
-        _, cache = _read(request, variables, None, slots, memory, at=jnp.zeros_like(lengths))
+        _, cache = _read(
+            request, variables, None, slots, memory, at=jnp.zeros_like(lengths),
+            memory_lengths=memory_lengths,
+        )  # fmt: skip
     logits, cache = _read(
         request, variables, cache, tokens, at=lengths - 1, lengths=lengths,
         positions=jax.lax.broadcasted_iota(jnp.int32, tokens.shape[:2], 1),

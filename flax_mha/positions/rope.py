@@ -140,6 +140,11 @@ class Rotary(PairRotation):
     interleaved: bool = False
     scaling: Scaling | None = None
 
+    @property
+    def reads_length(self) -> bool:
+        """True if the angles depend on the greatest position of a row, its length − 1."""
+        return isinstance(self.scaling, Growing)
+
     def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
         """Return the angles θ for x [*B, T, N, H] and its positions."""
         base, scaling, interleaved = self.base, self.scaling, self.interleaved

@@ -181,8 +181,8 @@ class Llama3(_Checked):
 class DynamicNtk(_Checked):
     """`Ntk` with a factor that grows with the length L of an example ("dynamic" in checkpoints).
 
-    The base is multiplied by max(factor·L/original_length − factor + 1, 1)^(R / (R − 2)). L counts
-    the tokens of the call, and with a cache all tokens so far; cached keys are not rotated again.
+    The base is multiplied by max(factor·L/original_length − factor + 1, 1)^(R / (R − 2)). L is the
+    greatest position of the row's tokens in the call, plus 1; padding by `lengths` does not count.
 
     Attributes:
       factor: the growth of the equation above.
@@ -208,8 +208,8 @@ class DynamicNtk(_Checked):
 class LongRope(_Checked):
     """LongRoPE, where θ_c is divided by short_c in short examples and by long_c in long ones.
 
-    The length counts the tokens of the call, and with a cache all tokens so far; cached keys are
-    not rotated again.
+    The length is the greatest position of the row's tokens in the call, plus 1; padding by
+    `lengths` does not count.
 
     Attributes:
       short: the R/2 divisors for examples up to the original length.

@@ -46,7 +46,7 @@ class Latent(Attention):
         kv = p["kv_down"](x)
         latent = p["kv_norm"](kv[..., : self.kv_rank])
         to_turn = self.rotary, q[..., H:], kv[..., None, self.kv_rank :]
-        places: Any = turn_positions(*to_turn, call.positions, order, cache)
+        places: Any = turn_positions(*to_turn, call.positions, order, cache, call.lengths)
         q_rope, r = turn(*to_turn, *places)
         if self.scale is None:
             call = dataclasses.replace(call, scale=(H + R) ** -0.5)

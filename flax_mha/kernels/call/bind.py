@@ -88,6 +88,8 @@ def bind_call(
     k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, dims.S), "S")
     at = whole(dims, q_pos, k_pos)
     bound, invalid = split_invalid(None if mask is None else masks.as_mask(mask).bind(dims))
+    if bound is not None:
+        bound.check_positions(at)
     if invalid is not None:
         q = nan_where(jnp.swapaxes(jnp.asarray(invalid), -3, -2), q)
     spec = AttentionSpec(
