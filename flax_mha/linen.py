@@ -171,7 +171,8 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
           scores: more functions of the scores, after those of the field.
           positions: the positions of the tokens of inputs_q for `rotary`, int [T] or [*B, T], or a
             pair of these for queries and keys (None, also in a pair: 0 … T−1, in decoding
-            continued). Keys of another sequence are at 0 … S−1. Masks always count tokens in the order given.
+            continued). Keys of another sequence are at 0 … S−1. Masks always count tokens in the
+            order given.
           head_mask: factors of the heads' outputs, [N] or [*B, N]: 0 prunes a head.
           lengths: the number of real tokens of inputs_q in each example, int [*B], from the first
             on (default: all). The others neither attend nor are attended to, and are not kept.

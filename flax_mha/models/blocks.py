@@ -326,7 +326,7 @@ class DecoderBlock(Block):
 
     With `decode=True` in its layers, the block continues from the cached tokens (see
     `MultiHeadAttention`). Pass the memory only to the call that creates the cache: its keys and
-    values are kept.
+    values are kept. A call without a cache, also of `apply`, only makes room.
 
     Attributes:
       cross_attention: the layer that attends to the memory, an encoder's output (default: None, for

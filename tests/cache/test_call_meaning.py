@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import flax_mha
 from flax_mha import CacheConfig, Decoder, DecoderBlock, MultiHeadAttention, cache, masks, scores
@@ -114,12 +115,15 @@ def test_queries_to_kept_keys_continue(name: str) -> None:
     v = variables(layer, X, MEMORY)
     wanted = layer.apply(v, X, MEMORY)
     cached = layer.clone(decode=True)
-    out, held = run(cached, v, X[:, :2], kv=Encoded(MEMORY))
-    # The first call makes room, and its tokens are not counted.
-    close(out, wanted[:, :2])
-    out, counted = run(cached, held, X[:, :3], lengths=np.array([3, 1]))
-    close(out[0], wanted[0, :3])
-    close(out[1, :1], wanted[1, :1])
+    # A call counts, and `init` makes room alone.
+    held = {**v, "cache": cached.init(KEY, X, kv=Encoded(MEMORY))["cache"]}
+    np.testing.assert_array_equal(held["cache"]["memory"].length, 0)
+    call = jax.jit(functools.partial(run, cached))
+    for state in (v, held):
+        out, counted = call(state, X[:, :3], kv=Encoded(MEMORY), lengths=np.array([3, 1]))
+        close(out[0], wanted[0, :3])
+        close(out[1, :1], wanted[1, :1])
+        np.testing.assert_array_equal(counted["cache"]["memory"].length, [3, 1])
     following = np.stack([X[0, 3:5], X[1, 1:3]])
     out, _ = run(cached, counted, following, lengths=np.array([1, 2]))
     close(out[0, :1], wanted[0, 3:4])
@@ -158,8 +162,8 @@ def test_kept_keys_under_vmap_match_a_loop() -> None:
 def test_nnx_queries_to_kept_keys_continue(name: str) -> None:
     layer = flax_mha.nnx.MultiHeadAttention(2, 16, **POSITIONAL[name], rngs=nnx.Rngs(0))
     wanted = layer(X, MEMORY)
-    layer(X[:, :1], kv=Encoded(MEMORY), decode=True)
-    close(layer(X[:, :4], decode=True), wanted[:, :4])
+    close(layer(X[:, :3], kv=Encoded(MEMORY), decode=True), wanted[:, :3])
+    close(layer(X[:, 3:4], decode=True), wanted[:, 3:4])
     close(layer(X[:, 4:], kv=Encoded(), decode=True), wanted[:, 4:])
 
 
@@ -183,6 +187,12 @@ def test_a_decoder_keeps_its_memory_and_continues(scan: bool) -> None:
         close(out[:, 0], wanted[:, t])
     back = cache.truncate(held["cache"], 2)
     close(step({**v, "cache": back}, X[:, 2:3])[0][:, 0], wanted[:, 2])
+    # A memory that is made while self-attention counts is counted as well.
+    paths = flatten_dict(cache.reset(held["cache"]))
+    held = {**v, "cache": unflatten_dict({p: x for p, x in paths.items() if p[-1] != "memory"})}
+    out, held = run(cached, held, X[:, :2], MEMORY)
+    close(out, wanted[:, :2])
+    close(step(held, X[:, 2:3])[0][:, 0], wanted[:, 2])
 
 
 def test_encoded_inputs_are_inputs_k_without_decoding() -> None:
