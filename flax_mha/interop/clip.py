@@ -11,7 +11,7 @@ from flax_mha import masks
 from flax_mha.base import shapes
 from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
-from flax_mha.interop.checked_config import Config, FileSettings, filled
+from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, filled
 from flax_mha.interop.shared_settings import activation, grid, refuse
 from flax_mha.interop.vision import block, image
 from flax_mha.layer.linear import Projection
@@ -45,7 +45,8 @@ _SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 KINDS = {
     "clip": ClipTraits(
         _CLIP | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
-                 "num_attention_heads": 8, "vocab_size": 49408, "max_position_embeddings": 77},
+                 "num_attention_heads": 8, "vocab_size": 49408, "max_position_embeddings": 77,
+                 "eos_token_id": 49407},
         _IMAGES | _CLIP | {"patch_size": 32}, is_clip=True,
     ),
     "siglip": ClipTraits(
@@ -64,6 +65,7 @@ class Towers(nn.Module):
       features: the size of the common space; None if the encoders share one already.
       pool: a layer in which one learned query attends to all tokens of an image (SigLIP).
       biased: True if the logits have a learned bias.
+      token: the token that represents a text, as in `Tower`.
     """
 
     image: Classifier
@@ -71,22 +73,25 @@ class Towers(nn.Module):
     features: int | None
     pool: "AttentionPool | None" = None
     biased: bool = False
+    token: int | str = "last"
 
     @nn.compact
-    def __call__(self, images: jax.Array, tokens: jax.Array, at: Any) -> tuple[jax.Array, ...]:
+    def __call__(
+        self, images: jax.Array, tokens: jax.Array, at: Any = None
+    ) -> tuple[jax.Array, ...]:
         """Compare images with texts.
 
         Args:
           images: [B, height, width, channels].
           tokens: int [C, T], the texts.
-          at: int [C], the index of the token that represents each text.
+          at: int [C], the index of the token that represents each text (default: by `token`).
 
         Returns:
           Features of images [B, features] and of texts [C, features], of length 1; and the logits
           [B, C], their scaled dot products.
         """
-        x = _pool_tokens(self.image(images), self.pool, None)
-        y = _pool_tokens(self.text(tokens), None, at)
+        x = _pool_tokens(self.image(images), self.pool)
+        y = _pool_tokens(self.text(tokens), at=_find(self.token, tokens, at))
         if self.features is None:
             y = Projection(y.shape[-1:], ("embed", None), name="text_projection")(y)
         else:
@@ -108,11 +113,16 @@ class Tower(nn.Module):
       encoder: the encoder of images or of texts.
       pool: a layer that pools the tokens (default: take one of them).
       projected: True if a linear layer projects the pooled vector.
+      norm: a norm of the pooled vector (CLIP's images), or None.
+      token: the token that represents an input: "first", "last", the one with the "largest" id, or
+        the first one with this id.
     """
 
     encoder: Classifier | Bert
     pool: "AttentionPool | None" = None
     projected: bool = False
+    norm: nn.Module | None = None
+    token: int | str = "first"
 
     @nn.compact
     def __call__(self, inputs: jax.Array, at: Any = None) -> tuple[jax.Array, jax.Array]:
@@ -120,19 +130,31 @@ class Tower(nn.Module):
 
         Args:
           inputs: images [*B, height, width, channels], or tokens int [*B, T].
-          at: int [*B], the index of the token that represents each input (default: the first).
+          at: int [*B], the index of the token that represents each input (default: by `token`).
         """
         x = self.encoder(inputs)
-        y = _pool_tokens(x, self.pool, at)
+        y = _pool_tokens(x, self.pool, _find(self.token, inputs, at))
+        y = y if self.norm is None else self.norm(y)
         if self.projected:
             y = Projection(y.shape[-1:], ("embed", None), name="projection")(y)
         return x, y
 
 
-def _pool_tokens(x: jax.Array, pool: Any, at: Any) -> jax.Array:
+def _find(token: int | str, inputs: jax.Array, at: Any) -> Any:
+    """Return `at`, or the indices [*B] of the tokens that represent the inputs."""
+    if at is not None:
+        return at
+    if token in ("first", "last"):
+        return 0 if token == "first" else -1
+    return jnp.argmax(inputs if token == "largest" else inputs == token, -1)
+
+
+def _pool_tokens(x: jax.Array, pool: Any = None, at: Any = 0) -> jax.Array:
     """Return one vector [*B, D] for tokens [*B, T, D]: the pool's output, or token `at`."""
-    if pool is not None or at is None:
-        return x[..., 0, :] if pool is None else pool(x)
+    if pool is not None:
+        return pool(x)
+    if isinstance(at, int):
+        return x[..., at, :]
     return jnp.take_along_axis(x, jnp.asarray(at)[..., None, None], -2)[..., 0, :]
 
 
@@ -170,7 +192,7 @@ def towers(config: Config) -> table.Family:
     features = config.get("projection_dim", 512) if traits.is_clip else None
     module = Towers(
         _image(vision, traits), _text(text, traits), features, _pool(vision, traits),
-        biased=not traits.is_clip,
+        not traits.is_clip, _text_token(text, traits),
     )  # fmt: skip
     rows = _images(vision, traits, "image") + _texts(text, "text")
     if traits.is_clip:
@@ -187,11 +209,20 @@ def towers(config: Config) -> table.Family:
 
 
 def images(config: Config) -> table.Family:
-    """Return the family of `CLIPVisionModel` and `SiglipVisionModel`, without a projection."""
+    """Return the family of `CLIPVisionModel` and `SiglipVisionModel`, without a projection.
+
+    As in `transformers`, CLIP norms the image's vector alone, and SigLIP all tokens.
+    """
     traits = KINDS[config["model_type"].removesuffix("_vision_model")]
     vision = filled(config, **traits.vision)
     module = Tower(_image(vision, traits), _pool(vision, traits))
     rows, heads = _images(vision, traits, "encoder"), ("visual_projection.*", "classifier.*")
+    if traits.is_clip:
+        stack = module.encoder.encoder.clone(final_norm=False)
+        norm = nn.LayerNorm(vision["layer_norm_eps"])
+        module = module.clone(encoder=module.encoder.clone(encoder=stack), norm=norm)
+        name = "vision_model.post_layernorm"
+        rows = [x for x in rows if not x.theirs.startswith(name)] + table.norm(name, "norm")
     example = (grid(vision).image(vision["num_channels"]),)
     return table.Family(module, example, rows, BUFFERS, heads, "vision_model.")
 
@@ -200,7 +231,9 @@ def texts(config: Config) -> table.Family:
     """Return the family of `CLIPTextModel` and `SiglipTextModel`, without a projection."""
     traits = KINDS[config["model_type"].removesuffix("_text_model")]
     text = filled(config, **traits.text)
-    module = Tower(_text(text, traits), projected=not traits.is_clip)
+    module = Tower(
+        _text(text, traits), projected=not traits.is_clip, token=_text_token(text, traits)
+    )
     rows = _texts(text, "encoder")
     rows += [] if traits.is_clip else table.linear("text_model.head", "projection")
     return table.Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
@@ -230,6 +263,17 @@ def _text(config: Config, traits: ClipTraits) -> Bert:
             block(config, mask=masks.Causal() if traits.is_clip else None),
         ),
     )  # fmt: skip
+
+
+def _text_token(config: Config, traits: ClipTraits) -> int | str:
+    """Return the token that represents a text, as the field of `Tower`."""
+    if not traits.is_clip:
+        return "last"
+    end = config["eos_token_id"]
+    if not isinstance(end, int):
+        raise ValueError(f"the config's eos_token_id must be one number, got {end}; {REMEDY}")
+    # The first configs have 2 in place of the id of the end, which is the largest.
+    return "largest" if end == 2 else end
 
 
 def _pool(config: Config, traits: ClipTraits) -> AttentionPool | None:

@@ -88,6 +88,12 @@ def _matrix(x: Any, inputs: int) -> Any:
     return x.reshape(math.prod(x.shape[:inputs]), -1)
 
 
+def _modern(name: str) -> str:
+    """Return a tensor's name with today's name of its leaf."""
+    stem, _, leaf = name.rpartition(".")
+    return f"{stem}.{_OLD_LEAVES[leaf]}" if leaf in _OLD_LEAVES else name
+
+
 class TensorRule(NamedTuple):
     """The rule of one tensor of a checkpoint.
 
@@ -158,6 +164,7 @@ class Family(NamedTuple):
         out with a warning.
       prefix: an optional prefix of all names, which models that wrap this one add.
       copies: duplicates by name, each with the name of the tensor that it must equal.
+      empty: the shapes of tensors of size 0 by name, which are written too.
     """
 
     module: nn.Module
@@ -167,22 +174,30 @@ class Family(NamedTuple):
     heads: tuple[str, ...] = ()
     prefix: str = ""
     copies: Mapping[str, str] = MappingProxyType({})
+    empty: Mapping[str, Shape] = MappingProxyType({})
 
     def shapes(self) -> dict[str, Any]:
         """Return the shapes and dtypes of the module's parameters, by path."""
         variables = jax.eval_shape(self.module.init, jax.random.key(0), *self.example)
         return flatten_dict(variables["params"], sep="/")
 
+    def names(self, theirs: Iterable[str]) -> dict[str, str]:
+        """Return the names in the table of those tensors of a checkpoint that are in it."""
+        known, found = {row.theirs for row in self.rows}, dict[str, str]()
+        for name in theirs:
+            new = _modern(name)
+            for each in (name, new, new.removeprefix(self.prefix), self.prefix + new):
+                if each in known:
+                    found.setdefault(name, each)
+        return found
+
     def match(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
         """Return the tensors by their names in the table, the names of heads, and the errors."""
-        names = {row.theirs for row in self.rows}
+        names = self.names(tensors)
         matched, heads, errors = dict[str, Any](), list[str](), list[str]()
         copies = list[tuple[str, Any, str]]()
         for name, x in tensors.items():
-            stem, _, leaf = name.rpartition(".")
-            new = f"{stem}.{_OLD_LEAVES[leaf]}" if leaf in _OLD_LEAVES else name
-            bare = new.removeprefix(self.prefix)
-            match = next((n for n in (name, new, bare, self.prefix + new) if n in names), None)
+            match, bare = names.get(name), _modern(name).removeprefix(self.prefix)
             if match is not None and match not in matched:
                 matched[match] = x
             elif match is not None:
@@ -288,6 +303,8 @@ def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, StoredTens
         shape = _tensor_shape(row, [row.shape(x.shape) for x in arrays])
         dtype = np.result_type(*(x.dtype for x in arrays))
         tensors[row.theirs] = StoredTensor(shape, dtype, functools.partial(make, row))
+    for name, shape in family.empty.items():
+        tensors[name] = StoredTensor(shape, dtype, functools.partial(np.zeros, shape, dtype))
     return tensors
 
 

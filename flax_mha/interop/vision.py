@@ -145,7 +145,7 @@ def dinov3(config: Config) -> table.Family:
         PatchEmbedding(size.patch, config["hidden_size"]),
         Encoder(config["num_hidden_layers"], block), None, positions="none", class_tokens=count,
     )  # fmt: skip
-    kernel, layer = table.patches(*size.patch), "model.layer.{}"
+    kernel, layer = table.patches(*size.patch), "layer.{}"
     heads = ("q_proj", "k_proj", "v_proj", "o_proj")
     linears = {"gate_proj": "gate"} if gated else {}
     linears |= {"up_proj": "up", "down_proj": "down"}
@@ -163,7 +163,7 @@ def dinov3(config: Config) -> table.Family:
         ]),
         *table.norm("norm", "encoder/norm"),
     ]  # fmt: skip
-    # In the first checkpoints, names of layers have no "model.".
+    # transformers 5 writes "model." in front of the layers' names, and reads both forms.
     return table.Family(
         module, (size.image(config.get("num_channels", 3)),), rows,
         heads=("embeddings.mask_token",), prefix="model.",
@@ -258,6 +258,6 @@ def vit_pytorch(config: Config) -> table.Family:
         *table.norm("transformer.norm", "encoder/norm"),
         *table.when(config["num_classes"], *table.linear("mlp_head", "head")),
     ]  # fmt: skip
-    # With pool="mean" this tensor is empty.
-    ignored = () if has_token else ("cls_token",)
-    return table.Family(module, (size.image(config["channels"]),), rows, ignored)
+    # With pool="mean" this tensor is there, and empty.
+    empty = {} if has_token else {"cls_token": (0, D)}
+    return table.Family(module, (size.image(config["channels"]),), rows, (*empty,), empty=empty)
