@@ -34,6 +34,7 @@ def resolve_call(
     encoded = kv if isinstance(kv, Encoded) else None
     if encoded is not None:
         x_k, x_v = encoded.inputs_k, encoded.inputs_v
+        makes_room |= encoded.makes_room
     shapes.check_inputs(x_q, x_k, x_v)
     x_v = x_k if x_v is None else x_v
     if kv is not None and encoded is None:
@@ -55,7 +56,7 @@ def resolve_call(
             "the layer's cache holds an encoder's keys and values, got inputs_k; give "
             "kv=cache.Encoded(inputs_k) to replace them, or leave inputs_k out"
         )
-    first = None if makes_room or encoded is None or encoded.makes_room else 0
+    first = None if makes_room else 0
     return x_k, x_v, Memory(None, None, length=first if kept is None else kept.length)
 
 

@@ -1,6 +1,5 @@
 """From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -144,16 +143,11 @@ def turn_positions(
     q_own, k_own = positions if is_pair else (positions, None)
     q_pos = q_pos if q_own is None else q_own
     k_pos = k_own if k_own is not None else q_pos if same_tokens else k_pos
-    if lengths is None or not reads_length(rotary):
-        return q_pos, k_pos
-    cleared = functools.partial(padding.cleared_positions, lengths=lengths, order=order)
-    q_pos = cleared(q_pos, tokens=q.shape[:-2])
-    return q_pos, cleared(k_pos, tokens=q.shape[:-2]) if same_tokens else k_pos
-
-
-def reads_length(rotary: Rotation | None) -> bool:
-    """Return True if a rotation depends on the length of a row; a user-defined one says so."""
-    return bool(getattr(rotary, "reads_length", False))
+    if lengths is not None and getattr(rotary, "reads_length", False):
+        real = q.shape[:-2], lengths, order
+        q_pos = padding.cleared_positions(q_pos, *real)
+        k_pos = padding.cleared_positions(k_pos, *real) if same_tokens else k_pos
+    return q_pos, k_pos
 
 
 def turn(

@@ -22,21 +22,6 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
     """
     if x is None or lengths is None:
         return x
-    shapes.check_features("x", x)
-    return _cleared(x, lengths, order)
-
-
-def cleared_positions(positions: Any, lengths: Any, order: Any, tokens: shapes.Shape) -> Any:
-    """Return the positions [*B, T] of tokens, with 0 in place of padding.
-
-    The greatest position of a row is then that of a real token, as in the row without padding.
-    """
-    positions = shapes.per_token("positions", positions, tokens)
-    positions = jnp.broadcast_to(jnp.asarray(positions), tokens)
-    return _cleared(positions[..., None], lengths, order)[..., 0]
-
-
-def _cleared(x: Any, lengths: Any, order: Any) -> jax.Array:
     lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
     tokens = x.shape[-2]
     order = jnp.arange(tokens) if order is None else shapes.check_order(order, tokens)
@@ -47,3 +32,14 @@ def _cleared(x: Any, lengths: Any, order: Any) -> jax.Array:
 
     # Without names the result is sharded as x is.
     return sharding.auto(clear, (), x, lengths, jnp.asarray(order, jnp.int32))
+
+
+def cleared_positions(
+    positions: Any, tokens: shapes.Shape, lengths: Any, order: Any = None
+) -> jax.Array:
+    """Return the positions [*B, T] of tokens, with 0 in place of padding.
+
+    The greatest position of a row is then that of a real token, as in the row without padding.
+    """
+    positions = jnp.broadcast_to(shapes.per_token("positions", positions, tokens), tokens)
+    return cleared(positions[..., None], lengths, order)[..., 0]

@@ -194,8 +194,7 @@ class Attention(Settings):
           cache: the cache of earlier calls, keys and values of another layer, or the `CacheConfig`
             of a cache to make.
         """
-        heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache, in_kernel=True)
-        return core.attend(p, self, heads, call, cache)
+        return core.attention(p, self, x_q, x_k, x_v, call, cache)
 
 
 def _hashable(key: Any) -> Any:

@@ -37,8 +37,8 @@ class Lengths(Mask):
         return self.replace(kv=lengths_as_scores("Lengths.kv", self.kv, dims, per_query=True), q=q)
 
     def check_positions(self, at: At) -> None:
-        q = None if self.q is None else self.q.array
-        if is_static(q, at.q) and at.q.size and q.any() and (at.q >= q).all():
+        q: Any = None if self.q is None else self.q.array
+        if is_static(q, at.q) and at.q.size and q.any() and np.all(at.q >= q):
             raise ValueError(
                 f"Lengths.q counts queries from position 0, so it must be above the position of a "
                 f"query of the call, got {q.ravel().tolist()} and positions from {at.q.min()}; add "

@@ -5,14 +5,13 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import flax.linen as nn
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import Encoded
 from flax_mha.cache.sources import Shared
 from flax_mha.layer import padding, settings
-from flax_mha.layer.heads import reads_length
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import remat
 from flax_mha.models.feed_forward import MLP, Activation, Dropout
@@ -387,9 +386,10 @@ class DecoderBlock(Block):
         if memory_lengths is not None:
             memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
             memory = padding.cleared(memory, memory_lengths)
-            if memory is not None and cross is not None and reads_length(cross.rotary):
-                tokens = memory.shape[:-1]
-                at = padding.cleared_positions(np.arange(tokens[-1]), memory_lengths, None, tokens)
+            rotary = getattr(cross, "rotary", None)
+            if memory is not None and getattr(rotary, "reads_length", False):
+                places = jnp.arange(memory.shape[-2])
+                at = padding.cleared_positions(places, memory.shape[:-1], memory_lengths)
                 shared["positions"] = (None, at)
         options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         calls: Calls = {"attention": options}
@@ -399,9 +399,9 @@ class DecoderBlock(Block):
                 key = checks.key("dropout_rng", shared["dropout_rng"])
                 options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
             # Self-attention without a cache makes an empty one, and its tokens are not counted.
-            own = self.has_variable("cache", self.attention.name)
             follows = getattr(options.get("kv"), "q_positions", None) is not None
-            makes_room = self.attention.decode and not own and not follows
+            has_cache = follows or self.variables.get("cache")
+            makes_room = bool(self.attention.decode and not has_cache)
             encoded = Encoded(memory, makes_room=makes_room)
             calls["cross_attention"] = {"kv": encoded, "mask": memory_mask, **shared}
         return self.run(x, calls, return_kv)

@@ -25,7 +25,7 @@ from flax_mha import (
 )
 from flax_mha.interop.bert import Bert
 from flax_mha.models import PositionEmbedding, TokenEmbedding
-from flax_mha.positions import Rotary
+from flax_mha.positions import DynamicNtk, Rotary
 from tests.interop.odd_configs import CONFIGS
 from tests.models import test_generate_steps as steps
 from tests.support.oracle import random_like
@@ -51,24 +51,25 @@ def padded(side: str, padding: int = 7) -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
-def decoder(**fields: Any) -> LanguageModel:
+def decoder(rotary: Rotary | None = None, **fields: Any) -> LanguageModel:
     """Return a model that rotates, or with a learned table of positions."""
-    rotary = None if fields else Rotary()
     block = DecoderBlock(MultiHeadAttention(2, rotary=rotary), 8, norm="rmsnorm")
     return LanguageModel(TokenEmbedding(V, D), Decoder(1, block), tied=False, **fields)
 
 
+# The last grows with each text's length.
+ROTARIES = {"rotary": Rotary(), "growing": Rotary(scaling=DynamicNtk(4.0, 1))}
 MODELS = {
-    "rotary": decoder(), "learned": decoder(position_embedding=PositionEmbedding(max_length=16)),
-}  # fmt: skip
+    "learned": decoder(position_embedding=PositionEmbedding(max_length=16)),
+    **{kind: decoder(rotary) for kind, rotary in ROTARIES.items()},
+}
 
 
 def translator(kind: str) -> Translator:
-    layer = MultiHeadAttention(2)
+    layer, rotary = MultiHeadAttention(2), ROTARIES.get(kind)
     block = DecoderBlock(layer, 8, cross_attention=layer.copy())
     embedding = PositionEmbedding(max_length=16)
     inner = LanguageModel(TokenEmbedding(V, D), Decoder(1, block), position_embedding=embedding)
-    rotary = Rotary() if kind == "rotary" else None
     return Translator(Encoder(1, EncoderBlock(MultiHeadAttention(2, rotary=rotary), 8)), inner)
 
 
@@ -167,7 +168,7 @@ def test_lengths_hide_ids_beyond_the_vocabulary(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["learned", "rotary"])
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("side", REAL)
 def test_padded_sources_translate_as_alone(side: str, kind: str) -> None:
     model, (ids, mask) = translator(kind), padded(side, V + 100)

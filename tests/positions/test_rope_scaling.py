@@ -10,19 +10,7 @@ import pytest
 from flax import nnx
 
 import flax_mha.nnx
-from flax_mha import (
-    Decoder,
-    DecoderBlock,
-    Encoder,
-    EncoderBlock,
-    LanguageModel,
-    MultiHeadAttention,
-    Translator,
-    generate,
-    masks,
-    models,
-    variants,
-)
+from flax_mha import DecoderBlock, MultiHeadAttention, masks, variants
 from flax_mha.positions import (
     DynamicNtk,
     Interpolation,
@@ -109,63 +97,34 @@ def test_long_rope_uses_short_and_long_factors() -> None:
         check_rows(LongRope(short[:3], long, 7), ROWS, angle)
 
 
-LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "ntk": (MultiHeadAttention, {"rotary": Rotary(scaling=DynamicNtk(4.0, 8))}),
-    "long": (MultiHeadAttention, {"rotary": Rotary(scaling=LongRope((1.0,) * 4, (4.0,) * 4, 8))}),
-    "latent": (variants.MultiHeadLatentAttention, {"rotary": Rotary(scaling=DynamicNtk(4.0, 8)),
-                                                   "rope_dim": 8, "kv_rank": 4}),
-}  # fmt: skip
-
-
-@pytest.mark.sampled(0.34)
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_padded_row_is_rotated_as_if_alone(name: str) -> None:
-    """A call, a prompt and its next calls, with caches of linen and nnx, and a jitted gradient."""
-    cls, fields = LAYERS[name]
-    x, n = np.random.default_rng(0).normal(size=(2, 12, 16)).astype(np.float32), jnp.array([5, 12])
-    layer = cls(2, mask=masks.Causal(), **fields)
-    v = layer.init(jax.random.key(1), x)
-    graded = jax.jit(jax.value_and_grad(lambda x, n: layer.apply(v, x, lengths=n)[0, :5].sum()))
-    for got, want in zip(graded(x, n), graded(x[:1, :5], n[:1]), strict=True):
-        np.testing.assert_allclose(got[:1, :5] if got.ndim else got, want, atol=1e-5)
-    in_nnx = getattr(flax_mha.nnx, cls.__name__)(2, 16, rngs=nnx.Rngs(0), **fields)
-
-    def outputs(x: np.ndarray, *lengths: Any) -> list[jax.Array]:
-        """Return the first row's outputs of three calls, by linen and by nnx."""
-        cached, found = layer.clone(decode=True, mask=None), []
-        held = cached.init(jax.random.key(0), jnp.zeros((len(x), 24, 16)))
-        in_nnx.init_cache((len(x), 24, 16))
-        for n in lengths:
-            part = x[:, : n if isinstance(n, int) else 12]
-            call = {} if isinstance(n, int) else {"lengths": n}
-            y, new = cached.apply({**held, **v}, part, **call, mutable="cache")
-            held, y = {**held, **new}, jnp.stack([y, in_nnx(part, decode=True, **call)])
-            found.append(y[:, 0])
-        return found
-
-    padded = outputs(x, n, n - jnp.array([3, 12]), 1)
-    for y, want in zip(padded, outputs(x[:1], 5, 2, 1), strict=True):
-        np.testing.assert_allclose(y[:, : want.shape[1]], want, atol=1e-5)
+NTK, LONG_ROPE = DynamicNtk(4.0, 8), LongRope((1.0,) * 4, (4.0,) * 4, 8)
+LAYERS: dict[str, Any] = {
+    "ntk": MultiHeadAttention(2, rotary=Rotary(scaling=NTK), decode=True),
+    "latent": variants.MultiHeadLatentAttention(
+        2, rotary=Rotary(scaling=LONG_ROPE), rope_dim=8, kv_rank=4, decode=True
+    ),
+}
 
 
 @pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("scan", [False, True])
-def test_padded_sources_and_prompts_generate_as_if_alone(scan: bool) -> None:
-    layer = MultiHeadAttention(2, **LAYERS["ntk"][1])
-    block = DecoderBlock(layer, 8, cross_attention=layer.copy())
-    table = models.TokenEmbedding(30, 16)
-    model = Translator(
-        Encoder(1, EncoderBlock(layer, 8)), LanguageModel(table, Decoder(2, block, scan=scan))
-    )
-    plain = LanguageModel(table, Decoder(2, DecoderBlock(layer, 8), scan=scan))
-    tokens, n = np.random.default_rng(0).integers(1, 30, (2, 12)), np.array([5, 12])
-    for each, start in ((model, {"start": 1}), (plain, {})):
-        v = each.init(jax.random.key(0), *[tokens] * (1 + len(start)))
-        found, alone = (
-            generate(each, v, *call, max_new_tokens=6, lengths=lengths, **start)
-            for *call, lengths in ((tokens, n), (tokens[:1, :5], None))
-        )
-        np.testing.assert_allclose(found.scores[0], alone.scores[0], atol=1e-5)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_padded_row_is_rotated_as_if_alone(name: str) -> None:
+    """A prompt, a call with padding, a token; a call in nnx; and an encoder's output."""
+    x, layer = jax.random.normal(jax.random.key(0), (2, 12, 16)), LAYERS[name]
+    rows, one = (layer.init(jax.random.key(1), jnp.zeros((n, 24, 16))) for n in (2, 1))
+    for n, other in ((5, 12), (2, 0), (1, 1)):
+        y, new = layer.apply(rows, x, lengths=jnp.array([n, other]), mutable="cache")
+        want, kept = layer.apply(one, x[:1, :n], mutable="cache")
+        np.testing.assert_allclose(y[0, :n], want[0], atol=1e-5)
+        rows, one = rows | new, one | kept
+    plain = flax_mha.nnx.MultiHeadAttention(2, 16, rotary=layer.rotary, rngs=nnx.Rngs(0))
+    y = plain(x, lengths=jnp.array([5, 12]))[:1, :5]
+    np.testing.assert_allclose(y, plain(x[:1, :5]), atol=1e-5)
+    cross = MultiHeadAttention(2, rotary=layer.rotary)
+    block = DecoderBlock(MultiHeadAttention(2), 8, cross_attention=cross)
+    v = block.init(jax.random.key(2), x, x)
+    y = block.apply(v, x[:1], x[:1], memory_lengths=jnp.array([5]))
+    np.testing.assert_allclose(y, block.apply(v, x[:1], x[:1, :5]), atol=1e-5)
 
 
 CASES: dict[str, tuple[Scaling, float, Any, float]] = {
