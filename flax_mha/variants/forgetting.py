@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,13 @@ from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.score_mod import ScoreMod, without_vectors
 from flax_mha.variants import common
 
-# The parts of 8 significant bits that hold a number of 24, and the dtypes that hold a part.
-PARTS = 3
+# The parts of 8 significant bits in which a cache keeps a sum: of its float32 value, and of the
+# remainder. And the dtypes that hold a part.
+PARTS = (3, 2)
 _EXACT = (jnp.bfloat16, jnp.float32, jnp.float64)
 _OF_TOKENS = ("batch", "length", "heads")
+# A float32 sum, and its rounding error.
+_Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -47,16 +50,17 @@ class Forgetting(Attention):
         source = as_source(cache)
         if source.has_slots:
             dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
-            last = sharding.auto(_last, ("batch", None, "heads"), read(cache.key), cache.length, z)
+            names = ("batch", None, "heads")
+            last = sharding.auto(_last, (names, names), read(cache.key), cache.length, z)
         mask = masks.combine(self.mask, call.mask)
         of_tokens = functools.partial(_gates, dims, source.has_slots)
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], bad, mask, positions)
-        c = sharding.auto(_summed, _OF_TOKENS, gates, order, last)
+        c = sharding.auto(_summed, (_OF_TOKENS, _OF_TOKENS), gates, order, last)
         if self.scale is None:  # Padded queries have more features.
             call = dataclasses.replace(call, scale=q.shape[-1] ** -0.5)
 
         def kept(k: Any, v: Any) -> tuple[Any, Any]:
-            return sharding.auto(_joined, sharding.KV_HEADS, k, c), v
+            return sharding.auto(_joined, sharding.KV_HEADS, k, *c), v
 
         forget = _Forget(c, c)
         if source.has_slots:
@@ -94,33 +98,41 @@ class ForgettingAttention(Forgetting, MultiHeadAttention):
     with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
     positions. A token that the mask hides from itself, such as padding, has f = 1, and NaN in it
     reaches no other token and no gradient. Fields and arguments are as in `MultiHeadAttention`,
-    without cross-attention, `attention_fn` and scores that see queries and keys. Sums and
-    differences of c are in float32. A cache keeps c, to the bit, in 3·N/K more features of each
-    key; its dtype is bfloat16, float32 or float64.
+    without cross-attention, `attention_fn` and scores that see queries and keys. A float32 sum c
+    would lose the digits of c_i − c_j far from the start, so its rounding error is kept beside it.
+    A cache has 40 bits of c in 5·N/K more features of each key; its dtype is bfloat16, float32 or
+    float64.
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """
 
 
 class _Forget(ScoreMod):
-    """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N], None in a cache."""
+    """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N], None in a cache.
+
+    Each is a pair: the float32 sum, and its rounding error.
+    """
 
     q: Any
     k: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        q = ScoreArray(jnp.swapaxes(self.q, -1, -2)[..., None])
-        k = self.k if self.k is None else ScoreArray(jnp.swapaxes(self.k, -1, -2)[..., None, :])
-        return self.replace(q=q, k=k)
+        q, k = jax.tree.map(lambda c: jnp.swapaxes(c, -1, -2), (self.q, self.k))
+        return self.replace(
+            q=jax.tree.map(lambda c: ScoreArray(c[..., None]), q),
+            k=jax.tree.map(lambda c: ScoreArray(c[..., None, :]), k),
+        )
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         # Subtract first: the score plus a large sum would lose digits.
-        return score + (self.q.array - self.k.array).astype(score.dtype)
+        sums, errors = (q.array - k.array for q, k in zip(self.q, self.k, strict=True))
+        return score + (sums + errors).astype(score.dtype)
 
 
-def _attend(of_q: jax.Array, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
+def _attend(of_q: Any, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
     """Compute attention to keys with c in their last features."""
-    of_k = sharding.auto(_kept, ("batch", k.slots, "kv_heads"), read(k.values), of_q)
+    names = ("batch", k.slots, "kv_heads")
+    of_k = sharding.auto(_kept, (names, names), read(k.values), of_q[0])
     scores = [x.replace(k=of_k) if isinstance(x, _Forget) else x for x in call.pop("scores")]
     # As many features as the keys, 0 where the keys have c.
     q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, k.shape[-1] - q.shape[-1])])
@@ -162,36 +174,50 @@ def _gates(
     return jnp.where(told, gates, 0.0)
 
 
-def _summed(gates: jax.Array, order: Array | None, last: jax.Array | None) -> jax.Array:
+def _summed(gates: jax.Array, order: Array | None, last: _Pair | None) -> _Pair:
     """Return c [*B, T, N], the sums of log f, on top of c of the last earlier token."""
     if order is not None:
-        order = jnp.asarray(order)
-        c = jnp.cumsum(jnp.take(gates, jnp.argsort(order), -2), -2)
-        return jnp.take(c, order, -2)
-    return jnp.cumsum(gates, -2) + (0.0 if last is None else last)
+        gates = jnp.take(gates, jnp.argsort(jnp.asarray(order)), -2)
+    c = lax.associative_scan(_add, (gates, jnp.zeros_like(gates)), axis=gates.ndim - 2)
+    if order is not None:
+        return jnp.take(c[0], order, -2), jnp.take(c[1], order, -2)
+    return c if last is None else _add(last, c)
 
 
-def _joined(k: jax.Array, c: jax.Array) -> jax.Array:
-    """Return keys [*B, T, K, H] with c as parts of 8 bits: [*B, T, K, H + 3·G]."""
-    parts, remainder = [], c.reshape(*k.shape[:-1], c.shape[-1] // k.shape[-2])
-    for _ in range(PARTS):
-        parts.append(lax.reduce_precision(remainder, 8, 7))
-        remainder = remainder - parts[-1]
+def _add(a: _Pair, b: _Pair) -> _Pair:
+    """Add two sums and their rounding errors (Knuth's TwoSum, and a sum of all errors)."""
+    total = a[0] + b[0]
+    added = total - a[0]
+    error = (a[0] - (total - added)) + (b[0] - added) + (a[1] + b[1])
+    c = total + error
+    return c, error - (c - total)
+
+
+def _joined(k: jax.Array, c: jax.Array, error: jax.Array) -> jax.Array:
+    """Return keys [*B, T, K, H] with c as parts of 8 bits: [*B, T, K, H + 5·G]."""
+    parts = []
+    for x, count in zip((c, error), PARTS, strict=True):
+        remainder = x.reshape(*k.shape[:-1], x.shape[-1] // k.shape[-2])
+        for _ in range(count):
+            parts.append(lax.reduce_precision(remainder, 8, 7))
+            remainder = remainder - parts[-1]
     return jnp.concatenate([k, *(x.astype(k.dtype) for x in parts)], -1)
 
 
-def _kept(k: jax.Array, like: jax.Array) -> jax.Array:
+def _kept(k: jax.Array, like: jax.Array) -> _Pair:
     """Return c [*B, S, N] from keys of a cache, with as many heads as `like` has."""
     *tokens, K, features = k.shape
-    G = like.shape[-1] // K
-    parts = k[..., features - PARTS * G :].astype(jnp.float32).reshape(*tokens, K, PARTS, G)
+    G, count = like.shape[-1] // K, sum(PARTS)
+    parts = k[..., features - count * G :].astype(jnp.float32).reshape(*tokens, K, count, G)
+    p = [parts[..., n, :] for n in range(count)]
     # In this order all sums are exact.
-    c = parts[..., 0, :] + parts[..., 1, :] + parts[..., 2, :]
-    return jax.lax.collapse(c, c.ndim - 2)
+    c, error = (lax.collapse(x, x.ndim - 2) for x in (p[0] + p[1] + p[2], p[3] + p[4]))
+    return c, error
 
 
-def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> jax.Array:
+def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> _Pair:
     """Return c [*B, 1, N] of the last token in a cache of keys [*B, K, S, ·], or 0."""
     slot = (length - 1)[..., None, None, None] % k.shape[-2]
-    c = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
-    return jnp.where(length[..., None, None] > 0, c, 0.0)
+    c, error = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
+    empty = length[..., None, None] == 0
+    return jnp.where(empty, 0.0, c), jnp.where(empty, 0.0, error)

@@ -72,7 +72,7 @@ def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
     params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
-    assert cache["kv"].key.shape == (2, K, T, H + 3 * N // K)
+    assert cache["kv"].key.shape == (2, K, T, H + 5 * N // K)
     assert cache["kv"].value.shape == (2, K, T, H)
     whole = jax.jit(layer().apply)(params, X)
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 2e-6
@@ -98,10 +98,35 @@ def test_bfloat16_cache_keeps_gates_exact(window: bool) -> None:
     assert held.key.dtype == jnp.bfloat16
     append = jax.jit(functools.partial(cached.apply, mutable="cache"))
     _, after = append({**params, "cache": {"kv": held}}, X[:, :5])
-    parts = float64(after["cache"]["kv"].key)[:, :, :5, H:].reshape(2, K, 5, 3, N // K).sum(-2)
+    parts = float64(after["cache"]["kv"].key)[:, :, :5, H:].reshape(2, K, 5, 5, N // K).sum(-2)
     bias = params["params"]["forget_bias"].reshape(K, 1, -1)
     c = np.cumsum(np.broadcast_to(-np.logaddexp(0, -float64(bias)), (2, K, 5, N // K)), 2)
     np.testing.assert_allclose(parts, c, rtol=3e-7)
+
+
+@pytest.mark.parametrize("bias", [0.0, -8.0])
+def test_far_gates_keep_their_digits(bias: float) -> None:
+    """The last tokens of a text, given with it, and step by step, are as these tokens alone.
+
+    So are their gradients. At a bias of −8 the sum of all gates is near −300,000.
+    """
+    length, last = 2**15, 16
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, length, 4)), jnp.float32)
+    module = ForgettingAttention(2, num_kv_heads=1, head_dim=4, mask=masks.Window(1, 0))
+    params = drawn(module, x[:, :8])
+    params["params"]["forget_bias"] = np.full(2, bias, np.float32)
+
+    def loss(x: jax.Array) -> Any:
+        out = module.apply(params, x)[:, 1 - last :]
+        return jnp.sin(3 * out).sum(), out
+
+    pull = jax.jit(jax.grad(loss, has_aux=True))
+    (near, wanted), (far, out) = (pull(x[:, -n:]) for n in (last, length))
+    assert error(out, wanted) < 1e-5
+    assert error(far[:, 1 - last :], near[:, 1 - last :]) < 1e-4
+    cached = module.clone(decode=True)
+    steps = decoded(cached, params, x, (length - last, 1, 7, 8))
+    assert error(steps[:, 1 - last :], wanted) < 1e-5
 
 
 REAL = np.ones((2, T), bool)
