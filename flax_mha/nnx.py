@@ -16,7 +16,7 @@ from flax.core import FrozenDict
 from flax.typing import Dtype, Initializer
 
 from flax_mha import linen, masks
-from flax_mha.base import checks
+from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_refused, described_as, hidden_field
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
@@ -268,7 +268,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             name: str, shape: Shape, _: Any, init: Initializer = INIT, is_random: bool = True, /
         ) -> jax.Array:
             key: Any = rngs.params() if is_random else None
-            setattr(self, name, nnx.Param(init(key, shape, self.param_dtype)))
+            setattr(self, name, nnx.Param(shapes.draw(init, key, shape, self.param_dtype)))
             return getattr(self, name).get_value()
 
         learned(self.scores, self.score_heads, H, make)
@@ -287,7 +287,9 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         self.rngs = kept  # type: ignore[attr-defined]
 
     def _projection(self, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Any) -> Projection:
-        kernel_init, bias_init = self.initializers(entry)
+        kernel_init, bias_init = (
+            functools.partial(shapes.draw, init) for init in self.initializers(entry)
+        )
         projection = Projection(
             entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
             use_bias=entry.has_bias, dtype=self.dtype, param_dtype=self.param_dtype,

@@ -15,6 +15,7 @@ All signatures, einsums and errors of this package use these letters:
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from flax.typing import Dtype, Initializer
 
 from flax_mha.base import checks
 from flax_mha.base.symbols import count_up
@@ -266,6 +269,19 @@ def wide(dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype of scores, sums and the softmax: float32, or float64 for float64."""
     # bfloat16 has an 8-bit significand, too short for long sums.
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def draw(init: Initializer, rng: Any, shape: Shape, dtype: Dtype) -> Any:
+    """Return init(rng, shape, dtype), which float16 and narrower dtypes take from float32.
+
+    In bfloat16, JAX's initializers draw one of 128 numbers, whose mean is below 0.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize >= 4:
+        return init(rng, shape, dtype)
+    value = init(rng, shape, jnp.float32)
+    if isinstance(value, nnx.VariableMetadata):  # It is no tree.
+        return dataclasses.replace(value, raw_value=value.raw_value.astype(dtype))
+    return jax.tree.map(lambda x: x.astype(dtype), value)
 
 
 # Outside jit, `jnp.einsum` parses its subscripts in each call, which takes longer than the matmul.

@@ -15,6 +15,7 @@ from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, filled
 from flax_mha.interop.shared_settings import activation, grid, refuse
 from flax_mha.interop.vision import block, image
 from flax_mha.layer.linear import Projection
+from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier, Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.feed_forward import MLP
@@ -179,7 +180,7 @@ class AttentionPool(nn.Module):
         D = x.shape[-1]
         probe = self.param("probe", nn.initializers.lecun_normal(), (1, D))
         y = self.attention(shapes.spread(probe, (*x.shape[:-2], 1, D), probe.dtype), x)
-        return (y + self.mlp(nn.LayerNorm(self.epsilon, name="norm")(y)))[..., 0, :]
+        return (y + self.mlp(layer_norm(self.epsilon, name="norm")(y)))[..., 0, :]
 
 
 _TEXT = (np.zeros((1, 1), np.int32), np.zeros(1, np.int32))

@@ -16,10 +16,11 @@ from flax_mha.interop import table
 from flax_mha.interop.table import PROJECTIONS, Family, Layout, TensorRule, in_out, transposed
 from flax_mha.interop.torch_layers import LAYER, array, default
 from flax_mha.layer import settings
+from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
 
 # With the epsilon of torch.nn.
-_NORM = nn.LayerNorm(1e-5)
+_NORM = layer_norm(1e-5)
 
 
 class Library(NamedTuple):
@@ -126,7 +127,8 @@ def to_layer(
     """
     known = checks.choice("library", library, LIBRARIES)
     *before, layer = module.layers if isinstance(module, nn.Sequential) else (module,)
-    is_normed = before == [_NORM] if known.norm is not None else not before
+    # Flax's default has the same parameters.
+    is_normed = before in ([_NORM], [nn.LayerNorm(1e-5)]) if known.norm else not before
     if not isinstance(layer, MultiHeadAttention) or not is_normed:
         raise TypeError(
             f"module must be an attention layer, for vit-pytorch an nn.Sequential of "

@@ -1,13 +1,12 @@
 """ModernBERT: a pre-norm encoder of text whose layers are local or global."""
 
-import flax.linen as nn
-
 from flax_mha import masks
 from flax_mha.interop import table
 from flax_mha.interop.bert import HEADS, Bert
 from flax_mha.interop.checked_config import FULL, REMEDY, SLIDING, Config, filled, shown
 from flax_mha.interop.modules import Classified, classified
 from flax_mha.interop.shared_settings import activation, refuse, rotary
+from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.blocks import EncoderBlock
@@ -34,7 +33,7 @@ def modernbert(config: Config) -> table.Family:
     reach = config.get("local_attention", 128) // 2
     biased, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
     norm_bias = config.get("norm_bias", False)
-    norm = nn.LayerNorm(config.get("norm_eps", 1e-5), use_bias=norm_bias)
+    norm = layer_norm(config.get("norm_eps", 1e-5), use_bias=norm_bias)
 
     def block(i: int) -> EncoderBlock:
         layer = MultiHeadAttention(

@@ -13,6 +13,7 @@ import numpy as np
 
 from flax_mha.base import checks
 from flax_mha.interop import table
+from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
@@ -93,7 +94,7 @@ def _blocks(
     """Return a block with an attention layer, or a stack if the prefix `first` is not empty."""
     options["mlp_dim"] = len(tensors[f"{first}linear1.weight"])
     if not layer.use_bias:
-        options["norm"] = nn.LayerNorm(options["norm_epsilon"], use_bias=False)
+        options["norm"] = layer_norm(options["norm_epsilon"], use_bias=False)
     block: Block = EncoderBlock(layer, **options)
     if f"{first}multihead_attn.out_proj.weight" in tensors:
         block = DecoderBlock(layer, **options, cross_attention=layer.copy())

@@ -1,11 +1,18 @@
 """Norms of queries and keys, which keep scores from growing."""
 
 import dataclasses
+import functools
 from typing import Any
+
+import flax.linen as nn
 
 from flax_mha.base import checks
 
 _KINDS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+# The variance E[x²] − E[x]², Flax's default, is lost if the mean is large, as in float32 from 3,000
+# deviations on.
+EXACT = {"use_fast_variance": False}
+layer_norm = functools.partial(nn.LayerNorm, **EXACT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +56,7 @@ class QKNorm:
         axes = (-2, -1) if self.over_heads else -1
         fields |= {"epsilon": self.epsilon, "use_scale": self.scale}
         fields |= {"reduction_axes": axes, "feature_axes": axes}
-        fields |= {"use_bias": False} if self.kind == "layernorm" else {}
+        fields |= {"use_bias": False, **EXACT} if self.kind == "layernorm" else {}
         return getattr(library, _KINDS[self.kind])(*args, **fields)
 
 

@@ -70,10 +70,14 @@ def extend(
     # top_k takes a NaN first, if it has no sign. That of a missing candidate must not count.
     log_p = jnp.where(jnp.isnan(log_p), jnp.nan, log_p)
     scores = live.scores[..., None]
-    total = jnp.where(scores == -jnp.inf, scores, scores + log_p).reshape(-1, beams * V)
+    total = jnp.where(scores == -jnp.inf, scores, scores + log_p).reshape(-1, V)
     # Each eos may end all candidates, and then as many must remain.
-    total, flat = jax.lax.top_k(total, min((1 + max(1, len(eos))) * beams, beams * V))
-    parents, token = flat // V, flat % V
+    count = min((1 + max(1, len(eos))) * beams, beams * V)
+    # First of each candidate: XLA:TPU sorts a vocabulary, in seconds of compilation, if it is the
+    # only row.
+    total, token = (x.reshape(-1, beams * x.shape[-1]) for x in jax.lax.top_k(total, min(count, V)))
+    total, flat = jax.lax.top_k(total, count)
+    parents, token = flat // min(count, V), jnp.take_along_axis(token, flat, -1)
     tokens, lengths, _ = _take(live, parents)
     is_next = jnp.arange(most, dtype=jnp.int32)[None, None] == lengths[..., None]
     tokens = jnp.where(is_next, token[..., None], tokens)

@@ -12,6 +12,7 @@ from flax_mha.base import checks, shapes
 from flax_mha.cache import Encoded
 from flax_mha.cache.sources import Shared
 from flax_mha.layer import padding, settings
+from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import remat
 from flax_mha.models.feed_forward import MLP, Activation, Dropout
@@ -19,7 +20,7 @@ from flax_mha.models.remat import Remat
 from flax_mha.sharding import rules
 from flax_mha.taps.tap import Tap, tap_of
 
-NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": layer_norm, "rmsnorm": nn.RMSNorm}
 Calls: TypeAlias = dict[str, Any]  # the arguments of each layer's call, by the name of its field
 # A function of x to a branch's output, and the keys and values of a layer that returns them.
 Branch: TypeAlias = Callable[[jax.Array], tuple[jax.Array, Shared | None]]

@@ -12,6 +12,7 @@ from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.layer import padding
 from flax_mha.layer.linear import Projection, default_bias_init, default_kernel_init
+from flax_mha.layer.qk_norm import layer_norm
 
 
 class TokenEmbedding(nn.Module):
@@ -152,4 +153,4 @@ class PatchEmbedding(nn.Module):
         if self.norm_epsilon is None:
             return x
         epsilon = checks.number("norm_epsilon", self.norm_epsilon)
-        return nn.LayerNorm(epsilon, dtype=self.dtype, param_dtype=self.param_dtype, name=name)(x)
+        return layer_norm(epsilon, dtype=self.dtype, param_dtype=self.param_dtype, name=name)(x)

@@ -109,4 +109,6 @@ class Dropout(nn.Module):
         if self.rate == 0 or checks.flag("deterministic", deterministic):
             return x
         keep = jax.random.bernoulli(self.make_rng("dropout"), 1 - self.rate, x.shape)
-        return jnp.where(sharding.like(keep, x), x / (1 - self.rate), 0)
+        # bfloat16 has no 0.999 to divide by.
+        scaled = (x.astype(shapes.wide(x.dtype)) / (1 - self.rate)).astype(x.dtype)
+        return jnp.where(sharding.like(keep, x), scaled, 0)

@@ -9,6 +9,7 @@ from flax.core import meta
 from flax.typing import Dtype, Initializer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_mha.base import shapes
 from flax_mha.sharding import layout, rules
 
 # True while `of` traces: parameters are then boxed with their names, whatever `partitioned` is.
@@ -33,7 +34,7 @@ def named(init: Initializer, names: rules.LogicalNames, partitioned: bool = Fals
     """
 
     def initialize(rng: jax.Array, shape: Sequence[int], dtype: Dtype) -> Any:
-        value = init(rng, shape, dtype)
+        value = shapes.draw(init, rng, tuple(shape), dtype)
         boxed = (partitioned or _naming.value) and not isinstance(value, meta.AxisMetadata)
         return Named(value, names) if boxed else value
 

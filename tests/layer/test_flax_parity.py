@@ -96,12 +96,15 @@ def test_initial_values_are_bitwise_equal(
     fields: dict[str, Any], features: tuple[int, ...]
 ) -> None:
     inputs = [normal(3, D) for D in features]
-    theirs, ours, _ = pair(*inputs, num_heads=2, **fields)
+    _, ours, _ = pair(*inputs, num_heads=2, **fields)
+    # Half precision is cast from float32, of which Flax draws few numbers.
+    theirs = pair(*inputs, num_heads=2, **fields | {"param_dtype": "float32"})[0]
     # XLA compiles threefry slowly: use it for one case only.
     key = jax.random.key(3, impl="unsafe_rbg") if fields else KEY
     actual, expected = (flat(lenient(layer.init)(key, *inputs)) for layer in (ours, theirs))
     for name, value in expected.items():
-        np.testing.assert_array_equal(actual[name], value, err_msg=str(name))
+        drawn = value.astype(fields.get("param_dtype", "float32"))
+        np.testing.assert_array_equal(actual[name], drawn, err_msg=str(name))
 
 
 @pytest.mark.sampled(0.16)

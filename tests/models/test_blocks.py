@@ -9,14 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import MLP, Classifier, Encoder, EncoderBlock, MultiHeadAttention, masks
-from flax_mha.models import PatchEmbedding, TokenEmbedding
+from flax_mha import (
+    MLP,
+    Classifier,
+    Encoder,
+    EncoderBlock,
+    Experts,
+    MultiHeadAttention,
+    QKNorm,
+    dot_product_attention_weights,
+    masks,
+)
+from flax_mha.models import PatchEmbedding, PositionEmbedding, TokenEmbedding
+from flax_mha.models.feed_forward import Dropout
+from flax_mha.scores import RelativeBias
+from flax_mha.variants import DifferentialAttention
 from tests.support import oracle
 from tests.support.oracle import error, random_like
 
 KEY = jax.random.key(0)
-# Float32 rounds at 6e-8; a block sums six times over at most 16 terms, and normalises twice by
-# Flax's E[x²] − E[x]², which cancels digits.
+# Float32 rounds at 6e-8; a block sums six times over at most 16 terms, and normalises twice.
 OUTPUT, GRADIENT = 5e-6, 3e-5
 B, T, D = 2, 4, 8
 MASK = masks.Lengths(np.array([3, 4]))
@@ -81,6 +93,56 @@ def test_block_matches_formula(norm: str, pre_norm: bool, activation: str, gated
     params = parameters(module, X)
     expected = oracle.encoder_block(params["params"], X, allowed=ALLOWED, **fields)
     assert error(run(module, params, X, mask=MASK), expected) < OUTPUT
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("name", ["block", "patches", "queries"])
+def test_layer_norm_is_exact_far_from_0(name: str) -> None:
+    """A shift by 1,024 that is exact in float32 changes no normed feature."""
+    x = np.round(X * 64) / 64
+    module = block()
+    if name == "patches":
+        module, x = PatchEmbedding(1, D, norm_epsilon=1e-6), x[..., None, :]
+    elif name == "queries":
+        module = MultiHeadAttention(2, qk_norm=QKNorm("layernorm"))
+    params = parameters(module, x)
+    far, shift, moved = params, 1024 * (name == "block"), x + 1024
+    if name == "queries":
+        moved = x
+        far = jax.tree.map(np.copy, params)
+        far["params"]["query"]["bias"] += 1024
+    assert error(run(module, far, moved) - shift, run(module, params, x)) < 1e-3
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1])
+def test_dropout_scales_half_precision_exactly(rate: float) -> None:
+    x = normal(4096).astype(jnp.bfloat16)
+    rngs = {"dropout": jax.random.key(0, impl="unsafe_rbg")}
+    kept = np.asarray(Dropout(rate).apply({}, x, deterministic=False, rngs=rngs))
+    exact = (x.astype(np.float64) / (1 - rate)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(kept, np.where(kept == 0, 0, exact))
+    weights = functools.partial(dot_product_attention_weights, *x.reshape(2, 1, 64, 2, 16))
+    kept = np.asarray(weights(dropout_rate=rate, deterministic=False, dropout_rng=KEY))
+    exact = (np.asarray(weights()).astype(np.float64) / (1 - rate)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(kept, np.where(kept == 0, 0, exact))
+
+
+HALVES: dict[str, Any] = {
+    "experts": (lambda dtype: Experts(8, 2, 1, param_dtype=dtype), X),
+    "tokens": (lambda dtype: TokenEmbedding(9, D, param_dtype=dtype), np.zeros((1, 2), np.int32)),
+    "positions": (lambda dtype: PositionEmbedding(max_length=9, param_dtype=dtype), X),
+    "patches": (lambda dtype: PatchEmbedding(1, D, param_dtype=dtype), X[..., None, :]),
+    "arrays": (lambda dtype: DifferentialAttention(2, param_dtype=dtype), X),
+    "scores": (lambda dtype: block({"scores": (RelativeBias(),), "param_dtype": dtype}), X),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_precision_parameters_are_cast_from_float32(name: str) -> None:
+    make, x = HALVES[name]
+    with jax.numpy_dtype_promotion("standard"):
+        half, full = (make(dtype).init(KEY, x) for dtype in ("bfloat16", "float32"))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype("bfloat16")), half, full)
 
 
 def test_block_passes_arguments_to_attention() -> None:

@@ -44,12 +44,17 @@ FLAX: dict[str, dict[str, Any]] = {
 @pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", FLAX)
 def test_replacing_flax_layer_keeps_parameters_and_numbers(name: str) -> None:
-    """Parameters are bitwise equal. Outputs and gradients match Flax's."""
+    """Parameters are bitwise equal, cast from float32. Outputs and gradients match Flax's."""
     fields = FLAX[name]
     kinds = (nnx.MultiHeadAttention, MultiHeadAttention)
     theirs, ours = (kind(4, D, rngs=nnx.Rngs(3), **fields) for kind in kinds)
     assert jax.tree.structure(pure(theirs, nnx.Param)) == jax.tree.structure(pure(ours, nnx.Param))
-    jax.tree.map(np.testing.assert_array_equal, pure(ours, nnx.Param), pure(theirs, nnx.Param))
+    drawn = kinds[0](4, D, rngs=nnx.Rngs(3), **fields | {"param_dtype": jnp.float32})
+    params = jax.tree.map(
+        lambda x, y: x.astype(y.dtype), *(pure(x, nnx.Param) for x in (drawn, ours))
+    )
+    jax.tree.map(np.testing.assert_array_equal, pure(ours, nnx.Param), params)
+    nnx.update(theirs, params)
     x, *kv = (X, Y) if name == "cross" else (X,)
 
     def loss(layer: Any) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from flax_mha import sharding
 from flax_mha.base.coordinates import Array, At, ScoreArray, is_user_defined, whole
 from flax_mha.base.loops import select
-from flax_mha.base.shapes import Dims
+from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import SOFTMAX
@@ -234,7 +234,9 @@ class AttentionSpec(struct.PyTreeNode):
 
     def scale_kept(self, x: jax.Array) -> jax.Array:
         """Scale the product of kept weights and values, to preserve its expectation."""
-        return x if self.dropout is None else x * self.dropout.scale
+        if self.dropout is None:
+            return x
+        return (x.astype(wide(x.dtype)) * self.dropout.scale).astype(x.dtype)
 
 
 def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager:
