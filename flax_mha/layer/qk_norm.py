@@ -1,7 +1,6 @@
 """Norms of queries and keys, which keep scores from growing."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -9,10 +8,14 @@ import flax.linen as nn
 from flax_mha.base import checks
 
 _KINDS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
-# The variance E[x²] − E[x]², Flax's default, is lost if the mean is large, as in float32 from 3,000
-# deviations on.
-EXACT = {"use_fast_variance": False}
-layer_norm = functools.partial(nn.LayerNorm, **EXACT)
+
+
+def layer_norm(epsilon: float = 1e-6, **fields: Any) -> nn.LayerNorm:
+    """Return Flax's layer norm, with the exact variance.
+
+    Its default, E[x²] − E[x]², loses all digits in float32 if the mean is 3,000 deviations.
+    """
+    return nn.LayerNorm(epsilon=epsilon, use_fast_variance=False, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,8 @@ class QKNorm:
         axes = (-2, -1) if self.over_heads else -1
         fields |= {"epsilon": self.epsilon, "use_scale": self.scale}
         fields |= {"reduction_axes": axes, "feature_axes": axes}
-        fields |= {"use_bias": False, **EXACT} if self.kind == "layernorm" else {}
+        if self.kind == "layernorm":
+            fields |= {"use_bias": False, "use_fast_variance": False}
         return getattr(library, _KINDS[self.kind])(*args, **fields)
 
 

@@ -45,8 +45,8 @@ class Block(nn.Module):
         biases and partitioning, and the norms have the same dtypes. `use_bias` does not change the
         norms.
       mlp_dim: the MLP's hidden features; None if `mlp` is given.
-      norm: "layernorm", "rmsnorm", or a module that each norm copies, such as
-        `nn.LayerNorm(use_bias=False)`.
+      norm: "layernorm" (with the exact variance, as PyTorch's), "rmsnorm", or a module that each
+        norm copies, such as `nn.LayerNorm(use_bias=False, use_fast_variance=False)`.
       pre_norm: True to normalize the input of each branch (see the equations), or the names of the
         branches to normalize the input of, such as ("mlp",) in the first block of ModernBERT.
       activation: the MLP's activation: "gelu", "gelu_exact", "silu", … (see `MLP`), or a function.
