@@ -130,7 +130,8 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
         tree = tree.get_value() if hasattr(tree, "get_value") else tree
         tree = collection.restore(tree, as_cache_config(layer.cache).window(layer.mask))
         if len({jax.tree.structure(x, _is_field) for x in (held, tree)}) == 1:
-            jax.tree.map(nnx.Variable.set_value, held, tree, is_leaf=_is_field)
+            # Of each variable its own method: `nnx.var_defaults` may have made it of another class.
+            jax.tree.map(lambda old, new: old.set_value(new), held, tree, is_leaf=_is_field)
             return held
         # For `flax_mha.cache.truncate` of a state.
         static = {"window": tree.window} if getattr(tree, "window", None) is not None else {}
@@ -138,7 +139,9 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
     def variable(x: Any) -> Any:
         # Each field of a cache is one: their names tell a `KVCache` from a `Memory`.
         is_array = isinstance(x, jax.Array | np.ndarray) or (x is None and name == "kv")
-        return kind(x, **static) if is_array else x
+        # A reference cannot hold None.
+        form = {"ref": False} if x is None else {}
+        return kind(x, **static, **form) if is_array else x
 
     return jax.tree.map(variable, tree, is_leaf=_is_field)
 

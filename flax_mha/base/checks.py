@@ -216,10 +216,10 @@ def flag(name: str, x: Any) -> bool:
     return bool(x)
 
 
-def dtype(name: str, x: Any, rule: str = "a floating dtype") -> jnp.dtype:
+def dtype(name: str, x: Any, narrow: tuple[str, ...] = ()) -> jnp.dtype:
     """Check that x is a real floating-point dtype or its name, and return the dtype.
 
-    int8 is allowed if `rule`, which describes the allowed dtypes in the error, names it.
+    It must have at least 16 bits, or be one of `narrow`.
     """
     parsed = None
     # An array has a dtype, but is not one.
@@ -230,14 +230,11 @@ def dtype(name: str, x: Any, rule: str = "a floating dtype") -> jnp.dtype:
         raise TypeError(
             f"{name} must be a dtype, got {x!r}; give one such as jnp.float32 or 'bfloat16'"
         )
-    is_int8 = parsed == jnp.int8 and "int8" in rule
-    if not is_int8 and not jnp.issubdtype(parsed, jnp.floating):
-        raise TypeError(f"{name} must be {rule}, got {parsed}; give jnp.float32, for example")
-    if "int8" not in rule and jnp.finfo(parsed).bits < 16:
-        # JAX has no promotion rules for floats of fewer bits.
-        raise TypeError(
-            f"{name} must have at least 16 bits a number, got {parsed}; give jnp.bfloat16"
-        )
+    # JAX has no promotion rules for floats of fewer bits.
+    is_wide = jnp.issubdtype(parsed, jnp.floating) and jnp.finfo(parsed).bits >= 16
+    if not is_wide and parsed.name not in narrow:
+        rule = " or ".join(("a floating dtype with at least 16 bits a number", *narrow))
+        raise TypeError(f"{name} must be {rule}, got {parsed}; give jnp.bfloat16, for example")
     return parsed
 
 

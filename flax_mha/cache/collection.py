@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from flax_mha import sharding
 from flax_mha.base import checks
+from flax_mha.cache.format import Format
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.storage import AnySlots, Memory, Slots, map_by_names
 from flax_mha.kernels.call.stored import OfLayer, is_part
@@ -61,7 +62,7 @@ def restore(cache: Any, window: int | None = None) -> KVCache | Memory:
     (shape, dtype), (other, _) = (arrays.get(name, ((), None)) for name in ("key", "value"))
     expected = {"key": (shape, dtype), "value": ((*shape[:-1], *other[-1:]), dtype)}
     rows, window = (shape[:-3], jnp.int32), getattr(kept, "window", None)
-    if dtype == jnp.int8:
+    if arrays.get("key") and Format(dtype).largest is not None:
         expected |= dict.fromkeys(("key_scale", "value_scale"), (shape[:-1], jnp.float32))
     if isinstance(kept, KVCache) or "length" in arrays:
         expected["length"] = rows
@@ -70,7 +71,7 @@ def restore(cache: Any, window: int | None = None) -> KVCache | Memory:
     if arrays != expected or len(shape) < 3 or (window is not None and window >= shape[-2]):
         raise ValueError(
             f"a layer's cache must have keys and values [*B, K, S, ·] of one dtype, int32 lengths "
-            f"[*B], float32 scales [*B, K, S] if it is int8, and in a ring buffer `written` [*B] "
+            f"[*B], float32 scales [*B, K, S] if of 8 bits, and in a ring buffer `written` [*B] "
             f"and more slots than the window, got {arrays} and a window of {window}; restore all "
             f"arrays of a cache, into a layer with the same mask and CacheConfig"
         )

@@ -7,6 +7,7 @@ from flax.typing import Dtype
 
 from flax_mha import masks
 from flax_mha.base import checks
+from flax_mha.cache.format import Format
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.sources import KeyValue, Source, Tokens
 
@@ -16,8 +17,8 @@ class CacheConfig(Source):
     """The options of a layer's cache.
 
     Attributes:
-      dtype: the dtype of stored keys and values (default: their own). "int8" stores a scale for
-        each token and head.
+      dtype: the dtype of stored keys and values (default: their own): one of 16 bits or more, or
+        "int8", "float8_e4m3fn" or "float8_e5m2", with a scale for each token and head.
       slots: the size of a ring buffer that holds the last tokens: at least W + 1 under a mask
         `Window(W, ·)`. A ring buffer never runs out of room (default: no ring buffer; one slot for
         each token of the input that creates the cache).
@@ -32,7 +33,7 @@ class CacheConfig(Source):
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            checks.dtype("CacheConfig.dtype", self.dtype, "a floating dtype or int8")
+            Format.checked("CacheConfig.dtype", self.dtype)
         checks.optional(**{"CacheConfig.slots": self.slots})
 
     @property

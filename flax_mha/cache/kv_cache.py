@@ -12,6 +12,7 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
 from flax_mha.cache.extended import Extended, attend_causally, nan_where_lost
+from flax_mha.cache.format import Format
 from flax_mha.cache.sources import Tokens
 from flax_mha.cache.storage import NO_POSITION, Memory, Slots, write
 from flax_mha.kernels.call.bind import Options
@@ -29,8 +30,8 @@ class KVCache(Slots, Struct):
       key: [*B, K, S, H], heads first, the layout that decoding reads.
       value: [*B, K, S, Hv], finite: NaN of a value is in its key.
       length: int32 [*B], the tokens appended to each row. A row of length 0 is empty.
-      key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
-      value_scale: the scales of int8 values, float32 [*B, K, S]; else None.
+      key_scale: the scales of keys in 8 bits, float32 [*B, K, S]; else None.
+      value_scale: the scales of values in 8 bits, float32 [*B, K, S]; else None.
       written: int32 [*B], for a ring buffer the maximum length since the row was empty; else None.
         Tokens before written − S have been overwritten, even if the row was truncated since.
       window: the number of earlier tokens that a token sees (`masks.Window(window, 0)`), at most
@@ -61,7 +62,9 @@ class KVCache(Slots, Struct):
           num_kv_heads: K.
           head_dim: H.
           v_head_dim: Hv (default: H).
-          dtype: the dtype of keys and values, floating point or int8.
+          dtype: the dtype of keys and values: one of 16 bits or more, in which finite numbers
+            beyond its range are stored as its largest, or int8, float8_e4m3fn or float8_e5m2, with
+            a scale for each token and head.
           window: the number of earlier tokens that a token sees, for a ring buffer; None for all.
 
         Raises:
@@ -72,19 +75,16 @@ class KVCache(Slots, Struct):
             slots=slots, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
         )
         batch = checks.sizes("batch", batch)
-        dtype = checks.dtype("dtype", dtype, "a floating dtype or int8")
+        form = Format.checked("dtype", dtype)
         if window is not None and checks.integer("window", window) >= slots:
             raise ValueError(
                 f"a window of {window} needs at least {window + 1} slots, got {slots}; give more"
             )
         heads = (*batch, num_kv_heads, slots)
         # Two arrays, because one array cannot be donated twice.
-        key_scale, value_scale = (
-            jnp.zeros(heads, jnp.float32) if dtype == jnp.int8 else None for _ in range(2)
-        )
         return cls(
-            jnp.zeros((*heads, head_dim), dtype), jnp.zeros((*heads, v_head_dim), dtype),
-            jnp.zeros(batch, jnp.int32), key_scale, value_scale,
+            jnp.zeros((*heads, head_dim), form.dtype), jnp.zeros((*heads, v_head_dim), form.dtype),
+            jnp.zeros(batch, jnp.int32), form.scales(heads), form.scales(heads),
             None if window is None else jnp.zeros(batch, jnp.int32), window,
         )  # fmt: skip
 

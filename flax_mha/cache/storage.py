@@ -14,6 +14,7 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
+from flax_mha.cache.format import Format
 from flax_mha.cache.sources import KeyValue, Source, Tokens
 from flax_mha.kernels.call.stored import OfLayer, Stored, is_part, map_part, read
 from flax_mha.kernels.xla.softmax import finite, nan_flag
@@ -111,8 +112,8 @@ class Memory(Slots, Struct):
       key: [*B, K, S, H], with a NaN where the token's value is not finite; None for a memory that
         is to be made.
       value: [*B, K, S, Hv], finite, because a weight of 0 would not hide NaN.
-      key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
-      value_scale: the scales of int8 values, float32 [*B, K, S]; else None.
+      key_scale: the scales of keys in 8 bits, float32 [*B, K, S]; else None.
+      value_scale: the scales of values in 8 bits, float32 [*B, K, S]; else None.
       length: int32 [*B], the number of queries so far: the position of the next one; None if no
         queries are counted. 0, a number, of a memory that is to be made: count from the first call.
     """
@@ -155,7 +156,7 @@ class Memory(Slots, Struct):
         is_first = shapes.lead(np.arange(key.shape[-1]) == 0, key.ndim)
         key = jnp.where(is_first, key + nan_flag(value)[..., None].astype(key.dtype), key)
         value = finite(value)
-        (key, key_scale), (value, value_scale) = (_encode(x, dtype) for x in (key, value))
+        (key, key_scale), (value, value_scale) = map(Format(dtype).encode, (key, value))
         return cls(key, value, key_scale, value_scale)
 
 
@@ -260,21 +261,6 @@ def _write(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Arr
     is_written = ((t >= 0) & (t < count))[None, :, None]
     window = jnp.where(is_written, tokens, window)
     return jax.lax.dynamic_update_slice_in_dim(slots, window, first, axis=1)
-
-
-def _encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Convert tokens [*B, T, K, F] to slots [*B, K, T, F] and int8 scales [*B, K, T].
-
-    In int8, the maximum magnitude of each token and head is 127 steps, and features are rounded to
-    the nearest step: |x − values·scale| ≤ max|x| / 254.
-    """
-    x = jnp.swapaxes(x, -3, -2)
-    if dtype != jnp.int8:
-        return x.astype(dtype), None
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / 127
-    steps = jnp.round(x / jnp.where(scale == 0, 1.0, scale)[..., None])
-    return jnp.clip(steps, -127, 127).astype(jnp.int8), scale
 
 
 def _check_rows(rows: Integers, batch: Shape) -> Integers:

@@ -11,7 +11,7 @@ from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.base.shapes import Shape
 from flax_mha.cache.resolve import as_source
-from flax_mha.kernels.call.stored import Stored, dequantize
+from flax_mha.kernels.call.stored import Stored, cast, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
 from flax_mha.layer.heads import turn, turn_positions
@@ -124,8 +124,8 @@ def _absorbed(key: Linear, value: Linear, q: jax.Array, r: Stored, c: Stored, **
     rotated, latent = dequantize(r), dequantize(c)
     q, q_rope = jnp.split(q, [q.shape[-1] - r.shape[-1]], -1)
     q = _product("...tnh,rnh->...tnr", key, q)
-    k, v = (_with_bias(linear, latent).astype(q.dtype) for linear in (key, value))
-    q, k = _joined(q, q_rope), jnp.concatenate([k, rotated.astype(q.dtype)], -1)
+    k, v = (cast(_with_bias(linear, latent), q.dtype) for linear in (key, value))
+    q, k = _joined(q, q_rope), jnp.concatenate([k, cast(rotated, q.dtype)], -1)
     # As slots of the cache, which may be sharded.
     slots = (c.replace(values=x, scale=None) for x in (k, v))
     of_heads = functools.partial(_product, "...tnr,rnh->...tnh", value)

@@ -26,6 +26,10 @@ from flax_mha import (
     scores,
 )
 from flax_mha.cache import KVCache
+from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels.call.spec import Platform
+from flax_mha.kernels.call.stored import dequantize
+from flax_mha.kernels.xla import decode, reference
 from flax_mha.masks import Causal, Lengths, Prefix, Window
 from flax_mha.positions import Rotary
 from tests.support.oracle import random_like
@@ -159,7 +163,9 @@ def test_padding_is_inert_without_cache() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.03), ("bfloat16", 0.02)])
+@pytest.mark.parametrize(("dtype", "bound"), [
+    ("int8", 0.03), ("bfloat16", 0.02), ("float8_e4m3fn", 0.1), ("float8_e5m2", 0.2),
+])  # fmt: skip
 def test_narrow_cache_dtype_changes_output_within_bound(dtype: str, bound: float) -> None:
     """The output changes a little, independently of how the tokens were split into calls."""
     _, held, step, expected = built("rotary, gqa, dv", cache=CacheConfig(dtype))
@@ -175,13 +181,20 @@ def test_narrow_cache_dtype_changes_output_within_bound(dtype: str, bound: float
 
 
 @pytest.mark.slow
-@given(st.integers(0, 99), st.floats(1e-3, 1e3))
-def test_int8_rounding_is_within_half_a_step(seed: int, size: float) -> None:
+@pytest.mark.parametrize(("dtype", "of_itself", "of_largest"), [
+    ("int8", 0, 1 / 254), ("float8_e4m3fn", 2**-4, 2**-10 / 448),
+    ("float8_e5m2", 2**-3, 2**-17 / 57344),
+])  # fmt: skip
+@given(st.integers(0, 99), st.floats(1e-30, 1e36))
+def test_rounding_in_8_bits_is_within_half_a_step(
+    dtype: str, of_itself: float, of_largest: float, seed: int, size: float
+) -> None:
     x = jax.random.normal(jax.random.key(seed), (3, 2, 8)) * size
-    held = KVCache.empty((), 3, 2, 8, dtype="int8").append(x, x.at[1].set(0))
-    key = held.key.astype(jnp.float32) * held.key_scale[..., None]
-    most = jnp.abs(x).max(-1, keepdims=True)
-    assert (jnp.abs(jnp.swapaxes(key, 0, 1) - x) <= most / 254 * (1 + 1e-5)).all()
+    held = KVCache.empty((), 3, 2, 8, dtype=dtype).append(x, x.at[1].set(0))
+    x = np.asarray(x, np.float64).swapaxes(0, 1)
+    key, scale = np.asarray(held.key, np.float64), np.asarray(held.key_scale, np.float64)
+    step = np.maximum(of_itself * np.abs(x), of_largest * np.abs(x).max(-1, keepdims=True))
+    assert (np.abs(key * scale[..., None] - x) <= step * (1 + 1e-5)).all()
     np.testing.assert_array_equal(held.value[:, 1], 0)
 
 
@@ -273,7 +286,7 @@ def test_kv_cache_works_under_vmap_and_scan() -> None:
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])
 @pytest.mark.parametrize("T", [1, 3])
 def test_nan_of_a_cached_token_reaches_only_those_that_see_it(dtype: str, T: int) -> None:
     """The cache holds a finite value and a NaN key for it."""
@@ -292,6 +305,48 @@ def test_nan_of_a_cached_token_reaches_only_those_that_see_it(dtype: str, T: int
     assert nan[0, 2:6, 2:].all()
     assert nan.sum() == nan[0, 2:6, 2:].size
     close(jnp.where(nan, 0, outs[1]), jnp.where(nan, 0, outs[0]), 0)
+
+
+@pytest.mark.sampled(0.1, slow=0.2)
+@pytest.mark.parametrize("x", [1e5, 3.4e38, np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
+)
+def test_rows_are_served_as_new_after_any_value(dtype: str, window: int | None, x: float) -> None:
+    """After `reset`, `truncate` or `fork`, and beyond a window, an earlier token moves no bit."""
+    q, k, v = (jnp.asarray(RNG.normal(size=(2, 80, n, 4)), jnp.float32) for n in (4, 2, 2))
+    size = 8 if window else 80
+    empty, rows = KVCache.empty((2,), size, 2, 4, dtype=dtype, window=window), jnp.array([1, 1])
+    bad, sees_none = np.array([0, 2, 1, 3]), Window(2, 0)
+
+    def run(held: KVCache, start: int, T: int, k: Any = k, v: Any = v, **call: Any) -> Any:
+        return held.extend(*(y[:, start : start + T] for y in (q, k, v)), **call)
+
+    sound = run(empty, 0, 5)[1]
+    for changed in ({"k": k.at[*bad].set(x)}, {"v": v.at[*bad].set(x)}):
+        held = run(empty, 0, 5, **changed)[1]
+        assert np.isfinite(held.value.astype(jnp.float32)).all()
+        if np.isfinite(x):
+            assert np.isfinite(held.key.astype(jnp.float32)).all()
+        for T in (3, 6 if window else 70):  # 70: more than the kernel `decode` takes
+            pairs = [(held.reset(), empty, 0), (held.truncate(1), sound.truncate(1), 1)]
+            for after, new, start in (*pairs, (held.fork(rows), sound.fork(rows), 5)):
+                np.testing.assert_array_equal(run(after, start, T)[0], run(new, start, T)[0])
+        np.testing.assert_array_equal(*(run(c, 5, 1, mask=sees_none)[0] for c in (held, sound)))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_float16_queries_read_any_number_of_a_cache(dtype: str, platform: str) -> None:
+    """Hidden large values reach nothing, and weights times small scales lose no digits."""
+    q, x = jnp.ones((1, 1, 1, 4), jnp.float16), jnp.full((1, 256, 1, 4), 2e-3).at[0, 0].set(1e5)
+    stored = KVCache.empty((1,), 256, 1, 4, dtype=dtype).append(x, x).stored()
+    *args, spec = bind_call(q, *stored, mask=Window(254, 0), q_positions=255)
+    for module in (decode, reference):
+        k, v = args[1:] if module is decode else map(dequantize, args[1:])
+        out, _ = module.attend(args[0], k, v, spec, Platform(platform))
+        close(out, np.full(q.shape, 2e-3), 2e-5)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ VALUE: list[Case] = [
     ("dtype None", lambda: KVCache.empty((2,), 4, 6, 8, dtype=None), TypeError,
      r"dtype must be a dtype, got None; give one such as"),
     ("dtype complex", lambda: KVCache.empty((2,), 4, 6, 8, dtype=complex), TypeError,
-     r"dtype must be a floating dtype or int8, got complex128"),
+     r"dtype must be a floating dtype .* or int8 or float8_e4m3fn or float8_e5m2, got complex128"),
 ]  # fmt: skip
 
 ROWS: list[tuple[str, type[Exception], str, Any]] = [

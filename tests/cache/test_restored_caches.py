@@ -15,6 +15,7 @@ PLAIN = KVCache.empty((2,), 6, 2, 4)
 CACHES: dict[str, KVCache | Memory] = {
     "plain": PLAIN,
     "int8": KVCache.empty((2,), 6, 2, 4, 3, dtype=jnp.int8),
+    "float8": KVCache.empty((2,), 6, 2, 4, dtype="float8_e5m2"),
     "ring": KVCache.empty((), 6, 2, 4, window=3),
     "memory": Memory.of(jnp.ones((2, 6, 2, 4)), jnp.ones((2, 6, 2, 4)), jnp.dtype(jnp.bfloat16)),
 }  # fmt: skip
@@ -61,6 +62,7 @@ WRONG: dict[str, tuple[Any, int | None]] = {
     "lengths": (saved(length=np.zeros(3, np.int32)), None),
     "floating lengths": (saved(length=np.zeros(2, np.float32)), None),
     "no scales": (saved("int8", key_scale=None), None),
+    "no scales of float8": (saved("float8", value_scale=None), None),
     "scales of floats": (saved(key_scale=np.ones((2, 2, 6), np.float32)), None),
     "a ring": (saved("ring"), None),
     "no ring": (saved(), 3),

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
+from flax_mha.base import shapes
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
 
@@ -63,7 +65,7 @@ class Stored(Struct):
         x = values · scale
 
     Attributes:
-      values: [*B, S, K, H], floating point or int8; or a layer's part.
+      values: [*B, S, K, H], of the cache's dtype; or a layer's part.
       scale: float [*B, S, K, 1], the scale of each token and head; None for 1.
       dtype: the dtype that kernels read.
       slots: the logical name of S: "cache_length" for the slots of a cache, which the rules may
@@ -88,12 +90,22 @@ class Stored(Struct):
         return self.values.ndim
 
 
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Convert x to a floating dtype, finite numbers beyond its range to its largest."""
+    largest = float(jnp.finfo(dtype).max)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or float(jnp.finfo(x.dtype).max) <= largest:
+        return x.astype(dtype)
+    # bfloat16 has no 65504, the largest number of float16.
+    x = x.astype(shapes.wide(x.dtype))
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+
+
 def dequantize(x: jax.Array | Stored) -> jax.Array:
     """Return stored keys or values as a floating-point array."""
     if not isinstance(x, Stored):
         return x
     values, scale = read(x.values), x.scale
     if scale is None:
-        return values.astype(x.dtype)
+        return cast(values, x.dtype)
     scale = read(scale)
-    return (values.astype(scale.dtype) * scale).astype(x.dtype)
+    return cast(values.astype(scale.dtype) * scale, x.dtype)

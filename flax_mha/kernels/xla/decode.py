@@ -4,7 +4,7 @@ The queries of a key/value head are rows of one matmul with its keys, heads firs
 layout of a `KVCache`, so that keys are read once, without a copy or transposition. If the mask
 leaves few blocks of keys, they are visited one by one, and empty slots of a cache cost nothing (on
 GPUs, from 1 GiB of keys and values on). Otherwise one matmul covers all keys. Stored keys and
-values are converted on the way. For int8, the scores and weights are scaled instead. On GPUs, the
+values are converted on the way. For 8 bits, the scores and weights are scaled instead. On GPUs, the
 matmuls of few rows with a layer's part of a stacked cache are sums of products (`_FEW_ROWS`).
 
 It differs from the `definition` in half precision: elsewhere than on CPUs, the exponentials are
@@ -34,7 +34,7 @@ from flax_mha.kernels.call.spec import (
     Sums,
     name_result,
 )
-from flax_mha.kernels.call.stored import Stored, dequantize, is_part, map_part, read
+from flax_mha.kernels.call.stored import Stored, cast, dequantize, is_part, map_part, read
 from flax_mha.kernels.xla import reference, softmax
 from flax_mha.kernels.xla.softmax import finfo_min, move_nan_to_keys
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
@@ -193,7 +193,10 @@ def _visit(
     top, total, out = carry
     rows = dims.G * dims.T
     vectors = _vectors(dims, q[..., :rows, :], k, spec, total.dtype) if spec.vectors else None
-    (k, k_scale), (v, v_scale) = _split_scale(k, q.dtype), _split_scale(v, q.dtype)
+    # A weight times a scale may be beyond float16, and is rounded more than the stored value.
+    is_scaled = isinstance(v, Stored) and v.scale is not None
+    v_dtype = jnp.bfloat16 if is_scaled and q.dtype == jnp.float16 else q.dtype
+    (k, k_scale), (v, v_scale) = _split_scale(k, q.dtype), _split_scale(v, v_dtype)
     by_head = (*dims.B, dims.K, rows)
     dot = functools.partial(dot, dtype=total.dtype, precision=spec.precision)
     s = dot(q, k, over_keys=False)[..., :rows, :] * jnp.asarray(spec.scale, total.dtype)
@@ -260,4 +263,4 @@ def _vectors(
 def _split_scale(x: Keyed, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
     """Return values [*B, K, S, H] in a dtype, and their scale [*B, K, 1, S], or 1."""
     values, scale = (x.values, x.scale) if isinstance(x, Stored) else (x, None)
-    return values.astype(dtype), 1.0 if scale is None else jnp.swapaxes(scale, -1, -2)
+    return cast(values, dtype), 1.0 if scale is None else jnp.swapaxes(scale, -1, -2)

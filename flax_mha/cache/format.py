@@ -1,0 +1,56 @@
+"""The number format of a cache's keys and values: its dtype, and the scales of 8 bits."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from flax_mha.base import checks
+from flax_mha.base.shapes import Shape
+from flax_mha.kernels.call.stored import cast
+
+# The magnitude that the largest number of a token and head is scaled to.
+_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """The number format of stored keys and values.
+
+    Attributes:
+      dtype: a floating dtype of 16 bits or more, or one of 8 bits that has scales.
+    """
+
+    dtype: jnp.dtype
+
+    @classmethod
+    def checked(cls, name: str, dtype: Any) -> Self:
+        """Return the format of a dtype, the argument `name` of a public function."""
+        return cls(checks.dtype(name, dtype, tuple(_LARGEST)))
+
+    @property
+    def largest(self) -> float | None:
+        """The magnitude that scales map to, or None without scales."""
+        return _LARGEST.get(jnp.dtype(self.dtype).name)
+
+    def scales(self, shape: Shape) -> jax.Array | None:
+        """Return the scales [*B, K, S] of empty slots, or None."""
+        return None if self.largest is None else jnp.zeros(shape, jnp.float32)
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Convert tokens [*B, T, K, F] to slots [*B, K, T, F] and scales [*B, K, T] or None.
+
+        No finite number becomes infinite or NaN: it would reach queries that may not see it. Beyond
+        the range of the dtype it becomes the largest. With scales, the slots are finite, and the
+        scale of a token that is not is NaN. In int8, |x − slots·scale| ≤ max|x| / 254.
+        """
+        x = jnp.swapaxes(x, -3, -2)
+        if self.largest is None:
+            return cast(x, self.dtype), None
+        x = cast(x, jnp.float32)
+        most = jnp.max(jnp.abs(x), axis=-1)
+        scale = jnp.where(jnp.isfinite(most), most / self.largest, jnp.nan)
+        x = x / jnp.where(scale > 0, scale, 1.0)[..., None]
+        x = jnp.clip(jnp.where(jnp.isnan(x), 0.0, x), -self.largest, self.largest)
+        return (jnp.round(x) if self.dtype == jnp.int8 else x).astype(self.dtype), scale
