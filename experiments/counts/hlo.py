@@ -1,8 +1,8 @@
 """Compiled programs as XLA prints them, with the number of runs of each instruction.
 
 A loop's body is in the text once, and runs as often as its trip count: `known_trip_count` if the
-compiler kept it (CPU, GPU), or the constant that the loop's condition compares with. The loops in
-which a kernel isolates values that are not finite do not run.
+compiler kept it (CPU, GPU), or the constant that the loop's condition compares with. Branches
+in which a kernel isolates values that are not finite do not run.
 """
 
 import math
@@ -125,7 +125,7 @@ class Module:
 
         All branches of a conditional count, although only one of them runs at a time, so that
         counts are upper bounds; or if `usual`, its first branch alone, `lax.cond`'s for False.
-        Branches and loops that isolate NaN do not count.
+        Branches that isolate NaN do not count.
         """
         self.unknown.clear()
         yield from self._runs(self.entry, 1, False, usual)
@@ -172,8 +172,6 @@ class Module:
     def _trips(self, computation: str, loop: Instruction) -> int:
         if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
             return int(known[1])
-        if "isolate_nan" in loop.rest:
-            return 0
         condition = {x.name: x for x in self.computations[_attribute(loop.rest, "condition")]}
         root = [x for x in condition.values() if x.opcode == "compare"]
         limits = [x for x in condition.values() if x.opcode == "constant"]

@@ -131,7 +131,7 @@ def _compute(
     if "scores" in names:
         captured["scores"] = reference.scores(q, k, spec.replace(mask=None), at)[0]
     if "weights" in names:
-        score, allowed = reference.scores(q, k, spec, at, has_nan=True)
+        score, allowed = reference.scores(q, k, spec, at)
         if spec.normalizer in OTHERS:
             weights = OTHERS[spec.normalizer](score, allowed, spec.count)
         else:
@@ -192,9 +192,7 @@ def _map_blocks(
         def block(indices: jax.Array) -> tuple[jax.Array, ...]:
             of_block = functools.partial(pick, heads=None, queries=indices)
             block_at, (block_spec, masks) = _map_arrays(of_block, part_at, part_tree)
-            score, allowed = reference.scores(
-                of_block(q), part_k, block_spec, block_at, has_nan=True
-            )
+            score, allowed = reference.scores(of_block(q), part_k, block_spec, block_at)
             score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
             return summary(score, *(jnp.asarray(evaluate(mask, block_at)) for mask in masks))
 

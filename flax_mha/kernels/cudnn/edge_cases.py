@@ -55,8 +55,7 @@ def attend(
 def _holds_nan(*arrays: jax.Array) -> jax.Array:
     """Return True if an array holds a value that is not finite.
 
-    A reduction is two kernels, where the matmul of `softmax.holds_nan` takes four. Arrays of one
-    shape share them.
+    A reduction is two kernels, where a matmul takes four. Arrays of one shape share them.
     """
     by_shape = dict[tuple[int, ...], Any]()
     for x in arrays:

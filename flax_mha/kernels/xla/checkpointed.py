@@ -74,32 +74,25 @@ def _loops(
     See `blockwise._loops` for the arguments.
     """
     plan, spec, dtype = static.plan, combine(leaves, others), q.dtype
-    product = reference.multiply if spec.mask is None else reference.multiply_finite
 
     def attend_block(
         part: KeyRange, index: TileIndex, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, ...]:
         def visit(masked: bool, index: TileIndex, carry: Tree) -> Tree:
-            top, total, out, lost = carry
+            top, total, out = carry
             tile, at = tiles.take_tile(plan, spec, index)
             keys = index.keys(k)
-            s = product(q, keys, spec.precision, dtype)
+            s = reference.multiply(q, keys, spec.precision, dtype)
             vectors = static.vectors(spec, q, keys, dtype)
-            is_nan = jnp.isnan(s)
-            # Hide NaN: its derivatives, which the mask of a query does not hide, would be NaN too.
-            s = s if spec.mask is None else jnp.where(is_nan, 0.0, s)
             s = compute_scores(plan, masked, index, tile, at, s, vectors)
-            if spec.mask is not None:
-                is_nan = (is_nan & (s != -jnp.inf)) | (s == jnp.inf)
-                s, lost = jnp.where(is_nan, -jnp.inf, s), lost | is_nan.any(-1, keepdims=True)
             top, total, p, old = softmax.step(top, total, s)
             p = tile.apply_dropout(p, at)
-            return top, total, out * old + dot(p, index.keys(v), 1, 0, spec, dtype), lost
+            return top, total, out * old + dot(p, index.keys(v), 1, 0, spec, dtype)
 
         total = vary(jnp.zeros((plan.block_q, 1), dtype), q)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)
-        carry = softmax.begin(total), total, out, total != 0
-        top, total, out, lost = _visit(part, plan, tables, index, visit, carry)
+        carry = softmax.begin(total), total, out
+        top, total, out = _visit(part, plan, tables, index, visit, carry)
         total_with_sink = total
         if sinks is not None:
             new, total_with_sink = softmax.add_sink(sinks[index.head], top, total)
@@ -107,8 +100,7 @@ def _loops(
         # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
         divisor = softmax.divisor(total_with_sink)
         out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / divisor)
-        total = jnp.where(lost, jnp.nan, total_with_sink)
-        return softmax.poison(out, lost, q), top[:, 0], total[:, 0]
+        return out, top[:, 0], total_with_sink[:, 0]
 
     out, *sums = map_blocks(static, spec, attend_block, q, k, v, _checkpoint)
     return out, Sums(*sums)

@@ -8,7 +8,6 @@ differs where compilers need it, and in half precision:
 - On CPUs, the output is divided by the sum in place of the weights, in float32.
 - Barriers keep XLA from computing the pairs of static positions while it compiles, and from sharing
   the output's scores with those of the lse.
-- Inputs that are not finite are replaced first. Then they poison the outputs that see them.
 """
 
 import functools
@@ -21,9 +20,7 @@ from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
-from flax_mha.kernels.xla.softmax import finfo_min, finite, poison, repair_inputs
-from flax_mha.masks.algebra import evaluate
-from flax_mha.sharding.shard_map import vary
+from flax_mha.kernels.xla.softmax import finfo_min
 
 # Below every sum of exponentials except 0, because the maximum exponential is 1.
 _LEAST_TOTAL = 0.5
@@ -48,9 +45,6 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
         # Otherwise XLA computes the pairs of static positions while it compiles, for seconds, and
         # keeps tables of them.
         at = At(*jax.lax.optimization_barrier(tuple(at)))
-    lost: Any = None
-    if spec.mask is not None:
-        q, k, v, lost = isolate_nan(q, k, v, jnp.asarray(evaluate(spec.mask, at)), platform)
     q, k, v = heads_first(q, k, v)
     logits, allowed = scores(q, k, spec, at)
     sinks = sinks_by_head(spec, logits)
@@ -83,38 +77,11 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
     if allowed is not None:
         # The cotangent of a fully masked query, perhaps NaN, is dropped.
         seen = allowed.any(-1, keepdims=True)
-        out = poison(jnp.where(seen, out, 0.0), lost, q)
+        out = jnp.where(seen, out, 0.0)
         if spec.reads_lse:
             total = jnp.where(seen, total, 0.0 if sinks is None else jnp.exp(sinks - top))
-            total = jnp.where(lost, jnp.nan, total)
     out = jnp.swapaxes(out, -3, -2).astype(q.dtype)
     return name_result(out, Sums(*(jax.lax.squeeze(x, (x.ndim - 1,)) for x in (top, total))))
-
-
-def isolate_nan(
-    q: jax.Array, k: jax.Array, v: jax.Array, allowed: jax.Array, platform: str
-) -> tuple[Any, ...]:
-    """Return finite q, k and v, and True for queries that see NaN or infinity, [*B, N, T, 1].
-
-    Masked values would bring NaN by a weight of 0. Except on GPUs, this only reads finite inputs.
-    """
-
-    def isolate(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        q, k, v, lost = given
-        bad_q, bad_k, bad_v = (jnp.swapaxes(~jnp.isfinite(x).all(-1), -1, -2) for x in (q, k, v))
-        bad_keys = jnp.repeat(bad_k | bad_v, q.shape[-2] // k.shape[-2], -2)
-        bad = bad_q[..., None] | bad_keys[..., None, :]
-        return finite(q), finite(k), finite(v), lost | (allowed & bad).any(-1, keepdims=True)
-
-    nothing_lost = vary(jnp.zeros_like(jnp.swapaxes(q[..., :1], -3, -2), bool), allowed)
-    if platform == "gpu":
-        # The host waits for a loop or branch: 60 to 100 µs on an H100.
-        return isolate(None, (q, k, v, nothing_lost))
-    if platform == "cpu":
-        # Otherwise XLA:CPU computes them twice, for the loop and for its condition.
-        q, k, v = jax.lax.optimization_barrier((q, k, v))
-    # XLA:CPU reads short heads faster together than one by one.
-    return repair_inputs(isolate, (q, k, v), nothing_lost, axes=2 if platform == "cpu" else 1)
 
 
 @functools.partial(jax.jit, inline=True)  # Outside jit, one call in place of one per operation.
@@ -178,53 +145,27 @@ def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
 
 
 def scores(
-    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At, has_nan: bool = False
+    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the scores of q [*B, N, T, H] and k [*B, N, S, H], and the mask or None.
 
     The scores [*B, N, T, S] are in at least float32. `at` holds their coordinates. Masked scores
-    are finfo.min, not −∞, which `jax_debug_infs` would report. With `has_nan`, NaN of masked keys
-    and queries reaches no other score, and no gradient.
+    are finfo.min, not −∞, which `jax_debug_infs` would report.
     """
     dtype = shapes.wide(q.dtype)
     if q.dtype == dtype:
         q = q * jnp.asarray(spec.scale, dtype)
-    isolates = has_nan and spec.mask is not None
-    product = multiply_finite if isolates else multiply
-    logits = product(q, k, spec.precision, dtype)
+    logits = multiply(q, k, spec.precision, dtype)
     if q.dtype != dtype:
         # Scaling q in half precision would round it once more.
         logits = logits * jnp.asarray(spec.scale, dtype)
     vectors = None
     if spec.vectors:
         wide = q if q.dtype == dtype else q.astype(dtype) * jnp.asarray(spec.scale, dtype)
-        wide, k = (finite(x) if isolates else x for x in (wide, k))
         vectors = wide, k.astype(dtype)
-    if not isolates or not spec.scores:
-        return spec.apply(logits, at, finfo_min(dtype), vectors)
-    # Score functions may have a derivative of NaN at NaN.
-    lost = jnp.isnan(logits)
-    logits, allowed = spec.apply(jnp.where(lost, 0.0, logits), at, finfo_min(dtype), vectors)
-    return jnp.where(lost & (logits != finfo_min(dtype)), jnp.nan, logits), allowed
+    return spec.apply(logits, at, finfo_min(dtype), vectors)
 
 
 def multiply(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
     """Return q·kᵀ [*B, N, T, S] in a dtype."""
     return jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=precision, preferred_element_type=dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def multiply_finite(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
-    """Return q·kᵀ, with a derivative that replaces values of q and k that are not finite by 0.
-
-    The gradient of a masked score is 0, and 0·NaN is NaN.
-    """
-    return multiply(q, k, precision, dtype)
-
-
-@multiply_finite.defjvp
-def _(precision: Any, dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (q, k), (dq, dk) = primals, tangents
-    tangent = multiply(dq, finite(k), precision, dtype)
-    tangent += multiply(finite(q), dk, precision, dtype)
-    return multiply_finite(q, k, precision, dtype), tangent

@@ -17,7 +17,6 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 "FlashAttention-2", 2023, for the gradient.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,44 +28,22 @@ from jax import lax
 from flax_mha.base import loops, shapes
 from flax_mha.base.loops import select
 from flax_mha.kernels.call.spec import Result, Sums
-from flax_mha.sharding.shard_map import vary
 
 
-@jax.custom_jvp
 def finite(x: jax.Array) -> jax.Array:
-    """Replace values of x that are not finite by 0, with the derivative of the identity.
-
-    For masked values the derivative is 0 already. For others it is NaN.
-    """
+    """Replace values of x that are not finite by 0."""
     return lax.select(lax.is_finite(x), x, lax.full_like(x, 0))
 
 
-@finite.defjvp
-def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return finite(*primals), *tangents
-
-
-def nan_flag(x: jax.Array, axes: int = 1) -> jax.Array:
-    """Return 0 for each slice of x over its last axes that is finite, NaN for the others."""
+def nan_flag(x: jax.Array) -> jax.Array:
+    """Return 0 for each slice of x over its last axis that is finite, NaN for the others."""
     # A matmul, because XLA:CPU is far slower at sums, and at `all`, over a short last axis.
-    zeros, rank = lax.full(x.shape[-axes:], 0, x.dtype), x.ndim - axes
-    contracted = tuple(range(rank, x.ndim)), tuple(range(axes))
-    return lax.dot_general(lax.stop_gradient(x), zeros, (contracted, ((), ())))
-
-
-def poison(out: jax.Array, lost: jax.Array, q: jax.Array) -> jax.Array:
-    """Set the outputs [..., T, Hv] of lost queries to NaN, with gradients of q alone, also NaN."""
-    flag = jnp.where(lost, jnp.nan, 0.0).astype(out.dtype)
-    return jnp.where(lost, flag * finite(q)[..., :1].astype(out.dtype), out)
+    zeros, last = lax.full(x.shape[-1:], 0, x.dtype), x.ndim - 1
+    return lax.dot_general(lax.stop_gradient(x), zeros, (((last,), (0,)), ((), ())))
 
 
 # Readers of compiled programs know by this name what runs only where NaN is found.
 _ISOLATE = "isolate_nan"
-
-
-def holds_nan(*arrays: jax.Array, axes: int = 1) -> jax.Array:
-    """Return True if an array holds a value that is not finite. See `nan_flag` for `axes`."""
-    return functools.reduce(jnp.logical_or, (jnp.isnan(nan_flag(x, axes).sum()) for x in arrays))
 
 
 def isolate_if(found: jax.Array, isolate: Callable[[], Any], plain: Callable[[], Any]) -> Any:
@@ -84,40 +61,6 @@ def _(size: int, batched: list[bool], found: jax.Array) -> tuple[jax.Array, bool
     # One bool for all calls: with one for each, `lax.cond` would compute both branches.
     del size
     return _in_any_call(found.any(0) if batched[0] else found), False
-
-
-def repeat_if(found: jax.Array, step: Callable[[Any, Any], Any], results: Any) -> Any:
-    """Return step(0, results) if found, else the results.
-
-    A loop of at most one step keeps them in place, where a branch would copy them.
-    """
-    with jax.named_scope(_ISOLATE):
-        return loops.repeat(0, found.astype(jnp.int32), step, results)
-
-
-def repair_inputs(
-    step: Callable[[Any, Any], Any], inputs: tuple[jax.Array, ...], *more: jax.Array, axes: int = 1
-) -> tuple[Any, ...]:
-    """Return step(0, (*inputs, *more)) if an input is not finite, else both as they are.
-
-    The new inputs have the derivatives of those given. See `nan_flag` for `axes`.
-    """
-    given = jax.lax.stop_gradient(inputs)
-    results = (*given, *(vary(x, (inputs, more)) for x in more))
-    results = repeat_if(holds_nan(*given, axes=axes), step, results)
-    return *map(_replace, inputs, results), *results[len(inputs) :]
-
-
-@jax.custom_jvp
-def _replace(x: jax.Array, value: jax.Array) -> jax.Array:
-    """Return a value in place of x, with the derivative of x."""
-    del x
-    return value
-
-
-@_replace.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _replace(*primals), tangents[0]
 
 
 def unread(shape: Sequence[int], out: jax.Array) -> jax.Array:
