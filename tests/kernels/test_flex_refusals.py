@@ -28,7 +28,9 @@ REFUSED = {
     "no key": (r"no rows, queries or keys", {"s": 0}),
     "no row": (r"no rows, queries or keys", {"batch": 0}),
     "features": (r"at most 128 features, got 136", {"features": 136}),
-    "precision": (r"precisions default and highest, got high", {"precision": "high"}),
+    "precision": (
+        r"precisions default, high and highest, got BF16", {"precision": "BF16_BF16_F32"},
+    ),
     "length": (r"at most 20 tiles, T·S = 3000·300 need more", {"t": 3000, "s": 300}),
     "sort": (r"lacks an operation of a mask or a score: sort",
              scored(lambda s, *_: jnp.sort(s))),
@@ -95,7 +97,7 @@ def test_auto_takes_flex_for_all_that_it_runs(tpu) -> None:
     x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
     assert explain(x, x, x, mask=Causal()).chosen == "flex"
     assert explain(x, x, x, mask=Causal(), scores=(Alibi(),)).chosen == "flex"
-    assert explain(x, x, x, mask=Causal(), precision="high").chosen == "blockwise"
+    assert explain(x, x, x, mask=Causal(), precision="BF16_BF16_F32").chosen == "blockwise"
     small = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     assert explain(small, small, small, scores=(Alibi(),)).chosen == "short"
 

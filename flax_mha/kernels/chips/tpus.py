@@ -1,9 +1,11 @@
 """Features that the TPU kernels share: reasons against calls, block sizes, layout."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from flax_mha.base import shapes
 from flax_mha.base.shapes import Dims
@@ -22,6 +24,16 @@ SHORTEST, SHORT = 32, 512
 # The compiler counts 0.944 of the cycles in full tiles of a v6e, and 0.884 in partial ones. A TPU7x
 # would gain 2% and 7%, but has no memory for such tiles with bias or dropout.
 _LARGE = {"TPU v6 lite": (1024, 0.92)}
+
+# The precision of float32 matmuls, by the precision of a call or JAX's setting. JAX 0.10's Pallas
+# has no HIGH.
+_PRECISIONS: dict[Any, lax.Precision] = {
+    **dict.fromkeys((None, "default", "bfloat16", lax.Precision.DEFAULT), lax.Precision.DEFAULT),
+    **dict.fromkeys(
+        ("high", "highest", "tensorfloat32", "float32", lax.Precision.HIGH, lax.Precision.HIGHEST),
+        lax.Precision.HIGHEST,
+    ),
+}
 
 # The fast memory of a core in MiB, by the device kind of JAX. Others have at least `_LEAST`.
 _MEMORY = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128, "TPU7x": 64}
@@ -50,6 +62,14 @@ def check(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
     if varying(q):
         return "inside jax.shard_map it needs check_vma=False"
     return None
+
+
+def precision(given: Any) -> lax.Precision | str:
+    """Return the precision of float32 matmuls for that of a call, or the reason against it."""
+    given = jax.config.jax_default_matmul_precision if given is None else given
+    if given in _PRECISIONS:
+        return _PRECISIONS[given]
+    return f"has the precisions default, high and highest, got {given}"
 
 
 def blocks(dims: Dims) -> tuple[int, int]:

@@ -41,7 +41,7 @@ from flax_mha.kernels.call.spec import (
 from flax_mha.kernels.chips.tpus import heads_first
 from flax_mha.kernels.flex.passes import Arrays, Tables, core
 from flax_mha.kernels.flex.tile import FlexCall, Machine
-from flax_mha.kernels.flex.traced import PRECISIONS, trace
+from flax_mha.kernels.flex.traced import trace
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import FULL, PARTIAL
 from flax_mha.masks.states import is_static
@@ -61,8 +61,6 @@ def lower(
     machine: Machine = importlib.import_module(f"{__name__}.{folder}").MACHINE
     if reason := machine.check(q, k, v, platform):
         return Refusal(reason)
-    if spec.precision not in PRECISIONS:
-        return Refusal(f"has the precisions default and highest, got {spec.precision}")
     if any(spec.blocks):
         if not machine.swaps:
             return Refusal(f"has tiles of one size on NVIDIA GPUs, got {spec.blocks}")

@@ -34,7 +34,7 @@ from flax_mha.kernels.call.spec import (
 )
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.flex.traced import PRECISIONS, trace
+from flax_mha.kernels.flex.traced import trace
 
 # The scores of a step. More heads hide more of each other's latencies, until they fill the memory.
 _SCORES = 3 * 2**18
@@ -53,8 +53,6 @@ def lower(
 
     if max(dims.T, dims.S) > tpus.SHORT:
         return Refusal(f"takes at most {tpus.SHORT} queries and keys, got {dims.T} and {dims.S}")
-    if spec.precision not in PRECISIONS:
-        return Refusal(f"has the precisions default and highest, got {spec.precision}")
     traced = trace(
         q, k, spec.replace(blocks=TileSize(dims.T, dims.S)), dims, MACHINE, platform.device
     )

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from flax_mha.base.coordinates import At, is_score_array
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import AttentionSpec
+from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex import vectors
 from flax_mha.kernels.flex.function import DTYPES, Function
 from flax_mha.kernels.flex.operand import Operand
@@ -22,10 +22,6 @@ from flax_mha.masks.states import is_static
 
 # The maximum entries of a function's argument, in fast memory.
 WHOLE = 2**17
-PRECISIONS: dict[Any, Any] = {
-    None: None, "default": None, lax.Precision.DEFAULT: None,
-    "highest": lax.Precision.HIGHEST, lax.Precision.HIGHEST: lax.Precision.HIGHEST,
-}  # fmt: skip
 
 
 def trace(
@@ -36,6 +32,9 @@ def trace(
     The functions are in the static part of the call, with `states` for an unknown mask. The arrays
     that they close over, for both orders of a tile's axes, and the spec's leaves, follow.
     """
+    precision = tpus.precision(spec.precision)
+    if isinstance(precision, str):
+        return precision
     plan, why = _divide(spec, dims, machine, device)
     if plan.nq * plan.nk > machine.table:
         return (
@@ -78,7 +77,7 @@ def trace(
         calls.append(FlexCall(
             machine, plan, device, (True, True), plain, masked, len(first),
             tuple(Operand.of(x, plan) for x in closed[-1]), tuple(leaves), form,
-            spec.mask is not None, PRECISIONS[spec.precision], spec.reads_lse, step < 0, why,
+            spec.mask is not None, precision, spec.reads_lse, step < 0, why,
         ))  # fmt: skip
     call, *swapped = calls
     return call._replace(swapped=swapped[0] if swapped else None), closed, arrays

@@ -31,7 +31,6 @@ from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.splash import computed_mask
 from flax_mha.kernels.splash.segment_ids import Ids
 from flax_mha.kernels.xla import softmax
-from flax_mha.kernels.xla.softmax import finite, nan_flag
 from flax_mha.kernels.xla.tile_plan import Plan
 from flax_mha.scores import SoftCap
 
@@ -66,6 +65,8 @@ def _check_features(spec: AttentionSpec) -> str | None:
         return "has no dropout"
     if spec.precision is not None:
         return f"has no precision setting, got {spec.precision}"
+    if isinstance(reason := tpus.precision(None), str):
+        return reason
     if len(spec.scores) > 1 or not all(type(mod) is SoftCap for mod in spec.scores):
         names = ", ".join(type(mod).__name__ for mod in spec.scores)
         return f"changes scores by one SoftCap only, got {names}"
@@ -80,15 +81,6 @@ def _attend(
     dims, (T, S) = plan.dims, plan.padded
     q, k = _scale(q, k, spec)
     q, k, v = tpus.heads_first(q, T), tpus.heads_first(k, S), tpus.heads_first(v, S)
-    found = jnp.int32(0)
-    if spec.mask is not None:
-
-        def isolate(_: Any, given: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            # Move values that are not finite to the scores, as NaN, where the mask can remove them.
-            q, k, v, _ = given
-            return q + nan_flag(q)[..., None], *softmax.move_nan_to_keys(k, v), jnp.int32(1)
-
-        q, k, v, found = softmax.repair_inputs(isolate, (q, k, v), found)
     sinks = jnp.full(dims.N, _MIN_SINK, jnp.float32)
     if spec.sinks is not None:
         sinks = jnp.maximum(spec.sinks.astype(jnp.float32), _MIN_SINK)
@@ -100,10 +92,12 @@ def _attend(
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
     heads = computed_mask.splash.MultiHeadMask([known])
-    guarded, pure = spec.mask is not None, not spec.user_types()
     blocks = plan.block_q, plan.block_k
-    call = SplashCall(heads, blocks, cap, guarded, pure, spec.reads_lse)
-    out, lse = _call(call, q, k, v, sinks, ids, found)
+    # In bfloat16 the kernels compile in the default precision only.
+    precision = tpus.precision(None if q.dtype == jnp.float32 else "default")
+    pure, name = not spec.user_types(), getattr(precision, "name", "").lower()
+    call = SplashCall(heads, blocks, cap, pure, spec.reads_lse, name)
+    out, lse = _call(call, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     return out, Sums.of(jnp.where(lse <= _MIN_SINK, -jnp.inf, lse))
@@ -134,17 +128,17 @@ class SplashCall(NamedTuple):
       mask: one mask for all heads.
       blocks: the queries and keys of a block, in all three kernels.
       cap: the soft cap of the scores, or None.
-      guarded: True if q and k are NaN where an input was not finite.
       pure: False if the call holds user-defined functions. See `trees.trace_once`.
       reads_lse: False if the lse is not read, and may be 0.
+      precision: JAX's name of the precision of matmuls.
     """
 
     mask: computed_mask.splash.MultiHeadMask
     blocks: tuple[int, int]
     cap: float | None
-    guarded: bool
     pure: bool
     reads_lse: bool
+    precision: str
 
     def common(self, function: Any) -> dict[str, Any]:
         """Return the arguments that all of splash's kernels share."""
@@ -175,13 +169,14 @@ def _outputs(
     `_MIN_SINK` for fully masked queries.
     """
     info, function = mask_info.process_mask(call.mask, call.blocks)
-    result = kernels._splash_attention_forward(
-        info, q, k, v, ids, sinks,
-        block_sizes=kernels.BlockSizes(*call.blocks),
-        residual_checkpoint_name=None,
-        save_residuals=call.reads_lse,
-        **call.common(function),
-    )  # fmt: skip
+    with jax.default_matmul_precision(call.precision):
+        result = kernels._splash_attention_forward(
+            info, q, k, v, ids, sinks,
+            block_sizes=kernels.BlockSizes(*call.blocks),
+            residual_checkpoint_name=None,
+            save_residuals=call.reads_lse,
+            **call.common(function),
+        )  # fmt: skip
     if call.reads_lse:
         out, (lse,) = result
         return out, lse
@@ -189,22 +184,18 @@ def _outputs(
 
 
 def _primal(call: SplashCall, *args: Any) -> Any:
-    return _outputs(call, *args[:-1])
+    return _outputs(call, *args)
 
 
 def _forward(call: SplashCall, *args: Any) -> tuple[Any, Any]:
-    *given, found = args
-    result = name_result(*_outputs(call._replace(reads_lse=True), *given))
-    return result, (given, result, found)
+    result = name_result(*_outputs(call._replace(reads_lse=True), *args))
+    return result, (args, result)
 
 
 def _backward(call: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (q, k, *rest), result, found = residuals
-    if call.guarded:
-        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the share.
-        q, k = softmax.repeat_if(found, lambda _, x: tuple(map(finite, x)), (q, k))
-    dq, dk, dv, dsinks = _gradients(call, q, k, *rest, result, cotangents)
-    return dq, dk, dv, jnp.sum(dsinks, axis=0), None, None
+    args, result = residuals
+    dq, dk, dv, dsinks = _gradients(call, *args, result, cotangents)
+    return dq, dk, dv, jnp.sum(dsinks, axis=0), None
 
 
 @trees.trace_once
@@ -219,23 +210,21 @@ def _gradients(
     total = jnp.where(lse <= _MIN_SINK, 0.0, 1.0)
     inputs = out, total != 0, lse, total, dout, Sums(lse, dlse)
     dout, lse, share, delta = softmax.gradient_inputs(*inputs)
-    if not call.guarded:
-        lse = lse * share
+    lse = lse * share  # NaN where a query sees NaN.
     # d score = p·(dp − δ), with p from the lse, and δ = Σ dout·out − dlse.
     dout = dout.astype(q.dtype)
     args = q, k, v, ids, sinks, lse, dout, delta
-    info, function = mask_info.process_mask_dkv(call.mask, call.blocks)
-    _, dk, dv = kernels._splash_attention_bwd_dkv(
-        *args, bkv_compute=call.blocks[1], mask_info=info, use_fused_bwd_kernel=False,
-        **call.backward(), **call.common(function),
-    )  # fmt: skip
-    info, function = mask_info.process_mask(call.mask, call.blocks)
-    dq = kernels._splash_attention_bwd_dq(
-        *args, mask_info=info, **call.backward(), **call.common(function)
-    )
+    with jax.default_matmul_precision(call.precision):
+        info, function = mask_info.process_mask_dkv(call.mask, call.blocks)
+        _, dk, dv = kernels._splash_attention_bwd_dkv(
+            *args, bkv_compute=call.blocks[1], mask_info=info, use_fused_bwd_kernel=False,
+            **call.backward(), **call.common(function),
+        )  # fmt: skip
+        info, function = mask_info.process_mask(call.mask, call.blocks)
+        dq = kernels._splash_attention_bwd_dq(
+            *args, mask_info=info, **call.backward(), **call.common(function)
+        )
     dsinks = jnp.sum(softmax.sink_gradient(sinks[:, None], lse, share, delta), axis=1)
-    # Splash has one lse for masked and visible keys, so lost queries leave out dk and dv.
-    dq = jnp.where(jnp.isnan(share)[..., None], jnp.nan, dq).astype(dq.dtype)
     return dq, dk, dv, dsinks
 
 

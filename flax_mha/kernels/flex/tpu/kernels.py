@@ -74,7 +74,8 @@ def dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) ->
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(
         a, b, (((axis_a,), (axis_b,)), ((), ())),
-        precision=call.precision if a.dtype == jnp.float32 else None,
+        # Mosaic compiles no other precision of bfloat16, which JAX's setting may ask for.
+        precision=call.precision if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )  # fmt: skip
 

@@ -141,7 +141,8 @@ class Loaded(NamedTuple):
         return dy * cos + self._partner(part) + other
 
     def _partner(self, x: jax.Array) -> jax.Array:
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        is_wide = x.dtype == jnp.float32
+        precision = lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT
         return lax.dot(
             x, self.tables.swap[...], precision=precision, preferred_element_type=jnp.float32
         )
