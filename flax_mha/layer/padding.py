@@ -22,6 +22,12 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
     """
     if x is None or lengths is None:
         return x
+    shapes.check_features("x", x)
+    return _cleared(x, lengths, order)
+
+
+def _cleared(x: Any, lengths: Any, order: Any) -> Any:
+    """Return numbers [*B, T, ·] with 0 in place of padding."""
     lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
     tokens = x.shape[-2]
     order = jnp.arange(tokens) if order is None else shapes.check_order(order, tokens)
@@ -42,4 +48,4 @@ def cleared_positions(
     The greatest position of a row is then that of a real token, as in the row without padding.
     """
     positions = jnp.broadcast_to(shapes.per_token("positions", positions, tokens), tokens)
-    return cleared(positions[..., None], lengths, order)[..., 0]
+    return _cleared(positions[..., None], lengths, order)[..., 0]
