@@ -117,7 +117,7 @@ FAR = np.array([4095, 4096, 100_000, 1_000_000, 2**24, 2**24 + 1, 2**31 - 2])
     ],
 )  # fmt: skip
 def test_far_positions_keep_their_digits(rotation: Any, how: Any, jit: bool) -> None:
-    """Of both signs, against float64. Nearer ones are rotated by float32 products, to the bit."""
+    """The oracle is in float64. Nearer positions keep their float32 products, to the bit."""
     at = np.stack([FAR, FAR - 1] + ([] if isinstance(rotation, Axial) else [-FAR]))
     x = normal(*at.shape, 1, 8)
     turned = (jax.jit if jit else lambda f: f)(rotation)(x, at)
