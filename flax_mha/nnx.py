@@ -129,7 +129,8 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
     if name == "kv":
         tree = tree.get_value() if hasattr(tree, "get_value") else tree
         tree = collection.restore(tree, as_cache_config(layer.cache).window(layer.mask))
-        if len({jax.tree.structure(x, _is_field) for x in (held, tree)}) == 1:
+        is_held = jax.tree.structure(held, _is_field) == jax.tree.structure(tree, _is_field)
+        if is_held and all(jax.tree.leaves(jax.tree.map(_fits, held, tree, is_leaf=_is_field))):
             # Of each variable its own method: `nnx.var_defaults` may have made it of another class.
             jax.tree.map(lambda old, new: old.set_value(new), held, tree, is_leaf=_is_field)
             return held
@@ -144,6 +145,12 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
         return kind(x, **static, **form) if is_array else x
 
     return jax.tree.map(variable, tree, is_leaf=_is_field)
+
+
+def _fits(variable: Any, x: Any) -> bool:
+    """Return True if a variable can hold x: a reference keeps its shape and dtype."""
+    is_same = x is not None and (variable.shape, variable.dtype) == (x.shape, x.dtype)
+    return is_same or not variable.ref
 
 
 def _is_field(x: Any) -> bool:

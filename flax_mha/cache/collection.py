@@ -148,7 +148,7 @@ def truncate(collection: Collection, lengths: jax.Array | int) -> Collection:
 
     Args:
       collection: a model's collection `cache`, or all its variables. The encoder's keys stay.
-      lengths: int, or int [*B]. A ring buffer can drop its last S − 1 − window tokens, or all. A
+      lengths: int, or int [*B]. A ring buffer can drop its last S − window tokens, or all. A
         row that drops more has overflowed.
 
     Raises:

@@ -28,7 +28,7 @@ class KVCache(Slots, Struct):
 
     Attributes:
       key: [*B, K, S, H], heads first, the layout that decoding reads.
-      value: [*B, K, S, Hv], finite: NaN of a value is in its key.
+      value: [*B, K, S, Hv], 0 for a value that is infinite or NaN, which makes its key NaN.
       length: int32 [*B], the tokens appended to each row. A row of length 0 is empty.
       key_scale: the scales of keys in 8 bits, float32 [*B, K, S]; else None.
       value_scale: the scales of values in 8 bits, float32 [*B, K, S]; else None.
@@ -222,7 +222,7 @@ class KVCache(Slots, Struct):
     def truncate(self, lengths: jax.Array | int) -> Self:
         """Return the cache with at most the first `lengths` (int, or int [*B]) tokens of each row.
 
-        With a window, a row can drop its last S − 1 − window tokens, or all. If it drops more,
+        With a window, a row can drop its last S − window tokens, or all. If it drops more,
         tokens that it needs were overwritten, and it has overflowed.
 
         Raises:

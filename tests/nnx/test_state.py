@@ -237,6 +237,21 @@ def test_functions_of_collections_take_states(name: str) -> None:
     np.testing.assert_array_equal(cache.free(state), held.free())
 
 
+@pytest.mark.parametrize("mode", ["hijax", "ref"])
+@pytest.mark.parametrize("name", [k for k, x in STATES.items() if x[3] is DECODE and k != "memory"])
+def test_layers_decode_with_any_kind_of_variables(name: str, mode: str) -> None:
+    cls, fields, *_ = STATES[name]
+    outs = []
+    for is_on in (False, True):
+        with nnx.var_defaults(**{mode: is_on}):
+            layer = getattr(flax_mha.nnx, cls)(N, D, rngs=nnx.Rngs(0), **fields)
+            for dtype, tokens in ((None, 2), (jnp.bfloat16, 3)):
+                layer.init_cache((B, T, D), dtype)
+                outs += [layer(X[:, t : t + tokens], decode=True) for t in (0, tokens)]
+    for plain, other in zip(outs[:4], outs[4:], strict=True):
+        np.testing.assert_array_equal(other, plain)
+
+
 def test_layers_of_one_mask_hold_their_own_arrays() -> None:
     mask = masks.Keys(np.arange(T) < 4)
     one, other = (
