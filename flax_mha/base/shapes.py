@@ -340,10 +340,22 @@ def look_up(table: jax.Array, indices: checks.Integers, dtype: Any = None) -> ja
     return rows.astype(dtype or table.dtype)
 
 
+@jax.custom_jvp
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(wide(x.dtype))
+
+
+@_widened.defjvp
+def _widened_jvp(x: tuple[jax.Array], tangent: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # XLA for TPUs adds up in bfloat16 if nothing is between a sum and its cast.
+    return _widened(*x), jax.lax.optimization_barrier(_widened(*tangent))
+
+
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"), inline=True)
 def spread(x: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
     """Return x, broadcast to a shape and then cast: its gradient, a sum, is in float32 at least."""
-    return jnp.broadcast_to(lead(x.astype(wide(x.dtype)), len(shape)), shape).astype(dtype)
+    x = x if x.dtype == wide(x.dtype) else _widened(x)
+    return jnp.broadcast_to(lead(x, len(shape)), shape).astype(dtype)
 
 
 @functools.partial(jax.jit, inline=True)

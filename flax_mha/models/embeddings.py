@@ -66,7 +66,9 @@ class TokenEmbedding(nn.Module):
             x = shapes.look_up(sharding.constrain(table, ("vocab", None)), tokens, self.dtype)
             return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
-        return sharding.auto(look_up, ("batch", "norm_length", None), jnp.asarray(ids), self.table.embedding)
+        return sharding.auto(
+            look_up, ("batch", "norm_length", None), jnp.asarray(ids), self.table.embedding
+        )
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Return the logits [*B, T, V] of features [*B, T, D], float32 or wider."""

@@ -12,9 +12,24 @@ from flax import nnx
 
 import flax_mha.nnx as ours
 from flax_mha import (
-    MLP, Classifier, Decoder, DecoderBlock, Encoder, EncoderBlock, Experts, LanguageModel,
-    MultiHeadAttention, MultiHeadDotProductAttention, QKNorm, SelfAttention, Translator, masks,
-    models, sampling, scores, variants,
+    MLP,
+    Classifier,
+    Decoder,
+    DecoderBlock,
+    Encoder,
+    EncoderBlock,
+    Experts,
+    LanguageModel,
+    MultiHeadAttention,
+    MultiHeadDotProductAttention,
+    QKNorm,
+    SelfAttention,
+    Translator,
+    masks,
+    models,
+    sampling,
+    scores,
+    variants,
 )  # fmt: skip
 from flax_mha.positions import PositionEmbedding, Rotary
 
@@ -74,7 +89,7 @@ def _block(**fields: Any) -> Callable[..., EncoderBlock]:
 def _decoder(cross: bool = False, **dtypes: Any) -> Decoder:
     memory = MultiHeadAttention(N, **dtypes) if cross else None
     layer = MultiHeadAttention(N, num_kv_heads=1, rotary=Rotary(), **dtypes)
-    return Decoder(2, DecoderBlock(layer, 32, norm="rmsnorm", gated=True, cross_attention=memory))
+    return Decoder(1, DecoderBlock(layer, 32, norm="rmsnorm", gated=True, cross_attention=memory))
 
 
 def _table(**dtypes: Any) -> models.TokenEmbedding:
@@ -104,7 +119,9 @@ CATALOGUE: dict[str, Entry] = {
     "layer": Entry(MultiHeadAttention, _layer()),
     "layer of all options": Entry(
         MultiHeadAttention,
-        _layer(num_kv_heads=1, qk_norm=QKNorm("layernorm"), sinks=True, scale="learned", gate="head"),
+        _layer(
+            num_kv_heads=1, qk_norm=QKNorm("layernorm"), sinks=True, scale="learned", gate="head"
+        ),
     ),
     "Flax's layer": Entry(
         MultiHeadDotProductAttention, functools.partial(MultiHeadDotProductAttention, N)

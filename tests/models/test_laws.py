@@ -1,0 +1,110 @@
+"""Laws that hold for every public layer, block, model, mask, score and sampler."""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha.nnx
+from experiments.counts import hlo
+from experiments.measure import compiled
+from experiments.plan import gpus
+from flax_mha import masks, models, sampling, scores, variants
+from flax_mha.masks import Mask
+from flax_mha.scores import ScoreMod
+from tests.support.catalogue import CATALOGUE, Entry
+from tests.support.oracle import float64
+
+ROWS = 512  # of 16 tokens
+# A model's forward pass in bfloat16 moves gradients by up to 1.5%, a sum in it by 4% and more.
+ERROR = {"bfloat16": 0.02, "float16": 0.01}
+LEARNED = [name for name, entry in CATALOGUE.items() if entry.make]
+# Without a wheel, a chip can't be compiled for.
+CHIPS = {"v5e": not importlib.util.find_spec("libtpu"), "h200": gpus.lacking() is not None}
+
+
+def test_catalogue_holds_every_public_name() -> None:
+    modules = (flax_mha, flax_mha.nnx, masks, models, sampling, scores, variants)
+    public = {getattr(module, name) for module in modules for name in module.__all__}
+    kinds = (nn.Module, nnx.Module, Mask, ScoreMod)
+    classes = {x for x in public if inspect.isclass(x) and issubclass(x, kinds)}
+    bases = {Mask, ScoreMod, flax_mha.nnx.Module, flax_mha.nnx.Projection}
+    functions = {getattr(sampling, name) for name in sampling.__all__} - {sampling.Sampling}
+    assert {entry.value for entry in CATALOGUE.values()} == (classes - bases) | functions
+
+
+def gradient(entry: Entry, dtype: Any, param_dtype: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return the parameters, and the gradient of weighted outputs by them and the inputs."""
+    params, apply = entry.opened(dtype, param_dtype)
+
+    def loss(params: Any, *inputs: jax.Array) -> jax.Array:
+        out = apply(params, *inputs).astype(jnp.float32)
+        # The norms' outputs have a mean of 0.
+        weights = np.random.default_rng(1).uniform(1 / 16, 1 / 8, out.shape[1:])
+        return jnp.sum(out * jnp.asarray(weights, jnp.float32))
+
+    return params, jax.jit(jax.grad(loss))
+
+
+def grows(entry: Entry, half: str) -> None:
+    """The gradient of 8,192 tokens, 512 rows alike, is 512 times that of a row in float32."""
+    for param_dtype in ("float32", half):
+        params, in_half = gradient(entry, half, param_dtype)
+        found = float64(nn.unbox(in_half(params, *entry.arrays(ROWS, half))))
+        same = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        inputs = [x.astype(jnp.float32) if x.dtype == half else x for x in entry.arrays(1, half)]
+        wanted = gradient(entry, "float32", "float32")[1](same, *inputs)
+        leaves = zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(found), strict=True)
+        pairs = [(path, ROWS * np.asarray(x, np.float64), y) for (path, x), y in leaves]
+        most = max(np.linalg.norm(x) for _, x, _ in pairs)
+        for path, x, y in pairs:
+            # Else it is the rest of sums that cancel.
+            if np.linalg.norm(x) > most / 50:
+                assert abs(np.vdot(x, y) / np.vdot(x, x) - 1) < ERROR[half], (path, param_dtype)
+
+
+LAWS: dict[str, Callable[[Entry], None]] = {
+    f"gradients in {half} grow with the tokens": lambda entry, half=half: grows(entry, half)
+    for half in ("bfloat16", "float16")
+}
+
+
+@pytest.mark.sampled(0.06)
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", LEARNED)
+@jax.numpy_dtype_promotion("standard")  # as Flax's norms need
+def test_law_holds(name: str, law: str, optimized: None) -> None:
+    LAWS[law](CATALOGUE[name])
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(0, slow=0.1)
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", LEARNED)
+@jax.numpy_dtype_promotion("standard")
+def test_chips_add_up_in_float32(name: str, chip: str, half: str, optimized: None) -> None:
+    """No reduction or scatter over tokens is in half precision."""
+    if CHIPS[chip]:
+        pytest.skip(f"needs the compiler of {chip}")
+    target, entry = compiled.chip_of(chip), CATALOGUE[name]
+    for param_dtype in ("float32", half):
+        params, function = gradient(entry, half, param_dtype)
+        arguments = target.place((params, *entry.arrays(ROWS, half)))
+        text, _ = compiled.dumped(function.trace(*arguments).lower())
+        module = hlo.Module(text)
+        for run in module.runs():
+            x = run.instruction
+            if x.opcode in ("reduce", "scatter"):
+                operands = [hlo.arrays(module.type_of(run.computation, y)) for y in x.operands]
+                summed = max(array.size for arrays in operands for array in arrays)
+                for array in hlo.arrays(x.type):
+                    is_half = array.dtype in ("bf16", "f16")
+                    assert not (is_half and summed >= ROWS * array.size), x
