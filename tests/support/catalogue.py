@@ -78,6 +78,16 @@ class Entry(NamedTuple):
         )
 
 
+class _Masked(nn.Module):
+    """A layer whose heads have learned factors."""
+
+    layer: nn.Module
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layer(x, head_mask=self.param("head_mask", nn.initializers.ones, (N,)))
+
+
 def _layer(**fields: Any) -> Callable[..., nn.Module]:
     return functools.partial(MultiHeadAttention, N, **fields)
 
@@ -117,6 +127,7 @@ _LATENT: dict[str, Any] = {"head_dim": 4, "kv_rank": 6, "rope_dim": 2, "rotary":
 _CHOSEN = {"block": 2, "count": 2}
 CATALOGUE: dict[str, Entry] = {
     "layer": Entry(MultiHeadAttention, _layer()),
+    "head mask": Entry(MultiHeadAttention, lambda **dtypes: _Masked(_layer()(**dtypes))),
     "layer of all options": Entry(
         MultiHeadAttention,
         _layer(
