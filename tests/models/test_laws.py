@@ -85,7 +85,6 @@ def test_law_holds(name: str, law: str, optimized: None) -> None:
     LAWS[law](CATALOGUE[name])
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(0, slow=0.1)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("chip", CHIPS)
