@@ -102,10 +102,10 @@ class Block(nn.Module):
     def run(self, x: jax.Array, calls: Calls, return_kv: bool) -> Any:
         """Run the attention layers, each with its arguments in `calls`, and the MLP."""
         options = calls["attention"]
+        shapes.check_features("x", x)
         x = padding.cleared(x, options.get("lengths"), options.get("order"))
         deterministic = options.pop("deterministic", None)
         checks.fields(self)
-        shapes.check_features("x", x)
         has_own_norms = self.parallel == "own_norms" and self.pre_norm
         if not (has_own_norms or isinstance(self.parallel, bool)):
             raise ValueError(
@@ -386,12 +386,13 @@ class DecoderBlock(Block):
         shared: dict[str, Any] = {n: x for n, x in options.items() if n in _SHARED_OPTIONS}
         if memory_lengths is not None:
             memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
-            memory = padding.cleared(memory, memory_lengths)
-            rotary = getattr(cross, "rotary", None)
-            if memory is not None and getattr(rotary, "reads_length", False):
-                places = jnp.arange(memory.shape[-2])
-                at = padding.cleared_positions(places, memory.shape[:-1], memory_lengths)
-                shared["positions"] = (None, at)
+            if memory is not None:
+                shapes.check_features("memory", memory)
+                memory = padding.cleared(memory, memory_lengths)
+                if getattr(getattr(cross, "rotary", None), "reads_length", False):
+                    places = jnp.arange(memory.shape[-2])
+                    at = padding.cleared_positions(places, memory.shape[:-1], memory_lengths)
+                    shared["positions"] = (None, at)
         options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         calls: Calls = {"attention": options}
         if cross is not None:
