@@ -103,7 +103,7 @@ def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("slots", [75, 99])
 def test_sigmoid_counts_the_tokens_of_a_row(window: int | None, slots: int) -> None:
-    """Each call gives a row what a plain layer gives for the tokens of this row so far."""
+    """Each call of a row equals the last outputs of a plain layer on the row so far."""
     mask = masks.Causal() if window is None else masks.Window(window, 0)
     layer = MultiHeadAttention(
         N, normalizer="sigmoid", mask=mask, decode=True,
