@@ -43,7 +43,7 @@ class Frequencies(NamedTuple):
         upper = jnp.floor(turns)
         return cls(theta, *(x.astype(jnp.uint32) for x in (upper, (turns - upper) * 2.0**32)))
 
-    def angles(self, positions: Any, end: int | None = None) -> jax.Array:
+    def angles(self, positions: Any, end: Any = None) -> jax.Array:
         """Return the angles [*P, P] of positions, float32 or as wide as they are.
 
         Positions are integers up to 2³¹, or floating point. `end` is above all of them, if known.
@@ -51,7 +51,7 @@ class Frequencies(NamedTuple):
         at = as_floats(positions)
         near = at[..., None] * shapes.lead(self.theta, at.ndim + 1)
         if end is None and checks.is_concrete(positions):
-            end = int(np.abs(np.asarray(positions)).max(initial=0)) + 1
+            end = np.abs(np.asarray(positions, np.float64)).max(initial=0) + 1
         if at.dtype == jnp.float64 or (end is not None and end <= _NEAR):
             return near
         whole = jnp.asarray(positions)
