@@ -40,8 +40,8 @@ class Frequencies(NamedTuple):
             return cls(theta, upper.astype(np.uint32), lower.astype(np.uint32))
         # Exact but for the quotient, whose error is one of θ, the same at all positions.
         turns = theta / (2 * np.pi) % 1 * 2.0**32
-        upper = jnp.floor(turns)
-        return cls(theta, *(x.astype(jnp.uint32) for x in (upper, (turns - upper) * 2.0**32)))
+        rest = turns % 1 * 2.0**32
+        return cls(theta, turns.astype(jnp.uint32), rest.astype(jnp.uint32))
 
     def angles(self, positions: Any, end: Any = None) -> jax.Array:
         """Return the angles [*P, P] of positions, float32 or as wide as they are.

@@ -238,7 +238,8 @@ class LongRope(_Checked):
         is_long = length[..., None] > self.original_length
 
         def choose(short: Any, long: Any) -> jax.Array:
-            return jnp.where(is_long, *(shapes.lead(x, is_long.ndim) for x in (long, short)))
+            short, long = (shapes.lead(x, is_long.ndim) for x in (short, long))
+            return jnp.where(is_long, long, short)
 
         return jax.tree.map(choose, short, long), self.attention_factor
 

@@ -110,7 +110,7 @@ def bind_call(
     return q, k, v, spec
 
 
-def _count_keys(mask: masks.Mask | None, dims: Dims) -> ScoreArray | None:
+def _count_keys(mask: masks.MaskLike | None, dims: Dims) -> ScoreArray | None:
     """Return the number of keys without padding [*B|1, 1, 1, 1], None for all."""
     parts = conjuncts(None if mask is None else masks.as_mask(mask))
     # By type, before they are bound: for one query, tables of pairs have the shape of these too.
