@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha.base import checks
-from flax_mha.base.shapes import Shape
 from flax_mha.kernels.call.stored import cast
+from flax_mha.kernels.xla.softmax import finite
 
 # The magnitude that the largest number of a token and head is scaled to.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -32,11 +32,7 @@ class Format:
     @property
     def largest(self) -> float | None:
         """The magnitude that scales map to, or None without scales."""
-        return _LARGEST.get(jnp.dtype(self.dtype).name)
-
-    def scales(self, shape: Shape) -> jax.Array | None:
-        """Return the scales [*B, K, S] of empty slots, or None."""
-        return None if self.largest is None else jnp.zeros(shape, jnp.float32)
+        return _LARGEST.get(self.dtype.name)
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Convert tokens [*B, T, K, F] to slots [*B, K, T, F] and scales [*B, K, T] or None.
@@ -51,6 +47,7 @@ class Format:
         x = cast(x, jnp.float32)
         most = jnp.max(jnp.abs(x), axis=-1)
         scale = jnp.where(jnp.isfinite(most), most / self.largest, jnp.nan)
-        x = x / jnp.where(scale > 0, scale, 1.0)[..., None]
-        x = jnp.clip(jnp.where(jnp.isnan(x), 0.0, x), -self.largest, self.largest)
-        return (jnp.round(x) if self.dtype == jnp.int8 else x).astype(self.dtype), scale
+        steps = finite(x / jnp.where(scale > 0, scale, 1.0)[..., None])
+        steps = jnp.clip(steps, -self.largest, self.largest)
+        steps = jnp.round(steps) if self.dtype == jnp.int8 else steps
+        return steps.astype(self.dtype), scale
