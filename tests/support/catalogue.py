@@ -152,7 +152,7 @@ CATALOGUE: dict[str, Entry] = {
         Classifier,
         lambda **dtypes: Classifier(
             models.PatchEmbedding(2, D, norm_epsilon=1e-5, **dtypes),
-            Encoder(1, _block()(**dtypes)), 3, class_tokens=1, register_tokens=1,
+            Encoder(1, _block()(**dtypes)), 8, class_tokens=1, register_tokens=1,
         ),
         "image",
     ),
@@ -210,7 +210,7 @@ CATALOGUE: dict[str, Entry] = {
     "segments": _mask(masks.Segments(IDS)),
     "window": _mask(masks.Window(2, 2)),
     "slopes": _score(scores.Alibi()),
-    "bias": _score(scores.Bias(jnp.ones((N, T, T)))),
+    "bias": _score(scores.Bias(np.ones((N, T, T), np.float32))),
     "relative": _score(scores.Relative(max_distance=3)),
     "relative bias": _score(scores.RelativeBias()),
     "score": _score(scores.Score(lambda score, row, head, i, j: score + 1)),
