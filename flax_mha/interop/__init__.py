@@ -57,6 +57,11 @@ __all__ = [
 __dir__ = __all__.copy
 
 _ADAPTER = "adapter_config.json"
+# Suffixes of the scales of quantized weights: DeepSeek's, compressed-tensors', torchao's, FBGEMM's.
+_SCALES = (
+    "weight_scale_inv", "weight_scale", "weight_scale_2", "input_scale", "scale_weight", "_scales",
+    ".scales",
+)  # fmt: skip
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, neutral.BERT),
     ("modernbert", modernbert.modernbert, neutral.MODERNBERT),
@@ -150,6 +155,11 @@ def load(
         )
     model = family(safetensors.read_json(folder / CONFIG))
     tensors = safetensors.read_folder(folder)
+    if scales := [x for x in tensors if x.endswith(_SCALES)]:
+        raise ValueError(
+            f"weights must not be quantized, got the scales {several(scales)}; load them in "
+            f"transformers with dequantize=True, and save them"
+        )
     floating = None if dtype is None else checks.dtype("dtype", dtype)
     variables = from_tensors(model, tensors, join=Joined)
     if checks.flag("as_jax", as_jax) and shardings is None:
@@ -166,8 +176,8 @@ def save(
     """Write a folder that `load` and `transformers` read, one tensor at a time.
 
     From a folder, its other files come along: tokenizer, `generation_config.json`, license, model
-    card, and the modules of a sentence model. A warning names the files that are left behind, such
-    as weights for other libraries.
+    card, and the modules of a sentence model. Tensors keep their names in it. Warnings name the
+    files that are left behind, such as weights for other libraries, and heads that were left out.
 
     Args:
       config: the folder that the model was loaded from; or the content of `config.json`, with
@@ -194,11 +204,19 @@ def save(
             f"write save(config, variables, path)"
         )
     folder = Path(target).expanduser()
-    tensors = stored(family(given), variables)
+    model = family(given)
+    tensors = stored(model, variables)
+    if source is not None:
+        published = safetensors.names(source)
+        own = {ours: theirs for theirs, ours in model.names(published).items()}
+        tensors = {own.get(name, name): x for name, x in tensors.items()}
+        model.warn_of(x for x in published if x not in tensors and model.is_head(x))
     folder.mkdir(parents=True, exist_ok=True)
     left = [] if source is None else carry(source, folder)
     safetensors.write_folder(folder, tensors)
     dtypes = {x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
+    # Types of 8 bits have no common type with others.
+    dtypes = {x for x in dtypes if x.itemsize > 1} or dtypes
     given = _set_dtype(given, np.result_type(*dtypes).name) if dtypes else given
     with safetensors.replacing(folder / CONFIG) as file:
         file.write(json.dumps(given, indent=2, default=str).encode())

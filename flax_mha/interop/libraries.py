@@ -21,6 +21,9 @@ from flax_mha.linen import MultiHeadAttention
 
 # With the epsilon of torch.nn.
 _NORM = layer_norm(1e-5)
+# The names in Keras' `.weights.h5` files.
+_KERAS_H5 = ("query_dense", "key_dense", "value_dense", "output_dense")
+_KERAS_VARS = ("/vars/0", "/vars/1")
 
 
 class Library(NamedTuple):
@@ -47,6 +50,9 @@ LIBRARIES = {
     "equinox": Library(("query_proj", "key_proj", "value_proj", "output_proj"), "each"),
     "haiku": Library(("query", "key", "value", "linear"), None, ("/w", "/b"), in_out),
     "keras": Library((*PROJECTIONS[:3], "attention_output"), None, ("/kernel", "/bias"), None),
+    "keras-h5": Library(_KERAS_H5, None, _KERAS_VARS, None),
+    "keras-h5-grouped": Library(tuple(f"_{x}" for x in _KERAS_H5), None, _KERAS_VARS, None),
+    "mlx": Library(("query_proj", "key_proj", "value_proj", "out_proj")),
     "timm": Library(("qkv", "qkv", "qkv", "proj"), "each"),
     "vit-pytorch": Library(("to_qkv", "to_qkv", "to_qkv", "to_out.0"), ("out",), norm="norm"),
     "x-transformers": Library(("to_q", "to_k", "to_v", "to_out"), ()),
@@ -56,15 +62,16 @@ LIBRARIES = {
 def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, dict[str, Any]]:
     """Return a module and its variables from the tensors of another library's attention layer.
 
-    Supported are `MultiHeadAttention` of d2l, Equinox, Haiku and Keras (with
-    `GroupQueryAttention`), and `Attention` of timm, x-transformers and vit-pytorch. vit-pytorch's
-    layer has a norm, so it becomes an `nn.Sequential` of `nn.LayerNorm` and the attention layer.
+    Supported are `MultiHeadAttention` of d2l, Equinox, Haiku, MLX and Keras (with
+    `GroupQueryAttention`, and from `.weights.h5` files), and `Attention` of timm, x-transformers
+    and vit-pytorch. vit-pytorch's layer has a norm, so it becomes an `nn.Sequential` of
+    `nn.LayerNorm` and the attention layer.
     Dropout rates and masks are not converted; options without a tensor must have their defaults.
 
     Args:
       tensors: the arrays by name: a state dict; Haiku's params; `{w.path: w.numpy() for w in
-        layer.weights}` of Keras; Equinox's by attribute, "query_proj.weight". A common prefix of
-        all names is ignored.
+        layer.weights}` of Keras; MLX's and Equinox's by attribute, "query_proj.weight". A common
+        prefix of all names is ignored.
       num_heads: N, the number of query heads.
 
     Raises:
@@ -72,20 +79,28 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
         shape; the error lists all of them.
     """
     checks.positive(num_heads=num_heads)
-    flat = {name: array(x) for name, x in flatten_dict(dict(tensors), sep="/").items()}
-    matches = [
-        (library, name.removesuffix(query))
-        for library in LIBRARIES.values()
-        for query in [library.names[0] + library.leaves[0]]
-        for name in flat
-        if f"/{name}".endswith((f".{query}", f"/{query}"))
-    ]
-    if not matches:
+    # Nested arrays of MLX and Equinox have names with dots.
+    for separator in "/.":
+        nested = flatten_dict(dict(tensors), sep=separator)
+        flat = {name: array(x) for name, x in nested.items()}
+        matches = [
+            (library, name.removesuffix(query))
+            for library in LIBRARIES.values()
+            for query in [library.names[0] + library.leaves[0]]
+            for name in flat
+            if f"/{name}".endswith((f".{query}", f"/{query}"))
+        ]
+        if matches:
+            break
+    else:
         raise ValueError(
             f"tensors must be those of one attention layer of {sorted(LIBRARIES)}, got "
             f"{sorted(flat)[:4]} …; use from_torch for torch.nn"
         )
-    library, start = matches[0]
+    # Equinox's and MLX's layers differ in the name of the output projection only.
+    library, start = max(
+        matches, key=lambda x: sum(f"{x[1]}{name}{x[0].leaves[0]}" in flat for name in x[0].names)
+    )
     kernel, bias = library.leaves
     names = [f"{start}{name}" for name in library.names]
     # Replace a missing kernel by the query's; `from_tensors` reports it with all other errors.
@@ -95,13 +110,19 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
         raise ValueError(f"kernels must have two axes or three, got {shapes}; do not reshape them")
     first, last = (-1, 0) if library.kernel is transposed else (0, -1)
     parts = names.count(names[0])
-    query, _, value = (x.size // x.shape[first] // parts for x in kernels[:3])
+    query, key, value = (x.size // x.shape[first] // parts for x in kernels[:3])
     K = kernels[1].shape[1] if library.kernel is None else num_heads
+    # Larger groups of x-transformers' heads have another order.
+    if library is LIBRARIES["x-transformers"] and key == query // num_heads:
+        K = 1
+    # vit-pytorch has no output projection if one head is as wide as the input.
+    full = library.norm is not None and num_heads == 1 and query == kernels[0].shape[first]
     with_bias = tuple(x for x, name in zip(PROJECTIONS, names, strict=True) if name + bias in flat)
     biased = (PROJECTIONS if with_bias else ()) if library.biased is None else library.biased
     layer = MultiHeadAttention(
         num_heads, num_kv_heads=K, head_dim=query // num_heads, v_head_dim=value // K,
-        out_features=kernels[3].shape[last], use_bias=with_bias if biased == "each" else biased,
+        out_features=None if full else kernels[3].shape[last], project_out=not full,
+        use_bias=with_bias if biased == "each" else biased,
     )  # fmt: skip
     module = layer if library.norm is None else nn.Sequential([_NORM, layer])
     inputs = kernels[:3] if library.norm is None else kernels[:1]
@@ -134,7 +155,9 @@ def to_layer(
             f"module must be an attention layer, for vit-pytorch an nn.Sequential of "
             f"nn.LayerNorm(1e-5) and one, got for {library} {checks.describe(module)}; give one"
         )
-    default(layer, MultiHeadAttention, LAYER, library)
+    # vit-pytorch has no output projection if one head is as wide as the input.
+    full = known.norm is not None and layer.num_heads == 1
+    default(layer.clone(project_out=full or layer.project_out), MultiHeadAttention, LAYER, library)
     try:
         family = Family(module, (), _rows(known, layer, prefix))
         tensors = table.to_tensors(family, variables)
@@ -151,6 +174,6 @@ def _rows(library: Library, layer: MultiHeadAttention, prefix: str) -> list[Tens
     rows, ours = [], ""
     if library.norm is not None:
         rows, ours = table.norm(f"{prefix}{library.norm}", "layers_0"), "layers_1"
-    names = [f"{prefix}{name}" for name in library.names]
+    names = [f"{prefix}{name}" for name in library.names[: 4 if layer.project_out else 3]]
     biases = [settings.has_bias(layer.use_bias, name) for name in PROJECTIONS]
     return rows + table.attention("", ours, names, biases, library.kernel, library.leaves)

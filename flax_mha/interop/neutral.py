@@ -139,7 +139,7 @@ def checked(make: Callable[[Config], Result], neutral: Neutral) -> Callable[[Con
         if unread := settings.unread(is_neutral):
             raise ValueError(
                 f"the config's settings must be known to this family, got {several(unread)}, which "
-                f"may change the outputs; delete them if the weights were trained without them"
+                f"may change the outputs; delete those that only describe files or training"
             )
         return result
 

@@ -25,7 +25,9 @@ from flax_mha.interop.checked_config import several, shown
 
 _DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu, "I64": np.int64, "I32": np.int32, "I16": np.int16,
+    "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
     "BOOL": np.bool_,
 }  # fmt: skip
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
@@ -72,6 +74,13 @@ def _read_index(path: Path) -> dict[str, str]:
     return index
 
 
+def names(path: Path) -> list[str]:
+    """Return the names of a folder's tensors; none if it has no weights."""
+    if (path / _FILE).is_file():
+        return [*read(path / _FILE)]
+    return [*_read_index(path)] if (path / _INDEX).is_file() else []
+
+
 def weight_files(path: Path) -> set[str]:
     """Return the names of the files that hold a folder's weights, with their index."""
     if not (path / _INDEX).is_file():
@@ -107,7 +116,8 @@ def read(path: Path) -> dict[str, np.ndarray]:
             # Blocks are read through this descriptor, as long as there are views of the file.
             data.descriptor = os.dup(file.fileno())
             weakref.finalize(data, os.close, data.descriptor)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # MLX writes null.
     if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
         raise ValueError(
             f"{path}: its __metadata__ must be an object of strings, got {shown(metadata)}; fetch "

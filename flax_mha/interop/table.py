@@ -3,7 +3,6 @@
 import fnmatch
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from flax_mha.base import checks
 from flax_mha.base.shapes import Shape
 from flax_mha.interop import device_put
 from flax_mha.interop.checked_config import several
@@ -186,10 +186,24 @@ class Family(NamedTuple):
         known, found = {row.theirs for row in self.rows}, dict[str, str]()
         for name in theirs:
             new = _modern(name)
-            for each in (name, new, new.removeprefix(self.prefix), self.prefix + new):
+            for each in (name, new, self.bare(name), self.prefix + new):
                 if each in known:
                     found.setdefault(name, each)
         return found
+
+    def bare(self, name: str) -> str:
+        """Return a tensor's name without the prefix."""
+        return _modern(name).removeprefix(self.prefix)
+
+    def is_head(self, name: str) -> bool:
+        """Return True if a tensor has no place in the module, and is left out."""
+        return any(fnmatch.fnmatchcase(self.bare(name), pattern) for pattern in self.heads)
+
+    def warn_of(self, heads: Iterable[str]) -> None:
+        """Warn of tensors that are left out, if there are any."""
+        if listed := ", ".join(sorted(heads)):
+            name = type(self.module).__name__
+            checks.warn(f"left out, as this {name} has no place for them: {listed}")
 
     def match(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
         """Return the tensors by their names in the table, the names of heads, and the errors."""
@@ -197,14 +211,14 @@ class Family(NamedTuple):
         matched, heads, errors = dict[str, Any](), list[str](), list[str]()
         copies = list[tuple[str, Any, str]]()
         for name, x in tensors.items():
-            match, bare = names.get(name), _modern(name).removeprefix(self.prefix)
+            match, bare = names.get(name), self.bare(name)
             if match is not None and match not in matched:
                 matched[match] = x
             elif match is not None:
                 errors.append(f"surplus {name}")
             elif (original := self.copies.get(name, self.copies.get(bare))) is not None:
                 copies.append((name, x, original))
-            elif any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.heads):
+            elif self.is_head(name):
                 heads.append(name)
             elif not any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.ignored):
                 errors.append(f"surplus {name}")
@@ -246,11 +260,7 @@ def from_tensors(
             f"the tensors do not fit the model of this config: {several(errors)}; take both from "
             f"one checkpoint"
         )
-    if heads:
-        warnings.warn(
-            f"left out, as this {type(family.module).__name__} has no place for them: "
-            f"{', '.join(sorted(heads))}", stacklevel=3,
-        )  # fmt: skip
+    family.warn_of(heads)
     joined = {path: parts[0] if len(parts) == 1 else join(parts) for path, parts in arrays.items()}
     return {"params": unflatten_dict(joined, sep="/")}
 
@@ -279,9 +289,15 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
     return {name: x.make() for name, x in stored(family, variables).items()}
 
 
+def parameters(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters by path, without the last level `value` of a restored state of nnx."""
+    flat = flatten_dict(variables["params"], sep="/")
+    return {path.removesuffix("/value"): x for path, x in flat.items()}
+
+
 def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint as `to_tensors` does, but compute each on demand."""
-    params = flatten_dict(variables["params"], sep="/")
+    params = parameters(variables)
     differing = {path for row in family.rows for path in row.paths} ^ params.keys()
     # Layers of other libraries are made from their parameters, without an example.
     for path, x in family.shapes().items() if family.example and not differing else ():

@@ -36,33 +36,41 @@ _STACK = ("scores", "input_norm", "kv_from")
 
 def from_torch(
     state_dict: Mapping[str, Any], num_heads: int, *, norm_first: bool = False,
-    activation: str | Activation = "relu", layer_norm_eps: float = 1e-5,
+    activation: str | Activation = "relu", layer_norm_eps: float = 1e-5, dropout: float = 0.0,
 ) -> tuple[Module, dict[str, Any]]:  # fmt: skip
     """Return a module and its variables from a state dict of `torch.nn`.
 
     Supported are `MultiheadAttention` (with `kdim` and `vdim` too), `TransformerEncoderLayer`,
     `TransformerEncoder`, `TransformerDecoderLayer` and `TransformerDecoder`. The modules take the
     batch first. Masks are arguments of the call, where True lets a query see a key; decoders are
-    causal. Dropout rates are 0; set them by `module.clone(...)`.
+    causal. A state dict has no options: give those that differ from the defaults below.
 
     Args:
       state_dict: the arrays by name, PyTorch's tensors or others.
       num_heads: N, the number of heads.
       norm_first: PyTorch's option of blocks.
-      activation: the activation of blocks; PyTorch's "gelu" is "gelu_exact".
+      activation: PyTorch's option of blocks, where "gelu" is exact (by erf); or a function.
       layer_norm_eps: PyTorch's option of blocks.
+      dropout: PyTorch's option of layers and blocks, whose default there is 0.1 in blocks.
 
     Raises:
+      TypeError: if `state_dict` is no mapping, such as a module.
       ValueError: if the state dict is of another layer, or has `bias_k` and `bias_v`. The option
         `add_zero_attn` is not supported, but a state dict does not show it.
     """
     checks.positive(num_heads=num_heads)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict must map names to arrays, got a {type(state_dict).__name__}; give "
+            f"module.state_dict(), and the module's options as arguments"
+        )
     tensors = {name: array(x) for name, x in state_dict.items()}
     prefix = next((prefix for prefix in _FIRST if f"{prefix}out_proj.weight" in tensors), None)
     if prefix is None:
         raise ValueError(
             f"state_dict must be of one attention layer, block or stack of torch.nn, got "
-            f"{sorted(tensors)[:4]} …; remove the prefix of the layer's names"
+            f"{sorted(tensors)[:4]} …; remove the prefix of the layer's names, and convert the "
+            f"encoder and the decoder of nn.Transformer one by one"
         )
     for name in tensors:
         if name.endswith(("bias_k", "bias_v")):
@@ -70,14 +78,22 @@ def from_torch(
                 f"state_dict must be of a layer without add_bias_kv, which has no counterpart "
                 f"here, got {name}; train one without it"
             )
-    layer = MultiHeadAttention(num_heads, use_bias=f"{prefix}out_proj.bias" in tensors)
+    features = [len(tensors[f"{prefix}out_proj.weight"])]
+    if features[0] % num_heads:
+        raise ValueError(
+            f"num_heads must divide the layer's {features[0]} features, got {num_heads}; give the "
+            f"number with which the layer was made"
+        )
+    layer = MultiHeadAttention(
+        num_heads, use_bias=f"{prefix}out_proj.bias" in tensors, dropout_rate=dropout
+    )
     options = {
-        "pre_norm": norm_first, "activation": activation, "norm_epsilon": layer_norm_eps,
+        "pre_norm": norm_first, "activation": "gelu_exact" if activation == "gelu" else activation,
+        "norm_epsilon": layer_norm_eps, "dropout_rate": dropout,
     }  # fmt: skip
     module: Module = layer
     if prefix:
         module = _blocks(layer, tensors, prefix.removesuffix("self_attn."), options)
-    features = [len(tensors[f"{prefix}out_proj.weight"])]
     if isinstance(module, DecoderBlock | Decoder):
         features *= 2
     separate = not prefix and "q_proj_weight" in tensors
@@ -125,10 +141,10 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
             f"{checks.describe(module)}; give one of these"
         )
     _check(module)
-    params = variables["params"]
+    params = table.parameters(variables)
     separate = False
     if isinstance(module, MultiHeadAttention):
-        separate = len({params[name]["kernel"].shape[0] for name in _INPUTS}) > 1
+        separate = len({params[f"{name}/kernel"].shape[0] for name in _INPUTS}) > 1
     tensors = table.to_tensors(table.Family(module, (), _rows(module, separate)), variables)
     for name, x in tensors.items():
         if name.endswith("in_proj_weight") and x.shape[0] != 3 * x.shape[1]:

@@ -229,14 +229,12 @@ def vit_pytorch(config: Config) -> table.Family:
     D, heads, has_token = config["dim"], config["heads"], config["pool"] == "cls"
     if config["pool"] not in ("cls", "mean"):
         raise ValueError(f"the config's pool must be 'cls' or 'mean', got {shown(config['pool'])}")
-    if heads == 1 and config["dim_head"] == D:
-        raise ValueError(
-            f"the config's heads must be more than 1 with dim_head=dim, where vit-pytorch has no "
-            f"output projection, got 1 with dim_head={D}; set more heads, or another dim_head"
-        )
+    projects = heads > 1 or config["dim_head"] != D
     size = grid(config)
     block = EncoderBlock(
-        MultiHeadAttention(heads, head_dim=config["dim_head"], use_bias=("out",)),
+        MultiHeadAttention(
+            heads, head_dim=config["dim_head"], use_bias=("out",), project_out=projects
+        ),
         config["mlp_dim"], activation="gelu_exact", norm_epsilon=1e-5,
     )  # fmt: skip
     module = Classifier(
@@ -244,7 +242,7 @@ def vit_pytorch(config: Config) -> table.Family:
         config["num_classes"] or None, class_tokens=int(has_token),
         pooling="first" if has_token else "mean",
     )  # fmt: skip
-    layer, names = "transformer.layers.{}", LIBRARIES["vit-pytorch"].names
+    layer, names = "transformer.layers.{}", LIBRARIES["vit-pytorch"].names[: 3 + projects]
     rows = [
         *table.parts("to_patch_embedding", "embedding", {
             "1": "patches_norm", "2": "patches", "3": "norm"

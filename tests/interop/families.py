@@ -76,9 +76,9 @@ def text(model: Any, config: Any) -> Case:
     return Case(model, config, {"input_ids": IDS}, (IDS,))
 
 
-def towers(model: Any, config: Any, at: np.ndarray) -> Case:
+def towers(model: Any, config: Any) -> Case:
     given = {"input_ids": IDS, "pixel_values": IMAGES}
-    return Case(model, config, given, (IMAGES.transpose(0, 2, 3, 1), IDS, at))
+    return Case(model, config, given, (IMAGES.transpose(0, 2, 3, 1), IDS))
 
 
 def image(model: Any, config: Any) -> Case:
@@ -86,7 +86,6 @@ def image(model: Any, config: Any) -> Case:
 
 
 both = {"text_config": TEXT, "vision_config": TOWER}
-last = np.full(len(IDS), IDS.shape[1] - 1)
 CASES = {
     "bert": text(hf.BertModel, hf.BertConfig(**TEXT)),
     "roberta": text(hf.RobertaModel, hf.RobertaConfig(**TEXT)),
@@ -136,8 +135,8 @@ CASES = {
         hf.DINOv3ViTModel,
         hf.DINOv3ViTConfig(**TOWER, use_gated_mlp=True, hidden_act="silu", key_bias=True),
     ),
-    "clip": towers(hf.CLIPModel, hf.CLIPConfig(**both, projection_dim=16), np.argmax(IDS, -1)),
-    "siglip": towers(hf.SiglipModel, hf.SiglipConfig(**both), last),
+    "clip": towers(hf.CLIPModel, hf.CLIPConfig(**both, projection_dim=16)),
+    "siglip": towers(hf.SiglipModel, hf.SiglipConfig(**both)),
     "gpt2": text(hf.GPT2LMHeadModel, hf.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
         eos_token_id=2,

@@ -74,9 +74,9 @@ def timm(**options: Any) -> Theirs:
     ), (X,))  # fmt: skip
 
 
-def vit_pytorch() -> Theirs:
+def vit_pytorch(heads: int = N, dim_head: int = 6) -> Theirs:
     vit = pytest.importorskip("vit_pytorch.vit", reason="needs vit-pytorch")
-    return of_torch(lambda torch: vit.Attention(D, N, dim_head=6), (X,))
+    return of_torch(lambda torch: vit.Attention(D, heads, dim_head=dim_head), (X,))
 
 
 def whole_vit_pytorch() -> Theirs:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs the extra families")
 hf = pytest.importorskip("transformers", reason="needs the extra families")
 
 from flax_mha import interop  # noqa: E402
-from flax_mha.interop import neutral  # noqa: E402
+from flax_mha.interop import neutral, safetensors  # noqa: E402
 from tests.interop.families import (  # noqa: E402
     DECODER,
     IDS,
@@ -20,7 +20,6 @@ from tests.interop.families import (  # noqa: E402
     WHISPER,
     Case,
     image,
-    last,
     make,
     text,
 )
@@ -45,10 +44,6 @@ YARN = {
 }  # fmt: skip
 
 
-def texts(model: Any, config: Any) -> Case:
-    return Case(model, config, {"input_ids": IDS}, (IDS, last))
-
-
 CASES = {
     "xlm-roberta": text(hf.XLMRobertaModel, hf.XLMRobertaConfig(**TEXT)),
     "camembert": text(hf.CamembertModel, hf.CamembertConfig(**TEXT)),
@@ -64,9 +59,12 @@ CASES = {
         hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, mlp_bias=False, use_gated_mlp=True)
     ),
     "clip's images": image(hf.CLIPVisionModel, hf.CLIPVisionConfig(**TOWER)),
-    "clip's texts": texts(hf.CLIPTextModel, hf.CLIPTextConfig(**TEXT)),
+    "clip's texts": text(hf.CLIPTextModel, hf.CLIPTextConfig(**TEXT)),
+    "clip's texts to their end": text(
+        hf.CLIPTextModel, hf.CLIPTextConfig(**TEXT | {"eos_token_id": int(IDS[1, 3])})
+    ),
     "siglip's images": image(hf.SiglipVisionModel, hf.SiglipVisionConfig(**TOWER)),
-    "siglip's texts": texts(hf.SiglipTextModel, hf.SiglipTextConfig(**TEXT)),
+    "siglip's texts": text(hf.SiglipTextModel, hf.SiglipTextConfig(**TEXT)),
     "whisper scaled": Case(
         hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER, scale_embedding=True),
         {"input_features": SOUND, "decoder_input_ids": IDS}, (SOUND.transpose(0, 2, 1), IDS),
@@ -113,15 +111,20 @@ def test_aliases_match_transformers(name: str, tmp_path: Any) -> None:
     theirs = make(case)
     theirs.save_pretrained(tmp_path / "theirs")
     module, variables = interop.load(tmp_path / "theirs")
-    got = jax.tree.leaves(jax.jit(module.apply)(variables, *case.ours))[-1]
+    got = jax.tree.leaves(jax.jit(module.apply)(variables, *case.ours))
     with torch.no_grad():
         want = theirs(**{key: torch.tensor(x) for key, x in case.given.items()})
-    pooled = "s" if "'" in name else ""
-    expected = want.pooler_output if pooled else want[0]
+    expected = (want[0], want.pooler_output) if "'" in name else want[:1]
+    for ours, x in zip(got, expected, strict=True):
+        assert error(ours, x.numpy()) < 1e-5
     if name == "clip's texts":
-        expected = want.last_hidden_state[:, -1]
-    assert error(got, expected.numpy()) < 1e-5
-    # Save it back.
+        _, third = module.apply(variables, IDS, at=np.array([2, 2]))
+        assert error(third, want[0][:, 2].numpy()) < 1e-5
+    # Save it back, under the same names.
+    interop.save(tmp_path / "theirs", variables, tmp_path / "again")
+    theirs_names, names = (safetensors.names(tmp_path / x) for x in ("theirs", "again"))
+    unread = {x for x in theirs_names if "pooler" in x or x.endswith("mask_token")}
+    assert {*names} == {*theirs_names} - unread
     config = case.config.to_dict() | {"architectures": [type(theirs).__name__]}
     interop.save(config, variables, tmp_path / "ours")
     again = dict(type(theirs).from_pretrained(tmp_path / "ours").named_parameters())

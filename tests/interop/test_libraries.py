@@ -2,13 +2,17 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
+import flax_mha.nnx
 from flax_mha import MultiHeadAttention, interop, masks, positions
 from tests.interop.libraries import (
     D,
@@ -34,7 +38,12 @@ CASES: dict[str, tuple[str, Callable[[], Theirs]]] = {
     "timm, sizes and biases": ("timm", lambda: timm(qkv_bias=True, attn_head_dim=6, dim_out=9)),
     "timm, no bias": ("timm", lambda: timm(proj_bias=False)),
     "vit-pytorch": ("vit-pytorch", vit_pytorch),
+    "vit-pytorch, one head": ("vit-pytorch", lambda: vit_pytorch(1, D)),
+    "vit-pytorch, one narrow head": ("vit-pytorch", lambda: vit_pytorch(1)),
     "x-transformers": ("x-transformers", lambda: x_transformers(dim_head=6)),
+    "x-transformers, shared keys": ("x-transformers", lambda: x_transformers(
+        dim_head=6, value_dim_head=5, kv_heads=1
+    )),
     "x-transformers, sizes": ("x-transformers", lambda: x_transformers(
         (X, V, V), dim_head=6, value_dim_head=5, dim_context=20, dim_out=9
     )),
@@ -57,7 +66,7 @@ def test_layer_matches_library(name: str) -> None:
     library, make = CASES[name]
     theirs = make()
     want = np.asarray(theirs.run(theirs.arrays, *theirs.given))
-    module, variables = interop.from_layer(theirs.arrays, N)
+    module, variables = interop.from_layer(theirs.arrays, 1 if "one" in name else N)
     assert error(jax.jit(module.apply)(variables, *theirs.given), want) < 2e-6
     back = interop.to_layer(module, variables, library, theirs.prefix)
     assert back.keys() == theirs.arrays.keys()
@@ -83,14 +92,48 @@ def test_unsupported_library_arrays_raise(told: str) -> None:
         interop.from_layer(REFUSED_BY_NAME[told]().arrays, N)
 
 
-def test_nested_haiku_params_are_accepted() -> None:
-    theirs = haiku()
-    nested: dict[str, dict[str, Any]] = {}
-    for name, x in theirs.arrays.items():
-        path, _, leaf = name.rpartition("/")
+@pytest.mark.parametrize(("library", "separator"), [("haiku", "/"), ("mlx", "."), ("equinox", ".")])
+def test_nested_arrays_are_accepted(library: str, separator: str) -> None:
+    arrays, nested = made(library), dict[str, dict[str, Any]]()
+    for name, x in arrays.items():
+        path, _, leaf = name.rpartition(separator)
         nested.setdefault(path, {})[leaf] = x
-    flat, found = (interop.from_layer(x, N)[1] for x in (theirs.arrays, nested))
+    flat, found = (interop.from_layer(x, N)[1] for x in (arrays, nested))
     jax.tree.map(np.testing.assert_array_equal, found, flat)
+
+
+@pytest.mark.parametrize("name", ["keras-h5", "keras-h5-grouped"])
+def test_names_in_keras_files_are_known(name: str, tmp_path: Path) -> None:
+    CASES["keras"][1]()  # Sets Keras' backend, or skips.
+    h5py, keras = pytest.importorskip("h5py"), pytest.importorskip("keras")
+    x, is_grouped = keras.Input((5, D)), name == "keras-h5-grouped"
+    kinds = keras.layers
+    layer = kinds.GroupQueryAttention(6, N, 2) if is_grouped else kinds.MultiHeadAttention(N, 6)
+    model = keras.Model(x, layer(x, x))
+    model.save_weights(tmp_path / "a.weights.h5")
+    arrays: dict[str, Any] = {}
+    with h5py.File(tmp_path / "a.weights.h5") as file:
+        file.visititems(lambda key, x: arrays.update({key: x[()]} if hasattr(x, "dtype") else {}))
+    module, variables = interop.from_layer(arrays, N)
+    by_path = interop.from_layer({w.path: w.numpy() for w in layer.weights}, N)
+    assert module == by_path[0]
+    jax.tree.map(np.testing.assert_array_equal, variables, by_path[1])
+    start = f"layers/{layer.name}/"
+    assert interop.to_layer(module, variables, name, start).keys() == arrays.keys()
+
+
+def test_states_that_orbax_restored_lose_their_last_level(tmp_path: Path) -> None:
+    module, variables = layer(True)
+    own = flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
+    nnx.update(own, variables["params"])
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "state", nnx.state(own))
+    checkpointer.wait_until_finished()
+    restored = {"params": checkpointer.restore(tmp_path / "state")}
+    assert "value" in restored["params"]["query"]["kernel"]
+    for convert in (interop.to_torch, lambda *given: interop.to_layer(*given, "keras")):
+        found, want = convert(module, restored), convert(module, variables)
+        jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 def test_equinox_mask_convention_matches() -> None:

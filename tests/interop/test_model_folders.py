@@ -15,6 +15,7 @@ import pytest
 from experiments.convert import convert
 from flax_mha import interop
 from flax_mha.interop import safetensors
+from tests.interop.odd_configs import CONFIGS
 from tests.interop.test_files import CONFIG, variables
 from tests.interop.test_odd_files import INDEX, to_shards
 
@@ -96,6 +97,24 @@ def test_weights_of_the_same_folder_are_replaced(folder: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, interop.load(folder)[1], variables())
     assert texts_of(folder) == BESIDE
     assert model == interop.load(folder)[0]
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_tensors_keep_their_names(prefix: str, tmp_path: Path) -> None:
+    config = CONFIGS["dinov3"]
+    interop.save(config, variables(config), tmp_path)
+    tensors = {x: np.array(y) for x, y in safetensors.read_folder(tmp_path).items()}
+    assert "layer.0.norm1.weight" in tensors
+    mask = {"embeddings.mask_token": np.zeros((1, 1, 16), np.float32)}
+    safetensors.write(
+        tmp_path / "model.safetensors", mask | {prefix + x: tensors[x] for x in tensors}
+    )
+    left = "has no place for them: embeddings.mask_token$"
+    with pytest.warns(UserWarning, match=left):
+        found = interop.load(tmp_path)[1]
+    with pytest.warns(UserWarning, match=left):
+        interop.save(tmp_path, found)
+    assert {*safetensors.names(tmp_path)} == {prefix + x for x in tensors}
 
 
 def test_links_into_a_cache_are_copied_and_kept(folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -45,7 +46,7 @@ def read(path: Path, header: Any, size: int = 16) -> dict[str, np.ndarray]:
 
 def test_tensors_in_any_order_and_empty_ones_are_read(tmp_path: Path) -> None:
     empty = {"dtype": "F32", "shape": [0, 3], "data_offsets": [8, 8]}
-    header = {"__metadata__": {"format": "pt"}, "b": Y, "c": empty, "a": X}
+    header = {"__metadata__": None, "b": Y, "c": empty, "a": X}  # MLX writes null.
     tensors = read(tmp_path, header)
     assert [*tensors] == ["b", "c", "a"]
     assert [x.tobytes()[:1] for x in tensors.values()] == [b"\x08", b"", b"\x00"]
@@ -87,6 +88,21 @@ def test_false_headers_raise(header: Any, size: int, words: str, tmp_path: Path)
         read(tmp_path, header, size)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_tensors_are_read_and_written(dtype: str, tmp_path: Path) -> None:
+    tensors = jax.tree.map(lambda x: x.astype(dtype), variables())
+    interop.save(CONFIG, tensors, tmp_path)
+    for wide in (None, "float32"):
+        found = interop.load(tmp_path, dtype=wide)[1]
+        assert {x.dtype.name for x in jax.tree.leaves(found)} == {wide or dtype}
+        same = lambda x, y: np.testing.assert_array_equal(x, y.astype(x.dtype))  # noqa: E731
+        jax.tree.map(same, found, tensors)
+    scaled = safetensors.read(tmp_path / "model.safetensors") | {"a.weight_scale_inv": np.ones(1)}
+    safetensors.write(tmp_path / "model.safetensors", scaled)
+    with pytest.raises(ValueError, match=r"quantized, got the scales a\.weight_scale_inv; load"):
+        interop.load(tmp_path)
 
 
 def to_shards(path: Path) -> dict[str, str]:

@@ -88,9 +88,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def other_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a state dict does not contain, in our names."""
-    found = {name: x for name, x in options.items() if name != "bias"}
-    return found | ({"activation": "gelu_exact"} if "activation" in found else {})
+    """Return the options that a state dict does not contain."""
+    return {name: x for name, x in options.items() if name != "bias"}
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -144,8 +143,11 @@ ATTENTION = torch.nn.MultiheadAttention
     [
         (lambda: (ATTENTION(D, N, add_bias_kv=True).state_dict(), N), "add_bias_kv.* bias_k"),
         (lambda: (torch.nn.Linear(2, 2).state_dict(), N), r"got \['bias', 'weight'\]"),
-        (lambda: (torch.nn.Transformer(D, N, 1, 1, 8).state_dict(), N), "remove the prefix"),
-        (lambda: (ATTENTION(D, N).state_dict(), 3), "3"),
+        (
+            lambda: (torch.nn.Transformer(D, N, 1, 1, 8).state_dict(), N),
+            "prefix.* decoder of nn.Tr",
+        ),
+        (lambda: (ATTENTION(D, N).state_dict(), 3), "num_heads must divide the layer's 16 feat"),
         (lambda: (ATTENTION(D, N).state_dict(), 0), "num_heads must be at least 1"),
         (lambda: ({**ATTENTION(D, N).state_dict(), "more": np.ones(1)}, N), "surplus more"),
         (lambda: ({"out_proj.weight": np.ones((D, D))}, N), "missing in_proj_weight"),
@@ -156,7 +158,15 @@ def test_wrong_state_dicts_raise(given: Any, told: str) -> None:
         interop.from_torch(*given())
 
 
+def test_dropout_reaches_layers_and_blocks() -> None:
+    block = torch.nn.TransformerEncoderLayer(D, N, 24)
+    ours, _ = interop.from_torch(block.state_dict(), N, dropout=0.25)
+    assert ours.dropout_rate == ours.attention.dropout_rate == 0.25
+
+
 def test_other_objects_raise() -> None:
+    with pytest.raises(TypeError, match=r"got a Linear; give module.state_dict\(\)"):
+        interop.from_torch(torch.nn.Linear(2, 2), N)
     with pytest.raises(TypeError, match="module must be an attention layer"):
         interop.to_torch(3, {})
 

@@ -21,6 +21,7 @@ SIZE: dict[str, Any] = {
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "as it is": {}, "mean": {"pool": "mean"}, "features": {"num_classes": 0, "dim_head": 6},
+    "one head": {"heads": 1, "dim_head": 16},
     "not square": {"patch_size": (4, 2), "image_size": (16, 8)},
 }  # fmt: skip
 
@@ -46,15 +47,13 @@ def test_vit_matches_vit_pytorch(name: str, tmp_path: Any) -> None:
     assert error(gradient.transpose(0, 3, 1, 2), images.grad.numpy()) < 1e-4
     actual = to_tensors(family, variables)
     for key, x in arrays(theirs).items():
-        if x.size:  # Skip an empty cls_token.
-            np.testing.assert_array_equal(actual.pop(key), x)
+        np.testing.assert_array_equal(actual.pop(key), x)
     assert not actual
     interop.save(config, variables, tmp_path)
     _, loaded = interop.load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, loaded, variables)
 
 
-@pytest.mark.parametrize("change", [{"pool": "max"}, {"heads": 1, "dim_head": 16}], ids=str)
-def test_unsupported_options_raise(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"the config's {next(iter(change))}"):
-        interop.family({"model_type": "vit_pytorch", **SIZE, **change})
+def test_unsupported_options_raise() -> None:
+    with pytest.raises(ValueError, match="the config's pool"):
+        interop.family({"model_type": "vit_pytorch", **SIZE, "pool": "max"})
