@@ -13,10 +13,20 @@ import jax.numpy as jnp
 
 from flax_mha.analysis.circuits import parameters
 from flax_mha.analysis.watching import watch
-from flax_mha.base import shapes
+from flax_mha.base import checks, shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
 from flax_mha.models.stacks import Place
+
+# The fields with which logits are linear in the captured parts.
+_MODEL = (
+    "embedding", "decoder", "tied", "position_embedding", "dropout_rate", "logits_scale",
+)  # fmt: skip
+_STACK = ("num_layers", "block", "scan", "scores", "input_norm", "final_norm", "kv_from")
+_BLOCK = (
+    "attention", "cross_attention", "mlp_dim", "norm", "pre_norm", "activation", "gated",
+    "dropout_rate", "remat", "norm_epsilon", "mlp_bias", "parallel", "mlp",
+)  # fmt: skip
 
 
 def logit_lens(model: LanguageModel, variables: Any, tokens: Any, **kwargs: Any) -> jax.Array:
@@ -113,18 +123,16 @@ def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
 
 def _check_linear(model: LanguageModel, norm: Any) -> None:
     """Check that logits are linear in the outputs of heads and MLPs, with a norm frozen."""
-    blocks, linear = model.decoder.blocks, isinstance(norm, nn.LayerNorm | nn.RMSNorm | None)
-    refused = {
-        "logits_cap": model.logits_cap,
-        "layer_scale": any(block.layer_scale is not None for block in blocks),
-        "branch_norm": any(block.branch_norm for block in blocks),
-        "norms after the sum": any(block.post_norm for block in blocks),
-        "a norm of another kind": not linear,
-    }
-    if got := [name for name, is_set in refused.items() if is_set]:
+    got = {*checks.unhandled(model, _MODEL), *checks.unhandled(model.decoder, _STACK)}
+    for block in model.decoder.blocks:
+        got |= checks.unhandled(block, _BLOCK).keys()
+        got |= {"norms after the sum"} if block.post_norm else set()
+    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm | None):
+        got |= {"a norm of another kind"}
+    if got:
         raise ValueError(
             f"shares in logits need residual branches that are added unchanged, and logits linear "
-            f"in their sum, got a model with {' and '.join(got)}; remove heads by edits instead, "
+            f"in their sum, got a model with {' and '.join(sorted(got))}; remove heads by edits instead, "
             f"and compare outputs"
         )
 

@@ -19,6 +19,7 @@ from flax import struct
 from flax.core import meta
 
 from flax_mha.base import checks
+from flax_mha.layer.settings import NEUTRAL
 from flax_mha.layer.standard import Attention
 from flax_mha.positions import Rotary
 from flax_mha.positions.rope_scaling import Growing
@@ -95,9 +96,10 @@ def qk(
         include the biases. Without, all biases are left out.
 
     Raises:
-      ValueError: if scores are no such forms, as with a norm of queries and keys.
+      ValueError: if scores are no such forms, as with a norm of queries and keys, or with `scores`.
     """
-    _check(layer, p, ("query", "key"), ("qk_norm", "normalize_qk"))
+    handled = ("rotary", "scale", "sinks", "normalizer", "gate", "exclusive", "project_out")
+    _check(layer, p, ("query", "key"), handled)
     q, k = (_fold(p[name], norm, biases) for name in ("query", "key"))
     if (rotary := layer.rotary) is not None:
         if not isinstance(rotary, Rotary) or isinstance(rotary.scaling, Growing):
@@ -124,9 +126,10 @@ def ov(
     bias b_O of the output belongs to no head.
 
     Raises:
-      ValueError: if outputs are no such products, as with a gate.
+      ValueError: if outputs are no such products, as with `gate` or `exclusive`.
     """
-    _check(layer, p, ("value", "out"), ("gate",))
+    handled = ("rotary", "scores", "scale", "sinks", "normalizer", "qk_norm", "normalize_qk")
+    _check(layer, p, ("value", "out"), handled)
     v, out = jnp.swapaxes(_fold(p["value"], norm, biases), 0, 1), p["out"]["kernel"]
     return Factored(jnp.repeat(v, len(out) // len(v), axis=0), out)
 
@@ -163,15 +166,16 @@ def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: boo
     return jnp.concatenate([scaled, bias[None]])
 
 
-def _check(layer: Any, p: Mapping[str, Any], needed: tuple[str, ...], no: tuple[str, ...]) -> None:
+def _check(
+    layer: Any, p: Mapping[str, Any], needed: tuple[str, ...], handled: tuple[str, ...]
+) -> None:
     """Check that a layer is attention whose parameters alone make the circuit."""
     if not isinstance(layer, Attention) or type(layer).compute is not Attention.compute:
         raise ValueError(f"layer must be a MultiHeadAttention, got {type(layer).__name__}")
+    for name, value in checks.unhandled(layer, (*NEUTRAL, *handled)).items():
+        raise ValueError(
+            f"a circuit of weights alone needs a layer without {name}, got {value!r}; read the "
+            f"layer's values with Capture, or clone the layer without {name}"
+        )
     if missing := [name for name in needed if name not in p]:
         raise ValueError(f"p must be the layer's parameters, got {sorted(p)} without {missing}")
-    for name in no:
-        if getattr(layer, name):
-            raise ValueError(
-                f"a circuit of weights alone needs a layer without {name}, got "
-                f"{getattr(layer, name)!r}; read the layer's values with Capture"
-            )

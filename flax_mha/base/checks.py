@@ -13,7 +13,7 @@ import inspect
 import math
 import typing
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -271,6 +271,20 @@ def fields(module: Any) -> None:
             precision(name, x)
         elif name.endswith("rate"):
             rate(name, x)
+
+
+def unhandled(module: Any, handled: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a module that differ from their defaults and are not in `handled`."""
+    fields = {field.name: field.default for field in dataclasses.fields(module)}
+    values = {
+        name: (getattr(module, name), default)
+        for name, default in fields.items()
+        if name not in ("parent", "name", *handled)
+    }
+    return {
+        name: value for name, (value, default) in values.items()
+        if value is not default and (type(value) is not type(default) or value != default)
+    }  # fmt: skip
 
 
 def choice(name: str, value: Any, choices: dict[str, Choice]) -> Choice:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib.version
 
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
 _QKV = "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v"
@@ -24,6 +25,9 @@ _TILE = "q k v segment_ids sinks logsumexp do di * bq bkv is_mqa mask_info mask_
 # Before JAX 0.12, the offsets of packed keys counted query heads instead of key/value heads, which
 # is wrong for grouped queries (JAX's issue 39521).
 PACKED_GROUPS = jax.__version_info__ >= (0, 12)
+# Before jaxlib 0.11.2, XLA aborts at the gradients of two `jax.shard_map`s in a row that leave
+# axes of several devices Auto.
+SHARDED_SUBGROUPS = jaxlib.version.__version_info__ >= (0, 11, 2)
 
 # The private names of each part of this package, by module. A function that is called has its
 # arguments: positional ones in order, then `*` and the keyword arguments, with ? if some versions

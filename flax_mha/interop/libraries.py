@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from flax_mha.base import checks
 from flax_mha.interop import table
 from flax_mha.interop.table import PROJECTIONS, Family, Layout, TensorRule, in_out, transposed
-from flax_mha.interop.torch_layers import LAYER, array, default
+from flax_mha.interop.torch_layers import array, check_layer
 from flax_mha.layer import settings
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
@@ -157,7 +157,7 @@ def to_layer(
         )
     # vit-pytorch has no output projection if one head is as wide as the input.
     full = known.norm is not None and layer.num_heads == 1
-    default(layer.clone(project_out=full or layer.project_out), MultiHeadAttention, LAYER, library)
+    check_layer(layer.clone(project_out=full or layer.project_out), library)
     try:
         family = Family(module, (), _rows(known, layer, prefix))
         tensors = table.to_tensors(family, variables)

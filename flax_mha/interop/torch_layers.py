@@ -14,6 +14,8 @@ import numpy as np
 from flax_mha.base import checks
 from flax_mha.interop import table
 from flax_mha.layer.qk_norm import layer_norm
+from flax_mha.layer.settings import NEUTRAL, has_bias
+from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
@@ -25,13 +27,12 @@ Module: TypeAlias = MultiHeadAttention | Block | Stack
 _INPUTS = table.PROJECTIONS[:3]
 # The prefix of the first attention layer in a stack, in a block and alone.
 _FIRST = ("layers.0.self_attn.", "self_attn.", "")
-# The fields that torch.nn and other libraries do not support; each must have its default.
-LAYER = (
-    "scores", "scale", "rotary", "qk_norm", "normalize_qk", "gate", "sinks", "normalizer",
-    "attention_fn", "project_out",
+# The fields of blocks and stacks that torch.nn supports, or that no state dict has.
+_BLOCK = (
+    "attention", "mlp_dim", "norm", "activation", "dropout_rate", "remat", "norm_epsilon",
+    "cross_attention",
 )  # fmt: skip
-_BLOCK = ("gated", "branch_norm", "parallel", "layer_scale", "mlp")
-_STACK = ("scores", "input_norm", "kv_from")
+_STACK = ("num_layers", "block", "final_norm")
 
 
 def from_torch(
@@ -158,7 +159,7 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
 def _check(module: Any) -> None:
     """Check that torch.nn would compute the same as a module."""
     if isinstance(module, Stack):
-        default(module, Stack, _STACK)
+        check_fields(module, _STACK)
         if not isinstance(module.block, Block):
             raise ValueError(
                 f"block must be one block for torch.nn, got {checks.describe(module.block)}; give "
@@ -166,7 +167,10 @@ def _check(module: Any) -> None:
             )
         _check(module.block)
     elif isinstance(module, Block):
-        default(module, Block, _BLOCK)
+        pre_norm = ("pre_norm",) if isinstance(module.pre_norm, bool) else ()
+        biased = has_bias(module.attention.use_bias, "out")
+        mlp_bias = ("mlp_bias",) if module.mlp_bias == biased else ()
+        check_fields(module, (*_BLOCK, *pre_norm, *mlp_bias))
         if module.norm != "layernorm" and not isinstance(module.norm, nn.LayerNorm):
             raise ValueError(
                 f"norm must be a LayerNorm for torch.nn, got {module.norm!r}; give 'layernorm'"
@@ -175,17 +179,24 @@ def _check(module: Any) -> None:
         if isinstance(module, DecoderBlock) and module.cross_attention is not None:
             _check(module.cross_attention)
     else:
-        default(module, MultiHeadAttention, LAYER)
+        check_layer(module)
 
 
-def default(module: Any, cls: Any, names: tuple[str, ...], library: str = "torch.nn") -> None:
-    """Check that the fields `names` have the defaults of `cls`, as the library has no others."""
-    for name in names:
-        if getattr(module, name) != getattr(cls, name):
-            raise ValueError(
-                f"{library} has no {cls.__name__} with {name}, got {getattr(module, name)!r}; "
-                f"leave it out"
-            )
+def check_layer(layer: Any, library: str = "torch.nn") -> None:
+    """Check that a library has layers that compute the same as an attention layer."""
+    if type(layer).compute is not Attention.compute:
+        raise ValueError(
+            f"{library} has no {type(layer).__name__}; give a flax_mha.MultiHeadAttention"
+        )
+    check_fields(layer, NEUTRAL, library)
+
+
+def check_fields(module: Any, handled: tuple[str, ...], library: str = "torch.nn") -> None:
+    """Check that the fields that are not `handled` have their defaults."""
+    for name, value in checks.unhandled(module, handled).items():
+        raise ValueError(
+            f"{library} has no {type(module).__name__} with {name}, got {value!r}; leave it out"
+        )
 
 
 def _rows(module: Module, separate: bool) -> list[table.TensorRule]:

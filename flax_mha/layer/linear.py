@@ -21,7 +21,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.sharding import PartitionSpec
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import checks, private_jax, shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.kernels.chips.tpus import SHORT, SHORTEST
 from flax_mha.sharding import LogicalNames, rules
@@ -218,6 +218,9 @@ def _gather_kernel(
     spec = rules.keep_axes(spec, axes)
     # XLA:CPU aborts at sums of half precision over devices that a `jax.shard_map` transposes to.
     aborts = x.dtype.itemsize < 4 and sharding.platform() == "cpu"
+    if not private_jax.SHARDED_SUBGROUPS:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        aborts |= any(size > 1 for axis, size in sizes.items() if axis not in axes)
     if aborts or not any(spec):
         return fn(x, sharding.constrain(kernel, names))
 

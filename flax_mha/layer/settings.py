@@ -23,6 +23,15 @@ from flax_mha.signatures.attention_fn import attention_fn
 from flax_mha.taps.tap import Tap
 
 ZEROS = nn.initializers.zeros_init()
+# The fields of linen and nnx layers that change no number of a trained layer without dropout, or
+# only the mask or the shapes of parameters. A function that reads a layer adds those that it knows.
+NEUTRAL = (
+    "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
+    "head_dim", "v_head_dim", "mask", "kernel", "dropout_rate", "broadcast_dropout",
+    "deterministic", "decode", "cache", "capture", "use_bias", "dtype", "param_dtype", "precision",
+    "kernel_init", "out_kernel_init", "bias_init", "out_bias_init", "force_fp32_for_softmax",
+    "partitioned",
+)  # fmt: skip
 PROJECTIONS = ("query", "key", "value", "out", "output_gate")
 
 

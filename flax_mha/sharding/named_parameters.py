@@ -25,6 +25,15 @@ class Named(nn.LogicallyPartitioned):
         del apply_constraint
         return self.value
 
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
+        """Add the axis of a Flax transformation, with no name if `metadata_params` have none."""
+        index %= len(self.names) + 1  # Flax inserts names at a negative index one place too early.
+        return super().add_axis(index, {nn.PARTITION_NAME: None} | params)
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Any:
+        """Remove an axis that `add_axis` has added."""
+        return super().remove_axis(index, {nn.PARTITION_NAME: None} | params)
+
 
 def named(init: Initializer, names: rules.LogicalNames, partitioned: bool = False) -> Initializer:
     """Return an initializer of parameters with logical axis names, one or None for each axis.

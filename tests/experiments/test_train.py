@@ -85,7 +85,9 @@ def test_several_seeds_report_their_spread(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(0, slow=0.3)
 def test_sharded_demo_matches_one_device(tmp_path: Path) -> None:
-    done = call("--config=configs/digits_sharded.py", f"--workdir={tmp_path / 'run'}", *SMALL)
+    # Two layers: XLA has aborted at the gradients of two gathers in a row.
+    flags = (*SMALL, "--config.model.num_layers=2", f"--workdir={tmp_path / 'run'}")
+    done = call("--config=configs/digits_sharded.py", *flags)
     assert done.returncode == 0, done.stderr
     assert "cores serve as 8 devices" in done.stdout
     assert "data=2, fsdp=2, model=2" in done.stdout

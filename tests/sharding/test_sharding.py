@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, sharding
+from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, interop, sharding
 from tests.support.meshes import KINDS, collectives
 
 X = jax.device_put(np.random.default_rng(0).normal(size=(4, 6, 32)).astype(np.float32))
@@ -50,6 +50,42 @@ def test_parameters_are_initialized_sharded(mesh) -> None:
     }
     kernel = variables["params"]["query"]["kernel"]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 2, 4)}
+
+
+class Repeated(nn.Module):
+    """Flax's layer under a transformation without `metadata_params`."""
+
+    transformation: str
+    axis: int
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"variable_axes": {"params": self.axis}, "split_rngs": {"params": True}}
+        if self.transformation == "remat_scan":
+            del options["split_rngs"]
+            return nn.remat_scan(nn.MultiHeadDotProductAttention, (2, 3), **options)(8)(x)
+        if self.transformation == "vmap":
+            options |= {"in_axes": None, "axis_size": 3}
+            return nn.vmap(nn.MultiHeadDotProductAttention, **options)(8)(x)
+        layer = nn.MultiHeadDotProductAttention(8)
+        return nn.scan(lambda m, x, _: (m(x), None), length=3, **options)(layer, x, None)[0]
+
+
+@pytest.mark.sampled(0.25)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("transformation", ["scan", "vmap", "remat_scan"])
+def test_transformed_layers_are_initialized_sharded(transformation, axis, kind) -> None:
+    model = interop.swap(Repeated(transformation, axis))
+    wanted = model.init(jax.random.key(1), X)
+    with jax.set_mesh(make_mesh(KINDS[kind])), nn.logical_axis_rules(sharding.RULES):
+        got = sharding.init(model, jax.random.key(1), X)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    kernel = next(x for name, x in specs(got).items() if name.endswith("query/kernel"))
+    at = {0: -2, 1: -2, -1: 1}[axis]
+    assert kernel[at] == "model"
+    assert sum(name is not None for name in kernel) == 1
 
 
 @pytest.mark.sampled(0.25, slow=0.2)
