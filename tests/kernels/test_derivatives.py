@@ -162,16 +162,17 @@ def test_first_and_second_derivatives_match_differences(name: str, half: int) ->
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
-def test_hidden_nan_reaches_no_tangent() -> None:
+@pytest.mark.parametrize("kernel", ["checkpointed", "reference"])
+def test_huge_hidden_numbers_reach_no_tangent(kernel: str) -> None:
     """The tangent of a fully masked query is 0."""
     rng = np.random.default_rng(0)
     q, k, v, t = (jnp.asarray(rng.normal(size=(2, 20, 2, 8)), jnp.float32) for _ in range(4))
     lengths = jnp.array([13, 0])
     hidden = jnp.arange(20)[None, :, None, None] >= lengths[:, None, None, None]
-    poisoned = (q, jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v))
+    poisoned = (q, jnp.where(hidden, 3e38, k), jnp.where(hidden, -3e38, v))
 
     def attend(*qkv: jax.Array) -> jax.Array:
-        return dot_product_attention(*qkv, mask=Lengths(lengths), kernel="checkpointed")
+        return dot_product_attention(*qkv, mask=Lengths(lengths), kernel=kernel)
 
     @jax.jit
     def run(*qkv: jax.Array) -> Any:
@@ -188,6 +189,46 @@ def test_hidden_nan_reaches_no_tangent() -> None:
     assert_near((out, tangent, second), clean, 1e-6)
     for x in second:
         np.testing.assert_array_equal(x[1], 0)
+
+
+LOOPS: dict[str, Any] = {
+    "map": jax.lax.map,
+    "vmap": lambda f, x: jax.vmap(f)(x),
+    "scan": lambda f, x: jax.lax.scan(lambda c, y: (c + f(c + y), f(y)), x[0], x)[0],
+}
+UNROLLED: dict[str, Any] = {
+    "map": lambda f, x: jnp.stack([*map(f, x)]),
+    "vmap": lambda f, x: jnp.stack([*map(f, x)]),
+    "scan": lambda f, x: functools.reduce(lambda c, y: c + f(c + y), x, x[0]),
+}
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kernel", ["checkpointed", "reference", "blockwise"])
+def test_second_derivatives_in_a_loop_match_the_unrolled_form(kernel: str, loop: str) -> None:
+    """Over several tiles. `blockwise` has derivatives of gradients."""
+    rng = np.random.default_rng(0)
+    x, t = (jnp.asarray(rng.normal(size=(2, 1, 600, 1, 4)), jnp.float32) for _ in range(2))
+
+    def attend(x: jax.Array) -> jax.Array:
+        return dot_product_attention(x, x, x, mask=Causal(), kernel=kernel)
+
+    @jax.jit
+    def second(x: jax.Array, t: jax.Array) -> list[Any]:
+        found = []
+        for run in (LOOPS[loop], UNROLLED[loop]):
+            pull = jax.grad(lambda x, run=run: (jnp.sin(run(attend, x)) ** 2).sum())
+            found.append(
+                (
+                    jax.jvp(pull, (x,), (t,))[1],
+                    jax.grad(lambda x, pull=pull: jnp.vdot(pull(x), t))(x),
+                )
+            )
+        return found
+
+    got, want = second(x, t)
+    assert_near(got, want)
 
 
 @pytest.mark.slow

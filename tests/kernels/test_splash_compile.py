@@ -55,6 +55,20 @@ def compiled(generation, length, N, K, H, attend, dtype=jnp.bfloat16, spec=None,
         return program.lower(q, k, k, ids).compile()
 
 
+@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("setting", ["tensorfloat32", "highest"])
+@pytest.mark.parametrize("kernel", ["flex", "short", "splash"])
+def test_kernels_compile_in_every_setting_of_precision(
+    tpu, kernel: str, setting: str, dtype: str
+) -> None:
+    def attend(q, k, v, ids):
+        return dot_product_attention(q, k, v, mask=Causal(), kernel=kernel)
+
+    with jax.default_matmul_precision(setting):
+        compiled("v5e", 256, 2, 2, 64, attend, jnp.dtype(dtype))
+
+
 # Each call for one generation, and for each generation the call that has everything.
 @pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize(
