@@ -22,8 +22,8 @@ _AXES: dict[type, dict[str, int]] = {
     scores.TransformerXL: {"content_bias": -2, "position_bias": -2, "kernel": -2},
 }  # fmt: skip
 _WITHOUT_HEADS = (
-    masks.AtLeast, masks.Causal, masks.Dilated, masks.Documents, masks.Keys, masks.Lengths, masks.Neighborhood,
-    masks.Prefix, masks.Segments, masks.Window, scores.SoftCap,
+    masks.AtLeast, masks.Causal, masks.Dilated, masks.Documents, masks.Keys, masks.Lengths,
+    masks.Neighborhood, masks.Prefix, masks.Segments, masks.Window, scores.SoftCap,
 )  # fmt: skip
 _JOINED = (masks.And, masks.Or, masks.Not)
 
