@@ -57,7 +57,7 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
             place, words = source / _WEIGHTS, f"{type(error).__name__}: {command.line(error)}"
             raise RunError(f"{place} must be a checkpoint of Orbax, got {words:.200}") from error
         if dtype is not None:
-            dtype = checks.dtype("dtype", dtype, "a floating dtype")
+            dtype = checks.dtype("dtype", dtype)
             variables = _cast(variables, dtype)
         interop.save(config, variables, target)
         left = carry(source, target, ignored=(_WEIGHTS,))

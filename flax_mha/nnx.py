@@ -129,7 +129,7 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
     if name == "kv":
         tree = tree.get_value() if hasattr(tree, "get_value") else tree
         tree = collection.restore(tree, as_cache_config(layer.cache).window(layer.mask))
-        is_held = jax.tree.structure(held, _is_field) == jax.tree.structure(tree, _is_field)
+        is_held = len({jax.tree.structure(x, _is_field) for x in (held, tree)}) == 1
         if is_held and all(jax.tree.leaves(jax.tree.map(_fits, held, tree, is_leaf=_is_field))):
             # Of each variable its own method: `nnx.var_defaults` may have made it of another class.
             jax.tree.map(lambda old, new: old.set_value(new), held, tree, is_leaf=_is_field)

@@ -83,10 +83,10 @@ class KVCache(Slots, Struct):
         heads = (*batch, num_kv_heads, slots)
         # Two arrays, because one array cannot be donated twice.
         is_plain = form.largest is None
-        scales = (None if is_plain else jnp.zeros(heads, jnp.float32) for _ in range(2))
+        scales = [None if is_plain else jnp.zeros(heads, jnp.float32) for _ in range(2)]
         return cls(
             jnp.zeros((*heads, head_dim), form.dtype), jnp.zeros((*heads, v_head_dim), form.dtype),
-            jnp.zeros(batch, jnp.int32), *scales,
+            jnp.zeros(batch, jnp.int32), scales[0], scales[1],
             None if window is None else jnp.zeros(batch, jnp.int32), window,
         )  # fmt: skip
 

@@ -195,7 +195,7 @@ def _visit(
     vectors = _vectors(dims, q[..., :rows, :], k, spec, total.dtype) if spec.vectors else None
     # A weight times a scale may be beyond float16, and is rounded more than the stored value.
     is_scaled = isinstance(v, Stored) and v.scale is not None
-    v_dtype = jnp.bfloat16 if is_scaled and q.dtype == jnp.float16 else q.dtype
+    v_dtype = jnp.dtype(jnp.bfloat16) if is_scaled and q.dtype == jnp.float16 else q.dtype
     (k, k_scale), (v, v_scale) = _split_scale(k, q.dtype), _split_scale(v, v_dtype)
     by_head = (*dims.B, dims.K, rows)
     dot = functools.partial(dot, dtype=total.dtype, precision=spec.precision)
