@@ -102,6 +102,8 @@ def from_torch(
         features += [tensors[f"{name}_proj_weight"].shape[-1] for name in "kv"]
     example = tuple(np.zeros((1, 1, D), np.float32) for D in features)
     family = table.Family(module, example, _rows(module, separate))
+    if dropout:  # To find the shapes, a module is initialized without a key of dropout.
+        return module, from_torch(state_dict, num_heads, norm_first=norm_first)[1]
     return module, table.from_tensors(family, tensors)
 
 
