@@ -126,14 +126,16 @@ def _check_linear(model: LanguageModel, norm: Any) -> None:
     got = {*checks.unhandled(model, _MODEL), *checks.unhandled(model.decoder, _STACK)}
     for block in model.decoder.blocks:
         got |= checks.unhandled(block, _BLOCK).keys()
-        got |= {"norms after the sum"} if block.post_norm else set()
+        layers = (block.attention, getattr(block, "cross_attention", None))
+        got |= {"project_out"} if any(x and not x.project_out for x in layers) else set()
+        got |= {"norms after the sum (pre_norm)"} if block.post_norm else set()
     if not isinstance(norm, nn.LayerNorm | nn.RMSNorm | None):
         got |= {"a norm of another kind"}
     if got:
         raise ValueError(
             f"shares in logits need residual branches that are added unchanged, and logits linear "
-            f"in their sum, got a model with {' and '.join(sorted(got))}; remove heads by edits instead, "
-            f"and compare outputs"
+            f"in their sum, got a model with {' and '.join(sorted(got))}; remove heads by edits "
+            f"instead, and compare outputs"
         )
 
 

@@ -19,7 +19,7 @@ from flax import struct
 from flax.core import meta
 
 from flax_mha.base import checks
-from flax_mha.layer.settings import NEUTRAL
+from flax_mha.layer.settings import unhandled
 from flax_mha.layer.standard import Attention
 from flax_mha.positions import Rotary
 from flax_mha.positions.rope_scaling import Growing
@@ -172,7 +172,7 @@ def _check(
     """Check that a layer is attention whose parameters alone make the circuit."""
     if not isinstance(layer, Attention) or type(layer).compute is not Attention.compute:
         raise ValueError(f"layer must be a MultiHeadAttention, got {type(layer).__name__}")
-    for name, value in checks.unhandled(layer, (*NEUTRAL, *handled)).items():
+    for name, value in unhandled(layer, handled).items():
         raise ValueError(
             f"a circuit of weights alone needs a layer without {name}, got {value!r}; read the "
             f"layer's values with Capture, or clone the layer without {name}"

@@ -14,7 +14,7 @@ import numpy as np
 from flax_mha.base import checks
 from flax_mha.interop import table
 from flax_mha.layer.qk_norm import layer_norm
-from flax_mha.layer.settings import NEUTRAL, has_bias
+from flax_mha.layer.settings import has_bias, unhandled
 from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder
@@ -161,7 +161,7 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
 def _check(module: Any) -> None:
     """Check that torch.nn would compute the same as a module."""
     if isinstance(module, Stack):
-        check_fields(module, _STACK)
+        refuse(module, checks.unhandled(module, _STACK))
         if not isinstance(module.block, Block):
             raise ValueError(
                 f"block must be one block for torch.nn, got {checks.describe(module.block)}; give "
@@ -172,7 +172,7 @@ def _check(module: Any) -> None:
         pre_norm = ("pre_norm",) if isinstance(module.pre_norm, bool) else ()
         biased = has_bias(module.attention.use_bias, "out")
         mlp_bias = ("mlp_bias",) if module.mlp_bias == biased else ()
-        check_fields(module, (*_BLOCK, *pre_norm, *mlp_bias))
+        refuse(module, checks.unhandled(module, (*_BLOCK, *pre_norm, *mlp_bias)))
         if module.norm != "layernorm" and not isinstance(module.norm, nn.LayerNorm):
             raise ValueError(
                 f"norm must be a LayerNorm for torch.nn, got {module.norm!r}; give 'layernorm'"
@@ -190,12 +190,12 @@ def check_layer(layer: Any, library: str = "torch.nn") -> None:
         raise ValueError(
             f"{library} has no {type(layer).__name__}; give a flax_mha.MultiHeadAttention"
         )
-    check_fields(layer, NEUTRAL, library)
+    refuse(layer, unhandled(layer), library)
 
 
-def check_fields(module: Any, handled: tuple[str, ...], library: str = "torch.nn") -> None:
-    """Check that the fields that are not `handled` have their defaults."""
-    for name, value in checks.unhandled(module, handled).items():
+def refuse(module: Any, fields: Mapping[str, Any], library: str = "torch.nn") -> None:
+    """Raise an error that names a field, if there is one."""
+    for name, value in fields.items():
         raise ValueError(
             f"{library} has no {type(module).__name__} with {name}, got {value!r}; leave it out"
         )

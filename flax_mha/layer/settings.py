@@ -23,8 +23,8 @@ from flax_mha.signatures.attention_fn import attention_fn
 from flax_mha.taps.tap import Tap
 
 ZEROS = nn.initializers.zeros_init()
-# The fields of linen and nnx layers that change no number of a trained layer without dropout, or
-# only the mask or the shapes of parameters. A function that reads a layer adds those that it knows.
+# Fields of linen and nnx layers that change only the mask, dropout, or the shapes of parameters. A
+# function that reads a layer adds those that it handles.
 NEUTRAL = (
     "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
     "head_dim", "v_head_dim", "mask", "kernel", "dropout_rate", "broadcast_dropout",
@@ -45,6 +45,12 @@ def has_bias(use_bias: bool | Sequence[str], name: str) -> bool:
             f"{use_bias!r}"
         )
     return name in use_bias
+
+
+def unhandled(layer: Any, handled: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields that a function which handles `NEUTRAL` and `handled` must refuse."""
+    default = ("attention_fn",) if layer.custom_attention is None else ()
+    return checks.unhandled(layer, (*NEUTRAL, *handled, *default))
 
 
 def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:

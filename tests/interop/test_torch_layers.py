@@ -188,7 +188,7 @@ REFUSED = {
     "gated": EncoderBlock(LAYER, 8, gated=True),
     "rotary in a block": EncoderBlock(MultiHeadAttention(N, rotary=positions.Rotary()), 8),
     "block must be one block": Encoder(2, (EncoderBlock(LAYER, 8), EncoderBlock(LAYER, 12))),
-    "Stack with scores": Encoder(1, EncoderBlock(LAYER, 8), scores=(scores.Alibi(),)),
+    "Encoder with scores": Encoder(1, EncoderBlock(LAYER, 8), scores=(scores.Alibi(),)),
 }
 
 

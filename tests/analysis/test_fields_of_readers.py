@@ -1,0 +1,143 @@
+"""Functions that read a layer, a block or a stack know each of its fields, or refuse it by name."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import (
+    Decoder,
+    DecoderBlock,
+    EncoderBlock,
+    LanguageModel,
+    MultiHeadAttention,
+    analysis,
+    interop,
+    masks,
+    models,
+    positions,
+    scores,
+)
+from flax_mha.layer.qk_norm import QKNorm
+from tests.support.oracle import error, random_like
+
+X, D = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 16)), jnp.float32), 16
+TOKENS = jnp.arange(6)[None]
+LAYER = MultiHeadAttention(4)
+# Values that change what a layer computes. All other fields are in `SAME`.
+OF_LAYER: dict[str, Any] = {
+    "num_kv_heads": 2, "head_dim": 3, "v_head_dim": 3, "rotary": positions.Rotary(),
+    "scores": (scores.SoftCap(0.1),), "scale": 2.0, "sinks": True, "normalizer": "sigmoid",
+    "qk_norm": QKNorm("rmsnorm"), "gate": "head", "exclusive": True, "use_bias": ("query",),
+    "project_out": False, "normalize_qk": True, "qkv_features": 8, "out_features": 24,
+    "attention_fn": lambda query, key, value, **_: 2 * value,
+}  # fmt: skip
+OF_BLOCK: dict[str, Any] = {
+    "pre_norm": ("mlp",), "gated": True, "mlp_bias": False, "branch_norm": True,
+    "parallel": True, "layer_scale": 0.5, "output_scale": 0.5,
+}  # fmt: skip
+SAME = set(
+    """num_heads mask kernel dropout_rate broadcast_dropout deterministic decode cache capture dtype
+    param_dtype precision kernel_init out_kernel_init bias_init out_bias_init partitioned parent
+    force_fp32_for_softmax name attention mlp_dim mlp norm activation dropout_rate remat
+    norm_epsilon""".split()
+)
+
+
+def test_tables_have_all_fields() -> None:
+    for cls, table in ((MultiHeadAttention, OF_LAYER), (EncoderBlock, OF_BLOCK)):
+        names = {x.name for x in dataclasses.fields(cls) if "dot_general" not in x.name}
+        assert {x for x in names if not x.endswith("einsum_cls")} - SAME == {*table}
+
+
+def variables_of(module: Any, *inputs: Any) -> Any:
+    return random_like(jax.eval_shape(module.init, jax.random.key(0), *inputs))
+
+
+def by_torch(module: Any) -> float:
+    values = variables_of(module, X)
+    back, read = interop.from_torch(interop.to_torch(module, values), 4, norm_first=True,
+                                    activation="gelu", layer_norm_eps=1e-6)  # fmt: skip
+    return error(back.apply(read, X), module.apply(values, X))
+
+
+def by_keras(layer: Any) -> float:
+    values = variables_of(layer, X)
+    back, read = interop.from_layer(interop.to_layer(layer, values, "keras"), 4)
+    return error(back.apply(read, X), layer.apply(values, X))
+
+
+def by_ov(layer: Any) -> float:
+    values = variables_of(layer, X[:, :1])
+    p = values["params"]
+    with_one = jnp.append(X[0, 0], 1.0)
+    own = with_one @ analysis.ov(layer, p, biases=True).dense().sum(0) + p["out"].get("bias", 0)
+    # A token alone has the weight 1, but for sinks and normalizers.
+    captured = layer.clone(sinks=False, normalizer="softmax")
+    return error(own, captured.apply(values, X[:, :1])[0, 0])
+
+
+def by_qk(layer: Any) -> float:
+    from flax_mha import Capture
+
+    values = variables_of(layer, X[:, :1])
+    watched = layer.clone(capture=Capture(("scores",)))
+    _, state = watched.apply(values, X[:, :1], mutable="intermediates")
+    (seen,) = state["intermediates"]["attention_scores"]
+    x = jnp.append(X[0, 0], 1.0)
+    form = analysis.qk(layer, values["params"], distance=0, biases=True).dense()
+    return error(jnp.einsum("d,nde,e->n", x, form, x), seen[0, :, 0, 0])
+
+
+def by_logits(part: Any) -> float:
+    block = part
+    if isinstance(part, MultiHeadAttention):
+        block = DecoderBlock(part, 24)
+    model = LanguageModel(models.TokenEmbedding(11, D), Decoder(2, block))
+    values = variables_of(model, TOKENS)
+    shares = analysis.attribute_logits(model, values, TOKENS, TOKENS)
+    total = sum(x.sum(-1) if x.ndim == 3 else x for x in shares.values())
+    return error(
+        total, jnp.take_along_axis(model.apply(values, TOKENS), TOKENS[..., None], -1)[..., 0]
+    )
+
+
+def by_pruning(layer: Any) -> float:
+    values = variables_of(layer, X)
+    smaller, fewer = analysis.prune(layer, values, {"": (0, 1)})
+    wanted = layer.apply(values, X, head_mask=jnp.array([0.0, 0, 1, 1]))
+    return error(smaller.apply(fewer, X), wanted)
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("name", OF_LAYER)
+@pytest.mark.parametrize("read", [by_torch, by_keras, by_ov, by_qk, by_logits, by_pruning])
+def test_fields_of_layers(read: Any, name: str) -> None:
+    check(read, name, LAYER.clone(**{name: OF_LAYER[name]}))
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("name", OF_BLOCK)
+@pytest.mark.parametrize("read", [by_torch, by_logits])
+def test_fields_of_blocks(read: Any, name: str) -> None:
+    kind = EncoderBlock if read is by_torch else DecoderBlock
+    check(read, name, kind(LAYER, 24).clone(**{name: OF_BLOCK[name]}))
+
+
+def check(read: Any, name: str, module: Any) -> None:
+    """Check that a function gives the right numbers, or an error about the field."""
+    refusal = ""
+    try:
+        assert read(module) < 1e-5
+    except ValueError as error:
+        refusal = str(error)
+    about = (name, "sizes and biases", "num_heads", "features")
+    assert not refusal or any(x in refusal for x in about), refusal
+
+
+@pytest.mark.parametrize("mask", [masks.AtLeast(np.arange(6) // 2)])
+def test_masks_without_heads_stay(mask: Any) -> None:
+    assert by_pruning(LAYER.clone(mask=mask)) < 1e-5
