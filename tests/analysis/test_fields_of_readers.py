@@ -39,11 +39,12 @@ OF_BLOCK: dict[str, Any] = {
     "pre_norm": ("mlp",), "gated": True, "mlp_bias": False, "branch_norm": True,
     "parallel": True, "layer_scale": 0.5, "output_scale": 0.5,
 }  # fmt: skip
-SAME = set(
-    """num_heads mask kernel dropout_rate broadcast_dropout deterministic decode cache capture dtype
-    param_dtype precision kernel_init out_kernel_init bias_init out_bias_init partitioned parent
-    force_fp32_for_softmax name attention mlp_dim mlp norm activation dropout_rate remat
-    norm_epsilon""".split()
+SAME = {
+    "num_heads", "mask", "kernel", "dropout_rate", "broadcast_dropout", "deterministic", "decode",
+    "cache", "capture", "dtype", "param_dtype", "precision", "kernel_init", "out_kernel_init",
+    "bias_init", "out_bias_init", "partitioned", "parent", "force_fp32_for_softmax", "name",
+    "attention", "mlp_dim", "mlp", "norm", "activation", "remat", "norm_epsilon",
+}  # fmt: skip
 )
 
 
