@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flax_mha import (
+    Capture,
     Decoder,
     DecoderBlock,
     EncoderBlock,
@@ -45,7 +46,6 @@ SAME = {
     "bias_init", "out_bias_init", "partitioned", "parent", "force_fp32_for_softmax", "name",
     "attention", "mlp_dim", "mlp", "norm", "activation", "remat", "norm_epsilon",
 }  # fmt: skip
-)
 
 
 def test_tables_have_all_fields() -> None:
@@ -82,8 +82,6 @@ def by_ov(layer: Any) -> float:
 
 
 def by_qk(layer: Any) -> float:
-    from flax_mha import Capture
-
     values = variables_of(layer, X[:, :1])
     watched = layer.clone(capture=Capture(("scores",)))
     _, state = watched.apply(values, X[:, :1], mutable="intermediates")
