@@ -23,6 +23,7 @@ from flax_mha.linen import MultiHeadAttention
 _NORM = layer_norm(1e-5)
 # The names in Keras' `.weights.h5` files.
 _KERAS_H5 = ("query_dense", "key_dense", "value_dense", "output_dense")
+_KERAS_GROUPED = ("_query_dense", "_key_dense", "_value_dense", "_output_dense")
 _KERAS_VARS = ("/vars/0", "/vars/1")
 
 
@@ -51,7 +52,7 @@ LIBRARIES = {
     "haiku": Library(("query", "key", "value", "linear"), None, ("/w", "/b"), in_out),
     "keras": Library((*PROJECTIONS[:3], "attention_output"), None, ("/kernel", "/bias"), None),
     "keras-h5": Library(_KERAS_H5, None, _KERAS_VARS, None),
-    "keras-h5-grouped": Library(tuple(f"_{x}" for x in _KERAS_H5), None, _KERAS_VARS, None),
+    "keras-h5-grouped": Library(_KERAS_GROUPED, None, _KERAS_VARS, None),
     "mlx": Library(("query_proj", "key_proj", "value_proj", "out_proj")),
     "timm": Library(("qkv", "qkv", "qkv", "proj"), "each"),
     "vit-pytorch": Library(("to_qkv", "to_qkv", "to_qkv", "to_out.0"), ("out",), norm="norm"),
