@@ -60,19 +60,11 @@ class Mask(PairRule):
 
     def max_lookback(self) -> int | None:
         """Return the maximum of i − j over the pairs that may attend, or None if unknown."""
-        return self.reach()
+        return None
 
     def block_shape(self) -> tuple[int, int] | None:
         """Return the block size (queries, keys) of a block-sparse mask, or None."""
-        return self.grain()
-
-    def reach(self) -> int | None:
-        """Return `max_lookback`, with the name of version 0.3."""
-        return None if type(self).max_lookback is Mask.max_lookback else self.max_lookback()
-
-    def grain(self) -> tuple[int, int] | None:
-        """Return `block_shape`, with the name of version 0.3."""
-        return None if type(self).block_shape is Mask.block_shape else self.block_shape()
+        return None
 
     def dense(
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,

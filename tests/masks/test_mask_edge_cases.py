@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention
-from flax_mha.kernels.xla.tile_plan import smallest_blocks
-from flax_mha.masks import BlockSparse, Causal, Predicate, Window
+from flax_mha.masks import Causal, Predicate, Window
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
@@ -35,20 +34,3 @@ def test_show_and_dense_take_positions() -> None:
     table = Window(2, 0).dense(1, 4, (2,), q_positions=at, kv_positions=[4, 1, 2, 3])
     distance = at[:, None, :, None] - np.array([4, 1, 2, 3])
     np.testing.assert_array_equal(table, (distance >= 0) & (distance <= 2))
-
-
-class Named(Causal):
-    """A user-defined mask with methods under their names of 0.3."""
-
-    def reach(self) -> int:
-        return 3
-
-    def grain(self) -> tuple[int, int]:
-        return 16, 32
-
-
-def test_names_of_0_3_still_work() -> None:
-    mask = Window(5) & Named()
-    assert mask.max_lookback() == 3
-    assert (mask | Window(9)).max_lookback() == (mask | Window(9)).reach() == 9
-    assert smallest_blocks(mask & BlockSparse([[0]], 8, 64)) == (8, 32)
