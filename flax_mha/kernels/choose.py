@@ -156,11 +156,6 @@ class Explanation(NamedTuple):
     tile: tuple[int, int] | None = None
     why: str | None = None
 
-    @property
-    def way(self) -> str | None:
-        """The strategy, under its name in 0.3."""
-        return self.strategy
-
     def __hash__(self) -> int:  # JAX hashes it as part of a tree's structure.
         return hash((self.chosen, *self.refused, self.strategy))
 

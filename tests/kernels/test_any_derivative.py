@@ -222,8 +222,8 @@ def test_usp_refuses_forward_mode() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     x = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
     with jax.set_mesh(mesh), nn.logical_axis_rules([("length", ("data", "model"))]):
-        assert explain(x, x, x).way == "usp"
-        assert explain(x, x, x, kernel="checkpointed").way == "all_gather"
+        assert explain(x, x, x).strategy == "usp"
+        assert explain(x, x, x, kernel="checkpointed").strategy == "all_gather"
         refused = explain(x, x, x, kernel="checkpointed", normalizer="sigmoid").refused["usp"]
         assert "merges parts of a softmax" in refused
         with kernels.any_derivative():
@@ -235,14 +235,14 @@ def test_ring_refuses_forward_mode() -> None:
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
     rules = changed(heads=None, kv_heads=None, batch=None, length="model", mlp=None, vocab=None)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        assert explain(x, x, x).way == "ring"
+        assert explain(x, x, x).strategy == "ring"
         tangent = jax.jit(lambda x: jax.jvp(lambda x: dot_product_attention(x, x, x), (x,), (x,)))
         with pytest.raises(TypeError, match=r"forward mode .*, got 'ring'"):
             tangent.lower(x)
         told = explain(x, x, x, kernel="checkpointed")
-        assert (told.way, told.chosen) == ("all_gather", "checkpointed")
+        assert (told.strategy, told.chosen) == ("all_gather", "checkpointed")
         with kernels.any_derivative():
-            assert explain(x, x, x).way == "all_gather"
+            assert explain(x, x, x).strategy == "all_gather"
             assert "not every derivative" in explain(x, x, x, kernel="ring").refused["ring"]
 
 

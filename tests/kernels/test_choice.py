@@ -212,7 +212,7 @@ def test_explain_names_strategy_and_kernel_of_ring() -> None:
     x = jax.ShapeDtypeStruct((2, 512, 3, 64), jnp.float32)
     with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "context")]):
         found = explain(x, x, x, mask=Causal())
-    assert (found.way, found.chosen) == ("ring", "reference")
+    assert (found.strategy, found.chosen) == ("ring", "reference")
     assert "3 query heads" in found.refused["ulysses"]
 
 
@@ -239,4 +239,4 @@ def test_explain_of_ring_for_another_platform(
         monkeypatch.setattr(sharding, "platform", lambda at_hand=at_hand: at_hand)
         with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "context")]):
             found = explain(x, x, x, mask=mask, platform=platform)
-        assert (found.way, found.chosen) == ("ring", chosen), at_hand
+        assert (found.strategy, found.chosen) == ("ring", chosen), at_hand

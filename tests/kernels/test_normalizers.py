@@ -219,7 +219,7 @@ def test_ring_refuses_normalizers() -> None:
         nn.logical_axis_rules([("length", "context"), ("kv_length", "context")]),
     ):
         told = explain(x, x, x, normalizer="sigmoid")
-        assert told.way != "ring"
+        assert told.strategy != "ring"
         with pytest.raises(ValueError, match="merges parts of a softmax"):
             dot_product_attention(x, x, x, normalizer="sigmoid", kernel="ring")
 

@@ -187,7 +187,7 @@ def test_explain_of_ring_matches_compiled_program(
             found.append((told, compiled.dumped(call)[0]))
     (told, on_cpu), (told_there, on_gpu) = found
     assert told == told_there
-    assert told.way == "ring"
+    assert told.strategy == "ring"
     assert "__cudnn$" not in on_cpu
     assert told.chosen == "cudnn"
     assert ("__cudnn$fmhaScaleBias" in on_gpu) == (mask != masks.Causal())

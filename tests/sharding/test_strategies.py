@@ -23,7 +23,7 @@ def test_auto_takes_the_best_strategy(kind: str) -> None:
 
     def way(N: int, K: int, **more: Any) -> str | None:
         q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=at) for n in (N, K))
-        return explain(q, k, k, **more).way
+        return explain(q, k, k, **more).strategy
 
     mesh, leave = on(kind, FOUR)
     at = NamedSharding(mesh, P(None, "model", "data") if kind == "Explicit" else P())
@@ -40,7 +40,7 @@ def test_auto_takes_the_best_strategy(kind: str) -> None:
     finally:
         leave()
     q = jnp.ones((B, T, N, H))
-    assert explain(q, q, q).way is None
+    assert explain(q, q, q).strategy is None
     assert "ring" not in str(explain(q, q, q))
 
 
