@@ -441,9 +441,3 @@ def stack(
     for name, layer in layers.items():
         rows += attention(f"{theirs}.{name}", f"{block}/{layer}", heads, biases)
     return per_layer(count, rows + parts(theirs, block, names, bias))
-
-
-# Names in version 0.3, for tables outside this package.
-Row = TensorRule
-Axes = Layout
-FLAT, each, straight, one_of_many = FLATTENED, per_layer, in_out, expert
