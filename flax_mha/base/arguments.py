@@ -12,15 +12,6 @@ _TITLE = r"(?m)^(Args:\n|Attributes:\n)"
 # The description of one argument in a docstring with its further lines, and the name in it.
 _ENTRY = re.compile(r"^(  \**(\w+): .*(?:\n    .*)*)", re.MULTILINE)
 
-# The names of 0.2, and their replacements.
-_RENAMED = {
-    "cache_dtype": "cache=CacheConfig(dtype)",
-    "cache_window": "cache=CacheConfig(slots=tokens)",
-    "capture_heads": "capture=Capture(names, heads=indices)",
-    "capture_queries": "capture=Capture(names, queries=indices)",
-    "use_out_bias": 'use_bias=("out",), with the names of all projections that have a bias',
-}
-
 # Arguments of Flax's layers and of transformers that must be None, by their remedies.
 _NONE_ALONE = {
     "keep Flax's layer, with attention_fn=flax_mha.attention_fn": (
@@ -40,10 +31,8 @@ _REMEDIES = {name: remedy for remedy, names in _NONE_ALONE.items() for name in n
 
 
 def check_given(owner: str, given: Mapping[str, Any]) -> None:
-    """Refuse names of earlier releases, and values of arguments that Flax's layers alone have."""
+    """Refuse values of arguments that Flax's layers alone have."""
     for name, value in given.items():
-        if name in _RENAMED:
-            raise TypeError(f"{owner} no longer takes {name}; write {_RENAMED[name]}")
         if name in _REMEDIES and value is not None:
             got = type(value).__name__
             raise TypeError(f"{owner} takes {name}=None alone, got {got}; {_REMEDIES[name]}")

@@ -51,7 +51,7 @@ class Attention(Settings):
     if not TYPE_CHECKING:  # Type checkers and editors show the fields.
 
         def __new__(cls, *args: Any, **fields: Any) -> Self:
-            """Refuse earlier names of fields, and values that only Flax's layers take."""
+            """Refuse values that only Flax's layers take."""
             check_given(cls.__name__, fields)
             return super().__new__(cls)
 

@@ -374,9 +374,6 @@ KERNEL: list[Case] = [
             q_positions=2**70),
     *kernel("large positions", ValueError, r"kv_positions must fit int32, got -1180591620717",
             kv_positions=[-(2**70)] * 4),
-    *kernel("an argument of 0.2", TypeError,
-            r"no longer takes capture_heads; write capture=Capture\(names, heads=",
-            capture=Capture(("lse",)), capture_heads=(0,)),
     *kernel("an unknown argument", TypeError, r"takes no maks; give one of \['bias', .*'mask'",
             maks=masks.Causal()),
     *kernel("a described mask", TypeError, r"a mask must be an array, got a jax.ShapeDtypeStruct",
@@ -576,12 +573,6 @@ LAYER: list[Case] = [
     *[layer(f"{name} of 8 bits", TypeError, rf"{name} must be .* with at least 16 bits a "
             r"number, got float8_e4m3fn; give jnp.bfloat16", **{name: jnp.float8_e4m3fn})
       for name in ("dtype", "param_dtype")],
-    *[(f"layer: {name} of 0.2", lambda name=name: MultiHeadAttention(2, **{name: 1}), TypeError,
-       rf"MultiHeadAttention no longer takes {name}; write {new}")
-      for name, new in (
-          ("use_out_bias", r"use_bias=\(\"out\",\)"), ("cache_dtype", r"cache=CacheConfig\(dtype"),
-          ("cache_window", r"cache=CacheConfig\(slots"), ("capture_heads", "capture=Capture"),
-          ("capture_queries", "capture=Capture"))],
     layer("described lengths", TypeError, r"lengths must be an array, got a jax.ShapeDtypeStruct",
           call={"lengths": jax.ShapeDtypeStruct((2,), jnp.int32)}),
     ("layer: described inputs", lambda: ATTENTION.init(KEY, jax.ShapeDtypeStruct(X.shape, X.dtype)),
