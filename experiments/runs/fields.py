@@ -199,11 +199,6 @@ TABLE = {
     "optimizer.clip_norm": real("norm beyond which gradients are clipped", "(0, 1000000]"),
     "optimizer.accumulate": whole("steps whose gradients are averaged for one update", 1, 2**20),
 }  # fmt: skip
-# Keys that runs of earlier versions lack, with the values that such runs go on with.
-ADDED = {
-    "data.tokenizer": "", "model.dtype": "float32", "model.scan": False, "model.remat": False,
-    "optimizer.accumulate": 1,
-}  # fmt: skip
 
 
 def of(key: str, example: Any) -> Field:

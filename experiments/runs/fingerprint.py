@@ -31,7 +31,7 @@ def _batches(task: Any) -> bytes:
     return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(batches))
 
 
-# By `config.task`: the bytes that each has always been known by, so that old runs go on.
+# By `config.task`: the bytes that each is known by.
 _BYTES: dict[str, Callable[[Any], bytes]] = {
     "digits": _images, "masked": _text, "text": _tokens, "translation": _pairs,
 }  # fmt: skip

@@ -198,8 +198,8 @@ def check_log(path: Path, text: str, first: int) -> None:
 class Best:
     """A preservation policy of Orbax that keeps the checkpoints of the lowest test loss.
 
-    Orbax's own `BestN` needs a file of metrics in each checkpoint, which has no checksum, and which
-    the checkpoints of earlier versions lack; the log has the losses of all.
+    Orbax's own `BestN` needs a file of metrics in each checkpoint, which has no checksum; the log
+    has the losses of all.
     """
 
     def __init__(self, count: int) -> None:

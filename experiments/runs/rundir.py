@@ -66,7 +66,7 @@ class Run:
         """Check that the run draws and computes as it did when it began."""
         had = _read_mark(self.path).get("settings")
         for name, value in settings().items():
-            # Runs of earlier versions do not say it.
+            # A folder of strangers may say anything.
             was = had.get(name, value) if isinstance(had, dict) else value
             if was != value:
                 remedy = (
@@ -128,27 +128,24 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
     resumed = _is_ours(path, config)
     if resumed:
         named = {key: value for key, value in flatten(overrides).items() if _names_file(key)}
-        saved = find_run(path, named, config).config
+        saved = find_run(path, named).config
         _check_agrees(path, saved, overrides)
         asked = {
             key.removeprefix("mesh."): value
             for key, value in overrides.items()
             if key.startswith("mesh.")
         }
-        saved.mesh = ConfigDict({**config.mesh, **saved.mesh, **asked})
+        saved.mesh = ConfigDict({**saved.mesh, **asked})
         config = saved
     return Run(path, config, resumed)
 
 
-def find_run(
-    workdir: str | Path, named: Mapping[str, Any] | None = None, own: ConfigDict | None = None
-) -> Run:
+def find_run(workdir: str | Path, named: Mapping[str, Any] | None = None) -> Run:
     """Return the run in a folder, whose files are taken for data of strangers.
 
     Args:
       workdir: the folder.
       named: files that the caller names, by dotted key: no others are read.
-      own: a config that may have keys beyond those of the task's own.
     """
     path = folders.local(workdir)
     if not _is_ours(path):
@@ -159,21 +156,12 @@ def find_run(
             f"{path / CONFIG} is not what the run began with; restore it, or choose a new --workdir"
         )
     task, flat = found.get("task"), flatten(found)
-    # Runs of earlier versions do not say which keys they have beyond those of their task.
-    more = flatten(own.to_dict()) if own is not None and own.task == task else {}
-    named_more = mark.get("more")
-    more |= {k: x for k, x in flat.items() if isinstance(named_more, list) and k in named_more}
+    own = mark.get("more")  # The keys beyond those of the task's config.
+    more = {k: x for k, x in flat.items() if isinstance(own, list) and k in own}
     try:
-        schema = fields.schema(task, more)
-        # A run of a time when meshes had fewer axes has the others' defaults.
-        axes = {key: value for key, value in schema.items() if key.startswith("mesh.")}
-        added = {key: value for key, value in fields.ADDED.items() if key in schema}
-        fields.check(axes | added | flat, schema)
+        fields.check(flat, fields.schema(task, more))
     except RunError as error:
         raise RunError(f"{path / CONFIG} is no config of a run: {error}") from None
-    for key, value in added.items():
-        group, name = key.split(".")
-        found[group].setdefault(name, value)
     for key, value in flat.items():
         if _names_file(key) and value and (named or {}).get(key) != value:
             raise RunError(

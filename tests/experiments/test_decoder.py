@@ -102,20 +102,6 @@ def test_bfloat16_computes_beside_float32_parameters(config: ConfigDict) -> None
     np.testing.assert_allclose(found, loss, rtol=0.02)
 
 
-def test_run_from_before_a_key_resumes_with_its_old_value(
-    config: ConfigDict, tmp_path: Path
-) -> None:
-    old = config.to_dict()
-    for key in fields.ADDED:
-        group, name = key.split(".")
-        del old[group][name]
-    rundir.Run(tmp_path, ConfigDict(old), resumed=False).begin("hash")
-    found = rundir.open_run(tmp_path, config, {}).config
-    assert flatten(found.to_dict()) == flatten(config.to_dict())
-    with pytest.raises(RunError, match=r"model.scan is False there, and True was asked for"):
-        rundir.open_run(tmp_path, config, {"model.scan": True})
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

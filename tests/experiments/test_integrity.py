@@ -269,8 +269,8 @@ def test_checksum_does_not_depend_on_sharding(small: int, monkeypatch: pytest.Mo
     assert integrity.checksums({"x": x.at[7, 3, 2].set(jnp.nan)}).not_finite == ["x"]
 
 
-def test_checksum_equals_earlier_versions() -> None:
-    """Runs of earlier versions must resume."""
+def test_checksums_are_those_of_every_jax() -> None:
+    """A run may go on under another version of JAX."""
     x = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
     assert sums(x) == "8d126c4466e64633 float32[3, 4]"
     assert sums(jax.random.key(3)) == "b271819522ee7443 key<fry>[]"

@@ -144,7 +144,7 @@ def test_run_keeps_the_settings_of_its_draws(
     finally:
         jax.config.update(name, before)
     assert begin(tmp_path, config, {}).resumed
-    # A folder of strangers, or of an earlier version, may say anything.
+    # A folder of strangers may say anything.
     mark = json.loads((tmp_path / "run.json").read_text())
     for odd in (7, {}, {name: before, "jax_other": 1}, None):
         (tmp_path / "run.json").write_text(json.dumps(mark | {"settings": odd}))
@@ -158,13 +158,6 @@ def test_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) ->
     assert rundir.open_run(tmp_path, config, {}).config.mesh.data == 2
     run = rundir.open_run(tmp_path, config, {"mesh.data": 8})
     assert (run.config.mesh.data, run.config.mesh.model) == (8, 4)
-
-
-def test_run_without_fsdp_axis_resumes(config: ConfigDict, tmp_path: Path) -> None:
-    old = config.copy_and_resolve_references()
-    del old.mesh["fsdp"]
-    begin(tmp_path, old, {})
-    assert rundir.open_run(tmp_path, config, {}).config.mesh.fsdp == 1
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
