@@ -11,6 +11,7 @@ from flax import struct
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At
+from flax_mha.base.frequencies import Frequencies
 from flax_mha.base.shapes import Dims
 from flax_mha.scores.score_mod import Make, ScoreMod, Vectors
 
@@ -189,7 +190,7 @@ class TransformerXL(ScoreMod):
         content = jnp.einsum("...h,...sh->...s", scale * u, k)[..., None, :]
         q = jnp.einsum("...th,...dh->...td", q + scale * v[..., None, :], kernel)
         sin_part, cos_part = jnp.split(q, 2, -1)
-        # Count from the first query, as float32 would round the angles of large positions.
+        # Count from the first query, as angles near 0 are the most exact.
         first = at.q[..., :1, :]
         (sin_i, cos_i), (sin_j, cos_j) = (
             self._waves(x - first, kernel.shape[-2], score.dtype)
@@ -203,9 +204,10 @@ class TransformerXL(ScoreMod):
 
     def _waves(self, positions: Array, features: int, dtype: jnp.dtype) -> Vectors:
         """Return sines and cosines [..., T, D/2] of positions [..., T, 1]."""
-        powers = 2 * np.arange(features // 2) / features
-        waves = jnp.asarray(float(self.base) ** -powers, dtype)
-        angles = jnp.asarray(positions).astype(dtype) * shapes.lead(waves, positions.ndim)
+        theta = float(self.base) ** (-2 * np.arange(features // 2) / features)
+        at = jnp.asarray(positions)[..., 0]
+        at = at.astype(dtype) if dtype == jnp.float64 else at
+        angles = Frequencies.of(theta, dtype).angles(at)
         return jnp.sin(angles), jnp.cos(angles)
 
 
