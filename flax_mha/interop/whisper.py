@@ -5,7 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from flax_mha.base import checks
+from flax_mha.base import checks, shapes
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config
 from flax_mha.interop.shared_settings import activation, blank, refuse
@@ -15,6 +15,16 @@ from flax_mha.models.blocks import DecoderBlock, EncoderBlock
 from flax_mha.positions import PositionEmbedding
 
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+class _Convolution(nn.Conv):
+    """A convolution, to be made without Flax's bias, whose bias has gradients summed in float32."""
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        y = super().__call__(inputs)
+        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        return shapes.plus(y, bias)
 
 
 class Whisper(Translator):
@@ -33,7 +43,8 @@ class Whisper(Translator):
         """Make the convolutions."""
         D = self.decoder.embedding.features
         self.convolutions = [
-            nn.Conv(D, (3,), strides=stride, padding=1, name=f"conv{stride}") for stride in (1, 2)
+            _Convolution(D, (3,), stride, padding=1, use_bias=False, name=f"conv{stride}")
+            for stride in (1, 2)
         ]
 
     def encode(

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from flax_mha import generate, interop
 from tests.interop.odd_configs import CONFIGS
 from tests.interop.test_files import CONFIG, variables
+from tests.support.oracle import float64
 
 
 def told(path: Path, own: dict[str, Any] | None, **config: Any) -> dict[str, Any]:
@@ -80,6 +82,23 @@ def test_generation_from_sound_matches_full_forward() -> None:
         tokens = np.append(tokens, np.argmax(step(row)[:, at], -1)[:, None], 1)
     found = generate(module, given, SOUND, start=(1, 5, 7), max_new_tokens=4)
     np.testing.assert_array_equal(found.tokens, tokens[:, 3:])
+
+
+@jax.numpy_dtype_promotion("standard")  # as Flax's norms need
+def test_gradients_in_bfloat16_grow_with_sounds(optimized: None) -> None:
+    """The gradients of the convolutions' biases by 512 sounds are 512 times those by one."""
+    module = interop.family(WHISPER).module
+    given = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), variables(WHISPER))
+
+    @jax.jit
+    def gradient(sound: Any) -> Any:
+        loss = lambda given: module.apply(given, sound, method="encode")[..., 0].sum()  # noqa: E731
+        return [jax.grad(loss)(given)["params"][f"conv{i}"]["bias"] for i in (1, 2)]
+
+    sound = jnp.asarray(SOUND[:1], jnp.bfloat16)
+    for one, many in zip(gradient(sound), gradient(jnp.repeat(sound, 512, 0)), strict=True):
+        one, many = float64(one), float64(many)
+        assert abs(np.vdot(one, many) / np.vdot(one, one) / 512 - 1) < 0.02
 
 
 @pytest.mark.parametrize(
