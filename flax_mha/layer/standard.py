@@ -194,7 +194,9 @@ class Attention(Settings):
           cache: the cache of earlier calls, keys and values of another layer, or the `CacheConfig`
             of a cache to make.
         """
-        return core.attention(p, self, x_q, x_k, x_v, call, cache)
+        # Not `core.attention`, which is one frame more in every traceback.
+        heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache, in_kernel=True)
+        return core.attend(p, self, heads, call, cache)
 
 
 def _hashable(key: Any) -> Any:
