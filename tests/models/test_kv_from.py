@@ -214,7 +214,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "a ring": (lambda: in_a_ring(), ValueError, r"ring buffer with a window of 2, .* at most 2"),
     "torch": (lambda: flax_mha.interop.to_torch(
         Encoder(2, blocks(EncoderBlock)[0], kv_from=(None, 0)), {}
-    ), ValueError, r"torch.nn has no Stack with kv_from, got \(None, 0\)"),
+    ), ValueError, r"torch.nn has no Encoder with kv_from, got \(None, 0\)"),
     "nnx without": (lambda: flax_mha.nnx.MultiHeadAttention(
         4, D, in_kv_features=0, rngs=nnx.Rngs(0)
     )(X), ValueError, "in_kv_features=0 has no keys and values of its own; give kv="),
