@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from flax.traverse_util import flatten_dict
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
 
@@ -62,6 +63,12 @@ def combine(one: Any, other: Any, is_leaf: IsLeaf = lambda _: False) -> Any:
     return jax.tree.map(
         lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None or is_leaf(x)
     )
+
+
+def parameters_by_path(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters by path, without the last level `value` of a restored state of nnx."""
+    flat = flatten_dict(variables["params"], sep="/")
+    return {path.removesuffix("/value"): x for path, x in flat.items()}
 
 
 def is_array(x: Any) -> bool:

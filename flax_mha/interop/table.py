@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from flax_mha.base import checks
+from flax_mha.base import checks, trees
 from flax_mha.base.shapes import Shape
 from flax_mha.interop import device_put
 from flax_mha.interop.checked_config import several
@@ -289,15 +289,9 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
     return {name: x.make() for name, x in stored(family, variables).items()}
 
 
-def parameters(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters by path, without the last level `value` of a restored state of nnx."""
-    flat = flatten_dict(variables["params"], sep="/")
-    return {path.removesuffix("/value"): x for path, x in flat.items()}
-
-
 def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint as `to_tensors` does, but compute each on demand."""
-    params = parameters(variables)
+    params = trees.parameters_by_path(variables)
     differing = {path for row in family.rows for path in row.paths} ^ params.keys()
     # Layers of other libraries are made from their parameters, without an example.
     for path, x in family.shapes().items() if family.example and not differing else ():

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import checks
+from flax_mha.base import checks, trees
 from flax_mha.interop import table
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.layer.settings import has_bias, unhandled
@@ -144,7 +144,7 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
             f"{checks.describe(module)}; give one of these"
         )
     _check(module)
-    params = table.parameters(variables)
+    params = trees.parameters_by_path(variables)
     separate = False
     if isinstance(module, MultiHeadAttention):
         separate = len({params[f"{name}/kernel"].shape[0] for name in _INPUTS}) > 1
