@@ -126,8 +126,8 @@ CALLS: dict[str, Call] = {
     ),
     "rotated": Call(lambda n: {"mask": CAUSAL}, attend=_rotated),
     "cache": Call(lambda n: {}, change=lambda n: n._replace(T=n.T // 32), attend=_last_of_cache),
-    # Masked keys and values are NaN, which must change nothing.
-    "NaN": Call(lambda n: {"mask": masks.Lengths(jnp.array([n.S // 3, n.S // 2]))}),
+    # Masked keys and values are huge, which must change nothing.
+    "huge": Call(lambda n: {"mask": masks.Lengths(jnp.array([n.S // 3, n.S // 2]))}),
 }  # fmt: skip
 
 
@@ -203,8 +203,8 @@ def inputs(name: str, sizes: Sizes) -> list[jax.Array]:
     rng = np.random.default_rng(0)
     shapes = [(2, T, N, H), (2, S, K, H), (2, S, K, Hv), (2, T, N, Hv)]
     arrays = [jnp.asarray(rng.normal(size=shape), call.dtype) for shape in shapes]
-    if name == "NaN":
-        arrays[1:3] = [x.at[:, S // 2 :].set(jnp.nan) for x in arrays[1:3]]
+    if name == "huge":
+        arrays[1:3] = [x.at[:, S // 2 :].set(1e30) for x in arrays[1:3]]
     return arrays + [jnp.asarray(rng.normal(size=shape), "float32") for shape in call.learned(n)]
 
 
