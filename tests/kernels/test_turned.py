@@ -103,17 +103,6 @@ def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     close(found, pulled(ROTATIONS["whole"], x, places, **call))
 
 
-@pytest.mark.sampled(0.2, slow=0.3)
-def test_nan_in_a_masked_key_reaches_nothing(rotates: list[bool]) -> None:
-    q, k, v, d = arrays()
-    x = [q, k.at[0, 180].set(jnp.nan), v.at[0, 180].set(jnp.inf), d]
-    call = {"mask": masks.Causal() & masks.Lengths(jnp.array([150, T]))}
-    found = pulled(later(ROTATIONS["whole"]), x, **call)
-    close(found, pulled(ROTATIONS["whole"], x, **call))
-    assert all(np.isfinite(y).all() for y in found)
-    assert rotates[:2] == [True, True]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scores", [[RelativeBias(jnp.ones((N, 8)))], [Alibi(jnp.ones(N))]])
 def test_learned_scores_are_rotated_before(rotates: list[bool], scores: list[Any]) -> None:
