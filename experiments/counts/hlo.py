@@ -1,8 +1,7 @@
 """Compiled programs as XLA prints them, with the number of runs of each instruction.
 
 A loop's body is in the text once, and runs as often as its trip count: `known_trip_count` if the
-compiler kept it (CPU, GPU), or the constant that the loop's condition compares with. Branches
-in which a kernel isolates values that are not finite do not run.
+compiler kept it (CPU, GPU), or the constant that the loop's condition compares with.
 """
 
 import math
@@ -125,7 +124,6 @@ class Module:
 
         All branches of a conditional count, although only one of them runs at a time, so that
         counts are upper bounds; or if `usual`, its first branch alone, `lax.cond`'s for False.
-        Branches that isolate NaN do not count.
         """
         self.unknown.clear()
         yield from self._runs(self.entry, 1, False, usual)
@@ -150,14 +148,8 @@ class Module:
                 continue
             # In reductions and sorts it is the function of two numbers.
             called = [] if x.opcode in _SCALAR else self._called(x)
-            if x.opcode == "conditional":
-                called = [name for name in called if not self._isolates(name)] or called
             for inner in called[:1] if usual and x.opcode == "conditional" else called:
                 yield from self._runs(inner, times, fused or "fusion" in x.opcode, usual)
-
-    def _isolates(self, name: str) -> bool:
-        """Return True for a branch that runs only where NaN was found."""
-        return any("isolate_nan" in x.rest for x in self.computations[name])
 
     def _called(self, x: Instruction) -> list[str]:
         """Return the computations that an instruction calls, a conditional's for False first."""

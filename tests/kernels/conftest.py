@@ -30,7 +30,7 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, *names in (
         (splash, "_outputs", "_gradients"), (passes, "_attend", "_gradients"),
         (whole_rows, "_forward", "_backward"),
-        (edge_cases, "_attend_checked", "_attend_then_check", "_gradients"),
+        (edge_cases, "_attend_keys", "_gradients"),
     ):  # fmt: skip
         for name in names:
             fn = getattr(module, name)

@@ -238,8 +238,7 @@ def test_lse_costs_a_pass_only_if_differentiated(nvidia, monkeypatch, asked) -> 
         return out.sum(dtype=jnp.float32) + (lse.sum() if asked else 0)
 
     jax.jit(jax.grad(jax.checkpoint(loss))).trace(*qkv)
-    # As often again where NaN is isolated.
-    assert len(calls) == 2 * (1 + asked)
+    assert len(calls) == 1 + asked
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
@@ -288,7 +287,7 @@ def test_nan_without_mask_spreads_as_in_reference(nvidia, operand: int, biased: 
 @pytest.mark.parametrize("K", [2, 4])
 @pytest.mark.parametrize("t", [1, 7, 40])
 def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) -> None:
-    """The slots after a row's tokens may hold NaN. Gradients are those of `reference`."""
+    """The slots after a row's tokens hold any number. Gradients are those of `reference`."""
     layouts = []
 
     def recorded(*args, layout, **kwargs):
@@ -300,7 +299,7 @@ def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) ->
     q, cotangent = q[:, :t], cotangent[:, :t]
     cache = KVCache.empty((B,), S, K, H, HV, dtype=jnp.bfloat16)
     cache = cache.append(k[:, :24], v[:, :24], jnp.array([24, 9]))
-    cache = cache.replace(key=cache.key.at[..., 24:, :].set(jnp.nan))
+    cache = cache.replace(key=cache.key.at[..., 24:, :].set(1e5))
     new = k[:, :t], v[:, :t]
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -14,7 +14,7 @@ from flax_mha import MultiHeadAttention, sharding
 from flax_mha.base import private_jax
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.cudnn import edge_cases, primitives
+from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.bands import Runs
 from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
@@ -273,8 +273,8 @@ def segments(text: str) -> list[str]:
     return re.findall(r"max_seg_per_batch\\22: (\d+)", text)
 
 
-def test_packed_documents_lower_to_ragged_calls(hopper, monkeypatch) -> None:
-    """One forward and one backward call, each again where NaN is isolated, and no scores."""
+def test_packed_documents_lower_to_ragged_calls(hopper) -> None:
+    """One forward and one backward call, and no scores."""
     T = 128
     *qkv, _ = arrays(T, T, 4, "bfloat16")
 
@@ -283,12 +283,8 @@ def test_packed_documents_lower_to_ragged_calls(hopper, monkeypatch) -> None:
 
     text = lowered(jax.grad(loss, (1, 2, 3)), jnp.array([[30, 98], [128, 0]]), *qkv)
     calls = re.findall(r"__cudnn\$(\w+)", text)
-    assert calls == ["fmhaSoftmax"] * 2 + ["fmhaSoftmaxBackward"] * 2
+    assert calls == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
     assert {*segments(text)} == {"3"}
-    assert not re.search(rf"{T}x{T}x(?!i)", text)
-    monkeypatch.setattr(edge_cases, "isolate_if", lambda found, isolate, plain: plain())
-    text = lowered(jax.grad(loss, (1, 2, 3)), jnp.array([[30, 98], [128, 0]]), *qkv)
-    assert text.count("__cudnn$") == 2
     assert not re.search(rf"{T}x{T}x", text)
 
 

@@ -12,8 +12,6 @@ own. Other masks hide pairs by a bias of bfloat16, [rows|1, N|1, T, S].
 The wrapper handles the cases that cuDNN does not define:
 
 - For a fully masked row, cuDNN may return NaN. Such rows are replaced, forward and backward.
-- If an input is not finite, cuDNN runs without NaN and infinity. They are put back into the rows
-  that see them.
 - cuDNN ignores the lse's cotangent. A second backward pass computes its gradient, only if needed.
 - A sink scales cuDNN's output by out·σ(lse − sink). Given the scaled out and lse, cuDNN's backward
   pass computes the right gradients.
@@ -170,10 +168,7 @@ def _attend(
     # `lower` allows at most one, a Bias.
     (mod,) = spec.scores or (None,)
     bias = jnp.asarray(flat_batch(mod.array.array, dims)) if isinstance(mod, Bias) else None
-    call = CudnnCall(
-        float(scale), band.causal, band.left, masked=spec.mask is not None,
-        learned=bias is not None, hides=hidden is not None, **static,
-    )  # fmt: skip
+    call = CudnnCall(float(scale), band.causal, band.left, learned=bias is not None, **static)
     if bias is not None:
         bias = jnp.maximum(bias, jnp.asarray(edge_cases.MIN_BIAS, bias.dtype))
     if hidden is not None:

@@ -58,9 +58,7 @@ class CudnnCall(NamedTuple):
       causal: True if query i sees only keys j ≤ i.
       left: the number of earlier keys that a query sees; None for all.
       divisible: True if XLA may shard the call between devices.
-      masked: True if the call has a mask.
       learned: True if the bias has a gradient.
-      hides: True if the bias hides pairs.
       heads_first: True if heads come before tokens in memory, as in a cache.
     """
 
@@ -68,9 +66,7 @@ class CudnnCall(NamedTuple):
     causal: bool
     left: int | None
     divisible: bool
-    masked: bool = False
     learned: bool = False
-    hides: bool = False
     heads_first: bool = False
 
     @property

@@ -17,15 +17,14 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 "FlashAttention-2", 2023, for the gradient.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha.base import loops, shapes
+from flax_mha.base import shapes
 from flax_mha.base.loops import select
 from flax_mha.kernels.call.spec import Result, Sums
 
@@ -40,27 +39,6 @@ def nan_flag(x: jax.Array) -> jax.Array:
     # A matmul, because XLA:CPU is far slower at sums, and at `all`, over a short last axis.
     zeros, last = lax.full(x.shape[-1:], 0, x.dtype), x.ndim - 1
     return lax.dot_general(lax.stop_gradient(x), zeros, (((last,), (0,)), ((), ())))
-
-
-# Readers of compiled programs know by this name what runs only where NaN is found.
-_ISOLATE = "isolate_nan"
-
-
-def isolate_if(found: jax.Array, isolate: Callable[[], Any], plain: Callable[[], Any]) -> Any:
-    """Return isolate() if found, under `vmap` in any of the calls, else plain()."""
-    return loops.cond(_in_any_call(found), jax.named_call(isolate, name=_ISOLATE), plain)
-
-
-@jax.custom_batching.custom_vmap
-def _in_any_call(found: jax.Array) -> jax.Array:
-    return found
-
-
-@_in_any_call.def_vmap
-def _(size: int, batched: list[bool], found: jax.Array) -> tuple[jax.Array, bool]:
-    # One bool for all calls: with one for each, `lax.cond` would compute both branches.
-    del size
-    return _in_any_call(found.any(0) if batched[0] else found), False
 
 
 def unread(shape: Sequence[int], out: jax.Array) -> jax.Array:
