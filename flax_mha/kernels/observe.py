@@ -148,12 +148,10 @@ def _compute(
 
 
 def _softmax(spec: AttentionSpec, score: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """Return the weights of scores [*B, N, T, S]. If one of a query is NaN, all are."""
-    lost = jnp.isnan(score).any(-1, keepdims=True)
-    score = jnp.where(lost, 0.0, score)
+    """Return the weights of scores [*B, N, T, S]."""
     weights, _, total = reference.exponentials(score, reference.sinks_by_head(spec, score))
     weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
-    return jnp.where(lost, jnp.nan, weights / divisor(total))
+    return weights / divisor(total)
 
 
 def _map_arrays(fn: Callable[[Any], Any], at: At, tree: Any) -> tuple[At, Any]:

@@ -1,6 +1,5 @@
 """NaN in one row of the batch and key/value head changes no bit of other rows and groups."""
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -99,13 +98,12 @@ def test_nan_of_an_example_changes_no_gradient_of_others_with_slots_on_devices()
     k = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, N, H)), jnp.float32)
 
     @jax.jit
-    @functools.partial(jax.grad, argnums=(0, 1))
-    def gradients(k: jax.Array, sinks: jax.Array) -> jax.Array:
+    @jax.grad
+    def gradient(k: jax.Array) -> jax.Array:
         cache = KVCache.empty((B,), T, N, H).append(k, k)
-        out = cache.attend(k[:, :1], jnp.full((B, 1), T - 1), sinks=sinks)
+        out = cache.attend(k[:, :1], jnp.full((B, 1), T - 1), sinks=jnp.ones(N))
         return jnp.sin(out[1]).sum()
 
     with jax.set_mesh(mesh), nn.logical_axis_rules([("cache_length", "model")]):
-        (dk, dsinks), want = (gradients(x, jnp.ones(N)) for x in (k.at[0, 2].set(jnp.nan), k))
-    np.testing.assert_array_equal(dk[1], want[0][1])
-    np.testing.assert_array_equal(dsinks, want[1])
+        got, want = gradient(k.at[0, 2].set(jnp.nan)), gradient(k)
+    np.testing.assert_array_equal(got[1], want[1])

@@ -216,7 +216,7 @@ def test_float32_memory(optimized: None, chip: str, arrays: int) -> None:
         return found / (4 * length * heads * memory.H)
 
     least = arrays * 1024 / memory.H
-    assert least < taken(1024, 16) == taken(1024, 16, "reference") < least + 4
+    assert least <= taken(1024, 16) == taken(1024, 16, "reference") < least + 4
     for length, heads in ((2048, 256), (4096, 16), (8192, 16)):
         assert taken(length, heads) < 4
 

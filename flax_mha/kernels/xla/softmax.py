@@ -128,18 +128,11 @@ def merge(one: Result, other: Result) -> Result:
 
 def merge_sinks(result: Result, sinks: jax.Array) -> Result:
     """Merge attention with sinks [N], scores without values."""
-    lost, empty = jnp.isnan(result[1].total), jax.tree.map(jnp.zeros_like, result)
-    top = shapes.lead(sinks.astype(empty[1].top.dtype)[:, None], lost.ndim)
+    empty = jax.tree.map(jnp.zeros_like, result)
+    top = shapes.lead(sinks.astype(empty[1].top.dtype)[:, None], empty[1].top.ndim)
     sink = empty[0], Sums(empty[1].top + top, jnp.ones_like(empty[1].total))
-    # Queries that see NaN do not reach the gradient of the sinks.
-    out, sums = merge(_pick(lost, empty, result), sink)
-    return _pick(lost, result, (zero_empty(result[1], out), sums))
-
-
-def _pick(which: jax.Array, one: Result, other: Result) -> Result:
-    """Return one result for some queries [*B, N, T], and the other for the rest."""
-    out = jnp.where(shapes.by_query(which), one[0], other[0])
-    return out, Sums(*(jnp.where(which, *x) for x in zip(one[1], other[1], strict=True)))
+    out, sums = merge(result, sink)
+    return zero_empty(result[1], out), sums
 
 
 def zero_empty(sums: Sums, x: jax.Array) -> jax.Array:
@@ -163,9 +156,7 @@ def _part_backward(residuals: tuple[Result, Result], cotangents: Result) -> tupl
     gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(wide), change, precision=_EXACT)
     dsums = Sums(jnp.zeros_like(share), share * (dtotal * whole.total + gain))
     dout = dout.astype(wide) * shapes.by_query(share * sums.total)
-    # A query that sees NaN in one part has no gradients in the others.
-    part = dout.astype(out.dtype), dsums
-    return _pick(jnp.isnan(whole.total), jax.tree.map(jnp.zeros_like, part), part), None
+    return (dout.astype(out.dtype), dsums), None
 
 
 part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backward)
