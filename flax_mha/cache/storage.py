@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import Dtype
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
@@ -136,7 +137,7 @@ class Memory(Slots, Struct):
         k, v = tokens.new.own()
         memory, length = self, self.length
         if self.key is None:
-            memory = self.of(k, v, jnp.dtype(tokens.dtype or k.dtype))
+            memory = self.of(k, v, tokens.dtype or k.dtype)
             if not hasattr(length, "shape"):
                 length = jnp.zeros(memory.key.shape[:-3], jnp.int32)
         source = KeyValue(*memory.stored(), q_positions=self.next_positions(tokens.T))
@@ -150,13 +151,14 @@ class Memory(Slots, Struct):
         return self.replace(length=jnp.minimum(self.length, self.kept_lengths(lengths)))
 
     @classmethod
-    def of(cls, key: jax.Array, value: jax.Array, dtype: jnp.dtype) -> Self:
+    def of(cls, key: jax.Array, value: jax.Array, dtype: Dtype) -> Self:
         """Encode keys [*B, S, K, H] and values [*B, S, K, Hv] in a dtype."""
+        form = Format.checked("dtype", dtype)
         # In one feature: the others may hold more than the key, as in forgetting attention.
         is_first = shapes.lead(np.arange(key.shape[-1]) == 0, key.ndim)
         key = jnp.where(is_first, key + nan_flag(value)[..., None].astype(key.dtype), key)
         value = finite(value)
-        (key, key_scale), (value, value_scale) = map(Format(dtype).encode, (key, value))
+        (key, key_scale), (value, value_scale) = map(form.encode, (key, value))
         return cls(key, value, key_scale, value_scale)
 
 
