@@ -220,7 +220,7 @@ def images(config: Config) -> table.Family:
     rows, heads = _images(vision, traits, "encoder"), ("visual_projection.*", "classifier.*")
     if traits.is_clip:
         stack = module.encoder.encoder.clone(final_norm=False)
-        norm = nn.LayerNorm(vision["layer_norm_eps"])
+        norm = layer_norm(vision["layer_norm_eps"])
         module = module.clone(encoder=module.encoder.clone(encoder=stack), norm=norm)
         name = "vision_model.post_layernorm"
         rows = [x for x in rows if not x.theirs.startswith(name)] + table.norm(name, "norm")

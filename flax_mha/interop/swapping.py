@@ -5,11 +5,9 @@
 """
 
 import contextlib
-import dis
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
-from types import CodeType, ModuleType
+from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
@@ -35,8 +33,8 @@ def swap(model: Model, **fields: Any) -> Model:
     `nn.SelfAttention` and of other classes, is computed by a `flax_mha.MultiHeadAttention` with
     the same fields. Each `nnx.MultiHeadAttention`, but no subclass, becomes one of `flax_mha.nnx`.
     So are those in `nnx.bridge`. Dropout draws other weights, and decoding uses this package's
-    cache, which `init` (in nnx `init_cache`) creates as before. A warning names attention that
-    stays as it is: a subclass with code of its own, or uses of Flax's `dot_product_attention`.
+    cache, which `init` (in nnx `init_cache`) creates as before. A subclass with a `__call__` of its
+    own stays as it is, with a warning that names it. So do uses of Flax's `dot_product_attention`.
 
     Args:
       model: a linen or nnx module.
@@ -81,8 +79,8 @@ def _call(fields: Any, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if is_bridge:
         object.__setattr__(module, "nnx_class", make)
     is_own = isinstance(module, nn.MultiHeadDotProductAttention) and method.__name__ == "__call__"
-    is_own = is_own and "_is_swapped" not in vars(module)
-    _warn(is_own, type(module).__name__, getattr(module.scope, "path", ()), method)
+    if is_own and "_is_swapped" not in vars(module):
+        _warn(type(module).__name__, getattr(module.scope, "path", ()))
     return output
 
 
@@ -107,8 +105,8 @@ def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:
     if not isinstance(node, nnx.Module):
         return node
     if type(node) is not nnx.MultiHeadAttention:
-        methods = map(inspect.unwrap, filter(callable, vars(type(node)).values()))
-        _warn(isinstance(node, nnx.MultiHeadAttention), type(node).__name__, path, *methods)
+        if isinstance(node, nnx.MultiHeadAttention):
+            _warn(type(node).__name__, path)
         for name, value in [*vars(node).items()]:
             if isinstance(value, nn.Module):  # For example in `nnx.bridge.ToNNX`.
                 setattr(node, name, swap(value, **fields))
@@ -137,24 +135,10 @@ def _options(layer: Any, cls: Any) -> dict[str, Any]:
 
 
 @functools.lru_cache(2**12)
-def _warn(is_own_layer: bool, cls: str, path: tuple[Any, ...], *methods: Any) -> None:
-    """Warn once of attention that stays: a layer of own code, or Flax's function in methods."""
-    own = [f for f in methods if inspect.isfunction(f) and not f.__module__.startswith("flax.")]
-    if is_own_layer or any(_names_function(f.__code__, f.__globals__) for f in own):
-        left = "a subclass of Flax's layer" if is_own_layer else "Flax's dot_product_attention"
-        where = f"{cls} at '{'/'.join(map(str, path))}'"
-        checks.warn(f"swap leaves {left} in {where}; call flax_mha.dot_product_attention there")
-
-
-def _names_function(code: CodeType, names: Mapping[str, Any]) -> bool:
-    """Return True if code with these global names mentions Flax's attention function."""
-    value: Any = None
-    for step in dis.get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            value = names.get(step.argval)
-        elif step.opname != "EXTENDED_ARG":
-            value = vars(value).get(step.argval) if isinstance(value, ModuleType) else None
-        name = getattr(value, "__name__", "") if inspect.isfunction(value) else ""
-        if name.startswith("dot_product_attention") and value.__module__.startswith("flax."):
-            return True
-    return any(_names_function(c, names) for c in code.co_consts if isinstance(c, CodeType))
+def _warn(cls: str, path: tuple[Any, ...]) -> None:
+    """Warn once of a subclass of Flax's layer that stays as it is."""
+    where = f"{cls} at '{'/'.join(map(str, path))}'"
+    checks.warn(
+        f"swap leaves a subclass of Flax's layer in {where}; call flax_mha.dot_product_attention "
+        f"there"
+    )
