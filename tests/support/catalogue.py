@@ -110,23 +110,54 @@ def _language_model(cross: bool = False, **dtypes: Any) -> LanguageModel:
     return LanguageModel(_table(**dtypes), _decoder(cross, **dtypes))
 
 
+def _of(kind: Any, *args: Any, inputs: str = "features", **fields: Any) -> Entry:
+    return Entry(kind, functools.partial(kind, *args, **fields), inputs)
+
+
 def _nnx(name: str, **fields: Any) -> Entry:
     kind = getattr(ours, name)
     return Entry(kind, lambda **dtypes: kind(N, D, rngs=nnx.Rngs(0), **fields, **dtypes))
 
 
-def _mask(mask: masks.Mask) -> Entry:
-    return Entry(type(mask), _layer(mask=mask))
-
-
-def _score(score: scores.ScoreMod) -> Entry:
-    return Entry(type(score), _layer(scores=(score,)))
-
-
-_LATENT: dict[str, Any] = {"head_dim": 4, "kv_rank": 6, "rope_dim": 2, "rotary": Rotary()}
-_CHOSEN = {"block": 2, "count": 2}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "ChosenBlocksAttention": {"block": 2, "count": 2},
+    "DifferentialAttention": {},
+    "ForgettingAttention": {},
+    "MultiHeadLatentAttention": {
+        "head_dim": 4, "kv_rank": 6, "rope_dim": 2, "q_rank": 5, "rotary": Rotary(),
+    },
+    "TalkingHeadsAttention": {},
+}  # fmt: skip
+_MASKS: tuple[masks.Mask, ...] = (
+    masks.Causal() & masks.Window(3, 0),
+    masks.Causal() | masks.Prefix(np.int32(4)),
+    ~masks.Causal(),
+    masks.AtLeast(IDS),
+    masks.BlockSparse(np.array([[0], [1]]), 8, 8),
+    masks.Causal(),
+    masks.Dense(IDS[:, None] >= IDS),
+    masks.Dilated(2),
+    masks.Documents(np.array([6, 10])),
+    masks.Keys(TOKENS[None] == 0),
+    masks.Lengths(np.array(9)),
+    masks.Neighborhood((4, 4), (3, 3)),
+    masks.PerHead((masks.Causal(), masks.Window(2, 2))),
+    masks.Predicate(lambda row, head, i, j: i >= j),
+    masks.Prefix(np.int32(4)),
+    masks.Segments(IDS),
+    masks.Window(2, 2),
+)
+_SCORES: tuple[scores.ScoreMod, ...] = (
+    scores.Alibi(),
+    scores.Bias(np.ones((N, T, T), np.float32)),
+    scores.Relative(max_distance=3),
+    scores.RelativeBias(),
+    scores.Score(lambda score, row, head, i, j: score + 1),
+    scores.SoftCap(2.0),
+    scores.TransformerXL(features=6),
+)
 CATALOGUE: dict[str, Entry] = {
-    "layer": Entry(MultiHeadAttention, _layer()),
+    "layer": _of(MultiHeadAttention, N),
     "head mask": Entry(MultiHeadAttention, lambda **dtypes: _Masked(_layer()(**dtypes))),
     "layer of all options": Entry(
         MultiHeadAttention,
@@ -134,13 +165,11 @@ CATALOGUE: dict[str, Entry] = {
             num_kv_heads=1, qk_norm=QKNorm("layernorm"), sinks=True, scale="learned", gate="head"
         ),
     ),
-    "Flax's layer": Entry(
-        MultiHeadDotProductAttention, functools.partial(MultiHeadDotProductAttention, N)
-    ),
-    "Flax's self-attention": Entry(SelfAttention, functools.partial(SelfAttention, N)),
-    "MLP": Entry(MLP, functools.partial(MLP, 32)),
-    "gated MLP": Entry(MLP, functools.partial(MLP, 32, "silu", True)),
-    "experts": Entry(Experts, functools.partial(Experts, 8, 4, 2, use_bias=True, shared=8)),
+    "Flax's layer": _of(MultiHeadDotProductAttention, N),
+    "Flax's self-attention": _of(SelfAttention, N),
+    "MLP": _of(MLP, 32),
+    "gated MLP": _of(MLP, 32, "silu", True),
+    "experts": _of(Experts, 8, 4, 2, use_bias=True, shared=8),
     "encoder block": Entry(EncoderBlock, _block(layer_scale=0.5, output_scale=0.5)),
     "parallel block": Entry(EncoderBlock, _block(norm="rmsnorm", parallel=True, branch_norm=True)),
     "decoder block": Entry(
@@ -165,58 +194,12 @@ CATALOGUE: dict[str, Entry] = {
         "two texts",
     ),
     "token embedding": Entry(models.TokenEmbedding, _table, "tokens"),
-    "patch embedding": Entry(
-        models.PatchEmbedding, functools.partial(models.PatchEmbedding, 2, D), "image"
-    ),
-    "position embedding": Entry(PositionEmbedding, PositionEmbedding),
-    "latent": Entry(
-        variants.MultiHeadLatentAttention,
-        functools.partial(variants.MultiHeadLatentAttention, N, q_rank=5, **_LATENT),
-    ),
-    "differential": Entry(
-        variants.DifferentialAttention, functools.partial(variants.DifferentialAttention, N)
-    ),
-    "forgetting": Entry(
-        variants.ForgettingAttention, functools.partial(variants.ForgettingAttention, N)
-    ),
-    "talking heads": Entry(
-        variants.TalkingHeadsAttention, functools.partial(variants.TalkingHeadsAttention, N)
-    ),
-    "chosen blocks": Entry(
-        variants.ChosenBlocksAttention,
-        functools.partial(variants.ChosenBlocksAttention, N, **_CHOSEN),
-    ),
+    "patch embedding": _of(models.PatchEmbedding, 2, D, inputs="image"),
+    "position embedding": _of(PositionEmbedding),
     "nnx layer": _nnx("MultiHeadAttention", gate="feature", sinks=True),
-    "nnx latent": _nnx("MultiHeadLatentAttention", **_LATENT),
-    "nnx differential": _nnx("DifferentialAttention"),
-    "nnx forgetting": _nnx("ForgettingAttention"),
-    "nnx talking heads": _nnx("TalkingHeadsAttention"),
-    "nnx chosen blocks": _nnx("ChosenBlocksAttention", **_CHOSEN),
-    "and": _mask(masks.Causal() & masks.Window(3, 0)),
-    "or": _mask(masks.Causal() | masks.Prefix(np.int32(4))),
-    "not": _mask(~masks.Causal()),
-    "at least": _mask(masks.AtLeast(IDS)),
-    "block sparse": _mask(masks.BlockSparse(np.array([[0], [1]]), 8, 8)),
-    "causal": _mask(masks.Causal()),
-    "dense": _mask(masks.Dense(IDS[:, None] >= IDS)),
-    "dilated": _mask(masks.Dilated(2)),
-    "documents": _mask(masks.Documents(np.array([6, 10]))),
-    "keys": _mask(masks.Keys(TOKENS[None] == 0)),
-    "lengths": _mask(masks.Lengths(np.array(9))),
-    "neighborhood": _mask(masks.Neighborhood((4, 4), (3, 3))),
-    "per head": _mask(masks.PerHead((masks.Causal(), masks.Window(2, 2)))),
-    "predicate": _mask(masks.Predicate(lambda row, head, i, j: i >= j)),
-    "prefix": _mask(masks.Prefix(np.int32(4))),
-    "segments": _mask(masks.Segments(IDS)),
-    "window": _mask(masks.Window(2, 2)),
-    "slopes": _score(scores.Alibi()),
-    "bias": _score(scores.Bias(np.ones((N, T, T), np.float32))),
-    "relative": _score(scores.Relative(max_distance=3)),
-    "relative bias": _score(scores.RelativeBias()),
-    "score": _score(scores.Score(lambda score, row, head, i, j: score + 1)),
-    "soft cap": _score(scores.SoftCap(2.0)),
-    "Transformer-XL": _score(scores.TransformerXL(features=6)),
-    "top k": Entry(sampling.top_k, None),
-    "top p": Entry(sampling.top_p, None),
-    "min p": Entry(sampling.min_p, None),
+    **{name: _of(getattr(variants, name), N, **fields) for name, fields in _VARIANTS.items()},
+    **{f"nnx {name}": _nnx(name, **fields) for name, fields in _VARIANTS.items()},
+    **{type(x).__name__: Entry(type(x), _layer(mask=x)) for x in _MASKS},
+    **{type(x).__name__: Entry(type(x), _layer(scores=(x,))) for x in _SCORES},
+    **{x.__name__: Entry(x, None) for x in (sampling.top_k, sampling.top_p, sampling.min_p)},
 }  # fmt: skip
