@@ -14,15 +14,12 @@ from flax_mha import (
     Classifier,
     Encoder,
     EncoderBlock,
-    Experts,
     MultiHeadAttention,
     dot_product_attention_weights,
     masks,
 )
-from flax_mha.models import PatchEmbedding, PositionEmbedding, TokenEmbedding
+from flax_mha.models import PatchEmbedding, TokenEmbedding
 from flax_mha.models.feed_forward import Dropout
-from flax_mha.scores import RelativeBias
-from flax_mha.variants import DifferentialAttention
 from tests.support import oracle
 from tests.support.oracle import error, random_like
 
@@ -115,24 +112,6 @@ def test_dropout_scales_half_precision_exactly(rate: float) -> None:
     kept = np.asarray(weights(dropout_rate=rate, deterministic=False, dropout_rng=KEY))
     exact = (np.asarray(weights()).astype(np.float64) / (1 - rate)).astype(jnp.bfloat16)
     np.testing.assert_array_equal(kept, np.where(kept == 0, 0, exact))
-
-
-HALVES: dict[str, Any] = {
-    "experts": (lambda dtype: Experts(8, 2, 1, param_dtype=dtype), X),
-    "tokens": (lambda dtype: TokenEmbedding(9, D, param_dtype=dtype), np.zeros((1, 2), np.int32)),
-    "positions": (lambda dtype: PositionEmbedding(max_length=9, param_dtype=dtype), X),
-    "patches": (lambda dtype: PatchEmbedding(1, D, param_dtype=dtype), X[..., None, :]),
-    "arrays": (lambda dtype: DifferentialAttention(2, param_dtype=dtype), X),
-    "scores": (lambda dtype: block({"scores": (RelativeBias(),), "param_dtype": dtype}), X),
-}
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_half_precision_parameters_are_cast_from_float32(name: str) -> None:
-    make, x = HALVES[name]
-    with jax.numpy_dtype_promotion("standard"):
-        half, full = (make(dtype).init(KEY, x) for dtype in ("bfloat16", "float32"))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype("bfloat16")), half, full)
 
 
 def test_block_passes_arguments_to_attention() -> None:
