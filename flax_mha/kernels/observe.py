@@ -233,15 +233,10 @@ def _slice_keys(keys: slice, x: Array) -> Array:
 def _summarize(
     sinks: jax.Array | None, has_entropy: bool, score: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return the maximum [..., N, T] of scores [..., N, T, S], and the entropy if asked.
-
-    Both are NaN, without a gradient, for queries that see NaN.
-    """
+    """Return the maximum [..., N, T] of scores [..., N, T, S], and the entropy if asked."""
     shape = score.shape[:-1]
-    # XLA:CPU takes five times as long for sums of a higher rank. Its maxima ignore NaN.
+    # XLA:CPU takes five times as long for sums of a higher rank.
     score = score.reshape(math.prod(shape), score.shape[-1])
-    lost = ~(score.sum(-1) < jnp.inf)
-    score = jnp.where(lost[:, None], -jnp.inf, score)
     results = [score.max(-1, initial=-jnp.inf)]
     # Without the exponentials this takes a third of the time.
     if has_entropy:
@@ -256,4 +251,4 @@ def _summarize(
         total, moment = weight.sum(-1), (weight * jnp.maximum(x, _LEAST)).sum(-1)
         total = jnp.where(total == 0, 1.0, total)
         results.append(jnp.log(total) - moment / total)
-    return tuple(jnp.where(lost, jnp.nan, x).reshape(shape) for x in results)
+    return tuple(x.reshape(shape) for x in results)
