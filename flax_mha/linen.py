@@ -50,7 +50,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
         out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
 
     with W_q [D, N, H], W_k [D, K, H], W_v [D, K, Hv], W_o [N, Hv, D_out]. Parameter names, shapes
-    and initial values are those of Flax's layer, so its checkpoints load as they are. See
+    and, in float32, initial values match Flax's layer, so its checkpoints load as they are. See
     `flax_mha.base.shapes` for the letters.
 
     Attributes:
@@ -170,9 +170,9 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
           bias: an array that is added to the scores; broadcasts to [*B, N, T, S].
           scores: more functions of the scores, after those of the field.
           positions: the positions of the tokens of inputs_q for `rotary`, int [T] or [*B, T], or a
-            pair of these for queries and keys (None, also in a pair: 0 … T−1, in decoding
-            continued). Keys of another sequence are at 0 … S−1. Masks always count tokens in the
-            order given.
+            pair of these for queries and keys (default: 0 … T−1, in decoding continued). In a pair,
+            None for queries means this default, and None for keys the positions of the queries if
+            they are of the same tokens, else 0 … S−1. Masks count tokens in the order given.
           head_mask: factors of the heads' outputs, [N] or [*B, N]: 0 prunes a head.
           lengths: the number of real tokens of inputs_q in each example, int [*B], from the first
             on (default: all). The others neither attend nor are attended to, and are not kept.

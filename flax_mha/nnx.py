@@ -131,7 +131,7 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
         tree = collection.restore(tree, as_cache_config(layer.cache).window(layer.mask))
         is_held = len({jax.tree.structure(x, _is_field) for x in (held, tree)}) == 1
         if is_held and all(jax.tree.leaves(jax.tree.map(_fits, held, tree, is_leaf=_is_field))):
-            # Of each variable its own method: `nnx.var_defaults` may have made it of another class.
+            # Call each variable's own method, as `nnx.var_defaults` may have changed its class.
             jax.tree.map(lambda old, new: old.set_value(new), held, tree, is_leaf=_is_field)
             return held
         # For `flax_mha.cache.truncate` of a state.
@@ -149,8 +149,10 @@ def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
 
 def _fits(variable: Any, x: Any) -> bool:
     """Return True if a variable can hold x: a reference keeps its shape and dtype."""
-    is_same = x is not None and (variable.shape, variable.dtype) == (x.shape, x.dtype)
-    return is_same or not variable.ref
+    held = variable.get_value()
+    if not variable.ref or held is None or x is None:
+        return not variable.ref
+    return (held.shape, held.dtype) == (x.shape, x.dtype)
 
 
 def _is_field(x: Any) -> bool:
@@ -202,7 +204,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
         out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
 
-    Parameters, their names and initial values are those of Flax's layer, and so are the names and
+    Parameters, their names and float32 initial values match Flax's layer, and so do the names and
     the order of its arguments. Outputs are the same as those of `flax_mha.MultiHeadAttention`.
 
     Args:
@@ -398,8 +400,8 @@ class MultiHeadAttention(Attention, _Sizes, Module):
 
         Args:
           input_shape: the shape of all inputs together, [*B, S, D].
-          dtype: the dtype of the cache, floating point or int8 (default: that of the field `cache`,
-            or float32).
+          dtype: the dtype of the cache: floating point of 16 bits or more, int8, float8_e4m3fn or
+            float8_e5m2 (default: that of the field `cache`, or float32).
         """
         shape = checks.sizes("input_shape", input_shape)
         if not self.in_kv_features:

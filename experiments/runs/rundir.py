@@ -66,7 +66,7 @@ class Run:
         """Check that the run draws and computes as it did when it began."""
         had = _read_mark(self.path).get("settings")
         for name, value in settings().items():
-            # A folder of strangers may say anything.
+            # The folder is untrusted: its settings can be missing or of any type.
             was = had.get(name, value) if isinstance(had, dict) else value
             if was != value:
                 remedy = (

@@ -17,8 +17,8 @@ class Frequencies(NamedTuple):
     """The frequencies θ of pairs of features.
 
     A float32 product position·θ loses digits as it grows: cosines are off by 5e-3 at position
-    100,000, and 2²⁴ and 2²⁴ + 1 are one position. So angles further out are computed in turns of
-    2π, of which integers keep the fraction: whole turns overflow.
+    100,000, and 2²⁴ and 2²⁴ + 1 are one position. So angles further out are computed as
+    fractions of a turn in uint32, where whole turns overflow away.
 
     Attributes:
       theta: float32 or float64 [*L, P], in radians.
@@ -32,7 +32,7 @@ class Frequencies(NamedTuple):
 
     @classmethod
     def of(cls, theta: np.ndarray | jax.Array, dtype: Any = None) -> Self:
-        """Return static float64 frequencies, with theta in a dtype, or traced ones as they are."""
+        """Return the frequencies of static float64 θ, stored in `dtype`, or of traced θ."""
         if isinstance(theta, np.ndarray):
             bits = (theta / (2 * np.pi) % 1 * 2.0**64).astype(np.uint64)
             upper, lower = (bits >> np.uint64(32)), bits & np.uint64(2**32 - 1)
@@ -62,8 +62,8 @@ class Frequencies(NamedTuple):
         whole = whole.astype(jnp.int32)[..., None]
         size = jnp.abs(whole).astype(jnp.uint32)
         upper, lower = (shapes.lead(jnp.asarray(x), at.ndim + 1) for x in (self.upper, self.lower))
-        # The product with the lower bits, of which 32 overflow below. XLA's partitioner loses
-        # `lax.mulhi`.
+        # Multiply in halves of 16 bits, as XLA's partitioner does not support `lax.mulhi`. Carries
+        # below 2⁻³² of a turn are dropped.
         (p1, p0), (l1, l0) = ((x >> 16, x & 0xFFFF) for x in (size, lower))
         turns = size * upper + p1 * l1 + (p1 * l0 >> 16) + (p0 * l1 >> 16)
         # From −π to π.

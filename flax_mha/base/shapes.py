@@ -321,8 +321,6 @@ def lead(x: Any, rank: int) -> Any:
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
-# As one program, so that no array in float32 is written outside of jit.
-@functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def look_up(table: jax.Array, indices: checks.Integers, dtype: Any = None) -> jax.Array:
     """Return rows [*P, D] of a table [V, D] at int indices [*P], NaN if out of range.
 
@@ -334,10 +332,20 @@ def look_up(table: jax.Array, indices: checks.Integers, dtype: Any = None) -> ja
       dtype: the dtype of the rows (default: the table's).
     """
     # For `jnp.take`, negative indices count from the end.
-    indices = jnp.where(indices < 0, len(table), indices)
-    rows = table.astype(wide(table.dtype))
-    rows = jnp.take(rows, indices, axis=0, mode="fill", fill_value=jnp.nan)
-    return rows.astype(dtype or table.dtype)
+    return _take(dtype or table.dtype, table, jnp.where(indices < 0, len(table), indices))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _take(dtype: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
+    return jnp.take(table, indices, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
+
+
+@_take.defjvp
+def _take_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    # Only the gradient is wide: the rows themselves are read without a wide copy of the table.
+    rows = tangents[0].astype(wide(primals[0].dtype))
+    rows = jnp.take(rows, primals[1], axis=0, mode="fill", fill_value=0)
+    return _take(dtype, *primals), rows.astype(dtype)
 
 
 @jax.custom_jvp

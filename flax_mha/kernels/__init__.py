@@ -62,7 +62,8 @@ def dot_product_attention(
         out = softmax(scores(q·kᵀ·scale) + bias, over the keys that the mask allows)·v
 
     A fully masked query has an output of exactly 0, with zero weights and gradients. Masked keys
-    and values have no effect, even if they are NaN. The softmax is computed in at least float32.
+    and values have no effect if they are finite; NaN in them can reach other queries of their row
+    and key/value head. The softmax is computed in at least float32.
 
     Dimensions: B batch (any number of axes), T queries, S keys, N query heads, K key/value heads
     (N a multiple of K: query head n reads key head n // (N/K)), H head features.

@@ -23,7 +23,7 @@ from flax_mha.signatures.attention_fn import attention_fn
 from flax_mha.taps.tap import Tap
 
 ZEROS = nn.initializers.zeros_init()
-# Fields of linen and nnx layers that change only the mask, dropout, or the shapes of parameters. A
+# Fields of linen and nnx layers that do not change the function of the parameters that is read. A
 # function that reads a layer adds those that it handles.
 NEUTRAL = (
     "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",

@@ -91,9 +91,9 @@ class Mask(PairRule):
         try:
             mask = self.bind(dims)
         except ValueError as error:
-            if batch:
+            if batch or "*B" not in str(error):
                 raise
-            raise ValueError(f"{error}; for a batched mask give batch=, such as (2,)") from None
+            raise ValueError(f"{error}; give batch= if the mask is batched") from None
         return jnp.broadcast_to(evaluate(mask, whole(dims, q_pos, k_pos)), dims.logits)
 
     def show(

@@ -97,8 +97,9 @@ class ForgettingAttention(Forgetting, MultiHeadAttention):
 
     with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
     positions. A token that the mask hides from itself, such as padding, has f = 1, and NaN in it
-    reaches no other token and no gradient. Fields and arguments are as in `MultiHeadAttention`,
-    without cross-attention, `attention_fn` and scores that see queries and keys. A float32 sum c
+    reaches no other output; `lengths` keeps it from gradients too. Fields and arguments are as in
+    `MultiHeadAttention`, without cross-attention, `attention_fn` and scores that see queries and
+    keys. A float32 sum c
     would lose the digits of c_i − c_j far from the start, so its rounding error is kept beside it.
     A cache has 40 bits of c in 5·N/K more features of each key; its dtype is bfloat16, float32 or
     float64.

@@ -133,6 +133,7 @@ def test_sigmoid_does_not_count_padding(traced: bool) -> None:
         (np.arange(T) < n[:, None], {"mask": masks.Lengths(n)}),
         (real, {"mask": masks.Keys(real)}),
         (real & (np.arange(T) < n[:, None]), {"lengths": n, "mask": masks.Keys(real)}),
+        (real | True, {"mask": masks.Lengths(T + 8)}),
     ):
         out = run(params, X, **call)
         with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):

@@ -208,7 +208,7 @@ def test_dense_and_show_draw_the_mask() -> None:
     assert Window(1, 0).show(3, 4) == "█···\n██··\n·██·"
     batched = Causal() & Lengths(np.array([2, 1]))
     assert batched.dense(3, batch=(2,)).shape == (2, 1, 3, 3)
-    with pytest.raises(ValueError, match=r"got \(2,\); .*; for a batched mask give batch="):
+    with pytest.raises(ValueError, match=r"got \(2,\); .*; give batch= if the mask"):
         batched.show(3)
 
 

@@ -241,14 +241,14 @@ def test_functions_of_collections_take_states(name: str) -> None:
 @pytest.mark.parametrize("name", [k for k, x in STATES.items() if x[3] is DECODE and k != "memory"])
 def test_layers_decode_with_any_kind_of_variables(name: str, mode: str) -> None:
     cls, fields, *_ = STATES[name]
-    outs = []
+    outs, narrow = [], "bfloat16" if name == "forgetting" else "int8"
     for is_on in (False, True):
         with nnx.var_defaults(**{mode: is_on}):
             layer = getattr(flax_mha.nnx, cls)(N, D, rngs=nnx.Rngs(0), **fields)
-            for dtype, tokens in ((None, 2), (jnp.bfloat16, 3)):
+            for dtype, tokens in ((None, 2), (narrow, 1), (jnp.bfloat16, 3)):
                 layer.init_cache((B, T, D), dtype)
                 outs += [layer(X[:, t : t + tokens], decode=True) for t in (0, tokens)]
-    for plain, other in zip(outs[:4], outs[4:], strict=True):
+    for plain, other in zip(outs[:6], outs[6:], strict=True):
         np.testing.assert_array_equal(other, plain)
 
 

@@ -138,7 +138,7 @@ _MASKS: tuple[masks.Mask, ...] = (
     masks.Dense(IDS[:, None] >= IDS),
     masks.Dilated(2),
     masks.Documents(np.array([6, 10])),
-    masks.Keys(TOKENS[None] == 0),
+    masks.Keys(TOKENS == 0),
     masks.Lengths(np.array(9)),
     masks.Neighborhood((4, 4), (3, 3)),
     masks.PerHead((masks.Causal(), masks.Window(2, 2))),

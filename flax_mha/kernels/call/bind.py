@@ -103,15 +103,18 @@ def bind_call(
         precision=precision,
         normalizer=normalizer,
         invalid=invalid,
-        count=None if normalizer == SOFTMAX else _count_keys(mask, dims),
+        count=None if normalizer == SOFTMAX else _count_keys(mask, dims, k_pos is None),
         turns=turns,
     )
     _trace_user_functions(spec, dims, q.dtype)
     return q, k, v, spec
 
 
-def _count_keys(mask: masks.MaskLike | None, dims: Dims) -> ScoreArray | None:
-    """Return the number of keys without padding [*B|1, 1, 1, 1], None for all."""
+def _count_keys(mask: masks.MaskLike | None, dims: Dims, is_whole: bool) -> ScoreArray | None:
+    """Return the number of keys without padding [*B|1, 1, 1, 1], None for all.
+
+    It is at most S if `is_whole`. A row of a ring buffer is longer than its slots.
+    """
     parts = conjuncts(None if mask is None else masks.as_mask(mask))
     # By type, before they are bound: for one query, tables of pairs have the shape of these too.
     lengths = [x for x in parts if type(x) is masks.Lengths and jnp.ndim(x.kv) <= len(dims.B)]
@@ -121,7 +124,9 @@ def _count_keys(mask: masks.MaskLike | None, dims: Dims) -> ScoreArray | None:
     if tables:
         real = functools.reduce(jnp.logical_and, tables + [at.k < n for n in ends])
         return ScoreArray(real.sum(-1, keepdims=True))
-    return ScoreArray(functools.reduce(jnp.minimum, ends)) if ends else None
+    if not ends:
+        return None
+    return ScoreArray(functools.reduce(jnp.minimum, ends + [jnp.asarray(dims.S)] * is_whole))
 
 
 def _make_dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:
