@@ -46,15 +46,14 @@ class Slots(Source):
     def stored(self) -> tuple[Stored, Stored]:
         """Return keys and values in the form that kernels read, [*B, S, K, ·]."""
 
-        def as_stored(x: Any, scale: Any, finite: bool) -> Stored:
+        def as_stored(x: Any, scale: Any) -> Stored:
             slots = self.names[2] or "length"
             if scale is not None:
                 scale = map_part(lambda x: jnp.swapaxes(x[..., None], -3, -2), scale)
             x = map_part(lambda x: jnp.swapaxes(x, -3, -2), x)
-            return Stored(x, scale, jnp.float32, slots, finite)
+            return Stored(x, scale, jnp.float32, slots)
 
-        key = as_stored(self.key, self.key_scale, False)
-        return key, as_stored(self.value, self.value_scale, True)
+        return as_stored(self.key, self.key_scale), as_stored(self.value, self.value_scale)
 
     def next_positions(self, T: int) -> jax.Array:
         """Return the positions of the next T queries of each row, int32 [*B, T]."""

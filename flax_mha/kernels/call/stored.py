@@ -70,14 +70,12 @@ class Stored(Struct):
       dtype: the dtype that kernels read.
       slots: the logical name of S: "cache_length" for the slots of a cache, which the rules may
         shard; "length" for tokens.
-      finite: True if all are finite, as the values of a cache, whose `Memory.of` moves NaN to keys.
     """
 
     values: Any
     scale: Any
     dtype: Any = struct.field(pytree_node=False)
     slots: str = struct.field(pytree_node=False, default="length")
-    finite: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> Shape:

@@ -36,7 +36,7 @@ from flax_mha.kernels.call.spec import (
 )
 from flax_mha.kernels.call.stored import Stored, cast, dequantize, is_part, map_part, read
 from flax_mha.kernels.xla import reference, softmax
-from flax_mha.kernels.xla.softmax import finfo_min, move_nan_to_keys
+from flax_mha.kernels.xla.softmax import finfo_min
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.kernels.xla.tiles import empty_result
 from flax_mha.masks import EMPTY
@@ -87,11 +87,7 @@ def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) 
     q_heads, *kv = jax.tree.map(functools.partial(map_part, swap), (q, k, v), is_leaf=is_part)
     # The queries of a key/value head are rows of one matmul.
     args = q_heads.reshape(*dims.B, dims.K, dims.G * dims.T, dims.H), *kv, spec
-    result = _run(platform, dims, False, *args)
-    if spec.mask is not None and not (isinstance(v, Stored) and v.finite):
-        # A weight of 0 does not hide the NaN of a masked value. Recompute if there is a NaN.
-        run_nan_safe = functools.partial(_run, platform, dims, True, *args)
-        result = loops.cond(jnp.isnan(result[0]).any(), run_nan_safe, lambda: result)
+    result = _run(platform, dims, *args)
     return jnp.swapaxes(result[0], -3, -2).astype(q.dtype), result[1]
 
 
@@ -117,13 +113,11 @@ _core.defvjp(_forward, _backward)
 
 
 def _run(
-    platform: str, dims: shapes.Dims, nan_safe: bool, q: jax.Array, k: Keyed, v: Keyed,
-    spec: AttentionSpec,
-) -> Result:  # fmt: skip
+    platform: str, dims: shapes.Dims, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec
+) -> Result:
     """Return out [*B, N, T, Hv] and sums [*B, N, T], in at least float32.
 
-    q is [*B, K, G·T, H], k and v are [*B, K, S, ·]. With `nan_safe`, masked values that are not
-    finite do not reach the outputs.
+    q is [*B, K, G·T, H], k and v are [*B, K, S, ·].
     """
     acc = shapes.wide(q.dtype)
     if platform == "cpu":
@@ -132,7 +126,7 @@ def _run(
     is_of_layer = is_part(k.values if isinstance(k, Stored) else k)
     few_rows = symbols.at_most(dims.G * dims.T, _FEW_ROWS.get(platform, 0))
     dot = _sum_by_row if is_of_layer and few_rows else _multiply
-    visit = functools.partial(_visit, dims, nan_safe, dot, q, k, v, spec)
+    visit = functools.partial(_visit, dims, dot, q, k, v, spec)
     total = jnp.zeros((*dims.B, dims.N, dims.T, 1), acc)
     top = softmax.begin(total)
     if spec.sinks is not None:
@@ -144,11 +138,11 @@ def _run(
     size = _BLOCK.get(platform, _BLOCK_ELSEWHERE)
     size = dims.S if symbols.at_most(dims.S, size) or symbols.is_symbolic(dims.S) else size
     blocks = -(-dims.S // size)
-    # For one matmul, XLA:CPU converts all keys in memory first, and so does `nan_safe` everywhere.
+    # For one matmul, XLA:CPU converts all keys in memory first.
     is_narrow = platform == "cpu" and isinstance(k, Stored) and k.values.dtype != q.dtype
     many = _MANY_ROWS.get(platform)
     is_large = many is not None and not symbols.at_most(dims.G * dims.T, many - 1)
-    few = blocks if nan_safe or is_narrow or is_large else int(blocks * _FEW)
+    few = blocks if is_narrow or is_large else int(blocks * _FEW)
     if few < blocks and _bytes(k) + _bytes(v) < _LEAST_BYTES.get(platform, 0):
         few = 0
 
@@ -172,8 +166,8 @@ def _run(
 
 
 def _visit(
-    dims: shapes.Dims, nan_safe: bool, dot: Callable[..., jax.Array], q: jax.Array, k: Keyed,
-    v: Keyed, spec: AttentionSpec, size: int, index: jax.Array, carry: tuple[jax.Array, ...],
+    dims: shapes.Dims, dot: Callable[..., jax.Array], q: jax.Array, k: Keyed, v: Keyed,
+    spec: AttentionSpec, size: int, index: jax.Array, carry: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Update the carry (maximum score, sum of exponentials, output) with a block of keys."""
     first = index.astype(jnp.int32) * size
@@ -188,8 +182,6 @@ def _visit(
     k, v = jax.tree.map(lambda x: cut(read(x), -2), (k, v), is_leaf=is_part)
     at = At(*(cut(x, -1) for x in spec.at(dims)))
     spec = map_score_arrays(lambda x: cut(x, -1), spec)
-    if nan_safe:
-        k, v = move_nan_to_keys(dequantize(k), dequantize(v))
     top, total, out = carry
     rows = dims.G * dims.T
     vectors = _vectors(dims, q[..., :rows, :], k, spec, total.dtype) if spec.vectors else None
