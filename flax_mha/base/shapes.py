@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from flax_mha.base import checks
@@ -279,7 +278,7 @@ def draw(init: Initializer, rng: Any, shape: Shape, dtype: Dtype) -> Any:
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize >= 4:
         return init(rng, shape, dtype)
     value = init(rng, shape, jnp.float32)
-    if isinstance(value, nnx.VariableMetadata):  # It is no tree.
+    if hasattr(value, "raw_value"):  # nnx's VariableMetadata, which is no tree.
         return dataclasses.replace(value, raw_value=value.raw_value.astype(dtype))
     return jax.tree.map(lambda x: x.astype(dtype), value)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array
 
 
@@ -59,7 +59,7 @@ def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, P
     if attention_mask is None:
         *B, T = tokens.shape
         shapes.per_row("lengths", lengths, tuple(B), T)
-        order = np.arange(T) if order is None else shapes.check_order(order, T)
+        order = symbols.count_up(T) if order is None else shapes.check_order(order, T)
         ends, order = map(checks.as_numpy, (checks.integers("lengths", lengths), order))
         return _run(_clear, (), tokens, ends, order), Padding()
     real = _check(tokens, attention_mask)
