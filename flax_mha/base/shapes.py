@@ -342,8 +342,7 @@ def _take(dtype: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
 @_take.defjvp
 def _take_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     # Only the gradient is wide: the rows themselves are read without a wide copy of the table.
-    rows = tangents[0].astype(wide(primals[0].dtype))
-    rows = jnp.take(rows, primals[1], axis=0, mode="fill", fill_value=0)
+    rows = jnp.take(_wide_tangent(tangents[0]), primals[1], axis=0, mode="fill", fill_value=0)
     return _take(dtype, *primals), rows.astype(dtype)
 
 
@@ -354,8 +353,14 @@ def _widened(x: jax.Array) -> jax.Array:
 
 @_widened.defjvp
 def _widened_jvp(x: tuple[jax.Array], tangent: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    # XLA for TPUs adds up in bfloat16 if nothing is between a sum and its cast.
-    return _widened(*x), jax.lax.optimization_barrier(_widened(*tangent))
+    return _widened(*x), _wide_tangent(*tangent)
+
+
+def _wide_tangent(x: jax.Array) -> jax.Array:
+    """Return a tangent in float32 at least, so that its transpose adds up before it rounds."""
+    bits = jnp.finfo(x.dtype)
+    # XLA for TPUs gives a sum the type that it is cast to, also across an optimization barrier.
+    return jax.lax.reduce_precision(x.astype(wide(x.dtype)), bits.nexp, bits.nmant)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"), inline=True)
