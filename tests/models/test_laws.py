@@ -18,6 +18,7 @@ from experiments.counts import hlo
 from experiments.measure import compiled
 from experiments.plan import gpus
 from flax_mha import masks, models, sampling, scores, variants
+from flax_mha.base import shapes
 from flax_mha.masks import Mask
 from flax_mha.scores import ScoreMod
 from tests.support.catalogue import CATALOGUE, Entry
@@ -120,3 +121,17 @@ def test_chips_add_up_in_float32(name: str, chip: str, half: str, optimized: Non
                 (adds,) = re.findall(r"to_apply=%?([^\s,)]+)", x.rest)
                 is_half = {"bf16", "f16"} & {y.dtype for y in hlo.arrays(module.root(adds).type)}
                 assert not (is_half and summed >= ROWS * sums[0].size), x
+
+
+def test_gradient_of_a_bias_is_a_float32_sum_on_tpus(optimized: None) -> None:
+    """Cast to bfloat16 as it is, libtpu 0.0.52 makes it a bfloat16 sum, even after a barrier."""
+    pytest.importorskip("libtpu")
+    chip = compiled.chip_of("v5e")
+    x, bias = chip.array(64, 128, 256, dtype="bfloat16"), chip.array(256, dtype="bfloat16")
+
+    def gradient(bias: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.vjp(lambda bias: shapes.plus(x, bias), bias)[1](x)[0]
+
+    text, _ = compiled.dumped(jax.jit(gradient).lower(bias, x))
+    sums = [x.instruction for x in hlo.Module(text).runs() if x.instruction.opcode == "reduce"]
+    assert {array.dtype for one in sums for array in hlo.arrays(one.type)} == {"f32"}
