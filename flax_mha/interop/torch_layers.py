@@ -150,10 +150,12 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
         separate = len({params[f"{name}/kernel"].shape[0] for name in _INPUTS}) > 1
     tensors = table.to_tensors(table.Family(module, (), _rows(module, separate)), variables)
     for name, x in tensors.items():
-        if name.endswith("in_proj_weight") and x.shape[0] != 3 * x.shape[1]:
+        parts = 3 if name.endswith("in_proj_weight") else 1
+        if name.endswith(("in_proj_weight", "out_proj.weight")) and len(x) != parts * x.shape[1]:
             raise ValueError(
-                f"module must have as many heads of keys and values as of queries, and head_dim = "
-                f"features / num_heads, for torch.nn, got {name} of {x.shape}; change these fields"
+                f"module must have as many heads of keys and values as of queries, head_dim = "
+                f"features / num_heads, and no other out_features, for torch.nn, got {name} of "
+                f"{x.shape}; change these fields"
             )
     return tensors
 
@@ -182,6 +184,8 @@ def _check(module: Any) -> None:
             _check(module.cross_attention)
     else:
         check_layer(module)
+        if len({has_bias(module.use_bias, name) for name in table.PROJECTIONS}) > 1:
+            refuse(module, {"use_bias": module.use_bias})
 
 
 def check_layer(layer: Any, library: str = "torch.nn") -> None:
