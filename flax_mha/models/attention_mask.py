@@ -72,8 +72,14 @@ def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, P
     return tokens, Padding(mask=masks.Keys(real), positions=_run(_count, (), real))
 
 
-def check_prompt(prompt: Any, attention_mask: Any, has_gaps: bool) -> None:
-    """Check the mask of a prompt of `generate`: a token in each row, and gaps only if allowed."""
+def move_to_front(prompt: Any, attention_mask: Any, has_gaps: bool) -> list[Any]:
+    """Return a prompt with the tokens of each row before its padding, and their number.
+
+    Args:
+      prompt: int [B, T].
+      attention_mask: bool or int [B, T], False or 0 for padding.
+      has_gaps: True if padding may be between tokens.
+    """
     real = _check(prompt, attention_mask)
     is_static = isinstance(real, np.ndarray)
     if not has_gaps:
@@ -89,12 +95,7 @@ def check_prompt(prompt: Any, attention_mask: Any, has_gaps: bool) -> None:
             f"attention_mask must have a token in each row, got none in rows "
             f"{np.flatnonzero(~real.any(-1)).tolist()}; drop these rows"
         )
-
-
-def move_to_front(tokens: Any, attention_mask: Any) -> list[Any]:
-    """Return tokens [*B, T] with those of each row before its padding, and their number [*B]."""
-    names = [("batch", None), ("batch",)] if tokens.ndim == 2 else [(), ()]
-    return _run(_sort, names, tokens, _check(tokens, attention_mask))
+    return _run(_sort, [("batch", None), ("batch",)], prompt, real)
 
 
 def _check(tokens: Any, attention_mask: Any) -> Any:

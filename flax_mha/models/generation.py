@@ -14,7 +14,7 @@ from flax_mha.base.arguments import names_of
 from flax_mha.cache.collection import free
 from flax_mha.layer.settings import check_module
 from flax_mha.models import decoding
-from flax_mha.models.attention_mask import check_prompt, move_to_front
+from flax_mha.models.attention_mask import move_to_front
 from flax_mha.models.beams import BeamSearch, Generated
 from flax_mha.models.decoding import Model, Own, Request
 from flax_mha.models.embeddings import TokenEmbedding
@@ -168,8 +168,7 @@ def _check_call(
                 f"it out"
             )
         prompt = _check_shape(prompt)
-        check_prompt(prompt, attention_mask, not isinstance(model, Translator))
-        prompt, lengths = move_to_front(prompt, attention_mask)
+        prompt, lengths = move_to_front(prompt, attention_mask, not isinstance(model, Translator))
         if checks.is_concrete(lengths) and (lengths == prompt.shape[1]).all():
             lengths = None
     if not isinstance(model, Own):

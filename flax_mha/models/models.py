@@ -12,7 +12,7 @@ from flax_mha.base.checks import choice, fields, integer, number, optional
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions
-from flax_mha.models.attention_mask import Padding, move_to_front, read_padding
+from flax_mha.models.attention_mask import read_padding
 from flax_mha.models.embeddings import PatchEmbedding, TokenEmbedding
 from flax_mha.models.feed_forward import Dropout
 from flax_mha.models.stacks import Decoder, Encoder
@@ -271,8 +271,7 @@ class Translator(nn.Module):
           source: int [*B, S].
           target: int [*B, T].
           attention_mask: bool or int [*B, S] of the source as tokenizers give it, 0 for padding, on
-            either side or between tokens. If cross-attention rotates, tokens move to the front of
-            their row, in sown weights too.
+            either side or between tokens.
           source_lengths: int [*B], the number of real tokens in each source (default: all). The
             others have no influence.
           deterministic: False to apply dropout, which needs the rng `dropout`. With dropout it must
@@ -283,16 +282,13 @@ class Translator(nn.Module):
           Logits [*B, T, vocab_size], float32 or wider.
         """
         call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
-        check_module("decoder", self.decoder, LanguageModel)
-        padding = read_padding(source, attention_mask, {})[1] if self.reads_tokens else Padding()
-        crosses = [getattr(x, "cross_attention", None) for x in self.decoder.decoder.blocks]
-        rotates = any(getattr(x, "rotary", None) is not None for x in crosses)
-        if rotates and padding.mask is not None and source_lengths is None:
-            # Cross-attention rotates keys by their index, which then counts tokens.
-            source, source_lengths = move_to_front(source, attention_mask)
-            attention_mask, padding = None, Padding()
+        rotaries = [getattr(x.cross_attention, "rotary", None) for x in self.decoder.decoder.blocks]
+        if self.reads_tokens and source_lengths is None and any(rotaries):
+            # Keys of cross-attention rotate by their index, which then counts tokens.
+            source, attention_mask = pad_at_end(source, attention_mask)
         given: dict[str, Any] = {"source_lengths": source_lengths, "attention_mask": attention_mask}
         memory = self.encode(source, **given, **call)
+        _, padding = read_padding(source, attention_mask, {})
         lengths = source_lengths if padding.lengths is None else padding.lengths
         return self.decode(target, memory, memory_mask=padding.mask, memory_lengths=lengths, **call)
 

@@ -67,9 +67,7 @@ MODELS = {
 
 def translator(kind: str) -> Translator:
     layer, rotary = MultiHeadAttention(2), ROTARIES.get(kind)
-    # Keys of cross-attention rotate too.
-    cross = layer.copy(rotary=ROTARIES["growing"]) if kind == "growing" else layer.copy()
-    block = DecoderBlock(layer, 8, cross_attention=cross)
+    block = DecoderBlock(layer, 8, cross_attention=layer.copy())
     embedding = PositionEmbedding(max_length=16)
     inner = LanguageModel(TokenEmbedding(V, D), Decoder(1, block), position_embedding=embedding)
     return Translator(Encoder(1, EncoderBlock(MultiHeadAttention(2, rotary=rotary), 8)), inner)
