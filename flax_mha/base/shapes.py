@@ -277,7 +277,7 @@ def draw(init: Initializer, rng: Any, shape: Shape, dtype: Dtype) -> Any:
     """
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize >= 4:
         return init(rng, shape, dtype)
-    value = init(rng, shape, jnp.float32)
+    value: Any = init(rng, shape, jnp.float32)
     if hasattr(value, "raw_value"):  # nnx's VariableMetadata, which is no tree.
         return dataclasses.replace(value, raw_value=value.raw_value.astype(dtype))
     return jax.tree.map(lambda x: x.astype(dtype), value)

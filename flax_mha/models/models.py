@@ -282,10 +282,6 @@ class Translator(nn.Module):
           Logits [*B, T, vocab_size], float32 or wider.
         """
         call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
-        rotaries = [getattr(x.cross_attention, "rotary", None) for x in self.decoder.decoder.blocks]
-        if self.reads_tokens and source_lengths is None and any(rotaries):
-            # Keys of cross-attention rotate by their index, which then counts tokens.
-            source, attention_mask = pad_at_end(source, attention_mask)
         given: dict[str, Any] = {"source_lengths": source_lengths, "attention_mask": attention_mask}
         memory = self.encode(source, **given, **call)
         _, padding = read_padding(source, attention_mask, {})
