@@ -59,7 +59,7 @@ def variables_of(module: Any, *inputs: Any) -> Any:
 
 
 def read_back(read: Any, *args: Any, **options: Any) -> Any:
-    """Read what was written. That it can't be read is no refusal to write it."""
+    """Return the module that was written. A failure to read it is no refusal to write it."""
     try:
         return read(*args, **options)
     except ValueError as error:

@@ -124,7 +124,7 @@ def test_chips_add_up_in_float32(name: str, chip: str, half: str, optimized: Non
 
 
 def test_gradient_of_a_bias_is_a_float32_sum_on_tpus(optimized: None) -> None:
-    """Cast to bfloat16 as it is, libtpu 0.0.52 makes it a bfloat16 sum, even after a barrier."""
+    """By a plain cast to bfloat16 libtpu 0.0.52 makes it a bfloat16 sum, even after a barrier."""
     pytest.importorskip("libtpu")
     chip = compiled.chip_of("v5e")
     x, bias = chip.array(64, 128, 256, dtype="bfloat16"), chip.array(256, dtype="bfloat16")
