@@ -30,7 +30,7 @@ def top_k(logits: jax.Array, k: int) -> jax.Array:
             f"top_k must be at most the {logits.shape[-1]} tokens of the vocabulary, got {k}; "
             f"None keeps all"
         )
-    # XLA:CPU selects a few float32 numbers in a fifth of the time, while others sort one row.
+    # XLA:CPU selects a few float32 numbers quickly. Other platforms may sort all of them.
     if k <= 1024 and sharding.platform() == "cpu" and shapes.wide(logits.dtype) == jnp.float32:
         return jnp.where(_is_selected(logits, k), logits, -jnp.inf)
     return jnp.where(_is_counted(logits, k), logits, -jnp.inf)

@@ -99,10 +99,9 @@ class ForgettingAttention(Forgetting, MultiHeadAttention):
     positions. A token that the mask hides from itself, such as padding, has f = 1, and NaN in it
     reaches no other output; `lengths` keeps it from gradients too. Fields and arguments are as in
     `MultiHeadAttention`, without cross-attention, `attention_fn` and scores that see queries and
-    keys. A float32 sum c
-    would lose the digits of c_i − c_j far from the start, so its rounding error is kept beside it.
-    A cache has 40 bits of c in 5·N/K more features of each key; its dtype is bfloat16, float32 or
-    float64.
+    keys. A float32 sum c would lose the digits of c_i − c_j far from the start, so its rounding
+    error is kept as well. A cache has 40 bits of c in 5·N/K more features of each key; its dtype is
+    bfloat16, float32 or float64.
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """
