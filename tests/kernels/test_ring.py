@@ -130,7 +130,7 @@ def test_ring_backward_runs_no_second_forward(
 def test_devices_skip_empty_steps_of_traced_masks(
     call: dict[str, Any], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = [FORWARD["blockwise"], ("xla.blockwise", "_compute_gradients")]
+    both = [FORWARD["blockwise"], ("xla.blockwise", "_backward")]
     assert passes(both, "blockwise", 4, monkeypatch, call) == [blocks] * 2
 
 
