@@ -162,12 +162,13 @@ def _loops(
             top, total, p, old = softmax.step(top, total, s)
             p = tile.apply_dropout(p, at).astype(v.dtype)
             more = tiles.dot(p, index.keys(v), 1, 0, spec, acc)
-            return top, total, lax.add(lax.mul(out, old), more)
+            return top, total, more if old is None else lax.add(lax.mul(out, old), more)
 
         total = vary(jnp.zeros((plan.block_q, 1), acc), q)
-        top = softmax.begin(total)
-        out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
-        top, total, out = _visit(static, part, tables, index, step, (top, total, out))
+        carry: Tree = softmax.begin(total), None, None
+        if tables is not None:
+            carry = carry[0], total, vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
+        top, total, out = _visit(static, part, tables, index, step, carry)
         total_with_sink = total
         if sinks is not None:
             new, total_with_sink = softmax.add_sink(sinks[index.head], top, total)
