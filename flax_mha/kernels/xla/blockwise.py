@@ -6,7 +6,7 @@ kernel visits tiles one by one, with an online softmax. Empty tiles are skipped,
 evaluated only in partial tiles. The backward pass recomputes the scores, from the saved maximum and
 sum. `checkpointed` is the same forward loops without this backward pass.
 
-It differs from the `definition` in half precision, unless a CPU computes in float32: the
+It differs from `reference` in half precision, unless a CPU computes in float32: the
 exponentials are rounded before their matmul with the values, and q may be rounded by the scale.
 
 The loops, from outer to inner: batch rows and key/value heads, several at once if matmuls would be

@@ -5,7 +5,7 @@ derivatives save only its inputs. Without a custom derivative rule, forward mode
 their mixtures work at any order. With visit lists, the loop over tiles has a fixed length, because
 JAX reverses no other loop, and `jax.lax.cond` skips empty tiles.
 
-Like the `definition`, the kernel computes in at least float32, because higher derivatives add
+The kernel computes in at least float32, because higher derivatives add
 rounding errors. Only the order of its sums differs.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Rabe and Staats,
