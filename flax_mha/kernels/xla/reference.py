@@ -15,7 +15,7 @@ order of sums, and where they round. Conventions:
 - The computation is in float32, or float64 for float64. Only the output is rounded, to q's dtype.
 - Another normalizer takes the place of the softmax. It has no sums.
 
-The kernel has derivatives of any mode and order by JAX, and memory of T·S. Compilers need some care:
+It has derivatives of any mode and order by JAX, and memory of T·S. Compilers need some care:
 
 - Matmuls read half precision. The weights are divided by their sum before they are rounded, and the
   scores are scaled after q·kᵀ, so that nothing is rounded twice.
@@ -169,7 +169,9 @@ def scores(
     dtype = shapes.wide(q.dtype)
     if q.dtype == dtype:
         q = q * jnp.asarray(spec.scale, dtype)
-    logits = multiply(q, k, spec.precision, dtype)
+    logits = jnp.matmul(
+        q, jnp.swapaxes(k, -1, -2), precision=spec.precision, preferred_element_type=dtype
+    )
     if q.dtype != dtype:
         # Scaling q in half precision would round it once more.
         logits = logits * jnp.asarray(spec.scale, dtype)
@@ -178,8 +180,3 @@ def scores(
         wide = q if q.dtype == dtype else q.astype(dtype) * jnp.asarray(spec.scale, dtype)
         vectors = wide, k.astype(dtype)
     return spec.apply(logits, at, finfo_min(dtype), vectors)
-
-
-def multiply(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
-    """Return q·kᵀ [*B, N, T, S] in a dtype."""
-    return jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=precision, preferred_element_type=dtype)
