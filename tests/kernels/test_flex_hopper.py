@@ -18,6 +18,7 @@ from flax_mha.kernels.call.spec import Sums
 from flax_mha.masks import Causal, Lengths
 from flax_mha.scores import Alibi, Score
 from tests.support import barriers, oracle
+from tests.support.platforms import pretend
 
 H200 = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
 LACKING = private_jax.missing("flex.hopper")
@@ -34,8 +35,8 @@ def programs(features: int) -> dict[str, Any]:
 
     def loss(q: Any, k: Any, v: Any, slopes: Any) -> Any:
         call = {"mask": Lengths(jnp.array([200])), "scores": (Alibi(slopes),)}
-        lowered: Any = flex.lower(*bind_call(q, k, v, **call), H200)
-        return lowered()[0].astype(jnp.float32).sum()
+        *given, spec = bind_call(q, k, v, **call)
+        return flex.lower(*given, spec.replace(platform=H200)).run()[0].astype(jnp.float32).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3)))(q, k, k, jnp.ones(2))
     return dict(barriers.kernels(jaxpr.jaxpr))
@@ -189,9 +190,8 @@ def test_gradients_from_saved_results_match_on_hopper(hopper_memory) -> None:
     @jax.jit
     def step(start: Any, k: Any, v: Any, x: Any) -> Any:
         def attend(q: Any, k: Any, v: Any, x: Any) -> Any:
-            given = bind_call(q, k, v, kv_positions=start + jnp.arange(128), **call(x))
-            lowered: Any = flex.lower(*given, H200)
-            out, sums = lowered(result)
+            *given, spec = bind_call(q, k, v, kv_positions=start + jnp.arange(128), **call(x))
+            out, sums = flex.lower(*given, spec.replace(platform=H200)).run(result)
             return out, sums.lse
 
         return jax.vjp(attend, q, k, v, x)[1]((cotangent, jnp.sin(lse)))
@@ -207,7 +207,7 @@ def test_gradients_from_saved_results_match_on_hopper(hopper_memory) -> None:
 @pytest.mark.parametrize("kernel", ["flex", "ring:flex"])
 def test_each_device_of_a_mesh_runs_its_own_kernels(monkeypatch, kernel: str) -> None:
     """Traced only: the interpreter has one device."""
-    monkeypatch.setattr("flax_mha.sharding.platform", lambda: "gpu")
+    pretend(monkeypatch, "gpu")
     monkeypatch.setattr("flax_mha.kernels.chips.gpus.capability", lambda device: (9, 0))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     rows, length = ("data", None) if kernel == "flex" else (None, "data")

@@ -22,6 +22,7 @@ from flax_mha.kernels.call.stored import Stored
 from flax_mha.masks.algebra import resolve, split_invalid
 from flax_mha.positions import turn
 from flax_mha.scores import Bias, ScoreMod, Vectors, as_scores
+from flax_mha.sharding.devices import current_platform
 
 Keyed: TypeAlias = Array | Stored
 
@@ -105,6 +106,7 @@ def bind_call(
         invalid=invalid,
         count=None if normalizer == SOFTMAX else _count_keys(mask, dims, k_pos is None),
         turns=turns,
+        platform=current_platform(),
     )
     _trace_user_functions(spec, dims, q.dtype)
     return q, k, v, spec

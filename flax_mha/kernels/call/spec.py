@@ -17,10 +17,12 @@ from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.stored import dequantize
 from flax_mha.masks import Mask
 from flax_mha.masks.algebra import evaluate
 from flax_mha.positions.turn import Turn
 from flax_mha.scores import ScoreMod, Vectors, changed
+from flax_mha.sharding.devices import Platform
 
 # An array, or the `Stored` keys of a cache, which are never to be rotated.
 Keys = TypeVar("Keys", bound=Any)
@@ -59,9 +61,6 @@ class Sums(NamedTuple):
 
 # An output [*B, T, N, Hv] and its softmax.
 Result = tuple[jax.Array, Sums]
-# A function that computes a call. Some kernels accept a precomputed result, and compute only its
-# gradients.
-Lowered = Callable[..., Result]
 
 
 def name_result(out: Any, sums: Any) -> tuple[Any, Any]:
@@ -81,41 +80,25 @@ class TileSize(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiled:
-    """A function that computes a call, the sizes of its tiles, and the reason for them."""
-
-    run: Lowered
-    tile: tuple[int, int]
-    why: str
-
-    def __call__(self, *result: Result) -> Result:
-        """Compute the call, or its gradients from a precomputed result."""
-        return self.run(*result)
-
-
-class Refusal(NamedTuple):
-    """The reason why a kernel can't run a call."""
-
-    reason: str
-
-
-class Platform(NamedTuple):
-    """The devices that a call will run on.
+class Lowered:
+    """A call that a kernel can compute.
 
     Attributes:
-      name: JAX's name of the platform: "cpu", "gpu" or "tpu".
-      device: JAX's name of the device kind, such as "NVIDIA H200".
-      cudnn: the version of cuDNN, such as (9, 20, 0); None for the installed one.
-      not_partitionable: the reason against kernels that XLA cannot shard; None on one device, or if
-        each device runs its own shard.
-      auto_partitioned: True if XLA shards the call between several devices without a mesh.
+      run: the function that computes it.
+      takes_result: True if `run` accepts a precomputed result of these and other keys, without
+        sinks, and computes only its gradients.
+      tile: the queries and keys of a tile, if the kernel has a choice.
+      why: the reason for these sizes.
     """
 
-    name: str
-    device: str = ""
-    cudnn: tuple[int, int, int] | None = None
-    not_partitionable: str | None = None
-    auto_partitioned: bool = False
+    run: Callable[..., Result]
+    takes_result: bool = False
+    tile: tuple[int, int] | None = None
+    why: str | None = None
+
+
+class Unsupported(Exception):  # noqa: N818 — it names the reason, and is no error by itself
+    """The reason why a kernel can't run a call."""
 
 
 class AttentionSpec(struct.PyTreeNode):
@@ -143,6 +126,7 @@ class AttentionSpec(struct.PyTreeNode):
       piece: the number of tokens in a piece, if pieces are in any order: a larger tile is hardly
         ever empty. None if tokens are contiguous.
       blocks: the sizes of tiles that the caller sets.
+      platform: the devices that the call will run on.
     """
 
     mask: Mask | None
@@ -163,6 +147,7 @@ class AttentionSpec(struct.PyTreeNode):
     normalizer: str = struct.field(pytree_node=False, default=SOFTMAX)
     piece: int | None = struct.field(pytree_node=False, default=None)
     blocks: TileSize = struct.field(pytree_node=False, default=TileSize())
+    platform: Platform = struct.field(pytree_node=False, default=Platform("cpu"))
 
     def at(self, dims: Dims) -> At:
         """Return the coordinates of all scores of the call."""
@@ -172,6 +157,13 @@ class AttentionSpec(struct.PyTreeNode):
         """Return coordinates, replaced by those that the spec has."""
         arrays = {"row": self.row_ids, "head": self.head_ids, "q": self.q_pos, "k": self.k_pos}
         return at._replace(**{n: x.array for n, x in arrays.items() if x is not None})
+
+    def plain(
+        self, q: jax.Array, k: Any, v: Any
+    ) -> "tuple[jax.Array, jax.Array, jax.Array, AttentionSpec]":
+        """Return rotated queries and keys, stored keys and values as arrays, and the spec."""
+        q, rotated, spec = self.turned(q, dequantize(k))
+        return q, rotated, dequantize(v), spec
 
     def turned(self, q: jax.Array, k: Keys) -> "tuple[jax.Array, Keys, AttentionSpec]":
         """Return queries and keys after their rotation, and the spec without it.

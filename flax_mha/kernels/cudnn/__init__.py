@@ -34,8 +34,9 @@ import numpy as np
 from flax_mha.base import private_jax, shapes
 from flax_mha.base.coordinates import At, flat_batch
 from flax_mha.base.shapes import Dims
+from flax_mha.kernels.call import limits
 from flax_mha.kernels.call.mask_parts import conjuncts
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, Unsupported
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.cudnn import bands, edge_cases, primitives
 from flax_mha.kernels.cudnn.bands import Band
@@ -52,28 +53,30 @@ OLDEST = (9, 10, 2)
 
 
 def lower(
-    q: jax.Array, k: jax.Array | Stored, v: jax.Array | Stored, spec: AttentionSpec,
-    platform: Platform,
-) -> Lowered | Refusal:  # fmt: skip
-    """Prepare the call, or return the reason why this kernel does not support it."""
+    q: jax.Array, k: jax.Array | Stored, v: jax.Array | Stored, spec: AttentionSpec
+) -> Lowered:
+    """Prepare the call, or raise the reason why this kernel does not support it."""
+    limits.check(spec, q, k)
+    q, k, spec = spec.turned(q, k)
+    platform = spec.platform
     dims, heads_first = shapes.Dims.of(q, k, v), isinstance(k, Stored)
     if q.dtype not in (jnp.float16, jnp.bfloat16):
-        return Refusal(f"takes float16 and bfloat16, got {q.dtype}")
+        raise Unsupported(f"takes float16 and bfloat16, got {q.dtype}")
     device = primitives.gpu(platform)
     if isinstance(device, str):
-        return Refusal(device)
+        raise Unsupported(device)
     if reason := _check_call(q, spec, dims, device, platform):
-        return Refusal(reason)
+        raise Unsupported(reason)
     reason = _check_scores(q, spec, dims, device)
     takes_runs = _takes_runs(spec, dims, device, platform.auto_partitioned)
     band, hidden = bands.lower(spec, dims, takes_runs)
     if hidden is not None:
         reason = reason or _check_hidden(q, spec, hidden, dims)
     if reason:
-        return Refusal(reason)
+        raise Unsupported(reason)
     k, v = dequantize(k), dequantize(v)
     static = {"divisible": platform.auto_partitioned, "heads_first": heads_first}
-    return functools.partial(_attend, q, k, v, spec, band, hidden, static)
+    return Lowered(functools.partial(_attend, q, k, v, spec, band, hidden, static), True)
 
 
 def _check_call(
