@@ -35,7 +35,7 @@ class Sums(NamedTuple):
 
     Attributes:
       top: the maximum score.
-      total: the sum of exp(score − top), 0 for fully masked queries, NaN for those that see NaN.
+      total: the sum of exp(score − top), 0 for fully masked queries.
     """
 
     top: jax.Array
@@ -45,18 +45,15 @@ class Sums(NamedTuple):
     def of(cls, lse: jax.Array, given: "Sums | None" = None) -> "Sums":
         """Return the sums of a kernel that has only an lse, or `given` ones with its gradients."""
         top = jnp.where(lse == -jnp.inf, jnp.finfo(lse.dtype).min, jax.lax.stop_gradient(lse))
-        # A cotangent of 0 stays 0 for an lse of NaN, here and in `lse`.
-        lost = jnp.isnan(lse)
-        total = jnp.exp(jnp.where(lost, 0.0, lse - top))
-        if given is not None:
-            top, total = given.top, given.total * total
-        return cls(top, jnp.where(lost, lse, total))
+        total = jnp.exp(lse - top)
+        return cls(top, total) if given is None else cls(given.top, given.total * total)
 
     @property
     def lse(self) -> jax.Array:
         """The log of the sum of exp(score), −∞ for fully masked queries."""
-        total, other = self.total, jnp.where(self.total == 0, -jnp.inf, self.total)
-        return jnp.where(total > 0, self.top + jnp.log(jnp.where(total > 0, total, 1.0)), other)
+        is_empty = self.total == 0
+        lse = self.top + jnp.log(jnp.where(is_empty, 1.0, self.total))
+        return jnp.where(is_empty, -jnp.inf, lse)
 
 
 # An output [*B, T, N, Hv] and its softmax.
