@@ -167,6 +167,20 @@ def test_fully_masked_queries_give_zero_on_hopper(hopper_memory) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* encountered in matmul")
+def test_huge_values_behind_a_mask_change_no_bit_on_hopper(hopper_memory) -> None:
+    """In a partial tile, with products that overflow."""
+    q, k, v, cotangent = arrays(130, 130, 8, 8)
+    seen = jnp.arange(130)[None, :, None, None] < 100
+    call = lambda x: {"mask": Lengths(jnp.array([100])), "scores": (Alibi(x["s"]),)}  # noqa: E731
+    want = pulled("flex", call, (q, k, v, cotangent), x := learned(s=(2,)))
+    k, v = (jnp.where(seen, y, jnp.sign(y) * 3e38).astype(y.dtype) for y in (k, v))
+    got = pulled("flex", call, (q, k, v, cotangent), x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
+@pytest.mark.slow
 def test_flex_under_vmap_on_hopper_matches_reference(hopper_memory) -> None:
     operands, x = arrays(64, 64, 8, 8, b=2), learned(s=(2,))
     args = lambda x: {"mask": Causal(), "scores": (Alibi(x["s"]),)}, operands, x
