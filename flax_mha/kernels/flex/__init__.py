@@ -62,11 +62,11 @@ def lower(
     if reason := machine.check(q, k, v, platform):
         return Refusal(reason)
     if any(spec.blocks):
-        if not machine.swaps:
+        if not machine.whole_tiles:
             return Refusal(f"has tiles of one size on NVIDIA GPUs, got {spec.blocks}")
         if any((size or 0) % 128 for size in spec.blocks):
             return Refusal(f"takes blocks of multiples of 128, got {spec.blocks}")
-    traced = trace(q, k, spec, shapes.Dims.of(q, k, v), machine, platform.device)
+    traced = trace(spec, shapes.Dims.of(q, k, v), machine, platform.device)
     if isinstance(traced, str):
         return Refusal(traced)
     if platform.not_partitionable:

@@ -53,9 +53,7 @@ def lower(
 
     if max(dims.T, dims.S) > tpus.SHORT:
         return Refusal(f"takes at most {tpus.SHORT} queries and keys, got {dims.T} and {dims.S}")
-    traced = trace(
-        q, k, spec.replace(blocks=TileSize(dims.T, dims.S)), dims, MACHINE, platform.device
-    )
+    traced = trace(spec.replace(blocks=TileSize(dims.T, dims.S)), dims, MACHINE, platform.device)
     if isinstance(traced, str):
         return Refusal(traced)
     call, (_, closed), leaves = traced

@@ -22,11 +22,12 @@ class Machine(NamedTuple):
       blocks: choices of the most queries and keys of a tile on a device kind, with the relative
         cost of a score; the first is for masks that are traced.
       table: the most entries of a table of tiles.
-      swaps: True if kernels have tiles of keys × queries too.
+      whole_tiles: True if functions see whole tiles, of queries × keys and of keys × queries; False
+        if they must be elementwise.
       visits: the lists of visited tiles, given the states of all and the dtype of q, or None.
       turns: True if the kernels can rotate queries and keys of a dtype.
-      missing: the reason why a `Function` cannot run in a kernel, or None, given the layouts of its
-        first arguments.
+      missing: the operation that a `Function` needs and kernels lack, or None, given the layouts of
+        its first arguments.
       run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
       forward: out, with the rest that its dtype leaves if asked for as `exact`, see `split`; and
         each query's maximum and sum of exponentials, [R, N, 2, T′].
@@ -37,7 +38,7 @@ class Machine(NamedTuple):
     check: Callable[[jax.Array, jax.Array, jax.Array, Platform], str | None]
     blocks: Callable[[Dims, str], Sequence[tuple[tuple[int, int], float]]]
     table: int
-    swaps: bool
+    whole_tiles: bool
     visits: Callable[["FlexCall", Array, Any], Any]
     turns: Callable[["FlexCall", Any], bool]
     missing: Callable[[Function, Sequence[Operand]], str | None]
