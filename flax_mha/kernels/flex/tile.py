@@ -80,15 +80,13 @@ class FlexCall(NamedTuple):
         coordinates of `At`, and q·kᵀ.
       masked: the same function under the mask. If T or S is not a multiple of the blocks, its last
         argument tells which scores exist.
-      num_plain: the number of arrays that `plain` closes over.
-      closed: the arrays that both functions close over.
+      closed: the arrays that `plain` closes over, and those of `masked`.
       leaves: the spec's arrays. Dropout has two seeds of one number each.
       form: the spec without its arrays.
       guarded: True if factors of gradients must be finite.
       precision: the precision of float32 matmuls.
       reads_sums: False if only the output is read, and the sums may be 0.
       keys_first: True if the functions are of tiles of keys × queries.
-      why: the reason for the sizes of its tiles.
       swapped: the call with keys first, or None.
     """
 
@@ -98,7 +96,6 @@ class FlexCall(NamedTuple):
     states: tuple[bool, bool]
     plain: Function
     masked: Function
-    num_plain: int
     closed: tuple[Operand, ...]
     leaves: tuple[Operand, ...]
     form: SpecForm
@@ -106,7 +103,6 @@ class FlexCall(NamedTuple):
     precision: Any
     reads_sums: bool
     keys_first: bool
-    why: str
     swapped: Any = None
 
     @property
@@ -150,10 +146,11 @@ class Tile(NamedTuple):
     def function(self, s: jax.Array, leaves: Sequence[Any]) -> tuple[Function, list[Any]]:
         """Return the function of the scores, and its arguments."""
         call, args = self.call, [*leaves, *self.at, s]
+        split = len(call.plain.jaxpr.constvars)
         if not self.masked:
-            return call.plain, [*self.closed[: call.num_plain], *args]
+            return call.plain, [*self.closed[:split], *args]
         inside = [self.inside] if call.plan.ragged else []
-        return call.masked, [*self.closed[call.num_plain :], *args, *inside]
+        return call.masked, [*self.closed[split:], *args, *inside]
 
     def drop(self, x: jax.Array) -> jax.Array:
         """Set dropped weights to 0, without scaling the kept ones."""
