@@ -24,11 +24,12 @@ from flax_mha.base import private_jax
 from flax_mha.base.coordinates import flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call import limits
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, TileSize, Unsupported
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.traced import trace
+from flax_mha.kernels.xla.tile_plan import Plan
 
 # The scores of a step. More heads hide more of each other's latencies, until they fill the memory.
 _SCORES = 3 * 2**18
@@ -47,9 +48,7 @@ def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
 
     if max(dims.T, dims.S) > tpus.SHORT:
         raise Unsupported(f"takes at most {tpus.SHORT} queries and keys, got {dims.T} and {dims.S}")
-    traced = trace(
-        q, k, spec.replace(blocks=TileSize(dims.T, dims.S)), dims, MACHINE, platform.device
-    )
+    traced = trace(spec, Plan(dims, dims.T, dims.S), MACHINE, platform.device)
     if isinstance(traced, str):
         raise Unsupported(traced)
     call, (_, closed), leaves = traced
