@@ -59,6 +59,7 @@ def lower(
     if isinstance(traced, str):
         return Refusal(traced)
     call, (_, closed), leaves = traced
+    states = spec.mask is None, spec.mask is not None
     for operand, x in zip(call.leaves, leaves, strict=True):
         if operand.is_learned and operand.layout == "tile" and math.prod(x.shape[:-3]) > 1:
             return Refusal(f"shares float arrays over the scores among rows, got {x.shape}")
@@ -74,7 +75,9 @@ def lower(
             f"{dims.T} × {dims.S}"
         )
     q, k, spec = spec.turned(q, k)
-    return functools.partial(_attend, kernel, q, k, v, spec, heads, call.swapped, closed, leaves)
+    return functools.partial(
+        _attend, kernel, q, k, v, spec, heads, call.swapped._replace(states=states), closed, leaves
+    )
 
 
 def _heads(dims: Dims, scores: int, most: int) -> int:
