@@ -52,6 +52,7 @@ def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     if isinstance(traced, str):
         raise Unsupported(traced)
     call, (_, closed), leaves = traced
+    states = spec.mask is None, spec.mask is not None
     for operand, x in zip(call.leaves, leaves, strict=True):
         if operand.is_learned and operand.layout == "tile" and math.prod(x.shape[:-3]) > 1:
             raise Unsupported(f"shares float arrays over the scores among rows, got {x.shape}")
@@ -67,9 +68,10 @@ def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
             f"{dims.T} × {dims.S}"
         )
     q, k, spec = spec.turned(q, k)
-    return Lowered(
-        functools.partial(_attend, kernel, q, k, v, spec, heads, call.swapped, closed, leaves)
+    run = functools.partial(
+        _attend, kernel, q, k, v, spec, heads, call.swapped._replace(states=states), closed, leaves
     )
+    return Lowered(run)
 
 
 def _heads(dims: Dims, scores: int, most: int) -> int:
