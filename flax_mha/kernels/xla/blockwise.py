@@ -30,7 +30,6 @@ from flax_mha.kernels.call import limits
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, name_result
 from flax_mha.kernels.chips.cpus import computes_in_bfloat16
 from flax_mha.kernels.xla import softmax, tile_plan, tiles
-from flax_mha.kernels.xla.softmax import finite, move_nan_to_keys
 from flax_mha.kernels.xla.tile_plan import KeyRange, Plan, VisitLists
 from flax_mha.kernels.xla.tiles import TiledCall, TileIndex, Tree
 from flax_mha.sharding.shard_map import vary
@@ -119,8 +118,6 @@ def map_blocks(
 
     def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
         r, q, k, v = x
-        if spec.mask is not None:
-            k, v = move_nan_to_keys(k, v)
         q, (k, v) = tiles.split_blocks(plan, q), tiles.split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
 
@@ -212,14 +209,9 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, dout, stats, k, v = x
-        if spec.mask is not None:
-            # Here, because guards of all rows at once would be copies of all inputs.
-            k, v, (q, stats) = finite(k), finite(v), softmax.move_nan_to_queries(q, stats)
         q, dout, stats = (tiles.split_blocks(plan, x) for x in (q, dout, stats))
         k, v = tiles.split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
-        # Masked gradients are 0, so their factors must be finite: 0·NaN is NaN.
-        factor_q = q if spec.mask is None else finite(q)
 
         def job(part: KeyRange, carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
             j, q, qT, dout, doutT, stats = x
@@ -244,7 +236,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             grads, dq, dkT, dvT = _visit(part, plan, tables, index, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
-        blocks = q, jnp.swapaxes(factor_q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), stats
+        blocks = q, jnp.swapaxes(q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), stats
         carry: Tree = (grads, *(vary(tiles.init_key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
         # Start with the last part, the widest under a causal mask: dk and dv need no padding.
