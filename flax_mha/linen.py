@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -11,7 +11,7 @@ from flax.typing import Initializer
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks
-from flax_mha.base.arguments import check_refused, described_as, hidden_field
+from flax_mha.base.arguments import check_refused, hidden_field
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, Memory, as_cache_config, collection, resolve
@@ -127,24 +127,6 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
             except SetAttributeInModuleSetupError:
                 raise hidden_field(type(self), name) from None
 
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ..., *, return_weights: Literal[False] = ...,
-        return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
-    ) -> jax.Array: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ..., *, return_weights: Literal[True],
-        return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
-    ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ..., *, return_weights: bool = ...,
-        return_kv: bool = ..., **options: Unpack[LayerOptions],
-    ) -> Any: ...  # fmt: skip
     @nn.compact
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
@@ -154,7 +136,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
         head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
         order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
         sow_weights: bool = False, dropout_rng: jax.Array | None = None,
-        return_weights: bool = False, return_kv: bool = False, **refused: Any,
+        return_weights: bool = False, return_kv: bool = False, **refused: None,
     ) -> Any:  # fmt: skip
         """Attend from inputs_q to inputs_k and inputs_v.
 
@@ -296,9 +278,8 @@ class SelfAttention(MultiHeadDotProductAttention):
     `nn.SelfAttention(...)` gets the same parameters under the same names from this class.
     """
 
-    @described_as(MultiHeadAttention.__call__)
     @nn.compact
-    def __call__(  # type: ignore[override]  # noqa: D417
+    def __call__(  # type: ignore[override]
         self, inputs_q: jax.Array, mask: masks.MaskLike | None = None,
         deterministic: bool | None = None, dropout_rng: jax.Array | None = None,
         sow_weights: bool = False, **options: Any,
@@ -307,7 +288,11 @@ class SelfAttention(MultiHeadDotProductAttention):
 
         Args:
           inputs_q: the inputs [*B, T, D].
-          **options: more arguments of `MultiHeadAttention.__call__`.
+          mask: an array or a mask.
+          deterministic: True for no dropout.
+          dropout_rng: a key for dropout.
+          sow_weights: True to sow the weights.
+          **options: more arguments of `MultiHeadAttention.__call__`, which describes all of them.
         """
         return super().__call__(
             inputs_q, mask=mask, deterministic=deterministic, dropout_rng=dropout_rng,
