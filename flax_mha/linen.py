@@ -17,7 +17,7 @@ from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, Memory, as_cache_config, collection, resolve
 from flax_mha.cache.resolve import Given
 from flax_mha.layer import core
-from flax_mha.layer.linear import Projection
+from flax_mha.layer.linear import Projection, make_parameter
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
 from flax_mha.layer.settings import Call, CallOptions
 from flax_mha.layer.standard import Attention
@@ -214,7 +214,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
             return entry.norm.module(nn, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
         if isinstance(entry, ArrayEntry):
             init = sharding.named(entry.init, entry.names, self.partitioned)
-            return self.param(name, init, entry.shape, self.param_dtype)
+            return make_parameter(self, name, init, entry.shape, self.param_dtype)
         kernel_init, bias_init = self.initializers(entry)
         return Projection(
             entry.features, entry.names, len(entry.inputs), entry.rows, kernel_init,
@@ -251,7 +251,7 @@ def with_parameters(
 
     def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> jax.Array:
         init = sharding.named(init, names, like.partitioned)
-        return module.param(name, init, shape, like.param_dtype)
+        return make_parameter(module, name, init, shape, like.param_dtype)
 
     if isinstance(scores, Sequence) and not scores:  # As in most layers. Others are checked.
         return ()

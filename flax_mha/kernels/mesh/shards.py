@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray, is_score_array, map_score_arrays, whole
@@ -148,9 +149,9 @@ def run(
     dims = Dims.of(q, k, v)
     strategy = pick_strategy(kernel, spec.normalizer, division, dims)
     platform = current_platform(division.manual)
-    attend = functools.partial(choose.run, name, platform)
+    attend: Any = Partial(choose.run, name, platform)
     if division.slots is not None:
-        attend = functools.partial(slots.attend, division.slots, attend)
+        attend = Partial(slots.attend, division.slots, attend)
     divided = division.inside(strategy, dims)
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
     outs = divided.over_queries(), divided.over_sums()
@@ -177,7 +178,7 @@ def explain(
         return Explanation(None, refused)
     strategy = pick_strategy(kernel, spec.normalizer, division, dims)
     platform = platform or current_platform(() if _is_empty(q, k) else division.manual)
-    explain_shard = functools.partial(choose.explain, name, platform)
+    explain_shard = Partial(choose.explain, name, platform)
     if _is_empty(q, k):
         explanation = explain_shard(q, k, v, spec)
     else:
@@ -207,7 +208,7 @@ def _shard_call(
         q, k, spec = spec.turned(q, k)
     if by_ring:
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
-        attend = functools.partial(attend_ring, devices, attend)
+        attend = Partial(attend_ring, devices, attend)
         if spec.q_pos is not None:
             size = piece_size(dims.T // division.devices, division.devices, spec.q_pos.array)
             spec = spec.replace(piece=size)
@@ -219,16 +220,9 @@ def _shard_call(
         # Outside jit, positions and lengths of other values are no other program.
         spec = map_score_arrays(jnp.asarray, spec)
     arrays, axes, static = _split_spec(spec, division)
-
     dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
-
-    def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
-        spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
-        k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
-        if spec.head_ids is not None and division.kv_heads != division.heads:
-            k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), dims.G)
-        return attend(q, k, v, spec)
-
+    shares_kv = division.kv_heads != division.heads
+    inside = Partial(_inside, attend, static, dtypes, shares_kv, dims.G)
     over_q = division.over_queries()
     keys = division.length if by_ring else division.slots
     over_k = P(*division.batch, keys, division.kv_heads, None)
@@ -246,6 +240,18 @@ def _shard_call(
     by_head = P(division.heads)
     sinks = None if sinks is None else layout.reshard(sinks, by_head)
     return inside, (over_q, of_k, of_v, by_head, axes), (q, k, v, sinks, arrays)
+
+
+def _inside(
+    attend: Callable[..., Any], static: AttentionSpec, dtypes: Any, shares_kv: bool, G: int,
+    q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any,
+) -> Any:  # fmt: skip
+    """Return attend(q, k, v, spec) on a device, whose spec has these static parts and arrays."""
+    spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
+    k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
+    if spec.head_ids is not None and shares_kv:
+        k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), G)
+    return attend(q, k, v, spec)
 
 
 def _add_positions(
