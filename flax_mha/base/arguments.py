@@ -92,22 +92,14 @@ def with_options(
     return decorate
 
 
-class InitSignature:
-    """A descriptor for `__signature__`: that of `__init__`, without arguments that must be None."""
-
-    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
-        if instance is not None:
-            raise AttributeError("__signature__")  # An instance has that of `__call__`.
-        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
-        _, *parameters = signature.parameters.values()
-        return inspect.Signature([p for p in parameters if p.annotation is not None])
-
-
 def described_as(other: Any) -> Callable[[Described], Described]:
     """Add arguments' descriptions, or sections after them, that a docstring lacks, from another."""
 
     def decorate(function: Described) -> Described:
-        doc, names = inspect.getdoc(function) or "", inspect.signature(function).parameters
+        doc, shown = inspect.getdoc(function) or "", function
+        if isinstance(function, type):  # Of an nnx module, the signature is that of its metaclass.
+            shown = function.__init__  # type: ignore[misc]
+        names = inspect.signature(shown).parameters
         theirs = inspect.getdoc(other) or ""
         found = _ENTRY.findall(f"{theirs}\n{doc}")
         entries = {name: entry for entry, name in found}

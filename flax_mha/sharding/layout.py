@@ -110,7 +110,7 @@ def local(
     """Return fn(*args), computed by each device on its shards.
 
     Args:
-      fn: a function of arrays, run on Manual axes.
+      fn: a function of arrays, run on Manual axes: a function of a module, or a `Partial` of one.
       names: the logical names of each argument's axes.
       outs: a pair (shape, names) for the result, or a list of pairs.
       *args: the arrays.

@@ -5,7 +5,6 @@ Batch rows and heads are sharded by the logical axis rules (see `flax_mha.shardi
 sharded, a call uses one of the context-parallel `STRATEGIES`, see `strategies`.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray, is_score_array, map_score_arrays, whole
@@ -141,7 +141,7 @@ def run(
     [*B, T, N, H], k and v are [*B, S, K, ·].
     """
     _, name = choose.parse_kernel(kernel)
-    attend: Any = functools.partial(choose.run, name)
+    attend: Any = Partial(choose.run, name)
     if _is_empty(q, k):
         # XLA does not support empty shards.
         return sharding.auto(attend, (sharding.HEADS, Sums(_SUMS, _SUMS)), q, k, v, spec)
@@ -149,7 +149,7 @@ def run(
     strategy = pick_strategy(kernel, spec.normalizer, division, dims)
     spec = spec.replace(platform=current_platform(division.manual))
     if division.slots is not None:
-        attend = functools.partial(slots.attend, division.slots, attend)
+        attend = Partial(slots.attend, division.slots, attend)
     divided = division.inside(strategy, dims)
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, q, k, v, spec)
     outs = divided.over_queries(), divided.over_sums()
@@ -179,7 +179,7 @@ def explain(
     if named in refused:
         return Explanation(None, refused)
     strategy = pick_strategy(kernel, spec.normalizer, division, dims)
-    explain_shard = functools.partial(choose.explain, name)
+    explain_shard = Partial(choose.explain, name)
     if _is_empty(q, k):
         explanation = explain_shard(q, k, v, spec)
     else:
@@ -209,7 +209,7 @@ def _shard_call(
         q, k, spec = spec.turned(q, k)
     if by_ring:
         devices = ring.Ring.of(division.length, division.devices, spec, dims)
-        attend = functools.partial(attend_ring, devices, attend)
+        attend = Partial(attend_ring, devices, attend)
         if spec.q_pos is not None:
             size = piece_size(dims.T // division.devices, division.devices, spec.q_pos.array)
             spec = spec.replace(piece=size)
@@ -221,16 +221,9 @@ def _shard_call(
         # Outside jit, positions and lengths of other values are no other program.
         spec = map_score_arrays(jnp.asarray, spec)
     arrays, axes, static = _split_spec(spec, division)
-
     dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
-
-    def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
-        spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
-        k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
-        if spec.head_ids is not None and division.kv_heads != division.heads:
-            k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), dims.G)
-        return attend(q, k, v, spec)
-
+    shares_kv = division.kv_heads != division.heads
+    inside = Partial(_inside, attend, static, dtypes, shares_kv, dims.G)
     over_q = division.over_queries()
     keys = division.length if by_ring else division.slots
     over_k = P(*division.batch, keys, division.kv_heads, None)
@@ -248,6 +241,18 @@ def _shard_call(
     by_head = P(division.heads)
     sinks = None if sinks is None else layout.reshard(sinks, by_head)
     return inside, (over_q, of_k, of_v, by_head, axes), (q, k, v, sinks, arrays)
+
+
+def _inside(
+    attend: Callable[..., Any], static: AttentionSpec, dtypes: Any, shares_kv: bool, G: int,
+    q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any,
+) -> Any:  # fmt: skip
+    """Return attend(q, k, v, spec) on a device, whose spec has these static parts and arrays."""
+    spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
+    k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
+    if spec.head_ids is not None and shares_kv:
+        k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), G)
+    return attend(q, k, v, spec)
 
 
 def _add_positions(
