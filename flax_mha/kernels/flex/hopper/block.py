@@ -164,7 +164,7 @@ class BlockTiles(NamedTuple):
         """Return the part of an array that a tile reads: numbers, a tile, or a table."""
 
         def typed(x: Any) -> Any:
-            return x != 0 if operand.dtype == jnp.bool_ else x
+            return x != 0 if operand.dtype == jnp.bool_ else x.astype(operand.dtype)
 
         if operand.layout == "whole":
             if ref.shape == (1, 1):
