@@ -131,17 +131,14 @@ def dot_product_attention(
         # Not only the kernel reads queries and keys.
         turned: tuple[jax.Array, jax.Array | Stored, AttentionSpec] = spec.turned(q, k)
         q, k, spec = turned
-    call_spec = spec.replace(
-        invalid=None, reads_lse=reads, exact_lse=return_residuals, blocks=blocks
-    )
+    call_spec = spec.replace(reads_lse=reads, exact_lse=return_residuals, blocks=blocks)
     _, name = choose.parse_kernel(kernel)
     division = shards.Division.of(q, k)
     if division is None:
         out, sums = choose.run(name, q, k, v, call_spec)
     else:
         out, sums = shards.run(kernel, division, q, k, v, call_spec)
-    out = spec.nan_where_invalid(out)
-    lse = spec.nan_lse_where_invalid(sums.lse) if reads else None
+    lse = sums.lse if reads else None
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
     chex.assert_shape(sums.total, (*B, N, T))
@@ -211,7 +208,7 @@ def explain(
 
     def trace(q: Array, k: Keyed, v: Keyed) -> Explanation:
         q, k, v, spec = bind_call(q, k, v, **call)
-        spec = spec.replace(invalid=None, blocks=blocks)
+        spec = spec.replace(blocks=blocks)
         if capture:
             capture.chosen(shapes.Dims.of(q, k, v))
         return shards.explain(kernel, q, k, v, spec, platform)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from flax_mha import sharding
 from flax_mha.base.coordinates import Array, At, ScoreArray, is_user_defined, whole
 from flax_mha.base.loops import select
 from flax_mha.base.shapes import Dims, wide
@@ -19,7 +18,7 @@ from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.masks import Mask
-from flax_mha.masks.algebra import evaluate
+from flax_mha.masks.algebra import evaluate, nan_at_other_numbers
 from flax_mha.positions.turn import Turn
 from flax_mha.scores import ScoreMod, Vectors, changed
 from flax_mha.sharding.devices import Platform
@@ -112,8 +111,6 @@ class AttentionSpec(struct.PyTreeNode):
       row_ids: the indices of the batch rows, int32 [*B, 1, 1, 1], on a shard of a call; None for
         all.
       head_ids: the indices of the query heads, int32 [1, N, 1, 1], on a shard; None for all.
-      invalid: bool [*B|1, N|1, T|1, 1], True for queries whose mask has numbers other than 1 and 0;
-        or None. Their q is NaN. Kernels ignore this.
       count: the number of keys that `normalizers` count, int [*B|1, 1, 1, 1] (default: S).
       turns: the rotations of queries and of keys that are yet to be applied, or None.
       precision: the precision of matmuls. See `jax.lax.Precision`.
@@ -135,7 +132,6 @@ class AttentionSpec(struct.PyTreeNode):
     scale: float | Array
     row_ids: ScoreArray | None = None
     head_ids: ScoreArray | None = None
-    invalid: Array | None = None
     count: ScoreArray | None = None
     turns: tuple[Turn, Turn] | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
@@ -199,17 +195,9 @@ class AttentionSpec(struct.PyTreeNode):
         with _matmul_precision(self.precision if vectors else None):
             for mod in self.scores:
                 score = changed(mod, score, at, vectors)
-        return score if allowed is None else select(allowed, score, forbidden), allowed
-
-    def nan_where_invalid(self, out: jax.Array) -> jax.Array:
-        """Set outputs [*B, T, N, ·] of invalid queries to NaN, also of fully masked ones."""
-        if self.invalid is None:
-            return out
-        return nan_where(jnp.swapaxes(jnp.asarray(self.invalid), -3, -2), out)
-
-    def nan_lse_where_invalid(self, lse: jax.Array) -> jax.Array:
-        """Set the lse [*B, N, T] of invalid queries to NaN."""
-        return lse if self.invalid is None else nan_where(jnp.asarray(self.invalid)[..., 0], lse)
+        if allowed is not None:
+            score = nan_at_other_numbers(self.mask, select(allowed, score, forbidden))
+        return score, allowed
 
     def apply_dropout(self, weights: jax.Array, at: At) -> jax.Array:
         """Set dropped weights at these coordinates to 0. `scale_kept` scales the outputs.
@@ -237,9 +225,3 @@ def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager:
     # JAX expects the names of `Precision` in lower case here.
     is_member = name in jax.lax.Precision.__members__
     return jax.default_matmul_precision(name.lower() if is_member else name)
-
-
-def nan_where(invalid: jax.Array, x: jax.Array) -> jax.Array:
-    """Set x, and gradients through it, to NaN where `invalid`."""
-    factor = jnp.where(invalid, jnp.nan, 1.0).astype(x.dtype)
-    return x * sharding.like(jnp.broadcast_to(factor, x.shape), x)

@@ -56,7 +56,7 @@ class Operand(NamedTuple):
     def store(self, x: Any, plan: Plan) -> jax.Array:
         """Return the array in the layout that blocks are cut from."""
         dtype = self.dtype
-        if dtype == jnp.bool_:
+        if dtype == jnp.bool_ or jnp.result_type(x) == jnp.int8:
             # Memory holds no bools. Only tiles are large enough for int8 to matter.
             dtype = jnp.int8 if self.layout == "tile" else jnp.int32
         x = jnp.asarray(x).astype(dtype)

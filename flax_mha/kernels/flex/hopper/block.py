@@ -171,7 +171,7 @@ class BlockTiles(NamedTuple):
         else:
             is_own = (operand.layout == "column") == self.by_query
             x = self.numbers(line.at[0], *((own, 0) if is_own else (other, 1)), shape)
-        return x != 0 if operand.dtype == jnp.bool_ else x
+        return x != 0 if operand.dtype == jnp.bool_ else x.astype(operand.dtype)
 
     def numbers(self, line: Any, start: Any, axis: int, shape: tuple[int, int]) -> jax.Array:
         """Return the numbers of a line of global memory, per row or per column, as a tile."""
