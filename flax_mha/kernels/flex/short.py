@@ -66,7 +66,7 @@ def lower(
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
     # The other half of the memory holds blocks of q, k, v and the arrays of scores.
-    most = tpus.memory(platform.device) // 2 // kernel.BYTES
+    most = tpus.memory(platform.device) // 2 // tpus.SCORE_BYTES
     of_head = kernel.scores_of(dims)
     heads = _heads(dims, of_head, most)
     if heads * dims.G * of_head > most:
