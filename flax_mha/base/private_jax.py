@@ -65,7 +65,7 @@ _PARTS: dict[str, dict[str, str]] = {
         """,
     },
     "flex.hopper": {
-        "jax.extend.core": "ClosedJaxpr DebugInfo.arg_names Jaxpr.replace Literal jaxpr_as_fun",
+        "jax.extend.core": "ClosedJaxpr Literal jaxpr_as_fun",
         "jax.experimental.pallas": "ds loop run_scoped when",
         "jax.experimental.pallas.mosaic_gpu": """
             kernel(body * out_type scratch_types compiler_params grid grid_names num_threads

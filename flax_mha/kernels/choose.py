@@ -125,7 +125,7 @@ def _load(module: str) -> Any:
 _TABLE = (
     Kernel("cudnn", "cudnn", ("gpu",), takes_result=True, stored=True, limit="first"),
     Kernel("short", "flex.short", ("tpu",), turns=True, limit="first"),
-    Kernel("flex", "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), turns=True,
+    Kernel("flex", "flex", ("tpu", "gpu"), takes_result=True, turns=True,
            blocks=True, limit="first"),
     Kernel("splash", "splash", ("tpu",), limit="first"),
     Kernel("blockwise", "xla.blockwise", takes_result=True, vectors=True, symbolic=True,

@@ -41,7 +41,7 @@ from flax_mha.kernels.call.spec import (
 from flax_mha.kernels.chips.tpus import heads_first
 from flax_mha.kernels.flex.passes import Arrays, Tables, core
 from flax_mha.kernels.flex.tile import FlexCall, Machine
-from flax_mha.kernels.flex.traced import trace
+from flax_mha.kernels.flex.traced import divide, trace
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import FULL, PARTIAL
 from flax_mha.masks.states import is_static
@@ -62,16 +62,21 @@ def lower(
     if reason := machine.check(q, k, v, platform):
         return Refusal(reason)
     if any(spec.blocks):
-        if not machine.swaps:
+        if not machine.whole_tiles:
             return Refusal(f"has tiles of one size on NVIDIA GPUs, got {spec.blocks}")
         if any((size or 0) % 128 for size in spec.blocks):
             return Refusal(f"takes blocks of multiples of 128, got {spec.blocks}")
-    traced = trace(q, k, spec, shapes.Dims.of(q, k, v), machine, platform.device)
+    dims = shapes.Dims.of(q, k, v)
+    plan, why = divide(spec, dims, machine, platform.device)
+    if plan.nq * plan.nk > machine.table:
+        return Refusal(
+            f"divides scores into at most {machine.table} tiles, T·S = {dims.T}·{dims.S} need more"
+        )
+    traced = trace(spec, plan, machine, platform.device)
     if isinstance(traced, str):
         return Refusal(traced)
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
-    plan, why = traced[0].plan, traced[0].why
     if not machine.turns(traced[0], q.dtype):
         q, k, spec = spec.turned(q, k)
     call = functools.partial(_attend, q, k, v, spec, *traced)

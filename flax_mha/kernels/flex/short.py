@@ -30,11 +30,11 @@ from flax_mha.kernels.call.spec import (
     Refusal,
     Result,
     Sums,
-    TileSize,
 )
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.traced import trace
+from flax_mha.kernels.xla.tile_plan import Plan
 
 # The scores of a step. More heads hide more of each other's latencies, until they fill the memory.
 _SCORES = 3 * 2**18
@@ -53,9 +53,7 @@ def lower(
 
     if max(dims.T, dims.S) > tpus.SHORT:
         return Refusal(f"takes at most {tpus.SHORT} queries and keys, got {dims.T} and {dims.S}")
-    traced = trace(
-        q, k, spec.replace(blocks=TileSize(dims.T, dims.S)), dims, MACHINE, platform.device
-    )
+    traced = trace(spec, Plan(dims, dims.T, dims.S), MACHINE, platform.device)
     if isinstance(traced, str):
         return Refusal(traced)
     call, (_, closed), leaves = traced
