@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, positions, sharding
-from flax_mha.kernels.flex.tpu import loaded
+from flax_mha.kernels.flex.tpu import rotated
 from flax_mha.masks import Causal, Window
 from flax_mha.positions.turn import Turned
 from flax_mha.scores import Alibi, RelativeBias
@@ -32,13 +32,13 @@ SHUFFLED = jnp.asarray(RNG.permuted(np.tile(np.arange(T), (2, 1)), axis=1))
 def rotates(tpu: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Run on a TPU, and list whether each kernel rotates."""
     found = list[bool]()
-    tables = loaded.tables
+    tables = rotated.tables
 
     def spy(x: Any, order: Any) -> Any:
         found.append(x.tables is not None)
         return tables(x, order)
 
-    monkeypatch.setattr(loaded, "tables", spy)
+    monkeypatch.setattr(rotated, "tables", spy)
     return found
 
 

@@ -59,7 +59,7 @@ def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     if platform.not_partitionable:
         raise Unsupported(platform.not_partitionable)
     # The other half of the memory holds blocks of q, k, v and the arrays of scores.
-    most = tpus.memory(platform.device) // 2 // kernel.BYTES
+    most = tpus.memory(platform.device) // 2 // tpus.SCORE_BYTES
     of_head = kernel.scores_of(dims)
     heads = _heads(dims, of_head, most)
     if heads * dims.G * of_head > most:
