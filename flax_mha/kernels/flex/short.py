@@ -7,7 +7,7 @@ them, [T, N·H], so nothing is transposed, and small heads are not padded to 128
 stay in fast memory. The backward pass computes the softmax again, with its δ from the weights, so
 that only q, k and v are kept for it. Masks and scores run as in `flex`.
 
-This is the `definition`, with the weights rounded to the dtype of the values before their matmul.
+This is `reference`, with the weights rounded to the dtype of the values before their matmul.
 
 Source: Dao et al., "FlashAttention", 2022, for the recomputation.
 """
