@@ -34,7 +34,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     ),
     "score": (
         "plain", "bias", "bias_of_keys", "bias_of_heads", "bias_of_rows", "alibi", "t5", "cap",
-        "sinks", "all_scores",
+        "sinks", "user", "all_scores",
     ),
     # Scores of a few units, or up to ±50: then most queries give all weight to one key.
     "spread": ("soft", "sharp"),

@@ -34,22 +34,19 @@ from flax_mha import (
     sharding,
     variants,
 )
+from tests.support.programs import compiled
 
 _seeds = itertools.count()
-_compiled: list[str] = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: _compiled.append(event) if "backend_compile" in event else None
-)
 
 
 def compilations(call: Callable[[], Any], times: int = 1) -> int:
     """Return the number of compilations of calls after the second."""
     for _ in range(2):
         jax.block_until_ready(call())
-    _compiled.clear()
-    for _ in range(times):
-        jax.block_until_ready(call())
-    return len(_compiled)
+    with compiled() as programs:
+        for _ in range(times):
+            jax.block_until_ready(call())
+        return len(programs)
 
 
 def normal(*shape: int) -> jax.Array:
