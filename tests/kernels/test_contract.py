@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flax_mha.kernels import KERNELS, definition
@@ -15,8 +15,10 @@ from flax_mha.masks import Causal, Window
 from tests.kernels import cases, contract
 from tests.kernels.cases import Case
 from tests.kernels.contract import EVERY, KernelContract
-from tests.kernels.problems import exact, problem_of
+from tests.kernels.problems import exact, pose, problem_of
+from tests.kernels.scenes import MASKS, Scene
 from tests.support import oracle, plain_attention
+from tests.support.algebra import Expression, Meant, evaluate, expressions
 
 
 class TestDefinition(KernelContract):
@@ -140,6 +142,33 @@ def test_strategies_keep_the_laws(kernel: str) -> None:
     row.kernel = kernel  # type: ignore[misc]
     case = ("packed", "2x8x8", "all_scores", "soft", "gqa", "float32", "no_dropout", "from_0")
     row.check(problem_of(Case(*case, "known")), traced=False)
+
+
+# Each example compiles: shrinking one would take minutes.
+@pytest.mark.slow
+@settings(max_examples=8, phases=[Phase.generate])
+@given(
+    expressions(MASKS),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.sampled_from(["from_0", "aligned", "scattered"]),
+    st.sampled_from(["known", "traced"]),
+    st.sampled_from(["plain", "all_scores"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_random_masks(
+    expression: Expression, T: int, S: int, place: str, given: str, score: str, seed: int
+) -> None:
+    at = Scene((2,), T, S, place, seed)
+
+    def atom(name: str) -> Meant:
+        mask, allowed = MASKS[name](at)
+        return mask, at.table(allowed)
+
+    case = Case("random", "", score, "soft", "gqa", "float32", "no_dropout", place, given)
+    problem = pose(at, *evaluate(expression, atom), case)
+    for row in (TestReference, TestBlockwise, TestCheckpointed):
+        row().check(problem, given == "traced")
 
 
 def test_cudnn_runs_natively_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
