@@ -15,7 +15,7 @@ order of sums, and where they round. Conventions:
 - The computation is in float32, or float64 for float64. Only the output is rounded, to q's dtype.
 - Another normalizer takes the place of the softmax. It has no sums.
 
-The kernel has derivatives of any mode and order by JAX, and memory of T·S. Compilers need some care:
+The kernel has derivatives of any mode and order by JAX, and memory of T·S. Compilers need care:
 
 - Matmuls read half precision. The weights are divided by their sum before they are rounded, and the
   scores are scaled after q·kᵀ, so that nothing is rounded twice.
