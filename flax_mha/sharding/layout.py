@@ -198,15 +198,6 @@ def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
 
 
-def platform() -> str:
-    """Return the platform that the traced program will run on.
-
-    This is the platform of the ambient mesh's devices, which may be elsewhere, or JAX's default.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
 def warn_of_unseen_mesh() -> None:
     """Warn about `with mesh:`, which sets a mesh that logical axis rules cannot use."""
     try:

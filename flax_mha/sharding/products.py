@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from flax_mha.base import private_jax
-from flax_mha.sharding import layout, rules
+from flax_mha.sharding import devices, layout, rules
 from flax_mha.sharding.rules import LogicalNames, unpack_entry
 from flax_mha.sharding.shard_map import run_on_shards
 
@@ -45,7 +45,7 @@ def product(
     spec = rules.fill_unconstrained(layout.spec(kernel.shape, names))
     spec = rules.keep_axes(spec, axes)
     # XLA:CPU aborts at sums of half precision over devices that a `jax.shard_map` transposes to.
-    aborts = x.dtype.itemsize < 4 and layout.platform() == "cpu"
+    aborts = x.dtype.itemsize < 4 and devices.platform() == "cpu"
     if not private_jax.SHARDED_SUBGROUPS:
         sizes = jax.sharding.get_abstract_mesh().shape
         aborts |= any(size > 1 for axis, size in sizes.items() if axis not in axes)

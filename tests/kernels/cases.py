@@ -25,6 +25,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "none", "causal", "window", "window_left", "window_of_rows", "lengths", "lengths_of_both",
         "lengths_per_query", "segments", "packed", "prefix", "prefix_per_row", "dense",
         "dense_of_keys", "dense_in_blocks", "predicate", "per_head", "mixed",
+        "dilated", "neighborhood", "documents", "chosen",
     ),
     # Batch, then T and S.
     "size": (
@@ -44,6 +45,9 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "place": ("from_0", "aligned", "scattered"),
     # Masks and positions are static or traced.
     "given": ("known", "traced"),
+    "scale": ("default", "number", "array"),
+    # How the call is run; "x64" is `jit` where Python's numbers are 64 bits wide.
+    "way": ("jit", "remat", "vmap", "scan", "shard_map", "x64"),
 }  # fmt: skip
 
 
@@ -59,6 +63,8 @@ class Case(NamedTuple):
     dropout: str
     place: str
     given: str
+    scale: str = "default"
+    way: str = "jit"
 
     def __str__(self) -> str:
         return "-".join(self)

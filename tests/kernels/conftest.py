@@ -13,7 +13,6 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_mha import sharding
 from flax_mha.base import private_jax
 from flax_mha.kernels import splash
 from flax_mha.kernels.chips import gpus
@@ -22,6 +21,7 @@ from flax_mha.kernels.cudnn import edge_cases, primitives
 from flax_mha.kernels.flex import passes
 from flax_mha.kernels.flex.tpu import whole_rows
 from tests.kernels import cudnn_model
+from tests.support.platforms import pretend
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def sharing_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     Calls share traces, so a test takes lengths that no other has.
     """
     _interpret(monkeypatch, True)
-    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    pretend(monkeypatch, "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(blocks, "BLOCKS", {128: 128})
     monkeypatch.setattr(blocks, "memory", lambda device: 2**27)
@@ -91,7 +91,7 @@ def hopper_memory(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> Iterato
     sync = importlib.import_module("flax_mha.kernels.flex.hopper.sync")
     # The interpreter has no rule for an accumulator that does not start at 0.
     monkeypatch.setattr(sync, "multiply", functools.partial(_sum_of_product, sync.multiply))
-    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    pretend(monkeypatch, "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     yield
@@ -117,7 +117,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> None:
     """Make the one device report itself as a GPU with a recent cuDNN. Primitives are not
     replaced.
     """
-    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    pretend(monkeypatch, "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
 

@@ -134,7 +134,7 @@ def predicate(at: Scene) -> tuple[Mask, np.ndarray]:
     def rule(row: Any, head: Any, i: Any, j: Any, m: Any) -> Any:
         return (i + j + head + row) % m == 0
 
-    return Predicate(rule, (np.array(3),)), rule(at.row, at.head, at.i, at.j, 3)
+    return Predicate(rule, (np.array(3, np.int32),)), rule(at.row, at.head, at.i, at.j, 3)
 
 
 def dilated(at: Scene) -> tuple[Mask, np.ndarray]:

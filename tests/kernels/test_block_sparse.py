@@ -15,7 +15,7 @@ from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.call.stored import QUERIES
 from flax_mha.kernels.chips import tpus as blocks_of_tpu
 from flax_mha.kernels.flex.tpu import MACHINE
-from flax_mha.kernels.flex.traced import trace
+from flax_mha.kernels.flex.traced import divide
 from flax_mha.kernels.xla.tile_plan import plan_call, smallest_blocks
 from flax_mha.masks import BlockSparse, Causal, Lengths, Mask, PerHead, Window
 from tests.kernels.oracle_check import B, N, arrays, check
@@ -216,11 +216,10 @@ def test_chosen_blocks_with_flex_match_oracle(tpu, sizes: Any) -> None:
 
 
 def test_tpu_tiles_are_as_small_as_tables_allow() -> None:
-    x = jnp.zeros((1, 1, N, 8))  # Read by scores of vectors alone.
-    kernel = functools.partial(trace, x, x, machine=MACHINE, device="")
+    kernel = functools.partial(divide, machine=MACHINE, device="")
 
     def tiles(T: int, *grain: int) -> tuple[int, int]:
-        plan = planned(BlockSparse(np.zeros((1, 1), int), *grain), T, kernel)[0].plan
+        plan = planned(BlockSparse(np.zeros((1, 1), int), *grain), T, kernel)[0]
         return plan.block_q, plan.block_k
 
     most = max(blocks_of_tpu.BLOCKS.values())

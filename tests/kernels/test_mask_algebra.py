@@ -1,6 +1,5 @@
 """Kernels under random combinations of masks, lengths and positions."""
 
-import functools
 from typing import Any
 
 import jax
@@ -12,10 +11,10 @@ from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention
 from flax_mha.masks import Causal, Documents, Lengths, Window
-from tests.kernels.cases import KERNELS, Case
-from tests.kernels.problems import Problem, pose
+from tests.kernels.cases import Case
+from tests.kernels.problems import pose
 from tests.kernels.scenes import MASKS, Scene
-from tests.kernels.test_contract import bounds, errors, run
+from tests.kernels.test_contract import TestBlockwise, TestCheckpointed, TestReference
 from tests.support.algebra import Expression, evaluate, expressions
 
 LENGTHS = st.integers(1, 300)
@@ -33,51 +32,19 @@ LENGTHS = st.integers(1, 300)
     st.sampled_from(["plain", "all_scores"]),
     st.integers(0, 2**32 - 1),
 )
-def test_kernels_match_oracle_on_random_masks(
+def test_random_masks(
     expression: Expression, T: int, S: int, place: str, given: str, score: str, seed: int
 ) -> None:
     at = Scene((2,), T, S, place, seed)
     case = Case("random", "", score, "soft", "gqa", "float32", "no_dropout", place, given)
-    mask, allowed = evaluate(expression, lambda name: _whole(at, name))
-    problem = pose(at, mask, allowed, case)
-    allowed_errors = bounds(problem)
-    for kernel in KERNELS:
-        for name, error in errors(problem, run(kernel, problem, given == "traced")).items():
-            assert error <= allowed_errors[name], (kernel, name, error)
+    problem = pose(at, *evaluate(expression, lambda name: _whole(at, name)), case)
+    for row in (TestReference, TestBlockwise, TestCheckpointed):
+        row().check(problem, given == "traced")
 
 
 def _whole(at: Scene, name: str) -> tuple:
     mask, allowed = MASKS[name](at)
     return mask, at.table(allowed)
-
-
-@functools.cache
-def _posed(name: str) -> tuple[Problem, dict[str, float]]:
-    """Return the problem of a mask, the same for static and traced masks, and the allowed
-    errors.
-    """
-    case = Case(name, "", "bias", "soft", "gqa", "float32", "no_dropout", "from_0", "known")
-    at = Scene((2,), 257, 300, "from_0", 5)
-    problem = pose(at, *_whole(at, name), case)
-    return problem, bounds(problem)
-
-
-ORDINARY = {"dilated": "known", "neighborhood": "traced", "documents": "known", "chosen": "traced"}
-LATTICES = [
-    pytest.param(name, given_as, marks=() if given_as == ordinary else pytest.mark.slow)
-    for name, ordinary in ORDINARY.items()
-    for given_as in ("known", "traced")
-]
-
-
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize(("name", "given_as"), LATTICES)
-def test_kernels_match_oracle_on_structured_masks(name: str, given_as: str) -> None:
-    """Dilated windows, neighborhoods, documents and chosen blocks."""
-    problem, allowed = _posed(name)
-    for kernel in KERNELS:
-        for part, error in errors(problem, run(kernel, problem, given_as == "traced")).items():
-            assert error <= allowed[part], (kernel, part, error)
 
 
 @pytest.mark.sampled(0.25, slow=0.2)

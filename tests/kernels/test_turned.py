@@ -15,6 +15,7 @@ from flax_mha.kernels.flex.tpu import loaded
 from flax_mha.masks import Causal, Window
 from flax_mha.positions.turn import Turned
 from flax_mha.scores import Alibi, RelativeBias
+from tests.support.platforms import pretend
 
 ROTATIONS: dict[str, Any] = {
     "whole": positions.Rotary(),
@@ -209,7 +210,7 @@ def test_layer_leaves_the_rotation_to_the_kernel(
     rotates.clear()
     found = jax.value_and_grad(loss, (0, 1))(params, x)
     assert set(rotates) == {is_left}
-    monkeypatch.setattr(sharding, "platform", lambda: "cpu")
+    pretend(monkeypatch, "cpu")
     other = layer.clone(kernel="reference")
     expected = jax.value_and_grad(
         lambda params, x: (other.apply(params, x, **call) ** 2).sum(), (0, 1)
@@ -236,7 +237,7 @@ def test_other_readers_of_keys_get_rotated_ones(
         return kv.key, seen, layer.clone(rotary=Doubled()).apply(params, x)
 
     found = results()
-    monkeypatch.setattr(sharding, "platform", lambda: "cpu")
+    pretend(monkeypatch, "cpu")
     expected = results()
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -26,25 +26,23 @@ from jax import lax
 
 from flax_mha.base import loops, numerics, shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
-from flax_mha.kernels.call import derivatives
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.call import limits
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, name_result
 from flax_mha.kernels.chips.cpus import computes_in_bfloat16
 from flax_mha.kernels.xla import softmax, tile_plan, tiles
-from flax_mha.kernels.xla.softmax import finite, move_nan_to_keys
 from flax_mha.kernels.xla.tile_plan import KeyRange, Plan, VisitLists
 from flax_mha.kernels.xla.tiles import TiledCall, TileIndex, Tree
 from flax_mha.sharding.shard_map import vary
 
 
-def lower(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Lowered:
+def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     """Prepare the call. This kernel supports every call with a softmax."""
-    return functools.partial(attend, q, k, v, spec, platform)
+    limits.check(spec, q, k, vectors=True, blocks=True, symbolic=True)
+    return Lowered(functools.partial(attend, *spec.plain(q, k, v)), takes_result=True)
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec,
     result: Result | None = None, core: Callable[..., Result] | None = None,
     most: int = tile_plan.MOST,
 ) -> Result:  # fmt: skip
@@ -65,7 +63,7 @@ def attend(
         # Scaling q would round it once more.
         scale = spec.scale
     else:
-        if platform.name == "cpu":
+        if spec.platform.name == "cpu":
             # Convert once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = numerics.scaled(q, spec.scale)
@@ -120,8 +118,6 @@ def map_blocks(
 
     def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
         r, q, k, v = x
-        if spec.mask is not None:
-            k, v = move_nan_to_keys(k, v)
         q, (k, v) = tiles.split_blocks(plan, q), tiles.split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
 
@@ -197,21 +193,11 @@ def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Resu
     out, *stats = _loops(static, *args)
     out, (top, total) = name_result(out, stats)
     sums = Sums(*tiles.add_sinks(static.plan, args[5], top, total)[1:])
-    return _mark_irreversible(args[-1], (out, sums)), (args, out, top, total)
-
-
-def _mark_irreversible(tables: VisitLists | None, results: Tree) -> Tree:
-    """Make reverse mode over the results an error, if visit lists determine the loops' length."""
-    return results if tables is None else derivatives.limit("forward", "blockwise", results)
-
-
-def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    *_, tables = residuals[0]
-    return _mark_irreversible(tables, _compute_gradients(static, residuals, cotangents))
+    return (out, sums), (args, out, top, total)
 
 
 @trees.trace_once
-def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     """Compute the gradients of all arguments of `_core` except the first."""
     (q, k, v, leaves, others, sinks, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
@@ -223,14 +209,9 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, dout, stats, k, v = x
-        if spec.mask is not None:
-            # Here, because guards of all rows at once would be copies of all inputs.
-            k, v, (q, stats) = finite(k), finite(v), softmax.move_nan_to_queries(q, stats)
         q, dout, stats = (tiles.split_blocks(plan, x) for x in (q, dout, stats))
         k, v = tiles.split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
-        # Masked gradients are 0, so their factors must be finite: 0·NaN is NaN.
-        factor_q = q if spec.mask is None else finite(q)
 
         def job(part: KeyRange, carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
             j, q, qT, dout, doutT, stats = x
@@ -255,7 +236,7 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
             grads, dq, dkT, dvT = _visit(part, plan, tables, index, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
-        blocks = q, jnp.swapaxes(factor_q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), stats
+        blocks = q, jnp.swapaxes(q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), stats
         carry: Tree = (grads, *(vary(tiles.init_key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
         # Start with the last part, the widest under a causal mask: dk and dv need no padding.

@@ -22,7 +22,8 @@ from jax import lax
 
 from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine, is_array, is_inexact
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, name_result
 from flax_mha.kernels.xla import blockwise, reference, softmax, tiles
 from flax_mha.kernels.xla.blockwise import map_blocks
 from flax_mha.kernels.xla.tile_plan import KeyRange, Plan, VisitLists
@@ -34,23 +35,21 @@ from flax_mha.sharding.shard_map import vary
 _MOST = 2**19
 
 
-def lower(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Lowered:
-    """Prepare the call. This kernel supports every call with a softmax."""
-    return functools.partial(attend, q, k, v, spec, platform)
+def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
+    """Prepare the call. `reference`, with all derivatives too, computes other normalizers."""
+    if spec.normalizer != SOFTMAX:
+        return reference.lower(q, k, v, spec)
+    return Lowered(functools.partial(attend, *spec.plain(q, k, v)))
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Result:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Result:
     """Compute attention with derivatives of any order and mode."""
     dtype, wide = q.dtype, shapes.wide(q.dtype)
     q, k, v = (x.astype(wide) for x in (q, k, v))
     # Gradients of parameters are sums over tiles.
     parameters, others = trees.partition(spec, lambda x: is_array(x) and is_inexact(x))
     spec = combine(jax.tree.map(lambda x: x.astype(wide), parameters), others)
-    out, sums = blockwise.attend(q, k, v, spec, platform, core=_core, most=_MOST)
+    out, sums = blockwise.attend(q, k, v, spec, core=_core, most=_MOST)
     return name_result(out.astype(dtype), sums)
 
 

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from flax_mha.base import shapes
@@ -171,56 +170,20 @@ def gradient_inputs(
     out and its cotangent dout are [..., Hv], the others [...]. `has_keys` is False for fully masked
     queries, whose dout becomes 0. `top` and `total`, the maximum and the sum of exponentials,
     include the sinks. `dsums` are their cotangents. A maximum needs none, as a shift of the scores.
-
-    A query that sees NaN, or has a cotangent that is not finite, has dout and δ of 0 and a top of
-    `FAR`, so that its weights are 0 for masked keys. Its 1/total is NaN, for visible keys; or 1 if
-    it has no cotangent, as a query of another document than the loss.
     """
     # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
     dout = jnp.where(has_keys[..., None], dout, 0.0)
     dtotal = jnp.where(total == 0, 0.0, dsums.total)
-    lost, asked = lost_queries(top + total, dout, dtotal)
-    dout = jnp.where(lost[..., None], 0.0, dout)
     # An einsum, because XLA:CPU takes ten times as long for the sum of a product of rank 5.
     delta = jnp.einsum(
         "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
     )
-    share = jnp.where(lost, jnp.where(asked, jnp.nan, 1.0), 1 / jnp.where(total == 0, 1.0, total))
-    return dout, select(lost, FAR, top), share, select(lost, 0.0, delta - dtotal * total)
+    return dout, top, 1 / divisor(total), delta - dtotal * total
 
 
-def lost_queries(
-    lse: jax.Array, dout: jax.Array | None, dlse: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Return True for queries that see NaN or get it as a cotangent, and for those with cotangents.
-
-    The lse [...], or another number, is NaN for the first. dout is [..., Hv].
-    """
-    size = jnp.zeros_like(lse) if dlse is None else jnp.abs(dlse)
-    if dout is not None:
-        # A mean, which does not overflow. See `nan_flag` for the matmul.
-        mean = np.full(dout.shape[-1], 1 / dout.shape[-1], dout.dtype)
-        size += jnp.matmul(jnp.abs(dout), mean, precision=_EXACT, preferred_element_type=lse.dtype)
-    return jnp.isnan(lse + 0 * size), size != 0
-
-
-def move_nan_to_queries(q: jax.Array, stats: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Move NaN of a share to its query [..., H], where the mask can hide it.
-
-    stats are top, share and δ as `gradient_inputs` returns them, stacked [..., 3].
-    """
-    q = jnp.where(stats[..., :1] == FAR, (0 * stats[..., 1:2]).astype(q.dtype), q)
-    return q, jnp.where(jnp.isnan(stats), 1.0, stats)
-
-
-def weights(s: jax.Array, top: jax.Array, share: jax.Array, guarded: bool = False) -> jax.Array:
-    """Return the weights of a tile of scores. If `guarded`, masked ones are 0 even if top is NaN.
-
-    exp(s − lse) would lose the last digits of large scores.
-    """
-    p = lax.mul(lax.exp(lax.sub(s, top)), share)
-    # Optional, because it costs XLA:CPU time in every tile.
-    return select(s == -jnp.inf, 0.0, p) if guarded else p
+def weights(s: jax.Array, top: jax.Array, share: jax.Array) -> jax.Array:
+    """Return the weights of a tile of scores. exp(s − lse) would lose digits of large scores."""
+    return lax.mul(lax.exp(lax.sub(s, top)), share)
 
 
 def gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, masked: bool = True) -> jax.Array:

@@ -21,7 +21,6 @@ from flax_mha.base.coordinates import (
 from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels.call.spec import AttentionSpec, Result, Sums
 from flax_mha.kernels.xla import softmax
-from flax_mha.kernels.xla.softmax import finite
 from flax_mha.kernels.xla.tile_plan import KeyRange, Plan
 from flax_mha.scores import Vectors
 
@@ -234,8 +233,6 @@ class TiledCall(NamedTuple):
         """Return a tile's queries and keys, if a score function reads them."""
         if not spec.vectors:
             return None
-        # Masked gradients are 0, and 0·NaN is NaN.
-        q, k = (x if spec.mask is None else finite(x) for x in (q, k))
         return self.scale * q.astype(dtype), k.astype(dtype)
 
 

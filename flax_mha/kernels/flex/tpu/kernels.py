@@ -55,10 +55,10 @@ def turns(call: FlexCall, dtype: Any) -> bool:
 def _stretch(call: FlexCall, dtype: Any) -> int:
     """Return the blocks of keys that fill 7/16 of the fast memory with their gradients, or all.
 
-    A key has a sum in float32, a result that is stored twice while it is copied, and its features.
+    A key has a sum in float32, and a result that is stored twice while it is copied.
     """
     features = sum(map(_padded, (call.plan.dims.H, call.plan.dims.Hv)))
-    block = call.plan.block_k * features * (4 + 3 * jnp.dtype(dtype).itemsize)
+    block = call.plan.block_k * features * (4 + 2 * jnp.dtype(dtype).itemsize)
     most = max(1, tpus.memory(call.device) * 7 // 16 // block)
     return -(-call.plan.nk // -(-call.plan.nk // most))
 
@@ -83,12 +83,6 @@ def dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) ->
 def _spread(x: jax.Array, size: int) -> jax.Array:
     """Return [n, size] from equal lanes [n, 128]."""
     return jnp.tile(x, (1, _padded(size) // _LANES))[:, :size]
-
-
-def finite(x: jax.Array) -> jax.Array:
-    """Replace values that are not finite by 0."""
-    wide = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(wide) < jnp.inf, wide, 0.0).astype(x.dtype)
 
 
 def _run(
@@ -196,17 +190,12 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
             top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
 
         if turned:
-            turned.load(step, lambda x: x, q, k)
+            turned.load(step, q, k)
 
         def visit(masked: bool) -> None:
             tile, values = make(masked), v[...]
-            queries, (keys,) = (turned.q, turned.read(step)) if turned else (q, [k[...]])
-            if masked and call.guarded:
-                # The mask can hide scores, but not products. So a value that is not finite marks
-                # its key. In a full tile, all queries see it.
-                flag = jnp.sum(values.astype(f32) * 0, 1, keepdims=True)
-                keys, values = (keys.astype(f32) + flag).astype(keys.dtype), finite(values)
-            s = tile.score(dot(call, queries[...], keys, 1, 1), tile.leaves)
+            queries, keys = turned.read(step) if turned else (q[...], k[...])
+            s = tile.score(dot(call, queries, keys, 1, 1), tile.leaves)
             before = top[...]
             new = jnp.maximum(before, jnp.max(s, 1, keepdims=True))
             p, old = jnp.exp(s - _spread(new, bk)), jnp.exp(before - new)
@@ -219,15 +208,13 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
 
         @pl.when(step.end)
         def end() -> None:
-            # NaN in a visible value reaches the sum.
-            seen = total[...] + jnp.sum(acc[...] * 0, 1, keepdims=True)
-            share = _spread(softmax.divisor(seen), Hv)
+            share = _spread(softmax.divisor(total[...]), Hv)
             out = call.gain(acc[...]) / share
             for ref, part in zip(results, split(out, x.q.dtype, exact), strict=True):
                 ref[...] = part
             for ref in stats:
                 ref[0:1, :] = top[...].T[0:1]
-                ref[1:2, :] = seen.T[0:1]
+                ref[1:2, :] = total[...].T[0:1]
 
     inputs = [
         (x.q, order.block((bq, H), "rni.")), (x.k, order.block((bk, H), "rhj.")),
@@ -239,7 +226,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
     if call.reads_sums:
         outputs.append((Shape((R, N, 2, T), f32), order.block((2, bq), "rn.i")))
     scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
-    scratch += loaded.memory(call.plan, call.plan.padded[1], x.q, x.k) if x.tables else []
+    scratch += loaded.memory(call.plan, x) if x.tables else []
     found = _run(call, x, order, "flex_forward", inputs, outputs, scratch, body)
     stats = found[-1] if call.reads_sums else softmax.unread((R, N, 2, T), found[0])
     return list(found[: len(parts)]), stats
@@ -265,24 +252,13 @@ def _gradient(
     s, pull = jax.vjp(score, product(q, k), [tile.leaves[n] for n in learned])
     p = softmax.weights(s, top, share)
     dp = call.gain(tile.drop(product(dout, v)))
-    # The derivative of the mask makes masked gradients 0, also where dp is infinite.
+    # The derivative of the mask makes masked gradients 0, even where dp is infinite or NaN.
     return tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked=False))
 
 
-def _stats(call: FlexCall, numbers: Any) -> list[jax.Array]:
-    """Return the maximum, share and δ of a block of queries as rows.
-
-    Without the NaN of a share, which `_marked` moves to the query, where the mask can hide it.
-    """
-    top, share, delta = (numbers[n : n + 1, :] for n in range(3))
-    return [top, jnp.where(jnp.isnan(share), 1.0, share) if call.guarded else share, delta]
-
-
-def _marked(call: FlexCall, q: jax.Array, numbers: Any) -> jax.Array:
-    """Return finite queries, with NaN for those whose share is NaN."""
-    if not call.guarded:
-        return q
-    return (q.astype(jnp.float32) + 0 * numbers[1:2, :].T).astype(q.dtype)
+def _stats(numbers: Any) -> list[jax.Array]:
+    """Return the maximum, share and δ of a block of queries as rows."""
+    return [numbers[n : n + 1, :] for n in range(3)]
 
 
 def gradients(
@@ -326,10 +302,10 @@ def _stretch_gradients(
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
         (q, k, v, do, numbers), more, (dq, dk, dv) = ins[:5], ins[5:], outs
-        marked, dq_acc, dk_acc, dv_acc, *memory = sums
+        dq_acc, dk_acc, dv_acc, *memory = sums
         # The kernel rotates only if one stretch has all keys.
         earlier, tables = ([], more) if x.tables else (more, [])
-        own = Loaded.of(call.plan, tables, memory)
+        turned = Loaded.of(call.plan, tables, memory) if tables else None
         keys = pl.ds(pl.multiple_of(step.near * bk, bk), bk)
 
         @pl.when(step.first)
@@ -337,32 +313,34 @@ def _stretch_gradients(
             for ref in (dk_acc, dv_acc):
                 ref[...] = jnp.zeros_like(ref)
 
-        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
-        own.load(step, finite if call.guarded else lambda y: y, q, k, v)
+        if turned:
+            turned.load(step, q, k)
 
         @pl.when(step.begin)
         def begin() -> None:
             dq_acc[...] = earlier[0][...] if earlier else jnp.zeros_like(dq_acc)
-            marked[...] = _marked(call, own.q[...], numbers)
 
         def visit(masked: bool) -> None:
-            kk, vv = own.read(step)
-            args = marked[...], kk, vv, do[...], _stats(call, numbers)
-            p, ds, _ = _gradient(make(masked), *args)
+            qq, kk = turned.read(step) if turned else (q[...], k[...])
+            p, ds, _ = _gradient(make(masked), qq, kk, v[...], do[...], _stats(numbers))
             p, ds = p.astype(do.dtype), ds.astype(q.dtype)
+            dk_acc[keys, :] += dot(call, ds, qq, 1, 0)
             dv_acc[keys, :] += dot(call, p, do[...], 1, 0)
-            dk_acc[keys, :] += dot(call, ds, own.q[...], 1, 0)
             dq_acc[...] += dot(call, ds, kk, 0, 0)
 
         _visit(call, step, visit)
 
         @pl.when(step.end)
         def end() -> None:
-            dq[...] = own.turn_back_queries(step, dq_acc[...]).astype(dq.dtype)
+            x = dq_acc[...]
+            dq[...] = (turned.turn_back_queries(step, x) if turned else x).astype(dq.dtype)
 
         @pl.when(step.last)
         def end_stretch() -> None:
-            own.turn_back_keys(dk, dk_acc)
+            if turned:
+                turned.turn_back_keys(dk, dk_acc)
+            else:
+                dk[...] = dk_acc[...].astype(dk.dtype)
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
     queries = order.block((bq, H), "rni.")
@@ -373,9 +351,8 @@ def _stretch_gradients(
     for y in (x.k, x.v):
         of_stretch = order.block((rows, y.shape[-1]), "rh..")
         outputs.append((Shape((R, K, rows, y.shape[-1]), y.dtype), of_stretch))
-    scratch = [Shape((bq, H), x.q.dtype)]
-    scratch += [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
-    scratch += loaded.memory(call.plan, rows, x.q, x.k, x.v)
+    scratch = [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
+    scratch += loaded.memory(call.plan, x) if x.tables else []
     aliases = {} if before is None else {len(inputs) - 1: 0}
     args = inputs, outputs, scratch, body, aliases
     dq, dk, dv = _run(call.swapped, x, order, "flex_backward", *args)
@@ -439,9 +416,8 @@ def _sum_gradients(
                 out[...] = jnp.zeros_like(out)
 
         def visit(masked: bool) -> None:
-            qq, kk, vv = (finite(y[...]) if call.guarded else y[...] for y in (q, k, v))
-            columns = [row.T for row in _stats(call, numbers)]
-            args = _marked(call, qq, numbers), kk, vv, do[...], columns, learned
+            columns = [row.T for row in _stats(numbers)]
+            args = q[...], k[...], v[...], do[...], columns, learned
             _, _, of_leaves = _gradient(make(masked), *args)
             for layout, out, d in zip(layouts, outs, of_leaves, strict=True):
                 d = d.astype(jnp.float32)

@@ -1,10 +1,10 @@
-"""Queries, keys and values in fast memory as tiles read them: rotated, and finite.
+"""Rotated queries and keys in fast memory.
 
-A block of queries is loaded where its first tile begins, and a block of keys where a sum first
+A block of queries is rotated where its first tile begins, and a block of keys where a sum first
 meets it. The tables of cosines and sines stay in fast memory for all heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,6 @@ from flax_mha.kernels.flex.passes import Arrays, Tables
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder
 from flax_mha.kernels.xla.tile_plan import Plan
-
-Clean = Callable[[jax.Array], jax.Array]
 
 
 def fits(call: FlexCall, dtype: Any) -> bool:
@@ -41,39 +39,33 @@ def tables(x: Arrays, order: TileOrder) -> list[tuple[jax.Array, Any]]:
     return [*blocks, (swap, order.block(swap.shape, ".."))]
 
 
-def memory(plan: Plan, keys: int, *arrays: jax.Array) -> list[Any]:
-    """Describe the fast memory for a block of queries, and for some keys and perhaps values.
-
-    `arrays` are q, k and perhaps v.
-    """
-    lengths = plan.block_q, keys, keys
+def memory(plan: Plan, x: Arrays) -> list[Any]:
+    """Describe the fast memory for a block of queries, and for all keys of a head."""
+    lengths = plan.block_q, plan.padded[1]
     shapes = [
         jax.ShapeDtypeStruct((n, y.shape[-1]), y.dtype)
-        for n, y in zip(lengths, arrays, strict=False)
+        for n, y in zip(lengths, (x.q, x.k), strict=True)
     ]
-    return [*shapes, pltpu.SMEM((keys // plan.block_k,), jnp.int32)]
+    return [*shapes, pltpu.SMEM((plan.nk,), jnp.int32)]
 
 
 class Loaded(NamedTuple):
     """The memory of a running kernel, given references to the inputs `tables`, and to `memory`."""
 
     plan: Plan
-    tables: Any
+    tables: Tables
     q: Any
-    of_keys: Sequence[Any]
+    k: Any
     met: Any
 
     @classmethod
     def of(cls, plan: Plan, tables: Sequence[Any], memory: Sequence[Any]) -> "Loaded":
-        """Return the memory, with rotations if there are tables."""
-        q, *of_keys, met = memory
-        found = (
-            Tables((tables[0], tables[1]), (tables[2], tables[3]), tables[4]) if tables else None
-        )
-        return cls(plan, found, q, of_keys, met)
+        """Return the memory."""
+        cos_q, sin_q, cos_k, sin_k, swap = tables
+        return cls(plan, Tables((cos_q, sin_q), (cos_k, sin_k), swap), *memory)
 
-    def load(self, step: Step, clean: Clean, q: Any, *of_keys: Any) -> None:
-        """Load the queries of a new block, and the keys and values that a sum has not met."""
+    def load(self, step: Step, q: Any, k: Any) -> None:
+        """Rotate the queries of a new block, and the keys that a sum has not met."""
 
         @pl.when(step.first)
         def forget() -> None:
@@ -82,19 +74,17 @@ class Loaded(NamedTuple):
 
         @pl.when(step.begin)
         def load_queries() -> None:
-            self.q[...] = clean(self._turn(q[...], *self._queries_of(step)))
+            self.q[...] = self._turn(q[...], *self._queries_of(step))
 
         @pl.when(self.met[step.near] == 0)
         def load_keys() -> None:
             self.met[step.near] = 1
-            k, *values = (y[...] for y in of_keys)
             at = self._places(step.near)
-            for ref, y in zip(self.of_keys, [self._turn(k, "k", at), *values], strict=True):
-                ref[at, :] = clean(y)
+            self.k[at, :] = self._turn(k[...], "k", at)
 
-    def read(self, step: Step) -> list[jax.Array]:
-        """Return the keys, and perhaps values, of a step."""
-        return [ref[self._places(step.near), :] for ref in self.of_keys]
+    def read(self, step: Step) -> tuple[jax.Array, jax.Array]:
+        """Return the queries and keys of a step."""
+        return self.q[...], self.k[self._places(step.near), :]
 
     def turn_back_queries(self, step: Step, dq: jax.Array) -> jax.Array:
         """Return the gradient of a block of queries before their rotation."""
@@ -102,9 +92,6 @@ class Loaded(NamedTuple):
 
     def turn_back_keys(self, dk: Any, gradients: Any) -> None:
         """Write the gradients of all keys before their rotation, from those after it."""
-        if self.tables is None:
-            dk[...] = gradients[...].astype(dk.dtype)
-            return
 
         def write(j: jax.Array, _: None) -> None:
             at = self._places(j)
@@ -123,15 +110,11 @@ class Loaded(NamedTuple):
 
     def _turn(self, x: jax.Array, side: str, at: Any) -> jax.Array:
         """Return x·cos + partner(x)·sin for queries `q` or keys `k` at some places."""
-        if self.tables is None:
-            return x
         cos, sin = (ref[at, :] for ref in getattr(self.tables, side))
         return (x.astype(jnp.float32) * cos + self._partner(x) * sin).astype(x.dtype)
 
     def _turn_back(self, dy: jax.Array, side: str, at: Any) -> jax.Array:
         """Return the gradient of x, float32, from that of the rotated x."""
-        if self.tables is None:
-            return dy
         cos, sin = (ref[at, :] for ref in getattr(self.tables, side))
         product, half = dy * sin, self.tables.swap.dtype
         # Two parts in bfloat16 have 16 bits of the gradient, which is then rounded to 8.

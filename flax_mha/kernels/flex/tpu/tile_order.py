@@ -215,7 +215,7 @@ def batch_first(x: jax.Array) -> jax.Array:
 def read(operand: Operand, ref: Any, swapped: bool) -> jax.Array:
     """Load the block of an operand's array, for a tile of queries × keys, or keys × queries."""
     x = ref[...]
-    x = turn(operand, x.astype(jnp.int32) if operand.dtype == jnp.bool_ else x, swapped)
+    x = turn(operand, x.astype(jnp.int32) if x.dtype == jnp.int8 else x, swapped)
     return x != 0 if operand.dtype == jnp.bool_ else x
 
 

@@ -18,7 +18,7 @@ from flax_mha.kernels.call.spec import name_result
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Tile
-from flax_mha.kernels.flex.tpu.kernels import block_bytes, dot, finite
+from flax_mha.kernels.flex.tpu.kernels import block_bytes, dot
 from flax_mha.kernels.flex.tpu.tile_order import batch_first, read, turn
 from flax_mha.kernels.xla import softmax
 
@@ -118,7 +118,7 @@ def _run(
             r, h = (jnp.full((1, 1), y, jnp.int32) for y in numbers)
             q = lax.broadcasted_iota(jnp.int32, (1, dims.T), 1)
             k = lax.broadcasted_iota(jnp.int32, (dims.S, 1), 0)
-            return Tile.of(call, call.guarded, values, At(r, h, q, k))
+            return Tile.of(call, call.states[1], values, At(r, h, q, k))
 
         body(row == 0, tile, ins, outs)
 
@@ -150,22 +150,6 @@ def _of_head(ref: Any, n: int) -> Any:
 
 def _features(n: int, size: int) -> slice:
     return slice(n * size, (n + 1) * size)
-
-
-def _scores(
-    call: FlexCall,
-    tile: Tile,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Return k·qᵀ of a head, and the scores."""
-    if call.guarded:
-        # The mask can hide scores, but not products. So a value that is not finite marks its key.
-        flag = jnp.sum(v.astype(jnp.float32) * 0, 1, keepdims=True)
-        k = (k.astype(jnp.float32) + flag).astype(k.dtype)
-    product = dot(call, k, q, 1, 1)
-    return product, tile.score(product, tile.leaves)
 
 
 def _pull(tile: Tile, product: jax.Array, learned: Sequence[int]) -> tuple[jax.Array, Callable]:
@@ -207,11 +191,10 @@ def _forward(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.
         def attend(n: int) -> Iterator[None]:
             of_k, of_v = (_features(n // dims.G, size) for size in (dims.H, dims.Hv))
             keys, values, tile = k[:, of_k], v[:, of_v], make(n)
-            _, s = _scores(call, tile, q[:, _features(n, dims.H)], keys, values)
+            s = tile.score(dot(call, keys, q[:, _features(n, dims.H)], 1, 1), tile.leaves)
             yield
             p, total, top = _exponentials(s, _of_head(sinks[0], n)[...] if sinks else None)
             yield
-            values = finite(values) if call.guarded else values
             weights = tile.drop(p * (1 / softmax.divisor(total)))
             product = call.gain(dot(call, weights.astype(values.dtype), values, 0, 0))
             out[:, _features(n, dims.Hv)] = product.astype(out.dtype)
@@ -252,32 +235,19 @@ def _backward(
             tile, sink = make(n), _of_head(sinks[0], n)[...] if sinks else None
             queries, keys = q[:, _features(n, H)], k[:, _features(n // G, H)]
             cotangent, values = do[:, _features(n, Hv)], v[:, _features(n // G, Hv)]
-            product, s = _scores(call, tile, queries, keys, values)
+            s, pull = _pull(tile, dot(call, keys, queries, 1, 1), learned)
             yield
             p, total, top = _exponentials(s, sink)
             share = 1 / softmax.divisor(total)
-            dsum = jnp.where(total == 0, 0.0, dtotals[0][n]) if dtotals else None
-            if call.guarded:
-                # A query that sees NaN, or gets it, has scores of NaN where it is visible, or
-                # weights of 0 if it has no cotangent. All other factors are finite.
-                mean = jnp.full((1, Hv), 1 / Hv, cotangent.dtype)
-                size = dot(call, mean, jnp.abs(cotangent), 1, 1)
-                size = size if dsum is None else size + jnp.abs(dsum)
-                lost = jnp.isnan(total + 0 * size)
-                mark = jnp.where(lost & (size != 0), jnp.nan, 0.0)
-                top, share = jnp.where(lost, softmax.FAR, top), jnp.where(lost, 1.0, share)
-                product = finite(product) + mark
-                queries, keys, values, cotangent = map(finite, (queries, keys, values, cotangent))
-            s, pull = _pull(tile, product, learned)
-            p = (jnp.exp(s - top) if call.guarded else p) * share
+            p = p * share
             yield
             dp = call.gain(tile.drop(dot(call, values, cotangent, 1, 1)))
             yield
             # The product of a huge masked value may be infinite, and 0·∞ is NaN.
-            each = jnp.where(p == 0, 0.0, p * dp) if call.guarded else p * dp
+            each = jnp.where(p == 0, 0.0, p * dp) if tile.masked else p * dp
             delta = jnp.sum(each, 0, keepdims=True)
-            delta = delta if dsum is None else delta - dsum * total
-            delta = jnp.where(lost, 0.0, delta) if call.guarded else delta
+            if dtotals:
+                delta -= jnp.where(total == 0, 0.0, dtotals[0][n]) * total
             ds, of_leaves = pull(softmax.gradient(p, dp, delta, masked=False))
             ds, p = ds.astype(q.dtype), tile.drop(p).astype(do.dtype)
             yield
@@ -288,7 +258,6 @@ def _backward(
                 ref[n] += turn(call.leaves[leaf], d.astype(jnp.float32), swapped=True)
             if sink is not None:
                 of_sink = softmax.sink_gradient(sink, top, share, delta)
-                of_sink = of_sink + mark if call.guarded else of_sink
                 more[0][n] += jnp.sum(of_sink, 1, keepdims=True)
 
         _run_together(map(differentiate, range(heads * G)))
