@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Described = TypeVar("Described", bound=Any)
 
 _TITLE = r"(?m)^(Args:\n|Attributes:\n)"
@@ -64,32 +63,6 @@ def hidden_field(cls: type, name: str) -> TypeError:
 def names_of(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a function's parameters."""
     return frozenset(inspect.signature(function).parameters)
-
-
-def with_options(
-    options: Any, defaults: Mapping[str, Any] | None
-) -> Callable[[Function], Function]:
-    """Return a decorator that shows the keys of a TypedDict, for `help`, in place of **options.
-
-    The other defaults are False for a bool, or None.
-    """
-    keywords = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind,
-            default=(defaults or {}).get(name, False if kind is bool else None),
-        )
-        for name, kind in options.__annotations__.items()
-    ]  # fmt: skip
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        positional = sum(p.kind is not p.KEYWORD_ONLY for p in named)
-        named[positional:positional] = keywords
-        setattr(function, "__signature__", signature.replace(parameters=named))  # noqa: B010
-        return function
-
-    return decorate
 
 
 def described_as(other: Any) -> Callable[[Described], Described]:

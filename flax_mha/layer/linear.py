@@ -14,7 +14,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import checks, numerics, shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.kernels.chips.tpus import SHORT, SHORTEST
 from flax_mha.sharding import LogicalNames, products
@@ -130,7 +130,7 @@ def _multiply(
     elif sums == _SUMS[1, 1] and x.dtype.itemsize < 4 and sharding.platform() == "cpu":
         # JAX 0.12 for CPUs adds up the gradient of the kernel in bfloat16 if x has more axes.
         x = x.reshape(-1, x.shape[-1])
-    return shapes.einsum(sums, x, kernel, precision=precision).reshape(*rows, *features)
+    return numerics.einsum(sums, x, kernel, precision=precision).reshape(*rows, *features)
 
 
 def _plus(y: jax.Array, bias: jax.Array | None, flat: bool) -> jax.Array:
@@ -138,8 +138,8 @@ def _plus(y: jax.Array, bias: jax.Array | None, flat: bool) -> jax.Array:
         return y
     if flat:
         one_axis = y.reshape(*y.shape[: y.ndim - bias.ndim], -1)
-        return shapes.plus(one_axis, bias.reshape(-1)).reshape(y.shape)
-    return shapes.plus(y, bias)
+        return numerics.plus(one_axis, bias.reshape(-1)).reshape(y.shape)
+    return numerics.plus(y, bias)
 
 
 class Projection(nn.Module):

@@ -15,7 +15,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.base import checks, loops, shapes
+from flax_mha.base import checks, loops, numerics, shapes
 from flax_mha.layer.linear import (
     default_bias_init,
     default_kernel_init,
@@ -50,7 +50,7 @@ def expert_by_expert(
 
     def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = jnp.matmul(x, kernel, precision=precision)
-        return y if bias is None else shapes.plus(y, bias)
+        return y if bias is None else numerics.plus(y, bias)
 
     @jax.checkpoint
     def add(y: jax.Array, x: jax.Array, p: jax.Array, is_used: jax.Array, layers: Any) -> jax.Array:
@@ -82,7 +82,7 @@ def sorted_by_expert(
 
     def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = lax.ragged_dot(x, kernel, sizes, precision)
-        return y if bias is None else y + shapes.look_up(bias, jnp.minimum(experts, count - 1))
+        return y if bias is None else y + numerics.look_up(bias, jnp.minimum(experts, count - 1))
 
     # Clear the tokens of other devices' experts, where `ragged_dot` leaves arbitrary values.
     tokens = jnp.where(is_local, x[order // ids.shape[1]], 0)

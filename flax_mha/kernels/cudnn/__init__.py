@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import private_jax, shapes
+from flax_mha.base import numerics, private_jax, shapes
 from flax_mha.base.coordinates import At, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call import limits
@@ -167,7 +167,7 @@ def _attend(
     rows, features = math.prod(dims.B), _features(dims)
     scale = spec.scale
     if not isinstance(scale, int | float | np.number):
-        q, scale = shapes.scaled(q, scale), 1.0
+        q, scale = numerics.scaled(q, scale), 1.0
     # `lower` allows at most one, a Bias.
     (mod,) = spec.scores or (None,)
     bias = jnp.asarray(flat_batch(mod.array.array, dims)) if isinstance(mod, Bias) else None

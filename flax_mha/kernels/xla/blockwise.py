@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import loops, shapes, trees
+from flax_mha.base import loops, numerics, shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels.call import limits
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, name_result
@@ -70,7 +70,7 @@ def attend(
         if spec.platform.name == "cpu":
             # Convert once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
-        q = shapes.scaled(q, spec.scale)
+        q = numerics.scaled(q, spec.scale)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
     spec = tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale, remat)

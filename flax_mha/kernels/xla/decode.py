@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import loops, shapes, symbols
+from flax_mha.base import loops, numerics, shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
 from flax_mha.kernels.call import limits, stored
 from flax_mha.kernels.call.spec import (
@@ -209,7 +209,7 @@ def _multiply(
 ) -> jax.Array:
     """Return rows [..., R, ·] times keys or values [..., S, ·], summed over keys or features."""
     sums = "...ts,...sh->...th" if over_keys else "...th,...sh->...ts"
-    return shapes.einsum(sums, x, y, precision=precision, preferred_element_type=dtype)
+    return numerics.einsum(sums, x, y, precision=precision, preferred_element_type=dtype)
 
 
 def _sum_by_row(
