@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -11,13 +11,13 @@ from flax.typing import Initializer
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks
-from flax_mha.base.arguments import check_refused, described_as, hidden_field
+from flax_mha.base.arguments import check_refused, hidden_field
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, Memory, as_cache_config, collection, resolve
 from flax_mha.cache.resolve import Given
 from flax_mha.layer import core
-from flax_mha.layer.linear import Projection
+from flax_mha.layer.linear import Projection, make_parameter
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
 from flax_mha.layer.settings import Call, CallOptions
 from flax_mha.layer.standard import Attention
@@ -127,24 +127,6 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
             except SetAttributeInModuleSetupError:
                 raise hidden_field(type(self), name) from None
 
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ..., *, return_weights: Literal[False] = ...,
-        return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
-    ) -> jax.Array: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ..., *, return_weights: Literal[True],
-        return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
-    ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ..., *, return_weights: bool = ...,
-        return_kv: bool = ..., **options: Unpack[LayerOptions],
-    ) -> Any: ...  # fmt: skip
     @nn.compact
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
@@ -154,7 +136,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
         head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
         order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
         sow_weights: bool = False, dropout_rng: jax.Array | None = None,
-        return_weights: bool = False, return_kv: bool = False, **refused: Any,
+        return_weights: bool = False, return_kv: bool = False, **refused: None,
     ) -> Any:  # fmt: skip
         """Attend from inputs_q to inputs_k and inputs_v.
 
@@ -232,7 +214,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
             return entry.norm.module(nn, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
         if isinstance(entry, ArrayEntry):
             init = sharding.named(entry.init, entry.names, self.partitioned)
-            return self.param(name, init, entry.shape, self.param_dtype)
+            return make_parameter(self, name, init, entry.shape, self.param_dtype)
         kernel_init, bias_init = self.initializers(entry)
         return Projection(
             entry.features, entry.names, len(entry.inputs), entry.rows, kernel_init,
@@ -269,7 +251,7 @@ def with_parameters(
 
     def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> jax.Array:
         init = sharding.named(init, names, like.partitioned)
-        return module.param(name, init, shape, like.param_dtype)
+        return make_parameter(module, name, init, shape, like.param_dtype)
 
     if isinstance(scores, Sequence) and not scores:  # As in most layers. Others are checked.
         return ()
@@ -296,9 +278,8 @@ class SelfAttention(MultiHeadDotProductAttention):
     `nn.SelfAttention(...)` gets the same parameters under the same names from this class.
     """
 
-    @described_as(MultiHeadAttention.__call__)
     @nn.compact
-    def __call__(  # type: ignore[override]  # noqa: D417
+    def __call__(  # type: ignore[override]
         self, inputs_q: jax.Array, mask: masks.MaskLike | None = None,
         deterministic: bool | None = None, dropout_rng: jax.Array | None = None,
         sow_weights: bool = False, **options: Any,
@@ -307,7 +288,11 @@ class SelfAttention(MultiHeadDotProductAttention):
 
         Args:
           inputs_q: the inputs [*B, T, D].
-          **options: more arguments of `MultiHeadAttention.__call__`.
+          mask: an array or a mask.
+          deterministic: True for no dropout.
+          dropout_rng: a key for dropout.
+          sow_weights: True to sow the weights.
+          **options: more arguments of `MultiHeadAttention.__call__`, which describes all of them.
         """
         return super().__call__(
             inputs_q, mask=mask, deterministic=deterministic, dropout_rng=dropout_rng,

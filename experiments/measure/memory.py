@@ -18,7 +18,7 @@ from experiments.measure import compiled
 from experiments.measure.programs import Chip
 from experiments.plan import gpus
 from flax_mha import dot_product_attention, explain, masks
-from flax_mha.kernels import KernelName, Platform
+from flax_mha.kernels import Platform
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 HEADS = (16, 256)
@@ -58,9 +58,7 @@ def line(chip: Chip, T: int, N: int, mask: masks.Mask | None) -> str:
     return tables.line(*cells, f"`{chosen}`")
 
 
-def taken(
-    chip: Chip, T: int, N: int, mask: masks.Mask | None, kernel: KernelName, gradients: bool
-) -> int:
+def taken(chip: Chip, T: int, N: int, mask: masks.Mask | None, kernel: str, gradients: bool) -> int:
     """Return the bytes beside arguments and results, for N heads of 64 features."""
     x = chip.array(1, T, N, H, dtype=jnp.float32)
 

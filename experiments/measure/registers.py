@@ -3,13 +3,12 @@
     python -m experiments.measure registers                 # an H200, bfloat16, no mask: minutes
     python -m experiments.measure registers --dtype=float16 --call=causal --heads=64,128
 
-Each line is one kernel at one head size, of a call without a mask, with a causal one, with it and
-relative positions as keys (`vectors`), or with `all` of: segments, a soft cap, ALiBi, T5, a bias
-and dropout. It has the registers that a consumer and the producer may use, the bytes that spill,
-the shared memory, the rows that are loaded at a time and the buffers for them. Beside it is the
-number of scores per nanosecond at which the tensor cores, the memory, or the exponentials are at
-their limits. These limits are arithmetic. Nothing is run or timed. It needs the wheels of the extra
-gpu-compile, and `ptxas` (nvidia-cuda-nvcc).
+Each line is one kernel at one head size, of a call without a mask, with a causal one, or with `all`
+of: segments, a soft cap, ALiBi, a bias and dropout. It has the registers that a consumer and the
+producer may use, the bytes that spill, the shared memory, the rows that are loaded at a time and
+the buffers for them. Beside it is the number of scores per nanosecond at which the tensor cores,
+the memory, or the exponentials are at their limits. These limits are arithmetic. Nothing is run or
+timed. It needs the wheels of the extra gpu-compile, and `ptxas` (nvidia-cuda-nvcc).
 """
 
 import argparse
@@ -36,7 +35,7 @@ from flax_mha import dot_product_attention, masks, scores
 T, N, K = 1000, 4, 2
 HEADS = (64, 128, 192, 256)
 # The matmuls of a kernel, and the rows and columns of the other side that it loads, in heads.
-MATMULS = {"forward": 2, "dq": 3, "dkv": 4, "dk": 3, "dv": 2, "dleaves": 2}
+MATMULS = {"forward": 2, "dq": 3, "dkv": 4, "dk": 3, "dv": 2, "dleaf": 2}
 # The exponentials of a multiprocessor per clock: NVIDIA's programming guide, throughput of
 # arithmetic instructions, compute capability 9.0.
 EXPONENTIALS = 16
@@ -65,7 +64,7 @@ class Found(NamedTuple):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--call", choices=("plain", "causal", "vectors", "all"), default="plain")
+    parser.add_argument("--call", choices=("plain", "causal", "all"), default="plain")
     parser.add_argument("--heads", default=",".join(map(str, HEADS)), help="features, with commas")
 
 
@@ -107,30 +106,24 @@ def compiled(features: int, dtype: str, call: str, ptxas: str) -> Iterator[Found
 
 def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
     """Compile a call and its gradients, and return the sizes of each kernel."""
-    from flax_mha.kernels.flex.hopper import kernels, leaves
+    from flax_mha.kernels.flex.hopper import kernels
 
     if reason := gpus.lacking():
         raise RunError(f"this command {reason}; pip install -e '.[experiments,gpu-compile]'")
     chip = chip_of("h200")
     q, k = (chip.array(1, T, heads, features, dtype=jnp.dtype(dtype)) for heads in (N, K))
-    shapes: dict[str, Any] = {
-        "vectors": {"table": (33, features)},
-        "all": {"slopes": (N,), "table": (N, 32), "bias": (T, T)},
-    }
-    learned = chip.weights(**shapes.get(call, {}))
+    learned = chip.weights(**({"slopes": (N,), "bias": (T, T)} if call == "all" else {}))
 
-    def given(slopes: Any = None, table: Any = None, bias: Any = None) -> dict[str, Any]:
+    def given(slopes: Any = None, bias: Any = None) -> dict[str, Any]:
         if call != "all":
-            relative = {"scores": (scores.Relative(table),)} if call == "vectors" else {}
-            return {} if call == "plain" else {"mask": masks.Causal(), **relative}
-        mods = scores.SoftCap(1.5), scores.Alibi(slopes), scores.RelativeBias(table)
+            return {} if call == "plain" else {"mask": masks.Causal()}
+        mods = scores.SoftCap(1.5), scores.Alibi(slopes)
         return {
             "mask": masks.Causal() & masks.Segments(jnp.zeros((1, T), jnp.int32)), "scores": mods,
             "bias": bias, "dropout_rate": 0.3, "dropout_rng": jax.random.key(0),
         }  # fmt: skip
 
     sizes: dict[str, Any] = {}
-    modules: tuple[Any, ...] = kernels, leaves
     original: Any = kernels.run
 
     def noted(call: Any, x: Any, by_query: bool, size: Any, name: str, *rest: Any) -> Any:
@@ -141,12 +134,10 @@ def _compile(features: int, dtype: str, call: str) -> dict[str, Any]:
         out = dot_product_attention(q, k, v, kernel="flex", **given(**learned))
         return jnp.sum(out.astype(jnp.float32))
 
-    for module in modules:
-        module.run = noted
+    kernels.run = noted
     with jax.set_mesh(chip.mesh):
         jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(q, k, k, learned).compile()
-    for module in modules:
-        module.run = original
+    kernels.run = original
     return sizes
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from flax_mha.analysis.circuits import parameters
 from flax_mha.analysis.watching import watch
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, numerics, shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
 from flax_mha.models.stacks import Place
@@ -117,7 +117,7 @@ def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
     table = parameters(variables, f"{name}/table/embedding")
     table = table.astype(shapes.wide(table.dtype)) * model.logits_scale
     pair = targets if isinstance(targets, tuple) else (targets,)
-    right, *wrong = (shapes.look_up(table, jnp.asarray(x)) for x in pair)
+    right, *wrong = (numerics.look_up(table, jnp.asarray(x)) for x in pair)
     return right - wrong[0] if wrong else right
 
 

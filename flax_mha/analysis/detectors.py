@@ -32,7 +32,7 @@ from flax import nnx, traverse_util
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.trees import combine, is_array, is_traced, partition, run_once
+from flax_mha.base.trees import Static, combine, is_array, partition
 from flax_mha.taps.contexts import reading_pairs
 
 _EARLIER = ~masks.Window(left=0)
@@ -96,8 +96,7 @@ def detect(
         lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
     )
     arrays, static = partition((inputs, bound), is_array)
-    run = functools.partial(_read, root, static)
-    found = run(arrays) if is_traced(arrays) else run_once(run, arrays)
+    found = _read(Static((root, static, nn.get_logical_axis_rules())), arrays)
     if not found:
         raise ValueError(
             f"a model to detect heads in must call self-attention layers of flax_mha, got "
@@ -112,8 +111,10 @@ def detect(
     }
 
 
-def _read(model: Any, static: Any, arrays: Any) -> dict[str, Any]:
+@functools.partial(jax.jit, static_argnums=0)
+def _read(call: Static, arrays: Any) -> dict[str, Any]:
     """Return the weights on pairs of each call of a layer, by path of the layer."""
+    model, static, _ = call.tree
     (args, kwargs), pairs = combine(arrays, static)
     with reading_pairs(pairs):
         if isinstance(model, nn.Module):

@@ -17,8 +17,8 @@ from flax_mha import linen, masks
 from flax_mha.analysis.selection import Kept, keep
 from flax_mha.analysis.watching import rebuild
 from flax_mha.base import checks
-from flax_mha.base.within import within
 from flax_mha.edits import attention_layers
+from flax_mha.interop.contexts import within
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import as_scores, learned

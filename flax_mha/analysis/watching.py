@@ -9,8 +9,8 @@ import flax.linen as nn
 from flax import nnx
 
 from flax_mha.base import checks
-from flax_mha.base.within import within
 from flax_mha.edits import attention_layers
+from flax_mha.interop.contexts import within
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
 from flax_mha.taps.contexts import capturing

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Described = TypeVar("Described", bound=Any)
 
 _TITLE = r"(?m)^(Args:\n|Attributes:\n)"
@@ -66,48 +65,14 @@ def names_of(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def with_options(
-    options: Any, defaults: Mapping[str, Any] | None
-) -> Callable[[Function], Function]:
-    """Return a decorator that shows the keys of a TypedDict, for `help`, in place of **options.
-
-    The other defaults are False for a bool, or None.
-    """
-    keywords = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind,
-            default=(defaults or {}).get(name, False if kind is bool else None),
-        )
-        for name, kind in options.__annotations__.items()
-    ]  # fmt: skip
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        positional = sum(p.kind is not p.KEYWORD_ONLY for p in named)
-        named[positional:positional] = keywords
-        setattr(function, "__signature__", signature.replace(parameters=named))  # noqa: B010
-        return function
-
-    return decorate
-
-
-class InitSignature:
-    """A descriptor for `__signature__`: that of `__init__`, without arguments that must be None."""
-
-    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
-        if instance is not None:
-            raise AttributeError("__signature__")  # An instance has that of `__call__`.
-        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
-        _, *parameters = signature.parameters.values()
-        return inspect.Signature([p for p in parameters if p.annotation is not None])
-
-
 def described_as(other: Any) -> Callable[[Described], Described]:
     """Add arguments' descriptions, or sections after them, that a docstring lacks, from another."""
 
     def decorate(function: Described) -> Described:
-        doc, names = inspect.getdoc(function) or "", inspect.signature(function).parameters
+        doc, shown = inspect.getdoc(function) or "", function
+        if isinstance(function, type):  # Of an nnx module, the signature is that of its metaclass.
+            shown = function.__init__  # type: ignore[misc]
+        names = inspect.signature(shown).parameters
         theirs = inspect.getdoc(other) or ""
         found = _ENTRY.findall(f"{theirs}\n{doc}")
         entries = {name: entry for entry, name in found}

@@ -42,7 +42,7 @@ class Node(Struct):
 
 def is_user_defined(node: Any) -> bool:
     """Return True if a mask or score is of another package, or calls a function of one."""
-    return hasattr(node, "fn") or type(node).__module__.partition(".")[0] != "flax_mha"
+    return "fn" in vars(node) or type(node).__module__.partition(".")[0] != "flax_mha"
 
 
 def with_jax_arrays(node: Any) -> Any:

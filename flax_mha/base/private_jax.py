@@ -65,7 +65,7 @@ _PARTS: dict[str, dict[str, str]] = {
         """,
     },
     "flex.hopper": {
-        "jax.extend.core": "ClosedJaxpr DebugInfo.arg_names Jaxpr.replace Literal jaxpr_as_fun",
+        "jax.extend.core": "ClosedJaxpr Literal jaxpr_as_fun",
         "jax.experimental.pallas": "ds loop run_scoped when",
         "jax.experimental.pallas.mosaic_gpu": """
             kernel(body * out_type scratch_types compiler_params grid grid_names num_threads
@@ -76,13 +76,13 @@ _PARTS: dict[str, dict[str, str]] = {
             copy_gmem_to_smem layout_cast set_max_registers wgmma
         """,
     },
-    "limits": {
+    "only_on": {
         "jax.extend.core": "Primitive",
-        "jax.interpreters.ad": "Zero deflinear2 primitive_jvps primitive_transposes",
-        "jax.interpreters.batching": "defvectorized primitive_batchers",
+        "jax.interpreters.ad": "deflinear2",
+        "jax.interpreters.batching": "defvectorized",
         "jax.interpreters.mlir": "register_lowering",
     },
-    "any_derivative": {"jax.experimental.xla_metadata": "set_xla_metadata"},
+    "use": {"jax.experimental.xla_metadata": "set_xla_metadata"},
     "vmap": {"jax._src.core": """
         get_axis_env AxisEnv.explicit_mesh_axis_names AxisEnv.spmd_axis_names
     """},

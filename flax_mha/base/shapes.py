@@ -14,9 +14,7 @@ All signatures, einsums and errors of this package use these letters:
 | `D` | features of the model |
 """
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -218,36 +216,6 @@ def check_order(order: Any, length: int) -> Any:
     return order
 
 
-def scale_heads(name: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Multiply heads x [*B, T, N, H] by the scale `name` [N] or [*B, N], if there is one.
-
-    Raises:
-      ValueError: if the scale has another shape.
-      TypeError: if the scale is not an array of real numbers or bools.
-    """
-    if scale is None:
-        return x
-    checks.array(name, scale)
-    if jnp.issubdtype(scale.dtype, jnp.complexfloating):
-        raise TypeError(f"{name} must be real, got {scale.dtype}; take its absolute value")
-    if not (jnp.issubdtype(scale.dtype, jnp.number) or scale.dtype == jnp.bool_):
-        raise TypeError(f"{name} must be numbers or bools, got {scale.dtype}; give 0 or 1")
-    *B, _, N, _ = x.shape
-    expected = {"[N]": (N,), "[*B, N]": (*B, N)}
-    check_shape(name, scale, expected, "give one number for each head")
-    return scaled(x, lead(scale, x.ndim - 2)[..., None, :, None])
-
-
-def scaled(x: jax.Array, factor: Any) -> jax.Array:
-    """Return x·factor in the dtype of x, multiplied in float32 at least.
-
-    In half precision the factor would be rounded, and so would be each step of the sum over all
-    tokens that is its gradient.
-    """
-    dtype = wide(x.dtype)
-    return (x.astype(dtype) * jnp.asarray(factor, dtype)).astype(x.dtype)
-
-
 def check_shape(name: str, x: Any, expected: Mapping[str, Shape], remedy: str) -> None:
     """Check that x has one of the expected shapes, given by their letters."""
     if x.shape not in expected.values():
@@ -283,33 +251,6 @@ def draw(init: Initializer, rng: Any, shape: Shape, dtype: Dtype) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), value)
 
 
-# Outside jit, `jnp.einsum` parses its subscripts in each call, which takes longer than the matmul.
-_parsed_einsum: Any = jax.jit(
-    jnp.einsum, static_argnums=0, static_argnames=("precision", "preferred_element_type"),
-    inline=True,
-)  # fmt: skip
-_EINSUM_CODE = getattr(jnp.einsum, "__code__", None)
-
-
-# Compiled programs and profiles then name the line that calls `einsum`.
-with contextlib.suppress(ImportError, AttributeError):
-    from jax.extend import source_info_util
-
-    source_info_util.register_exclusion(__file__)
-
-
-def einsum(subscripts: str, *operands: Any, **options: Any) -> jax.Array:
-    """Return `jnp.einsum` of the operands, with the subscripts parsed once.
-
-    While a model of qwix runs (LoRA, quantization), `jnp.einsum` has other code, which no cache of
-    jit may hold.
-    """
-    is_replaced = getattr(jnp.einsum, "__code__", None) is not _EINSUM_CODE
-    compute: Any = jnp.einsum if is_replaced else _parsed_einsum
-    result: jax.Array = compute(subscripts, *operands, **options)
-    return result
-
-
 def by_query(x: jax.Array) -> jax.Array:
     """Transpose [*B, N, T] to [*B, T, N, 1]."""
     return jnp.swapaxes(x, -1, -2)[..., None]
@@ -318,59 +259,3 @@ def by_query(x: jax.Array) -> jax.Array:
 def lead(x: Any, rank: int) -> Any:
     """Add leading axes of size 1 up to a rank."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
-
-
-def look_up(table: jax.Array, indices: checks.Integers, dtype: Any = None) -> jax.Array:
-    """Return rows [*P, D] of a table [V, D] at int indices [*P], NaN if out of range.
-
-    A row's gradient is a sum over tokens, in float32 at least.
-
-    Args:
-      table: [V, D].
-      indices: int [*P].
-      dtype: the dtype of the rows (default: the table's).
-    """
-    # For `jnp.take`, negative indices count from the end.
-    return _take(dtype or table.dtype, table, jnp.where(indices < 0, len(table), indices))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _take(dtype: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
-    return jnp.take(table, indices, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
-
-
-@_take.defjvp
-def _take_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    # Only the gradient is wide: the rows themselves are read without a wide copy of the table.
-    rows = jnp.take(_wide_tangent(tangents[0]), primals[1], axis=0, mode="fill", fill_value=0)
-    return _take(dtype, *primals), rows.astype(dtype)
-
-
-@jax.custom_jvp
-def _widened(x: jax.Array) -> jax.Array:
-    return x.astype(wide(x.dtype))
-
-
-@_widened.defjvp
-def _widened_jvp(x: tuple[jax.Array], tangent: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return _widened(*x), _wide_tangent(*tangent)
-
-
-def _wide_tangent(x: jax.Array) -> jax.Array:
-    """Return a tangent in float32 at least, so that its transpose adds up before it rounds."""
-    bits = jnp.finfo(x.dtype)
-    # XLA for TPUs gives a sum the type that it is cast to, also across an optimization barrier.
-    return jax.lax.reduce_precision(x.astype(wide(x.dtype)), bits.nexp, bits.nmant)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"), inline=True)
-def spread(x: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
-    """Return x, broadcast to a shape and then cast: its gradient, a sum, is in float32 at least."""
-    x = x if x.dtype == wide(x.dtype) else _widened(x)
-    return jnp.broadcast_to(lead(x, len(shape)), shape).astype(dtype)
-
-
-@functools.partial(jax.jit, inline=True)
-def plus(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return x plus a bias of its last axes, in the dtype of x."""
-    return x + spread(bias, x.shape, x.dtype)

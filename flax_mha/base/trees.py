@@ -1,14 +1,11 @@
 """Tools for trees: export, partition leaves, list nodes, and trace functions of trees once."""
 
 import contextlib
-import dataclasses
 import functools
 import json
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import flax.linen as nn
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -109,41 +106,26 @@ def trace_once(fn: Callable[..., Any], num_static: int = 1) -> Callable[..., Any
     return call
 
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """A function that equals another with the same key."""
+class Static:
+    """A tree as a static argument of `jax.jit`, equal to another one with equal leaves.
 
-    fn: Callable[..., Any] = dataclasses.field(compare=False)
-    key: Any
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(self, *args: Any) -> Any:
-        return self.fn(*args)
-
-
-def hash_key(x: Any) -> Any:
-    """Return the code and values of a function, or the value of a tree, in hashable form."""
-    if isinstance(x, types.FunctionType):
-        cells = [cell.cell_contents for cell in x.__closure__ or ()]
-        return x.__code__, hash_key((cells, x.__defaults__, x.__kwdefaults__))
-    if isinstance(x, functools.partial):
-        return functools.partial, hash_key((x.func, x.args, x.keywords))
-    if isinstance(x, np.ndarray):
-        return x.shape, x.dtype, x.tobytes()
-    if isinstance(x, set):
-        return frozenset(x)
-    leaves, tree = jax.tree.flatten(x)
-    if leaves and leaves[0] is x:
-        return type(x), x
-    return (tree, *map(hash_key, leaves)) if leaves else tree
-
-
-def run_once(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return fn(*args), compiled once for functions that calls make anew.
-
-    They are of the same code, values in closures, and axis rules. fn closes over no JAX array.
+    NumPy arrays are equal by their values, and functions only to themselves. A function with values
+    of a call is a `jax.tree_util.Partial`, a tree whose leaves are these values.
     """
-    return _Program(fn, (hash_key(fn), hash_key(nn.get_logical_axis_rules()))).run(*args)
+
+    def __init__(self, tree: Any) -> None:
+        leaves, form = jax.tree.flatten(tree)
+        self.tree, self._key = tree, (form, *map(_by_value, leaves))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _by_value(x: Any) -> Any:
+    return (x.shape, x.dtype, x.tobytes()) if isinstance(x, np.ndarray) else (type(x), x)
 
 
 def is_traced(tree: Any) -> bool:

@@ -10,20 +10,16 @@ from flax import struct
 
 from flax_mha import masks
 from flax_mha.base import checks, loops, shapes, symbols
-from flax_mha.base.arguments import check_known
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.trees import Struct
 from flax_mha.cache.sources import Shared
-from flax_mha.kernels import ARGUMENTS, dot_product_attention
+from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call import stored
 from flax_mha.kernels.call.capture import SQUARE, as_capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import Stored
 from flax_mha.masks.algebra import Mask
 from flax_mha.scores import Bias, ScoreMod
-
-# `attention` replaces `dot_product_attention`.
-_ARGUMENTS = ARGUMENTS | {"attention"}
 
 
 class Extended(Shared, Struct):
@@ -105,7 +101,6 @@ def attend_causally(
     `length` is the number of tokens of each row, int [*B]. `call` holds other arguments of
     `dot_product_attention`, or an `attention` to call instead.
     """
-    check_known("attention to a cache", call, _ARGUMENTS)
     if window is not None and (shapes_over_keys := key_arrays(q, kv, mask, call)):
         raise ValueError(
             f"in a ring buffer slots are not positions, so masks, segment ids and biases cannot be "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype
+from jax.tree_util import Partial
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
@@ -182,20 +183,22 @@ def write(
     is slot 0, and the last S tokens stay. Otherwise tokens beyond the last slot are dropped.
     """
     axes = rules.unpack_entry(sharding.spec(slots.shape, names)[-2])
-
-    def write_shard(
-        slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array, *layer: jax.Array
-    ) -> jax.Array:
-        first = jax.lax.axis_index(axes) * slots.shape[-2] if axes else 0
-        return _write_rows(wraps, slots, tokens, start - first, count, *layer)
-
     stack, *layer = (slots.stack, slots.layer) if is_part(slots) else (slots,)
     arguments = stack, tokens, start, count, *layer
     all_names = [names, (*names[:2], None, None), names[:1], names[:1], *[()] * len(layer)]
     # Each device writes into its own shard, without communication.
     args = [sharding.constrain(x, n) for x, n in zip(arguments, all_names, strict=True)]
-    written = sharding.local(write_shard, all_names, (stack.shape, names), *args)
+    on_shard = Partial(_write_shard, axes, wraps)
+    written = sharding.local(on_shard, all_names, (stack.shape, names), *args)
     return slots.replace(stack=written) if layer else written
+
+
+def _write_shard(
+    axes: tuple[str, ...], wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array,
+    count: jax.Array, *layer: jax.Array,
+) -> jax.Array:  # fmt: skip
+    first = jax.lax.axis_index(axes) * slots.shape[-2] if axes else 0
+    return _write_rows(wraps, slots, tokens, start - first, count, *layer)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

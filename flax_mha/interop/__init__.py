@@ -39,6 +39,7 @@ from flax_mha.interop import (
     whisper,
 )
 from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, several, shown
+from flax_mha.interop.contexts import within as within
 from flax_mha.interop.device_put import Joined, place
 from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
 from flax_mha.interop.generating import generation as generation
@@ -52,7 +53,7 @@ from flax_mha.interop.torch_layers import to_torch as to_torch
 
 __all__ = [
     "FAMILIES", "LIBRARIES", "family", "from_layer", "from_torch", "generation", "load", "save",
-    "swap", "to_layer", "to_torch",
+    "swap", "to_layer", "to_torch", "within",
 ]  # fmt: skip
 __dir__ = __all__.copy
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import masks
-from flax_mha.base import shapes
+from flax_mha.base import numerics
 from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, filled
@@ -179,7 +179,7 @@ class AttentionPool(nn.Module):
         """Pool [*B, T, D] to [*B, D]."""
         D = x.shape[-1]
         probe = self.param("probe", nn.initializers.lecun_normal(), (1, D))
-        y = self.attention(shapes.spread(probe, (*x.shape[:-2], 1, D), probe.dtype), x)
+        y = self.attention(numerics.spread(probe, (*x.shape[:-2], 1, D), probe.dtype), x)
         return (y + self.mlp(layer_norm(self.epsilon, name="norm")(y)))[..., 0, :]
 
 

@@ -16,12 +16,14 @@ from flax import nnx
 
 import flax_mha.nnx
 from flax_mha.base import checks
-from flax_mha.base.within import within
+from flax_mha.interop.contexts import within
 from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
-_FLAX_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
+_FLAX_CALL, _CALL = (
+    inspect.unwrap(cls.__call__) for cls in (nn.MultiHeadDotProductAttention, MultiHeadAttention)
+)
 # Keeps functions that `nn.jit` traced in a swapped model apart from those of others.
 _swapping = jax.make_user_context(None)
 
@@ -61,27 +63,36 @@ def swap(model: Model, **fields: Any) -> Model:
 @contextlib.contextmanager
 def _swapped(cls: Any, *fields: tuple[str, Any]) -> Iterator[None]:
     """Intercept calls of Flax's layer, in a context that JAX's caches know by its class."""
-    interceptor = functools.partial(_call, dict(fields))
-    with _swapping(cls if fields else True), nn.intercept_methods(interceptor):
+    key = cls if fields else True
+    if _swapping.value is key:  # A method that another one of the model calls.
+        yield
+        return
+    with _swapping(key), nn.intercept_methods(functools.partial(_call, dict(fields), [])):
         yield
 
 
-def _call(fields: Any, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Compute a call of a Flax layer by this package, and any other call as it is."""
+def _call(fields: Any, swapped: list[Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Compute a call of a Flax layer by this package, and any other call as it is.
+
+    `swapped` collects the layers whose calls were computed by this package.
+    """
     module, method = context.module, inspect.unwrap(context.orig_method.func)
     if method is _FLAX_CALL:
+        swapped.append(module)
         return _call_layer(module, fields, *args, **kwargs)
-    if is_bridge := isinstance(module, nnx.bridge.ToLinen):
-        make, convert = module.nnx_class, functools.partial(_convert_nnx, fields)
-        swapped = lambda *args, **kw: nnx.recursive_map(convert, make(*args, **kw))  # noqa: E731
-        object.__setattr__(module, "nnx_class", swapped)
+    if isinstance(module, nnx.bridge.ToLinen) and method.__name__ == "__call__":
+        make = functools.partial(_make_nnx, fields, module.nnx_class)
+        return method(module.clone(parent=module.scope, nnx_class=make), *args, **kwargs)
     output = call(*args, **kwargs)
-    if is_bridge:
-        object.__setattr__(module, "nnx_class", make)
     is_own = isinstance(module, nn.MultiHeadDotProductAttention) and method.__name__ == "__call__"
-    if is_own and "_is_swapped" not in vars(module):
+    if is_own and not any(layer is module for layer in swapped):
         _warn(type(module).__name__, getattr(module.scope, "path", ()))
     return output
+
+
+def _make_nnx(fields: Any, make: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the nnx model that `make` returns, swapped."""
+    return nnx.recursive_map(functools.partial(_convert_nnx, fields), make(*args, **kwargs))
 
 
 def _call_layer(flax_layer: Any, fields: Any, *args: Any, inputs_kv: Any = None, **kw: Any) -> Any:
@@ -94,10 +105,8 @@ def _call_layer(flax_layer: Any, fields: Any, *args: Any, inputs_kv: Any = None,
         kw["inputs_k"] = inputs_kv
     options = _options(flax_layer, nn.MultiHeadDotProductAttention) | fields
     layer = MultiHeadDotProductAttention(**options | {"parent": flax_layer.scope, "name": None})
-    # The call that runs, and whose output Flax captures, is the Flax layer's: it makes parameters.
-    object.__setattr__(layer, "param", flax_layer.param)
-    object.__setattr__(flax_layer, "_is_swapped", True)
-    return cast(Any, MultiHeadAttention.__call__).__wrapped__(layer, *args, **kw)
+    # The call that runs, and whose output Flax captures, is the Flax layer's.
+    return _CALL(layer, *args, **kw)
 
 
 def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, numerics
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config
 from flax_mha.interop.shared_settings import activation, blank, refuse
@@ -24,7 +24,7 @@ class _Convolution(nn.Conv):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         y = super().__call__(inputs)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        return shapes.plus(y, bias)
+        return numerics.plus(y, bias)
 
 
 class Whisper(Translator):

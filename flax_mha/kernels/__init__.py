@@ -5,57 +5,57 @@ A call is checked and brought into one form (`call.bind`, `call.spec`), sharded 
 the function that all kernels compute. The first call loads the mesh, and its kernel.
 """
 
-from typing import Any, Literal, Unpack, overload
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import jax
 
+from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_known, names_of, with_options
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import choose
 from flax_mha.kernels.call.bind import Keyed, Options, bind_call
 from flax_mha.kernels.call.capture import Capture as Capture
 from flax_mha.kernels.call.capture import as_capture
-from flax_mha.kernels.call.derivatives import any_derivative as any_derivative
 from flax_mha.kernels.call.normalizers import SOFTMAX
-from flax_mha.kernels.call.spec import Platform as Platform
+from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.choose import KERNELS as KERNELS
 from flax_mha.kernels.choose import Explanation as Explanation
-from flax_mha.kernels.choose import KernelName as KernelName
 from flax_mha.kernels.using import resolve
 from flax_mha.kernels.using import use as use
+from flax_mha.scores import ScoreMod
+from flax_mha.sharding.devices import Platform as Platform
 
 __all__ = [
-    "ARGUMENTS", "KERNELS", "Capture", "Explanation", "KernelName", "Platform", "any_derivative",
-    "dot_product_attention", "explain", "use",
+    "KERNELS", "Capture", "Explanation", "Platform", "dot_product_attention", "explain", "use",
 ]  # fmt: skip
 __dir__ = __all__.copy
 
 _WEIGHTS = Capture(("weights",))
 
 
-@overload
-def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[False] = ..., capture: None = ..., **call: Unpack[Options],
-) -> jax.Array: ...  # fmt: skip
-@overload
-def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: bool = ...,
-    return_residuals: bool = ..., capture: Capture | None = ..., **call: Unpack[Options],
-) -> Any: ...  # fmt: skip
-@with_options(Options, bind_call.__kwdefaults__)
 def dot_product_attention(
     q: Array,
     k: Keyed,
     v: Keyed,
     *,
-    kernel: KernelName = "auto",
+    mask: masks.MaskLike | None = None,
+    bias: Array | None = None,
+    scores: Sequence[ScoreMod] = (),
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    q_positions: Array | int | None = None,
+    kv_positions: Array | int | None = None,
+    kernel: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+    normalizer: str = SOFTMAX,
     return_weights: bool = False,
     return_residuals: bool = False,
     capture: Capture | None = None,
-    **call: Unpack[Options],
 ) -> Any:
     """Compute scaled dot-product attention.
 
@@ -88,9 +88,8 @@ def dot_product_attention(
         static, so that kernels can skip masked tiles.
       kv_positions: int [S] or [*B, S], the keys' positions, or the first one (default: 0).
       kernel: a kernel's name, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
-        "checkpointed" or "reference", and so do gradients of gradients under masks of traced
-        arrays. "auto" takes these within `flax_mha.kernels.any_derivative()`. For a sequence
-        sharded over a mesh, a context-parallel strategy, "ulysses", "usp", "ring" or "all_gather",
+        "checkpointed" or "reference", and so do most gradients of gradients. For a sequence sharded
+        over a mesh, a context-parallel strategy, "ulysses", "usp", "ring" or "all_gather",
         or both, as in "ring:blockwise". On one device a strategy has no effect.
       precision: the precision of matmuls. See `jax.lax.Precision`.
       normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". See
@@ -107,7 +106,7 @@ def dot_product_attention(
 
     Raises:
       ValueError: if shapes do not fit, or the named kernel does not support the call.
-      TypeError: if a dtype is not supported, or the kernel lacks a derivative that JAX takes.
+      TypeError: if a dtype is not supported.
 
     Sources: Vaswani et al., "Attention Is All You Need", 2017; Ainslie et al., "GQA", 2023.
     """
@@ -115,31 +114,31 @@ def dot_product_attention(
 
     from flax_mha.kernels import observe
     from flax_mha.kernels.mesh import shards
-    from flax_mha.kernels.mesh.devices import current_platform
 
-    check_known("dot_product_attention", call, ARGUMENTS)
-    q, k, v, spec = bind_call(q, k, v, **call)
+    q, k, v, spec = bind_call(
+        q, k, v, mask=mask, bias=bias, scores=scores, sinks=sinks, scale=scale,
+        dropout_rate=dropout_rate, dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout,
+        q_positions=q_positions, kv_positions=kv_positions, precision=precision,
+        normalizer=normalizer,
+    )  # fmt: skip
     checks.flag("return_weights", return_weights)
     checks.flag("return_residuals", return_residuals)
     capture = as_capture(capture)
-    _check_lse(spec.normalizer, return_residuals, capture)
+    _check_lse(normalizer, return_residuals, capture)
     kernel, blocks = resolve(kernel)
-    _, name = choose.parse_kernel(kernel)
     reads = return_residuals or (capture is not None and "lse" in capture.what)
     if return_weights or capture:
-        # Not the kernel alone reads queries and keys.
-        turned: tuple[jax.Array, jax.Array | Stored, Any] = spec.turned(q, k)
+        # Not only the kernel reads queries and keys.
+        turned: tuple[jax.Array, jax.Array | Stored, AttentionSpec] = spec.turned(q, k)
         q, k, spec = turned
-    call_spec = spec.replace(
-        invalid=None, reads_lse=reads, exact_lse=return_residuals, blocks=blocks
-    )
+    call_spec = spec.replace(reads_lse=reads, exact_lse=return_residuals, blocks=blocks)
+    _, name = choose.parse_kernel(kernel)
     division = shards.Division.of(q, k)
     if division is None:
-        out, sums = choose.run(name, current_platform(), q, k, v, call_spec)
+        out, sums = choose.run(name, q, k, v, call_spec)
     else:
         out, sums = shards.run(kernel, division, q, k, v, call_spec)
-    out = spec.nan_where_invalid(out)
-    lse = spec.nan_lse_where_invalid(sums.lse) if reads else None
+    lse = sums.lse if reads else None
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
     chex.assert_shape(sums.total, (*B, N, T))
@@ -153,10 +152,6 @@ def dot_product_attention(
     return (out, *extras) if extras else out
 
 
-# The arguments' names, for functions that pass them on.
-ARGUMENTS = names_of(dot_product_attention)
-
-
 def _check_lse(normalizer: str, lse: bool, capture: Capture | None) -> None:
     """Check that a call without a softmax asks for no lse and no entropy."""
     names = {"lse", "entropy"} & {*(capture.what if capture else ()), *(["lse"] if lse else [])}
@@ -167,13 +162,12 @@ def _check_lse(normalizer: str, lse: bool, capture: Capture | None) -> None:
         )
 
 
-@with_options(Options, bind_call.__kwdefaults__)
 def explain(
     q: Array | jax.ShapeDtypeStruct,
     k: Keyed | jax.ShapeDtypeStruct,
     v: Keyed | jax.ShapeDtypeStruct,
     *,
-    kernel: KernelName = "auto",
+    kernel: str = "auto",
     return_weights: bool = False,
     return_residuals: bool = False,
     capture: Capture | None = None,
@@ -201,9 +195,7 @@ def explain(
       ValueError, TypeError: if the call is not valid, or the kernel is unknown.
     """
     from flax_mha.kernels.mesh import shards
-    from flax_mha.kernels.mesh.devices import current_platform
 
-    check_known("explain", call, ARGUMENTS)
     checks.flag("return_weights", return_weights)
     checks.flag("return_residuals", return_residuals)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -213,17 +205,13 @@ def explain(
             checks.floating(name, x)
     capture = as_capture(capture)
     kernel, blocks = resolve(kernel)
-    _, name = choose.parse_kernel(kernel)
 
     def trace(q: Array, k: Keyed, v: Keyed) -> Explanation:
         q, k, v, spec = bind_call(q, k, v, **call)
-        spec = spec.replace(invalid=None, blocks=blocks)
+        spec = spec.replace(blocks=blocks)
         if capture:
             capture.chosen(shapes.Dims.of(q, k, v))
-        division = shards.Division.of(q, k)
-        if division is None:
-            return choose.explain(name, platform or current_platform(), q, k, v, spec)
-        return shards.explain(kernel, division, q, k, v, spec, platform)
+        return shards.explain(kernel, q, k, v, spec, platform)
 
     explanation: Explanation = jax.eval_shape(trace, q, k, v)
     return explanation

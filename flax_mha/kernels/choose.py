@@ -1,31 +1,26 @@
-"""The table of kernels, and the choice of a kernel for a call.
+"""The kernels, and the choice of a kernel for a call.
 
-A kernel is a module with a function `lower(q, k, v, spec, platform) -> Lowered | Refusal`. It
-returns a function that computes the call, or the reason why it cannot. A module is loaded when a
-call first asks for it on its platform.
+A kernel is a module with a function `lower(q, k, v, spec)`. It returns a function that computes the
+call, or raises `Unsupported` with the reason why it cannot.
 """
 
-import functools
 import importlib
+import logging
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-from typing_extensions import TypeAliasType
 
 from flax_mha.base import private_jax, symbols
-from flax_mha.kernels.call import derivatives
-from flax_mha.kernels.call.normalizers import SOFTMAX
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Tiled
-from flax_mha.kernels.call.stored import Stored, dequantize
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Unsupported
+from flax_mha.kernels.call.stored import Stored
 from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.chips.cpus import computes_in_bfloat16
 from flax_mha.kernels.chips.tpus import SHORTEST
 from flax_mha.kernels.xla import softmax
 
 # The compute capabilities of GPUs on which the contract of flex has run. `auto` takes it on these
-# only. On an H100 its attention of 1,024 tokens took 0.2 to 0.3 of the time of `reference`, but 0.9
-# with a `RelativeBias`, and 1.1 with its gradients.
+# only. On an H100 its attention of 1,024 tokens took 0.2 to 0.3 of the time of `reference`.
 FLEX_GPUS: frozenset[tuple[int, int]] = frozenset([(9, 0)])
 # The maximum number of scores for which `auto` takes `reference` on a GPU: 1 GiB of float32.
 MOST_SCORES = 2**28
@@ -38,104 +33,36 @@ LEAST_HEADS = 64
 # some heads. "ring": keys pass around the devices. "usp": a ring of groups of devices, "ulysses" in
 # each group. "all_gather": each device gathers all keys.
 STRATEGIES = ("ulysses", "usp", "ring", "all_gather")
-# The names of kernels and strategies, for type checkers. `help` shows the name of the type.
-KernelName = TypeAliasType("KernelName", Literal[
-    "auto", "cudnn", "short", "flex", "splash", "blockwise", "checkpointed", "reference", "decode",
-    "ulysses", "usp", "ring", "all_gather",
-    "ulysses:cudnn", "ulysses:short", "ulysses:flex", "ulysses:splash",
-    "ulysses:blockwise", "ulysses:checkpointed", "ulysses:reference", "ulysses:decode",
-    "usp:cudnn", "usp:short", "usp:flex", "usp:splash",
-    "usp:blockwise", "usp:checkpointed", "usp:reference", "usp:decode",
-    "ring:cudnn", "ring:short", "ring:flex", "ring:splash",
-    "ring:blockwise", "ring:checkpointed", "ring:reference", "ring:decode",
-    "all_gather:cudnn", "all_gather:short", "all_gather:flex", "all_gather:splash",
-    "all_gather:blockwise", "all_gather:checkpointed", "all_gather:reference", "all_gather:decode",
-])  # fmt: skip
-
-
 # The platforms' names in errors.
 _CALLED = {"gpu": "NVIDIA GPUs", "tpu": "TPU"}
 
+_log = logging.getLogger("flax_mha")
+
 
 class Kernel(NamedTuple):
-    """A kernel module, and the features that `choose` checks for it.
+    """A kernel.
 
     Attributes:
-      name: the kernel's name.
-      module: the module in this folder that has `lower`.
+      module: its module in this folder, loaded when a call first asks for it.
       platforms: JAX's names of its platforms; empty for all.
-      takes_result: True if it can compute the gradients from a precomputed result of these and
-        other keys, without sinks.
-      stored: True if it reads `Stored` keys and values.
-      normalizes: True if it supports other normalizers than the softmax.
-      vectors: True if it supports scores of query and key vectors, or the platforms where it does.
-      turns: True if it takes queries and keys that are yet to be rotated.
-      symbolic: True if it supports symbolic sizes of `jax.export`.
-      blocks: True if the caller may set the sizes of tiles.
-      limit: the derivatives it supports, see `derivatives.Limit`; None for all.
+      by_name: True if `auto` never takes it.
     """
 
-    name: str
     module: str
     platforms: tuple[str, ...] = ()
-    takes_result: bool = False
-    stored: bool = False
-    normalizes: bool = False
-    vectors: bool | tuple[str, ...] = False
-    turns: bool = False
-    symbolic: bool = False
-    blocks: bool = False
-    limit: derivatives.Limit | None = None
-
-    def lower(
-        self, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, platform: Platform
-    ) -> Lowered | Refusal:
-        """Return a function that computes the call, or the reason why the kernel cannot."""
-        if self.platforms and platform.name not in self.platforms:
-            called = " and ".join(_CALLED[name] for name in self.platforms)
-            return Refusal(f"runs on {called} only, this is {platform.name}")
-        if reason := private_jax.missing(self.name):
-            return Refusal(reason)
-        if self.limit and derivatives.all_asked():
-            return Refusal("has not every derivative, which any_derivative() asks for")
-        if spec.normalizer != SOFTMAX and not self.normalizes:
-            return Refusal(f"has the softmax alone, got normalizer={spec.normalizer!r}")
-        has_vectors = self.vectors is True or (self.vectors and platform.name in self.vectors)
-        if spec.vectors and not has_vectors:
-            names = ", ".join(type(mod).__name__ for mod in spec.scores if mod.vectors)
-            return Refusal(f"has no scores that see queries and keys, got {names}")
-        if any(spec.blocks) and not self.blocks:
-            return Refusal(f"has no blocks to set, got {spec.blocks}")
-        if not self.symbolic and symbols.is_symbolic(*q.shape, *k.shape):
-            return Refusal(f"needs static sizes, got q {q.shape} and k {k.shape}")
-        if not self.stored:
-            k, v = dequantize(k), dequantize(v)
-        if not self.turns:
-            q, k, spec = spec.turned(q, k)
-        if self.limit:
-            q, k, v, spec = derivatives.limit(self.limit, self.name, (q, k, v, spec))
-        return _load(self.module).lower(q, k, v, spec, platform)
+    by_name: bool = False
 
 
-@functools.cache
-def _load(module: str) -> Any:
-    return importlib.import_module(f"flax_mha.kernels.{module}")
-
-
-_TABLE = (
-    Kernel("cudnn", "cudnn", ("gpu",), takes_result=True, stored=True, limit="first"),
-    Kernel("short", "flex.short", ("tpu",), turns=True, limit="first"),
-    Kernel("flex", "flex", ("tpu", "gpu"), takes_result=True, vectors=("gpu",), turns=True,
-           blocks=True, limit="first"),
-    Kernel("splash", "splash", ("tpu",), limit="first"),
-    Kernel("blockwise", "xla.blockwise", takes_result=True, vectors=True, symbolic=True,
-           blocks=True, limit="inner"),
-    Kernel("checkpointed", "xla.checkpointed", vectors=True, symbolic=True, blocks=True),
-    Kernel("reference", "xla.reference", normalizes=True, vectors=True, symbolic=True),
-    Kernel("decode", "xla.decode", stored=True, vectors=True, symbolic=True, limit="reverse"),
-)  # fmt: skip
-# kernel="auto" takes the first that supports the call, in the order of `preference`.
-KERNELS = {kernel.name: kernel for kernel in _TABLE}
+KERNELS = {
+    "cudnn": Kernel("cudnn", ("gpu",)),
+    "short": Kernel("flex.short", ("tpu",)),
+    "flex": Kernel("flex", ("tpu", "gpu")),
+    "splash": Kernel("splash", ("tpu",), by_name=True),
+    "blockwise": Kernel("xla.blockwise"),
+    "checkpointed": Kernel("xla.checkpointed", by_name=True),
+    "reference": Kernel("xla.reference"),
+    "decode": Kernel("xla.decode"),
+}
 
 
 @jax.tree_util.register_static
@@ -168,6 +95,8 @@ class Explanation(NamedTuple):
             reason = self.refused.get(name)
             is_chosen = name in (self.chosen, self.strategy)
             status = f"refused: {reason}" if reason else "chosen" if is_chosen else "possible"
+            if status == "possible" and name in KERNELS and KERNELS[name].by_name:
+                status += " by name"
             if self.tile and name == self.chosen:
                 status += ", in tiles of {} queries × {} keys, {}".format(*self.tile, self.why)
             rows.append(f"{name:<{width}}  {status}")
@@ -175,9 +104,8 @@ class Explanation(NamedTuple):
 
 
 def run(
-    kernel: str, platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
-    result: Result | None = None,
-) -> Result:  # fmt: skip
+    kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, result: Result | None = None
+) -> Result:
     """Compute a call by the first kernel that supports it. See `decide` for the arguments.
 
     Given a precomputed result of these and other keys, compute only its gradients.
@@ -185,93 +113,114 @@ def run(
     Raises:
       ValueError: if the named kernel does not support the call.
     """
-    explanation, lowered = decide(kernel, q, k, v, spec, platform)
+    explanation, lowered = decide(kernel, q, k, v, spec)
     if explanation.chosen is None or lowered is None:
         raise refusal(kernel, explanation.refused[kernel])
+    if isinstance(q, jax.core.Tracer):
+        _log.info(
+            "%s computes attention of q %s and k %s on %s (see platform= of flax_mha.kernels.use)",
+            explanation.chosen, q.shape, k.shape, spec.platform.name,
+        )  # fmt: skip
     if result is None:
-        return lowered()
-    if KERNELS[explanation.chosen].takes_result:
-        return lowered(result)
-    return softmax.part_of_result(lowered(), result)
+        return lowered.run()
+    if lowered.takes_result:
+        return lowered.run(result)
+    return softmax.part_of_result(lowered.run(), result)
 
 
-def explain(
-    kernel: str, platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec
-) -> Explanation:
+def explain(kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Explanation:
     """Return the kernel for a call, and the reasons against the others."""
-    return decide(kernel, q, k, v, spec, platform, ask_all=True)[0]
+    return decide(kernel, q, k, v, spec, ask_all=True)[0]
 
 
 def decide(
-    kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, platform: Platform,
-    ask_all: bool = False,
-) -> tuple[Explanation, Lowered | None]:  # fmt: skip
+    kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, ask_all: bool = False
+) -> tuple[Explanation, Lowered | None]:
     """Choose the first kernel that supports a call.
 
     `kernel` is the name of the only kernel to try, or "auto". q is [*B, T, N, H], k and v are [*B,
-    S, K, ·]. `platform` will run the call. With `ask_all`, the other kernels are tried too, for
-    their reasons. Returns the choice with the reasons against the tried kernels, and the function
-    that computes the call; None if no kernel supports it.
+    S, K, ·]. With `ask_all`, the other kernels are tried too, for their reasons. Returns the choice
+    with the reasons against the tried kernels, and the function that computes the call; None if no
+    kernel supports it.
     """
-    names = preference(q, k, platform) if kernel == "auto" else [kernel]
-    others = [name for name in KERNELS if name not in names] if ask_all else []
+    names = preference(q, k, spec.platform) if kernel == "auto" else (kernel,)
     chosen, chosen_call, refused = None, None, {}
-    for name in names + others:
-        if chosen and not ask_all:
-            break
-        lowered = KERNELS[name].lower(q, k, v, spec, platform)
-        if isinstance(lowered, Refusal):
-            refused[name] = lowered.reason
-        elif name not in names:
-            if kernel == "auto":
+    for name in (*names, *(other for other in KERNELS if ask_all and other not in names)):
+        try:
+            lowered = _lower(name, q, k, v, spec)
+        except Unsupported as reason:
+            refused[name] = str(reason)
+            continue
+        if name not in names:
+            device = spec.platform.device
+            if kernel == "auto" and name == "flex" and gpus.capability(device) not in FLEX_GPUS:
                 refused[name] = (
                     f"auto takes it only on kinds of GPUs that have run its contract, this is "
-                    f"{platform.device}; name it to run it"
+                    f"{device}; name it to run it"
                 )
         elif chosen is None:
             chosen, chosen_call = name, lowered
-    sizes = (chosen_call.tile, chosen_call.why) if isinstance(chosen_call, Tiled) else (None, None)
+            if not ask_all:
+                break
+    sizes = (chosen_call.tile, chosen_call.why) if chosen_call else (None, None)
     return Explanation(chosen, refused, None, *sizes), chosen_call
 
 
-def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[str]:
-    """Return the kernels, best first, for a call of this size.
+def _lower(name: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
+    kernel = KERNELS[name]
+    if kernel.platforms and spec.platform.name not in kernel.platforms:
+        called = " and ".join(_CALLED[platform] for platform in kernel.platforms)
+        raise Unsupported(f"runs on {called} only, this is {spec.platform.name}")
+    if reason := private_jax.missing(name):
+        raise Unsupported(reason)
+    if kernel.platforms and not private_jax.missing("only_on"):
+        from flax_mha.kernels.call.only_on import only_on  # Uses names that a JAX may lack.
+
+        q = only_on.bind(q, platform=spec.platform.name)
+    module: Any = importlib.import_module(f"flax_mha.kernels.{kernel.module}")
+    lowered: Lowered = module.lower(q, k, v, spec)
+    return lowered
+
+
+def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> tuple[str, ...]:
+    """Return the kernels that "auto" tries, best first, for a call of this size.
 
     | platform | the first of these that supports the call |
     |---|---|
-    | TPU | `short` for 32 to 512 queries and keys, `reference` up to 256², then the others |
-    | CPU | `reference` up to 256², then the others in order |
+    | TPU | `short` for 32 to 512 queries and keys, `reference` up to 256², `flex` |
+    | CPU | `reference` up to 256² |
     | CPU, bfloat16 | the same, but only with fewer than 64 queries or keys |
-    | GPU | `cudnn`, `flex` above 256², `reference` up to 2,048² and 2²⁸ scores, then the others |
+    | GPU | `cudnn`, `flex` above 256², `reference` up to 2,048² and 2²⁸ scores |
 
-    With keys of a cache, `decode` comes first. On GPUs it comes after `cudnn` where it would write
-    many scores: for several tokens, more than 4 queries of a key/value head, and `LEAST_HEADS`
-    heads of all rows, unless keys are quantized. `flex` is left out on GPUs not in `FLEX_GPUS`.
+    After these come `blockwise`, and `reference`, which supports every call. With keys of a cache,
+    `decode` comes first. On GPUs it comes after `cudnn` where it would write many scores: for
+    several tokens, more than 4 queries of a key/value head, and `LEAST_HEADS` heads of all rows,
+    unless keys are quantized. `flex` is left out on GPUs not in `FLEX_GPUS`.
     """
-    scores, rows = q.shape[-3] * k.shape[-3], math.prod(q.shape[:-3]) * q.shape[-2]
-    if platform.name == "cpu" and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
-        first = []
-    elif platform.name in ("cpu", "tpu"):
-        # Up to this size, `reference` is as fast on CPU, and compiles faster. On TPU, flex's
-        # blocks would be mostly empty.
-        first = ["reference"] if symbols.at_most(scores, 256**2) else []
-        lengths = q.shape[-3], k.shape[-3]
-        if platform.name == "tpu" and not any(symbols.at_most(n, SHORTEST - 1) for n in lengths):
-            first = ["short", *first]
+    T, S = q.shape[-3], k.shape[-3]
+    rows = math.prod(q.shape[:-3]) * q.shape[-2]
+    # Up to this size, `reference` is as fast on CPU, and compiles faster. On TPU, flex's blocks
+    # would be mostly empty.
+    is_small = symbols.at_most(T * S, 256**2)
+    best: tuple[str, ...]
+    if platform.name == "cpu":
+        best = ("reference",) if is_small and not computes_in_bfloat16(q.dtype, T, S) else ()
+    elif platform.name == "tpu":
+        is_long = not any(symbols.at_most(n, SHORTEST - 1) for n in (T, S))
+        best = (*["short"] * is_long, *["reference"] * is_small, "flex")
     else:
+        takes_flex = not is_small and gpus.capability(platform.device) in FLEX_GPUS
         # `reference` runs large matmuls, but stores the scores two or three times.
-        fits = symbols.at_most(scores, 2048**2) and symbols.at_most(scores * rows, MOST_SCORES)
-        first = ["cudnn", "reference"] if fits else ["cudnn"]
+        fits = symbols.at_most(T * S, 2048**2) and symbols.at_most(T * S * rows, MOST_SCORES)
+        best = ("cudnn", *["flex"] * takes_flex, *["reference"] * fits)
     if isinstance(k, Stored):
-        shared = q.shape[-3] * q.shape[-2] // k.shape[-2]
-        limits = (q.shape[-3], 1), (shared, 4), (rows, LEAST_HEADS - 1)
-        few = any(symbols.at_most(*limit) for limit in limits)
-        is_after = platform.name == "gpu" and k.scale is None and not few
-        first.insert(int(is_after), "decode")
-    held = platform.name == "gpu" and gpus.capability(platform.device) not in FLEX_GPUS
-    if platform.name == "gpu" and not held and not symbols.at_most(scores, 256**2):
-        first.insert(first.index("cudnn") + 1, "flex")
-    return first + [name for name in KERNELS if name not in first and not (held and name == "flex")]
+        limits = (T, 1), (T * q.shape[-2] // k.shape[-2], 4), (rows, LEAST_HEADS - 1)
+        is_many = not any(symbols.at_most(*limit) for limit in limits)
+        if platform.name == "gpu" and k.scale is None and is_many:
+            best = ("cudnn", "decode", *best[1:])
+        else:
+            best = ("decode", *best)
+    return tuple(dict.fromkeys((*best, "blockwise", "reference")))
 
 
 def refusal(name: str, reason: str) -> ValueError:

@@ -35,7 +35,7 @@ from flax_mha.base.coordinates import Array, At, map_score_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.capture import SQUARE, Capture
 from flax_mha.kernels.call.normalizers import OTHERS
-from flax_mha.kernels.call.spec import AttentionSpec, nan_where
+from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.xla import reference
 from flax_mha.kernels.xla.softmax import divisor, finfo_min
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
@@ -136,8 +136,6 @@ def _compute(
             weights = OTHERS[spec.normalizer](score, allowed, spec.count)
         else:
             weights = _softmax(spec, score, allowed)
-        if spec.invalid is not None:
-            weights = nan_where(pick(jnp.asarray(spec.invalid), *chosen), weights)
         captured["weights"] = weights.astype(dtype)
     if "entropy" in names or "max_logit" in names:
         summary = functools.partial(_summarize, spec.sinks, "entropy" in names)

@@ -1,55 +1,76 @@
-"""The context `use`, which sets the kernel and the blocks of all calls in it."""
+"""The context `use`, which sets the kernel, the blocks and the platform of all calls in it."""
 
 import contextlib
 import contextvars
 from collections.abc import Iterator
 
-from flax_mha.base import checks
+from flax_mha.base import checks, private_jax
 from flax_mha.kernels import choose
-from flax_mha.kernels.call import derivatives
 from flax_mha.kernels.call.spec import TileSize
+from flax_mha.sharding import devices
 
-_set: contextvars.ContextVar[tuple[choose.KernelName, TileSize]] = contextvars.ContextVar(
+_set: contextvars.ContextVar[tuple[str, TileSize]] = contextvars.ContextVar(
     "flax_mha_use", default=("auto", TileSize())
 )
 
 
 @contextlib.contextmanager
 def use(
-    kernel: choose.KernelName = "auto", *, block_q: int | None = None, block_k: int | None = None
-) -> Iterator[None]:
-    """Set the kernel and the blocks of all calls of attention in the context.
+    kernel: str = "auto", *, block_q: int | None = None, block_k: int | None = None,
+    platform: devices.Platform | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Set the kernel, the blocks and the platform of all calls of attention in the context.
 
     It applies to functions that JAX traces in it, in this thread, such as the calls of a whole
     model. It is part of the key of JAX's caches. Calls that name a kernel keep it. Contexts do not
-    add up: the inner one holds. `explain` shows the blocks that a kernel takes.
+    add up: the inner one holds, except that a platform holds until another is given. `explain`
+    shows the blocks that a kernel takes.
 
     >>> with flax_mha.kernels.use("blockwise", block_q=256, block_k=512):
     ...     slope = jax.grad(loss)(params)
+
+    `checkpointed` has derivatives of every order and mode, where most kernels have only gradients:
+
+    >>> with flax_mha.kernels.use("checkpointed"):
+    ...     product = jax.jvp(jax.grad(loss), (params,), (direction,))[1]
+
+    A program that is exported for another platform has the kernels of that one. Each platform needs
+    an export of its own:
+
+    >>> with flax_mha.kernels.use(platform=flax_mha.Platform("tpu", "TPU v5 lite")):
+    ...     exported = jax.export.export(jax.jit(loss), platforms=["tpu"])(params)
 
     Args:
       kernel: the kernel or strategy of calls with kernel="auto", as in `dot_product_attention`.
       block_q: the queries of a tile, for `flex` on TPUs (a multiple of 128), `blockwise` and
         `checkpointed`. Other kernels refuse a call that has it. By default the kernel chooses.
       block_k: the keys of a tile.
+      platform: the devices that programs are compiled for (default: those of the ambient mesh, or
+        this process). Without a mesh it is one device.
 
     Raises:
       ValueError: if the kernel is unknown or a size is not positive; in a call, if the kernel can't
         run it.
+      TypeError: if the platform is not a `Platform`.
       RuntimeError: if JAX has no setting to store the context in.
     """
     choose.parse_kernel(kernel)
     checks.optional(block_q=block_q, block_k=block_k)
+    if reason := private_jax.missing("use"):
+        raise RuntimeError(f"use() can't be used: {reason}; name kernel= in each call")
+    from jax.experimental import xla_metadata as metadata
+
+    # Other metadata makes JAX trace functions again, and does not change the computation.
+    value = f"{kernel}, {block_q}, {block_k}, {platform}"
     token = _set.set((kernel, TileSize(block_q, block_k)))
     try:
-        value = f"{kernel}, {block_q}, {block_k}"
-        with derivatives.traced_anew("use", value, "name kernel= in each call"):
+        with devices.target(platform), metadata.set_xla_metadata(flax_mha_use=value):
             yield
     finally:
         _set.reset(token)
 
 
-def resolve(kernel: choose.KernelName) -> tuple[choose.KernelName, TileSize]:
+def resolve(kernel: str) -> tuple[str, TileSize]:
     """Return a call's kernel, that of the context for "auto", and the blocks of the context."""
     of_context, blocks = _set.get()
     # Another type is refused by `parse_kernel`; an array has no truth value.

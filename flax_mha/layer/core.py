@@ -12,7 +12,7 @@ import chex
 import jax
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, numerics
 from flax_mha.cache import KVCache, Memory, resolve
 from flax_mha.cache.sources import KeyValue, Shared, Source, Tokens
 from flax_mha.kernels.call.stored import dequantize
@@ -79,7 +79,7 @@ def attend(
     `sinks`, `score_scale` and `out` are read.
     """
     tap = call.tap
-    q = shapes.scale_heads("score_scale", heads.q, p.get("score_scale"))
+    q = numerics.scale_heads("score_scale", heads.q, p.get("score_scale"))
     q = tap("q", sharding.constrain(q, sharding.HEADS), sharding.HEADS)
     arguments = _arguments(p, settings, heads, call)
     given = resolve.as_source(cache)
@@ -93,8 +93,8 @@ def attend(
     chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
     z = tap.change("z", z, sharding.HEADS)  # Kernels give it its name, beside the lse.
     z = exclude_own(z, _own_values(source, heads.same_tokens)) if settings.exclusive else z
-    z = z if heads.gate is None else shapes.scaled(z, jax.nn.sigmoid(heads.gate))
-    z = shapes.scale_heads("head_mask", z, call.head_mask)
+    z = z if heads.gate is None else numerics.scaled(z, jax.nn.sigmoid(heads.gate))
+    z = numerics.scale_heads("head_mask", z, call.head_mask)
     out = tap.last("out", _merge(p.get("out"), sharding.constrain(z, sharding.HEADS), tap))
     chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
     return Output(out, weights, after, source)

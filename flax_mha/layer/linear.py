@@ -1,13 +1,6 @@
-"""Linear maps, on any mesh, and their parameters in linen.
+"""Linear maps, on any mesh, and their parameters in linen."""
 
-With sequence parallelism, positions are sharded between layers.
-
-Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
-"""
-
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, cast
 
 import flax.linen as nn
@@ -18,14 +11,13 @@ from flax.core import Scope, meta
 from flax.errors import ScopeParamShapeError
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
-from jax.sharding import PartitionSpec
+from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.base import checks, private_jax, shapes, symbols
+from flax_mha.base import checks, numerics, shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.kernels.chips.tpus import SHORT, SHORTEST
-from flax_mha.sharding import LogicalNames, rules
-from flax_mha.sharding.shard_map import run_on_shards
+from flax_mha.sharding import LogicalNames, products
 
 default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
@@ -67,7 +59,7 @@ class Linear(struct.PyTreeNode):
     @property
     def names_of_result(self) -> LogicalNames:
         """The logical names of y's last axes."""
-        return self.rows + gathered(self.names[self.contracted :])
+        return self.rows + products.gathered(self.names[self.contracted :])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x·W + b [*B, T, *features], by a call of the submodule if there is one."""
@@ -86,21 +78,16 @@ class Linear(struct.PyTreeNode):
     def product(self, x: jax.Array) -> jax.Array:
         """Return x·W + b."""
         x, kernel, _ = promote_dtype(x, self.kernel, self.bias, dtype=self.dtype)
-        bias = self.bias
         flat = _has_flat_heads(x.shape[: -self.contracted])
-        multiply = functools.partial(self._multiply, flat=flat)
+        multiply = Partial(_multiply, self.contracted, self.precision, flat)
         if jax.sharding.get_abstract_mesh().empty:
-            return _plus(multiply(x, kernel), bias, flat)
-
-        def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            y = _column_parallel(multiply, x, self, kernel) if self.contracted == 1 else None
-            y = _row_parallel(multiply, x, self, kernel) if y is None else y
-            return multiply(x, kernel) if y is None else y
+            return _plus(multiply(x, kernel), self.bias, flat)
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            return _plus(_gather_kernel(whole, x, self, kernel), bias, flat)
+            y = products.product(multiply, self.names, self.rows, self.contracted, x, kernel)
+            return _plus(y, bias, flat)
 
-        return sharding.auto(product, self.names_of_result, x, kernel, bias)
+        return sharding.auto(product, self.names_of_result, x, kernel, self.bias)
 
     def shares(self, x: jax.Array) -> jax.Array:
         """Return each head's share [*B, T, N, D] of the product with x [*B, T, N, Hv]."""
@@ -120,19 +107,6 @@ class Linear(struct.PyTreeNode):
 
         return sharding.auto(add, self.names_of_result, shares, self.bias)
 
-    def _multiply(self, x: jax.Array, kernel: jax.Array, flat: bool) -> jax.Array:
-        """Return x·W. If `flat`, heads and their features are one axis of the product."""
-        sums, rows = _SUMS[self.contracted, len(self.features)], x.shape[: -self.contracted]
-        axes = kernel.shape[self.contracted :]
-        if flat:
-            x, sums = x.reshape(*rows, -1), _SUMS[1, 1]
-            kernel = kernel.reshape(x.shape[-1], -1)
-        elif sums == _SUMS[1, 1] and x.dtype.itemsize < 4 and sharding.platform() == "cpu":
-            # JAX 0.12 for CPUs adds up the gradient of the kernel in bfloat16 if x has more axes.
-            x = x.reshape(-1, x.shape[-1])
-        y = shapes.einsum(sums, x, kernel, precision=self.precision)
-        return y.reshape(*rows, *axes)
-
 
 def _has_flat_heads(rows: Shape) -> bool:
     """Return True if heads lie side by side, as the TPU kernel for short sequences reads them.
@@ -144,124 +118,28 @@ def _has_flat_heads(rows: Shape) -> bool:
     return is_short and sharding.platform() == "tpu"
 
 
+def _multiply(
+    contracted: int, precision: PrecisionLike, flat: bool, x: jax.Array, kernel: jax.Array
+) -> jax.Array:
+    """Return x·W. If `flat`, heads and their features are one axis of the product."""
+    rows, features = x.shape[:-contracted], kernel.shape[contracted:]
+    sums = _SUMS[contracted, len(features)]
+    if flat:
+        x, sums = x.reshape(*rows, -1), _SUMS[1, 1]
+        kernel = kernel.reshape(x.shape[-1], -1)
+    elif sums == _SUMS[1, 1] and x.dtype.itemsize < 4 and sharding.platform() == "cpu":
+        # JAX 0.12 for CPUs adds up the gradient of the kernel in bfloat16 if x has more axes.
+        x = x.reshape(-1, x.shape[-1])
+    return numerics.einsum(sums, x, kernel, precision=precision).reshape(*rows, *features)
+
+
 def _plus(y: jax.Array, bias: jax.Array | None, flat: bool) -> jax.Array:
     if bias is None:
         return y
     if flat:
         one_axis = y.reshape(*y.shape[: y.ndim - bias.ndim], -1)
-        return shapes.plus(one_axis, bias.reshape(-1)).reshape(y.shape)
-    return shapes.plus(y, bias)
-
-
-def _column_parallel(
-    multiply: Callable[..., jax.Array], x: jax.Array, linear: Linear, kernel: jax.Array
-) -> jax.Array | None:
-    """Return multiply(x, kernel), or None if XLA alone sends as little.
-
-    If positions of x are sharded between layers, each device gathers all of them before the
-    product, and keeps the gradient of its own: one all-gather forward and one reduce-scatter
-    backward. If devices share key/value heads, the gradient of x is a sum over all devices, which
-    XLA joins with that of the queries.
-    """
-    if linear.rows != ("batch", "length") or x.ndim < 2:
-        return None
-    at = x.ndim - 2
-    axes = _sequence_axes(x.shape, at)
-    over = _sharing_axes(kernel.shape, linear.names)
-    if not axes and not over:
-        return None
-
-    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True) if axes else x, kernel)
-
-    names = [("batch", "norm_length" if axes else "length", None), gathered(linear.names)]
-    out = ((*x.shape[:-1], *kernel.shape[1:]), linear.names_of_result)
-    return sharding.local(local, names, out, x, kernel, over=over)
-
-
-def _row_parallel(
-    multiply: Callable[..., Any], x: jax.Array, linear: Linear, kernel: jax.Array
-) -> jax.Array | None:
-    """Return multiply(x, kernel) if the devices that sum it also shard its positions, else None.
-
-    Each device keeps the sums of its positions: one reduce-scatter forward, one all-gather
-    backward.
-    """
-    inner, outer = linear.names[: linear.contracted], linear.names_of_result
-    shape = (*x.shape[: -linear.contracted], *linear.features)
-    names = [("batch", "length", *inner), gathered(linear.names)]
-    over, at = sharding.spec(kernel.shape, names[1]), x.ndim - linear.contracted - 1
-    if linear.rows[-1] != "norm_length":
-        return None
-    axes = _sequence_axes(shape, at)
-    if not axes or axes != rules.unpack_entry(over[0]):
-        return None
-
-    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(multiply(x, kernel), axes, scatter_dimension=at, tiled=True)
-
-    return sharding.local(local, names, (shape, outer), x, kernel)
-
-
-def _gather_kernel(
-    fn: Callable[..., Any], x: jax.Array, linear: Linear, kernel: jax.Array
-) -> jax.Array:
-    """Return fn(x, kernel), with a kernel sharded by FSDP gathered on Manual axes.
-
-    Its gradient is reduce-scattered. XLA alone would all-reduce it, and then slice.
-    """
-    rows, shape = linear.rows, x.shape[: x.ndim - linear.contracted]
-    at = len(shape) - len(rows)
-    axes = rules.unpack_entry(sharding.spec(shape, rows)[at]) if at >= 0 else ()
-    names = gathered(linear.names)
-    spec = rules.fill_unconstrained(sharding.spec(kernel.shape, linear.names))
-    spec = rules.keep_axes(spec, axes)
-    # XLA:CPU aborts at sums of half precision over devices that a `jax.shard_map` transposes to.
-    aborts = x.dtype.itemsize < 4 and sharding.platform() == "cpu"
-    if not private_jax.SHARDED_SUBGROUPS:
-        sizes = jax.sharding.get_abstract_mesh().shape
-        aborts |= any(size > 1 for axis, size in sizes.items() if axis not in axes)
-    if aborts or not any(spec):
-        return fn(x, sharding.constrain(kernel, names))
-
-    def gather(shard: jax.Array) -> jax.Array:
-        for i, over in enumerate(spec):
-            shard = jax.lax.all_gather(shard, over, axis=i, tiled=True) if over else shard
-        return shard
-
-    def local(x: jax.Array, shard: jax.Array) -> Any:
-        # XLA would gather axes left Auto, too.
-        whole = sharding.local(gather, [names], (kernel.shape, names), shard)
-        return fn(x, sharding.constrain(whole, names))
-
-    rows_of_device = PartitionSpec(*[None] * at, rules.pack_entry(axes))
-    return run_on_shards(local, set(axes), [rows_of_device, spec], rows_of_device, x, kernel)
-
-
-def _sharing_axes(shape: Shape, names: LogicalNames) -> tuple[str, ...]:
-    """Return the mesh axes of query heads along which devices share a kernel's key/value heads."""
-    if "kv_heads" not in names:
-        return ()
-    own = rules.unpack_entry(sharding.spec(shape, gathered(names))[names.index("kv_heads")])
-    # As many heads as devices, so that they divide.
-    count = jax.sharding.get_abstract_mesh().size
-    (of_queries,) = sharding.spec((count,), ("heads",))
-    return tuple(axis for axis in rules.unpack_entry(of_queries) if axis not in own) if own else ()
-
-
-def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:
-    """Return the mesh axes that shard positions between layers but not inside them."""
-    everywhere, between = (
-        rules.unpack_entry(sharding.spec(shape[: at + 1], (name,))[at])
-        for name in ("length", "norm_length")
-    )
-    return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
-
-
-def gathered(names: LogicalNames) -> LogicalNames:
-    """Return a parameter's logical names without the axis that FSDP shards, as matmuls need it."""
-    fsdp = "embed" if rules.has_rule("embed") else None
-    return tuple(None if name == fsdp else name for name in names)
+        return numerics.plus(one_axis, bias.reshape(-1)).reshape(y.shape)
+    return numerics.plus(y, bias)
 
 
 class Projection(nn.Module):
@@ -305,21 +183,11 @@ class Projection(nn.Module):
 
         Interceptors do not see it as a call.
         """
-        # The scope makes parameters outside of the module's methods, too.
-        scope = cast(Scope, self.scope).rewound()
 
         def param(name: str, init: Initializer, inputs: Shape, names: LogicalNames) -> jax.Array:
             shape = (*inputs, *self.features)
-            if scope.has_variable("params", name):
-                # `param` would trace the initializer in each call, to check the shape.
-                value = meta.unbox(scope.get_variable("params", name))
-                for leaf in jax.tree.leaves(value)[:1]:  # A quantized kernel has several.
-                    if jnp.shape(leaf) != shape:
-                        raise ScopeParamShapeError(name, scope.path_text, jnp.shape(leaf), shape)
-            else:
-                init = sharding.named(for_shape(init, len(inputs)), names, self.partitioned)
-                value = scope.param(name, init, shape, self.param_dtype)
-            return cast(jax.Array, value)
+            init = sharding.named(for_shape(init, len(inputs)), names, self.partitioned)
+            return make_parameter(self, name, init, shape, self.param_dtype)
 
         kernel, bias = param("kernel", self.kernel_init, inputs, self.names), None
         if self.bias_init is not None:
@@ -327,6 +195,21 @@ class Projection(nn.Module):
         return Linear(
             kernel, bias, self.names, self.contracted, self.rows, self.dtype, self.precision, self
         )
+
+
+def make_parameter(
+    module: nn.Module, name: str, init: Initializer, shape: Shape, dtype: Dtype
+) -> jax.Array:
+    """Return a parameter of a linen module, outside of its methods too."""
+    scope = cast(Scope, module.scope).rewound()
+    if not scope.has_variable("params", name):
+        return cast(jax.Array, scope.param(name, init, shape, dtype))
+    # `param` would trace the initializer in each call, to check the shape.
+    value = meta.unbox(scope.get_variable("params", name))
+    for leaf in jax.tree.leaves(value)[:1]:  # A quantized kernel has several.
+        if jnp.shape(leaf) != shape:
+            raise ScopeParamShapeError(name, scope.path_text, jnp.shape(leaf), shape)
+    return cast(jax.Array, value)
 
 
 def projection(

@@ -14,7 +14,7 @@ from flax_mha.base import checks
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig
 from flax_mha.cache.resolve import Given
-from flax_mha.kernels import Capture, KernelName
+from flax_mha.kernels import Capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
@@ -79,7 +79,7 @@ class Settings:
     scale: float | Literal["learned"] | None = None
     sinks: bool = False
     normalizer: str = SOFTMAX
-    kernel: KernelName = "auto"
+    kernel: str = "auto"
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
     deterministic: bool | None = None

@@ -10,7 +10,7 @@ import jax
 from flax.typing import Initializer
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import InitSignature, check_given, hidden_field
+from flax_mha.base.arguments import check_given, hidden_field
 from flax_mha.cache import as_cache_config
 from flax_mha.cache.sources import Source
 from flax_mha.kernels.call.capture import Capture, as_capture
@@ -54,8 +54,6 @@ class Attention(Settings):
             """Refuse values that only Flax's layers take."""
             check_given(cls.__name__, fields)
             return super().__new__(cls)
-
-        __signature__ = InitSignature()
 
     @property
     def mixes_heads(self) -> bool:

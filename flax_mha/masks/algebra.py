@@ -12,8 +12,9 @@ import numpy as np
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, PairRule, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
+from flax_mha.base.trees import tree_nodes
 from flax_mha.masks.arrays import read_table
-from flax_mha.masks.states import FULL, both, either, tile_state
+from flax_mha.masks.states import EMPTY, FULL, PARTIAL, both, either, tile_state
 from flax_mha.masks.static_pairs import static_pairs
 
 # Attributes of arrays that code for arrays of masks reads.
@@ -213,24 +214,27 @@ class Dense(Mask):
     Attributes:
       array: bools, or the numbers 1 and 0 (as from `nn.make_causal_mask`), broadcastable to
         [*B, N, T, S]. If the array is static, kernels skip blocks that it masks, and other numbers
-        are an error. If it is traced, other numbers make the outputs of their query NaN.
-      invalid: bool [*B|1, N|1, T|1, 1] of a bound mask, True for queries with other numbers; None
-        if there are none.
+        are an error. If it is traced, other numbers make the scores of their pairs NaN, whatever
+        masks it is joined with.
     """
 
     array: Any
-    invalid: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        array, invalid = read_table(self.array, dims)
-        return self.replace(array=ScoreArray(array), invalid=invalid)
+        return self.replace(array=ScoreArray(read_table(self.array, dims)))
 
     def allowed(self, at: At) -> Array:
-        return jnp.asarray(self.array.array)
+        array = jnp.asarray(self.array.array)
+        return array if array.dtype == bool else array > EMPTY
 
     def tiles(self, tiles: Tiles) -> Array:
         array = self.array.array
-        return tile_state(tiles.greatest(array), tiles.least(array))
+        some, every = tiles.greatest(array), tiles.least(array)
+        return (
+            tile_state(some, every)
+            if array.dtype == bool
+            else tile_state(some > EMPTY, every == FULL)
+        )
 
 
 class PositionDependent(Mask):
@@ -276,22 +280,30 @@ def evaluate(mask: Mask, at: At) -> Array:
     remedy = "compute it from the given coordinates, pair by pair"
     shapes.check_broadcasts(f"{name}'s result", allowed.shape, shape, "the coordinates", remedy)
     # The result may be a scalar for all pairs, but kernels need all axes.
-    return shapes.lead(allowed, len(shape))
+    allowed = shapes.lead(allowed, len(shape))
+    # No other mask may hide a pair whose score is NaN.
+    others = None if type(mask) is Dense else other_numbers(mask)
+    return allowed if others is None else allowed | others
 
 
-def split_invalid(mask: Mask | None) -> tuple[Mask | None, Array | None]:
-    """Split a bound mask into the mask without `invalid`, and the invalid queries.
+def number_tables(mask: Mask | None) -> list[Array]:
+    """Return the tables of traced numbers in a bound mask, as `as_bools` returns them."""
+    tables = [x.array for x in tree_nodes(mask) if isinstance(x, Dense)]
+    return [x.array for x in tables if isinstance(x, ScoreArray) and x.array.dtype != bool]
 
-    A query is invalid if a table has other numbers than 0 and 1 for it, or if its segment's run is
-    beyond `at_most`. The queries are bool [*B|1, N|1, T|1, 1], or None if none is invalid.
-    """
-    nodes, tree = jax.tree.flatten(mask, is_leaf=lambda x: hasattr(x, "invalid"))
-    invalid = [getattr(x, "invalid", None) for x in nodes]
-    if all(x is None for x in invalid):
-        return mask, None
-    nodes = [x.replace(invalid=None) if hasattr(x, "invalid") else x for x in nodes]
-    queries = functools.reduce(operator.or_, (x for x in invalid if x is not None))
-    return jax.tree.unflatten(tree, nodes), queries
+
+def other_numbers(mask: Mask | None) -> Array | None:
+    """Return True for pairs with other traced numbers than 0 and 1, or None without numbers."""
+    pairs = [table == PARTIAL for table in number_tables(mask)]
+    return functools.reduce(operator.or_, pairs) if pairs else None
+
+
+def nan_at_other_numbers(mask: Mask | None, score: jax.Array) -> jax.Array:
+    """Make scores, and gradients through them, NaN for `other_numbers`."""
+    others = other_numbers(mask)
+    if others is None:
+        return score
+    return score + jnp.where(others, *map(score.dtype.type, (jnp.nan, 0)))
 
 
 def as_mask(mask: MaskLike) -> Mask:

@@ -9,13 +9,11 @@ import numpy as np
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, ScoreArray
 from flax_mha.base.shapes import Dims
+from flax_mha.masks.states import tile_state
 
 
-def read_table(array: Array, dims: Dims) -> tuple[Array, Array | None]:
-    """Return a table that broadcasts to [*B, N, T, S] as bools [*B|1, N|1, T|1, S|1].
-
-    The second result is bool [*B|1, N|1, T|1, 1], True for queries with other numbers than 1 and 0;
-    None if all numbers are static and valid.
+def read_table(array: Array, dims: Dims) -> Array:
+    """Return a table that broadcasts to [*B, N, T, S] as `as_bools`, [*B|1, N|1, T|1, S|1].
 
     Raises:
       ValueError: if the shape does not fit, or the table has another static number.
@@ -28,31 +26,27 @@ def read_table(array: Array, dims: Dims) -> tuple[Array, Array | None]:
     shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
     _warn_of_rows(array.shape, dims)
     # Convert before reshaping, which would trace the array inside of `jit`.
-    table, invalid = as_bools(array)
-    rank = len(dims.logits)
-    if invalid is not None:
-        invalid = shapes.lead(invalid, rank).any(-1, keepdims=True)
-    return shapes.lead(table, rank), invalid
+    return shapes.lead(as_bools(array), len(dims.logits))
 
 
-def as_bools(array: Array) -> tuple[Array, Array | None]:
-    """Return a table as bools, and if it is traced, True for numbers other than 0 and 1."""
+def as_bools(array: Array) -> Array:
+    """Return a table as bools; one of traced numbers as int8: 0 is EMPTY, 1 FULL, else PARTIAL."""
     array = checks.as_numpy(array)
     if array.dtype == bool:
-        return array, None
+        return array
     rule = "a mask must be of bools, or of 1 (may attend) and 0, got"
     remedy = "compare it with something, as in ids > 0"
     if not any(jnp.issubdtype(array.dtype, number) for number in (jnp.integer, jnp.floating)):
         raise TypeError(f"{rule} {array.dtype}; {remedy}")
     if not checks.is_concrete(array):
-        return array == 1, (array != 0) & (array != 1)
+        return tile_state(array != 0, array == 1)
     values = np.asarray(array)
     wrong = values[(values != 0) & (values != 1)]
     if wrong.size:
         raise ValueError(
             f"{rule} {wrong[0]} in {array.dtype}; {remedy}, or give additive scores as bias="
         )
-    return array.astype(bool), None
+    return array.astype(bool)
 
 
 def lengths_as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:

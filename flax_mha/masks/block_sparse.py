@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.tree_util import Partial
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
@@ -183,10 +184,12 @@ def _top_k(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, 
         None if n == 1 else x for n, x in zip(scores.shape[-4:], axes[-scores.ndim :], strict=False)
     )
     out = ((*scores.shape[:-1], count), names)
-    best, indices = sharding.local(
-        lambda scores: list(jax.lax.top_k(scores, count)), [names], [out, out], scores
-    )
+    best, indices = sharding.local(Partial(_top_k_of_shard, count), [names], [out, out], scores)
     return best, indices
+
+
+def _top_k_of_shard(count: int, scores: jax.Array) -> list[jax.Array]:
+    return list(jax.lax.top_k(scores, count))
 
 
 def _unique(indices: Array) -> Array:

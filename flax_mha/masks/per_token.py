@@ -84,24 +84,21 @@ class Segments(Mask):
       runs: True if segments are contiguous runs of equal ids; an id that reappears later starts a
         new segment, and `kv` must be None. Some kernels need runs; they recognize them in static
         ids without this flag.
-      at_most: the most runs of an example, for kernels whose memory grows with it. Queries of
-        later runs get outputs of NaN.
-      invalid: bool [*B|1, 1, T, 1] of a bound mask, True for queries beyond `at_most`; None if
-        there are none.
+      at_most: the most runs of an example, for kernels whose memory grows with it. More runs are
+        an error; if the ids are traced, queries of the runs beyond it are fully masked.
     """
 
     q: Any
     kv: Any = None
     runs: bool = struct.field(pytree_node=False, default=False)
     at_most: int | None = struct.field(pytree_node=False, default=None)
-    invalid: Any = None
 
     def bind(self, dims: Dims) -> Self:
         q, kv = _per_token(self, dims)
         if self.runs or self.at_most is not None:
             self._check()
             q = kv = _runs(q)
-            bound = self._limit_runs(q)
+            bound, kv = self._limit_runs(q)
         elif count := _count_runs(q, kv):
             q = kv = _runs(q)
             bound = self.replace(runs=True, at_most=count)
@@ -120,20 +117,22 @@ class Segments(Mask):
                 "tokens, got an array; leave kv out"
             )
 
-    def _limit_runs(self, index: Array) -> Self:
-        """Set `at_most` to the static number of runs, or mark queries beyond it as invalid."""
-        count = int(index.max(initial=0)) + 1 if is_static(index) else None
+    def _limit_runs(self, index: Array) -> tuple[Self, Array]:
+        """Return the mask with the static number of runs as `at_most`, and the runs of the keys.
+
+        A traced run beyond `at_most` is −1, so that no query sees it.
+        """
+        if not is_static(index):
+            most = self.at_most
+            return self, index if most is None else jnp.where(index < most, index, -1)
+        count = int(index.max(initial=0)) + 1
         limit = self.at_most or count
-        if limit is None:
-            return self
-        if count is None:
-            return self.replace(invalid=(index >= limit)[..., None, :, None])
         if count > limit:
             raise ValueError(
                 f"Segments.at_most must be at least the number of runs of each example, got "
                 f"{limit} for {count} runs; give at_most={count}"
             )
-        return self.replace(at_most=count)
+        return self.replace(at_most=count), index
 
     def allowed(self, at: At) -> Array:
         return self.q.array == self.kv.array

@@ -1,14 +1,14 @@
 """Transformer blocks: attention layers and an MLP as branches, with norms and residuals."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, Unpack, overload
+from typing import Any, Literal, TypeAlias, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, numerics, shapes
 from flax_mha.cache import Encoded
 from flax_mha.cache.sources import Shared
 from flax_mha.layer import padding, settings
@@ -231,7 +231,7 @@ class Block(nn.Module):
             return x
         init = nn.initializers.constant(checks.number("output_scale", self.output_scale))
         scale = self.param("output_scale", init, (1,), self.attention.param_dtype)
-        return shapes.scaled(x, shapes.lead(scale, x.ndim))
+        return numerics.scaled(x, shapes.lead(scale, x.ndim))
 
     @nn.nowrap
     def _pre_normed(self, names: Sequence[str]) -> Sequence[str]:
@@ -281,7 +281,7 @@ class Block(nn.Module):
         if self.layer_scale is not None:
             init = nn.initializers.constant(checks.number("layer_scale", self.layer_scale))
             scale = self.param(f"{name}_scale", init, shape[-1:], self.attention.param_dtype)
-            y = shapes.scaled(y, shapes.lead(scale, y.ndim))
+            y = numerics.scaled(y, shapes.lead(scale, y.ndim))
         return Dropout(self.dropout_rate, name=f"{name}_dropout")(y, deterministic=deterministic)
 
 
@@ -291,14 +291,6 @@ class EncoderBlock(Block):
     x ← x + attention(norm(x));   x ← x + mlp(norm(x))
     """
 
-    @overload
-    def __call__(
-        self, x: jax.Array, *, return_kv: Literal[False] = ..., **options: Unpack[LayerOptions]
-    ) -> jax.Array: ...
-    @overload
-    def __call__(
-        self, x: jax.Array, *, return_kv: Literal[True], **options: Unpack[LayerOptions]
-    ) -> tuple[jax.Array, Shared]: ...
     @nn.compact
     def __call__(
         self, x: jax.Array, *, return_kv: bool = False, **options: Unpack[LayerOptions]
@@ -335,18 +327,6 @@ class DecoderBlock(Block):
 
     cross_attention: MultiHeadAttention | None = None
 
-    @overload
-    def __call__(
-        self, x: jax.Array, memory: jax.Array | None = ..., *,
-        memory_mask: masks.MaskLike | None = ..., memory_lengths: jax.Array | None = ...,
-        return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
-    ) -> jax.Array: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, x: jax.Array, memory: jax.Array | None = ..., *,
-        memory_mask: masks.MaskLike | None = ..., memory_lengths: jax.Array | None = ...,
-        return_kv: Literal[True], **options: Unpack[LayerOptions],
-    ) -> tuple[jax.Array, Shared]: ...  # fmt: skip
     @nn.compact
     def __call__(
         self, x: jax.Array, memory: jax.Array | None = None, *,

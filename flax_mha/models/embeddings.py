@@ -9,7 +9,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, numerics, shapes
 from flax_mha.layer import padding
 from flax_mha.layer.linear import Projection, default_bias_init, default_kernel_init
 from flax_mha.layer.qk_norm import layer_norm
@@ -63,7 +63,7 @@ class TokenEmbedding(nn.Module):
         scale = checks.number("scale", self.scale)
 
         def look_up(tokens: jax.Array, table: jax.Array) -> jax.Array:
-            x = shapes.look_up(sharding.constrain(table, ("vocab", None)), tokens, self.dtype)
+            x = numerics.look_up(sharding.constrain(table, ("vocab", None)), tokens, self.dtype)
             return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
         return sharding.auto(

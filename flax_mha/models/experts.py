@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
+from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.base import checks, loops, shapes
+from flax_mha.base import checks, loops, numerics, shapes
 from flax_mha.layer.linear import (
     default_bias_init,
     default_kernel_init,
     for_shape,
-    gathered,
     projection,
 )
 from flax_mha.models import exchange
 from flax_mha.models.feed_forward import MLP, Activation, activation
-from flax_mha.sharding import rules
+from flax_mha.sharding import products, rules
 from flax_mha.sharding.shard_map import vary
 
 
@@ -50,7 +50,7 @@ def expert_by_expert(
 
     def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = jnp.matmul(x, kernel, precision=precision)
-        return y if bias is None else shapes.plus(y, bias)
+        return y if bias is None else numerics.plus(y, bias)
 
     @jax.checkpoint
     def add(y: jax.Array, x: jax.Array, p: jax.Array, is_used: jax.Array, layers: Any) -> jax.Array:
@@ -82,7 +82,7 @@ def sorted_by_expert(
 
     def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = lax.ragged_dot(x, kernel, sizes, precision)
-        return y if bias is None else y + shapes.look_up(bias, jnp.minimum(experts, count - 1))
+        return y if bias is None else y + numerics.look_up(bias, jnp.minimum(experts, count - 1))
 
     # Clear the tokens of other devices' experts, where `ragged_dot` leaves arbitrary values.
     tokens = jnp.where(is_local, x[order // ids.shape[1]], 0)
@@ -246,42 +246,49 @@ class Experts(nn.Module):
         experts, hidden = map(rules.unpack_entry, spec)
         of_tokens = {a for e in sharding.spec(x.shape, _TOKENS) for a in rules.unpack_entry(e)}
         shared = tuple(axis for axis in experts + hidden if axis in of_tokens)
-        names = [gathered(("experts", *n)) for n in _NAMES.values()]
+        names = [products.gathered(("experts", *n)) for n in _NAMES.values()]
         if self.use_bias:
             names += [(n[0], n[-1]) for n in names]
-
-        def local(x: jax.Array, logits: jax.Array, *arrays: jax.Array) -> jax.Array:
-            bias, weights = arrays[:-size], arrays[-size:]
-            layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
-            if hidden and self.use_bias:  # Only one term of the sum has the bias.
-                layers[2] = (weights[2], jnp.where(lax.axis_index(hidden) == 0, weights[5], 0))
-            count = len(weights[0])
-            first = lax.axis_index(experts) * count if experts else 0
-            method = METHODS.get(sharding.platform(), sorted_by_expert)
-
-            def compute(x: jax.Array, ids: jax.Array, p: jax.Array) -> jax.Array:
-                # Replace the experts of other devices by their number.
-                is_local = (ids >= first) & (ids < first + count)
-                ids = jnp.where(is_local, ids - first, count)
-                return method(self._expert, x, ids, p, layers, self.precision)
-
-            tokens = x.reshape(-1, x.shape[-1])
-            p, ids = self._route(logits.reshape(-1, self.num_experts), *bias)
-            run = compute
-            if shared:
-                run = functools.partial(
-                    exchange.exchanged, compute, shared, experts, self.num_experts
-                )
-            parts = math.gcd(len(tokens), lax.axis_size((*{*experts, *shared},)))
-            y = exchange.in_parts(run, parts, tokens, ids, p)
-            axes = tuple(axis for axis in experts + hidden if axis not in shared)
-            y = lax.psum(y, axes) if axes else y
-            return y.reshape(x.shape).astype(x.dtype)
-
-        size = len(names)
-        of_bias: list[Any] = [(None,)] * (len(arrays) - size)
+        of_bias: list[Any] = [(None,)] * (len(arrays) - len(names))
         all_names = [_TOKENS, _TOKENS, *of_bias, *names]
-        return sharding.local(local, all_names, (x.shape, _TOKENS), x, logits, *arrays)
+        # Without the parameters of this call, equal modules share a program.
+        on_device = Partial(Experts._on_device, self.clone(parent=None), experts, hidden, shared)
+        return sharding.local(on_device, all_names, (x.shape, _TOKENS), x, logits, *arrays)
+
+    @nn.nowrap
+    def _on_device(
+        self, experts: tuple[str, ...], hidden: tuple[str, ...], shared: tuple[str, ...],
+        x: jax.Array, logits: jax.Array, *arrays: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        """Return the sum of a device's experts, which are sharded over these mesh axes.
+
+        Along the axes `shared`, devices have other tokens too.
+        """
+        size = len(_NAMES) * (2 if self.use_bias else 1)
+        bias, weights = arrays[:-size], arrays[-size:]
+        layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
+        if hidden and self.use_bias:  # Only one term of the sum has the bias.
+            layers[2] = (weights[2], jnp.where(lax.axis_index(hidden) == 0, weights[5], 0))
+        count = len(weights[0])
+        first = lax.axis_index(experts) * count if experts else 0
+        method = METHODS.get(sharding.platform(), sorted_by_expert)
+
+        def compute(x: jax.Array, ids: jax.Array, p: jax.Array) -> jax.Array:
+            # Replace the experts of other devices by their number.
+            is_local = (ids >= first) & (ids < first + count)
+            ids = jnp.where(is_local, ids - first, count)
+            return method(self._expert, x, ids, p, layers, self.precision)
+
+        tokens = x.reshape(-1, x.shape[-1])
+        p, ids = self._route(logits.reshape(-1, self.num_experts), *bias)
+        run = compute
+        if shared:
+            run = functools.partial(exchange.exchanged, compute, shared, experts, self.num_experts)
+        parts = math.gcd(len(tokens), lax.axis_size((*{*experts, *shared},)))
+        y = exchange.in_parts(run, parts, tokens, ids, p)
+        axes = tuple(axis for axis in experts + hidden if axis not in shared)
+        y = lax.psum(y, axes) if axes else y
+        return y.reshape(x.shape).astype(x.dtype)
 
     @nn.nowrap
     def _balance_loss(self, logits: jax.Array, *bias: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, numerics, shapes
 from flax_mha.base.checks import choice, fields, integer, number, optional
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.settings import check_module
@@ -105,7 +105,7 @@ class Classifier(nn.Module):
             options = options | {"lengths": lengths + count}
 
         def join(tokens: jax.Array, x: jax.Array) -> jax.Array:
-            tokens = shapes.spread(tokens, (*x.shape[:-2], *tokens.shape), x.dtype)
+            tokens = numerics.spread(tokens, (*x.shape[:-2], *tokens.shape), x.dtype)
             return jnp.concatenate([x[..., :at, :], tokens, x[..., at:, :]], axis=-2)
 
         return sharding.auto(join, ("batch", "norm_length", None), tokens, x), options

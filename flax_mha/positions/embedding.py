@@ -7,7 +7,7 @@ import numpy as np
 from flax.typing import Dtype, Initializer
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import checks, numerics, shapes, symbols
 from flax_mha.positions import rope
 
 KINDS = ("learned", "none", "sinusoidal", "sinusoidal_halves")
@@ -111,7 +111,7 @@ class PositionEmbedding(nn.Module):
             weights = self.param("embedding", init, (rows, D), self.param_dtype)
 
             def look_up(weights: jax.Array, positions: jax.Array) -> jax.Array:
-                return shapes.look_up(weights, positions)
+                return numerics.look_up(weights, positions)
 
             table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(at))
-        return shapes.plus(x.astype(dtype), table)
+        return numerics.plus(x.astype(dtype), table)

@@ -22,11 +22,11 @@ The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_
 ...     y = jax.jit(model.apply)(variables, x)
 """
 
+from flax_mha.sharding.devices import platform as platform
 from flax_mha.sharding.layout import auto as auto
 from flax_mha.sharding.layout import constrain as constrain
 from flax_mha.sharding.layout import like as like
 from flax_mha.sharding.layout import local as local
-from flax_mha.sharding.layout import platform as platform
 from flax_mha.sharding.layout import spec as spec
 from flax_mha.sharding.named_parameters import Named as Named
 from flax_mha.sharding.named_parameters import init as init

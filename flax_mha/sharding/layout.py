@@ -110,7 +110,7 @@ def local(
     """Return fn(*args), computed by each device on its shards.
 
     Args:
-      fn: a function of arrays, run on Manual axes.
+      fn: a function of arrays, run on Manual axes: a function of a module, or a `Partial` of one.
       names: the logical names of each argument's axes.
       outs: a pair (shape, names) for the result, or a list of pairs.
       *args: the arrays.
@@ -196,15 +196,6 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
 def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
-
-
-def platform() -> str:
-    """Return the platform that the traced program will run on.
-
-    This is the platform of the ambient mesh's devices, which may be elsewhere, or JAX's default.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 def warn_of_unseen_mesh() -> None:

@@ -1,12 +1,15 @@
 """`jax.shard_map` on all supported versions of JAX."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from flax_mha.base import private_jax, trees
+from flax_mha.base import private_jax
+from flax_mha.base.trees import Static, is_traced
 from flax_mha.sharding.rules import keep_axes
 
 
@@ -67,8 +70,9 @@ def run_on_shards(
     """Return fn(*args), computed on shards along the `manual` mesh axes.
 
     `ins` and `outs` are the PartitionSpecs of the arrays and of the result. On Explicit axes, the
-    arrays are already sharded by `ins`. fn closes over no JAX array. It is not `pure` if it calls
-    functions of the user, which may read mutable state.
+    arrays are already sharded by `ins`. fn is a function of a module or a `Partial` of one and
+    static values: outside jit, calls of equal functions share a program. It is not `pure` if it
+    calls functions of the user, which may read mutable state.
     """
     mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
     if (explicit | spmd).intersection(mesh.explicit_axes):
@@ -81,12 +85,23 @@ def run_on_shards(
     if checked:
         # XLA does not allow varying residuals of a nested `jax.shard_map`.
         fn = jax.checkpoint(fn)
-    shards = jax.shard_map(
-        fn, axis_names=manual, in_specs=tuple(ins), out_specs=outs, check_vma=checked
-    )
-    if pure and not trees.is_traced(args):
+    form = frozenset(manual), tuple(ins), outs, checked
+    if pure and not is_traced(args):
         # Outside jit, JAX would compile each operation of each call.
-        return trees.run_once(shards, *args)
+        return _run_compiled(Static((fn, form, nn.get_logical_axis_rules())), *args)
+    shards = _on_shards(fn, *form)
     # With other axes left, JAX 0.10 runs it only inside jit.
     shards = shards if manual == {*mesh.axis_names} else jax.jit(shards)
     return shards(*args)
+
+
+def _on_shards(
+    fn: Callable[..., Any], manual: frozenset[str], ins: Any, outs: Any, checked: bool
+) -> Callable[..., Any]:
+    return jax.shard_map(fn, axis_names=manual, in_specs=ins, out_specs=outs, check_vma=checked)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_compiled(call: Static, *args: Any) -> Any:
+    fn, form, _ = call.tree
+    return _on_shards(fn, *form)(*args)

@@ -17,15 +17,14 @@ from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_given, described_as
+from flax_mha.base.arguments import check_given
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.bind import bind_call
 
 Function = Callable[..., Any]
 
 
-@described_as(dot_product_attention)
-def attention_fn(  # noqa: D417
+def attention_fn(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None,
     mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
@@ -41,9 +40,14 @@ def attention_fn(  # noqa: D417
       query: the queries [*B, T, N, H].
       key: the keys [*B, S, K, H].
       value: the values [*B, S, K, Hv].
+      bias: an array that broadcasts to [*B, N, T, S], added to the scores.
       mask: an array as Flax's helpers make it, or a `flax_mha.masks.Mask`.
+      broadcast_dropout: True for one dropout pattern for all batch rows and heads.
+      dropout_rng: a JAX key, needed if dropout_rate > 0.
+      dropout_rate: the share of weights set to 0. The others are scaled to keep the expectation.
       deterministic: True for no dropout.
       dtype: the dtype of the computation (default: promoted from the arrays).
+      precision: the precision of matmuls. See `jax.lax.Precision`.
       module: a linen or nnx module that sows the weights, as before dropout, under the name
         `attention_weights`.
       force_fp32_for_softmax: ignored. The softmax is always in float32 at least, and sown weights
@@ -83,8 +87,7 @@ def attention_fn(  # noqa: D417
     return out
 
 
-@described_as(attention_fn)
-def dot_product_attention_weights(  # noqa: D417
+def dot_product_attention_weights(
     query: jax.Array, key: jax.Array, bias: jax.Array | None = None,
     mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
@@ -99,8 +102,21 @@ def dot_product_attention_weights(  # noqa: D417
     A query that may see no key has weights of 0. A module sows the weights as before dropout.
 
     Args:
-      dropout_rate: the share of weights set to 0, for which `dropout_rng` is needed.
+      query: the queries [*B, T, N, H].
+      key: the keys [*B, S, K, H].
+      bias: an array that broadcasts to [*B, N, T, S], added to the scores.
+      mask: an array or a `flax_mha.masks.Mask`.
+      broadcast_dropout: True for one dropout pattern for all batch rows and heads.
+      dropout_rng: a JAX key, needed if dropout_rate > 0.
+      dropout_rate: the share of weights set to 0.
+      deterministic: True for no dropout.
+      dtype: the dtype of the computation.
+      precision: the precision of matmuls.
+      module: a module that sows the weights.
+      force_fp32_for_softmax: ignored.
+      einsum_dot_general: None.
       einsum: None.
+      is_causal: True if a query sees no later position.
       **call: more arguments of `dot_product_attention`, such as `scores` and `sinks`.
 
     Returns:

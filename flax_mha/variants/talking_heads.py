@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.typing import PrecisionLike
+from jax.tree_util import Partial
 
 from flax_mha import sharding
 from flax_mha.cache.resolve import as_source
@@ -37,11 +38,11 @@ class TalkingHeads(Attention):
         K = self.num_kv_heads or self.num_heads
         if self.scale is None:  # Mixed queries are longer.
             call = dataclasses.replace(call, scale=heads.q.shape[-1] ** -0.5)
-        mixed_queries = functools.partial(_mixed_queries, K, self.precision)
+        mixed_queries = Partial(_mixed_queries, K, self.precision)
         q = _mix(mixed_queries, True, heads.q, p["mix_scores"])
         as_one = functools.partial(sharding.auto, _as_one, sharding.KV_HEADS)
         k, v = jax.tree.map(as_one, (heads.k, heads.v))
-        own_values = functools.partial(_own_values, K, self.precision)
+        own_values = Partial(_own_values, K, self.precision)
         attention = functools.partial(
             common.attend, lambda x: _mix(own_values, False, x, p["mix_weights"])
         )
@@ -89,17 +90,21 @@ def _mix(fn: Callable[..., jax.Array], gathers: bool, x: jax.Array, mixing: jax.
     axes = rules.unpack_entry(sharding.spec(x.shape, sharding.HEADS)[-2])
     if not axes:
         return sharding.auto(fn, sharding.HEADS, x, mixing)
-
-    def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
-        axis = x.ndim - 2
-        if gathers:
-            return fn(jax.lax.all_gather(x, axes, axis=axis, tiled=True), mixing)
-        return jax.lax.psum_scatter(fn(x, mixing), axes, scatter_dimension=axis, tiled=True)
-
     names = (None, "heads") if gathers else ("heads", None)
     shape = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x, mixing))).shape
     out = (shape, sharding.HEADS)
-    return sharding.local(local, [sharding.HEADS, names], out, x, mixing)
+    on_shard = Partial(_mix_shard, fn, gathers, axes)
+    return sharding.local(on_shard, [sharding.HEADS, names], out, x, mixing)
+
+
+def _mix_shard(
+    fn: Callable[..., jax.Array], gathers: bool, axes: tuple[str, ...], x: jax.Array,
+    mixing: jax.Array,
+) -> jax.Array:  # fmt: skip
+    axis = x.ndim - 2
+    if gathers:
+        return fn(jax.lax.all_gather(x, axes, axis=axis, tiled=True), mixing)
+    return jax.lax.psum_scatter(fn(x, mixing), axes, scatter_dimension=axis, tiled=True)
 
 
 def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:

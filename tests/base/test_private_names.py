@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_mha import dot_product_attention, explain, kernels, sharding
+from flax_mha import explain, kernels, sharding
 from flax_mha.base import private_jax
 from flax_mha.kernels.choose import KERNELS
 from flax_mha.kernels.cudnn import primitives
+from tests.support.platforms import pretend
 
 ROOT = Path(__file__).parent.parent.parent
 # The one file that uses each private module; only its kernel loads it.
@@ -25,9 +26,9 @@ HOMES = {
     "splash_attention_kernel": "kernels/splash/__init__.py",
     "splash_attention_mask_info": "kernels/splash/__init__.py",
     "splash_attention_mask": "kernels/splash/computed_mask.py",
-    "jax.interpreters": "kernels/call/limits.py",
+    "jax.interpreters": "kernels/call/only_on.py",
     "jax._src.core": "sharding/shard_map.py",
-    "xla_metadata": "kernels/call/derivatives.py",
+    "xla_metadata": "kernels/using.py",
 }
 PALLAS = "kernels/flex/"
 
@@ -63,8 +64,8 @@ def test_private_imports_stay_in_their_files() -> None:
 def test_private_jax_lists_every_used_attribute() -> None:
     """Every attribute of a private module that a kernel uses is listed in `private_jax.NAMES`."""
     modules = {"fused": "cudnn", "layout": "cudnn", "kernels": "splash", "mask_info": "splash",
-               "splash": "splash", "pltpu": "flex.tpu", "plgpu": "flex.hopper", "ad": "limits",
-               "batching": "limits", "mlir": "limits", "metadata": "any_derivative",
+               "splash": "splash", "pltpu": "flex.tpu", "plgpu": "flex.hopper", "ad": "only_on",
+               "batching": "only_on", "mlir": "only_on", "metadata": "use",
                "tracing": "vmap"}  # fmt: skip
     listed = {
         part: {name.name.split(".")[0] for name in names}
@@ -135,12 +136,12 @@ def _refusal(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
     """Return the part's refusal, and check which kernel auto chooses instead."""
     kernel = part.partition(".")[0]
     platform = "gpu" if part == "flex.hopper" else KERNELS[kernel].platforms[0]
-    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    pretend(monkeypatch, platform)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
     x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
     found = explain(x, x, x)
-    others = {"cudnn": "blockwise", "splash": "flex", "flex": "splash", "flex.tpu": "splash"}
+    others = {"cudnn": "blockwise", "splash": "flex", "flex": "blockwise", "flex.tpu": "blockwise"}
     assert found.chosen == others.get(part, "cudnn")
     return found.refused[kernel]
 
@@ -175,19 +176,11 @@ def test_kernel_refuses_without_its_private_module(monkeypatch, fresh_check, par
     assert all(private_jax.missing(other) is None for other in ("blockwise", "reference", "decode"))
 
 
-@pytest.mark.parametrize("name", private_jax.NAMES["limits"], ids=lambda x: x.name)
-def test_forward_mode_raises_jax_error_without_limits_names(monkeypatch, fresh_check, name) -> None:
+def test_use_without_metadata_names_remedy(monkeypatch, fresh_check) -> None:
+    (name,) = private_jax.NAMES["use"]
     monkeypatch.delattr(*_owner(name))
-    x = jnp.ones((1, 8, 1, 8))
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(lambda x: dot_product_attention(x, x, x, kernel="blockwise"), (x,), (x,))
-
-
-def test_any_derivative_error_without_metadata_names_remedy(monkeypatch, fresh_check) -> None:
-    (name,) = private_jax.NAMES["any_derivative"]
-    monkeypatch.delattr(*_owner(name))
-    with pytest.raises(RuntimeError, match=r"has no .*set_xla_metadata.*'checkpointed'"):
-        kernels.any_derivative().__enter__()
+    with pytest.raises(RuntimeError, match=r"has no .*set_xla_metadata.*; name kernel= in each"):
+        kernels.use().__enter__()
 
 
 def test_varying_axes_are_read_from_old_and_new_attribute(monkeypatch) -> None:

@@ -20,6 +20,7 @@ from flax_mha import (
     Encoder,
     EncoderBlock,
     MultiHeadAttention,
+    Platform,
     cache,
     dot_product_attention,
     masks,
@@ -27,7 +28,6 @@ from flax_mha import (
 )
 from flax_mha.cache import KVCache
 from flax_mha.kernels.call.bind import bind_call
-from flax_mha.kernels.call.spec import Platform
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.xla import decode, reference
 from flax_mha.masks import Causal, Lengths, Prefix, Window
@@ -345,7 +345,7 @@ def test_float16_queries_read_any_number_of_a_cache(dtype: str, platform: str) -
     *args, spec = bind_call(q, *stored, mask=Window(254, 0), q_positions=255)
     for module in (decode, reference):
         k, v = args[1:] if module is decode else map(dequantize, args[1:])
-        out, _ = module.attend(args[0], k, v, spec, Platform(platform))
+        out, _ = module.attend(args[0], k, v, spec.replace(platform=Platform(platform)))
         close(out, np.full(q.shape, 2e-4), 2e-6)
 
 

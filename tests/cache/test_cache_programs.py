@@ -21,6 +21,7 @@ from flax_mha.masks import Window
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
 from tests.cache.test_cache import KEY, RNG, X, close
+from tests.support.platforms import pretend
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -54,7 +55,7 @@ def test_step_does_not_copy_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_step_on_a_gpu_has_no_branch(dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch or loop takes longer there than to read a cache that is not huge."""
-    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    pretend(monkeypatch, "gpu")
     module = layer(mask=Window(900, 0), cache=CacheConfig(dtype))
     variables = jax.eval_shape(module.init, KEY, jnp.ones((2, 2048, 32)))
 

@@ -22,9 +22,10 @@ KERNELS = tuple(name for name in kernels.KERNELS if name not in explain(*_PLAIN)
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "mask": (
-        "none", "causal", "window", "window_left", "window_of_rows", "lengths", "lengths_of_both",
-        "lengths_per_query", "segments", "packed", "prefix", "prefix_per_row", "dense",
-        "dense_of_keys", "dense_in_blocks", "predicate", "per_head", "mixed",
+        "none", "causal", "window", "window_left", "window_of_rows", "length", "lengths",
+        "lengths_of_both", "lengths_per_query", "segments", "packed", "prefix", "prefix_per_row",
+        "dense", "dense_of_keys", "dense_in_blocks", "predicate", "per_head", "mixed", "dilated",
+        "neighborhood", "documents", "chosen",
     ),
     # Batch, then T and S.
     "size": (
@@ -33,7 +34,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     ),
     "score": (
         "plain", "bias", "bias_of_keys", "bias_of_heads", "bias_of_rows", "alibi", "t5", "cap",
-        "sinks", "all_scores",
+        "sinks", "user", "all_scores",
     ),
     # Scores of a few units, or up to ±50: then most queries give all weight to one key.
     "spread": ("soft", "sharp"),
@@ -44,6 +45,9 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "place": ("from_0", "aligned", "scattered"),
     # Masks and positions are static or traced.
     "given": ("known", "traced"),
+    "scale": ("default", "number", "array"),
+    # How the call is run; "x64" is `jit` where Python's numbers are 64 bits wide.
+    "way": ("jit", "remat", "vmap", "scan", "shard_map", "x64"),
 }  # fmt: skip
 
 
@@ -59,6 +63,8 @@ class Case(NamedTuple):
     dropout: str
     place: str
     given: str
+    scale: str = "default"
+    way: str = "jit"
 
     def __str__(self) -> str:
         return "-".join(self)

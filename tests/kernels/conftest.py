@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from jax._src import callback as callbacks
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
 
-from flax_mha import sharding
 from flax_mha.base import private_jax
 from flax_mha.kernels import splash
 from flax_mha.kernels.chips import gpus
@@ -22,6 +23,7 @@ from flax_mha.kernels.cudnn import edge_cases, primitives
 from flax_mha.kernels.flex import passes
 from flax_mha.kernels.flex.tpu import whole_rows
 from tests.kernels import cudnn_model
+from tests.support.platforms import pretend
 
 
 @pytest.fixture
@@ -38,6 +40,15 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def tokens_on_devices() -> Iterator[None]:
+    """Shard tokens over a mesh of two devices."""
+    rules = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        yield
+
+
+@pytest.fixture
 def tpu(sharing_tpu: None, traced_anew: None) -> None:
     """Run as `sharing_tpu`, at any lengths."""
 
@@ -49,7 +60,7 @@ def sharing_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     Calls share traces, so a test takes lengths that no other has.
     """
     _interpret(monkeypatch, True)
-    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    pretend(monkeypatch, "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(blocks, "BLOCKS", {128: 128})
     monkeypatch.setattr(blocks, "memory", lambda device: 2**27)
@@ -91,7 +102,7 @@ def hopper_memory(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> Iterato
     sync = importlib.import_module("flax_mha.kernels.flex.hopper.sync")
     # The interpreter has no rule for an accumulator that does not start at 0.
     monkeypatch.setattr(sync, "multiply", functools.partial(_sum_of_product, sync.multiply))
-    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    pretend(monkeypatch, "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     yield
@@ -117,7 +128,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> None:
     """Make the one device report itself as a GPU with a recent cuDNN. Primitives are not
     replaced.
     """
-    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    pretend(monkeypatch, "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax_mha import dot_product_attention
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
-from tests.kernels.test_contract import FLOOR, GRADIENTS
+from tests.kernels.contract import FLOOR, GRADIENTS
 from tests.support import oracle, plain_attention
 
 B, N, H, HV = 2, 4, 8, 5

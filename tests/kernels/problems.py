@@ -14,20 +14,22 @@ import numpy as np
 
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.masks import Mask
-from flax_mha.scores import Alibi, Bias, RelativeBias, ScoreMod, SoftCap
+from flax_mha.scores import Alibi, Bias, RelativeBias, Score, ScoreMod, SoftCap
 from tests.kernels.cases import Case
 from tests.kernels.scenes import MASKS, N, Scene
 from tests.support import oracle, plain_attention
 
 H = 8
 HEADS = {"mha": (4, H), "gqa": (2, H), "mqa": (1, H), "dv": (2, 5)}
-CAP, RATE, KEY = 1.5, 0.3, 7
+CAP, RATE, KEY, SCALE = 1.5, 0.3, 7, 0.25
 # This times scores of variance 1: the largest of a few thousand are near 50.
 SHARP = 15
 # Where few numbers make up a result, or nearly cancel, the error of plain attention is luck: one
 # rounding's may be a tenth of the next one's. In half precision the yardstick is the largest of
 # this many and one.
 ROUNDINGS = 8
+# The step of differences.
+STEP = 1e-5
 # Sinks that take little, some and most of the weight.
 SINKS = np.array([0.0, 1.0, -2.0, 5.0], np.float32)
 
@@ -49,20 +51,34 @@ def learned_of(score: str, at: Scene, dtype: str) -> dict[str, np.ndarray]:
     learned: dict[str, Any] = {}
     if score in shapes:
         kind = dtype if score == "bias_of_heads" else "float32"
-        learned["bias"] = jnp.asarray(at.rng.normal(size=shapes[score]), kind)
+        bias = at.rng.normal(size=shapes[score])
+        if score == "bias":  # Hides some pairs, and all of a query.
+            bias[at.rng.random(bias.shape) < 0.1] = bias[..., :1, :] = -np.inf
+        learned["bias"] = jnp.asarray(bias, kind)
     if score in ("alibi", "all_scores"):
         learned["slopes"] = np.array([0.5, 0.25, 0.1, 0.0], np.float32)
     if score in ("t5", "all_scores"):
         learned["biases"] = at.rng.normal(size=(N, 32)).astype(np.float32)
     if score in ("sinks", "all_scores"):
         learned["sinks"] = SINKS
+    if score == "user":
+        learned["w"] = np.float32(0.5)
     return learned
+
+
+def wave(row: Any, head: Any, i: Any, j: Any) -> Any:
+    return (i - 2 * j + head + row) % 5 - 2
+
+
+def user_score(s: Any, row: Any, head: Any, i: Any, j: Any, w: Any) -> Any:
+    return s + w * wave(row, head, i, j).astype(w.dtype)
 
 
 def mods_of(score: str, learned: dict[str, jax.Array]) -> tuple[ScoreMod, ...]:
     mods: list[ScoreMod] = [SoftCap(CAP)] if score in ("cap", "all_scores") else []
     mods += [Alibi(learned["slopes"])] if "slopes" in learned else []
     mods += [RelativeBias(learned["biases"])] if "biases" in learned else []
+    mods += [Score(user_score, (learned["w"],))] if "w" in learned else []
     mods += [Bias(learned["bias"])] if score == "bias_of_heads" else []
     return tuple(mods)
 
@@ -76,6 +92,8 @@ def bias_of(at: Scene, learned: dict[str, np.ndarray]) -> np.ndarray | None:
         total = total - at.table(learned["slopes"][:, None, None] * np.abs(at.i - at.j))
     if "biases" in learned:
         total = total + at.table(learned["biases"][at.head, bucket_of(at.j - at.i)])
+    if "w" in learned:
+        total = total + at.table(learned["w"] * wave(at.row, at.head, at.i, at.j))
     return total if learned.keys() - {"sinks"} else None
 
 
@@ -89,6 +107,8 @@ def learned_gradients(
     rows = exact.bias.reshape(at.rows, N, at.T, at.S)
     if "bias" in learned:
         found["bias"] = oracle.summed_to(exact.bias, learned["bias"].shape)
+    if "w" in learned:
+        found["w"] = (rows * wave(at.row, at.head, at.i, at.j)).sum()
     if "slopes" in learned:
         found["slopes"] = -(rows * np.abs(at.i - at.j)).sum((0, 2, 3))
     if "biases" in learned:
@@ -112,6 +132,8 @@ class Problem(NamedTuple):
         with other roundings.
       as_cudnn: in half precision, the same values with the mean of a rounded output.
       sizes: the sizes of the gradients if nothing cancelled.
+      at: the coordinates.
+      known: the oracle's arguments beside q, k and v.
     """
 
     qkv: tuple[jax.Array, ...]
@@ -123,6 +145,8 @@ class Problem(NamedTuple):
     plain: list[dict[str, np.ndarray]]
     as_cudnn: dict[str, np.ndarray]
     sizes: dict[str, float]
+    at: Scene
+    known: dict[str, Any]
 
 
 @functools.lru_cache(maxsize=4)
@@ -147,16 +171,23 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
     known: dict[str, Any] = {"allowed": allowed, "bias": bias_of(at, learned)}
     known |= {"sinks": learned.get("sinks")}
     known |= {"cap": CAP} if case.score in ("cap", "all_scores") else {}
-    dropout: dict[str, Any] = {}
+    of_case: dict[str, Any] = {}
+    if case.scale != "default":
+        known |= {"scale": SCALE}
+        of_case = {"scale": SCALE}
     if case.dropout != "no_dropout":
-        dropout = {"dropout_rate": RATE, "dropout_rng": jax.random.key(KEY)}
-        dropout["broadcast_dropout"] = case.dropout == "dropout_broadcast"
-        known |= {"rate": RATE, "keep": at.table(kept(at, dropout["broadcast_dropout"]))}
+        broadcast = case.dropout == "dropout_broadcast"
+        of_case |= {"dropout_rate": RATE, "dropout_rng": jax.random.key(KEY)}
+        of_case |= {"broadcast_dropout": broadcast}
+        known |= {"rate": RATE, "keep": at.table(kept(at, broadcast))}
 
     def call(learned: dict[str, jax.Array]) -> dict[str, Any]:
         arrays = {"sinks": learned.get("sinks"), "scores": mods_of(case.score, learned)}
         plain = "bias" in learned and case.score != "bias_of_heads"
-        return arrays | dropout | ({"bias": learned["bias"]} if plain else {})
+        if case.scale == "array":
+            # Traced, also without arguments that are.
+            arrays["scale"] = jax.lax.optimization_barrier(jnp.float32(SCALE))
+        return of_case | arrays | ({"bias": learned["bias"]} if plain else {})
 
     known |= {"cotangent": operands[3], "lse_cotangent": dlse}
     truth = by_name(at, learned, *exact(*operands[:3], **known))
@@ -188,8 +219,40 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
     q_positions = at.S - at.T if ends else at.q_positions
     given = (mask, q_positions, at.kv_positions)
     return Problem(
-        operands[:3], (operands[3], dlse), learned, given, call, truth, plain, as_cudnn, sizes
+        operands[:3],
+        (operands[3], dlse),
+        learned,
+        given,
+        call,
+        truth,
+        plain,
+        as_cudnn,
+        sizes,
+        at,
+        known,
     )
+
+
+def derivative(problem: Problem, x: Any, t: Any, of_gradients: bool) -> Any:
+    """Return the derivative of the results, or of the gradients, along a direction.
+
+    By central differences of the oracle, at x with keys "qkv" and "learned". Each lse of −∞ counts
+    as 0.
+    """
+
+    def moved(step: float) -> Any:
+        at = jax.tree.map(lambda a, b: oracle.float64(a) + step * oracle.float64(b), x, t)
+        learned = at["learned"]
+        known = problem.known | {"bias": bias_of(problem.at, learned)}
+        known |= {"sinks": learned.get("sinks")}
+        out, lse, found = exact(*at["qkv"], **known)
+        if not of_gradients:
+            return out, np.where(np.isneginf(lse), 0.0, lse)
+        return {
+            "qkv": tuple(found[:3]), "learned": learned_gradients(problem.at, learned, found)
+        }  # fmt: skip
+
+    return jax.tree.map(lambda a, b: (a - b) / (2 * STEP), moved(STEP), moved(-STEP))
 
 
 def exact(*qkv: Any, **known: Any) -> tuple[np.ndarray, np.ndarray, oracle.Gradients]:

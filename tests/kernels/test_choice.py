@@ -18,6 +18,7 @@ from flax_mha.masks import Causal, Lengths, Mask, Window
 from flax_mha.scores import Alibi, SoftCap
 from tests.kernels.test_flex_hopper import needs_mosaic
 from tests.support.meshes import KINDS
+from tests.support.platforms import pretend
 
 # The expensive step of preparing a call, by kernel.
 LOWERING = {
@@ -57,27 +58,27 @@ def only(kernel: str) -> dict[str, int]:
     return {name: int(name == kernel) for name in LOWERING}
 
 
-@pytest.mark.parametrize("kernel", ["auto", "short"])
-def test_short_lowers_once(tpu, counts, kernel: str) -> None:
-    trace(kernel, 256, scores=(Alibi(),))
-    assert counts == only("short")
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize(
+    ("device", "kernel", "call"),
+    [
+        ("tpu", "short", {"length": 256, "scores": (Alibi(),)}),
+        ("tpu", "flex", {"scores": (Alibi(),)}),
+        ("nvidia", "cudnn", {}),
+    ],
+)
+def test_kernels_lower_once(
+    device: str, kernel: str, call: dict[str, Any], is_named: bool, counts: dict[str, int],
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    request.getfixturevalue(device)
+    trace(kernel if is_named else "auto", **call)
+    assert counts == only(kernel)
 
 
 def test_splash_lowers_once(tpu, counts) -> None:
     trace("splash", scores=(SoftCap(30.0),))
     assert counts == only("splash")
-
-
-@pytest.mark.parametrize("kernel", ["auto", "flex"])
-def test_flex_lowers_once(tpu, counts, kernel: str) -> None:
-    trace(kernel, scores=(Alibi(),))
-    assert counts == only("flex")
-
-
-@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
-def test_cudnn_lowers_once(nvidia, counts, kernel: str) -> None:
-    trace(kernel)
-    assert counts == only("cudnn")
 
 
 def test_call_on_mesh_lowers_once(tpu, counts) -> None:
@@ -90,10 +91,10 @@ def test_call_on_mesh_lowers_once(tpu, counts) -> None:
 def test_auto_stops_asking_at_first_kernel_that_runs() -> None:
     x = np.ones((1, 512, 2, 8), np.float32)
     call = bind_call(x, x, x, mask=Causal())
-    found, _ = choose.decide("auto", *call, Platform("cpu"))
+    found, _ = choose.decide("auto", *call)
     assert found.chosen == "blockwise"
-    assert list(found.refused) == ["cudnn", "short", "flex", "splash"]
-    assert set(choose.decide("auto", *call, Platform("cpu"), ask_all=True)[0].refused) == {
+    assert not found.refused
+    assert set(choose.decide("auto", *call, ask_all=True)[0].refused) == {
         "cudnn", "short", "splash", "flex", "decode",
     }  # fmt: skip
 
@@ -135,7 +136,7 @@ def test_short_calls_on_cpu_take_reference_kernel(length: int, traced: bool, cho
 
     def call(x: jax.Array, keys: jax.Array) -> jax.Array:
         mask = Lengths(keys) if traced else Causal()
-        explanation, _ = choose.decide("auto", *bind_call(x, x, x, mask=mask), Platform("cpu"))
+        explanation, _ = choose.decide("auto", *bind_call(x, x, x, mask=mask))
         found.append(explanation.chosen)
         return x
 
@@ -236,7 +237,7 @@ def test_explain_of_ring_for_another_platform(
     at = NamedSharding(mesh, P(None, "context"))
     x = jax.ShapeDtypeStruct((2, 2048, 3, 64), jnp.bfloat16, sharding=at)
     for at_hand in ("cpu", "gpu"):
-        monkeypatch.setattr(sharding, "platform", lambda at_hand=at_hand: at_hand)
+        pretend(monkeypatch, at_hand)
         with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "context")]):
             found = explain(x, x, x, mask=mask, platform=platform)
         assert (found.strategy, found.chosen) == ("ring", chosen), at_hand

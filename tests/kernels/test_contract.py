@@ -1,162 +1,174 @@
-"""Every kernel against the float64 oracle, forward and every gradient, on cases that take turns."""
+"""Every kernel: its row of the contract, and what only it claims."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
-from flax_mha import Explanation, dot_product_attention, explain
-from tests.kernels import cases
-from tests.kernels.cases import KERNELS, Case
-from tests.kernels.problems import Problem, exact, problem_of
+from flax_mha.kernels import KERNELS
+from flax_mha.masks import Causal, Window
+from tests.kernels import cases, contract
+from tests.kernels.cases import Case
+from tests.kernels.contract import EVERY, KernelContract
+from tests.kernels.problems import exact, pose, problem_of
+from tests.kernels.scenes import MASKS, Scene
 from tests.support import oracle, plain_attention
-
-# Kernels that run here interpreted, or on a model of cuDNN, with the fixture for each.
-# A kernel for several platforms has a name for each. The first word is the kernel's own.
-PLATFORMS = {
-    "flex": "tpu",
-    "flex on Hopper": "hopper_memory",
-    "splash": "tpu",
-    "short": "tpu",
-    "cudnn": "nvidia",
-}
-EVERY = (*KERNELS, "decode", *PLATFORMS)
-# A GPU day has the time for each third of the ordinary cases.
-THIRD = 3
-# The interpreter for Hopper calls Python for each access to memory, so that its time grows with
-# rows and tiles. It gets fewer tiles: still several, full, partial and empty ones.
-SMALLER = {"2x257x257": "2x129x257", "1x600x600": "1x129x257"}
-# Relative to the norm: what no kernel is asked to be better than. In half precision no gradient,
-# though it be float32 as that of a bias, need be better than half a unit in the last place; in
-# float16, where gradients of small weights have few digits left, than a unit.
-FLOOR = 2e-6
-GRADIENTS = {"float32": 1e-5, "bfloat16": 2**-8, "float16": 2**-10}
-# Nor better than this part of its size before terms of both signs cancelled: where all weight is
-# on one key, nothing but rounding is left of the gradients of q and k.
-CANCELLED = 1e-6
+from tests.support.algebra import Expression, Meant, evaluate, expressions
 
 
-def _cases() -> list[Any]:
-    """Return each case for each kernel; `grid` marks those that a GPU day leaves out.
-
-    The rows for triples are for kernels that run here as they are, not interpreted.
-    """
-    rows = [
-        (case, kernel, n % THIRD > 0) for n, case in enumerate(cases.ordinary()) for kernel in EVERY
-    ]
-    rows += [(case, kernel, True) for case in cases.grid() for kernel in KERNELS]
-    found = []
-    for case, kernel, beyond in rows:
-        # Too long for the fast tests, which have a case of their own for it.
-        marks = [pytest.mark.slow] if kernel == "flex on Hopper" else []
-        marks += [pytest.mark.grid] if beyond else []
-        found.append(pytest.param(case, kernel, marks=marks, id=f"{case}-{kernel}"))
-    return found
+class TestReference(KernelContract):
+    kernel, derivatives = "reference", EVERY
 
 
-def run(kernel: str, problem: Problem, traced: bool) -> dict[str, np.ndarray]:
-    """Return a kernel's results for a problem, by the names of the truth."""
-
-    def attend(qkv: Any, learned: Any, given: Any) -> Any:
-        mask, q_positions, kv_positions = given
-        return dot_product_attention(
-            *qkv, mask=mask, q_positions=q_positions, kv_positions=kv_positions,
-            kernel=kernel.split()[0], return_residuals=True, **problem.call(learned),
-        )  # fmt: skip
-
-    @jax.jit
-    def both(qkv: Any, learned: Any, given: Any) -> Any:
-        given = problem.given if given is None else given
-        results, pull = jax.vjp(lambda *x: attend(*x, given), qkv, learned)
-        return results, pull(problem.cotangents)
-
-    given = problem.given if traced else None
-    (out, lse), (dqkv, dlearned) = both(problem.qkv, problem.learned, given)
-    assert out.dtype == problem.qkv[0].dtype
-    named = dict(zip("qkv", dqkv, strict=True)) | dlearned
-    return {"out": out, "lse": lse} | named
+class TestCheckpointed(KernelContract):
+    kernel, derivatives = "checkpointed", EVERY
 
 
-def errors(problem: Problem, got: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return the error of each result."""
-    seen = np.isfinite(problem.truth["lse"])
-    np.testing.assert_array_equal(np.isneginf(got["lse"]), ~seen)
-    pairs = {name: (np.asarray(got[name]), want) for name, want in problem.truth.items()}
-    pairs["lse"] = tuple(x[seen] for x in pairs["lse"])
-    return {name: oracle.error(*pair) for name, pair in pairs.items()}
+class TestBlockwise(KernelContract):
+    kernel, derivatives = "blockwise", ("jvp of grad", "grad of grad")
+    under_traced = ("jvp of grad",)
+
+    @pytest.mark.slow
+    @settings(max_examples=12, deadline=None)
+    @given(
+        st.integers(2, 5), st.integers(1, 700), st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+        st.sampled_from(["float32", "bfloat16"]), st.booleans(),
+    )  # fmt: skip
+    def test_a_row_has_the_bits_that_it_has_alone(
+        self, B: int, T: int, heads: tuple[int, int], dtype: str, is_causal: bool
+    ) -> None:
+        """Output and gradients."""
+        N, K = heads
+        rng = np.random.default_rng(T)
+        q, k, v = (jnp.asarray(rng.normal(size=(B, T, n, 16)), dtype) for n in (N, K, K))
+
+        @jax.jit
+        def both(*qkv: jax.Array) -> Any:
+            mask = Causal() if is_causal else None
+            out, pull = jax.vjp(lambda *x: self.attend(*x, mask=mask)[0], *qkv)
+            return out, *pull(out)
+
+        last = both(*(x[-1:] for x in (q, k, v)))
+        for together, alone in zip(both(q, k, v), last, strict=True):
+            np.testing.assert_array_equal(together[-1:], alone)
+
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("optimized")
+    @pytest.mark.parametrize("left", [None, 300])
+    def test_long_sequences_match_oracle(self, left: int | None) -> None:
+        """Some queries at T = 32,768, and the gradients that they reach."""
+        rng, T = np.random.default_rng(7), 32768
+        q, k, v = (jnp.asarray(rng.normal(size=(T, 1, 8)), jnp.float32) for _ in range(3))
+        some = np.array([0, 1, 255, 256, 511, 512, 20_000, T - 1])
+        rows = jnp.asarray(rng.normal(size=(len(some), 1, 8)), jnp.float32)
+        mask, allowed = Causal(), np.arange(T) <= some[:, None]
+        if left:
+            mask, allowed = mask & Window(left), allowed & (np.arange(T) >= some[:, None] - left)
+        out, pull = jax.vjp(jax.jit(lambda *x: self.attend(*x, mask=mask)[0]), q, k, v)
+        dq, dk, dv = pull(jnp.zeros_like(q).at[some].set(rows))
+        known = {"allowed": allowed, "cotangent": rows}
+        want, _, gradients = exact(q[some], k, v, **known)
+        assert oracle.error(out[some], want) < 2e-6
+        for got, one in zip((dq[some], dk, dv), gradients, strict=False):
+            assert oracle.error(got, one) < 1e-5
+        np.testing.assert_array_equal(jnp.delete(dq, some, axis=0), 0)
+
+    @pytest.mark.sampled(0.13, slow=0.2)
+    def test_memory_is_linear_in_length(self) -> None:
+        """At T = 32,768 the scores of a head would need 4 GiB."""
+        x = jax.ShapeDtypeStruct((32768, 1, 8), jnp.float32)
+
+        def loss(*qkv: jax.Array) -> jax.Array:
+            return self.attend(*qkv, mask=Causal())[0].sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
 
 
-def bounds(problem: Problem, as_cudnn: bool = False) -> dict[str, float]:
-    """Return the allowed errors: twice the errors of plain attention in the same dtype, or the
-    floor. A bound `as_cudnn` allows for the mean of a rounded output.
-    """
-    more = [problem.as_cudnn] if as_cudnn else []
-    plain = [errors(problem, found) for found in problem.plain + more]
-    allowed = {name: max(FLOOR, *(2 * error[name] for error in plain)) for name in plain[0]}
-    least = GRADIENTS[problem.qkv[0].dtype.name]
-    for name, size in problem.sizes.items():
-        whole = float(np.linalg.norm(problem.truth[name])) or 1.0
-        allowed[name] = max(allowed[name], least, CANCELLED * size / whole)
-    return allowed
+class TestDecode(KernelContract):
+    kernel = "decode"
 
 
-def refusal(kernel: str, problem: Problem, traced: bool) -> str | None:
-    """Return the reason why the kernel refuses the problem, or None."""
-    found: list[Explanation] = []
-
-    def ask(given: Any) -> None:
-        mask, q_positions, kv_positions = given
-        told = explain(
-            *problem.qkv, mask=mask, q_positions=q_positions, kv_positions=kv_positions,
-            kernel=kernel.split()[0], **problem.call(problem.learned),
-        )  # fmt: skip
-        found.append(told)
-
-    if traced:
-        jax.eval_shape(ask, problem.given)
-    else:
-        ask(problem.given)
-    return found[0].refused.get(kernel.split()[0])
+class TestShort(KernelContract):
+    kernel, platform = "short", "tpu"
 
 
-def stands_in(kernel: str) -> str | None:
-    """Return the fixture that stands in for a kernel's platform, or None if it is here."""
-    here = kernel in ("cudnn", "flex on Hopper") and jax.default_backend() == "gpu"
-    return None if here else PLATFORMS.get(kernel)
+class TestFlex(KernelContract):
+    kernel, platform = "flex", "tpu"
 
 
-@pytest.fixture
-def device(kernel: str, request: pytest.FixtureRequest) -> None:
-    """Set up the kernel's platform or its stand-in."""
-    if platform := stands_in(kernel):
-        request.getfixturevalue(platform)
+class TestSplash(KernelContract):
+    kernel, platform, hidden, takes_scores = "splash", "tpu", 1e18, False
+    test_scores_of_ten_thousand = None  # Its gradients are computed from a float32 lse.
 
 
-@pytest.mark.sampled(0.0015, slow=0)
-@pytest.mark.parametrize(("case", "kernel"), _cases())
-@pytest.mark.usefixtures("device")
-def test_kernel_matches_oracle(case: Case, kernel: str) -> None:
-    if stands_in(kernel) == "hopper_memory":
-        case = case._replace(size=SMALLER.get(case.size, case.size))
-    problem = problem_of(case)
-    if reason := refusal(kernel, problem, case.given == "traced"):
-        pytest.skip(f"{kernel} refuses: {reason}")
-    found = errors(problem, run(kernel, problem, case.given == "traced"))
-    allowed = bounds(problem, as_cudnn=kernel == "cudnn")
-    beyond = {
-        name: (found[name], allowed[name]) for name in found if not found[name] <= allowed[name]
-    }
-    assert not beyond, f"errors beyond their bounds: {beyond}"
+class TestCudnn(KernelContract):
+    kernel, platform, native = "cudnn", "nvidia", "gpu"
+    dtype, hidden, takes_scores = "bfloat16", 1e9, False
+
+
+# Too long for the fast tests, which have a case of their own for it.
+@pytest.mark.slow
+class TestFlexOnHopper(KernelContract):
+    kernel, platform, native = "flex", "hopper_memory", "gpu"
+    dtype, ways = "bfloat16", ("jit",)
+    # The interpreter for Hopper calls Python for each access to memory, so that its time grows with
+    # rows and tiles. It gets fewer tiles: still several, full, partial and empty ones.
+    sizes: ClassVar = {"2x257x257": "2x129x257", "1x600x600": "1x129x257"}
+
+
+def test_every_kernel_has_a_row() -> None:
+    assert {row.kernel for row in KernelContract.__subclasses__()} == {*KERNELS}
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.usefixtures("tokens_on_devices")
+@pytest.mark.parametrize("kernel", ["ring:blockwise", "ring:reference", "ulysses", "all_gather"])
+def test_strategies_keep_the_laws(kernel: str) -> None:
+    row = KernelContract()
+    row.kernel = kernel  # type: ignore[misc]
+    case = ("packed", "2x8x8", "all_scores", "soft", "gqa", "float32", "no_dropout", "from_0")
+    row.check(problem_of(Case(*case, "known")), traced=False)
+
+
+# Each example compiles: shrinking one would take minutes.
+@pytest.mark.slow
+@settings(max_examples=8, phases=[Phase.generate])
+@given(
+    expressions(MASKS),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.sampled_from(["from_0", "aligned", "scattered"]),
+    st.sampled_from(["known", "traced"]),
+    st.sampled_from(["plain", "all_scores"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_random_masks(
+    expression: Expression, T: int, S: int, place: str, given: str, score: str, seed: int
+) -> None:
+    at = Scene((2,), T, S, place, seed)
+
+    def atom(name: str) -> Meant:
+        mask, allowed = MASKS[name](at)
+        return mask, at.table(allowed)
+
+    case = Case("random", "", score, "soft", "gqa", "float32", "no_dropout", place, given)
+    problem = pose(at, *evaluate(expression, atom), case)
+    for row in (TestReference, TestBlockwise, TestCheckpointed):
+        row().check(problem, given == "traced")
 
 
 def test_cudnn_runs_natively_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stands_in("cudnn") == "nvidia"
+    assert TestCudnn.stands_in() == "nvidia"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert stands_in("cudnn") is None
-    assert stands_in("flex on Hopper") is None
-    assert stands_in("flex") == "tpu"
-    assert stands_in("blockwise") is None
+    assert TestCudnn.stands_in() is None
+    assert TestFlexOnHopper.stands_in() is None
+    assert TestFlex.stands_in() == "tpu"
+    assert TestBlockwise.stands_in() is None
 
 
 @pytest.mark.parametrize(("strength", "some"), [(2, cases.ordinary), (3, cases.grid)])
@@ -170,12 +182,12 @@ def test_cases_cover_all_combinations(strength: int, some: Any) -> None:
 
 def test_gpu_day_meets_every_value() -> None:
     for n, (factor, values) in enumerate(cases.FACTORS.items()):
-        assert {case[n] for case in cases.ordinary()[::THIRD]} == {*values}, factor
+        assert {case[n] for case in cases.ordinary()[:: contract.THIRD]} == {*values}, factor
 
 
 def test_there_are_enough_cases() -> None:
-    assert len(set(cases.ordinary())) * len(KERNELS) >= 500
-    assert len(set(cases.grid())) * len(KERNELS) >= 2000
+    assert len(set(cases.ordinary())) * len(cases.KERNELS) >= 500
+    assert len(set(cases.grid())) * len(cases.KERNELS) >= 2000
 
 
 @pytest.mark.sampled(0.5, slow=0.3)

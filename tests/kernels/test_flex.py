@@ -16,7 +16,7 @@ from flax_mha.kernels import bind_call
 from flax_mha.kernels.chips import tpus as blocks
 from flax_mha.kernels.flex import short
 from flax_mha.kernels.flex import tpu as machine
-from flax_mha.kernels.flex.traced import trace
+from flax_mha.kernels.flex.traced import divide
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 from tests.kernels.problems import SINKS
@@ -129,8 +129,8 @@ def test_blocks_follow_the_chip_and_the_mask() -> None:
     def sizes(device: str, T: int, mask: Any, H: int = 128) -> tuple[int, int]:
         x = jnp.zeros((1, T, 1, H), jnp.bfloat16)
         *qkv, spec = bind_call(x, x, x, mask=mask)
-        call = trace(*qkv[:2], spec, Dims.of(*qkv), machine.MACHINE, device)[0]
-        return call.plan.block_q, call.plan.block_k
+        plan, _ = divide(spec, Dims.of(*qkv), machine.MACHINE, device)
+        return plan.block_q, plan.block_k
 
     assert sizes("TPU v6 lite", 8192, Causal()) == (1024, 1024)
     assert sizes("TPU v6 lite", 8192, Window(1024, 0)) == (512, 512)

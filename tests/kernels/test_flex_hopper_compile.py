@@ -15,9 +15,8 @@ from experiments.plan import gpus
 from flax_mha import dot_product_attention
 from flax_mha.base import private_jax
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
-from flax_mha.scores import Alibi, Relative, RelativeBias, Score, SoftCap
+from flax_mha.scores import Alibi, Score, SoftCap
 from tests.kernels.test_flex_hopper_leaves import user_score
-from tests.kernels.test_flex_hopper_vectors import disentangled
 
 LACKING = gpus.lacking() or private_jax.missing("flex.hopper")
 pytestmark = [
@@ -33,17 +32,10 @@ DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
 CALLS: dict[str, tuple[Any, tuple[tuple[int, ...], ...], int, str]] = {
     "causal": (lambda: {"mask": Causal()}, (), 64, "bfloat16"),
     "largest": (lambda: {"mask": Causal() & Segments(IDS)}, (), 256, "float16"),
-    "t5": (lambda t: {"scores": (RelativeBias(t),)}, ((N, 32),), 128, "bfloat16"),
+    "alibi": (lambda t: {"scores": (Alibi(t),)}, ((N,),), 128, "bfloat16"),
     "bias, sinks, dropout": (
         lambda bias, sinks: {"mask": Lengths(IDS[:, 0]), "bias": bias, "sinks": sinks, **DROPOUT},
         ((T, T), (N,)), 64, "float16",
-    ),
-    "vectors": (
-        lambda t, keys, queries: {
-            "mask": Causal(),
-            "scores": (Relative(t), Score(disentangled, (keys, queries), vectors=True)),
-        },
-        ((33, 64), (N, 6, 64), (N, 6, 64)), 64, "bfloat16",
     ),
     "functions": (
         lambda w, t: {
@@ -51,7 +43,7 @@ CALLS: dict[str, tuple[Any, tuple[tuple[int, ...], ...], int, str]] = {
             | PerHead([Causal(), Window(3, 3), ~Causal(), Segments(IDS)]),
             "scores": (SoftCap(30.0), Alibi(), Score(user_score, (w, t))),
         },
-        ((), (N, 5)), 64, "bfloat16",
+        ((), ()), 64, "bfloat16",
     ),
 }  # fmt: skip
 

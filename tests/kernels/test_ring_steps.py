@@ -10,7 +10,7 @@ import pytest
 from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.call.spec import AttentionSpec, Platform
+from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.mesh.legs import schedule, split
 from flax_mha.kernels.mesh.ring import Ring
 from flax_mha.masks import Causal, Mask, Segments, Window
@@ -25,7 +25,7 @@ def test_static_parts_of_masks_leave_steps_out() -> None:
         if order is not None:
             q_pos, k_pos = (ScoreArray(order.reshape(shape)) for shape in ((1, 1, -1, 1), (1, -1)))
             spec = spec.replace(q_pos=q_pos, k_pos=k_pos)
-        rings.append(Ring.of("model", 8, spec, dims, Platform("cpu")))
+        rings.append(Ring.of("model", 8, spec, dims))
 
     jax.eval_shape(
         lambda ids: add_ring(Causal() & Window(16) & Segments(ids)), jnp.arange(128) // 32

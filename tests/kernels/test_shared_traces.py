@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import MultiHeadAttention, dot_product_attention, masks, sharding
+from flax_mha import MultiHeadAttention, dot_product_attention, masks
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.flex.tpu import kernels as flex
 from flax_mha.kernels.flex.tpu import whole_rows as short
 from flax_mha.kernels.splash import mask_info
 from flax_mha.kernels.xla import blockwise
 from tests.support import oracle
+from tests.support.platforms import pretend
 
 # Functions that are called while a kernel is traced.
 KERNELS = {
@@ -75,7 +76,7 @@ def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool, k
 
 def on(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     """Trace for one device of a platform."""
-    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    pretend(monkeypatch, platform)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
 

@@ -15,6 +15,7 @@ from flax_mha.scores import Relative, Score, SoftCap, TransformerXL
 from tests.support import meshes, oracle
 from tests.support.arrays import ones
 from tests.support.oracle import einsum, error, float64
+from tests.support.platforms import pretend
 
 B, N, K, H, Hv, D = 2, 4, 2, 8, 5, 6
 FAR = 5
@@ -254,7 +255,7 @@ def test_other_kernels_refuse_vector_scores() -> None:
     assert told.chosen == "reference"
     assert set(told.refused) == {"cudnn", "short", "splash", "flex", "decode"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flax_mha.sharding.platform", lambda: "tpu")
+        pretend(patch, "tpu")
         refused = explain(*args[:3], scores=(SoftCap(5.0), Relative(args[3]))).refused
     for kernel in ("short", "flex", "splash"):
         assert refused[kernel] == "has no scores that see queries and keys, got Relative"

@@ -23,6 +23,7 @@ from flax_mha import (
     cache,
     dot_product_attention,
     explain,
+    kernels,
     masks,
     scores,
     variants,
@@ -154,6 +155,44 @@ def test_gpu_and_tpu_kernels_refuse_symbolic_sizes(platform: str, kernels: tuple
     assert found.chosen == "blockwise"
     for name in kernels:
         assert found.refused[name].startswith("needs static sizes, got q (b, n, 2, 64)")
+
+
+TPU, H200 = Platform("tpu", "TPU v5 lite"), Platform("gpu", "NVIDIA H200", (9, 20, 0))
+CUDNN = [
+    export.DisabledSafetyCheck.custom_call(name)
+    for name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "LayoutConstraint")
+]
+
+
+@pytest.mark.parametrize(
+    ("platform", "lowered", "call"),
+    [(TPU, "tpu", "tpu_custom_call"), (H200, "cuda", "__cudnn$fmhaSoftmaxBackward")],
+)
+def test_exported_gradient_has_the_kernels_of_its_platform_only(
+    platform: Platform, lowered: str, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = jax.ShapeDtypeStruct((1, 1024, 2, 128), jnp.bfloat16)
+
+    @jax.jit
+    def gradient(x: jax.Array) -> jax.Array:
+        def loss(x: jax.Array) -> jax.Array:
+            return dot_product_attention(x, x, x, mask=masks.Causal()).sum(dtype=jnp.float32)
+
+        return jax.grad(loss)(x)
+
+    def text(*platforms: str) -> str:
+        return export.export(gradient, platforms=platforms, disabled_checks=CUDNN)(x).mlir_module()
+
+    with caplog.at_level("INFO", "flax_mha"):
+        assert call not in text(lowered)
+    assert "blockwise computes attention" in caplog.text
+    with kernels.use(platform=platform):
+        assert call in text(lowered)
+        for others in (("cpu",), (lowered, "cpu")):
+            with pytest.raises(ValueError, match=r"must be lowered only for it, .*; export one"):
+                text(*others)
+    with pytest.raises(TypeError, match=r"platform must be a flax_mha.Platform, got 'tpu'; write"):
+        kernels.use(platform="tpu").__enter__()  # type: ignore[arg-type]
 
 
 NEW: dict[str, Any] = {

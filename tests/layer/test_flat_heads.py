@@ -9,6 +9,7 @@ from flax_mha import MultiHeadAttention, positions, sharding
 from flax_mha.layer import linear
 from tests.support.meshes import GROUPED, KEY, KINDS, X, on
 from tests.support.oracle import error, random_like
+from tests.support.platforms import pretend
 
 SHAPES = {"one device": (), "two axes": (2, 4), "heads over two axes": (2, 2, 2)}
 
@@ -35,7 +36,7 @@ def test_flat_heads_match_the_einsum(monkeypatch, shape: str, kind: str) -> None
 
     want, text = gradients()
     assert "32x32xf32" not in text
-    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    pretend(monkeypatch, "tpu")
     monkeypatch.setattr(linear, "SHORTEST", X.shape[-2])
     rules = GROUPED if len(SHAPES[shape]) == 3 else sharding.RULES
     leave = on(kind, rules, SHAPES[shape])[1] if SHAPES[shape] else lambda: None
@@ -49,11 +50,11 @@ def test_flat_heads_match_the_einsum(monkeypatch, shape: str, kind: str) -> None
 
 
 def test_heads_are_flat_for_the_kernel_that_reads_them_so(monkeypatch) -> None:
-    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    pretend(monkeypatch, "tpu")
     assert linear._has_flat_heads((4, 32))
     assert linear._has_flat_heads((4, 512))
     assert not linear._has_flat_heads((4, 31))
     assert not linear._has_flat_heads((4, 513))
     assert not linear._has_flat_heads(())
-    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    pretend(monkeypatch, "gpu")
     assert not linear._has_flat_heads((4, 64))

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, dot_product_attention, masks
+from flax_mha.base.coordinates import tiles_of
 from flax_mha.base.shapes import Dims
 from tests.support import oracle
 from tests.support.meshes import KINDS, on
@@ -45,14 +46,26 @@ def test_zeros_and_ones_become_bools(dtype: str) -> None:
     for given in (TABLE.astype(dtype), np.asarray(TABLE).astype(dtype)):
         bound = masks.as_mask(given).bind(DIMS)
         assert isinstance(bound.array.array, np.ndarray)
-        traced = jax.jit(lambda m: masks.as_mask(m).bind(DIMS))(given)
         inside = jax.jit(lambda m=given: masks.as_mask(m).bind(DIMS))()
-        assert bound.invalid is None
-        assert inside.invalid is None
-        assert not traced.invalid.any()
-        for mask in (bound, traced, inside):
+        for mask in (bound, inside):
             assert mask.array.array.dtype == bool
             np.testing.assert_array_equal(mask.array.array, BOOLS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_tiles_of_traced_numbers(dtype: str) -> None:
+    """A tile with another number is neither empty nor full."""
+    table = jnp.asarray([[0, 0, 1, 1, 0, 1], [0, 0, 1, 1, 2, -1]], dtype)
+
+    @jax.jit
+    def states(table: jax.Array) -> jax.Array:
+        mask = masks.as_mask(table).bind(Dims((), 2, 6, 1, 1, H, H))
+        return mask.tiles(tiles_of(np.zeros((1, 2, 1)), np.zeros((1, 1, 6)), 1, 2))
+
+    assert states(table)[0].tolist() == [
+        [masks.EMPTY, masks.FULL, masks.PARTIAL], [masks.EMPTY, masks.FULL, masks.PARTIAL],
+    ]  # fmt: skip
+    assert states(table + 2).tolist() == [[[masks.PARTIAL] * 3] * 2]
 
 
 @pytest.mark.sampled(0.13, slow=0.2)

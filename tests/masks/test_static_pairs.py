@@ -88,31 +88,15 @@ def test_too_many_pairs_are_partial(monkeypatch) -> None:
     assert (states(Predicate(blocked(8, 4))) == PARTIAL).all()
 
 
-def test_equal_programs_are_computed_once_and_others_anew(monkeypatch) -> None:
-    counts, real = [0], static_pairs._compute
-    monkeypatch.setattr(static_pairs, "_KEPT", type(static_pairs._KEPT)())
-    monkeypatch.setattr(
-        static_pairs, "_compute",
-        lambda *args: counts.__setitem__(0, counts[0] + 1) or real(*args),
-    )  # fmt: skip
+def test_functions_are_computed_anew() -> None:
     limit = [8]
     changing = Predicate(lambda row, head, i, j: j < limit[0])
-    for _ in range(3):
-        states(Predicate(blocked(8, 4)))
-    assert counts == [1]
     before = states(changing)
     limit[0] = 16
     assert (states(changing) != before).any()
-    table = jnp.arange(64) % 3 == 0
-    states(Predicate(lambda row, head, i, j: table[j]))
-    states(Predicate(lambda row, head, i, j: ~table[j]))
-    assert counts == [5]
-    for n in range(static_pairs._TABLES + 3):
-        states(Predicate(lambda row, head, i, j, n=n: j < n))
-    assert len(static_pairs._KEPT) == static_pairs._TABLES
 
 
-def test_arrays_that_a_programs_text_leaves_out_are_read() -> None:
+def test_arrays_inside_of_functions_are_read() -> None:
     """Try the arrays of a jitted function, and of a Python function that JAX calls back."""
 
     def jitted(table: np.ndarray) -> Predicate:

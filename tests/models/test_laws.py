@@ -18,7 +18,7 @@ from experiments.counts import hlo
 from experiments.measure import compiled
 from experiments.plan import gpus
 from flax_mha import masks, models, sampling, scores, variants
-from flax_mha.base import shapes
+from flax_mha.base import numerics
 from flax_mha.masks import Mask
 from flax_mha.scores import ScoreMod
 from tests.support.catalogue import CATALOGUE, Entry
@@ -130,7 +130,7 @@ def test_gradient_of_a_bias_is_a_float32_sum_on_tpus(optimized: None) -> None:
     x, bias = chip.array(64, 128, 256, dtype="bfloat16"), chip.array(256, dtype="bfloat16")
 
     def gradient(bias: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.vjp(lambda bias: shapes.plus(x, bias), bias)[1](x)[0]
+        return jax.vjp(lambda bias: numerics.plus(x, bias), bias)[1](x)[0]
 
     text, _ = compiled.dumped(jax.jit(gradient).lower(bias, x))
     sums = [x.instruction for x in hlo.Module(text).runs() if x.instruction.opcode == "reduce"]

@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 
 import flax_mha.nnx
-from flax_mha import Decoder, DecoderBlock, MultiHeadAttention, sharding
+from flax_mha import Decoder, DecoderBlock, MultiHeadAttention
 from flax_mha.kernels.call import spec
 from flax_mha.models import feed_forward, remat
 from flax_mha.models.experts import Experts
 from flax_mha.positions import Rotary
 from flax_mha.taps import tap
+from tests.support.platforms import pretend
 from tests.support.programs import count_equations, instructions
 
 T, D = 16, 16
@@ -162,7 +163,7 @@ def test_default_stores_no_product_of_a_rotation(
     """TPUs rotate by a product, which the backward pass does not need."""
     sizes = []
     for platform in ("cpu", "tpu"):
-        monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
+        pretend(monkeypatch, platform)
         sizes.append(stored(loss(model(None, True)), parameters(True), capsys=capsys)[0])
     assert sizes[1] < 1.01 * sizes[0]
 

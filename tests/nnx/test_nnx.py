@@ -164,11 +164,70 @@ def test_train_and_eval_switch_dropout() -> None:
         plain(X, deterministic=False)
 
 
-def test_view_sets_deterministic_without_changing_layer() -> None:
-    layer = MultiHeadAttention(4, D, dropout_rate=0.5, rngs=nnx.Rngs(0))
-    evaluated = nnx.view(layer, deterministic=True)
-    np.testing.assert_array_equal(evaluated(X), evaluated(X))
-    assert layer.deterministic is None
+def by_attribute(model: Any, name: str, value: Any) -> None:
+    setattr(model.layers[0], name, value)
+
+
+SETTERS: dict[str, Any] = {
+    "attribute": by_attribute,
+    "set_attributes": lambda model, name, value: model.set_attributes(**{name: value}),
+    "train": lambda model, name, value: model.train(**{name: value}),
+    "eval": lambda model, name, value: model.eval(**{name: value}),
+    "with_attributes": lambda model, name, value: nnx.with_attributes(model, **{name: value}),
+    "view": lambda model, name, value: nnx.view(model, **{name: value}),
+}
+VALUES = {"deterministic": True, "decode": True, "dropout_rate": 0.9, "rngs": nnx.Rngs(5)}
+# `train` and `eval` set `deterministic` themselves, and `set_view` has two arguments of these.
+UNSET = {
+    ("train", "deterministic"),
+    ("eval", "deterministic"),
+    ("view", "dropout_rate"),
+    ("view", "rngs"),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [(w, n) for w in SETTERS for n in VALUES if (w, n) not in UNSET]
+)
+def test_attributes_are_set_as_in_flax_layer(way: str, name: str) -> None:
+    """Equal layers have equal definitions, whenever their attributes were set."""
+    fields, value = {"deterministic": False, "dropout_rate": 0.5, "decode": False}, VALUES[name]
+    for kind in (nnx.MultiHeadAttention, MultiHeadAttention):
+        model = nnx.Sequential(kind(4, D, rngs=nnx.Rngs(0), **fields))
+        before = nnx.graphdef(model)
+        changed = SETTERS[way](model, name, value)
+        assert changed is None or nnx.graphdef(model) == before
+        layer = (changed or model).layers[0]
+        assert getattr(layer, name) is value
+    if name != "rngs":
+        fields |= {name: value} | ({"deterministic": True} if way == "eval" else {})
+        assert nnx.graphdef(layer) == nnx.graphdef(
+            MultiHeadAttention(4, D, rngs=nnx.Rngs(0), **fields)
+        )
+
+
+def test_a_call_reads_attributes_that_were_set() -> None:
+    fields = {"deterministic": False, "dropout_rate": 0.5}
+    layer, other = (MultiHeadAttention(4, D, rngs=nnx.Rngs(0), **fields) for _ in range(2))
+    layer.rngs = nnx.Rngs(5)
+    expected = other(X, rngs=nnx.Rngs(5))
+    np.testing.assert_array_equal(layer(X), expected)
+    layer.rngs, layer.dropout_rate = nnx.Rngs(5), 0.9
+    assert (layer(X) != expected).any()
+    layer.deterministic = True
+    np.testing.assert_array_equal(layer(X), other(X, deterministic=True))
+    layer.decode = True
+    layer.init_cache((B, T, D))
+    layer(X[:, :2])
+    np.testing.assert_array_equal(layer.cache_index, [2, 2])
+
+
+def test_sizes_are_named_as_in_flax_layer() -> None:
+    sizes = {"num_kv_heads": 2, "qkv_features": 32, "out_features": 5, "in_kv_features": 12}
+    kinds = (nnx.MultiHeadAttention, MultiHeadAttention)
+    theirs, ours = (kind(4, D, rngs=nnx.Rngs(0), **sizes) for kind in kinds)
+    for name in ("num_heads", "in_features", "head_dim", *sizes):
+        assert getattr(ours, name) == getattr(theirs, name)
 
 
 class Tower(nnx.Module):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import sharding
 from flax_mha.positions import (
     Axial,
     DynamicNtk,
@@ -24,6 +23,7 @@ from flax_mha.positions import (
 )
 from tests.support import oracle
 from tests.support.meshes import KINDS, on
+from tests.support.platforms import pretend
 
 KEY = jax.random.key(0)
 # Angles up to 1000 are rounded to float32 (6e-8 of 1000) before their sine is taken.
@@ -96,7 +96,7 @@ def test_tpus_rotate_to_the_same_numbers(
     cotangent = jnp.asarray(normal(3, 16), dtype)
     results = []
     for platform in ("cpu", "tpu"):
-        monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
+        pretend(monkeypatch, platform)
         with jax.disable_jit():
             out, pull = jax.vjp(lambda x: turn(x, ROWS), x)
             results.append((out, *pull(jnp.broadcast_to(cotangent, out.shape))))

@@ -62,7 +62,7 @@ def test_few_frames_between_call_and_matmul(devices: int) -> None:
             jax.eval_shape(call, q)
         finally:
             sys.setprofile(None)
-    on_mesh = ["run", "run_on_shards", "inside"] if devices > 1 else []
+    on_mesh = ["run", "run_on_shards", "_inside"] if devices > 1 else []
     product = ["run", "attend", "scores", "multiply"]
     assert path == ["dot_product_attention", *on_mesh, *product]
 

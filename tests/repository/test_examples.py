@@ -110,7 +110,6 @@ GIVEN: dict[str, Any] = {
     "flax_mha.edits.values": of_captures,
     "flax_mha.optimizers.qk_clip.qk_clip": of_clip,
     "flax_mha.interop": of_interop,
-    "flax_mha.kernels.any_derivative": of_derivatives,
     "flax_mha.kernels.use": of_derivatives,
     "flax_mha.masks": lambda: {"ids": np.zeros((2, 16), int)},
     "flax_mha.masks.Dilated": dict,

@@ -10,14 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention, kernels, linen, nnx
-from flax_mha.kernels import KERNELS, choose
 from flax_mha.kernels.call import bind
-from flax_mha.kernels.choose import STRATEGIES
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(__file__).parent / "typed"
@@ -35,16 +32,6 @@ def test_option_types_name_the_arguments() -> None:
     call = set(inspect.signature(nnx.MultiHeadAttention.__call__).parameters)
     assert {*nnx.NnxOptions.__annotations__, *inputs, *MORE} == call
     assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}
-
-
-def test_kernel_type_names_every_kernel() -> None:
-    names = {
-        "auto",
-        *KERNELS,
-        *STRATEGIES,
-        *(f"{way}:{name}" for way in STRATEGIES for name in KERNELS),
-    }
-    assert {*get_args(choose.KernelName.__value__)} == names
 
 
 def faults(output: str) -> set[tuple[str, int]]:

@@ -19,9 +19,8 @@ from experiments.plan.collectives import read
 from flax_mha import MLP, Encoder, EncoderBlock, MultiHeadAttention, sharding
 from flax_mha import nnx as flax_mha_nnx
 from flax_mha.base.private_jax import SHARDED_SUBGROUPS
-from flax_mha.layer import linear
-from flax_mha.layer.linear import gathered
 from flax_mha.positions import Rotary
+from flax_mha.sharding import products
 from tests.support.meshes import (
     BACKWARD,
     FORWARD,
@@ -173,13 +172,14 @@ def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
 def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> None:
     """The rule for `embed` is missing, or names an axis of devices with the same rows."""
 
-    def plain(fn: Any, x: jax.Array, projection: Any, kernel: jax.Array) -> Any:
-        return fn(x, sharding.constrain(kernel, gathered(projection.names)))
+    def plain(multiply: Any, names: Any, rows: Any, contracted: int, x: Any, kernel: Any) -> Any:
+        kernel = sharding.constrain(kernel, products.gathered(names))
+        return products._tensor_parallel(multiply, names, rows, contracted, x, kernel)
 
     lowered: dict[bool, list[str]] = {}
     for is_plain in (False, True):
         if is_plain:
-            monkeypatch.setattr(linear, "_gather_kernel", plain)
+            monkeypatch.setattr(products, "product", plain)
         lowered[is_plain] = []
         for rules in (changed(), changed(norm_length="model"), changed(embed="group"), FSDP):
             _, leave = on(kind, rules, (2, 2, 2))

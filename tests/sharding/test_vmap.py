@@ -28,6 +28,7 @@ from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary, rotary
 from tests.support.meshes import BACKWARD, FORWARD, KEY, KINDS, RNG, changed, collectives, on
 from tests.support.oracle import error, random_like
+from tests.support.platforms import pretend
 
 SHAPE = (4, 2)
 X = jnp.asarray(RNG.normal(size=(4, 2, 8, 16)), jnp.float32)
@@ -209,7 +210,7 @@ def test_nothing_is_sent_along_the_mapped_axis(optimized: None, kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_kernels_run_or_say_why_not(monkeypatch: Any, kind: str) -> None:
-    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    pretend(monkeypatch, "gpu")
     monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
     x, found = jnp.ones((4, 2, 1024, 4, 64), jnp.bfloat16), []
     mesh, leave = on(kind, shape=SHAPE)

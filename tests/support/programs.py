@@ -1,6 +1,8 @@
 """Traced and compiled programs, read."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,3 +27,16 @@ def instructions(compiled: jax.stages.Compiled) -> list[str]:
     """Return the instructions of a compiled program, without their places in the source."""
     lines = re.findall(r"^ +(?:ROOT )?%\S+ = .*$", compiled.as_text() or "", re.MULTILINE)
     return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in lines]
+
+
+_compiled: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: _compiled.append(event) if "backend_compile" in event else None
+)
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[list[str]]:
+    """List the compilations within the context."""
+    _compiled.clear()
+    yield _compiled

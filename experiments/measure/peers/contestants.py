@@ -3,14 +3,14 @@
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import jax
 
 from experiments.measure.peers import cores, layers, torch_peers
 from experiments.measure.peers.cases import Case
 from experiments.measure.timing import RefusalError, Work
-from flax_mha.kernels import KERNELS, KernelName
+from flax_mha.kernels import KERNELS
 
 
 class Contestant(NamedTuple):
@@ -46,7 +46,7 @@ CONTESTANTS: dict[str, dict[str, Contestant]] = {
         "ours": Contestant(cores.ours),
         **{
             f"ours-{name}": Contestant(
-                functools.partial(cores.ours, kernel=cast(KernelName, name)),
+                functools.partial(cores.ours, kernel=name),
                 keeps_scores="anywhere" if name == "reference" else "",
             )
             for name in KERNELS

@@ -14,10 +14,9 @@ from experiments.measure.peers.cases import Case
 from experiments.measure.peers.work import jitted, visible
 from experiments.measure.timing import RefusalError, Work
 from flax_mha import masks
-from flax_mha.kernels import KernelName
 
 
-def ours(case: Case, kernel: KernelName = "auto") -> Work:
+def ours(case: Case, kernel: str = "auto") -> Work:
     """Build `flax_mha.dot_product_attention`, by a named kernel unless it refuses."""
     mask = our_mask(case)
     if kernel != "auto":

@@ -17,11 +17,12 @@ from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.mask_parts import conjuncts
 from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.call.spec import AttentionSpec, nan_where
+from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored
-from flax_mha.masks.algebra import resolve, split_invalid
+from flax_mha.masks.algebra import resolve
 from flax_mha.positions import turn
 from flax_mha.scores import Bias, ScoreMod, Vectors, as_scores
+from flax_mha.sharding.devices import current_platform
 
 Keyed: TypeAlias = Array | Stored
 
@@ -87,11 +88,9 @@ def bind_call(
     q_pos = shapes.positions("q_positions", q_positions, (*dims.B, dims.T), "T")
     k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, dims.S), "S")
     at = whole(dims, q_pos, k_pos)
-    bound, invalid = split_invalid(None if mask is None else masks.as_mask(mask).bind(dims))
+    bound = None if mask is None else masks.as_mask(mask).bind(dims)
     if bound is not None:
         bound.check_positions(at)
-    if invalid is not None:
-        q = nan_where(jnp.swapaxes(jnp.asarray(invalid), -3, -2), q)
     spec = AttentionSpec(
         mask=None if bound is None else resolve(bound, at),
         scores=tuple(mod.bind(dims) for mod in scores),
@@ -102,9 +101,9 @@ def bind_call(
         scale=dims.H**-0.5 if scale is None else _check_scale(scale),
         precision=precision,
         normalizer=normalizer,
-        invalid=invalid,
         count=None if normalizer == SOFTMAX else _count_keys(mask, dims, k_pos is None),
         turns=turns,
+        platform=current_platform(),
     )
     _trace_user_functions(spec, dims, q.dtype)
     return q, k, v, spec

@@ -10,17 +10,18 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from flax_mha import sharding
 from flax_mha.base.coordinates import Array, At, ScoreArray, is_user_defined, whole
 from flax_mha.base.loops import select
 from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.stored import dequantize
 from flax_mha.masks import Mask
-from flax_mha.masks.algebra import evaluate
+from flax_mha.masks.algebra import evaluate, nan_at_other_numbers
 from flax_mha.positions.turn import Turn
 from flax_mha.scores import ScoreMod, Vectors, changed
+from flax_mha.sharding.devices import Platform
 
 # An array, or the `Stored` keys of a cache, which are never to be rotated.
 Keys = TypeVar("Keys", bound=Any)
@@ -33,7 +34,7 @@ class Sums(NamedTuple):
 
     Attributes:
       top: the maximum score.
-      total: the sum of exp(score − top), 0 for fully masked queries, NaN for those that see NaN.
+      total: the sum of exp(score − top), 0 for fully masked queries.
     """
 
     top: jax.Array
@@ -43,25 +44,19 @@ class Sums(NamedTuple):
     def of(cls, lse: jax.Array, given: "Sums | None" = None) -> "Sums":
         """Return the sums of a kernel that has only an lse, or `given` ones with its gradients."""
         top = jnp.where(lse == -jnp.inf, jnp.finfo(lse.dtype).min, jax.lax.stop_gradient(lse))
-        # A cotangent of 0 stays 0 for an lse of NaN, here and in `lse`.
-        lost = jnp.isnan(lse)
-        total = jnp.exp(jnp.where(lost, 0.0, lse - top))
-        if given is not None:
-            top, total = given.top, given.total * total
-        return cls(top, jnp.where(lost, lse, total))
+        total = jnp.exp(lse - top)
+        return cls(top, total) if given is None else cls(given.top, given.total * total)
 
     @property
     def lse(self) -> jax.Array:
         """The log of the sum of exp(score), −∞ for fully masked queries."""
-        total, other = self.total, jnp.where(self.total == 0, -jnp.inf, self.total)
-        return jnp.where(total > 0, self.top + jnp.log(jnp.where(total > 0, total, 1.0)), other)
+        is_empty = self.total == 0
+        lse = self.top + jnp.log(jnp.where(is_empty, 1.0, self.total))
+        return jnp.where(is_empty, -jnp.inf, lse)
 
 
 # An output [*B, T, N, Hv] and its softmax.
 Result = tuple[jax.Array, Sums]
-# A function that computes a call. Some kernels accept a precomputed result, and compute only its
-# gradients.
-Lowered = Callable[..., Result]
 
 
 def name_result(out: Any, sums: Any) -> tuple[Any, Any]:
@@ -81,41 +76,25 @@ class TileSize(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiled:
-    """A function that computes a call, the sizes of its tiles, and the reason for them."""
-
-    run: Lowered
-    tile: tuple[int, int]
-    why: str
-
-    def __call__(self, *result: Result) -> Result:
-        """Compute the call, or its gradients from a precomputed result."""
-        return self.run(*result)
-
-
-class Refusal(NamedTuple):
-    """The reason why a kernel can't run a call."""
-
-    reason: str
-
-
-class Platform(NamedTuple):
-    """The devices that a call will run on.
+class Lowered:
+    """A call that a kernel can compute.
 
     Attributes:
-      name: JAX's name of the platform: "cpu", "gpu" or "tpu".
-      device: JAX's name of the device kind, such as "NVIDIA H200".
-      cudnn: the version of cuDNN, such as (9, 20, 0); None for the installed one.
-      not_partitionable: the reason against kernels that XLA cannot shard; None on one device, or if
-        each device runs its own shard.
-      auto_partitioned: True if XLA shards the call between several devices without a mesh.
+      run: the function that computes it.
+      takes_result: True if `run` accepts a precomputed result of these and other keys, without
+        sinks, and computes only its gradients.
+      tile: the queries and keys of a tile, if the kernel has a choice.
+      why: the reason for these sizes.
     """
 
-    name: str
-    device: str = ""
-    cudnn: tuple[int, int, int] | None = None
-    not_partitionable: str | None = None
-    auto_partitioned: bool = False
+    run: Callable[..., Result]
+    takes_result: bool = False
+    tile: tuple[int, int] | None = None
+    why: str | None = None
+
+
+class Unsupported(Exception):  # noqa: N818 — it names the reason, and is no error by itself
+    """The reason why a kernel can't run a call."""
 
 
 class AttentionSpec(struct.PyTreeNode):
@@ -132,8 +111,6 @@ class AttentionSpec(struct.PyTreeNode):
       row_ids: the indices of the batch rows, int32 [*B, 1, 1, 1], on a shard of a call; None for
         all.
       head_ids: the indices of the query heads, int32 [1, N, 1, 1], on a shard; None for all.
-      invalid: bool [*B|1, N|1, T|1, 1], True for queries whose mask has numbers other than 1 and 0;
-        or None. Their q is NaN. Kernels ignore this.
       count: the number of keys that `normalizers` count, int [*B|1, 1, 1, 1] (default: S).
       turns: the rotations of queries and of keys that are yet to be applied, or None.
       precision: the precision of matmuls. See `jax.lax.Precision`.
@@ -143,6 +120,7 @@ class AttentionSpec(struct.PyTreeNode):
       piece: the number of tokens in a piece, if pieces are in any order: a larger tile is hardly
         ever empty. None if tokens are contiguous.
       blocks: the sizes of tiles that the caller sets.
+      platform: the devices that the call will run on.
     """
 
     mask: Mask | None
@@ -154,7 +132,6 @@ class AttentionSpec(struct.PyTreeNode):
     scale: float | Array
     row_ids: ScoreArray | None = None
     head_ids: ScoreArray | None = None
-    invalid: Array | None = None
     count: ScoreArray | None = None
     turns: tuple[Turn, Turn] | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
@@ -163,6 +140,7 @@ class AttentionSpec(struct.PyTreeNode):
     normalizer: str = struct.field(pytree_node=False, default=SOFTMAX)
     piece: int | None = struct.field(pytree_node=False, default=None)
     blocks: TileSize = struct.field(pytree_node=False, default=TileSize())
+    platform: Platform = struct.field(pytree_node=False, default=Platform("cpu"))
 
     def at(self, dims: Dims) -> At:
         """Return the coordinates of all scores of the call."""
@@ -172,6 +150,13 @@ class AttentionSpec(struct.PyTreeNode):
         """Return coordinates, replaced by those that the spec has."""
         arrays = {"row": self.row_ids, "head": self.head_ids, "q": self.q_pos, "k": self.k_pos}
         return at._replace(**{n: x.array for n, x in arrays.items() if x is not None})
+
+    def plain(
+        self, q: jax.Array, k: Any, v: Any
+    ) -> "tuple[jax.Array, jax.Array, jax.Array, AttentionSpec]":
+        """Return rotated queries and keys, stored keys and values as arrays, and the spec."""
+        q, rotated, spec = self.turned(q, dequantize(k))
+        return q, rotated, dequantize(v), spec
 
     def turned(self, q: jax.Array, k: Keys) -> "tuple[jax.Array, Keys, AttentionSpec]":
         """Return queries and keys after their rotation, and the spec without it.
@@ -210,17 +195,9 @@ class AttentionSpec(struct.PyTreeNode):
         with _matmul_precision(self.precision if vectors else None):
             for mod in self.scores:
                 score = changed(mod, score, at, vectors)
-        return score if allowed is None else select(allowed, score, forbidden), allowed
-
-    def nan_where_invalid(self, out: jax.Array) -> jax.Array:
-        """Set outputs [*B, T, N, ·] of invalid queries to NaN, also of fully masked ones."""
-        if self.invalid is None:
-            return out
-        return nan_where(jnp.swapaxes(jnp.asarray(self.invalid), -3, -2), out)
-
-    def nan_lse_where_invalid(self, lse: jax.Array) -> jax.Array:
-        """Set the lse [*B, N, T] of invalid queries to NaN."""
-        return lse if self.invalid is None else nan_where(jnp.asarray(self.invalid)[..., 0], lse)
+        if allowed is not None:
+            score = nan_at_other_numbers(self.mask, select(allowed, score, forbidden))
+        return score, allowed
 
     def apply_dropout(self, weights: jax.Array, at: At) -> jax.Array:
         """Set dropped weights at these coordinates to 0. `scale_kept` scales the outputs.
@@ -248,9 +225,3 @@ def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager:
     # JAX expects the names of `Precision` in lower case here.
     is_member = name in jax.lax.Precision.__members__
     return jax.default_matmul_precision(name.lower() if is_member else name)
-
-
-def nan_where(invalid: jax.Array, x: jax.Array) -> jax.Array:
-    """Set x, and gradients through it, to NaN where `invalid`."""
-    factor = jnp.where(invalid, jnp.nan, 1.0).astype(x.dtype)
-    return x * sharding.like(jnp.broadcast_to(factor, x.shape), x)

@@ -31,17 +31,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import private_jax, shapes
+from flax_mha.base import numerics, private_jax, shapes
 from flax_mha.base.coordinates import At, flat_batch
 from flax_mha.base.shapes import Dims
+from flax_mha.kernels.call import limits
 from flax_mha.kernels.call.mask_parts import conjuncts
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Result, Sums
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, Unsupported
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.cudnn import bands, edge_cases, primitives
 from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
 from flax_mha.masks import Mask
-from flax_mha.masks.algebra import evaluate
+from flax_mha.masks.algebra import evaluate, other_numbers
 from flax_mha.scores import Bias
 from flax_mha.sharding.shard_map import varying
 
@@ -52,28 +53,30 @@ OLDEST = (9, 10, 2)
 
 
 def lower(
-    q: jax.Array, k: jax.Array | Stored, v: jax.Array | Stored, spec: AttentionSpec,
-    platform: Platform,
-) -> Lowered | Refusal:  # fmt: skip
-    """Prepare the call, or return the reason why this kernel does not support it."""
+    q: jax.Array, k: jax.Array | Stored, v: jax.Array | Stored, spec: AttentionSpec
+) -> Lowered:
+    """Prepare the call, or raise the reason why this kernel does not support it."""
+    limits.check(spec, q, k)
+    q, k, spec = spec.turned(q, k)
+    platform = spec.platform
     dims, heads_first = shapes.Dims.of(q, k, v), isinstance(k, Stored)
     if q.dtype not in (jnp.float16, jnp.bfloat16):
-        return Refusal(f"takes float16 and bfloat16, got {q.dtype}")
+        raise Unsupported(f"takes float16 and bfloat16, got {q.dtype}")
     device = primitives.gpu(platform)
     if isinstance(device, str):
-        return Refusal(device)
+        raise Unsupported(device)
     if reason := _check_call(q, spec, dims, device, platform):
-        return Refusal(reason)
+        raise Unsupported(reason)
     reason = _check_scores(q, spec, dims, device)
     takes_runs = _takes_runs(spec, dims, device, platform.auto_partitioned)
     band, hidden = bands.lower(spec, dims, takes_runs)
     if hidden is not None:
         reason = reason or _check_hidden(q, spec, hidden, dims)
     if reason:
-        return Refusal(reason)
+        raise Unsupported(reason)
     k, v = dequantize(k), dequantize(v)
     static = {"divisible": platform.auto_partitioned, "heads_first": heads_first}
-    return functools.partial(_attend, q, k, v, spec, band, hidden, static)
+    return Lowered(functools.partial(_attend, q, k, v, spec, band, hidden, static), True)
 
 
 def _check_call(
@@ -164,7 +167,7 @@ def _attend(
     rows, features = math.prod(dims.B), _features(dims)
     scale = spec.scale
     if not isinstance(scale, int | float | np.number):
-        q, scale = shapes.scaled(q, scale), 1.0
+        q, scale = numerics.scaled(q, scale), 1.0
     # `lower` allows at most one, a Bias.
     (mod,) = spec.scores or (None,)
     bias = jnp.asarray(flat_batch(mod.array.array, dims)) if isinstance(mod, Bias) else None
@@ -177,6 +180,8 @@ def _attend(
             allowed, jnp.zeros((), q.dtype) if bias is None else bias,
             jnp.asarray(edge_cases.HIDDEN, q.dtype),
         )  # fmt: skip
+        if (others := other_numbers(hidden)) is not None:
+            bias = jnp.where(flat_batch(others, dims), jnp.nan, bias)
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], dims.T, dims.S))
     odd_q, odd_k = (0, 0) if bias is None else (dims.T % 2, dims.S % 2)
     if bias is not None and (odd_q or odd_k):

@@ -29,19 +29,13 @@ import numpy as np
 from flax_mha.base import private_jax, shapes
 from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.call.spec import (
-    AttentionSpec,
-    Lowered,
-    Platform,
-    Refusal,
-    Result,
-    Sums,
-    Tiled,
-)
+from flax_mha.kernels.call import limits
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported
+from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.chips.tpus import heads_first
 from flax_mha.kernels.flex.passes import Arrays, Tables, core
 from flax_mha.kernels.flex.tile import FlexCall, Machine
-from flax_mha.kernels.flex.traced import trace
+from flax_mha.kernels.flex.traced import divide, trace
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks import FULL, PARTIAL
 from flax_mha.masks.states import is_static
@@ -51,31 +45,36 @@ from flax_mha.positions.turn import Turn
 _MACHINES = {"tpu": "tpu", "gpu": "hopper"}
 
 
-def lower(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Lowered | Refusal:
-    """Prepare the call, or return the reason why this kernel does not support it."""
+def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
+    """Prepare the call, or raise the reason why this kernel does not support it."""
+    limits.check(spec, q, k, blocks=True)
+    k, v, platform = dequantize(k), dequantize(v), spec.platform
     folder = _MACHINES[platform.name]
     if reason := private_jax.missing(f"flex.{folder}"):
-        return Refusal(reason)
+        raise Unsupported(reason)
     machine: Machine = importlib.import_module(f"{__name__}.{folder}").MACHINE
     if reason := machine.check(q, k, v, platform):
-        return Refusal(reason)
+        raise Unsupported(reason)
     if any(spec.blocks):
-        if not machine.swaps:
-            return Refusal(f"has tiles of one size on NVIDIA GPUs, got {spec.blocks}")
+        if not machine.whole_tiles:
+            raise Unsupported(f"has tiles of one size on NVIDIA GPUs, got {spec.blocks}")
         if any((size or 0) % 128 for size in spec.blocks):
-            return Refusal(f"takes blocks of multiples of 128, got {spec.blocks}")
-    traced = trace(q, k, spec, shapes.Dims.of(q, k, v), machine, platform.device)
+            raise Unsupported(f"takes blocks of multiples of 128, got {spec.blocks}")
+    dims = shapes.Dims.of(q, k, v)
+    plan, why = divide(spec, dims, machine, platform.device)
+    if plan.nq * plan.nk > machine.table:
+        raise Unsupported(
+            f"divides scores into at most {machine.table} tiles, T·S = {dims.T}·{dims.S} need more"
+        )
+    traced = trace(spec, plan, machine, platform.device)
     if isinstance(traced, str):
-        return Refusal(traced)
+        raise Unsupported(traced)
     if platform.not_partitionable:
-        return Refusal(platform.not_partitionable)
-    plan, why = traced[0].plan, traced[0].why
+        raise Unsupported(platform.not_partitionable)
     if not machine.turns(traced[0], q.dtype):
         q, k, spec = spec.turned(q, k)
     call = functools.partial(_attend, q, k, v, spec, *traced)
-    return Tiled(call, (plan.block_q, plan.block_k), why)
+    return Lowered(call, True, (plan.block_q, plan.block_k), why)
 
 
 def _attend(

@@ -51,42 +51,15 @@ def open_jaxpr(x: Any) -> tuple[Any, list[Any]]:
     return getattr(x, "jaxpr", x), list(getattr(x, "consts", ()))
 
 
-class IndexColumns(NamedTuple):
-    """An array [..., n] of indices into a table, as one array for each of its axes."""
-
-    columns: list[Any]
-
-
-def index_columns(x: Any, var: Any) -> list[Any]:
-    """Return the index of each axis, from a variable's array [..., n] of indices."""
-    if isinstance(x, IndexColumns):
-        return x.columns
-    if var.aval.shape[-1:] != (1,):
-        raise UnsupportedPrimitive("gather")
-    return [x]
-
-
-def join_indices(columns: Callable, eqn: Any, *inputs: Any) -> IndexColumns:
-    """Join the indices of several axes, which `columns` reads, as `index_columns`."""
-    if eqn.params["dimension"] != eqn.outvars[0].aval.ndim - 1:
-        raise UnsupportedPrimitive("concatenate")
-    pairs = zip(inputs, eqn.invars, strict=True)
-    return IndexColumns([x for part, var in pairs for x in columns(part, var)])
-
-
-def where(chosen: Any, one: Any, other: Any) -> Any:
-    """Return `jnp.where`, with a condition of the shape of the result, as Mosaic GPU expects."""
-    shape = jnp.broadcast_shapes(*map(jnp.shape, (chosen, one, other)))
-    return jnp.where(*(jnp.broadcast_to(x, shape) for x in (chosen, one, other)))
-
-
 def select_among(which: Any, choices: Sequence[Any]) -> Any:
     """Return choices[which], of numbers or tiles."""
     out = choices[0]
     index = jnp.asarray(which).astype(jnp.int32)
     for n, choice in enumerate(choices[1:], 1):
         chosen = index >= n if n == len(choices) - 1 else index == n
-        out = where(chosen, choice, out)
+        # Mosaic GPU expects a condition of the shape of the result.
+        shape = jnp.broadcast_shapes(*map(jnp.shape, (chosen, choice, out)))
+        out = jnp.where(*(jnp.broadcast_to(x, shape) for x in (chosen, choice, out)))
     return out
 
 

@@ -23,58 +23,55 @@ import jax.numpy as jnp
 from flax_mha.base import private_jax
 from flax_mha.base.coordinates import flat_batch
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.call.spec import (
-    AttentionSpec,
-    Lowered,
-    Platform,
-    Refusal,
-    Result,
-    Sums,
-    TileSize,
-)
+from flax_mha.kernels.call import limits
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported
+from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.traced import trace
+from flax_mha.kernels.xla.tile_plan import Plan
 
 # The scores of a step. More heads hide more of each other's latencies, until they fill the memory.
 _SCORES = 3 * 2**18
 
 
-def lower(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Lowered | Refusal:
-    """Prepare the call, or return the reason why this kernel does not support it."""
+def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
+    """Prepare the call, or raise the reason why this kernel does not support it."""
+    limits.check(spec, q, k)
+    k, v, platform = dequantize(k), dequantize(v), spec.platform
     dims = Dims.of(q, k, v)
     if reason := private_jax.missing("flex.tpu") or tpus.check(q, k, v):
-        return Refusal(reason)
+        raise Unsupported(reason)
     # Pallas is loaded only when a call asks for it.
     from flax_mha.kernels.flex.tpu import MACHINE
     from flax_mha.kernels.flex.tpu import whole_rows as kernel
 
     if max(dims.T, dims.S) > tpus.SHORT:
-        return Refusal(f"takes at most {tpus.SHORT} queries and keys, got {dims.T} and {dims.S}")
-    traced = trace(
-        q, k, spec.replace(blocks=TileSize(dims.T, dims.S)), dims, MACHINE, platform.device
-    )
+        raise Unsupported(f"takes at most {tpus.SHORT} queries and keys, got {dims.T} and {dims.S}")
+    traced = trace(spec, Plan(dims, dims.T, dims.S), MACHINE, platform.device)
     if isinstance(traced, str):
-        return Refusal(traced)
+        raise Unsupported(traced)
     call, (_, closed), leaves = traced
+    states = spec.mask is None, spec.mask is not None
     for operand, x in zip(call.leaves, leaves, strict=True):
         if operand.is_learned and operand.layout == "tile" and math.prod(x.shape[:-3]) > 1:
-            return Refusal(f"shares float arrays over the scores among rows, got {x.shape}")
+            raise Unsupported(f"shares float arrays over the scores among rows, got {x.shape}")
     if platform.not_partitionable:
-        return Refusal(platform.not_partitionable)
+        raise Unsupported(platform.not_partitionable)
     # The other half of the memory holds blocks of q, k, v and the arrays of scores.
-    most = tpus.memory(platform.device) // 2 // kernel.BYTES
+    most = tpus.memory(platform.device) // 2 // tpus.SCORE_BYTES
     of_head = kernel.scores_of(dims)
     heads = _heads(dims, of_head, most)
     if heads * dims.G * of_head > most:
-        return Refusal(
+        raise Unsupported(
             f"holds at most {most} scores in fast memory, got {heads * dims.G} heads of "
             f"{dims.T} × {dims.S}"
         )
     q, k, spec = spec.turned(q, k)
-    return functools.partial(_attend, kernel, q, k, v, spec, heads, call.swapped, closed, leaves)
+    run = functools.partial(
+        _attend, kernel, q, k, v, spec, heads, call.swapped._replace(states=states), closed, leaves
+    )
+    return Lowered(run)
 
 
 def _heads(dims: Dims, scores: int, most: int) -> int:

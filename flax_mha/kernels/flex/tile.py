@@ -22,11 +22,12 @@ class Machine(NamedTuple):
       blocks: choices of the most queries and keys of a tile on a device kind, with the relative
         cost of a score; the first is for masks that are traced.
       table: the most entries of a table of tiles.
-      swaps: True if kernels have tiles of keys × queries too.
+      whole_tiles: True if functions see whole tiles, of queries × keys and of keys × queries; False
+        if they must be elementwise.
       visits: the lists of visited tiles, given the states of all and the dtype of q, or None.
       turns: True if the kernels can rotate queries and keys of a dtype.
-      missing: the reason why a `Function` cannot run in a kernel, or None, given the layouts of its
-        first arguments.
+      missing: the operation that a `Function` needs and kernels lack, or None, given the layouts of
+        its first arguments.
       run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
       forward: out, with the rest that its dtype leaves if asked for as `exact`, see `split`; and
         each query's maximum and sum of exponentials, [R, N, 2, T′].
@@ -37,7 +38,7 @@ class Machine(NamedTuple):
     check: Callable[[jax.Array, jax.Array, jax.Array, Platform], str | None]
     blocks: Callable[[Dims, str], Sequence[tuple[tuple[int, int], float]]]
     table: int
-    swaps: bool
+    whole_tiles: bool
     visits: Callable[["FlexCall", Array, Any], Any]
     turns: Callable[["FlexCall", Any], bool]
     missing: Callable[[Function, Sequence[Operand]], str | None]
@@ -79,15 +80,13 @@ class FlexCall(NamedTuple):
         coordinates of `At`, and q·kᵀ.
       masked: the same function under the mask. If T or S is not a multiple of the blocks, its last
         argument tells which scores exist.
-      num_plain: the number of arrays that `plain` closes over.
-      closed: the arrays that both functions close over.
+      closed: the arrays that `plain` closes over, and those of `masked`.
       leaves: the spec's arrays. Dropout has two seeds of one number each.
       form: the spec without its arrays.
       guarded: True if factors of gradients must be finite.
       precision: the precision of float32 matmuls.
       reads_sums: False if only the output is read, and the sums may be 0.
       keys_first: True if the functions are of tiles of keys × queries.
-      why: the reason for the sizes of its tiles.
       swapped: the call with keys first, or None.
     """
 
@@ -97,7 +96,6 @@ class FlexCall(NamedTuple):
     states: tuple[bool, bool]
     plain: Function
     masked: Function
-    num_plain: int
     closed: tuple[Operand, ...]
     leaves: tuple[Operand, ...]
     form: SpecForm
@@ -105,7 +103,6 @@ class FlexCall(NamedTuple):
     precision: Any
     reads_sums: bool
     keys_first: bool
-    why: str
     swapped: Any = None
 
     @property
@@ -149,10 +146,11 @@ class Tile(NamedTuple):
     def function(self, s: jax.Array, leaves: Sequence[Any]) -> tuple[Function, list[Any]]:
         """Return the function of the scores, and its arguments."""
         call, args = self.call, [*leaves, *self.at, s]
+        split = len(call.plain.jaxpr.constvars)
         if not self.masked:
-            return call.plain, [*self.closed[: call.num_plain], *args]
+            return call.plain, [*self.closed[:split], *args]
         inside = [self.inside] if call.plan.ragged else []
-        return call.masked, [*self.closed[call.num_plain :], *args, *inside]
+        return call.masked, [*self.closed[split:], *args, *inside]
 
     def drop(self, x: jax.Array) -> jax.Array:
         """Set dropped weights to 0, without scaling the kept ones."""

@@ -11,13 +11,12 @@ from flax_mha.base.coordinates import At, is_score_array
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.chips import tpus
-from flax_mha.kernels.flex import vectors
 from flax_mha.kernels.flex.function import DTYPES, Function
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Machine, SpecForm
 from flax_mha.kernels.xla.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY
-from flax_mha.masks.algebra import evaluate
+from flax_mha.masks.algebra import evaluate, nan_at_other_numbers
 from flax_mha.masks.states import is_static
 
 # The maximum entries of a function's argument, in fast memory.
@@ -25,7 +24,7 @@ WHOLE = 2**17
 
 
 def trace(
-    q: jax.Array, k: jax.Array, spec: AttentionSpec, dims: Dims, machine: Machine, device: str
+    spec: AttentionSpec, plan: Plan, machine: Machine, device: str
 ) -> tuple[FlexCall, list[list[Any]], list[Any]] | str:
     """Return the functions of a call, or the reason why they cannot run in a kernel.
 
@@ -35,16 +34,6 @@ def trace(
     precision = tpus.precision(spec.precision)
     if isinstance(precision, str):
         return precision
-    plan, why = _divide(spec, dims, machine, device)
-    if plan.nq * plan.nk > machine.table:
-        return (
-            f"divides scores into at most {machine.table} tiles, T·S = {dims.T}·{dims.S} need more"
-        )
-    if spec.vectors:
-        divided = vectors.divide(spec, dims, plan, q, k)
-        if isinstance(divided, str):
-            return divided
-        spec = divided
     spec = spec.replace(sinks=None, row_ids=None, head_ids=None, turns=None)
     if spec.dropout is not None:
         seed = spec.dropout.seed
@@ -53,7 +42,9 @@ def trace(
     # Python's numbers are compiled into the kernel.
     constants = tuple((type(x), x) if isinstance(x, float | int) else None for x in values)
     array_leaves = zip(jax.tree.leaves(spec, is_leaf=is_score_array), constants, strict=True)
-    leaves = [Operand.of(x, plan) for x, number in array_leaves if number is None]
+    # Elementwise functions are the same for any tile. In one of 2 × 2, others show.
+    tile = plan if machine.whole_tiles else plan._replace(block_q=2, block_k=2)
+    leaves = [Operand.of(x, tile) for x, number in array_leaves if number is None]
     arrays = [x for x, number in zip(values, constants, strict=True) if number is None]
     for x, operand in zip(arrays, leaves, strict=True):
         if operand.layout == "whole" and (jnp.ndim(x) > 2 or jnp.size(x) > WHOLE):
@@ -64,26 +55,26 @@ def trace(
 
     form = SpecForm(tree, constants, not spec.user_types())
     calls, closed = list[FlexCall](), list[list[Any]]()
-    for step in (1, -1) if machine.swaps else (1,):
+    for step in (1, -1) if machine.whole_tiles else (1,):
         blocks = [
             jax.ShapeDtypeStruct(jnp.shape(x) if y.layout == "whole" else y.shape[::step], y.dtype)
             for x, y in zip(arrays, leaves, strict=True)
         ]
-        traced = _trace_functions(form, blocks, plan, machine, leaves, step)
+        traced = _trace_functions(form, blocks, tile, plan.ragged, machine, leaves, step)
         if isinstance(traced, str):
             return traced
-        (plain, first), (masked, second) = traced
-        closed.append([*first, *second])
+        plain, masked, consts = traced
+        closed.append(consts)
         calls.append(FlexCall(
-            machine, plan, device, (True, True), plain, masked, len(first),
-            tuple(Operand.of(x, plan) for x in closed[-1]), tuple(leaves), form,
-            spec.mask is not None, precision, spec.reads_lse, step < 0, why,
+            machine, plan, device, (True, True), plain, masked,
+            tuple(Operand.of(x, plan) for x in consts), tuple(leaves), form,
+            spec.mask is not None, precision, spec.reads_lse, step < 0,
         ))  # fmt: skip
     call, *swapped = calls
     return call._replace(swapped=swapped[0] if swapped else None), closed, arrays
 
 
-def _divide(spec: AttentionSpec, dims: Dims, machine: Machine, device: str) -> tuple[Plan, str]:
+def divide(spec: AttentionSpec, dims: Dims, machine: Machine, device: str) -> tuple[Plan, str]:
     """Divide the scores into tiles as fine as the mask's blocks, if the table is small enough.
 
     Returns the division, and the reason for its sizes.
@@ -132,36 +123,36 @@ def _score(
     if tile.scores:
         # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
         s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
-    return jnp.where(allowed, s, -jnp.inf)
+    return nan_at_other_numbers(tile.mask, jnp.where(allowed, s, -jnp.inf))
 
 
 def _trace_functions(
-    form: SpecForm, arrays: list[Any], plan: Plan, machine: Machine, leaves: list[Operand],
-    step: int,
-) -> tuple[tuple[Function, list], tuple[Function, list]] | str:  # fmt: skip
+    form: SpecForm, arrays: list[Any], plan: Plan, ragged: bool, machine: Machine,
+    leaves: list[Operand], step: int,
+) -> tuple[Function, Function, list[Any]] | str:  # fmt: skip
     """Trace the scores of a tile, without and with the mask, and return the closed-over arrays.
 
     A step of −1 reverses the axes of the tile, to keys × queries.
     """
 
-    def aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+    def aval(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape[::step], dtype)
 
-    scores = plan.block_q, plan.block_k
-    sizes = (1, 1), (1, 1), (plan.block_q, 1), (1, plan.block_k)
-    at = form.fill(arrays).override(At(*map(aval, sizes)))
-    functions = []
-    for masked, more in ((False, []), (True, [aval(scores, jnp.bool_)] if plan.ragged else [])):
+    bq, bk = plan.block_q, plan.block_k
+    at = form.fill(arrays).override(At(aval(1, 1), aval(1, 1), aval(bq, 1), aval(1, bk)))
+    s, inside = aval(bq, bk, dtype=jnp.float32), [aval(bq, bk, dtype=jnp.bool_)] if ragged else []
+    functions, closed = list[Function](), list[Any]()
+    for masked, more in ((False, []), (True, inside)):
         # A user's function may compute something else in the next call, so it is traced anew.
         static = (form, masked) if form.pure else ()
         fn = _score if form.pure else functools.partial(_score, form, masked)
-        args = *static, arrays, at, aval(scores, jnp.float32), *more
-        function, consts = Function.of(fn, *args, num_static=len(static))
+        function, consts = Function.of(fn, *static, arrays, at, s, *more, num_static=len(static))
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"
-        closed = [Operand.of(x, plan) for x in consts]
-        if lacking := machine.missing(function, [*closed, *leaves]):
+        operands = [Operand.of(x, plan) for x in consts]
+        if lacking := machine.missing(function, [*operands, *leaves]):
             return f"its compiler lacks an operation of a mask or a score: {lacking}"
-        functions.append((function, consts))
-    return functions[0], functions[1]
+        functions.append(function)
+        closed += consts
+    return functions[0], functions[1], closed

@@ -28,9 +28,8 @@ from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, map_score_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import combine, is_array, is_inexact, partition
-from flax_mha.kernels.call import derivatives
 from flax_mha.kernels.call.mask_parts import conjuncts
-from flax_mha.kernels.call.spec import AttentionSpec, Platform, Result, Sums, name_result
+from flax_mha.kernels.call.spec import AttentionSpec, Result, Sums, name_result
 from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mesh.legs import Leg, Pass, schedule, split
 from flax_mha.kernels.xla import softmax
@@ -71,7 +70,7 @@ class Ring(NamedTuple):
     serial: bool = False
 
     @classmethod
-    def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims, platform: Platform) -> "Ring":
+    def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims) -> "Ring":
         """Return the ring of n devices for a call with these full sizes and spec."""
 
         def is_traced(tree: Any) -> bool:
@@ -85,7 +84,7 @@ class Ring(NamedTuple):
         per_device = visible.reshape(n, len(visible) // n, n, -1)
         # Only on GPUs, because the kernels of other platforms take positions.
         others = *positions, spec.dropout, *spec.scores
-        plain = dims.T == dims.S and others == (None,) * 3 and platform.name == "gpu"
+        plain = dims.T == dims.S and others == (None,) * 3 and spec.platform.name == "gpu"
         plain &= spec.mask is None or type(spec.mask) is Causal
         device, tile, reach = np.arange(n), block // per_device.shape[-1], {}
         for step in range(n):
@@ -95,7 +94,7 @@ class Ring(NamedTuple):
         passes, is_partly_traced = split(reach, block, n), len(static) < len(parts)
         seen = per_device.any((1, 3))
         loops = any(len(leg.steps) > 1 for part in passes for leg in schedule(part.steps, n))
-        serial = loops and platform.name == "cpu"
+        serial = loops and spec.platform.name == "cpu"
         return cls(axes, seen, tuple(reach), passes, block, is_partly_traced, plain, serial)
 
     def send(self, tree: Any, hop: int) -> Any:
@@ -221,7 +220,6 @@ def attend(
     spec covers this device's queries and all S keys, with all coordinates. Returns out [*B, T/n, N,
     Hv] and sums [*B, N, T/n].
     """
-    q, k, v, spec = derivatives.limit("reverse", "ring", (q, k, v, spec))
     arrays, static = partition(spec.replace(sinks=None), is_array)
     result = _core(ring, local, static, q, k, v, arrays)
     return result if spec.sinks is None else softmax.merge_sinks(result, spec.sinks)

@@ -5,7 +5,6 @@ Batch rows and heads are sharded by the logical axis rules (see `flax_mha.shardi
 sharded, a call uses one of the context-parallel `STRATEGIES`, see `strategies`.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,19 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray, is_score_array, map_score_arrays, whole
 from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels import choose
-from flax_mha.kernels.call.spec import AttentionSpec, Platform, Result, Sums
+from flax_mha.kernels.call.spec import AttentionSpec, Result, Sums
 from flax_mha.kernels.call.stored import Stored, is_part, read
 from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mesh import ring, slots
-from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.mesh.strategies import pick_strategy, refusals
 from flax_mha.sharding import layout, rules, shard_map
+from flax_mha.sharding.devices import Platform, current_platform
 from flax_mha.sharding.order import piece_size
 from flax_mha.sharding.rules import pack_entry, unpack_entry
 
@@ -141,18 +141,17 @@ def run(
     [*B, T, N, H], k and v are [*B, S, K, ·].
     """
     _, name = choose.parse_kernel(kernel)
+    attend: Any = Partial(choose.run, name)
     if _is_empty(q, k):
         # XLA does not support empty shards.
-        attend = functools.partial(choose.run, name, current_platform())
         return sharding.auto(attend, (sharding.HEADS, Sums(_SUMS, _SUMS)), q, k, v, spec)
     dims = Dims.of(q, k, v)
     strategy = pick_strategy(kernel, spec.normalizer, division, dims)
-    platform = current_platform(division.manual)
-    attend = functools.partial(choose.run, name, platform)
+    spec = spec.replace(platform=current_platform(division.manual))
     if division.slots is not None:
-        attend = functools.partial(slots.attend, division.slots, attend)
+        attend = Partial(slots.attend, division.slots, attend)
     divided = division.inside(strategy, dims)
-    inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
+    inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, q, k, v, spec)
     outs = divided.over_queries(), divided.over_sums()
     pure = not spec.user_types()
     out, sums = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args, pure=pure)
@@ -163,27 +162,30 @@ def run(
 
 
 def explain(
-    kernel: str, division: Division, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
-    platform: Platform | None,
-) -> Explanation:  # fmt: skip
+    kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, platform: Platform | None
+) -> Explanation:
     """Return the explanation of `run`, for a platform or the current one.
 
     For `ring` and `usp`, it explains the first block of keys.
     """
     named, name = choose.parse_kernel(kernel)
+    division = Division.of(q, k)
+    manual = () if division is None or _is_empty(q, k) else division.manual
+    spec = spec.replace(platform=platform or current_platform(manual))
+    if division is None:
+        return choose.explain(name, q, k, v, spec)
     dims = Dims.of(q, k, v)
     refused = refusals(kernel, spec.normalizer, division, dims)
     if named in refused:
         return Explanation(None, refused)
     strategy = pick_strategy(kernel, spec.normalizer, division, dims)
-    platform = platform or current_platform(() if _is_empty(q, k) else division.manual)
-    explain_shard = functools.partial(choose.explain, name, platform)
+    explain_shard = Partial(choose.explain, name)
     if _is_empty(q, k):
         explanation = explain_shard(q, k, v, spec)
     else:
         divided = division.inside(strategy, dims)
         inside, ins, args = _shard_call(
-            explain_shard, ring.explain, strategy, divided, platform, q, k, v, spec
+            explain_shard, ring.explain, strategy, divided, q, k, v, spec
         )
         explanation = shard_map.run_on_shards(inside, divided.manual, ins, P(), *args)
     return explanation._replace(refused=explanation.refused | refused, strategy=strategy)
@@ -195,7 +197,7 @@ def _is_empty(q: jax.Array, k: Any) -> bool:
 
 def _shard_call(
     attend: Callable[..., Any], attend_ring: Callable[..., Any], strategy: str | None,
-    division: Division, platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
+    division: Division, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """Return attend(q, k, v, spec) as a function of shards, their PartitionSpecs, and the arrays.
 
@@ -206,8 +208,8 @@ def _shard_call(
         # Before tokens move to other devices.
         q, k, spec = spec.turned(q, k)
     if by_ring:
-        devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
-        attend = functools.partial(attend_ring, devices, attend)
+        devices = ring.Ring.of(division.length, division.devices, spec, dims)
+        attend = Partial(attend_ring, devices, attend)
         if spec.q_pos is not None:
             size = piece_size(dims.T // division.devices, division.devices, spec.q_pos.array)
             spec = spec.replace(piece=size)
@@ -219,16 +221,9 @@ def _shard_call(
         # Outside jit, positions and lengths of other values are no other program.
         spec = map_score_arrays(jnp.asarray, spec)
     arrays, axes, static = _split_spec(spec, division)
-
     dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
-
-    def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
-        spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
-        k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
-        if spec.head_ids is not None and division.kv_heads != division.heads:
-            k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), dims.G)
-        return attend(q, k, v, spec)
-
+    shares_kv = division.kv_heads != division.heads
+    inside = Partial(_inside, attend, static, dtypes, shares_kv, dims.G)
     over_q = division.over_queries()
     keys = division.length if by_ring else division.slots
     over_k = P(*division.batch, keys, division.kv_heads, None)
@@ -246,6 +241,18 @@ def _shard_call(
     by_head = P(division.heads)
     sinks = None if sinks is None else layout.reshard(sinks, by_head)
     return inside, (over_q, of_k, of_v, by_head, axes), (q, k, v, sinks, arrays)
+
+
+def _inside(
+    attend: Callable[..., Any], static: AttentionSpec, dtypes: Any, shares_kv: bool, G: int,
+    q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any,
+) -> Any:  # fmt: skip
+    """Return attend(q, k, v, spec) on a device, whose spec has these static parts and arrays."""
+    spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
+    k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
+    if spec.head_ids is not None and shares_kv:
+        k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), G)
+    return attend(q, k, v, spec)
 
 
 def _add_positions(

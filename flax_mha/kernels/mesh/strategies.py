@@ -12,7 +12,6 @@ from typing import Any
 
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import choose
-from flax_mha.kernels.call import derivatives
 from flax_mha.kernels.call.normalizers import SOFTMAX
 
 
@@ -42,7 +41,7 @@ def refusals(kernel: str, normalizer: str, division: Any, dims: Dims) -> dict[st
             refused[name] = f"{dims.S} keys do not divide over {divided.devices} devices"
         elif normalizer != SOFTMAX:
             refused[name] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
-        elif derivatives.all_asked() or kernel == "checkpointed":
+        elif kernel == "checkpointed":
             refused[name] = "it has not every derivative, which this call asks for"
     return refused
 

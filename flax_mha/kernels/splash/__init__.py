@@ -26,7 +26,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 from flax_mha.base import shapes, trees
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Refusal, Sums, name_result
+from flax_mha.kernels.call import limits
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Sums, Unsupported, name_result
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.splash import computed_mask
 from flax_mha.kernels.splash.segment_ids import Ids
@@ -43,20 +44,20 @@ _MASKED = kernels.DEFAULT_MASK_VALUE
 _MIN_SINK = _MASKED / 2
 
 
-def lower(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Lowered | Refusal:
-    """Prepare the call, or return the reason why this kernel does not support it."""
+def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
+    """Prepare the call, or raise the reason why this kernel does not support it."""
+    limits.check(spec, q, k)
+    q, k, v, spec = spec.plain(q, k, v)
     dims = shapes.Dims.of(q, k, v)
     if reason := tpus.check(q, k, v) or _check_features(spec):
-        return Refusal(reason)
+        raise Unsupported(reason)
     plan = Plan(dims, *tpus.blocks(dims))
     masks = computed_mask.lower(spec, plan)
     if isinstance(masks, str):
-        return Refusal(masks)
-    if platform.not_partitionable:
-        return Refusal(platform.not_partitionable)
-    return functools.partial(_attend, q, k, v, spec, *masks, plan)
+        raise Unsupported(masks)
+    if spec.platform.not_partitionable:
+        raise Unsupported(spec.platform.not_partitionable)
+    return Lowered(functools.partial(_attend, q, k, v, spec, *masks, plan))
 
 
 def _check_features(spec: AttentionSpec) -> str | None:

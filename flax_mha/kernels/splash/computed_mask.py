@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from flax_mha.base.coordinates import At, flat_batch, map_score_arrays, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import hash_key
+from flax_mha.base.trees import Static
 from flax_mha.kernels.call.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.splash.segment_ids import Ids, merge_ids
@@ -39,7 +39,7 @@ class ComputedMask(splash.Mask):
         """Take a static mask of positions alone, where the keys' positions count up."""
         self._rule = _with_numbers(mask)
         self._first = at.k.reshape(-1)[0]
-        self._plan, self._key = plan, hash_key((mask, at))
+        self._plan, self._key = plan, Static((mask, at))
         found = tile_states(spec.replace(mask=mask, head_ids=None), at, plan)
         states = np.full((plan.nq, plan.nk), PARTIAL, np.int8)
         if isinstance(found, np.ndarray):

@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import loops, shapes, trees
+from flax_mha.base import loops, numerics, shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.call import limits
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, name_result
 from flax_mha.kernels.chips.cpus import computes_in_bfloat16
 from flax_mha.kernels.xla import softmax, tile_plan, tiles
 from flax_mha.kernels.xla.tile_plan import KeyRange, VisitLists
@@ -37,16 +38,15 @@ from flax_mha.sharding.shard_map import vary
 _MOST_IN_REMAT = 2**19
 
 
-def lower(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Lowered:
+def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     """Prepare the call. This kernel supports every call with a softmax."""
-    return functools.partial(attend, q, k, v, spec, platform)
+    limits.check(spec, q, k, vectors=True, blocks=True, symbolic=True)
+    return Lowered(functools.partial(attend, *spec.plain(q, k, v)), takes_result=True)
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
-    result: Result | None = None, remat: bool = False,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, result: Result | None = None,
+    remat: bool = False,
 ) -> Result:  # fmt: skip
     """Compute attention of q [*B, T, N, H] to k [*B, S, K, H] and v [*B, S, K, Hv].
 
@@ -67,10 +67,10 @@ def attend(
         # Scaling q would round it once more.
         scale = spec.scale
     else:
-        if platform.name == "cpu":
+        if spec.platform.name == "cpu":
             # Convert once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
-        q = shapes.scaled(q, spec.scale)
+        q = numerics.scaled(q, spec.scale)
     sinks, spec = spec.sinks, tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale, remat)
     fold_q, fold_k = (

@@ -5,23 +5,25 @@ derivatives save only its inputs. Without a custom derivative rule, forward mode
 their mixtures work at any order. With visit lists, the loop over tiles has a fixed length, because
 JAX reverses no other loop, and `jax.lax.cond` skips empty tiles.
 
-The kernel computes in at least float32, because higher derivatives add
-rounding errors. Only the order of its sums differs.
+The kernel computes in at least float32, because higher derivatives add rounding errors. Only the
+order of its sums differs.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Rabe and Staats,
 "Self-attention Does Not Need O(n²) Memory", 2021.
 """
 
 import functools
+from typing import Any
 
 import jax
 
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform
-from flax_mha.kernels.xla import blockwise
+from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered
+from flax_mha.kernels.xla import blockwise, reference
 
 
-def lower(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Lowered:
-    """Prepare the call. This kernel supports every call with a softmax."""
-    return functools.partial(blockwise.attend, q, k, v, spec, platform, remat=True)
+def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
+    """Prepare the call. `reference`, with all derivatives too, computes other normalizers."""
+    if spec.normalizer != SOFTMAX:
+        return reference.lower(q, k, v, spec)
+    return Lowered(functools.partial(blockwise.attend, *spec.plain(q, k, v), remat=True))

@@ -22,16 +22,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import loops, shapes, symbols
+from flax_mha.base import loops, numerics, shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
-from flax_mha.kernels.call import stored
+from flax_mha.kernels.call import limits, stored
 from flax_mha.kernels.call.spec import (
     AttentionSpec,
     Lowered,
-    Platform,
-    Refusal,
     Result,
     Sums,
+    Unsupported,
     name_result,
 )
 from flax_mha.kernels.call.stored import Stored, cast, dequantize, is_part, map_part, read
@@ -64,43 +63,43 @@ _LEAST_BYTES = {"gpu": 2**30}
 Keyed = jax.Array | Stored
 
 
-def lower(
-    q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform
-) -> Lowered | Refusal:
+def lower(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Lowered:
     """Prepare the call, if it has at most `stored.QUERIES` queries."""
+    limits.check(spec, q, k, vectors=True, symbolic=True)
     if not symbols.at_most(q.shape[-3], stored.QUERIES):
-        return Refusal(f"it is for at most {stored.QUERIES} queries, got {q.shape[-3]}")
-    return functools.partial(attend, q, k, v, spec, platform)
+        raise Unsupported(f"it is for at most {stored.QUERIES} queries, got {q.shape[-3]}")
+    q, k, spec = spec.turned(q, k)
+    return Lowered(functools.partial(attend, q, k, v, spec))
 
 
-def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform) -> Result:
+def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
     """Compute attention. Keys and values may be `Stored`. Supports only reverse mode."""
     if 0 in q.shape or k.shape[-3] == 0:
         return empty_result(shapes.Dims.of(q, k, v), q.dtype, spec.sinks)
-    return name_result(*_core(platform.name, q, k, v, spec))
+    return name_result(*_core(q, k, v, spec))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
+@jax.custom_vjp
+def _core(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
     dims = shapes.Dims.of(q, k, v)
     swap = functools.partial(jnp.swapaxes, axis1=-3, axis2=-2)
     q_heads, *kv = jax.tree.map(functools.partial(map_part, swap), (q, k, v), is_leaf=is_part)
     # The queries of a key/value head are rows of one matmul.
     args = q_heads.reshape(*dims.B, dims.K, dims.G * dims.T, dims.H), *kv, spec
-    result = _run(platform, dims, *args)
+    result = _run(dims, *args)
     return jnp.swapaxes(result[0], -3, -2).astype(q.dtype), result[1]
 
 
-def _forward(platform: str, *args: Any) -> tuple[Result, Any]:
-    result = _core(platform, *args)
+def _forward(*args: Any) -> tuple[Result, Any]:
+    result = _core(*args)
     return result, (args, result[1].total)
 
 
-def _backward(platform: str, residuals: Any, cotangents: Result) -> Any:
+def _backward(residuals: Any, cotangents: Result) -> Any:
     args, total = residuals
 
     def recompute(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Any:
-        out, (top, total) = reference.attend(q, dequantize(k), dequantize(v), spec, platform)
+        out, (top, total) = reference.attend(q, dequantize(k), dequantize(v), spec)
         # An lse, 0 without keys: `jax_debug_infs` would report −∞.
         has_keys = total > 0
         return out, jnp.where(has_keys, top + jnp.log(jnp.where(has_keys, total, 1.0)), 0.0)
@@ -112,14 +111,12 @@ def _backward(platform: str, residuals: Any, cotangents: Result) -> Any:
 _core.defvjp(_forward, _backward)
 
 
-def _run(
-    platform: str, dims: shapes.Dims, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec
-) -> Result:
+def _run(dims: shapes.Dims, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
     """Return out [*B, N, T, Hv] and sums [*B, N, T], in at least float32.
 
     q is [*B, K, G·T, H], k and v are [*B, K, S, ·].
     """
-    acc = shapes.wide(q.dtype)
+    acc, platform = shapes.wide(q.dtype), spec.platform.name
     if platform == "cpu":
         q = q.astype(acc)
     q = _pad_rows(q, _ROWS.get(platform, 1))
@@ -212,7 +209,7 @@ def _multiply(
 ) -> jax.Array:
     """Return rows [..., R, ·] times keys or values [..., S, ·], summed over keys or features."""
     sums = "...ts,...sh->...th" if over_keys else "...th,...sh->...ts"
-    return shapes.einsum(sums, x, y, precision=precision, preferred_element_type=dtype)
+    return numerics.einsum(sums, x, y, precision=precision, preferred_element_type=dtype)
 
 
 def _sum_by_row(

@@ -15,7 +15,7 @@ order of sums, and where they round. Conventions:
 - The computation is in float32, or float64 for float64. Only the output is rounded, to q's dtype.
 - Another normalizer takes the place of the softmax. It has no sums.
 
-It has derivatives of any mode and order by JAX, and memory of T·S. Compilers need some care:
+The kernel has derivatives of any mode and order by JAX, and memory of T·S. Compilers need care:
 
 - Matmuls read half precision. The weights are divided by their sum before they are rounded, and the
   scores are scaled after q·kᵀ, so that nothing is rounded twice.
@@ -32,22 +32,22 @@ import jax.numpy as jnp
 
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
+from flax_mha.kernels.call import limits
 from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Sums, name_result
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, name_result
 from flax_mha.kernels.xla.softmax import finfo_min
 
 # Below every sum of exponentials except 0, because the maximum exponential is 1.
 _LEAST_TOTAL = 0.5
 
 
-def lower(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
-) -> Lowered:
+def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     """Prepare the call. This kernel supports every call."""
-    return functools.partial(attend, q, k, v, spec, platform.name)
+    limits.check(spec, q, k, normalizers=True, vectors=True, symbolic=True)
+    return Lowered(functools.partial(attend, *spec.plain(q, k, v)))
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str) -> Result:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Result:
     """Compute softmax(q·kᵀ·scale + bias, where the mask allows)·v.
 
     q is [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv]. Returns out [*B, T, N, Hv] in the
@@ -64,14 +64,14 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
     sinks = sinks_by_head(spec, logits)
     if spec.normalizer != SOFTMAX:
         weights = OTHERS[spec.normalizer](logits, allowed, spec.count)
-        out = _apply_weights(weights, v, spec, at, platform)
+        out = _apply_weights(weights, v, spec, at)
     else:
         weights, _, total = exponentials(logits, sinks)
         total = jnp.maximum(total, _LEAST_TOTAL)
-        if v.dtype == logits.dtype and platform == "cpu":
+        if v.dtype == logits.dtype and spec.platform.name == "cpu":
             # XLA:CPU divides the output in less time, because it is smaller than the weights.
             # Elsewhere the division is part of the pass that computes the weights.
-            out = _apply_weights(weights, v, spec, at, platform) / total
+            out = _apply_weights(weights, v, spec, at) / total
         else:
             # Divide before rounding. Otherwise the rounded gradient of the exponentials would not
             # cancel with the exact gradient of their sum.
@@ -79,7 +79,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platfo
             if allowed is not None:
                 # If a masked value is huge, its weight has an infinite cotangent, and 0·∞ is NaN.
                 weights = jnp.where(allowed, weights, 0.0)
-            out = _apply_weights(weights, v, spec, at, platform)
+            out = _apply_weights(weights, v, spec, at)
     top = total = jnp.zeros((*logits.shape[:-1], 1), logits.dtype)
     if spec.reads_lse and spec.normalizer == SOFTMAX:
         if v.dtype == logits.dtype:
@@ -122,15 +122,13 @@ def sinks_by_head(spec: AttentionSpec, logits: jax.Array) -> jax.Array | None:
     return shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
 
 
-def _apply_weights(
-    weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At, platform: str
-) -> jax.Array:
+def _apply_weights(weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At) -> jax.Array:
     """Return the values weighted by the weights, after dropout."""
     kept = spec.apply_dropout(weights, at)
     is_wide = v.dtype == weights.dtype
     if not is_wide:
         kept = spec.scale_kept(kept).astype(v.dtype)
-    if platform == "gpu":
+    if spec.platform.name == "gpu":
         # XLA:GPU writes this product in the order in which the output's projection reads it.
         kept, v = (jnp.swapaxes(x, -1, -2) for x in (kept, v))
         precision: Any = spec.precision

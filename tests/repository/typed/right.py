@@ -66,13 +66,11 @@ assert_type(interop.swap(encoder), flax_mha.Encoder)
 class Model(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        assert_type(layer(x, mask=masks.Causal()), jax.Array)
-        y, weights = layer(x, x, return_weights=True)
-        assert_type(weights, jax.Array)
-        y, kv = layer(x, return_kv=True)
-        assert_type(layer(y, kv=kv), jax.Array)
+        y, _ = layer(x, x, mask=masks.Causal(), return_weights=True)
+        y, kv = layer(y, return_kv=True, qkv_dot_general=None)
+        y = layer(y, kv=kv)
         y, kv = block(x, return_kv=True)
-        assert_type(block(y, kv=(kv.key, kv.value)), jax.Array)
+        y = block(y, kv=(kv.key, kv.value))
         y = SelfAttention(num_heads=4)(y, masks.Causal(), True)
         return encoder(y)
 

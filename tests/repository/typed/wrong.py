@@ -31,8 +31,8 @@ class Model(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         layer = MultiHeadAttention(num_heads=4)
         x = layer(x, retrun_weights=True)  # error
-        x = layer(x, return_weights=True)  # error
-        return layer(x)
+        x = layer(x, qkv_dot_general=jnp.dot)  # error
+        return x
 
 
 def continued(model: flax_mha.LanguageModel, prompt: jax.Array) -> jax.Array:

@@ -10,8 +10,7 @@ from flax_mha.kernels.call.spec import Platform
 from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.flex.hopper.block import BLOCK
 from flax_mha.kernels.flex.hopper.fragments import call, missing
-from flax_mha.kernels.flex.hopper.kernels import FORWARD, forward
-from flax_mha.kernels.flex.hopper.leaves import gradients
+from flax_mha.kernels.flex.hopper.kernels import FORWARD, forward, gradients
 from flax_mha.kernels.flex.tile import Machine
 from flax_mha.sharding.shard_map import varying
 
@@ -35,7 +34,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str 
 
 
 MACHINE = Machine(
-    check=_check, blocks=lambda dims, device: [((BLOCK, BLOCK), 1.0)], table=2**22, swaps=False,
-    visits=lambda call, states, dtype: None, turns=lambda call, dtype: False, missing=missing,
-    run=call, forward=forward, gradients=gradients,
+    check=_check, blocks=lambda dims, device: [((BLOCK, BLOCK), 1.0)], table=2**22,
+    whole_tiles=False, visits=lambda call, states, dtype: None, turns=lambda call, dtype: False,
+    missing=missing, run=call, forward=forward, gradients=gradients,
 )  # fmt: skip

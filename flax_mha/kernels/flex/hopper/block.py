@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flax_mha.base.coordinates import At
-from flax_mha.kernels.flex.hopper.lazy_arrays import LazyTable
 from flax_mha.kernels.flex.hopper.sync import COLUMNS, ROWS, TILE
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Tile
@@ -48,8 +47,8 @@ class Size(NamedTuple):
 def hidden_zero(start: jax.Array) -> jax.Array:
     """Return 0. The compiler does not see that no start is negative.
 
-    Otherwise it would keep the address of each part of a block, and each entry of a table, in
-    registers, which it lacks for the sums.
+    Otherwise it would keep the address of each part of a block in registers, which it lacks for the
+    sums.
     """
     return jnp.minimum(start, 0)
 
@@ -161,30 +160,18 @@ class BlockTiles(NamedTuple):
         return Tile.of(self.call, masked, values, At(row, head, q, k))
 
     def _read(self, operand: Operand, ref: Any, n: Any, own: Any, other: Any) -> Any:
-        """Return the part of an array that a tile reads: numbers, a tile, or a table."""
-
-        def typed(x: Any) -> Any:
-            return x != 0 if operand.dtype == jnp.bool_ else x
-
-        if operand.layout == "whole":
-            if ref.shape == (1, 1):
-                return typed(ref[0, 0])
-            n, zero = len(ref.shape) - 1, hidden_zero(other)
-            return LazyTable(ref.shape, lambda i: typed(ref[(*i[:n], i[n] + zero)]))
-        shape, line = (ROW, self.size.step), entry_at(ref, self.r, n)
-        if operand.layout == "one":
-            return typed(line[0, 0])
-        if operand.layout == "tile":
+        """Return the part of an array that a tile reads: a number or a tile."""
+        shape = ROW, self.size.step
+        line = ref if operand.layout == "whole" else entry_at(ref, self.r, n)
+        if operand.layout in ("whole", "one"):
+            x = line[0, 0]
+        elif operand.layout == "tile":
             part = line.at[pl.ds(own, ROW), pl.ds(other, self.size.step)]
-            return typed(plgpu.load(part, layout=TILE, optimized=False))
-        is_own = operand.layout.startswith("column") == self.by_query
-        at = (own, 0, shape) if is_own else (other, 1, shape)
-        if operand.side:
-            zero, side = hidden_zero(other), operand.side
-            return LazyTable(
-                operand.shape, lambda i: self.numbers(line.at[i[1] + zero], *at), side=side
-            )
-        return typed(self.numbers(line.at[0], *at))
+            x = plgpu.load(part, layout=TILE, optimized=False)
+        else:
+            is_own = (operand.layout == "column") == self.by_query
+            x = self.numbers(line.at[0], *((own, 0) if is_own else (other, 1)), shape)
+        return x != 0 if operand.dtype == jnp.bool_ else x.astype(operand.dtype)
 
     def numbers(self, line: Any, start: Any, axis: int, shape: tuple[int, int]) -> jax.Array:
         """Return the numbers of a line of global memory, per row or per column, as a tile."""

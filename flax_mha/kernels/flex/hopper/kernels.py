@@ -1,20 +1,23 @@
-"""The kernels of flex for Hopper: forward, and the gradients of queries, keys and values."""
+"""The kernels of flex for Hopper: forward, and the gradients of q, k, v and leaves of floats."""
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flax_mha.kernels.flex.hopper.block import ROW, BlockTiles, Size, spread, zeros
-from flax_mha.kernels.flex.hopper.fragments import call_with_slopes
+from flax_mha.kernels.flex.hopper.block import BLOCK, ROW, BlockTiles, Size, spread, zeros
+from flax_mha.kernels.flex.hopper.fragments import call_with_slope
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import ROWS, add_product, multiply
 from flax_mha.kernels.flex.passes import Arrays
 from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.xla import softmax
+from flax_mha.masks import EMPTY
 
 LOG2E = math.log2(math.e)
 # The most features of heads whose gradients of keys and values are summed together.
@@ -23,8 +26,7 @@ TOGETHER = 64
 FORWARD = {64: Size(128, 3), 128: Size(128, 2), 192: Size(32, 4), 256: Size(32, 4)}
 BACKWARD = {64: Size(64, 2), 128: Size(64, 2), 192: Size(32, 2), 256: Size(32, 2)}
 # These sizes are for masks and scores of at most SIMPLE operations. DOUBLE more need as many
-# registers as all else. Dropout counts as DROPOUT operations, and each number that a query or key
-# has of its own as one. No step is below LEAST.
+# registers as all else. Dropout counts as DROPOUT operations. No step is below LEAST.
 SIMPLE, DOUBLE, DROPOUT, LEAST = 24, 32, 24, 16
 
 
@@ -35,7 +37,6 @@ def size_of(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
     """
     size = sizes[features]
     more = max(0, call.masked.operations - SIMPLE)
-    more += sum(x.shape[-1] for x in call.leaves if x.side)
     more += 0 if call.form.fill(call.leaves).dropout is None else DROPOUT
     most = size.step * DOUBLE // (DOUBLE + more)
     return size._replace(step=max(LEAST, 1 << most.bit_length() - 1))
@@ -49,8 +50,7 @@ def _store(out: Any, block: BlockTiles, first: Any, y: jax.Array) -> None:
 
 def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], jax.Array]:
     """Return out, and each query's maximum and sum of exponentials. See `Machine`."""
-    k, v = softmax.move_nan_to_keys(x.k, x.v) if call.guarded else (x.k, x.v)
-    q, k, v = padded(x.q), padded(k), padded(v)
+    q, k, v = map(padded, (x.q, x.k, x.v))
     Hv = v.shape[-1]
     size = size_of(FORWARD, max(q.shape[-1], Hv), call)
     shape = (ROW, size.step)
@@ -65,7 +65,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
             s = multiply(own(0, start), keys.wait(number).transpose((1, 0)))
             keys.release(number)
             tile = block.tile(masked, g, first, start)
-            s = tile.score(s, tile.leaves) * LOG2E
+            s = jnp.broadcast_to(tile.score(s, tile.leaves), shape) * LOG2E
             new = jnp.maximum(top, s.max(-1))
             p, old = jnp.exp2(s - spread(new, 0, shape)), jnp.exp2(top - new)
             total = total * old + p.sum(-1)
@@ -95,26 +95,33 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
 
 
 def _gradient(
-    tile: Tile, dot: jax.Array, dp: jax.Array, top: jax.Array, share: jax.Array, delta: jax.Array
+    tile: Tile, dot: jax.Array, dp: jax.Array, stats: Iterable[jax.Array], leaf: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the weights of a tile before dropout, and the gradient of q·kᵀ.
+    """Return the weights of a tile before dropout, and the gradient of q·kᵀ, or of a leaf.
 
-    A score depends on one product only, so its derivative is a tile too. `top` is in base 2.
+    A score depends on one product, and one entry of a leaf, so its derivatives are tiles too.
     """
+    top, share, delta = stats
     function, args = tile.function(dot, tile.leaves)
-    # The product is the last argument that is float.
-    at = max(n for n, x in enumerate(function.variables) if x.aval.dtype == jnp.float32)
-    s, (slope,) = call_with_slopes(function, args, at, [jnp.float32(1)])
-    s = jnp.broadcast_to(s, dot.shape)
-    p = jnp.where(s == -jnp.inf, 0.0, jnp.exp2(s * LOG2E - top) * share)
+    # The product follows the leaves and the coordinates.
+    at = len(function.jaxpr.constvars) + (len(tile.leaves) + len(tile.at) if leaf is None else leaf)
+    s, slope = call_with_slope(function, args, at)
+    p = jnp.exp2(jnp.broadcast_to(s, dot.shape) * LOG2E - top) * share
     return p, softmax.gradient(p, tile.call.gain(tile.drop(dp)), delta) * slope
 
 
-def _query_gradient(
-    call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any
-) -> jax.Array:
+def _query_pass(
+    call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any,
+    leaf: int | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return the gradient of queries, or of a leaf of floats by its number.
+
+    That of queries × keys is [R, N, T′, S′], undefined in empty tiles. Others are summed over keys,
+    [R, N, T′].
+    """
     size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
-    shape = (ROW, size.step)
+    shape, (R, N, T, H), S = (ROW, size.step), q.shape, k.shape[2]
+    is_tile = leaf is not None and call.leaves[leaf].layout == "tile"
 
     def body(
         block: BlockTiles, first: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
@@ -124,7 +131,6 @@ def _query_gradient(
             plgpu.load(line.at[n, pl.ds(first, ROW)], layout=ROWS, optimized=False)
             for n in range(3)
         ]
-        rows[0] = rows[0] * LOG2E
 
         def step(masked: bool, number: Any, g: Any, start: Any, sums: Any) -> Any:
             keys, values = (ring.wait(number) for ring in rings)
@@ -132,66 +138,128 @@ def _query_gradient(
             dp = multiply(own(1, start), values.transpose((1, 0)))
             rings[1].release(number)
             tile = block.tile(masked, g, first, start)
-            _, ds = _gradient(tile, dot, dp, *(spread(y, 0, shape) for y in rows))
-            sums = add_product(sums, ds, buffer, keys)
+            _, ds = _gradient(tile, dot, dp, (spread(y, 0, shape) for y in rows), leaf)
+            if leaf is None:
+                sums = add_product(sums, ds, buffer, keys)
+            elif is_tile:
+                at = block.r, block.h, pl.ds(first, ROW), pl.ds(start, size.step)
+                plgpu.store(outputs[0].at[at], ds, optimized=False)
+            else:
+                sums = sums + ds.sum(-1)
             rings[0].release(number)
             return sums
 
-        sums = block.each(step, zeros(ROW, q.shape[-1]))[1]
-        _store(outputs[0], block, first, sums)
+        sums = None if is_tile else zeros(ROW, H) if leaf is None else zeros(ROW)
+        _, sums = block.each(step, sums)
+        if not is_tile:
+            _store(outputs[0], block, first, sums)
 
-    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    given = [q, dout], [k, v], [stats]
-    return run(call, x, True, size, "flex_dq", *given, outputs, body)[0]
+    name = "flex_dq" if leaf is None else "flex_dleaf"
+    output = jax.ShapeDtypeStruct((R, N, T, S) if is_tile else (R, N, T), jnp.float32)
+    output = jax.ShapeDtypeStruct(q.shape, q.dtype) if leaf is None else output
+    return run(call, x, True, size, name, [q, dout], [k, v], [stats], [output], body)[0]
 
 
-def _key_gradients(
-    call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any, of: str
-) -> list[jax.Array]:
-    """Return the gradients of keys and values, or only those that `of` names, `k` and `v`."""
+def _key_pass(
+    call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any, of: Sequence[str],
+    leaf: int | None = None,
+) -> list[jax.Array]:  # fmt: skip
+    """Return the gradients that `of` names: of keys `k`, values `v`, or the `leaf` of a number.
+
+    That of a leaf is summed over queries, [R, K, S′].
+    """
     size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
-    shape = (ROW, size.step)
-    wanted = [y for y, name in ((k, "k"), (v, "v")) if name in of]
+    shape, f32 = (ROW, size.step), jnp.float32
+    results = {"k": (k.shape, k.dtype), "v": (v.shape, v.dtype), "leaf": (k.shape[:3], f32)}
+    outputs = [jax.ShapeDtypeStruct(*results[name]) for name in of]
 
     def body(
-        block: BlockTiles, first: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
+        block: BlockTiles, first: Any, own: Any, rings: Any, buffer: Any, more: Any, outs: Any
     ) -> None:
         def step(masked: bool, number: Any, g: Any, start: Any, sums: Any) -> Any:
             queries, douts = (ring.wait(number) for ring in rings)
             line = more[0].at[block.r, block.query_head(g)]
-            top, share, delta = (block.numbers(line.at[n], start, 1, shape) for n in range(3))
+            numbers = (block.numbers(line.at[n], start, 1, shape) for n in range(3))
             dot = multiply(own(0, start), queries.transpose((1, 0)))
-            dp = multiply(own(1, start), douts.transpose((1, 0))) if "k" in of else zeros(*shape)
+            dp = multiply(own(1, start), douts.transpose((1, 0))) if of != "v" else zeros(*shape)
             tile = block.tile(masked, g, first, start)
-            p, ds = _gradient(tile, dot, dp, top * LOG2E, share, delta)
-            factors = {"k": (ds, queries), "v": (tile.drop(p), douts)}
-            found = []
-            for name, before in zip(of, sums, strict=True):
-                weights, factor = factors[name]
-                found.append(add_product(before, weights, buffer, factor))
+            p, ds = _gradient(tile, dot, dp, numbers, leaf)
+
+            def add(name: str, before: jax.Array) -> jax.Array:
+                if name == "leaf":
+                    return before + ds.sum(-1)
+                weights, factor = (ds, queries) if name == "k" else (tile.drop(p), douts)
+                return add_product(before, weights, buffer, factor)
+
+            found = [*map(add, of, sums)]
             for ring in rings:
                 ring.release(number)
             return found
 
-        sums = block.each(step, [zeros(ROW, y.shape[-1]) for y in wanted])[1]
-        for name, out, y in zip(of, outputs, sums, strict=True):
+        sums = block.each(step, [zeros(ROW, *y.shape[3:]) for y in outputs])[1]
+        for name, out, y in zip(of, outs, sums, strict=True):
             _store(out, block, first, call.gain(y) if name == "v" else y)
 
-    outputs = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in wanted]
-    given = [k, v] if "k" in of else [k], [q, dout], [stats]
-    return run(call, x, False, size, f"flex_d{of}", *given, outputs, body)
+    given = [k] if of == "v" else [k, v], [q, dout], [stats]
+    return run(call, x, False, size, "flex_d" + "".join(of), *given, outputs, body)
 
 
-def matrix_gradients(
+def _leaf_gradient(
+    call: FlexCall, x: Arrays, n: int, q: Any, k: Any, v: Any, dout: Any, stats: Any
+) -> jax.Array:
+    """Return the gradient of a leaf of floats, summed over the rows and heads that share it.
+
+    That of queries × keys takes memory of its size: rows and heads that share it are taken one
+    after the other.
+    """
+    leaf, layout, dims = x.leaves[n], call.leaves[n].layout, call.plan.dims
+    shared = [axis for axis in (0, 1) if leaf.shape[axis] == 1]
+    # Repeat keys for each query head, so that each has its own sums.
+    k, v = (jnp.repeat(y, dims.G, 1) for y in (k, v))
+    call = call._replace(plan=call.plan._replace(dims=dims._replace(K=dims.N)))
+    if layout != "tile":
+        given = call, x, q, k, v, dout, stats
+        found = _key_pass(*given, ["leaf"], n)[0] if layout == "row" else _query_pass(*given, n)
+        found = found[:, :, None] if layout in ("row", "column") else found.sum(-1)
+        return found.sum(shared).reshape(leaf.shape)
+    rows, heads = (q.shape[axis] if axis in shared else 1 for axis in (0, 1))
+    given = x._replace(rows=x.rows[:, None], heads=x.heads[None]), q, k, v, dout, stats
+
+    def add(number: Any, total: jax.Array) -> jax.Array:
+        at = lax.div(number, jnp.int32(heads)), lax.rem(number, jnp.int32(heads))
+
+        def part(y: jax.Array) -> jax.Array:
+            for axis in shared:
+                if y.shape[axis] > 1:
+                    y = lax.dynamic_slice_in_dim(y, at[axis], 1, axis)
+            return y
+
+        here, *operands = jax.tree.map(part, given)
+        here = here._replace(rows=here.rows[:, 0], heads=here.heads[0])
+        found = _query_pass(call, here, *operands, n)
+        # Nothing was written to empty tiles.
+        is_visited = jnp.repeat(jnp.repeat(here.states > EMPTY, BLOCK, -1), BLOCK, -2)
+        return total + jnp.where(is_visited, found, 0.0)
+
+    return lax.fori_loop(0, rows * heads, add, jnp.zeros(leaf.shape, jnp.float32))
+
+
+def gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v. See `Machine`."""
-    q, k, v, wide = map(padded, (x.q, x.k, x.v, dout))
-    together = max(q.shape[-1], v.shape[-1]) <= TOGETHER
-    found: list[jax.Array] = []
+) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
+    """Return the gradients of q, k, v and the leaves of floats. See `Machine`."""
+    # Exponentials are of base 2 here. The maximum of a fully masked query must stay finite.
+    top = jnp.maximum(stats[:, :, :1] * LOG2E, softmax.finfo_min(stats.dtype))
+    stats = jnp.concatenate([top, stats[:, :, 1:]], 2)
+    given = *map(padded, (x.q, x.k, x.v, dout)), stats
+    together = max(given[0].shape[-1], given[2].shape[-1]) <= TOGETHER
+    found = [_query_pass(call, x, *given)]
     for of in ("kv",) if together else ("k", "v"):
-        found += _key_gradients(call, x, q, k, v, wide, stats, of)
-    (dk, dv), dq = found, _query_gradient(call, x, q, k, v, wide, stats)
-    pairs = zip((dq, dk, dv), (x.q, x.k, x.v), strict=True)
+        found += _key_pass(call, x, *given, of)
+    pairs = zip(found, (x.q, x.k, x.v), strict=True)
     dq, dk, dv = (y[..., : like.shape[-1]] for y, like in pairs)
-    return dq, dk, dv
+    of_leaves = [
+        _leaf_gradient(call, x, n, *given).astype(y.dtype) if operand.is_learned else None
+        for n, (operand, y) in enumerate(zip(call.leaves, x.leaves, strict=True))
+    ]
+    return dq, dk, dv, of_leaves

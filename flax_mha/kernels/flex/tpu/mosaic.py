@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend import core
 
 from flax_mha.kernels.flex import function as functions
-from flax_mha.kernels.flex.function import DTYPES, Function, IndexColumns, UnsupportedPrimitive
+from flax_mha.kernels.flex.function import DTYPES, Function, UnsupportedPrimitive
 from flax_mha.kernels.flex.operand import flat
 
 # The maximum entries of a look-up table, because each entry is an unrolled selection.
@@ -36,6 +36,12 @@ _NAMES = """
     shift_right_logical sign sin sqrt square squeeze stop_gradient sub tan tanh xor
 """
 _ALLOWED = frozenset(_NAMES.split())
+
+
+class IndexColumns(NamedTuple):
+    """An array [..., n] of indices into a table, as one array for each of its axes."""
+
+    columns: list[Any]
 
 
 def call(function: Function, *args: Any) -> Any:
@@ -149,9 +155,20 @@ def _gather(eqn: Any, table: Any, index: Any) -> Any:
 
 
 def _columns(x: Any, var: Any) -> list[Any]:
-    """Return the index of each axis. An array that is not of indices yet gets their shape."""
-    columns, shape = functions.index_columns(x, var), flat(var.aval.shape[:-1])
-    return columns if isinstance(x, IndexColumns) else [jnp.reshape(x, shape)]
+    """Return the index of each axis, from a variable's array [..., n] of indices."""
+    if isinstance(x, IndexColumns):
+        return x.columns
+    if var.aval.shape[-1:] != (1,):
+        raise UnsupportedPrimitive("gather")
+    return [jnp.reshape(x, flat(var.aval.shape[:-1]))]
+
+
+def _join(eqn: Any, *inputs: Any) -> IndexColumns:
+    """Join the indices of several axes."""
+    if eqn.params["dimension"] != eqn.outvars[0].aval.ndim - 1:
+        raise UnsupportedPrimitive("concatenate")
+    pairs = zip(inputs, eqn.invars, strict=True)
+    return IndexColumns([x for part, var in pairs for x in _columns(part, var)])
 
 
 def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
@@ -213,6 +230,6 @@ _RULES: dict[str, Callable] = {
     "broadcast_in_dim": _fill, "reshape": _reshape, "reshard": _reshape, "squeeze": _reshape,
     "select_n": _select, "sign": _sign, "cond": _branch, "gather": _gather, "slice": _slice,
     "dynamic_slice": _slice, "iota": _iota,
-    "concatenate": functools.partial(functions.join_indices, _columns),
+    "concatenate": _join,
     "clamp": lambda _, least, x, most: jnp.clip(x, least, most),
 }  # fmt: skip

@@ -15,16 +15,23 @@ Model = TypeVar("Model", bound=nn.Module)
 def within(model: Model, context: Callable[..., AbstractContextManager[Any]], *args: Any) -> Model:
     """Return a model whose methods run within `context(cls, *args)`.
 
-    It is of a subclass of the model's class, `cls`, with the same fields. Models are equal for
-    equal models and arguments, and pickle if the context is a function of a module.
+    `swap`, `analysis.watch` and `analysis.prune` return such models. A method of the model, `apply`
+    with any `method=` and a bound model all enter the context, and so does a model that holds this
+    one as a submodule. The model's class is `cls`, a subclass of the given model's class with the
+    same fields.
+
+    Args:
+      model: a linen module.
+      context: a function that returns a context manager. Models pickle if it is a function of a
+        module.
+      *args: more arguments of the context. For equal models and equal arguments, the returned
+        models are equal.
     """
-    subclass: Any = _subclass
     try:
-        hash(args)
-    except TypeError:  # Such as a mask with arrays.
-        subclass = _subclass.__wrapped__
-    made: Model = subclass(type(model), context, *args)(**_values(model))
-    return made
+        cls = _equal_class(type(model), context, *args)
+    except TypeError:  # Arguments without a hash, such as a mask with arrays.
+        cls = _class_within(type(model), context, *args)
+    return cls(**_values(model))
 
 
 def _values(model: Any) -> dict[str, Any]:
@@ -32,8 +39,7 @@ def _values(model: Any) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names if name != "parent"}
 
 
-@functools.cache
-def _subclass(cls: Any, context: Callable[..., AbstractContextManager[Any]], *args: Any) -> Any:
+def _class_within(cls: Any, context: Callable[..., AbstractContextManager[Any]], *args: Any) -> Any:
     """Return a subclass of a model's class whose methods run within a context."""
 
     def run_within(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,3 +66,6 @@ def _subclass(cls: Any, context: Callable[..., AbstractContextManager[Any]], *ar
     entries |= {name: run_within(getattr(cls, name)) for name in methods}
     subclass = type(cls.__name__, (cls,), entries)
     return subclass
+
+
+_equal_class = functools.cache(_class_within)

@@ -1,0 +1,99 @@
+"""The devices that a traced program will run on."""
+
+import contextlib
+import contextvars
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh
+
+from flax_mha.sharding.shard_map import mapped_axes
+
+
+class Platform(NamedTuple):
+    """The devices that a call will run on.
+
+    Attributes:
+      name: JAX's name of the platform: "cpu", "gpu" or "tpu".
+      device: JAX's name of the device kind, such as "NVIDIA H200".
+      cudnn: the version of cuDNN, such as (9, 20, 0); None for the installed one.
+      not_partitionable: the reason against kernels that XLA cannot shard; None on one device, or if
+        each device runs its own shard.
+      auto_partitioned: True if XLA shards the call between several devices without a mesh.
+    """
+
+    name: str
+    device: str = ""
+    cudnn: tuple[int, int, int] | None = None
+    not_partitionable: str | None = None
+    auto_partitioned: bool = False
+
+
+_target: contextvars.ContextVar[Platform | None] = contextvars.ContextVar(
+    "flax_mha_platform", default=None
+)
+
+
+@contextlib.contextmanager
+def target(platform: Platform | None) -> Iterator[None]:
+    """Compile functions that are traced in the context for a platform; None keeps the outer one.
+
+    Raises:
+      TypeError: if it is not a `Platform`.
+    """
+    if platform is not None and not isinstance(platform, Platform):
+        raise TypeError(
+            f"platform must be a flax_mha.Platform, got {platform!r}; write Platform('tpu', 'TPU "
+            f"v5 lite'), or Platform('gpu', 'NVIDIA H200')"
+        )
+    token = _target.set(platform or _target.get())
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def platform() -> str:
+    """Return JAX's name of the platform that the traced program will run on.
+
+    This is the platform of `flax_mha.kernels.use`, or that of the ambient mesh's devices, which may
+    be elsewhere, or JAX's default.
+    """
+    if (known := _target.get()) is not None:
+        return known.name
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def current_platform(manual: Collection[str] = ()) -> Platform:
+    """Return the devices that the traced call will run on. See `platform`.
+
+    `jax.shard_map` shards the call over the mesh axes in `manual`. A program for a platform that
+    `flax_mha.kernels.use` names runs on one device if there is no mesh.
+    """
+    mesh, known = jax.sharding.get_abstract_mesh(), _target.get()
+    if known is None:
+        device = jax.local_devices()[0] if mesh.abstract_device is None else mesh.abstract_device
+        known = Platform(platform(), device.device_kind)
+        if mesh.empty and (count := jax.device_count()) > 1:
+            return known._replace(auto_partitioned=True, not_partitionable=(
+                f"XLA can't divide it between the {count} devices by itself; wrap in `with "
+                f"jax.set_mesh(mesh)`, of one device or with rules (see flax_mha.sharding)"
+            ))  # fmt: skip
+    return known if mesh.empty else known._replace(not_partitionable=_undivided(mesh, manual))
+
+
+def _undivided(mesh: AbstractMesh, manual: Collection[str]) -> str | None:
+    """Return why XLA would have to divide a call over the mesh axes that are not in `manual`."""
+    sizes = dict(mesh.shape)
+    axes = (*mesh.auto_axes, *mesh.explicit_axes)
+    free = [axis for axis in axes if sizes[axis] > 1 and axis not in manual]
+    if not free:
+        return None
+    if mapped := mapped_axes()[0].intersection(free):
+        return f"jax.vmap maps over the Explicit mesh axes {[*mapped]}; add a batch axis instead"
+    return (
+        f"no rule uses the mesh axes {free}; wrap in `with nn.logical_axis_rules(sharding.RULES)`, "
+        f"or add a rule each for 'batch', 'length' and 'heads'"
+    )

@@ -1,0 +1,170 @@
+"""Traced masks of numbers in every kernel: 0 and 1 as bools, and NaN for other numbers."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from flax_mha import KVCache, MultiHeadAttention, dot_product_attention
+from flax_mha.masks import Causal, Lengths, PerHead, Window, as_mask
+from tests.kernels.cases import KERNELS
+from tests.kernels.test_ring import RULES
+from tests.support import oracle
+from tests.support.oracle import error
+from tests.support.programs import count_equations
+
+B, T, N, H = 2, 256, 2, 64
+# Kernels that run here interpreted, or on a model of cuDNN, with the fixture and dtype for each.
+PLATFORMS = {
+    "flex": ("tpu", "float32"),
+    "short": ("tpu", "float32"),
+    "flex on Hopper": ("hopper_memory", "bfloat16"),
+    "cudnn": ("nvidia", "bfloat16"),
+}
+EVERY = [
+    pytest.param(name, marks=[pytest.mark.slow] if "Hopper" in name else [])
+    for name in (*KERNELS, "decode", *PLATFORMS)
+]
+TRIL = np.tril(np.ones((T, T), bool))
+ADDITIVE = np.where(TRIL, 0, -1e9).astype(np.float32)
+JOINED: dict[str, Callable[[Any], Any]] = {
+    "as given": lambda m: m,
+    "and": lambda m: m & Causal(),
+    "and lengths": lambda m: m & Lengths(jnp.array([T, 1])),
+    "or": lambda m: m | Window(0, 0),
+    "not": lambda m: ~(m & Causal()),
+    "per head": lambda m: PerHead([m] * N),
+}
+
+
+def arrays(kernel: str, queries: int = T) -> list[jax.Array]:
+    """Return q, k, v and a cotangent in a dtype that the kernel takes."""
+    rng, (_, dtype) = np.random.default_rng(0), PLATFORMS.get(kernel, ("", "float32"))
+    sizes = (queries, T, T, queries)
+    return [jnp.asarray(rng.normal(size=(B, n, N, H)), dtype) for n in sizes]
+
+
+def both(kernel: str, q: Any, k: Any, v: Any, cotangent: Any, mask: Any) -> Any:
+    """Return the output, and the gradients of q, k and v."""
+
+    def run(*qkv: jax.Array) -> jax.Array:
+        return dot_product_attention(*qkv, mask=mask, kernel=kernel.split()[0])
+
+    out, pull = jax.vjp(run, q, k, v)
+    return out, *pull(cotangent)
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> str:
+    if request.param in PLATFORMS:
+        request.getfixturevalue(PLATFORMS[request.param][0])
+    return request.param
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("joined", JOINED)
+@pytest.mark.parametrize("kernel", EVERY, indirect=True)
+def test_additive_masks_give_nan_in_every_kernel(kernel: str, joined: str) -> None:
+    """No other mask hides it. The query without other numbers, here the last, is not affected."""
+    queries = 8 if kernel == "decode" else T
+    run = jax.jit(lambda m, *x: both(kernel, *x, JOINED[joined](as_mask(m))))
+    out, *grads = run(ADDITIVE[-queries:], *arrays(kernel, queries))
+    for x in (out, grads[0]):
+        assert np.isnan(x[:, :-1]).all()
+        assert np.isfinite(x[:, -1].astype("f4")).all()
+    assert all(np.isnan(x).any() for x in grads)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "jit": lambda f, q, k, v, dout, m: f(q, k, v, dout, m),
+    "vmap": lambda f, *x: jax.tree.map(
+        lambda y: y[:, 0], jax.vmap(f)(*(jnp.asarray(y)[:, None] for y in x))
+    ),
+    "scan": lambda f, *x: jax.lax.scan(lambda _, m: (f(*x[:-1], m), ()), f(*x), x[-1][None])[0],
+}  # fmt: skip
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kernel", EVERY, indirect=True)
+def test_traced_zeros_and_ones_match_oracle(kernel: str, way: str) -> None:
+    """Forward, and gradients as under bools. The first query of each row is fully masked."""
+    queries = 8 if kernel == "decode" else T
+    allowed = np.random.default_rng(1).random((B, 1, queries, T)) < 0.5
+    allowed[:, :, 0] = False
+    q, k, v, dout = arrays(kernel, queries)
+
+    @jax.jit
+    def run(mask: jax.Array) -> Any:
+        return WAYS[way](lambda *x: both(kernel, *x), q, k, v, dout, mask)
+
+    results = run(allowed.astype(np.float32))
+    bound = 2e-6 if q.dtype == jnp.float32 else 2**-7
+    want, _ = oracle.attention(*(np.asarray(x, "f8") for x in (q, k, v)), allowed=allowed)
+    assert error(results[0].astype("f4"), want) < bound
+    for got, want in zip(
+        results, jax.jit(lambda: both(kernel, q, k, v, dout, allowed))(), strict=True
+    ):
+        assert error(got.astype("f4"), want.astype("f4")) < 2 * bound
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("kernel", ["ring:blockwise", "ring:reference", "ulysses", "all_gather"])
+@pytest.mark.parametrize("joined", ["as given", "and"])
+def test_additive_masks_give_nan_on_meshes(kernel: str, joined: str) -> None:
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        run = jax.jit(lambda m, *x: both(kernel, *x, JOINED[joined](as_mask(m))))
+        out, *grads = run(ADDITIVE, *arrays(kernel))
+    assert np.isnan(out[:, :-1]).all()
+    assert np.isfinite(out[:, -1]).all()
+    assert all(np.isnan(x).any() for x in grads)
+
+
+def test_splash_refuses_traced_numbers(tpu) -> None:
+    """Also those of keys only, which as bools would be segment ids."""
+    *qkv, _ = arrays("splash")
+    with pytest.raises(ValueError, match="Dense holds arrays that are not NumPy's"):
+        jax.jit(lambda m: dot_product_attention(*qkv, mask=m, kernel="splash"))(ADDITIVE[:1])
+
+
+@pytest.mark.parametrize("length", [1, 8])
+def test_additive_masks_give_nan_with_a_cache(length: int) -> None:
+    """In prefill and in decoding, in whose masks the numbers are joined with those of the cache."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(B, length, 16)), jnp.float32)
+    layer = MultiHeadAttention(2, decode=True)
+    variables = layer.init(jax.random.key(0), jnp.zeros((B, 12, 16)))
+    mask = np.where(np.arange(12) < length - 1, 0, -1e9).astype(np.float32)
+
+    @jax.jit
+    def run(mask: jax.Array) -> jax.Array:
+        return layer.apply(variables, x, mask=mask[None, None, None], mutable="cache")[0]
+
+    assert np.isnan(run(mask)).all()
+    cache = KVCache.empty((B,), 12, N, 8).append(*jnp.ones((2, B, length, N, 8)))
+    q = jnp.ones((B, length, N, 8))
+    assert np.isnan(jax.jit(lambda m: cache.attend(q, length - 1, mask=m))(mask[None])).all()
+
+
+def test_programs_pay_only_where_numbers_are_converted() -> None:
+    """Bool masks pay nothing. Numbers take no factor on the queries or on the output."""
+    layer, x = MultiHeadAttention(2), jnp.zeros((B, 12, 48))
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def program(dtype: str) -> Any:
+        def loss(variables: Any, mask: jax.Array) -> jax.Array:
+            return layer.apply(variables, x, mask=mask).sum()
+
+        mask = jax.ShapeDtypeStruct((B, 1, 12, 12), dtype)
+        return jax.make_jaxpr(jax.grad(loss))(variables, mask)
+
+    bools, numbers = program("bool"), program("float32")
+    assert not {"nan", "i8", "int8"} & {*re.findall(r"\w+", str(bools))}
+    for name in ("mul", "dot_general"):
+        assert count_equations(numbers, name) == count_equations(bools, name)
