@@ -51,15 +51,6 @@ def unread(shape: Sequence[int], out: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.where(False, first, 0.0), shape)
 
 
-def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Make keys NaN that are not finite, or whose value is not, so that the mask can hide them.
-
-    In the values, NaN would meet weights of 0. The scores of such a key are all NaN.
-    """
-    flag = lax.add(nan_flag(k), nan_flag(v))
-    return lax.add(k, lax.expand_dims(flag, (k.ndim - 1,))), finite(v)
-
-
 def finfo_min(dtype: jnp.dtype) -> float:
     """Return the minimum of a dtype, the initial maximum of scores.
 
@@ -105,12 +96,6 @@ def step(
         return new, tile_sum, p, None
     rescale = lax.exp(lax.sub(top, new))
     return new, lax.add(lax.mul(total, rescale), tile_sum), p, rescale
-
-
-def add_sink(sink: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Add a sink, a score without a value, to a maximum and a sum of exponentials."""
-    new = jnp.maximum(top, sink)
-    return new, total * jnp.exp(top - new) + jnp.exp(sink - new)
 
 
 def divisor(total: jax.Array) -> jax.Array:
