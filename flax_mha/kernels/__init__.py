@@ -125,7 +125,7 @@ def dot_product_attention(
     _check_lse(spec.normalizer, return_residuals, capture)
     kernel, blocks = resolve(kernel)
     _, name = choose.parse_kernel(kernel)
-    reads = return_residuals or (capture is not None and "lse" in capture.what)
+    reads = _reads_lse(return_residuals, capture)
     if return_weights or capture:
         # Not the kernel alone reads queries and keys.
         turned: tuple[jax.Array, jax.Array | Stored, Any] = spec.turned(q, k)
@@ -155,6 +155,10 @@ def dot_product_attention(
 
 # The arguments' names, for functions that pass them on.
 ARGUMENTS = names_of(dot_product_attention)
+
+
+def _reads_lse(return_residuals: bool, capture: Capture | None) -> bool:
+    return return_residuals or (capture is not None and "lse" in capture.what)
 
 
 def _check_lse(normalizer: str, lse: bool, capture: Capture | None) -> None:
@@ -188,8 +192,8 @@ def explain(
       v: the values, or their `jax.ShapeDtypeStruct`.
       kernel: a kernel's name, a strategy, or "auto".
       return_weights: ignored, because every kernel can return the weights.
-      return_residuals: ignored, because every kernel can return the lse.
-      capture: checked, but every kernel can return captured values.
+      return_residuals: True if the call also returns the lse, which `splash` has not.
+      capture: the values that the call also returns. Only `splash` has no lse to capture.
       platform: the platform to explain, which may be elsewhere, such as `Platform("tpu")` or
         `Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))` of flax_mha (default: the current one).
       **call: other arguments of `dot_product_attention`.
@@ -214,10 +218,11 @@ def explain(
     capture = as_capture(capture)
     kernel, blocks = resolve(kernel)
     _, name = choose.parse_kernel(kernel)
+    reads = _reads_lse(return_residuals, capture)
 
     def trace(q: Array, k: Keyed, v: Keyed) -> Explanation:
         q, k, v, spec = bind_call(q, k, v, **call)
-        spec = spec.replace(invalid=None, blocks=blocks)
+        spec = spec.replace(invalid=None, reads_lse=reads, blocks=blocks)
         if capture:
             capture.chosen(shapes.Dims.of(q, k, v))
         division = shards.Division.of(q, k)

@@ -15,7 +15,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha import sharding
 from flax_mha.base import private_jax
-from flax_mha.kernels import splash
 from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.chips import tpus as blocks
 from flax_mha.kernels.cudnn import edge_cases, primitives
@@ -28,7 +27,7 @@ from tests.kernels import cudnn_model
 def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo `trees.trace_once`, so that tests that compile these do not find traces made here."""
     for module, *names in (
-        (splash, "_outputs", "_gradients"), (passes, "_attend", "_gradients"),
+        (passes, "_attend", "_gradients"),
         (whole_rows, "_forward", "_backward"),
         (edge_cases, "_attend_keys", "_gradients"),
     ):  # fmt: skip
