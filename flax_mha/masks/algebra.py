@@ -224,23 +224,21 @@ class Dense(Mask):
         return self.replace(array=ScoreArray(read_table(self.array, dims)))
 
     def allowed(self, at: At) -> Array:
-        array = jnp.asarray(self.array.array)
-        return array if array.dtype == bool else array > EMPTY
+        return jnp.asarray(self._bools())
 
     def tiles(self, tiles: Tiles) -> Array:
+        bools = self._bools()
+        return tile_state(tiles.greatest(bools), tiles.least(bools))
+
+    def _bools(self) -> Array:
         array = self.array.array
-        some, every = tiles.greatest(array), tiles.least(array)
-        return (
-            tile_state(some, every)
-            if array.dtype == bool
-            else tile_state(some > EMPTY, every == FULL)
-        )
+        return array if array.dtype == bool else array != EMPTY
 
 
 class TracedNumbers(Mask):
-    """A bound mask with tables of traced numbers, where a number but 0 and 1 makes a score NaN.
+    """A bound mask with tables of traced numbers: scores are NaN where one is not 0 or 1.
 
-    No other mask of the algebra hides the pair.
+    Such a pair is not hidden by any other mask.
     """
 
     mask: Mask
