@@ -106,7 +106,7 @@ def test_traced_zeros_and_ones_match_oracle(kernel: str, way: str) -> None:
 
     out, *grads = run(allowed.astype(np.float32))
     bound = 2e-6 if q.dtype == jnp.float32 else 2**-7
-    given = oracle.float64((q, k, v))
+    given = [*map(oracle.float64, (q, k, v))]
     assert error(out, oracle.attention(*given, allowed=allowed)[0]) < bound
     wanted = oracle.attention_gradients(*given, allowed=allowed, cotangent=oracle.float64(dout))
     for got, want in zip(grads, (wanted.q, wanted.k, wanted.v), strict=True):
