@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[Any, tuple[tuple[int, ...], ...], int, str]] = {
         lambda bias, sinks: {"mask": Lengths(IDS[:, 0]), "bias": bias, "sinks": sinks, **DROPOUT},
         ((T, T), (N,)), 64, "float16",
     ),
+    "traced numbers": (lambda table: {"mask": Causal() & table}, ((T, T),), 64, "bfloat16"),
     "vectors": (
         lambda t, keys, queries: {
             "mask": Causal(),
