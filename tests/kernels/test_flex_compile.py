@@ -120,6 +120,9 @@ CALLS = {
         },
         ((2, 1, 1000, 1),),
     ),
+    "traced numbers": (
+        lambda ids: {"mask": Causal() & (ids[:, None, :, None] * ids[:, None, None, :])}, ()
+    ),
     "lattice": (
         lambda ids, b: {"mask": Neighborhood((20, 50), (5, 8)) & Dilated(3), "bias": b},
         ((N, 1, 1000),),

@@ -42,7 +42,7 @@ from flax_mha.kernels.cudnn import bands, edge_cases, primitives
 from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
 from flax_mha.masks import Mask
-from flax_mha.masks.algebra import evaluate, other_numbers
+from flax_mha.masks.algebra import TracedNumbers, evaluate
 from flax_mha.scores import Bias
 from flax_mha.sharding.shard_map import varying
 
@@ -175,8 +175,8 @@ def _attend(
             allowed, jnp.zeros((), q.dtype) if bias is None else bias,
             jnp.asarray(edge_cases.HIDDEN, q.dtype),
         )  # fmt: skip
-        if (others := other_numbers(hidden)) is not None:
-            bias = jnp.where(flat_batch(others, dims), jnp.nan, bias)
+        if isinstance(hidden, TracedNumbers):
+            bias = jnp.where(flat_batch(hidden.others(), dims), jnp.nan, bias)
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], dims.T, dims.S))
     odd_q, odd_k = (0, 0) if bias is None else (dims.T % 2, dims.S % 2)
     if bias is not None:
