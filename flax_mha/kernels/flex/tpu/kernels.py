@@ -26,6 +26,7 @@ from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.flex.tpu import rotated
 from flax_mha.kernels.flex.tpu.rotated import Rotated
 from flax_mha.kernels.flex.tpu.tile_order import (
+    LAST,
     Blocked,
     Step,
     TileOrder,
@@ -185,7 +186,8 @@ def _run(
         body(step, lambda masked: tile_at(call, masked, operands, *at), ins, outs, memory)
 
     closed = x.swapped if call.keys_first else x.closed
-    operands = [*map(order.operand_blocks, (*call.closed, *call.leaves), (*closed, *x.leaves))]
+    pairs = zip((*call.closed, *call.leaves), (*closed, *x.leaves), strict=True)
+    operands = [order.shared(y, LAST[operand.layout]) for operand, y in pairs]
     return launch(
         call, name, run, order.sizes, order.inner, call.plan.block_q * call.plan.block_k,
         [x.rows, x.heads, *order.prefetched], (inputs, operands), outputs, scratch, aliases,
@@ -253,8 +255,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
                 stats[0:1, :] = top[...].T[0:1]
                 stats[1:2, :] = total[...].T[0:1]
 
-    sinks = None if x.sinks is None else order.blocks(x.sinks, ".n..")
-    inputs = _inputs(x, order), sinks, rotated.tables(x, order)
+    inputs = _inputs(x, order), *jax.tree.map(order.shared, (x.sinks, x.tables))
     numbers = order.blocks(Shape((R, N, 2, T), f32), "rn.i") if call.reads_sums else None
     outputs = [order.blocks(part, "rni.") for part in parts], numbers
     scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)], rotated.memory(call.plan, x)
@@ -368,7 +369,8 @@ def _stretch_gradients(
 
     earlier = None if before is None else order.blocks(before, "rni.")
     # The kernel rotates only if one stretch has all keys.
-    inputs = _inputs(x, order, dout, stats), earlier, rotated.tables(x, order)
+    tables = jax.tree.map(order.shared, x.tables)
+    inputs = _inputs(x, order, dout, stats), earlier, tables
     shapes = [Shape((R, K, rows, y.shape[-1]), y.dtype) for y in (x.k, x.v)]
     like = Shape(x.q.shape, x.q.dtype if before is None else f32)
     outputs = [order.blocks(like, "rni."), *(order.blocks(y, "rh..") for y in shapes)]
@@ -447,9 +449,7 @@ def _sum_gradients(
     outputs = []
     for n in learned:
         operand, y = call.leaves[n], x.leaves[n]
-        if operand.layout == "tile":
-            outputs.append(order.operand_blocks(operand, Shape(y.shape, jnp.float32)))
-        else:
-            of_heads = Shape((*x.q.shape[:2], *y.shape[-2:]), jnp.float32)
-            outputs.append(order.blocks(of_heads, "rn.."))
+        lead = y.shape[:-2] if operand.layout == "tile" else x.q.shape[:2]
+        last = "ij" if operand.layout == "tile" else ".."
+        outputs.append(order.shared(Shape((*lead, *y.shape[-2:]), jnp.float32), last))
     return _run(call, x, order, "flex_dleaves", body, _inputs(x, order, dout, stats), outputs)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.passes import Arrays, Tables
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder, block_at
+from flax_mha.kernels.flex.tpu.tile_order import Step, block_at
 from flax_mha.kernels.xla.tile_plan import Plan
 
 
@@ -25,18 +25,6 @@ def fits(call: FlexCall, dtype: Any) -> bool:
     # Tables are stored twice, as all blocks that a kernel loads.
     held = 2 * 2 * 4 * (T + S) * H + S * H * jnp.dtype(dtype).itemsize
     return held <= tpus.memory(call.device) // 3
-
-
-def tables(x: Arrays, order: TileOrder) -> Tables | None:
-    """Return the tables of a rotation as inputs of a kernel, if it rotates."""
-
-    def of_tokens(pair: tuple[Any, Any]) -> Any:
-        return tuple(order.blocks(y, ("r" if len(y) > 1 else ".") + "...") for y in pair)
-
-    if x.tables is None:
-        return None
-    q, k, swap = x.tables
-    return Tables(of_tokens(q), of_tokens(k), order.blocks(swap, ".."))
 
 
 def memory(plan: Plan, x: Arrays) -> list[Any]:

@@ -201,15 +201,15 @@ class TileOrder(NamedTuple):
 
         return Blocked(x, pl.BlockSpec((*[None] * (len(axes) - 2), *shape), index))
 
-    def operand_blocks(self, operand: Operand, x: Any) -> Blocked:
-        """Divide an operand's array. Columns are stored as rows: Mosaic pads the last axis."""
-        shared = zip("rn", x.shape[:-2], strict=False)
-        lead = "".join(a if size > 1 else "." for a, size in shared)
-        return self.blocks(x, lead + _BLOCKS[operand.layout])
+    def shared(self, x: Any, last: str = "..") -> Blocked:
+        """Divide an array that rows or heads may share, by the coordinates of its last axes."""
+        pairs = zip("rn", x.shape[:-2], strict=False)
+        return self.blocks(x, "".join(a if size > 1 else "." for a, size in pairs) + last)
 
 
-# The coordinates of the last two axes of an operand's layout.
-_BLOCKS = {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}
+# The coordinates of the last two axes of an operand's array. Columns are stored as rows, because
+# Mosaic pads the last axis.
+LAST = {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}
 
 
 def block_at(index: Any, size: int) -> Any:
