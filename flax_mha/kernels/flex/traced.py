@@ -68,7 +68,7 @@ def trace(
         calls.append(FlexCall(
             machine, plan, device, (True, True), plain, masked,
             tuple(Operand.of(x, plan) for x in consts), tuple(leaves), form,
-            spec.mask is not None, precision, spec.reads_lse, step < 0,
+            precision, spec.reads_lse, step < 0,
         ))  # fmt: skip
     call, *swapped = calls
     return call._replace(swapped=swapped[0] if swapped else None), closed, arrays
