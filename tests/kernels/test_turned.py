@@ -139,8 +139,8 @@ def test_transformations(rotates: list[bool], way: str) -> None:
         return (WAYS[way](attend)(*x) ** 2).sum()
 
     gradients = jax.jit(jax.value_and_grad(loss, (1, 2, 3)), static_argnums=0)
-    turns = later(ROTATIONS["whole"]), ROTATIONS["whole"]
-    close(*(gradients(turn, *arrays()[:3]) for turn in turns))
+    x, turns = arrays()[:3], (later(ROTATIONS["whole"]), ROTATIONS["whole"])
+    close(*(gradients(turn, *x) for turn in turns))
     assert any(rotates)
 
 
