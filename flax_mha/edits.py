@@ -261,7 +261,7 @@ def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
     for path, layer in attention_layers(model):
         parts = {name.rpartition("/"): edit for name, edit in edits.items()}
         own = {name: edit for (module, _, name), edit in parts.items() if module == "/".join(path)}
-        layer.edits = jax.tree.map(jnp.asarray, own) or None
+        layer.edits = nnx.data(jax.tree.map(lambda x: Edits(jnp.asarray(x)), own) or None)
 
 
 def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
@@ -270,5 +270,7 @@ def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
     >>> for path, layer in attention_layers(model):
     ...     layer.capture = flax_mha.Capture(("weights",))
     """
-    modules = nnx.iter_modules(model)
-    return [(tuple(map(str, path)), x) for path, x in modules if isinstance(x, Attention)]
+    return [
+        (tuple(map(str, path)), x) for path, x in nnx.iter_modules(model)
+        if isinstance(getattr(x, "config", None), Attention)
+    ]  # fmt: skip

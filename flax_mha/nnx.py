@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
+import inspect
 import math
-import types
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import Any, TypeAlias
 
 import flax
 import jax
@@ -15,18 +15,17 @@ from flax import nnx
 from flax.core import FrozenDict
 from flax.typing import Dtype, Initializer
 
-from flax_mha import linen, masks
+from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_refused, described_as, hidden_field
+from flax_mha.base.arguments import check_given, check_refused
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, as_cache_config, collection, resolve
+from flax_mha.cache import CacheConfig, KVCache, Memory, as_cache_config, collection, resolve
 from flax_mha.cache.resolve import Given
-from flax_mha.edits import Edit, Edits
 from flax_mha.layer import core
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
-from flax_mha.layer.settings import ZEROS, Call, CallOptions
+from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.taps.tap import Tap
@@ -37,129 +36,60 @@ from flax_mha.variants.latent import Latent
 from flax_mha.variants.talking_heads import TalkingHeads
 
 __all__ = [
-    "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention", "Module",
-    "MultiHeadAttention", "MultiHeadLatentAttention", "NnxOptions", "Projection",
-    "TalkingHeadsAttention",
+    "CacheVariables", "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention",
+    "MultiHeadAttention", "MultiHeadLatentAttention", "Projection", "TalkingHeadsAttention",
 ]  # fmt: skip
 __dir__ = __all__.copy
 
-_NOTHING: Mapping[str, Any] = FrozenDict()
-# Parameters that a layer may lack.
-_MAYBE = ("key", "value", "query_ln", "key_ln", "output_gate", "out", "sinks", "score_scale")
-# Attributes that are trees, and the variables that hold their arrays.
-_TREES: dict[str, Any] = {
-    "mask": nnx.Variable, "scores": nnx.Variable, "edits": Edits, "kv": nnx.Cache
-}  # fmt: skip
+Metadata: TypeAlias = Mapping[str, Any]
+_NOTHING: Metadata = FrozenDict()
+# The fields that a layer has as attributes, because they may change.
+_STATIC = ("kernel", "dropout_rate", "deterministic", "decode", "capture")
+_CHANGING = ("mask", "scores", *_STATIC)
+_INITIALIZERS = ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init")
 
 
-class NnxOptions(CallOptions, total=False):
-    """The arguments of an nnx layer's call, beside the inputs and `return_…`."""
+class CacheVariables(nnx.Pytree):
+    """The cache of a layer, with a variable for each field of a `KVCache` or a `Memory`."""
 
-    rngs: nnx.Rngs | nnx.RngStream | None
-    decode: bool | None
-    is_causal: bool
-    input_positions: jax.Array | None
+    def get_value(self) -> KVCache | Memory:
+        """Return the cache."""
+        return collection.restore(self._variables())
 
+    def set_value(self, cache: KVCache | Memory) -> None:
+        """Replace the cache."""
+        fields = dict(vars(cache))
+        window = fields.pop("window", None)
+        for name in self._variables().keys() - fields.keys():
+            delattr(self, name)
+        for name, x in fields.items():
+            variable = getattr(self, name, None)
+            if variable is None or variable.window != window or not _fits(variable, x):
+                # Each has the window, for `flax_mha.cache.truncate` of a state. A reference can't
+                # hold None.
+                form = {"ref": False} if x is None else {}
+                setattr(self, name, nnx.Cache(x, window=window, **form))
+            else:
+                variable.set_value(x)
 
-class _Tabulated(nnx.Module):
-    """A module whose class `nnx.tabulate` leaves as it was."""
-
-    if not TYPE_CHECKING:
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute."""
-            if name == "_nnx_tabulate_id":
-                # `nnx.tabulate` replaces methods of this copy's class, and leaves them if it fails.
-                # As a property, `compute` is no call of a module, and has no row.
-                cls = type(self)
-                hidden = property(lambda self: functools.partial(cls.compute, self))
-                own = type(cls)(cls.__name__, (cls,), {"compute": hidden})
-                object.__setattr__(self, "__class__", own)
-            super().__setattr__(name, value)
-
-
-class Module(_Tabulated):
-    """A module with a variable for each array of its trees, which nnx updates by its path."""
-
-    if not TYPE_CHECKING:
-
-        def __getattribute__(self, name: str) -> Any:
-            """Return an attribute, and of a tree of variables the values."""
-            value = object.__getattribute__(self, name)
-            if name not in _TREES:
-                return value
-            if name == "kv" and value is not None:
-                # Read and replaced like the value of a variable.
-                return types.SimpleNamespace(
-                    get_value=lambda: collection.restore(nnx.as_pure(value)),
-                    set_value=lambda new: setattr(self, name, new),
-                )
-            return nnx.as_pure(value)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute. A field's default stays in the class until the field changes."""
-            values, fields = vars(self), getattr(self, "__dataclass_fields__", {})
-            if name in fields and name not in values and hasattr(type(self), name):
-                default = getattr(type(self), name)
-                # A function would be read from the class as a method.
-                is_equal = value is default and not hasattr(value, "__get__")
-                if type(value) is type(default) and isinstance(value, int | float | str):
-                    is_equal = value == default
-                if is_equal:
-                    return  # nnx checks each value that it stores, and reads it in each call.
-                # nnx refuses an array only for an attribute that is there. Of `__init__`, the
-                # layer's own check refuses it, before `edits` is set.
-                if "edits" in values:
-                    values[name] = default
-            held = values.get(name)
-            try:
-                super().__setattr__(name, value)
-            except ValueError:  # A parameter or a module, where the field holds none.
-                if name in fields:
-                    raise hidden_field(type(self), name) from None
-                raise
-            if name in _TREES:
-                tree, values[name] = values[name], held
-                values[name] = None if tree is None else _hold(self, name, tree, held)
-
-
-def _hold(layer: Any, name: str, tree: Any, held: Any) -> Any:
-    """Return a tree with a variable for each array, `held` itself for a cache of the same form."""
-    kind, static = _TREES[name], {}
-    if name == "kv":
-        tree = tree.get_value() if hasattr(tree, "get_value") else tree
-        tree = collection.restore(tree, as_cache_config(layer.cache).window(layer.mask))
-        is_held = len({jax.tree.structure(x, _is_field) for x in (held, tree)}) == 1
-        if is_held and all(jax.tree.leaves(jax.tree.map(_fits, held, tree, is_leaf=_is_field))):
-            # Call each variable's own method, as `nnx.var_defaults` may have changed its class.
-            jax.tree.map(lambda old, new: old.set_value(new), held, tree, is_leaf=_is_field)
-            return held
-        # For `flax_mha.cache.truncate` of a state.
-        static = {"window": tree.window} if getattr(tree, "window", None) is not None else {}
-
-    def variable(x: Any) -> Any:
-        # Each field of a cache is one: their names tell a `KVCache` from a `Memory`.
-        is_array = isinstance(x, jax.Array | np.ndarray) or (x is None and name == "kv")
-        # A reference cannot hold None.
-        form = {"ref": False} if x is None else {}
-        return kind(x, **static, **form) if is_array else x
-
-    return jax.tree.map(variable, tree, is_leaf=_is_field)
+    def _variables(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, nnx.Variable)}
 
 
 def _fits(variable: Any, x: Any) -> bool:
     """Return True if a variable can hold x: a reference keeps its shape and dtype."""
-    held = variable.get_value()
-    if not variable.ref or held is None or x is None:
-        return not variable.ref
-    return (held.shape, held.dtype) == (x.shape, x.dtype)
+    if not variable.ref:
+        return True
+    return x is not None and (variable.shape, variable.dtype) == (x.shape, x.dtype)
 
 
-def _is_field(x: Any) -> bool:
-    return x is None or isinstance(x, nnx.Variable)
+def _as_variables(tree: Any) -> Any:
+    """Return an attribute of a layer: a tree with a variable for each array."""
+    kinds = jax.Array | np.ndarray
+    return nnx.data(jax.tree.map(lambda x: nnx.Variable(x) if isinstance(x, kinds) else x, tree))
 
 
-class Projection(_Tabulated, nnx.LinearGeneral):
+class Projection(nnx.LinearGeneral):
     """Flax's `nnx.LinearGeneral`, on any mesh.
 
     Attributes:
@@ -174,7 +104,7 @@ class Projection(_Tabulated, nnx.LinearGeneral):
             return super().__call__(inputs, out_sharding)
         return self._weights().product(inputs)
 
-    # Not public, or `nnx.tabulate` would take it for a call.
+    # Private, or `nnx.tabulate` would take it for a call.
     def _weights(self) -> Linear:
         """Return the kernel and the bias, without the product."""
         bias = None if self.bias is None else self.bias[...]
@@ -184,36 +114,61 @@ class Projection(_Tabulated, nnx.LinearGeneral):
         )  # fmt: skip
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class _Sizes:
-    """The fields that may be given by position."""
+def _projection(
+    config: Attention, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Metadata
+) -> Projection:
+    """Make a projection, with the metadata of its kernel and of its bias."""
+    kernel_init, bias_init = (
+        functools.partial(shapes.draw, init) for init in config.initializers(entry)
+    )
+    projection = Projection(
+        entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
+        use_bias=entry.has_bias, dtype=config.dtype, param_dtype=config.param_dtype,
+        precision=config.precision, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
+        kernel_metadata=metadata[0], bias_metadata=metadata[1],
+    )  # fmt: skip
+    projection.entry = entry
+    return projection
 
-    num_heads: int
-    in_features: int
-    qkv_features: int | None = None
-    out_features: int | None = None
-    num_kv_heads: int | None = None
-    in_kv_features: int | None = None
+
+class _Signature:
+    """The signature of a layer's class: the fields of its config, and what only the layer takes."""
+
+    def __get__(self, layer: Any, cls: Any) -> inspect.Signature:
+        if layer is not None:
+            raise AttributeError("__signature__")  # An instance has the one of `__call__`.
+        _, *fields = inspect.signature(cls.Config.__init__).parameters.values()
+        own = inspect.signature(cls.__init__).parameters.values()
+        shown = [p for p in fields if p.annotation is not None]  # Others must be None.
+        return inspect.Signature([*shown, *(p for p in own if p.kind is p.KEYWORD_ONLY)])
 
 
-@described_as(linen.MultiHeadAttention)
-@dataclasses.dataclass(eq=False, repr=False)
-class MultiHeadAttention(Attention, _Sizes, Module):
+def _field(name: str) -> Any:
+    """Return a property that reads a field of a layer's config, and can't be set."""
+    return property(lambda layer: getattr(layer.config, name))
+
+
+class MultiHeadAttention(nnx.Module):
     """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
         out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
 
-    Parameters, their names and float32 initial values match Flax's layer, and so do the names and
+    Parameter names, shapes and float32 initial values match Flax's layer, and so do the names and
     the order of its arguments. Outputs are the same as those of `flax_mha.MultiHeadAttention`.
 
+    A layer keeps its fields in `config`, which doesn't change. You can set the attributes
+    `deterministic`, `decode`, `dropout_rate`, `rngs`, `mask`, `kernel` and `capture`, and the cache
+    `kv`.
+
     Args:
+      num_heads: the number of query heads, N.
       in_features: the features of inputs_q, D.
+      qkv_features: the features of all query heads, N·H (default: D).
+      out_features: the features of the output (default: D).
+      num_kv_heads: the number of key/value heads, K, each shared by N/K query heads (default: N).
       in_kv_features: the features of inputs_k and inputs_v, D' (default: D); 0 for a layer without
         parameters for keys and values, which is always given `kv`.
-      decode: True to keep the keys and values of earlier calls, for which `init_cache` makes room;
-        may be given in the call instead (default: False).
-      deterministic: True for no dropout; may be given in the call, or by `eval()`, instead.
       rngs: the streams of keys for parameters and dropout.
       keep_rngs: True to keep a stream for dropout; else it is given in the call.
       kernel_metadata: the metadata of the projections' kernels, such as `{"out_sharding": (None,
@@ -224,55 +179,95 @@ class MultiHeadAttention(Attention, _Sizes, Module):
       out_bias_metadata: the metadata of the output projection's bias (default: bias_metadata).
       query_ln_scale_metadata: the metadata of the scale of the queries' norm.
       key_ln_scale_metadata: the metadata of the scale of the keys' norm.
+      **fields: the other fields of `flax_mha.MultiHeadAttention`, which describes them. `decode`
+        keeps the keys and values of earlier calls, for which `init_cache` makes room. It and
+        `deterministic` can be given in the call instead.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
-    _: dataclasses.KW_ONLY
-    broadcast_dropout: bool = True
-    kernel_init: Initializer = nnx.nn.linear.default_kernel_init
-    # Their arrays are part of the layer's state.
-    mask: masks.MaskLike | None = nnx.data(default=None)  # noqa: RUF009
-    scores: Sequence[ScoreMod] = nnx.data(default=())
-    rngs: dataclasses.InitVar[nnx.Rngs]
-    keep_rngs: dataclasses.InitVar[bool] = True
-    kernel_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
-    out_kernel_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
-    bias_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
-    out_bias_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
-    query_ln_scale_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
-    key_ln_scale_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Config(Attention):
+        """The fields of a layer, which are equal for equal layers."""
 
-    def __post_init__(
-        self, rngs: nnx.Rngs, keep_rngs: bool, kernel: Mapping[str, Any],
-        out_kernel: Mapping[str, Any], bias: Mapping[str, Any], out_bias: Mapping[str, Any],
-        query_ln: Mapping[str, Any], key_ln: Mapping[str, Any],
+        in_features: int  # type: ignore[misc]
+        qkv_features: int | None = None
+        out_features: int | None = None
+        num_kv_heads: int | None = None
+        in_kv_features: int | None = None
+        _: dataclasses.KW_ONLY
+        broadcast_dropout: bool = True
+        kernel_init: Initializer = nnx.nn.linear.default_kernel_init
+
+    __signature__ = _Signature()
+    num_heads = _field("num_heads")
+    in_features = _field("in_features")
+    qkv_features = _field("qkv_features")
+    out_features = _field("out_features")
+    num_kv_heads = _field("num_kv_heads")
+    in_kv_features = _field("in_kv_features")
+    head_dim = _field("head_dim")
+    dtype = _field("dtype")
+    param_dtype = _field("param_dtype")
+    precision = _field("precision")
+    use_bias = _field("use_bias")
+    broadcast_dropout = _field("broadcast_dropout")
+    normalize_qk = _field("normalize_qk")
+    attention_fn = _field("attention_fn")
+    dropout_rate: float
+    deterministic: bool | None
+    decode: bool | None
+    # What a layer may lack.
+    key: Any = None
+    value: Any = None
+    out: Any = None
+    query_ln: Any = None
+    key_ln: Any = None
+    rngs: Any = None
+    edits: Any = None
+    scores: Any = ()
+
+    def __init__(
+        self, num_heads: int, in_features: int, *sizes: Any, rngs: nnx.Rngs,
+        keep_rngs: bool = True, kernel_metadata: Metadata = _NOTHING,
+        out_kernel_metadata: Metadata = _NOTHING, bias_metadata: Metadata = _NOTHING,
+        out_bias_metadata: Metadata = _NOTHING, query_ln_scale_metadata: Metadata = _NOTHING,
+        key_ln_scale_metadata: Metadata = _NOTHING, **fields: Any,
     ) -> None:  # fmt: skip
-        D = self.in_features
-        self.check_fields()
-        checks.positive(num_heads=self.num_heads, in_features=D)
-        checks.optional(out_features=self.out_features, in_kv_features=self.in_kv_features or None)
-        self.out_features = self.out_features or D
-        self.in_kv_features = D if self.in_kv_features is None else self.in_kv_features
-        # Before `sinks` is the parameter, and sizes that were not given are filled in.
-        table = self.table(D, self.in_kv_features, self.in_kv_features)
-        N, K, H, Hv = self.sizes(D)
-        self.num_kv_heads, self.head_dim, self.v_head_dim, self.qkv_features = K, H, Hv, N * H
-        self.cache = as_cache_config(self.cache)
-        self.scores = as_scores(self.scores)
-        for name in _MAYBE:
-            setattr(self, name, nnx.data(None))
+        check_given(type(self).__name__, fields)
+        config: Any = self.Config(num_heads, in_features, *sizes, **fields)
+        config.check_fields()
+        D, Dk = in_features, config.in_kv_features
+        checks.positive(num_heads=num_heads, in_features=D)
+        checks.optional(out_features=config.out_features, in_kv_features=Dk or None)
+        Dk = D if Dk is None else Dk
+        N, K, H, Hv = config.sizes(D)
+        # Two functions are never equal, and few can be pickled, so initializers are not kept.
+        self.config = dataclasses.replace(
+            config, **dict.fromkeys((*_CHANGING, *_INITIALIZERS)), qkv_features=N * H,
+            out_features=config.out_features or D, in_kv_features=Dk, num_kv_heads=K, head_dim=H,
+            v_head_dim=Hv, cache=as_cache_config(config.cache),
+        )  # fmt: skip
+        scores = as_scores(config.scores)
+        self.mask = _as_variables(config.mask)
+        if scores:
+            self.scores = _as_variables(scores)
+        for name in _STATIC:
+            setattr(self, name, getattr(config, name))
         self.kv: Any = nnx.data(None)
-        self.edits: dict[str, Edit] | None = nnx.data(None)
-        metadata = {"query_ln": query_ln, "key_ln": key_ln}
-        outs = (out_kernel or kernel, out_bias or bias)
+        metadata = {"query_ln": query_ln_scale_metadata, "key_ln": key_ln_scale_metadata}
+        outs = (out_kernel_metadata or kernel_metadata, out_bias_metadata or bias_metadata)
+        table = config.table(D, Dk, Dk)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
-                metadata_of = outs if entry.is_out else (kernel, bias)
-                setattr(self, name, self._projection(entry, rngs, *metadata_of))
+                metadata_of = outs if entry.is_out else (kernel_metadata, bias_metadata)
+                setattr(self, name, _projection(config, entry, rngs, *metadata_of))
             elif isinstance(entry, NormEntry):
                 # Flax makes a flat scale by default, but linen's has all axes.
                 setattr(self, name, entry.norm.module(
-                    nnx, math.prod(entry.shape), dtype=self.dtype, param_dtype=self.param_dtype,
-                    rngs=rngs, scale_metadata=metadata.get(name, _NOTHING),
+                    nnx, math.prod(entry.shape), dtype=config.dtype,
+                    param_dtype=config.param_dtype, rngs=rngs,
+                    scale_metadata=metadata.get(name, _NOTHING),
                     scale_init=lambda _, __, dtype, entry=entry: jnp.ones(entry.shape, dtype),
                 ))  # fmt: skip
 
@@ -280,56 +275,23 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             name: str, shape: Shape, _: Any, init: Initializer = INIT, is_random: bool = True, /
         ) -> jax.Array:
             key: Any = rngs.params() if is_random else None
-            setattr(self, name, nnx.Param(shapes.draw(init, key, shape, self.param_dtype)))
+            setattr(self, name, nnx.Param(shapes.draw(init, key, shape, config.param_dtype)))
             return getattr(self, name).get_value()
 
-        learned(self.scores, self.score_heads, H, make)
+        learned(scores, config.score_heads, H, make)
         # Arrays come after those of the scores, as in linen.
         for name, entry in table.items():
             if isinstance(entry, ArrayEntry):
                 make(name, entry.shape, entry.names, entry.init, entry.is_random)
-                table[name] = dataclasses.replace(entry, init=ZEROS)
-        # Two functions are never equal, and few can be pickled. Flax keeps none either.
-        for name in ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init"):
-            setattr(self, name, None)
-        # A tuple, so that the layer's definition can be hashed.
-        self._entries = tuple(table.items())
-        # The name of Flax's layer, which is an argument of this one too.
-        kept = rngs.dropout.fork() if keep_rngs and self.dropout_rate > 0 else None
-        self.rngs = kept  # type: ignore[attr-defined]
+        if keep_rngs and config.dropout_rate > 0:
+            self.rngs = rngs.dropout.fork()
 
-    def _projection(self, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Any) -> Projection:
-        kernel_init, bias_init = (
-            functools.partial(shapes.draw, init) for init in self.initializers(entry)
-        )
-        projection = Projection(
-            entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
-            use_bias=entry.has_bias, dtype=self.dtype, param_dtype=self.param_dtype,
-            precision=self.precision, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
-            kernel_metadata=metadata[0], bias_metadata=metadata[1],
-        )  # fmt: skip
-        projection.entry = entry
-        return projection
+    @property
+    def settings(self) -> Attention:
+        """All fields, as the next call reads them."""
+        changing = nnx.as_pure({name: getattr(self, name) for name in _CHANGING})
+        return dataclasses.replace(self.config, **changing)
 
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ..., *, return_weights: Literal[False] = ...,
-        return_kv: Literal[False] = ..., **options: Unpack[NnxOptions],
-    ) -> jax.Array: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ..., *, return_weights: Literal[True],
-        return_kv: Literal[False] = ..., **options: Unpack[NnxOptions],
-    ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ..., *, return_weights: bool = ...,
-        return_kv: bool = ..., **options: Unpack[NnxOptions],
-    ) -> Any: ...  # fmt: skip
-    @described_as(linen.MultiHeadAttention.__call__)
     def __call__(  # noqa: D417
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
         inputs_v: jax.Array | None = None, *, mask: masks.MaskLike | None = None,
@@ -344,7 +306,11 @@ class MultiHeadAttention(Attention, _Sizes, Module):
     ) -> Any:  # fmt: skip
         """Attend from inputs_q to inputs_k and inputs_v.
 
+        The arguments that are not here, and what a call returns and raises, are described in
+        `flax_mha.MultiHeadAttention.__call__`.
+
         Args:
+          inputs_q: the inputs of the queries [*B, T, D].
           inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention).
           inputs_v: the inputs of the values [*B, S, D'] (default: inputs_k).
           deterministic: True for no dropout; may be given in the constructor, or by `eval()`,
@@ -365,10 +331,11 @@ class MultiHeadAttention(Attention, _Sizes, Module):
                     "input_positions is Flax's name of positions, got both; give positions alone"
                 )
             positions = input_positions
+        settings = self.settings
         decode = self.decode if decode is None else decode
         inputs_k, inputs_v, cache = resolve.resolve_call(
-            kv, inputs_q, inputs_k, inputs_v, as_cache_config(self.cache) if decode else None,
-            self.kv.get_value() if decode and self.kv is not None else None,
+            kv, inputs_q, inputs_k, inputs_v, settings.cache if decode else None,
+            self._kept() if decode else None,
         )  # fmt: skip
         if isinstance(cache, CacheConfig):
             raise ValueError(
@@ -382,15 +349,15 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         # What `sow` would not keep is not computed. nnx has no public sign of a capture.
         keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
         is_captured = hasattr(self, "__captures__") or not keeps_none
-        tap = Tap(self, self.edits or {}, collection=nnx.Intermediate)
+        tap = Tap(self, nnx.as_pure(self.edits) or {}, collection=nnx.Intermediate)
         call = Call(
-            mask, bias, self._learned() + as_scores(scores), positions, head_mask, lengths, order,
-            dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
-            tap=self._reading(tap, sow_weights, is_captured),
+            mask, bias, self._learned(settings) + as_scores(scores), positions, head_mask, lengths,
+            order, dropout_rng=self._dropout_rng(deterministic, rngs),
+            return_weights=return_weights, tap=settings._reading(tap, sow_weights, is_captured),
         )  # fmt: skip
-        output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
+        output = settings.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
-            self.kv = output.cache
+            self._keep(output.cache)
         return core.returned(output, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
@@ -406,14 +373,14 @@ class MultiHeadAttention(Attention, _Sizes, Module):
         shape = checks.sizes("input_shape", input_shape)
         if not self.in_kv_features:
             return
-        config = as_cache_config(self.cache)
+        config = self.config.cache
         config = dataclasses.replace(config, dtype=dtype or config.dtype or jnp.float32)
 
         # The computation makes the cache it needs, which is all zeros.
-        compute = functools.partial(self.compute, self._parameters())
+        compute = functools.partial(self.settings.compute, self._parameters())
         x = jax.ShapeDtypeStruct(shape, self.param_dtype)
         output = jax.eval_shape(lambda x: compute(x, None, None, Call(), config), x)
-        self.kv = collection.constrain_cache(jax.tree.map(jnp.zeros_like, output.cache))
+        self._keep(collection.constrain_cache(jax.tree.map(jnp.zeros_like, output.cache)))
 
     def set_view(
         self, deterministic: bool | None = None, decode: bool | None = None,
@@ -433,8 +400,21 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             self.decode = decode
         if decode and self.kv is None and batch_size is not None and max_length is not None:
             batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-            dtype = as_cache_config(self.cache).dtype or self.dtype
+            dtype = self.config.cache.dtype or self.dtype
             self.init_cache((*batch, max_length, self.in_features), dtype)
+
+    def _kept(self) -> Any:
+        """Return the cache of earlier calls, or None. It may have been set as it was saved."""
+        if self.kv is None:
+            return None
+        kept = self.kv.get_value() if hasattr(self.kv, "get_value") else self.kv
+        return collection.restore(kept, self.config.cache.window(nnx.as_pure(self.mask)))
+
+    def _keep(self, cache: KVCache | Memory) -> None:
+        """Keep a cache for the next call."""
+        if not isinstance(self.kv, CacheVariables):
+            self.kv = CacheVariables()
+        self.kv.set_value(cache)
 
     def _check_features(self, *inputs: Any) -> None:
         if not self.in_kv_features and inputs[1] is not None:
@@ -451,18 +431,18 @@ class MultiHeadAttention(Attention, _Sizes, Module):
                     f"{x.shape}; change in_features or in_kv_features"
                 )
 
-    def _learned(self) -> tuple[ScoreMod, ...]:
+    def _learned(self, settings: Attention) -> tuple[ScoreMod, ...]:
         """Return the layer's scores with their parameters."""
 
         def read(name: str, *_: Any) -> Any:
             return getattr(self, name).get_value()
 
-        head_dim: Any = self.head_dim
-        return learned(self.scores, self.score_heads, head_dim, read)
+        return learned(settings.scores, settings.score_heads, self.head_dim, read)
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name."""
-        return {name: self._read(getattr(self, name), entry) for name, entry in self._entries}
+        table = self.config.table(self.in_features, self.in_kv_features, self.in_kv_features)
+        return {name: self._read(getattr(self, name), entry) for name, entry in table.items()}
 
     @staticmethod
     def _read(module: Any, entry: Entry) -> Any:
@@ -489,7 +469,7 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             )
         if checks.flag("deterministic", deterministic):
             return None
-        stream = self.rngs if rngs is None else rngs  # type: ignore[attr-defined]
+        stream = self.rngs if rngs is None else rngs
         stream = stream.dropout if isinstance(stream, nnx.Rngs) else stream
         if stream is None:
             raise ValueError(
@@ -498,42 +478,61 @@ class MultiHeadAttention(Attention, _Sizes, Module):
             )
         return stream()
 
+    def _cached(self, name: str) -> jax.Array | None:
+        """Return an array of the cache in the order of Flax's axes."""
+        return None if self.kv is None else jnp.swapaxes(getattr(self._kept(), name), -3, -2)
+
     @property
     def cached_key(self) -> jax.Array | None:
         """The keys in the cache, as Flax's layer has them: [*B, S, K, H]."""
-        return None if self.kv is None else jnp.swapaxes(self.kv.get_value().key, -3, -2)
+        return self._cached("key")
 
     @property
     def cached_value(self) -> jax.Array | None:
         """The values in the cache, [*B, S, K, Hv]."""
-        return None if self.kv is None else jnp.swapaxes(self.kv.get_value().value, -3, -2)
+        return self._cached("value")
 
     @property
     def cache_index(self) -> jax.Array | None:
         """The number of tokens in the cache of each example, int32 [*B]."""
-        return None if self.kv is None else self.kv.get_value().length
+        return None if self.kv is None else self._kept().length
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class MultiHeadLatentAttention(Latent, MultiHeadAttention):
+class MultiHeadLatentAttention(MultiHeadAttention):
     """`flax_mha.variants.MultiHeadLatentAttention` in nnx."""
 
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Config(Latent, MultiHeadAttention.Config):  # type: ignore[misc]
+        """The fields of a layer."""
 
-@dataclasses.dataclass(eq=False, repr=False)
-class DifferentialAttention(Differential, MultiHeadAttention):
+
+class DifferentialAttention(MultiHeadAttention):
     """`flax_mha.variants.DifferentialAttention` in nnx."""
 
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Config(Differential, MultiHeadAttention.Config):  # type: ignore[misc]
+        """The fields of a layer."""
 
-@dataclasses.dataclass(eq=False, repr=False)
-class ForgettingAttention(Forgetting, MultiHeadAttention):
+
+class ForgettingAttention(MultiHeadAttention):
     """`flax_mha.variants.ForgettingAttention` in nnx."""
 
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Config(Forgetting, MultiHeadAttention.Config):  # type: ignore[misc]
+        """The fields of a layer."""
 
-@dataclasses.dataclass(eq=False, repr=False)
-class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
+
+class TalkingHeadsAttention(MultiHeadAttention):
     """`flax_mha.variants.TalkingHeadsAttention` in nnx."""
 
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Config(TalkingHeads, MultiHeadAttention.Config):  # type: ignore[misc]
+        """The fields of a layer."""
 
-@dataclasses.dataclass(eq=False, repr=False)
-class ChosenBlocksAttention(ChosenBlocks, MultiHeadAttention):
+
+class ChosenBlocksAttention(MultiHeadAttention):
     """`flax_mha.variants.ChosenBlocksAttention` in nnx."""
+
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Config(ChosenBlocks, MultiHeadAttention.Config):  # type: ignore[misc]
+        """The fields of a layer."""

@@ -99,7 +99,7 @@ def qk(
       ValueError: if scores are no such forms, as with a norm of queries and keys, or with `scores`.
     """
     handled = ("rotary", "scale", "sinks", "normalizer", "gate", "exclusive", "project_out")
-    _check(layer, p, ("query", "key"), handled)
+    layer = _check(layer, p, ("query", "key"), handled)
     q, k = (_fold(p[name], norm, biases) for name in ("query", "key"))
     if (rotary := layer.rotary) is not None:
         if not isinstance(rotary, Rotary) or isinstance(rotary.scaling, Growing):
@@ -168,8 +168,9 @@ def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: boo
 
 def _check(
     layer: Any, p: Mapping[str, Any], needed: tuple[str, ...], handled: tuple[str, ...]
-) -> None:
-    """Check that a layer is attention whose parameters alone make the circuit."""
+) -> Attention:
+    """Check that only a layer's parameters make the circuit, and return its fields."""
+    layer = getattr(layer, "settings", layer)  # of an nnx layer
     if not isinstance(layer, Attention) or type(layer).compute is not Attention.compute:
         raise ValueError(f"layer must be a MultiHeadAttention, got {type(layer).__name__}")
     for name, value in unhandled(layer, handled).items():
@@ -179,3 +180,4 @@ def _check(
         )
     if missing := [name for name in needed if name not in p]:
         raise ValueError(f"p must be the layer's parameters, got {sorted(p)} without {missing}")
+    return layer

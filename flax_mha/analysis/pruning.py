@@ -263,12 +263,13 @@ def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
                 f"{'/'.join(path) or 'the layer'} must have no cache and no edits, got some; set "
                 f"kv and edits to None"
             )
-        own, table = nnx.to_pure_dict(nnx.state(layer, nnx.Param)), dict(layer._entries)
-        fields, new, _ = _without(path, layer, table, flatten_dict(own), removed, repeat_kv)
+        own, settings = nnx.to_pure_dict(nnx.state(layer, nnx.Param)), layer.settings
+        table = settings.table(layer.in_features, layer.in_kv_features, layer.in_kv_features)
+        fields, new, _ = _without(path, settings, table, flatten_dict(own), removed, repeat_kv)
         nnx.update(layer, nnx.State(unflatten_dict(new)))
         fields["qkv_features"] = fields["num_heads"] * fields["head_dim"]
-        for name, x in fields.items():
-            setattr(layer, name, x)
+        layer.mask, layer.scores = fields.pop("mask"), fields.pop("scores")
+        layer.config = dataclasses.replace(layer.config, **fields)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
                 shape, at = new[name, "kernel"].shape[-len(entry.names) :], len(entry.inputs)

@@ -19,8 +19,6 @@ _QKV = "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_
 # JAX 0.10 has no function of the scores.
 _SETTINGS = "scale seed dropout_rate variadic_args mask_type layout sliding_window_length \
     score_mod_args? score_mod?"
-_TILE = "q k v segment_ids sinks logsumexp do di * bq bkv is_mqa mask_info mask_value \
-    attn_logits_soft_cap q_layout k_layout v_layout mask_function interpret"
 
 # Before JAX 0.12, the offsets of packed keys counted query heads instead of key/value heads, which
 # is wrong for grouped queries (JAX's issue 39521).
@@ -39,19 +37,15 @@ _PARTS: dict[str, dict[str, str]] = {
         _dot_product_attention_fwd_p_wrapper.bind _dot_product_attention_bwd_p_wrapper.bind
         MaskType.PADDING MaskType.PADDING_CAUSAL AttentionLayout.BTNH AttentionLayout.BNTH
         cuda_versions
-    """, "jax.experimental.layout": "Layout with_layout_constraint(x layouts)"},
+    """},
     "splash": {
-        f"{_SPLASH}kernel": f"""
-            _splash_attention_forward(fwd_mask_info q k v segment_ids sinks * mask_value is_mqa
-                block_sizes residual_checkpoint_name save_residuals mask_function
-                attn_logits_soft_cap interpret)
-            _splash_attention_bwd_dkv({_TILE} bkv_compute use_fused_bwd_kernel)
-            _splash_attention_bwd_dq({_TILE})
-            BlockSizes(block_q block_kv) SegmentIds(q kv)
-            QKVLayout.HEAD_DIM_MINOR DEFAULT_MASK_VALUE
+        f"{_SPLASH}kernel": """
+            make_splash_mha(mask * block_sizes attn_logits_soft_cap residual_checkpoint_name
+                head_shards q_seq_shards)
+            BlockSizes(block_q block_kv * block_q_dkv block_kv_dkv block_q_dq block_kv_dq)
+            SegmentIds(q kv) DEFAULT_MASK_VALUE
         """,
-        f"{_SPLASH}mask": "Mask MultiHeadMask NumpyMask",
-        f"{_SPLASH}mask_info": "process_mask(mask block_shape) process_mask_dkv(mask block_shape)",
+        f"{_SPLASH}mask": "Mask MultiHeadMask",
     },
     "flex": {"jax.extend.core": "Jaxpr ClosedJaxpr Literal"},
     "flex.tpu": {

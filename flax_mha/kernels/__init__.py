@@ -126,7 +126,7 @@ def dot_product_attention(
     capture = as_capture(capture)
     _check_lse(normalizer, return_residuals, capture)
     kernel, blocks = resolve(kernel)
-    reads = return_residuals or (capture is not None and "lse" in capture.what)
+    reads = _reads_lse(return_residuals, capture)
     if return_weights or capture:
         # Not only the kernel reads queries and keys.
         turned: tuple[jax.Array, jax.Array | Stored, AttentionSpec] = spec.turned(q, k)
@@ -150,6 +150,10 @@ def dot_product_attention(
     if capture:
         extras.append(observe.observe(q, dequantize(k), lse, spec, capture))
     return (out, *extras) if extras else out
+
+
+def _reads_lse(return_residuals: bool, capture: Capture | None) -> bool:
+    return return_residuals or (capture is not None and "lse" in capture.what)
 
 
 def _check_lse(normalizer: str, lse: bool, capture: Capture | None) -> None:
@@ -182,8 +186,8 @@ def explain(
       v: the values, or their `jax.ShapeDtypeStruct`.
       kernel: a kernel's name, a strategy, or "auto".
       return_weights: ignored, because every kernel can return the weights.
-      return_residuals: ignored, because every kernel can return the lse.
-      capture: checked, but every kernel can return captured values.
+      return_residuals: True if the call also returns the lse, which `splash` has not.
+      capture: the values that the call also returns. Only `splash` has no lse to capture.
       platform: the platform to explain, which may be elsewhere, such as `Platform("tpu")` or
         `Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))` of flax_mha (default: the current one).
       **call: other arguments of `dot_product_attention`.
@@ -205,10 +209,11 @@ def explain(
             checks.floating(name, x)
     capture = as_capture(capture)
     kernel, blocks = resolve(kernel)
+    reads = _reads_lse(return_residuals, capture)
 
     def trace(q: Array, k: Keyed, v: Keyed) -> Explanation:
         q, k, v, spec = bind_call(q, k, v, **call)
-        spec = spec.replace(blocks=blocks)
+        spec = spec.replace(reads_lse=reads, blocks=blocks)
         if capture:
             capture.chosen(shapes.Dims.of(q, k, v))
         return shards.explain(kernel, q, k, v, spec, platform)

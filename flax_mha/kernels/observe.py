@@ -86,27 +86,18 @@ def weigh_pairs(
     def compute(q: jax.Array, k: jax.Array, spec: AttentionSpec, pairs: Mapping[str, Mask]) -> Any:
         at = spec.at(shapes.Dims.of(q, k, k))
         q, k = reference.heads_first(q, k)
-        weigh = functools.partial(_weigh, spec)
+
+        def weigh(score: jax.Array, *pairs: jax.Array) -> tuple[jax.Array, ...]:
+            weights, seen = _softmax(spec, score, None), score != -jnp.inf
+            sums = [jnp.where(pair, weights, 0.0).sum(-1) for pair in pairs]
+            return *sums, *((pair & seen).any(-1).astype(weights.dtype) for pair in pairs)
+
         sums = _map_blocks(weigh, q, k, spec, at, tuple(pairs.values()))
-        axes = (*range(q.ndim - 3), -1)
-        weights, counts = ([x.sum(axes) for x in sums[i::2]] for i in (0, 1))
-        return {name: w / n for name, w, n in zip(pairs, weights, counts, strict=True)}
+        totals = [x.sum((*range(q.ndim - 3), -1)) for x in sums]
+        return {name: totals[i] / totals[i + len(pairs)] for i, name in enumerate(pairs)}
 
     names: dict[str, Any] = dict.fromkeys(pairs, ("heads",))
     return names | sharding.auto(compute, names, q, k, spec, pairs)
-
-
-def _weigh(spec: AttentionSpec, score: jax.Array, *pairs: jax.Array) -> tuple[jax.Array, ...]:
-    """Return for each of some pairs its weight [..., N, T], and 1 for queries that see such a key.
-
-    The scores [..., N, T, S] are −∞ where masked.
-    """
-    weights = _softmax(spec, score, None)
-    results: list[jax.Array] = []
-    for pair in pairs:
-        results.append(jnp.where(pair, weights, 0.0).sum(-1))
-        results.append((pair & (score != -jnp.inf)).any(-1).astype(weights.dtype))
-    return tuple(results)
 
 
 def _compute(
@@ -116,8 +107,6 @@ def _compute(
     captured: dict[str, jax.Array] = {}
     if lse is not None:
         captured["lse"] = pick(lse[..., None], *chosen)[..., 0]
-    if not set(names) - {"lse"}:
-        return captured
     dtype = q.dtype
     at = spec.at(shapes.Dims.of(q, k, k))
     # With a barrier, XLA shares nothing with the kernel, so the output stays the same to the bit.
@@ -182,7 +171,9 @@ def _map_blocks(
 
     def summarize_part(queries: Array, keys: slice) -> list[jax.Array]:
         part_k = k[..., keys, :]
-        part_at, part_tree = _map_arrays(functools.partial(_slice_keys, keys), at, (spec, pairs))
+        part_at, part_tree = _map_arrays(
+            lambda x: x if symbols.at_most(x.shape[-1], 1) else x[..., keys], at, (spec, pairs)
+        )
 
         @jax.checkpoint
         def block(indices: jax.Array) -> tuple[jax.Array, ...]:
@@ -221,11 +212,6 @@ def _split_queries(
                 parts.append((np.arange(first, min(first + plan.block_q, T)), keys))
             return parts
     return [(symbols.count_up(T), slice(None))]
-
-
-def _slice_keys(keys: slice, x: Array) -> Array:
-    """Return a range of the keys of an array over the scores."""
-    return x if symbols.at_most(x.shape[-1], 1) else x[..., keys]
 
 
 def _summarize(

@@ -5,14 +5,12 @@ import jax.numpy as jnp
 
 from flax_mha import sharding
 from flax_mha.base import shapes
-from flax_mha.kernels.xla.softmax import finite
 
 
 def exclude_own(z: jax.Array, v: jax.Array) -> jax.Array:
     """Return z − (z·v / v·v)·v for each token and head, with its own value v.
 
-    A value of 0 takes nothing away, nor does one that is not finite: if its query sees it, z is not
-    finite already.
+    A value of 0 takes nothing away.
 
     Args:
       z: the heads' outputs [*B, T, N, Hv].
@@ -23,7 +21,6 @@ def exclude_own(z: jax.Array, v: jax.Array) -> jax.Array:
 
     def exclude(z: jax.Array, v: jax.Array) -> jax.Array:
         wide = shapes.wide(z.dtype)
-        v = finite(v)
         if (group := z.shape[-2] // v.shape[-2]) > 1:
             v = jnp.repeat(v, group, axis=-2)
             if sharding.platform() == "tpu":

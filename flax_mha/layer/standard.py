@@ -95,21 +95,20 @@ class Attention(Settings):
                 _TABLES[key] = table
         return table
 
-    # Not public, or `nnx.tabulate` would take it for a call.
     def _reading(self, tap: Tap, sow_weights: bool, is_captured: bool) -> Tap:
         """Return the tap of a call, with the reads that its fields and `sow_weights` ask for.
 
         `is_captured` is True if intermediates are collected.
         """
         sow_weights = checks.flag("sow_weights", sow_weights)
-        reads, is_custom = asked(self, self.capture), self.custom_attention is not None
+        reads, is_custom = asked(tap.module, self.capture), self.custom_attention is not None
         if sow_weights and not is_custom:  # Such a function sows them by itself.
             names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
             reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
         tap.reads = reads if is_captured or is_custom else None
         if (reads or sow_weights) and not is_captured and isinstance(self, nn.Module):
             tap.warn_if_lost()
-        tap.sower = self if sow_weights else None
+        tap.sower = tap.module if sow_weights else None
         return tap
 
     def sizes(self, features: int) -> tuple[int, int, int, int]:

@@ -224,17 +224,46 @@ class Dense(Mask):
         return self.replace(array=ScoreArray(read_table(self.array, dims)))
 
     def allowed(self, at: At) -> Array:
-        array = jnp.asarray(self.array.array)
-        return array if array.dtype == bool else array > EMPTY
+        return jnp.asarray(self._bools())
 
     def tiles(self, tiles: Tiles) -> Array:
+        bools = self._bools()
+        return tile_state(tiles.greatest(bools), tiles.least(bools))
+
+    def _bools(self) -> Array:
         array = self.array.array
-        some, every = tiles.greatest(array), tiles.least(array)
-        return (
-            tile_state(some, every)
-            if array.dtype == bool
-            else tile_state(some > EMPTY, every == FULL)
-        )
+        return array if array.dtype == bool else array != EMPTY
+
+
+class TracedNumbers(Mask):
+    """A bound mask with tables of traced numbers: scores are NaN where one is not 0 or 1.
+
+    Such a pair is not hidden by any other mask.
+    """
+
+    mask: Mask
+
+    def others(self) -> Array:
+        """Return True for pairs with another number, [*B|1, N|1, T|1, S|1]."""
+        return functools.reduce(operator.or_, [x == PARTIAL for x in _number_tables(self)])
+
+    def allowed(self, at: At) -> Array:
+        return evaluate(self.mask, at) | self.others()
+
+    def tiles(self, tiles: Tiles) -> Array:
+        return jnp.where(tiles.greatest(self.others()), np.int8(PARTIAL), self.mask.tiles(tiles))
+
+
+def nan_at_others(mask: Mask | None, score: jax.Array) -> jax.Array:
+    """Make scores, and gradients through them, NaN for the other numbers of `TracedNumbers`."""
+    if not isinstance(mask, TracedNumbers):
+        return score
+    return score + jnp.where(mask.others(), jnp.asarray(jnp.nan, score.dtype), 0)
+
+
+def _number_tables(mask: Mask) -> list[Array]:
+    tables = (x.array for x in tree_nodes(mask) if isinstance(x, Dense))
+    return [x.array for x in tables if isinstance(x, ScoreArray) and x.array.dtype != bool]
 
 
 class PositionDependent(Mask):
@@ -253,7 +282,7 @@ class PositionDependent(Mask):
 
 
 def resolve(mask: Mask, at: At) -> Mask:
-    """Resolve each `PositionDependent` part of a bound mask."""
+    """Return a bound mask as kernels read it: `TracedNumbers`, and no `PositionDependent` part."""
 
     def is_dependent(x: Any) -> bool:
         return isinstance(x, PositionDependent)
@@ -262,7 +291,7 @@ def resolve(mask: Mask, at: At) -> Mask:
         return x.resolve(at) if is_dependent(x) else x
 
     resolved: Mask = jax.tree.map(replace, mask, is_leaf=is_dependent)
-    return resolved
+    return TracedNumbers(resolved) if _number_tables(resolved) else resolved
 
 
 def evaluate(mask: Mask, at: At) -> Array:
@@ -280,30 +309,7 @@ def evaluate(mask: Mask, at: At) -> Array:
     remedy = "compute it from the given coordinates, pair by pair"
     shapes.check_broadcasts(f"{name}'s result", allowed.shape, shape, "the coordinates", remedy)
     # The result may be a scalar for all pairs, but kernels need all axes.
-    allowed = shapes.lead(allowed, len(shape))
-    # No other mask may hide a pair whose score is NaN.
-    others = None if type(mask) is Dense else other_numbers(mask)
-    return allowed if others is None else allowed | others
-
-
-def number_tables(mask: Mask | None) -> list[Array]:
-    """Return the tables of traced numbers in a bound mask, as `as_bools` returns them."""
-    tables = [x.array for x in tree_nodes(mask) if isinstance(x, Dense)]
-    return [x.array for x in tables if isinstance(x, ScoreArray) and x.array.dtype != bool]
-
-
-def other_numbers(mask: Mask | None) -> Array | None:
-    """Return True for pairs with other traced numbers than 0 and 1, or None without numbers."""
-    pairs = [table == PARTIAL for table in number_tables(mask)]
-    return functools.reduce(operator.or_, pairs) if pairs else None
-
-
-def nan_at_other_numbers(mask: Mask | None, score: jax.Array) -> jax.Array:
-    """Make scores, and gradients through them, NaN for `other_numbers`."""
-    others = other_numbers(mask)
-    if others is None:
-        return score
-    return score + jnp.where(others, *map(score.dtype.type, (jnp.nan, 0)))
+    return shapes.lead(allowed, len(shape))
 
 
 def as_mask(mask: MaskLike) -> Mask:

@@ -13,7 +13,9 @@ from flax_mha.masks.states import tile_state
 
 
 def read_table(array: Array, dims: Dims) -> Array:
-    """Return a table that broadcasts to [*B, N, T, S] as `as_bools`, [*B|1, N|1, T|1, S|1].
+    """Return a table that broadcasts to [*B, N, T, S] as bools [*B|1, N|1, T|1, S|1].
+
+    Traced numbers become int8: 0 is EMPTY, 1 is FULL, and others are PARTIAL.
 
     Raises:
       ValueError: if the shape does not fit, or the table has another static number.
@@ -26,12 +28,10 @@ def read_table(array: Array, dims: Dims) -> Array:
     shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
     _warn_of_rows(array.shape, dims)
     # Convert before reshaping, which would trace the array inside of `jit`.
-    return shapes.lead(as_bools(array), len(dims.logits))
+    return shapes.lead(_as_bools(checks.as_numpy(array)), len(dims.logits))
 
 
-def as_bools(array: Array) -> Array:
-    """Return a table as bools; one of traced numbers as int8: 0 is EMPTY, 1 FULL, else PARTIAL."""
-    array = checks.as_numpy(array)
+def _as_bools(array: Array) -> Array:
     if array.dtype == bool:
         return array
     rule = "a mask must be of bools, or of 1 (may attend) and 0, got"

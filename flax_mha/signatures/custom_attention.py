@@ -15,7 +15,7 @@ from flax_mha.base.coordinates import Array
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
-from flax_mha.masks.algebra import evaluate, other_numbers
+from flax_mha.masks.algebra import TracedNumbers, evaluate
 
 Function = Callable[..., Any]
 
@@ -71,8 +71,8 @@ def run(
             f"attention_fn must give [*B, T, N, Hv] = {(*dims.B, dims.T, dims.N, dims.Hv)}, got "
             f"{checks.describe(out)}; its queries are [*B, T, N, H]"
         )
-    if (others := other_numbers(spec.mask)) is not None:
-        of_queries = jnp.swapaxes(others.any(-1, keepdims=True), -3, -2)
+    if isinstance(spec.mask, TracedNumbers):
+        of_queries = jnp.swapaxes(spec.mask.others().any(-1, keepdims=True), -3, -2)
         factor = jnp.where(of_queries, jnp.nan, 1.0).astype(out.dtype)
         out = out * sharding.like(jnp.broadcast_to(factor, out.shape), out)
     return (checkpoint_name(out, "z"),)

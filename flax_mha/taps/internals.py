@@ -16,7 +16,6 @@ from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
-from flax_mha.kernels.xla.softmax import finite
 from flax_mha.masks import combine
 from flax_mha.masks.algebra import evaluate
 from flax_mha.scores import Bias
@@ -135,10 +134,7 @@ def _attend_with_weights(
         if spec.mask is not None:  # Masked pairs stay so.
             allowed = jnp.asarray(evaluate(spec.mask, spec.at(dims)))
             new = jnp.where(observe.pick(allowed, heads, None), new, 0.0)
-        # A weight of 0 hides a value that is not finite.
-        bad = jnp.swapaxes(~jnp.isfinite(v).all(-1), -1, -2)[..., None, :]
-        seen = jnp.where((new != 0) & bad, jnp.nan, new)
-        z = jnp.einsum("...hts,...shd->...thd", seen, finite(v), precision=call.get("precision"))
+        z = jnp.einsum("...hts,...shd->...thd", new, v, precision=call.get("precision"))
         out = out.at[..., heads, :].set(z.astype(out.dtype))
         return out, w.at[..., edited, :, :].set(new)
 

@@ -15,7 +15,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.cache.resolve import as_source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import Stored, read
-from flax_mha.layer import core
+from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.layer.settings import ZEROS, Call
@@ -41,11 +41,11 @@ class Forgetting(Attention):
         """Return the output of the layer."""
         without_vectors("forgetting attention", call.scores)
         common.check_inputs("forgetting attention", x_k, cache)
-        x, bad = sharding.auto(_cleaned, ((), ()), x_q)
+        # A sum over tokens would carry NaN of padding to all later ones.
+        x = padding.cleared(x_q, call.lengths, call.order)
         heads = core.project_heads(p, self, x, None, None, call, cache)
         z = p["forget_gate"](x)
-        q, v, order = heads.q, heads.v, heads.order
-        k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
+        q, k, v, order = heads.q, heads.k, heads.v, heads.order
         dims, positions, last = shapes.Dims.of(q, k, v), order, None
         source = as_source(cache)
         if source.has_slots:
@@ -54,7 +54,7 @@ class Forgetting(Attention):
             last = sharding.auto(_last, (names, names), read(cache.key), cache.length, z)
         mask = masks.combine(self.mask, call.mask)
         of_tokens = functools.partial(_gates, dims, source.has_slots)
-        gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], bad, mask, positions)
+        gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], mask, positions)
         c = sharding.auto(_summed, (_OF_TOKENS, _OF_TOKENS), gates, order, last)
         if self.scale is None:  # Padded queries have more features.
             call = dataclasses.replace(call, scale=q.shape[-1] ** -0.5)
@@ -71,7 +71,7 @@ class Forgetting(Attention):
             call = dataclasses.replace(call, mask=masks.combine(masks.Causal(), call.mask))
             if source.appends:
                 _check_dtype(cache.dtype or k.dtype)
-        heads = heads._replace(k=k, kept=kept)
+        heads = heads._replace(kept=kept)
         call = dataclasses.replace(call, scores=(*call.scores, forget))
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
@@ -96,12 +96,12 @@ class ForgettingAttention(Forgetting, MultiHeadAttention):
         out = softmax(q kᵀ / √H + c_i − c_j, over j ≤ i) v W_o
 
     with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
-    positions. A token that the mask hides from itself, such as padding, has f = 1, and NaN in it
-    reaches no other output; `lengths` keeps it from gradients too. Fields and arguments are as in
-    `MultiHeadAttention`, without cross-attention, `attention_fn` and scores that see queries and
-    keys. A float32 sum c would lose the digits of c_i − c_j far from the start, so its rounding
-    error is kept as well. A cache has 40 bits of c in 5·N/K more features of each key; its dtype is
-    bfloat16, float32 or float64.
+    positions. A token that the mask hides from itself, such as padding, has f = 1. NaN in a token
+    reaches the outputs of all later ones, but not in padding, which `lengths` clears. Fields and
+    arguments are as in `MultiHeadAttention`, without cross-attention, `attention_fn` and scores
+    that see queries and keys. A float32 sum c would lose the digits of c_i − c_j far from the
+    start, so its rounding error is kept as well. A cache has 40 bits of c in 5·N/K more features of
+    each key; its dtype is bfloat16, float32 or float64.
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """
@@ -147,31 +147,17 @@ def _check_dtype(dtype: Any) -> None:
         )
 
 
-def _cleaned(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return tokens [*B, T, D] with 0 in place of non-finite ones, and a mask of these [*B, T].
-
-    A sum over tokens would carry NaN to all later ones, under any mask.
-    """
-    bad = ~jnp.isfinite(x).all(-1)
-    return jnp.where(bad[..., None], jnp.zeros_like(x), x), bad
-
-
-def _poisoned(k: jax.Array, bad: jax.Array) -> jax.Array:
-    """Return keys with NaN for bad tokens, which spreads where the mask allows."""
-    return jnp.where(bad[..., None, None], jnp.nan, k)
-
-
 def _gates(
-    dims: Dims, cached: bool, z: jax.Array, bias: jax.Array, bad: jax.Array,
-    mask: masks.Mask | None, positions: Array | None,
+    dims: Dims, cached: bool, z: jax.Array, bias: jax.Array, mask: masks.Mask | None,
+    positions: Array | None,
 ) -> jax.Array:  # fmt: skip
-    """Return log f [*B, T, N] of gates before the sigmoid, 0 for bad or hidden tokens."""
-    told = ~bad[..., None]
-    if mask is not None:
-        itself = common.sees_itself(mask, dims, positions, cached)
-        told &= jnp.swapaxes(jnp.broadcast_to(itself, dims.logits[:-1]), -1, -2)
+    """Return log f [*B, T, N] of gates before the sigmoid, 0 for hidden tokens."""
     gates = jax.nn.log_sigmoid(z.astype(jnp.float32) + shapes.lead(bias, z.ndim))
-    return jnp.where(told, gates, 0.0)
+    if mask is None:
+        return gates
+    itself = common.sees_itself(mask, dims, positions, cached)
+    is_visible = jnp.swapaxes(jnp.broadcast_to(itself, dims.logits[:-1]), -1, -2)
+    return jnp.where(is_visible, gates, 0.0)
 
 
 def _summed(gates: jax.Array, order: Array | None, last: _Pair | None) -> _Pair:

@@ -22,9 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 # The one file that uses each private module; only its kernel loads it.
 HOMES = {
     "jax._src.cudnn": "kernels/cudnn/primitives.py",
-    "jax.experimental.layout": "kernels/cudnn/primitives.py",
     "splash_attention_kernel": "kernels/splash/__init__.py",
-    "splash_attention_mask_info": "kernels/splash/__init__.py",
     "splash_attention_mask": "kernels/splash/computed_mask.py",
     "jax.interpreters": "kernels/call/only_on.py",
     "jax._src.core": "sharding/shard_map.py",
@@ -63,7 +61,7 @@ def test_private_imports_stay_in_their_files() -> None:
 
 def test_private_jax_lists_every_used_attribute() -> None:
     """Every attribute of a private module that a kernel uses is listed in `private_jax.NAMES`."""
-    modules = {"fused": "cudnn", "layout": "cudnn", "kernels": "splash", "mask_info": "splash",
+    modules = {"fused": "cudnn", "kernels": "splash",
                "splash": "splash", "pltpu": "flex.tpu", "plgpu": "flex.hopper", "ad": "only_on",
                "batching": "only_on", "mlir": "only_on", "metadata": "use",
                "tracing": "vmap"}  # fmt: skip

@@ -16,7 +16,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 from flax_mha.base import private_jax
-from flax_mha.kernels import splash
 from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.chips import tpus as blocks
 from flax_mha.kernels.cudnn import edge_cases, primitives
@@ -30,7 +29,7 @@ from tests.support.platforms import pretend
 def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo `trees.trace_once`, so that tests that compile these do not find traces made here."""
     for module, *names in (
-        (splash, "_outputs", "_gradients"), (passes, "_attend", "_gradients"),
+        (passes, "_attend", "_gradients"),
         (whole_rows, "_forward", "_backward"),
         (edge_cases, "_attend_keys", "_gradients"),
     ):  # fmt: skip

@@ -222,25 +222,6 @@ def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with
         close(one, other)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_lse_costs_a_pass_only_if_differentiated(nvidia, monkeypatch, asked) -> None:
-    calls = []
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return cudnn_model.backward(*args, **kwargs)
-
-    monkeypatch.setattr(primitives.fused, "_dot_product_attention_bwd_impl", counted)
-    *qkv, _ = arrays(T, S, 2, "bfloat16")
-
-    def loss(q, k, v):
-        out, lse = run(q, k, v, mask=Causal())
-        return out.sum(dtype=jnp.float32) + (lse.sum() if asked else 0)
-
-    jax.jit(jax.grad(jax.checkpoint(loss))).trace(*qkv)
-    assert len(calls) == 1 + asked
-
-
 @pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize("K", [2, 4])
 @pytest.mark.parametrize("hidden", BOTH)

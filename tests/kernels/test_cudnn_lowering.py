@@ -63,8 +63,6 @@ def test_cudnn_calls_have_native_arguments(hopper, monkeypatch, name: str, devic
 
 def test_lse_gradient_takes_a_second_backward_call(hopper) -> None:
     *qkv, _ = arrays(T, S, 2, "bfloat16")
-    text = lowered(jax.grad(lambda *x: run(*x)[1].sum(), (0, 1, 2)), *qkv)
-    assert re.findall(r"__cudnn\$(\w+)", text) == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
     text = lowered(
         jax.grad(lambda *x: sum(y.sum(dtype=jnp.float32) for y in run(*x)), (0, 1, 2)), *qkv
     )

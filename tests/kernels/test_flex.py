@@ -208,16 +208,17 @@ def test_fully_masked_queries_give_zero(tpu, mask: Mask) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["flex", "short"])
 @pytest.mark.parametrize("poison", [3e38, -3e38])
-def test_masked_pairs_do_not_leak(tpu, poison: float) -> None:
+def test_masked_pairs_do_not_leak(tpu, kernel: str, poison: float) -> None:
     """Large numbers in masked pairs change neither outputs nor gradients."""
     q, k, v, cotangent = arrays()
     call = lambda x: {  # noqa: E731
         "mask": Predicate(lambda b, n, i, j: (j != 4) & (i != 2)), "scores": (SoftCap(2.0),),
     }  # fmt: skip
-    clean = pulled("flex", call, (q, k, v, cotangent), {})
+    clean = pulled(kernel, call, (q, k, v, cotangent), {})
     bad = (q.at[:, 2].set(poison), k.at[:, 4].set(poison), v.at[:, 4].set(poison), cotangent)
-    jax.tree.map(np.testing.assert_array_equal, pulled("flex", call, bad, {}), clean)
+    jax.tree.map(np.testing.assert_array_equal, pulled(kernel, call, bad, {}), clean)
     np.testing.assert_array_equal(clean[0][0][:, 2], 0)
 
 

@@ -120,6 +120,9 @@ CALLS = {
         },
         ((2, 1, 1000, 1),),
     ),
+    "traced numbers": (
+        lambda ids: {"mask": Causal() & (ids[:, None, :, None] * ids[:, None, None, :])}, ()
+    ),
     "lattice": (
         lambda ids, b: {"mask": Neighborhood((20, 50), (5, 8)) & Dilated(3), "bias": b},
         ((N, 1, 1000),),
@@ -168,9 +171,9 @@ def test_largest_blocks_fit_in_memory(tpu, which: str) -> None:
 def test_kernel_rotates_with_large_tables(tpu, monkeypatch, which: str) -> None:
     generation, T, H = which.split()[0], *map(int, which.split()[1:])
     dtype = jnp.float32 if which == "v6e 2048 128" else jnp.bfloat16
-    rotates, tables = [], rotated.tables
+    rotates, memory = [], rotated.memory
     monkeypatch.setattr(
-        rotated, "tables", lambda x, order: rotates.append(x.tables is not None) or tables(x, order)
+        rotated, "memory", lambda plan, x: rotates.append(x.tables is not None) or memory(plan, x)
     )
     layer = MultiHeadAttention(4, head_dim=H, rotary=Rotary(), mask=Causal(), dtype=dtype)
     params = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 4, 64)))

@@ -37,6 +37,7 @@ CALLS: dict[str, tuple[Any, tuple[tuple[int, ...], ...], int, str]] = {
         lambda bias, sinks: {"mask": Lengths(IDS[:, 0]), "bias": bias, "sinks": sinks, **DROPOUT},
         ((T, T), (N,)), 64, "float16",
     ),
+    "traced numbers": (lambda table: {"mask": Causal() & table}, ((T, T),), 64, "bfloat16"),
     "functions": (
         lambda w, t: {
             "mask": Predicate(lambda b, n, i, j, m: (i + j + n + b) % m == 0, (IDS[0, 0],))

@@ -94,7 +94,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kernel", EVERY, indirect=True)
 def test_traced_zeros_and_ones_match_oracle(kernel: str, way: str) -> None:
-    """Forward, and gradients as under bools. The first query of each row is fully masked."""
+    """Forward, and gradients. The first query of each row is fully masked."""
     queries = 8 if kernel == "decode" else T
     allowed = np.random.default_rng(1).random((B, 1, queries, T)) < 0.5
     allowed[:, :, 0] = False
@@ -104,14 +104,13 @@ def test_traced_zeros_and_ones_match_oracle(kernel: str, way: str) -> None:
     def run(mask: jax.Array) -> Any:
         return WAYS[way](lambda *x: both(kernel, *x), q, k, v, dout, mask)
 
-    results = run(allowed.astype(np.float32))
+    out, *grads = run(allowed.astype(np.float32))
     bound = 2e-6 if q.dtype == jnp.float32 else 2**-7
-    want, _ = oracle.attention(*(np.asarray(x, "f8") for x in (q, k, v)), allowed=allowed)
-    assert error(results[0].astype("f4"), want) < bound
-    for got, want in zip(
-        results, jax.jit(lambda: both(kernel, q, k, v, dout, allowed))(), strict=True
-    ):
-        assert error(got.astype("f4"), want.astype("f4")) < 2 * bound
+    given = [*map(oracle.float64, (q, k, v))]
+    assert error(out, oracle.attention(*given, allowed=allowed)[0]) < bound
+    wanted = oracle.attention_gradients(*given, allowed=allowed, cotangent=oracle.float64(dout))
+    for got, want in zip(grads, (wanted.q, wanted.k, wanted.v), strict=True):
+        assert error(got, want) < 2 * bound
 
 
 @pytest.mark.sampled(0.2)
@@ -130,7 +129,7 @@ def test_additive_masks_give_nan_on_meshes(kernel: str, joined: str) -> None:
 def test_splash_refuses_traced_numbers(tpu) -> None:
     """Also those of keys only, which as bools would be segment ids."""
     *qkv, _ = arrays("splash")
-    with pytest.raises(ValueError, match="Dense holds arrays that are not NumPy's"):
+    with pytest.raises(ValueError, match="TracedNumbers holds arrays that are not NumPy's"):
         jax.jit(lambda m: dot_product_attention(*qkv, mask=m, kernel="splash"))(ADDITIVE[:1])
 
 

@@ -14,7 +14,6 @@ from flax_mha import MultiHeadAttention, dot_product_attention, masks
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.flex.tpu import kernels as flex
 from flax_mha.kernels.flex.tpu import whole_rows as short
-from flax_mha.kernels.splash import mask_info
 from flax_mha.kernels.xla import blockwise
 from tests.support import oracle
 from tests.support.platforms import pretend
@@ -22,8 +21,7 @@ from tests.support.platforms import pretend
 # Functions that are called while a kernel is traced.
 KERNELS = {
     "blockwise": ("cpu", blockwise, "_visit"), "flex": ("tpu", flex, "_run"),
-    "short": ("tpu", short, "_run"), "splash": ("tpu", mask_info, "process_mask"),
-    "cudnn": ("gpu", primitives, "_bind"),
+    "short": ("tpu", short, "_run"), "cudnn": ("gpu", primitives, "_bind"),
 }  # fmt: skip
 
 

@@ -39,6 +39,9 @@ CALLS = {
         },
         ((N, 197, 1), (1, 1, 197)),
     ),
+    "traced numbers": (
+        lambda ids: {"mask": Causal() & (ids[:, None, :, None] * ids[:, None, None, :])}, ()
+    ),
     "predicate": (
         lambda ids: {
             "mask": Predicate(lambda b, n, i, j, m: (i + j + n + b) % m == 0, (ids[0, 0],)),

@@ -1,41 +1,16 @@
-"""Masks in splash's terms: exact ids, and functions that stay functions."""
+"""Masks in splash's terms: functions that stay functions."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
-from flax_mha.base.coordinates import ScoreArray, whole
+from flax_mha.base.coordinates import ScoreArray
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call import spec
-from flax_mha.kernels.call.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.splash import computed_mask as splash_mask
-from flax_mha.kernels.splash.segment_ids import merge_ids
 from flax_mha.kernels.xla.tile_plan import Plan
-from flax_mha.masks import Causal, Lengths, Mask, Predicate, Prefix, Segments, Window
-
-EXTREMES = np.array([-(2**31), 2**31 - 1, 0, 1, 2, 3, 4, -1])
-
-
-@pytest.mark.sampled(0.415)
-@pytest.mark.parametrize("lengths", [False, True])
-@pytest.mark.parametrize("kinds", [1, 2, 3])
-def test_segment_ids_are_exact(lengths: bool, kinds: int) -> None:
-    """For all ids that int32 holds."""
-    rng = np.random.default_rng(4)
-    dims = Dims((3,), 20, 24, 1, 1, 1, 1)
-    mask: Mask = Segments(rng.choice(EXTREMES, (3, 20)), rng.choice(EXTREMES, (3, 24)))
-    for _ in range(kinds - 1):
-        mask &= Segments(rng.choice(EXTREMES[:3], 20), rng.choice(EXTREMES[:3], 24))
-    if lengths:
-        mask &= Lengths(jnp.array([20, 3, 0]), jnp.array([15, 10, 20]))
-    mask = mask.bind(dims)
-    call = spec.AttentionSpec(mask, (), None, None, None, None, 1.0)
-    parts = MaskParts.of(conjuncts(mask))
-    assert not parts.others
-    q, k = merge_ids(parts, call.at(dims), dims)
-    np.testing.assert_array_equal((q[:, :, None] == k[:, None])[:, None], mask.allowed(whole(dims)))
+from flax_mha.masks import Causal, Mask, Predicate, Prefix, Window
 
 
 @pytest.mark.sampled(0.5)

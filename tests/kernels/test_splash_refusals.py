@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from experiments.measure.features import traced
-from flax_mha import dot_product_attention, explain, sharding
-from flax_mha.kernels.splash import computed_mask as splash_mask
+from flax_mha import Capture, dot_product_attention, explain, sharding
 from flax_mha.masks import (
     Causal,
     Dense,
@@ -73,7 +72,17 @@ REFUSED = {
     "by head": (r"one mask .*, got Predicate", {"mask": Predicate(lambda b, n, i, j: j <= i + n)}),
     "per head": (r"one mask .*, got PerHead", {"mask": PerHead([Causal(), Window(1)] * 2)}),
     "table of heads": (r"one mask .*, got Dense", {"mask": np.ones((N, T, S), bool)}),
-    "large table": (r"more than 100 entries: T·S = 280·300", {"mask": TABLE}),
+    "table": (r"Dense holds arrays, which the kernel can't load", {"mask": TABLE}),
+    "table of queries": (r"Dense holds arrays that are not NumPy's", {"mask": TRACED[:, :1]}),
+    "two kinds of segments": (r"ids from one mask, got Segments, Segments",
+                              {"mask": PACKED & PACKED}),
+    "segments and lengths": (r"ids from one mask, got Segments, Lengths",
+                             {"mask": PACKED & Lengths(zeros(B, int))}),
+    "sinks": (r"has no sinks", {"sinks": zeros(N)}),
+    "lse": (r"returns no lse", {"return_residuals": True}),
+    "captured lse": (r"returns no lse", {"capture": Capture(("lse",))}),
+    "keys in any order": (r"kv_positions do not count up",
+                          {"mask": Causal(), "kv_positions": np.arange(S)[::-1]}),
     "traced positions": (r"q_positions are not NumPy's",
                          {"mask": Causal(), "q_positions": jnp.arange(T)}),
     "positions by row": (r"kv_positions differ between rows",
@@ -82,12 +91,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_splash_refuses_with_reason(tpu, monkeypatch, name: str) -> None:
+def test_splash_refuses_with_reason(tpu, name: str) -> None:
     """Both functions give the same reason, and auto takes another kernel.
 
     Arrays of JAX are traced.
     """
-    monkeypatch.setattr(splash_mask, "TABLE", 100)
     reason, call = REFUSED[name]
     sizes = {"t": T, "s": S, "batch": B, "features": H, "dtype": "float32"}
     sizes |= {key: call[key] for key in call if key in sizes}

@@ -33,13 +33,13 @@ SHUFFLED = jnp.asarray(RNG.permuted(np.tile(np.arange(T), (2, 1)), axis=1))
 def rotates(tpu: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Run on a TPU, and list whether each kernel rotates."""
     found = list[bool]()
-    tables = rotated.tables
+    memory = rotated.memory
 
-    def spy(x: Any, order: Any) -> Any:
+    def spy(plan: Any, x: Any) -> Any:
         found.append(x.tables is not None)
-        return tables(x, order)
+        return memory(plan, x)
 
-    monkeypatch.setattr(rotated, "tables", spy)
+    monkeypatch.setattr(rotated, "memory", spy)
     return found
 
 
@@ -139,8 +139,8 @@ def test_transformations(rotates: list[bool], way: str) -> None:
         return (WAYS[way](attend)(*x) ** 2).sum()
 
     gradients = jax.jit(jax.value_and_grad(loss, (1, 2, 3)), static_argnums=0)
-    turns = later(ROTATIONS["whole"]), ROTATIONS["whole"]
-    close(*(gradients(turn, *arrays()[:3]) for turn in turns))
+    x, turns = arrays()[:3], (later(ROTATIONS["whole"]), ROTATIONS["whole"])
+    close(*(gradients(turn, *x) for turn in turns))
     assert any(rotates)
 
 

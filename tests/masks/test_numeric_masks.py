@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, dot_product_attention, masks
-from flax_mha.base.coordinates import tiles_of
+from flax_mha.base.coordinates import tiles_of, whole
 from flax_mha.base.shapes import Dims
+from flax_mha.masks.algebra import resolve
 from tests.support import oracle
 from tests.support.meshes import KINDS, on
 from tests.support.oracle import error
@@ -59,8 +60,10 @@ def test_tiles_of_traced_numbers(dtype: str) -> None:
 
     @jax.jit
     def states(table: jax.Array) -> jax.Array:
-        mask = masks.as_mask(table).bind(Dims((), 2, 6, 1, 1, H, H))
-        return mask.tiles(tiles_of(np.zeros((1, 2, 1)), np.zeros((1, 1, 6)), 1, 2))
+        dims = Dims((), 2, 6, 1, 1, H, H)
+        at = whole(dims)
+        mask = resolve(masks.as_mask(table).bind(dims), at)
+        return mask.tiles(tiles_of(at.q, at.k, 1, 2))
 
     assert states(table)[0].tolist() == [
         [masks.EMPTY, masks.FULL, masks.PARTIAL], [masks.EMPTY, masks.FULL, masks.PARTIAL],
@@ -179,12 +182,15 @@ def test_numeric_masks_work_wherever_masks_do(name: str) -> None:
     )(TABLE)
     assert error(known, expected) < 2e-6
     assert error(traced, expected) < 2e-6
+    additive = jax.jit(lambda mask: module.apply(params, X, mask=of(mask)))(ADDITIVE)
+    assert np.isnan(additive[:, 0]).all()
 
 
 def test_numeric_masks_work_in_nnx() -> None:
     layer = nnx.bridge.ToNNX(MultiHeadAttention(2), rngs=nnx.Rngs(0)).lazy_init(X)
     run = nnx.jit(lambda layer, m: (layer(X, mask=m), layer(X, mask=m > 0)))
     assert error(*run(layer, TABLE)) < 2e-6
+    assert np.isnan(run(layer, ADDITIVE)[0][:, 0]).all()
 
 
 @pytest.mark.sampled(0.5)

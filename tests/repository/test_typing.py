@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flax_mha import MultiHeadAttention, dot_product_attention, kernels, linen, nnx
+from flax_mha import MultiHeadAttention, dot_product_attention, kernels, linen
 from flax_mha.kernels.call import bind
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,8 +29,6 @@ def test_option_types_name_the_arguments() -> None:
     call = set(inspect.signature(MultiHeadAttention.__call__).parameters)
     inputs = {"self", "inputs_q", "inputs_k", "inputs_v"}
     assert {*linen.LayerOptions.__annotations__, *inputs, *MORE} == call
-    call = set(inspect.signature(nnx.MultiHeadAttention.__call__).parameters)
-    assert {*nnx.NnxOptions.__annotations__, *inputs, *MORE} == call
     assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from flax_mha.masks import And, Causal, Dense, Lengths, Mask, Segments, Window
-from flax_mha.masks.algebra import number_tables
 
 
 class MaskParts(NamedTuple):
@@ -36,13 +35,10 @@ class MaskParts(NamedTuple):
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
-    """Return the masks that a mask joins by `&`.
-
-    A mask with traced numbers stays whole, because no part of it may hide a number's NaN.
-    """
+    """Return the masks that a mask joins by `&`."""
     if mask is None:
         return []
-    if type(mask) is And and not number_tables(mask):
+    if type(mask) is And:
         return [part for joined in mask.masks for part in conjuncts(joined)]
     return [mask]
 
@@ -56,7 +52,7 @@ def _part(mask: Mask) -> str:
         return "lengths"
     if type(mask) is Segments:
         return "segments"
-    if type(mask) is Dense and not number_tables(mask):
+    if type(mask) is Dense:
         heads, queries, keys = mask.array.array.shape[-3:]
         if heads == queries == 1:
             return "keys"

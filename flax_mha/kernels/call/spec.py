@@ -18,7 +18,7 @@ from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.masks import Mask
-from flax_mha.masks.algebra import evaluate, nan_at_other_numbers
+from flax_mha.masks.algebra import evaluate, nan_at_others
 from flax_mha.positions.turn import Turn
 from flax_mha.scores import ScoreMod, Vectors, changed
 from flax_mha.sharding.devices import Platform
@@ -196,7 +196,7 @@ class AttentionSpec(struct.PyTreeNode):
             for mod in self.scores:
                 score = changed(mod, score, at, vectors)
         if allowed is not None:
-            score = nan_at_other_numbers(self.mask, select(allowed, score, forbidden))
+            score = nan_at_others(self.mask, select(allowed, score, forbidden))
         return score, allowed
 
     def apply_dropout(self, weights: jax.Array, at: At) -> jax.Array:

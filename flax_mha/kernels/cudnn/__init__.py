@@ -11,7 +11,7 @@ own. Other masks hide pairs by a bias of bfloat16, [rows|1, N|1, T, S].
 
 The wrapper handles the cases that cuDNN does not define:
 
-- For a fully masked row, cuDNN may return NaN. Such rows are replaced, forward and backward.
+- For a fully masked row, cuDNN may return NaN. Its output becomes 0, and its weights backward.
 - cuDNN ignores the lse's cotangent. A second backward pass computes its gradient, only if needed.
 - A sink scales cuDNN's output by out·σ(lse − sink). Given the scaled out and lse, cuDNN's backward
   pass computes the right gradients.
@@ -42,7 +42,7 @@ from flax_mha.kernels.cudnn import bands, edge_cases, primitives
 from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
 from flax_mha.masks import Mask
-from flax_mha.masks.algebra import evaluate, other_numbers
+from flax_mha.masks.algebra import TracedNumbers, evaluate
 from flax_mha.scores import Bias
 from flax_mha.sharding.shard_map import varying
 
@@ -65,14 +65,11 @@ def lower(
     device = primitives.gpu(platform)
     if isinstance(device, str):
         raise Unsupported(device)
-    if reason := _check_call(q, spec, dims, device, platform):
+    if reason := _check_call(q, spec, dims, device, platform) or _check_scores(q, spec, dims):
         raise Unsupported(reason)
-    reason = _check_scores(q, spec, dims, device)
     takes_runs = _takes_runs(spec, dims, device, platform.auto_partitioned)
     band, hidden = bands.lower(spec, dims, takes_runs)
-    if hidden is not None:
-        reason = reason or _check_hidden(q, spec, hidden, dims)
-    if reason:
+    if hidden is not None and (reason := _check_hidden(q, spec, hidden, dims)):
         raise Unsupported(reason)
     k, v = dequantize(k), dequantize(v)
     static = {"divisible": platform.auto_partitioned, "heads_first": heads_first}
@@ -100,9 +97,7 @@ def _check_call(
     return None if platform.auto_partitioned else platform.not_partitionable
 
 
-def _check_scores(
-    q: jax.Array, spec: AttentionSpec, dims: Dims, device: primitives.Gpu
-) -> str | None:
+def _check_scores(q: jax.Array, spec: AttentionSpec, dims: Dims) -> str | None:
     if not spec.scores:
         return None
     if len(spec.scores) > 1 or type(spec.scores[0]) is not Bias:
@@ -180,13 +175,12 @@ def _attend(
             allowed, jnp.zeros((), q.dtype) if bias is None else bias,
             jnp.asarray(edge_cases.HIDDEN, q.dtype),
         )  # fmt: skip
-        if (others := other_numbers(hidden)) is not None:
-            bias = jnp.where(flat_batch(others, dims), jnp.nan, bias)
+        if isinstance(hidden, TracedNumbers):
+            bias = jnp.where(flat_batch(hidden.others(), dims), jnp.nan, bias)
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], dims.T, dims.S))
     odd_q, odd_k = (0, 0) if bias is None else (dims.T % 2, dims.S % 2)
-    if bias is not None and (odd_q or odd_k):
+    if bias is not None:
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, odd_q), (0, odd_k)))
-        band = band.replace(sees=False)
     band = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), band)
     sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32)
 
@@ -199,10 +193,8 @@ def _attend(
         out, given = result
         lse = given.lse.reshape(rows, dims.N, dims.T)
         by_row = pad(out, odd_q).astype(q.dtype), jnp.pad(lse, ((0, 0), (0, 0), (0, odd_q)))
-    q, k, v = primitives.in_order(call, (pad(q, odd_q), pad(k, odd_k), pad(v, odd_k)))
+    q, k, v = pad(q, odd_q), pad(k, odd_k), pad(v, odd_k)
     out, lse = edge_cases.attend(call, q, k, v, bias, sinks, band, by_row)
-    # For its cotangent, which gets the same order.
-    out = primitives.in_order(call, out)
     out = out[:, : dims.T, :, : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     if spec.reads_lse:

@@ -11,12 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha.base import trees
 from flax_mha.kernels.call.spec import name_result
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.bands import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.xla.softmax import FAR
 
 # An output and its lse.
 Result = tuple[jax.Array, jax.Array]
@@ -25,6 +23,8 @@ Result = tuple[jax.Array, jax.Array]
 MIN_BIAS = -float(2**41)
 # The bias of a pair that a mask hides.
 HIDDEN = 2 * MIN_BIAS
+# An lse that makes all weights of a row 0 in the backward pass, also those of a bias.
+_FAR = 1e30
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -55,7 +55,7 @@ def _attend(
     return result, (q, k, v, bias, sinks, band, result[0], lse)
 
 
-@trees.trace_once
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attend_keys(
     call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band
 ) -> Result:
@@ -65,19 +65,13 @@ def _attend_keys(
     """
     out, lse = primitives.forward(call, q, k, v, bias, *band.operands())
     lse = lse if band.runs is None else band.runs.lse(lse)
-    if band.sees and bias is None:
+    if not band.may_be_empty and bias is None:
         return out, lse
-    start, end = band.keys(q.shape[1], k.shape[1])
-    is_empty = (end <= start)[:, None]
+    is_empty = band.empty(q.shape[1], k.shape[1])[:, None]
     if bias is not None:
         is_empty = is_empty | (lse < MIN_BIAS / 2)
-    is_empty = jnp.broadcast_to(is_empty, lse.shape)
-    return _zero_rows(is_empty, out), jnp.where(is_empty, -jnp.inf, lse)
-
-
-def _zero_rows(where: jax.Array, x: jax.Array) -> jax.Array:
-    """Set rows [rows, N, T] of x [rows, T, N, F] to 0."""
-    return jnp.where(jnp.swapaxes(where, 1, 2)[..., None], jnp.zeros_like(x), x)
+    by_query = jnp.swapaxes(jnp.broadcast_to(is_empty, lse.shape), 1, 2)[..., None]
+    return jnp.where(by_query, jnp.zeros_like(out), out), jnp.where(is_empty, -jnp.inf, lse)
 
 
 def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
@@ -93,67 +87,61 @@ def _forward(call: CudnnCall, *primals: Any) -> tuple[Result, tuple[Any, ...]]:
 
 
 def _backward(call: CudnnCall, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+    out = residuals[-2]
     dout, dlse = (
         None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents
     )
-    return *_gradients(call, residuals, dout, dlse), None, None
+    return (
+        *_gradients(call, residuals, jnp.zeros_like(out) if dout is None else dout, dlse),
+        None,
+        None,
+    )
 
 
-@trees.trace_once
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _gradients(
-    call: CudnnCall, residuals: tuple[Any, ...], dout: jax.Array | None, dlse: jax.Array | None
+    call: CudnnCall, residuals: tuple[Any, ...], dout: jax.Array, dlse: jax.Array | None
 ) -> tuple[Any, ...]:
-    """Return the gradients of q, k, v, bias and sinks, from the residuals of `_attend`."""
+    """Return the gradients of q, k, v, bias and sinks, from the residuals of `_attend`.
+
+    The lse's cotangent takes a second pass, and is None if the lse is not read.
+    """
     q, k, v, bias, sinks, band, out, lse = residuals
-    is_empty = None if band.sees and bias is None else lse == -jnp.inf
-    lse = lse if sinks is None else jnp.logaddexp(lse, sinks[None, :, None])
-    if is_empty is not None and dout is not None:
-        dout = _zero_rows(is_empty, dout)
-    dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, dout, dlse)
-    if is_empty is not None:
-        lse = jnp.where(is_empty, FAR, lse)
-        dlse = None if dlse is None else jnp.where(is_empty, 0, dlse)
-    return *_pull(call, (q, k, v, bias), band, lse, out, dout, dlse), dsinks
-
-
-attend.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def _pull(
-    call: CudnnCall, inputs: tuple[Any, ...], band: Band, lse: jax.Array, out: jax.Array,
-    dout: jax.Array | None, dlse: jax.Array | None,
-) -> Any:  # fmt: skip
-    """Return the gradients of q, k, v and bias by cuDNN, with a pass for each cotangent."""
-    q, k, v, bias = inputs
+    total, dsinks = lse, None
+    if sinks is not None:
+        total = jnp.logaddexp(lse, sinks[None, :, None])
+        dsinks = _sink_gradient(sinks, total, out, dout, dlse)
+    if band.may_be_empty or bias is not None:
+        total = jnp.where(lse == -jnp.inf, _FAR, total)
+    total = total if band.runs is None else band.runs.by_run(total)
     pull = functools.partial(primitives.backward, call)
-    operands = (bias, *band.operands(), lse if band.runs is None else band.runs.by_run(lse))
-    gradients = jax.tree.map(jnp.zeros_like, (q, k, v, bias if call.learned else None))
-    if dout is not None:
-        gradients = pull(q, k, v, *operands, out, dout)
+    operands = bias, *band.operands(), total
+    dq, dk, dv, dbias = pull(q, k, v, *operands, out, dout)
     if dlse is not None:
         # cuDNN computes p·(dout·v − dout·out). To get p·dlse, pass values of 1 in one feature,
         # dlse in this feature of dout, and 0 as out.
         one = jnp.zeros_like(v).at[..., 0].set(1)
         as_dout = jnp.zeros_like(out).at[..., 0].set(jnp.swapaxes(dlse, 1, 2).astype(out.dtype))
-        dq, dk, _, dbias = pull(q, k, one, *operands, jnp.zeros_like(out), as_dout)
-        gradients = jax.tree.map(jnp.add, gradients, (dq, dk, jnp.zeros_like(v), dbias))
-    if band.runs is None:
-        return gradients
-    # cuDNN writes gradients only for tokens of documents.
-    dq, *of_keys, dbias = gradients
-    sizes = dq.shape[1], k.shape[1]
-    (first, last), (start, end) = band.keys(*sizes), band.queries(*sizes)
-    dk, dv = (jnp.where((end <= start)[..., None, None], 0, x) for x in of_keys)
-    return jnp.where((last <= first)[..., None, None], 0, dq), dk, dv, dbias
+        more_dq, more_dk, _, more = pull(q, k, one, *operands, jnp.zeros_like(out), as_dout)
+        dq, dk = dq + more_dq, dk + more_dk
+        dbias = None if dbias is None else dbias + more
+    if band.runs is not None and not band.full:
+        # cuDNN writes gradients only for the tokens of a run that are within the lengths.
+        limits = (dq, band.q), (dk, band.k), (dv, band.k)
+        dq, dk, dv = (
+            jnp.where((jnp.arange(x.shape[1])[None] < limit[:, None])[..., None, None], x, 0)
+            for x, limit in limits
+        )
+    return dq, dk, dv, dbias, dsinks
+
+
+attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sink_gradient(
-    sinks: jax.Array, lse: jax.Array, out: jax.Array, dout: jax.Array | None,
-    dlse: jax.Array | None,
-) -> jax.Array:  # fmt: skip
+    sinks: jax.Array, lse: jax.Array, out: jax.Array, dout: jax.Array, dlse: jax.Array | None
+) -> jax.Array:
     """Return Σ p·(dlse − dout·out) over each head's queries, because a sink has no value."""
     weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sinks[None, :, None] - lse))
-    delta = jnp.zeros_like(lse) if dlse is None else dlse
-    if dout is not None:
-        delta -= jnp.einsum("btnf,btnf->bnt", dout, out, preferred_element_type=jnp.float32)
-    return (weight * delta).sum((0, 2))
+    delta = -jnp.einsum("btnf,btnf->bnt", dout, out, preferred_element_type=jnp.float32)
+    return (weight * (delta if dlse is None else delta + dlse)).sum((0, 2))

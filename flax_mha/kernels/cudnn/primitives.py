@@ -3,14 +3,14 @@
 JAX's own batching rule, before 0.11, supports no operand that the batch shares.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.experimental import layout
 
 from flax_mha.base import private_jax
 from flax_mha.kernels.call.spec import Platform
@@ -69,11 +69,6 @@ class CudnnCall(NamedTuple):
     learned: bool = False
     heads_first: bool = False
 
-    @property
-    def pure(self) -> bool:
-        """True, because it holds no functions of users. See `trees.trace_once`."""
-        return True
-
     def settings(self, has_bias: bool) -> dict[str, Any]:
         """Return the parameters of both primitives.
 
@@ -93,16 +88,6 @@ class CudnnCall(NamedTuple):
         }
 
 
-def in_order(call: CudnnCall, arrays: Any) -> Any:
-    """Return arrays [rows, T, N, F] that lie in memory in the order in which cuDNN reads them.
-
-    Otherwise they lie as the projections write them, and XLA transposes them in each branch that
-    calls cuDNN.
-    """
-    order = layout.Layout((0, 2, 1, 3) if call.heads_first else (0, 1, 2, 3))
-    return layout.with_layout_constraint(arrays, order)
-
-
 def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
     """Return out [rows, T, N, F] and lse, float32 [rows, N, T], with vmapped axes first.
 
@@ -112,21 +97,12 @@ def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
     runs, N, T].
     """
 
-    @jax.custom_batching.custom_vmap
     def run(*args: Any) -> Any:
         settings = call.settings(args[3] is not None) | {"is_training": True}
         out, lse = _bind("fwd", call, _operands(args), settings)
         return out, lse if args[6] is None else lse.reshape(len(out), -1, *lse.shape[1:])
 
-    @run.def_vmap
-    def _(size: int, batched: Any, *args: Any) -> Any:
-        folded = _fold(size, batched, args)
-        if args[3] is not None and not batched[3] and len(args[3]) == 1:
-            folded[3] = args[3]
-        out, lse = forward(call, *folded)
-        return (_unfold(out, size), _unfold(lse, size)), (True, True)
-
-    return run(*args)
+    return _by_rows(call, run)(*args)
 
 
 def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
@@ -136,7 +112,6 @@ def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
     is not `learned` is None.
     """
 
-    @jax.custom_batching.custom_vmap
     def run(*args: Any) -> Any:
         operands = [*_operands(args[:7]), *args[7:]]
         if args[6] is not None:
@@ -144,16 +119,32 @@ def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
         gradients = _bind("bwd", call, operands, call.settings(args[3] is not None))
         return tuple(gradients) if len(gradients) == 4 else (*gradients, None)
 
-    @run.def_vmap
-    def _(size: int, batched: Any, *args: Any) -> Any:
-        gradients = backward(call, *_fold(size, batched, args))
-        *qkv, dbias = (None if x is None else _unfold(x, size) for x in gradients)
-        if dbias is not None and args[3].shape[batched[3]] == 1:
-            dbias = dbias.sum(1, keepdims=True)
-        gradients = (*qkv, dbias)
-        return gradients, tuple(None if x is None else True for x in gradients)
+    return _by_rows(call, run)(*args)
 
-    return run(*args)
+
+def _by_rows(call: CudnnCall, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` with a rule for vmap, which merges a mapped axis into the rows of all arrays."""
+    by_rows = jax.custom_batching.custom_vmap(run)
+
+    @by_rows.def_vmap
+    def _(size: int, batched: Any, *args: Any) -> Any:
+        rows = args[0].shape[batched[0]]
+        has_one_bias = args[3] is not None and args[3].shape[batched[3]] == 1
+
+        def fold(n: int, x: Any) -> Any:
+            if x is None or (n == 3 and has_one_bias and not (batched[3] or call.learned)):
+                return x
+            x = x if batched[n] else jnp.broadcast_to(x, (size, *x.shape))
+            x = jnp.broadcast_to(x, (size, rows, *x.shape[2:]))
+            return x.reshape(size * rows, *x.shape[2:])
+
+        results = _by_rows(call, run)(*map(fold, itertools.count(), args))
+        results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+        if has_one_bias and len(results) == 4 and call.learned:
+            results = *results[:3], results[3].sum(1, keepdims=True)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return by_rows
 
 
 def _bind(phase: str, call: CudnnCall, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
@@ -190,21 +181,3 @@ def _operands(args: Sequence[Any]) -> tuple[Any, ...]:
             f"and keys {k.shape} on a device; map over fewer rows, or shard them over a mesh"
         )
     return q, k, v, unused if bias is None else bias, *lengths, offsets, offsets, unused, unused
-
-
-def _fold(size: int, batched: Any, args: Sequence[Any]) -> list[Any]:
-    """Merge the leading axis of a vmap into the rows of all arrays."""
-    rows = args[0].shape[batched[0]]
-
-    def fold(x: Any, has: Any) -> Any:
-        if x is None:
-            return None
-        x = x if has else jnp.broadcast_to(x, (size, *x.shape))
-        x = jnp.broadcast_to(x, (size, rows, *x.shape[2:]))
-        return x.reshape(size * rows, *x.shape[2:])
-
-    return [fold(x, has) for x, has in zip(args, batched, strict=True)]
-
-
-def _unfold(x: jax.Array, size: int) -> jax.Array:
-    return x.reshape(size, -1, *x.shape[1:])

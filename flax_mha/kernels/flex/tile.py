@@ -83,7 +83,6 @@ class FlexCall(NamedTuple):
       closed: the arrays that `plain` closes over, and those of `masked`.
       leaves: the spec's arrays. Dropout has two seeds of one number each.
       form: the spec without its arrays.
-      guarded: True if factors of gradients must be finite.
       precision: the precision of float32 matmuls.
       reads_sums: False if only the output is read, and the sums may be 0.
       keys_first: True if the functions are of tiles of keys × queries.
@@ -99,7 +98,6 @@ class FlexCall(NamedTuple):
     closed: tuple[Operand, ...]
     leaves: tuple[Operand, ...]
     form: SpecForm
-    guarded: bool
     precision: Any
     reads_sums: bool
     keys_first: bool

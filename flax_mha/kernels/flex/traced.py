@@ -16,7 +16,7 @@ from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Machine, SpecForm
 from flax_mha.kernels.xla.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY
-from flax_mha.masks.algebra import evaluate, nan_at_other_numbers
+from flax_mha.masks.algebra import evaluate, nan_at_others
 from flax_mha.masks.states import is_static
 
 # The maximum entries of a function's argument, in fast memory.
@@ -68,7 +68,7 @@ def trace(
         calls.append(FlexCall(
             machine, plan, device, (True, True), plain, masked,
             tuple(Operand.of(x, plan) for x in consts), tuple(leaves), form,
-            spec.mask is not None, precision, spec.reads_lse, step < 0,
+            precision, spec.reads_lse, step < 0,
         ))  # fmt: skip
     call, *swapped = calls
     return call._replace(swapped=swapped[0] if swapped else None), closed, arrays
@@ -123,7 +123,7 @@ def _score(
     if tile.scores:
         # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
         s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
-    return nan_at_other_numbers(tile.mask, jnp.where(allowed, s, -jnp.inf))
+    return nan_at_others(tile.mask, jnp.where(allowed, s, -jnp.inf))
 
 
 def _trace_functions(

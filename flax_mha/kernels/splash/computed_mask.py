@@ -1,10 +1,10 @@
 """Masks in splash's form: segment ids, and one static mask for all rows and heads.
 
-No array of T×S is created, except for a static table of up to `TABLE` entries.
+No array of T×S is created.
 """
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,17 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from flax_mha.base.coordinates import At, flat_batch, map_score_arrays, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import Static
 from flax_mha.kernels.call.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.call.spec import AttentionSpec
-from flax_mha.kernels.splash.segment_ids import Ids, merge_ids
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
-from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Mask, Window
+from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Lengths, Mask, Segments, Window
 from flax_mha.masks.algebra import evaluate
 from flax_mha.masks.states import is_static
 
-# The maximum entries of a table: 16 MiB, at 1 byte each.
-TABLE = 2**24
+# Ids of queries, int32 [rows|1, T], and of keys, [rows|1, S]. A query sees the keys with its id.
+Ids: TypeAlias = tuple[jax.Array, jax.Array]
 # The masks that may be traced, and differ between rows of the batch.
-_IDS = "Segments, Lengths, and tables of keys or of queries alone, joined by &"
+_IDS = "Segments, Lengths, or a table of keys, joined by &"
 
 
 class ComputedMask(splash.Mask):
@@ -39,7 +37,11 @@ class ComputedMask(splash.Mask):
         """Take a static mask of positions alone, where the keys' positions count up."""
         self._rule = _with_numbers(mask)
         self._first = at.k.reshape(-1)[0]
-        self._plan, self._key = plan, Static((mask, at))
+        leaves, tree = jax.tree.flatten((mask, at))
+        leaves = [np.asarray(x) for x in leaves]
+        # Splash computes its tables once for equal masks, which may be of several layers.
+        self._plan = plan
+        self._key = plan, tree, *((x.shape, x.dtype, x.tobytes()) for x in leaves)
         found = tile_states(spec.replace(mask=mask, head_ids=None), at, plan)
         states = np.full((plan.nq, plan.nk), PARTIAL, np.int8)
         if isinstance(found, np.ndarray):
@@ -71,63 +73,70 @@ class ComputedMask(splash.Mask):
         return self.is_visited[i : i + 1, j : j + 1]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ComputedMask):
-            return False
-        return (self._plan, self._key) == (other._plan, other._key)
+        return isinstance(other, ComputedMask) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self._plan, self._key))
+        return hash(self._key)
 
 
-def lower(spec: AttentionSpec, plan: Plan) -> tuple[Ids | None, splash.Mask] | str:
+def lower(spec: AttentionSpec, plan: Plan) -> tuple[Ids | None, ComputedMask] | str:
     """Return the call's mask as segment ids and a static mask, or the reason why it has none."""
     dims, at = plan.dims, spec.at(plan.dims)
     parts = MaskParts.of(conjuncts(spec.mask))
-    ids, masks = merge_ids(parts, at, dims), (*parts.band, *parts.others)
+    sources = parts.segments + parts.lengths + parts.keys
+    if len(sources) > 1:
+        names = ", ".join(type(mask).__name__ for mask in sources)
+        return f"takes segment ids from one mask, got {names}"
+    ids = _ids(sources[0], at, dims) if sources else None
+    masks = (*parts.band, *parts.queries, *parts.others)
     if not masks:
         # Only the ids read the positions, which may be traced.
         masks, at = (Window(),), whole(dims)
     masks = tuple(map_score_arrays(lambda x: flat_batch(x, dims), mask) for mask in masks)
-    is_rule = True
-    for mask in masks:
-        name = type(mask).__name__
-        if not is_static(*jax.tree.leaves(mask)):
-            return f"{name} holds arrays that are not NumPy's; only {_IDS}, may"
-        is_same, is_computed = _traits(mask, dims)
-        if not is_same:
-            return (
-                f"takes one mask for all rows and heads, got {name}: only {_IDS}, may differ "
-                f"between rows"
-            )
-        is_rule &= is_computed
+    if reason := next(filter(None, (_check(mask, dims) for mask in masks)), None):
+        return reason
     for label, x in (("q_positions", at.q), ("kv_positions", at.k)):
         if not is_static(x):
             return f"{label} are not NumPy's or a number: the mask is computed before tracing"
         if len(flat_batch(x, dims)) > 1:
             return f"{label} differ between rows of the batch, and so does the mask"
+    if (np.diff(at.k) != 1).any():
+        return "kv_positions do not count up by 1"
     zero = np.zeros((1, 1, 1, 1), np.int32)
     at = At(zero, zero, flat_batch(at.q, dims), flat_batch(at.k, dims))
-    if is_rule and (at.k == at.k[..., :1] + np.arange(dims.S)).all():
-        return ids, ComputedMask(And(masks), at, plan, spec)
-    if dims.T * dims.S > TABLE:
-        return (
-            f"the mask is not a rule of positions that count up, and its table would have more "
-            f"than {TABLE} entries: T·S = {dims.T}·{dims.S}"
-        )
-    with jax.ensure_compile_time_eval():
-        table = np.broadcast_to(np.asarray(evaluate(And(masks), at)), (1, 1, dims.T, dims.S))
-    T, S = plan.padded
-    return ids, splash.NumpyMask(np.pad(table[0, 0], ((0, T - dims.T), (0, S - dims.S))))
+    return ids, ComputedMask(And(masks), at, plan, spec)
 
 
-def _traits(mask: Mask, dims: Dims) -> tuple[bool, bool]:
-    """Return True if a mask is one for all rows and heads, and True if it needs no arrays."""
+def _ids(mask: Mask, at: At, dims: Dims) -> Ids:
+    """Return ids that are equal where segments, lengths, or a table of keys, allow."""
+    if isinstance(mask, Segments):
+        q, k = mask.q.array, mask.kv.array
+    else:
+        is_length = isinstance(mask, Lengths)
+        sees = at.q < mask.q.array if is_length and mask.q is not None else at.q == at.q
+        k = jnp.where(at.k < mask.kv.array if is_length else mask.array.array, 1, 2)
+        q = jnp.where(sees, 1, 0)
+    q, k = (jnp.asarray(flat_batch(x, dims), jnp.int32)[:, 0] for x in (q, k))
+    return (
+        jnp.broadcast_to(q[:, :, 0], (len(q), dims.T)),
+        jnp.broadcast_to(k[:, 0], (len(k), dims.S)),
+    )
+
+
+def _check(mask: Mask, dims: Dims) -> str | None:
+    """Return the reason why a mask is no rule of positions for all rows and heads, or None."""
+    name = type(mask).__name__
+    if not is_static(*jax.tree.leaves(mask)):
+        return f"{name} holds arrays that are not NumPy's; only {_IDS}, may"
     rule, at = _with_numbers(mask), whole(dims._replace(B=(math.prod(dims.B),)))
     closed, result = jax.make_jaxpr(lambda *at: evaluate(rule, At(*at)), return_shape=True)(*at)
     # What it reads, because on a mesh a device may have one row or head of several.
     read = [x for eqn in closed.eqns for x in eqn.invars] + closed.jaxpr.outvars
-    is_read = any(x is index for x in read for index in closed.jaxpr.invars[:2])
-    return not is_read and result.shape[:2] == (1, 1), not any(map(np.ndim, closed.consts))
+    if result.shape[:2] != (1, 1) or any(x is i for x in read for i in closed.jaxpr.invars[:2]):
+        return f"takes one mask for all rows and heads, got {name}; only {_IDS}, may differ"
+    if any(map(np.ndim, closed.consts)):
+        return f"{name} holds arrays, which the kernel can't load"
+    return None
 
 
 def _with_numbers(mask: Mask) -> Mask:

@@ -15,7 +15,6 @@ from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.call.mask_parts import conjuncts
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
-from flax_mha.masks.algebra import other_numbers
 from flax_mha.masks.states import is_static
 
 
@@ -211,9 +210,7 @@ def tile_states(spec: AttentionSpec, at: At, plan: Plan) -> Array:
         tiles = tiles_of(at.q, at.k, plan.block_q, plan.block_k)
         if spec.head_ids is not None:
             tiles = tiles._replace(heads=spec.head_ids.array)
-        states, others = spec.mask.tiles(tiles), other_numbers(spec.mask)
-        if others is not None:  # Their scores are NaN.
-            states = jnp.where(tiles.greatest(others), np.int8(PARTIAL), states)
+        states = spec.mask.tiles(tiles)
         shape = jnp.broadcast_shapes(states.shape, table)
         xp = np if is_static(states) and not symbols.is_symbolic(*shape) else jnp
         states = xp.broadcast_to(states, shape)

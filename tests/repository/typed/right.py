@@ -76,11 +76,10 @@ class Model(nn.Module):
 
 
 def on_nnx(layer: flax_mha.nnx.MultiHeadAttention, x: jax.Array) -> jax.Array:
-    assert_type(layer(x, is_causal=True, decode=False, rngs=nnx.Rngs(0)), jax.Array)
-    y, weights = layer(x, x, mask=masks.Window(2), return_weights=True)
-    assert_type(weights, jax.Array)
-    y, kv = layer(x, return_kv=True)
-    return layer(y, kv=kv)
+    y, _ = layer(x, x, mask=masks.Window(2), decode=False, return_weights=True, rngs=nnx.Rngs(0))
+    y, kv = layer(y, return_kv=True)
+    out: jax.Array = layer(y, kv=kv)
+    return out
 
 
 def continued(model: flax_mha.LanguageModel, prompt: jax.Array) -> Generated:

@@ -60,9 +60,9 @@ def missing(function: Function, operands: Sequence[Operand]) -> str | None:
 
     `operands` are the layouts of its first arguments.
     """
-    for x in operands:
-        if x.layout == "whole" and math.prod(x.shape) > 1:
-            return f"a look-up in an array {x.dtype}{list(x.shape)}"
+    for operand in operands:
+        if operand.layout == "whole" and math.prod(operand.shape) > 1:
+            return f"a look-up in an array {operand.dtype}{list(operand.shape)}"
     numbers = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in function.variables]
     try:
         jax.eval_shape(functools.partial(call, function), *numbers)

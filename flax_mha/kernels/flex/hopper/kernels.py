@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,19 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
     return [out[..., : x.v.shape[-1]]], stats
 
 
+class Operands(NamedTuple):
+    """The matrices that gradients are computed from, padded, and [R, N, 3, T′] numbers of queries.
+
+    The numbers are those of `Machine.gradients`, the maximum in base 2.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    dout: jax.Array
+    stats: jax.Array
+
+
 def _gradient(
     tile: Tile, dot: jax.Array, dp: jax.Array, stats: Iterable[jax.Array], leaf: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -111,14 +124,14 @@ def _gradient(
 
 
 def _query_pass(
-    call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any,
-    leaf: int | None = None,
-) -> jax.Array:  # fmt: skip
+    call: FlexCall, x: Arrays, operands: Operands, leaf: int | None = None
+) -> jax.Array:
     """Return the gradient of queries, or of a leaf of floats by its number.
 
     That of queries × keys is [R, N, T′, S′], undefined in empty tiles. Others are summed over keys,
     [R, N, T′].
     """
+    q, k, v, dout, stats = operands
     size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     shape, (R, N, T, H), S = (ROW, size.step), q.shape, k.shape[2]
     is_tile = leaf is not None and call.leaves[leaf].layout == "tile"
@@ -161,13 +174,13 @@ def _query_pass(
 
 
 def _key_pass(
-    call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any, of: Sequence[str],
-    leaf: int | None = None,
-) -> list[jax.Array]:  # fmt: skip
+    call: FlexCall, x: Arrays, operands: Operands, of: Sequence[str], leaf: int | None = None
+) -> list[jax.Array]:
     """Return the gradients that `of` names: of keys `k`, values `v`, or the `leaf` of a number.
 
     That of a leaf is summed over queries, [R, K, S′].
     """
+    q, k, v, dout, stats = operands
     size = size_of(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
     shape, f32 = (ROW, size.step), jnp.float32
     results = {"k": (k.shape, k.dtype), "v": (v.shape, v.dtype), "leaf": (k.shape[:3], f32)}
@@ -204,9 +217,7 @@ def _key_pass(
     return run(call, x, False, size, "flex_d" + "".join(of), *given, outputs, body)
 
 
-def _leaf_gradient(
-    call: FlexCall, x: Arrays, n: int, q: Any, k: Any, v: Any, dout: Any, stats: Any
-) -> jax.Array:
+def _leaf_gradient(call: FlexCall, x: Arrays, operands: Operands, n: int) -> jax.Array:
     """Return the gradient of a leaf of floats, summed over the rows and heads that share it.
 
     That of queries × keys takes memory of its size: rows and heads that share it are taken one
@@ -215,15 +226,18 @@ def _leaf_gradient(
     leaf, layout, dims = x.leaves[n], call.leaves[n].layout, call.plan.dims
     shared = [axis for axis in (0, 1) if leaf.shape[axis] == 1]
     # Repeat keys for each query head, so that each has its own sums.
-    k, v = (jnp.repeat(y, dims.G, 1) for y in (k, v))
+    k, v = (jnp.repeat(y, dims.G, 1) for y in (operands.k, operands.v))
+    operands = operands._replace(k=k, v=v)
     call = call._replace(plan=call.plan._replace(dims=dims._replace(K=dims.N)))
     if layout != "tile":
-        given = call, x, q, k, v, dout, stats
-        found = _key_pass(*given, ["leaf"], n)[0] if layout == "row" else _query_pass(*given, n)
+        if layout == "row":
+            (found,) = _key_pass(call, x, operands, ["leaf"], n)
+        else:
+            found = _query_pass(call, x, operands, n)
         found = found[:, :, None] if layout in ("row", "column") else found.sum(-1)
         return found.sum(shared).reshape(leaf.shape)
-    rows, heads = (q.shape[axis] if axis in shared else 1 for axis in (0, 1))
-    given = x._replace(rows=x.rows[:, None], heads=x.heads[None]), q, k, v, dout, stats
+    rows, heads = (operands.q.shape[axis] if axis in shared else 1 for axis in (0, 1))
+    x = x._replace(rows=x.rows[:, None], heads=x.heads[None])
 
     def add(number: Any, total: jax.Array) -> jax.Array:
         at = lax.div(number, jnp.int32(heads)), lax.rem(number, jnp.int32(heads))
@@ -234,9 +248,9 @@ def _leaf_gradient(
                     y = lax.dynamic_slice_in_dim(y, at[axis], 1, axis)
             return y
 
-        here, *operands = jax.tree.map(part, given)
+        here, own = jax.tree.map(part, (x, operands))
         here = here._replace(rows=here.rows[:, 0], heads=here.heads[0])
-        found = _query_pass(call, here, *operands, n)
+        found = _query_pass(call, here, own, n)
         # Nothing was written to empty tiles.
         is_visited = jnp.repeat(jnp.repeat(here.states > EMPTY, BLOCK, -1), BLOCK, -2)
         return total + jnp.where(is_visited, found, 0.0)
@@ -251,15 +265,15 @@ def gradients(
     # Exponentials are of base 2 here. The maximum of a fully masked query must stay finite.
     top = jnp.maximum(stats[:, :, :1] * LOG2E, softmax.finfo_min(stats.dtype))
     stats = jnp.concatenate([top, stats[:, :, 1:]], 2)
-    given = *map(padded, (x.q, x.k, x.v, dout)), stats
-    together = max(given[0].shape[-1], given[2].shape[-1]) <= TOGETHER
-    found = [_query_pass(call, x, *given)]
+    operands = Operands(padded(x.q), padded(x.k), padded(x.v), padded(dout), stats)
+    together = max(operands.q.shape[-1], operands.v.shape[-1]) <= TOGETHER
+    found = [_query_pass(call, x, operands)]
     for of in ("kv",) if together else ("k", "v"):
-        found += _key_pass(call, x, *given, of)
+        found += _key_pass(call, x, operands, of)
     pairs = zip(found, (x.q, x.k, x.v), strict=True)
     dq, dk, dv = (y[..., : like.shape[-1]] for y, like in pairs)
     of_leaves = [
-        _leaf_gradient(call, x, n, *given).astype(y.dtype) if operand.is_learned else None
+        _leaf_gradient(call, x, operands, n).astype(y.dtype) if operand.is_learned else None
         for n, (operand, y) in enumerate(zip(call.leaves, x.leaves, strict=True))
     ]
     return dq, dk, dv, of_leaves

@@ -26,6 +26,8 @@ from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.flex.tpu import rotated
 from flax_mha.kernels.flex.tpu.rotated import Rotated
 from flax_mha.kernels.flex.tpu.tile_order import (
+    LAST,
+    Blocked,
     Step,
     TileOrder,
     Visits,
@@ -39,7 +41,6 @@ from flax_mha.kernels.xla import softmax
 from flax_mha.masks import FULL, PARTIAL
 
 Shape = jax.ShapeDtypeStruct
-Blocks = Sequence[tuple[Any, pl.BlockSpec]]  # arrays or shapes, each with its blocks
 _LANES = 128
 
 
@@ -91,45 +92,58 @@ def _spread(x: jax.Array, size: int) -> jax.Array:
 
 def launch(
     call: FlexCall, name: str, body: Callable, grid: Sequence[Any], inner: int, scores: int,
-    prefetched: Sequence[jax.Array], inputs: Blocks, operands: Blocks, outputs: Blocks,
-    scratch: Sequence[Any] = (), aliases: dict[int, int] | None = None,
+    prefetched: Any, inputs: Any, outputs: Any, scratch: Any = None,
+    aliases: dict[int, int] | None = None,
 ) -> Any:  # fmt: skip
-    """Run body(prefetched, inputs, operands, outputs, scratch) at every step of a grid.
+    """Run body(prefetched, inputs, outputs, scratch) at every step of a grid.
 
-    Results are summed over the `inner` last axes of the grid, and a step computes `scores`.
-    `operands` are the arrays of the call's functions, and `aliases` has the inputs that outputs
-    replace, by number.
+    Inputs and outputs are trees of `Blocked`, and the body gets trees of references.
+
+    Args:
+      call: the call.
+      name: the name of the kernel.
+      body: the kernel.
+      grid: the sizes of the grid's axes.
+      inner: the number of last axes that results are summed over.
+      scores: the scores that a step computes.
+      prefetched: arrays in scalar memory.
+      inputs: the arrays that the kernel reads.
+      outputs: the shapes of its results.
+      scratch: the shapes of its memory.
+      aliases: the inputs that outputs replace, by number.
     """
-    counts = [*map(len, (prefetched, inputs, operands, outputs, scratch))]
+    trees = prefetched, inputs, outputs, scratch
+    (scalars, given, results, memory), forms = zip(
+        *(jax.tree.flatten(x, is_leaf=lambda y: isinstance(y, Blocked)) for x in trees),
+        strict=True,
+    )
 
     def kernel(*refs: Any) -> None:
-        iterator = iter(refs)
-        body(*(list(itertools.islice(iterator, count)) for count in counts))
+        rest = iter(refs)
+        body(*(form.unflatten(itertools.islice(rest, form.num_leaves)) for form in forms))
 
-    read_blocks = [*inputs, *operands]
-    held = tpus.SCORE_BYTES * scores + sum(_block_bytes(s.shape, s.dtype) for s in scratch)
-    held += 2 * sum(
-        _block_bytes(block.block_shape, y.dtype) for y, block in [*read_blocks, *outputs]
-    )
+    held = tpus.SCORE_BYTES * scores + sum(_block_bytes(x.shape, x.dtype) for x in memory)
+    held += 2 * sum(_block_bytes(x.block.block_shape, x.array.dtype) for x in [*given, *results])
     semantics: Any = ("parallel",) * (len(grid) - inner) + ("arbitrary",) * inner
-    return pl.pallas_call(
+    found = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetched),
+            num_scalar_prefetch=len(scalars),
             grid=tuple(grid),
-            in_specs=[block for _, block in read_blocks],
-            out_specs=[block for _, block in outputs],
+            in_specs=[x.block for x in given],
+            out_specs=[x.block for x in results],
             scratch_shapes=[
-                pltpu.VMEM(s.shape, s.dtype) if isinstance(s, Shape) else s for s in scratch
+                pltpu.VMEM(x.shape, x.dtype) if isinstance(x, Shape) else x for x in memory
             ],
         ),
-        out_shape=[shape for shape, _ in outputs],
+        out_shape=[x.array for x in results],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics, vmem_limit_bytes=tpus.limit(call.device, held)
         ),
-        input_output_aliases={n + len(prefetched): out for n, out in (aliases or {}).items()},
+        input_output_aliases={n + len(scalars): out for n, out in (aliases or {}).items()},
         name=name,
-    )(*map(batch_first, [*prefetched, *(array for array, _ in read_blocks)]))
+    )(*map(batch_first, [*scalars, *(x.array for x in given)]))
+    return forms[2].unflatten(found)
 
 
 def _block_bytes(shape: Any, dtype: Any) -> int:
@@ -157,26 +171,26 @@ def tile_at(
 
 
 def _run(
-    call: FlexCall, x: Arrays, order: TileOrder, name: str, body: Callable, inputs: Blocks,
-    outputs: Blocks, scratch: Sequence[Any] = (), aliases: dict[int, int] | None = None,
+    call: FlexCall, x: Arrays, order: TileOrder, name: str, body: Callable, inputs: Any,
+    outputs: Any, scratch: Any = None, aliases: dict[int, int] | None = None,
 ) -> Any:  # fmt: skip
     """Run body(step, tile, inputs, outputs, scratch) at every step of an order.
 
     tile(masked) is the tile of the step. The other arguments are those of `launch`.
     """
 
-    def run(prefetched: Any, ins: Any, arrays: Any, outs: Any, sums: Any) -> None:
-        rows, heads, *places = prefetched
+    def run(prefetched: Any, given: Any, outs: Any, memory: Any) -> None:
+        (rows, heads, *places), (ins, operands) = prefetched, given
         step = order.current(*places)
         at = rows[step.r], heads[step.n], step.i, step.j
-        body(step, lambda masked: tile_at(call, masked, arrays, *at), ins, outs, sums)
+        body(step, lambda masked: tile_at(call, masked, operands, *at), ins, outs, memory)
 
     closed = x.swapped if call.keys_first else x.closed
-    pairs = [*zip(call.closed, closed, strict=True), *zip(call.leaves, x.leaves, strict=True)]
-    operands = [order.operand_blocks(*pair) for pair in pairs]
+    pairs = zip((*call.closed, *call.leaves), (*closed, *x.leaves), strict=True)
+    operands = [order.shared(y, LAST[operand.layout]) for operand, y in pairs]
     return launch(
         call, name, run, order.sizes, order.inner, call.plan.block_q * call.plan.block_k,
-        [x.rows, x.heads, *order.prefetched], inputs, operands, outputs, scratch, aliases,
+        [x.rows, x.heads, *order.prefetched], (inputs, operands), outputs, scratch, aliases,
     )  # fmt: skip
 
 
@@ -198,20 +212,21 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
     (R, N, T, _), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
     parts = jax.eval_shape(lambda: split(jnp.zeros((R, N, T, Hv), f32), x.q.dtype, exact))
     bq, bk = call.plan.block_q, call.plan.block_k
-    order, has_sinks = _all_visits(call, x), int(x.sinks is not None)
+    order = _all_visits(call, x)
 
-    def body(step: Step, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
-        (q, k, v), more, (top, total, acc, *memory) = ins[:3], ins[3:], sums
-        sinks, tables = more[:has_sinks], more[has_sinks:]
-        results, stats = outs[: len(parts)], outs[len(parts) :]
-        turned = Rotated.of(call.plan, tables, memory) if tables else None
+    def body(step: Step, make: Callable, ins: Any, outs: Any, memory: Any) -> None:
+        ((q, k, v), sinks, tables), (results, stats) = ins, outs
+        (top, total, acc), of_rotation = memory
+        turned = Rotated(call.plan, tables, *of_rotation) if tables else None
 
         @pl.when(step.begin)
         def begin() -> None:
             acc[...] = jnp.zeros_like(acc)
-            total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
-            initial = softmax.begin(jnp.zeros_like(top))
-            top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
+            if sinks is None:
+                total[...], top[...] = jnp.zeros_like(total), softmax.begin(jnp.zeros_like(top))
+            else:
+                total[...] = jnp.ones_like(total)
+                top[...] = jnp.broadcast_to(sinks[...], top.shape)
 
         if turned:
             turned.load(step, q, k)
@@ -236,21 +251,16 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
             out = call.gain(acc[...]) / share
             for ref, part in zip(results, split(out, x.q.dtype, exact), strict=True):
                 ref[...] = part
-            for ref in stats:
-                ref[0:1, :] = top[...].T[0:1]
-                ref[1:2, :] = total[...].T[0:1]
+            if stats is not None:
+                stats[0:1, :] = top[...].T[0:1]
+                stats[1:2, :] = total[...].T[0:1]
 
-    inputs = _inputs(x, order)
-    inputs += [] if x.sinks is None else [order.blocks(x.sinks, ".n..")]
-    inputs += rotated.tables(x, order)
-    outputs = [order.blocks(part, "rni.") for part in parts]
-    if call.reads_sums:
-        outputs.append(order.blocks(Shape((R, N, 2, T), f32), "rn.i"))
-    scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
-    scratch += rotated.memory(call.plan, x) if x.tables else []
-    found = _run(call, x, order, "flex_forward", body, inputs, outputs, scratch)
-    stats = found[-1] if call.reads_sums else softmax.unread((R, N, 2, T), found[0])
-    return list(found[: len(parts)]), stats
+    inputs = _inputs(x, order), *jax.tree.map(order.shared, (x.sinks, x.tables))
+    numbers = order.blocks(Shape((R, N, 2, T), f32), "rn.i") if call.reads_sums else None
+    outputs = [order.blocks(part, "rni.") for part in parts], numbers
+    scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)], rotated.memory(call.plan, x)
+    found, stats = _run(call, x, order, "flex_forward", body, inputs, outputs, scratch)
+    return found, softmax.unread((R, N, 2, T), found[0]) if stats is None else stats
 
 
 def _gradient(
@@ -316,12 +326,10 @@ def _stretch_gradients(
     order = TileOrder.of("rhgt", 2, visits.tables, call.plan, (R, N), visits.counts, start)
     rows = _stretch(call, x.q.dtype) * bk
 
-    def body(step: Step, make: Callable, ins: Any, outs: Any, sums: Any) -> None:
-        (q, k, v, do, numbers), more, (dq, dk, dv) = ins[:5], ins[5:], outs
-        dq_acc, dk_acc, dv_acc, *memory = sums
-        # The kernel rotates only if one stretch has all keys.
-        earlier, tables = ([], more) if x.tables else (more, [])
-        turned = Rotated.of(call.plan, tables, memory) if tables else None
+    def body(step: Step, make: Callable, ins: Any, outs: Any, memory: Any) -> None:
+        ((q, k, v, do, numbers), earlier, tables), (dq, dk, dv) = ins, outs
+        (dq_acc, dk_acc, dv_acc), of_rotation = memory
+        turned = Rotated(call.plan, tables, *of_rotation) if tables else None
         keys = block_at(step.near, bk)
 
         @pl.when(step.first)
@@ -334,7 +342,7 @@ def _stretch_gradients(
 
         @pl.when(step.begin)
         def begin() -> None:
-            dq_acc[...] = earlier[0][...] if earlier else jnp.zeros_like(dq_acc)
+            dq_acc[...] = jnp.zeros_like(dq_acc) if earlier is None else earlier[...]
 
         def visit(masked: bool) -> None:
             qq, kk = turned.read(step) if turned else (q[...], k[...])
@@ -359,23 +367,21 @@ def _stretch_gradients(
                 dk[...] = dk_acc[...].astype(dk.dtype)
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
-    inputs = _inputs(x, order, dout, stats)
-    inputs += [] if before is None else [order.blocks(before, "rni.")]
-    inputs += rotated.tables(x, order)
+    earlier = None if before is None else order.blocks(before, "rni.")
+    # The kernel rotates only if one stretch has all keys.
+    tables = jax.tree.map(order.shared, x.tables)
+    inputs = _inputs(x, order, dout, stats), earlier, tables
+    shapes = [Shape((R, K, rows, y.shape[-1]), y.dtype) for y in (x.k, x.v)]
     like = Shape(x.q.shape, x.q.dtype if before is None else f32)
-    outputs = [order.blocks(like, "rni.")]
-    outputs += [order.blocks(Shape((R, K, rows, y.shape[-1]), y.dtype), "rh..") for y in (x.k, x.v)]
-    scratch = [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
-    scratch += rotated.memory(call.plan, x) if x.tables else []
-    aliases = {} if before is None else {len(inputs) - 1: 0}
-    args = body, inputs, outputs, scratch, aliases
-    dq, dk, dv = _run(call.swapped, x, order, "flex_backward", *args)
-    return dq, dk, dv
+    outputs = [order.blocks(like, "rni."), *(order.blocks(y, "rh..") for y in shapes)]
+    sums = [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
+    return _run(
+        call.swapped, x, order, "flex_backward", body, inputs, outputs,
+        (sums, rotated.memory(call.plan, x)), {} if before is None else {5: 0},
+    )  # fmt: skip
 
 
-def _inputs(
-    x: Arrays, order: TileOrder, dout: Any = None, stats: Any = None
-) -> list[tuple[Any, pl.BlockSpec]]:
+def _inputs(x: Arrays, order: TileOrder, dout: Any = None, stats: Any = None) -> list[Blocked]:
     """Return the inputs of a kernel: q, k, v and, for gradients, dout and numbers of queries."""
     pairs = (x.q, "rni."), (x.k, "rhj."), (x.v, "rhj."), (dout, "rni."), (stats, "rn.i")
     return [order.blocks(y, axes) for y, axes in pairs if y is not None]
@@ -402,12 +408,14 @@ def _leaf_gradients(
         passes.append((order, [n]))
     for order, found in passes:
         for n, d in zip(found, _sum_gradients(call, x, order, found, dout, stats), strict=True):
-            grads[n] = sum_shared(call.leaves[n], d, x.leaves[n])
-    return grads
+            grads[n] = d
+    return [*map(sum_shared, call.leaves, grads, x.leaves)]
 
 
-def sum_shared(operand: Operand, d: jax.Array, x: jax.Array) -> jax.Array:
+def sum_shared(operand: Operand, d: jax.Array | None, x: jax.Array) -> jax.Array | None:
     """Return the gradient of an operand's array, from those of rows and heads that share it."""
+    if d is None:
+        return None
     axes = [a for a in (0, 1) if operand.layout == "whole" or x.shape[a] == 1]
     return d.sum(axes, keepdims=True).reshape(x.shape).astype(x.dtype)
 
@@ -441,9 +449,7 @@ def _sum_gradients(
     outputs = []
     for n in learned:
         operand, y = call.leaves[n], x.leaves[n]
-        if operand.layout == "tile":
-            outputs.append(order.operand_blocks(operand, Shape(y.shape, jnp.float32)))
-        else:
-            of_heads = Shape((*x.q.shape[:2], *y.shape[-2:]), jnp.float32)
-            outputs.append(order.blocks(of_heads, "rn.."))
+        lead = y.shape[:-2] if operand.layout == "tile" else x.q.shape[:2]
+        last = "ij" if operand.layout == "tile" else ".."
+        outputs.append(order.shared(Shape((*lead, *y.shape[-2:]), jnp.float32), last))
     return _run(call, x, order, "flex_dleaves", body, _inputs(x, order, dout, stats), outputs)

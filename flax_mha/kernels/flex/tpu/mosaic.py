@@ -10,7 +10,6 @@ changes:
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -143,15 +142,22 @@ def _gather(eqn: Any, table: Any, index: Any) -> Any:
     numbers, mode = params["dimension_numbers"], params["mode"]
     if sorted(numbers.start_index_map) != list(range(len(shape))) or numbers.offset_dims:
         raise UnsupportedPrimitive("gather")
-    indices: dict[int, Any] = {}
+    indices, inside = list[tuple[int, Any]](), jnp.bool_(True)
     for axis, x in zip(numbers.start_index_map, _columns(index, eqn.invars[1]), strict=True):
         clipped = mode == lax.GatherScatterMode.CLIP
-        x = jnp.clip(x, 0, shape[axis] - 1) if clipped else x
-        indices[axis + len(flat(shape)) - len(shape)] = x
-    fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
-    outside = fill if mode == lax.GatherScatterMode.FILL_OR_DROP else None
-    entries = _lookup(_broadcast(table, eqn.invars[0]), indices, outside)
-    return jnp.broadcast_to(entries, flat(to))
+        x = (jnp.clip(x, 0, shape[axis] - 1) if clipped else x).astype(jnp.int32)
+        inside = inside & (x >= 0) & (x < shape[axis])
+        indices.append((axis + 2 - len(shape), x))
+    # Numbers first, so that fewer entries are left to select among.
+    indices.sort(key=lambda pair: jnp.size(pair[1]))
+    count = math.prod(shape[axis + len(shape) - 2] for axis, x in indices if jnp.size(x) > 1)
+    if count > ENTRIES:
+        raise UnsupportedPrimitive(f"gather from {count} entries, of more than {ENTRIES},")
+    out = _lookup(_broadcast(table, eqn.invars[0]), indices)
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
+        out = jnp.where(inside, out, jnp.asarray(fill, out.dtype))
+    return jnp.broadcast_to(out, flat(to))
 
 
 def _columns(x: Any, var: Any) -> list[Any]:
@@ -171,27 +177,18 @@ def _join(eqn: Any, *inputs: Any) -> IndexColumns:
     return IndexColumns([x for part, var in pairs for x in _columns(part, var)])
 
 
-def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
-    """Return table[indices], with an index for each axis of more than one entry."""
-    wide = {axis: x for axis, x in indices.items() if jnp.size(x) > 1 and table.shape[axis] > 1}
-    inside: Any = True
-    for axis, index in indices.items():
-        index = index.astype(jnp.int32)
-        inside = inside & (index >= 0) & (index < table.shape[axis])
-        if axis not in wide:
-            table = _select_entry(table, axis, index)
-    sizes = [table.shape[axis] for axis in wide]
-    if math.prod(sizes) > ENTRIES:
-        raise UnsupportedPrimitive(
-            f"gather from {math.prod(sizes)} entries, of more than {ENTRIES},"
-        )
-    out: Any = None
-    for entry in itertools.product(*map(range, sizes)):
-        value, matches = table, True
-        for axis, n in zip(wide, entry, strict=True):
-            value, matches = _select_entry(value, axis, n), matches & (wide[axis] == n)
-        out = value if out is None else jnp.where(matches, value, out)
-    return out if outside is None else jnp.where(inside, out, jnp.asarray(outside, out.dtype))
+def _lookup(table: Any, indices: Sequence[tuple[int, Any]]) -> Any:
+    """Return the entries of a table at pairs of an axis and its index."""
+    if not indices:
+        return table
+    (axis, index), *rest = indices
+    if jnp.size(index) == 1:
+        return _lookup(_select_entry(table, axis, index), rest)
+    entries = [_lookup(_select_entry(table, axis, n), rest) for n in range(table.shape[axis])]
+    out = entries[0]
+    for n, entry in enumerate(entries[1:], 1):
+        out = jnp.where(index == n, entry, out)
+    return out
 
 
 def _select_entry(table: Any, axis: int, index: Any) -> Any:

@@ -4,7 +4,6 @@ A block of queries is rotated where its first tile begins, and a block of keys w
 meets it. The tables of cosines and sines stay in fast memory for all heads.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.kernels.chips import tpus
-from flax_mha.kernels.flex.passes import Arrays
+from flax_mha.kernels.flex.passes import Arrays, Tables
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder, block_at
+from flax_mha.kernels.flex.tpu.tile_order import Step, block_at
 from flax_mha.kernels.xla.tile_plan import Plan
 
 
@@ -28,17 +27,10 @@ def fits(call: FlexCall, dtype: Any) -> bool:
     return held <= tpus.memory(call.device) // 3
 
 
-def tables(x: Arrays, order: TileOrder) -> list[tuple[jax.Array, Any]]:
-    """Return the tables of a rotation as inputs of a kernel, if it rotates."""
+def memory(plan: Plan, x: Arrays) -> list[Any]:
+    """Describe the fast memory for a block of queries and for all keys of a head, if it rotates."""
     if x.tables is None:
         return []
-    *of_tokens, swap = jax.tree.leaves(x.tables)
-    axes = [("r" if len(y) > 1 else ".") + "..." for y in of_tokens]
-    return [*map(order.blocks, of_tokens, axes), order.blocks(swap, "..")]
-
-
-def memory(plan: Plan, x: Arrays) -> list[Any]:
-    """Describe the fast memory for a block of queries, and for all keys of a head."""
     shapes = ((plan.block_q, x.q), (plan.padded[1], x.k))
     described = [jax.ShapeDtypeStruct((n, y.shape[-1]), y.dtype) for n, y in shapes]
     return [*described, pltpu.SMEM((plan.nk,), jnp.int32)]
@@ -49,27 +41,17 @@ class Rotated(NamedTuple):
 
     Attributes:
       plan: the division into tiles.
-      q: references to the tables of queries, their cosines and sines.
-      k: references to those of keys.
-      swap: a reference to the matrix of partners.
+      tables: references to the tables.
       queries: fast memory for the rotated queries of a block.
       keys: fast memory for all rotated keys.
       met: 1 for each block of keys that is rotated, in scalar memory.
     """
 
     plan: Plan
-    q: tuple[Any, Any]
-    k: tuple[Any, Any]
-    swap: Any
+    tables: Tables
     queries: Any
     keys: Any
     met: Any
-
-    @classmethod
-    def of(cls, plan: Plan, tables: Sequence[Any], memory: Sequence[Any]) -> "Rotated":
-        """Return them for references to the inputs `tables`, and to `memory`."""
-        cos_q, sin_q, cos_k, sin_k, swap = tables
-        return cls(plan, (cos_q, sin_q), (cos_k, sin_k), swap, *memory)
 
     def load(self, step: Step, q: Any, k: Any) -> None:
         """Rotate the queries of a new block, and the keys that a sum has not met."""
@@ -81,13 +63,15 @@ class Rotated(NamedTuple):
 
         @pl.when(step.begin)
         def rotate_queries() -> None:
-            self.queries[...] = self._rotate(q[...], self.q, block_at(step.i, self.plan.block_q))
+            self.queries[...] = self._rotate(
+                q[...], self.tables.q, block_at(step.i, self.plan.block_q)
+            )
 
         @pl.when(self.met[step.j] == 0)
         def rotate_keys() -> None:
             self.met[step.j] = 1
             at = block_at(step.j, self.plan.block_k)
-            self.keys[at, :] = self._rotate(k[...], self.k, at)
+            self.keys[at, :] = self._rotate(k[...], self.tables.k, at)
 
     def read(self, step: Step) -> tuple[jax.Array, jax.Array]:
         """Return the queries and keys of a step."""
@@ -95,14 +79,14 @@ class Rotated(NamedTuple):
 
     def gradient_of_queries(self, step: Step, dq: jax.Array) -> jax.Array:
         """Return the gradient of a block of queries before their rotation."""
-        return self._rotate_back(dq, self.q, block_at(step.i, self.plan.block_q))
+        return self._rotate_back(dq, self.tables.q, block_at(step.i, self.plan.block_q))
 
     def write_gradient_of_keys(self, dk: Any, gradients: Any) -> None:
         """Write the gradients of all keys before their rotation, from those after it."""
 
         def write(j: jax.Array, _: None) -> None:
             at = block_at(j, self.plan.block_k)
-            dk[at, :] = self._rotate_back(gradients[at, :], self.k, at).astype(dk.dtype)
+            dk[at, :] = self._rotate_back(gradients[at, :], self.tables.k, at).astype(dk.dtype)
 
         lax.fori_loop(0, self.plan.nk, write, None)
 
@@ -114,7 +98,7 @@ class Rotated(NamedTuple):
     def _rotate_back(self, dy: jax.Array, table: tuple[Any, Any], at: Any) -> jax.Array:
         """Return the gradient of x, float32, from that of the rotated x."""
         cos, sin = (ref[at, :] for ref in table)
-        product, half = dy * sin, self.swap.dtype
+        product, half = dy * sin, self.tables.swap.dtype
         # Two parts in bfloat16 have 16 bits of the gradient, which is then rounded to 8.
         part = product.astype(half)
         rest = (product - part.astype(jnp.float32)).astype(half)
@@ -123,5 +107,7 @@ class Rotated(NamedTuple):
 
     def _partner(self, x: jax.Array) -> jax.Array:
         is_wide = x.dtype == jnp.float32
-        precision = lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT
-        return lax.dot(x, self.swap[...], precision=precision, preferred_element_type=jnp.float32)
+        return lax.dot(
+            x, self.tables.swap[...], preferred_element_type=jnp.float32,
+            precision=lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT,
+        )  # fmt: skip

@@ -58,6 +58,13 @@ class Step(NamedTuple):
     last: Any = None
 
 
+class Blocked(NamedTuple):
+    """An array or its shape, with the blocks that steps read or write."""
+
+    array: Any
+    block: pl.BlockSpec
+
+
 class Visits(NamedTuple):
     """The lists of visits of stretches of keys.
 
@@ -180,8 +187,8 @@ class TileOrder(NamedTuple):
             first, last = first & (n == 0), last & (n == size - 1)
         return self.step_at(ids, bounds, table)._replace(first=first, last=last)
 
-    def blocks(self, x: Any, axes: str) -> tuple[Any, pl.BlockSpec]:
-        """Return an array or its shape, with its blocks.
+    def blocks(self, x: Any, axes: str) -> Blocked:
+        """Divide an array into blocks.
 
         `axes` has the coordinate of a step for each axis, or `.` for none. Blocks have two axes.
         """
@@ -192,17 +199,17 @@ class TileOrder(NamedTuple):
             step = self.step_at(args[: len(self.axes)], *args[-2:])
             return tuple(0 if a == "." else getattr(step, a) for a in axes)
 
-        return x, pl.BlockSpec((*[None] * (len(axes) - 2), *shape), index)
+        return Blocked(x, pl.BlockSpec((*[None] * (len(axes) - 2), *shape), index))
 
-    def operand_blocks(self, operand: Operand, x: Any) -> tuple[Any, pl.BlockSpec]:
-        """Return an operand's array and its blocks. Columns are rows: Mosaic pads the last axis."""
-        shared = zip("rn", x.shape[:-2], strict=False)
-        lead = "".join(a if size > 1 else "." for a, size in shared)
-        return self.blocks(x, lead + _BLOCKS[operand.layout])
+    def shared(self, x: Any, last: str = "..") -> Blocked:
+        """Divide an array that rows or heads may share, by the coordinates of its last axes."""
+        pairs = zip("rn", x.shape[:-2], strict=False)
+        return self.blocks(x, "".join(a if size > 1 else "." for a, size in pairs) + last)
 
 
-# The coordinates of the last two axes of an operand's layout.
-_BLOCKS = {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}
+# The coordinates of the last two axes of an operand's array. Columns are stored as rows, because
+# Mosaic pads the last axis.
+LAST = {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}
 
 
 def block_at(index: Any, size: int) -> Any:

@@ -1,7 +1,7 @@
 """The kernel for short sequences on TPUs: forward, and all gradients. See `kernels.short`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from flax_mha.base import trees
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import name_result
+from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.flex.tpu.kernels import (
     dot,
@@ -18,7 +19,7 @@ from flax_mha.kernels.flex.tpu.kernels import (
     sum_shared,
     tile_at,
 )
-from flax_mha.kernels.flex.tpu.tile_order import turn
+from flax_mha.kernels.flex.tpu.tile_order import Blocked, turn
 from flax_mha.kernels.xla import softmax
 
 Shape = jax.ShapeDtypeStruct
@@ -75,31 +76,31 @@ core.defvjp(_core_forward, _core_backward)
 
 
 def _run(
-    call: FlexCall, heads: int, x: FlatArrays, inputs: Sequence[jax.Array], outputs: Sequence[Any],
-    name: str, body: Callable,
-) -> Any:  # fmt: skip
+    call: FlexCall, heads: int, x: FlatArrays, inputs: Any, outputs: Any, name: str, body: Callable
+) -> Any:
     """Run body(first, tiles, inputs, outputs) for some heads of a row at each step.
 
-    Inputs and outputs are [R, L, features], or [R|1, N|1, …] over heads. `first` is true at the
-    first row, and `tiles` are those of the query heads of the step.
+    Inputs and outputs are trees of [R, L, features], or [R|1, N|1, …] over heads. `first` is true
+    at the first row, and `tiles` are those of the query heads of the step.
     """
     dims = call.plan.dims
     groups, count = dims.K // heads, heads * dims.G
 
-    def with_block(y: Any) -> tuple[Any, pl.BlockSpec]:
+    def with_block(y: Any) -> Blocked:
         if y.ndim == 2:  # a whole table
-            return y, pl.BlockSpec(y.shape, lambda *_: (0, 0))
+            return Blocked(y, pl.BlockSpec(y.shape, lambda *_: (0, 0)))
         if y.ndim == 3:
             shape = None, y.shape[1], y.shape[2] // groups
-            return y, pl.BlockSpec(shape, lambda g, r, *_: (r, 0, g))
+            return Blocked(y, pl.BlockSpec(shape, lambda g, r, *_: (r, 0, g)))
         by_row, by_head = (size > 1 for size in y.shape[:2])
         shape = None, count if by_head else 1, *y.shape[2:]
-        return y, pl.BlockSpec(
+        return Blocked(y, pl.BlockSpec(
             shape, lambda g, r, *_: (r if by_row else 0, g if by_head else 0, 0, 0)
-        )
+        ))  # fmt: skip
 
-    def run(prefetched: Any, ins: Any, operands: Any, outs: Any, _: Any) -> None:
-        (rows, all_heads), group, row = prefetched, pl.program_id(0), pl.program_id(1)
+    def run(prefetched: Any, given: Any, outs: Any, _: Any) -> None:
+        (rows, all_heads), (ins, operands) = prefetched, given
+        group, row = pl.program_id(0), pl.program_id(1)
         tiles = [
             tile_at(
                 call, call.states[1], [_of_head(ref, n) for ref in operands],
@@ -109,11 +110,11 @@ def _run(
         ]  # fmt: skip
         body(row == 0, tiles, ins, outs)
 
-    shared = any(y.ndim == 4 and y.shape[0] == 1 for y in outputs)
-    arrays = inputs, (*x.closed, *x.leaves), outputs
+    shared = any(y.ndim == 4 and y.shape[0] == 1 for y in jax.tree.leaves(outputs))
+    given = inputs, [*x.closed, *x.leaves]
     return launch(
         call, name, run, (groups, len(x.q)), int(shared), count * scores_of(dims),
-        [x.rows, x.heads], *([*map(with_block, part)] for part in arrays),
+        [x.rows, x.heads], *(jax.tree.map(with_block, tree) for tree in (given, outputs)),
     )  # fmt: skip
 
 
@@ -134,9 +135,9 @@ def _split(call: FlexCall, q: Any, k: Any, v: Any) -> list[list[jax.Array]]:
     return [[y[:, _features(n // group, size)] for n in heads] for y, size, group in parts]
 
 
-def _sink(sinks: Sequence[Any], n: int) -> jax.Array:
-    """Return the sink of a query head, or −∞."""
-    return _of_head(sinks[0], n)[...] if sinks else jnp.full((1, 1), -jnp.inf)
+def _sink(sinks: Any, n: int) -> jax.Array:
+    """Return the sink of a query head, or −∞ if there are none."""
+    return jnp.full((1, 1), -jnp.inf) if sinks is None else _of_head(sinks, n)[...]
 
 
 def _exponentials(s: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -154,7 +155,7 @@ def _forward(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.
 
     def body(first: Any, tiles: list[Tile], ins: Any, outs: Any) -> None:
         del first
-        (q, k, v, *sinks), (out, *sums) = ins, outs
+        (q, k, v, sinks), (out, sums) = ins, outs
         queries, keys, values = _split(call, q, k, v)
         # Stage by stage, so that the heads of a step hide each other's latencies.
         products = [dot(call, kk, qq, 1, 1) for kk, qq in zip(keys, queries, strict=True)]
@@ -164,14 +165,15 @@ def _forward(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.
             p = tile.drop(p * (1 / softmax.divisor(total)))
             product = call.gain(dot(call, p.astype(v.dtype), values[n], 0, 0))
             out[:, _features(n, dims.Hv)] = product.astype(out.dtype)
-            for ref in sums:
-                ref[n, 0:1, :], ref[n, 1:2, :] = top, total
+            if sums is not None:
+                sums[n, 0:1, :], sums[n, 1:2, :] = top, total
 
-    inputs = [x.q, x.k, x.v, *([] if x.sinks is None else [x.sinks])]
-    outputs = [Shape((R, T, dims.N * dims.Hv), x.q.dtype)]
-    outputs += [Shape((R, dims.N, 2, T), jnp.float32)] if call.reads_sums else []
-    out, *sums = _run(call, heads, x, inputs, outputs, "short_forward", body)
-    return out, sums[0] if sums else jnp.zeros((R, dims.N, 2, T), jnp.float32)
+    shape = R, dims.N, 2, T
+    of_sums = Shape(shape, jnp.float32) if call.reads_sums else None
+    inputs = x.q, x.k, x.v, x.sinks
+    outputs = Shape((R, T, dims.N * dims.Hv), x.q.dtype), of_sums
+    out, sums = _run(call, heads, x, inputs, outputs, "short_forward", body)
+    return out, jnp.zeros(shape, jnp.float32) if sums is None else sums
 
 
 @functools.partial(trees.trace_once, num_static=2)
@@ -183,12 +185,10 @@ def _backward(
     dtotal is the cotangent of the sums of exponentials, [R, N, 1, T].
     """
     dims, G = call.plan.dims, call.plan.dims.G
-    learned = [n for n, operand in enumerate(call.leaves) if operand.is_learned]
 
     def body(first: Any, tiles: list[Tile], ins: Any, outs: Any) -> None:
-        (q, k, v, do, *rest), (dq, dk, dv, *more) = ins, outs
-        dtotals, sinks = (rest[:1], rest[1:]) if call.reads_sums else ([], rest)
-        for ref, y in zip(more, outputs[3:], strict=True):
+        (q, k, v, do, dtotals, sinks), (dq, dk, dv, dsinks, dleaves) = ins, outs
+        for ref, y in zip(*map(jax.tree.leaves, (outs[3:], outputs[3:])), strict=True):
 
             @pl.when(first | (y.shape[0] > 1))
             def begin(ref: Any = ref) -> None:
@@ -217,17 +217,17 @@ def _backward(
             # The product of a huge masked value may be infinite, and 0·∞ is NaN.
             each = jnp.where(p == 0, 0.0, p * dp) if tile.masked else p * dp
             delta = jnp.sum(each, 0, keepdims=True)
-            if dtotals:
-                delta -= jnp.where(total == 0, 0.0, dtotals[0][n]) * total
+            if dtotals is not None:
+                delta -= jnp.where(total == 0, 0.0, dtotals[n]) * total
             ds, of_leaves = scores[n][1](softmax.gradient(p, dp, delta, masked=False))
             dscores.append(ds.astype(q.dtype))
             kept.append(tile.drop(p).astype(do.dtype))
-            for leaf, ref in zip(learned, more[len(sinks) :], strict=True):
-                d = of_leaves[leaf].astype(jnp.float32)
-                ref[n] += turn(call.leaves[leaf], d, swapped=True)
-            if sinks:
+            for operand, ref, d in zip(call.leaves, dleaves, of_leaves, strict=True):
+                if ref is not None:
+                    ref[n] += turn(operand, d.astype(jnp.float32), swapped=True)
+            if dsinks is not None:
                 of_sink = softmax.sink_gradient(_sink(sinks, n), top, share, delta)
-                more[0][n] += jnp.sum(of_sink, 1, keepdims=True)
+                dsinks[n] += jnp.sum(of_sink, 1, keepdims=True)
         for head in range(heads):
             of_keys: Any = 0.0
             of_values: Any = 0.0
@@ -240,19 +240,14 @@ def _backward(
             dk[:, _features(head, dims.H)] = of_keys.astype(dk.dtype)
             dv[:, _features(head, dims.Hv)] = call.gain(of_values).astype(dv.dtype)
 
-    def by_head(leaf: int) -> Any:
-        """Describe the gradients of a leaf for each head, and for each row that it tells apart."""
-        y = x.leaves[leaf]
-        return Shape((1 if y.ndim == 2 else y.shape[0], dims.N, *y.shape[-2:]), jnp.float32)
+    def of_heads(operand: Operand, y: jax.Array) -> Any:
+        """Describe the gradient of a leaf for each head, and for each row that it tells apart."""
+        shape = 1 if y.ndim == 2 else len(y), dims.N, *y.shape[-2:]
+        return Shape(shape, jnp.float32) if operand.is_learned else None
 
-    inputs = [x.q, x.k, x.v, dout, *([dtotal] if call.reads_sums else [])]
-    inputs += [] if x.sinks is None else [x.sinks]
-    outputs = [Shape(y.shape, y.dtype) for y in (x.q, x.k, x.v)]
-    outputs += [] if x.sinks is None else [Shape(x.sinks.shape, jnp.float32)]
-    outputs += map(by_head, learned)
-    dq, dk, dv, *more = _run(call, heads, x, inputs, outputs, "short_backward", body)
-    dsinks = None if x.sinks is None else more.pop(0)
-    leaves: list[Any] = [None] * len(x.leaves)
-    for n, d in zip(learned, more, strict=True):
-        leaves[n] = sum_shared(call.leaves[n], d, x.leaves[n])
+    inputs = x.q, x.k, x.v, dout, dtotal if call.reads_sums else None, x.sinks
+    like = [y if y is None else Shape(y.shape, y.dtype) for y in (x.q, x.k, x.v, x.sinks)]
+    outputs = *like, [*map(of_heads, call.leaves, x.leaves)]
+    dq, dk, dv, dsinks, dleaves = _run(call, heads, x, inputs, outputs, "short_backward", body)
+    leaves = [*map(sum_shared, call.leaves, dleaves, x.leaves)]
     return FlatArrays(dq, dk, dv, leaves, None, dsinks, None, None)
