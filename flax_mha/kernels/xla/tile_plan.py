@@ -154,11 +154,11 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     if mask_blocks is not None and not any(spec.blocks):
         fine = Plan(dims, _fit(mask_blocks[0], dims.T), _fit(mask_blocks[1], dims.S))
         plans.insert(0, fine)
-    most_short = _SHORT if dims.S <= 1024 else _SHORT // 4
+    scores, most_short = dims.T * dims.S, _SHORT if dims.S <= 1024 else _SHORT // 4
     for plan in plans:
         states = tile_states(spec, at, plan)
         if not isinstance(states, np.ndarray):
-            if plan is fine or dims.T * dims.S > most_short:
+            if plan is fine or scores > most_short:
                 return plan, make_visit_lists(states)
             states = _bound_states(spec, at, plan)
             # Larger blocks take no less time here, but more memory.
