@@ -9,8 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from flax_mha.kernels import KERNELS, definition
-from flax_mha.kernels.call.bind import bind_call
+from flax_mha.kernels import KERNELS
 from flax_mha.masks import Causal, Window
 from tests.kernels import cases, contract
 from tests.kernels.cases import Case
@@ -19,14 +18,6 @@ from tests.kernels.problems import exact, pose, problem_of
 from tests.kernels.scenes import MASKS, Scene
 from tests.support import oracle, plain_attention
 from tests.support.algebra import Expression, Meant, evaluate, expressions
-
-
-class TestDefinition(KernelContract):
-    kernel, derivatives = "reference", EVERY
-
-    def attend(self, *qkv: Any, **call: Any) -> Any:
-        out, sums = definition.attend(*bind_call(*qkv, **call))
-        return out, sums.lse
 
 
 class TestReference(KernelContract):

@@ -71,14 +71,13 @@ def attend(
             # Convert once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = numerics.scaled(q, spec.scale)
-    sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
-    spec = tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
+    sinks, spec = spec.sinks, tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale, remat)
     fold_q, fold_k = (
         functools.partial(tiles.fold_heads, block=block, K=K)
         for block in (plan.block_q, plan.block_k)
     )
-    args: Any = fold_q(q), fold_k(k), fold_k(v), *partition(spec, is_inexact), sinks, tables
+    args: Any = fold_q(q), fold_k(k), fold_k(v), *partition(spec, is_inexact), tables
     args = jax.tree.map(lambda x: vary(x, args), args)
     if result is not None:
         sums = Sums(*(fold_q(shapes.by_query(x))[..., 0] for x in result[1]))
@@ -86,7 +85,9 @@ def attend(
     out, sums = _forward(static, None, *args)[0] if remat else _core(static, result, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     sums = Sums(*(x.reshape(*B, N, plan.nq * plan.block_q)[..., :T] for x in sums))
-    return jnp.swapaxes(out, -3, -2).astype(dtype), sums
+    merged = jnp.swapaxes(out, -3, -2), sums
+    out, sums = merged if sinks is None else softmax.merge_sinks(merged, sinks)
+    return out.astype(dtype), sums
 
 
 def _widen(x: Any) -> Any:
@@ -137,14 +138,14 @@ def _core(static: TiledCall, result: Result | None, *args: Any) -> Result:
 @trees.trace_once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
-    sinks: jax.Array | None, tables: VisitLists | None,
+    tables: VisitLists | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Compute attention in loops over rows and heads, blocks of queries, and tiles of keys.
 
     q, scaled, is [R, G·nq·bq, H] for R rows × key/value heads; k and v are [R, nk·bk, ·]. `leaves`
     are the spec's learned leaves, `others` the rest. `tables` are None for the plan's ranges of
-    keys. Returns out [R, G·nq·bq, Hv], and without the sinks [N] the maximum score and the sum of
-    exponentials of scores minus the maximum, [R, G·nq·bq].
+    keys. Returns out [R, G·nq·bq, Hv], and the maximum score and the sum of exponentials of scores
+    minus the maximum, [R, G·nq·bq].
     """
     plan, spec = static.plan, combine(leaves, others)
     acc = shapes.wide(q.dtype)
@@ -169,11 +170,7 @@ def _loops(
         if tables is not None:
             carry = carry[0], total, vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(static, part, tables, index, step, carry)
-        total_with_sink = total
-        if sinks is not None:
-            new, total_with_sink = softmax.add_sink(sinks[index.head], top, total)
-            out = out * jnp.exp(top - new)
-        out = spec.scale_kept(out) / softmax.divisor(total_with_sink)
+        out = spec.scale_kept(out) / softmax.divisor(total)
         if static.remat:
             # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
             out = jnp.where(total == 0, 0.0, out)
@@ -204,22 +201,18 @@ def _loops(
 def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Result, Any]:
     if result is not None:
         return result, (args, result[0], *result[1])
-    out, *stats = _loops(static, *args)
-    out, (top, total) = name_result(out, stats)
-    sums = Sums(*tiles.add_sinks(static.plan, args[5], top, total)[1:])
-    return (out, sums), (args, out, top, total)
+    out, top, total = _loops(static, *args)
+    out, sums = name_result(out, Sums(top, total))
+    return (out, sums), (args, out, *sums)
 
 
 @trees.trace_once
 def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     """Compute the gradients of all arguments of `_core` except the first."""
-    (q, k, v, leaves, others, sinks, tables), out, top, total = residuals
+    (q, k, v, leaves, others, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
-    has_keys = total != 0
-    sink, top, total = tiles.add_sinks(plan, sinks, top, total)
-    dout, top, share, delta = softmax.gradient_inputs(out, has_keys, top, total, *cotangents)
-    dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
-    stats = jnp.stack([top, share, delta], -1)
+    dout, *stats = softmax.gradient_inputs(out, total != 0, top, total, *cotangents)
+    stats = jnp.stack(stats, -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, dout, stats, k, v = x
@@ -267,7 +260,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), stats, k, v)
     grads, (dq, dk, dv) = loops.scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
-    return None, dq, dk, dv, grads, None, dsinks, None
+    return None, dq, dk, dv, grads, None, None
 
 
 _core.defvjp(_forward, _backward)

@@ -167,7 +167,9 @@ def scores(
     dtype = shapes.wide(q.dtype)
     if q.dtype == dtype:
         q = q * jnp.asarray(spec.scale, dtype)
-    logits = multiply(q, k, spec.precision, dtype)
+    logits = jnp.matmul(
+        q, jnp.swapaxes(k, -1, -2), precision=spec.precision, preferred_element_type=dtype
+    )
     if q.dtype != dtype:
         # Scaling q in half precision would round it once more.
         logits = logits * jnp.asarray(spec.scale, dtype)
@@ -176,8 +178,3 @@ def scores(
         wide = q if q.dtype == dtype else q.astype(dtype) * jnp.asarray(spec.scale, dtype)
         vectors = wide, k.astype(dtype)
     return spec.apply(logits, at, finfo_min(dtype), vectors)
-
-
-def multiply(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
-    """Return q·kᵀ [*B, N, T, S] in a dtype."""
-    return jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=precision, preferred_element_type=dtype)

@@ -128,8 +128,8 @@ MOST = 2**21
 # _SHARED. Blocks of more than _LARGE are divided.
 _SMALL, _SHARED, _LARGE = 16, 64, 512
 # Up to this number of scores of a head, a traced mask hides too few tiles to visit them one by one,
-# unless it is a mask of blocks.
-_SHORT = 512**2
+# unless it is a mask of blocks. Such loops take twice as long to compile.
+_SHORT = 1024**2
 # The maximum number of key ranges, because each is compiled separately.
 _KEY_RANGES = 4
 # The queries and keys of a tile if lengths are symbolic.

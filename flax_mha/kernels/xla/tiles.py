@@ -127,25 +127,6 @@ def join_key_sums(sums: jax.Array) -> jax.Array:
     return jnp.swapaxes(sums, 1, 2).reshape(-1, sums.shape[1])
 
 
-def add_sinks(
-    plan: Plan, sinks: jax.Array | None, top: jax.Array, total: jax.Array
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Return the sink of each query, and its maximum and sum of exponentials with the sink."""
-    if sinks is None:
-        return None, top, total
-    by_row = jnp.repeat(sinks, plan.nq * plan.block_q).reshape(plan.dims.K, -1)
-    by_row = jnp.tile(by_row, (top.shape[0] // plan.dims.K, 1))
-    return by_row, *softmax.add_sink(by_row, top, total)
-
-
-def sink_gradient(plan: Plan, sink: jax.Array | None, *stats: jax.Array) -> jax.Array | None:
-    """Return the gradient of the sinks [N], from top, share and delta [R, G·nq·bq]."""
-    if sink is None:
-        return None
-    by_row = softmax.sink_gradient(sink, *stats)
-    return by_row.reshape(-1, plan.dims.N, plan.nq * plan.block_q).sum((0, 2))
-
-
 def join(parts: Sequence[jax.Array]) -> jax.Array:
     """Join the blocks [G, ·, bq, ...] of all parts to [G·nq·bq, ...]."""
     x = parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
