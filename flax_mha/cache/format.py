@@ -5,10 +5,10 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from flax_mha.base import checks
 from flax_mha.kernels.call.stored import cast
-from flax_mha.kernels.xla.softmax import finite
 
 # The magnitude that the largest number of a token and head is scaled to.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -51,3 +51,15 @@ class Format:
         steps = jnp.clip(steps, -self.largest, self.largest)
         steps = jnp.round(steps) if self.dtype == jnp.int8 else steps
         return steps.astype(self.dtype), scale
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """Replace values of x that are not finite by 0."""
+    return lax.select(lax.is_finite(x), x, lax.full_like(x, 0))
+
+
+def nan_flag(x: jax.Array) -> jax.Array:
+    """Return 0 for each slice of x over its last axis that is finite, NaN for the others."""
+    # A matmul, because XLA:CPU is far slower at sums, and at `all`, over a short last axis.
+    zeros, last = lax.full(x.shape[-1:], 0, x.dtype), x.ndim - 1
+    return lax.dot_general(lax.stop_gradient(x), zeros, (((last,), (0,)), ((), ())))

@@ -16,10 +16,9 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
-from flax_mha.cache.format import Format
+from flax_mha.cache.format import Format, finite, nan_flag
 from flax_mha.cache.sources import KeyValue, Source, Tokens
 from flax_mha.kernels.call.stored import OfLayer, Stored, is_part, map_part, read
-from flax_mha.kernels.xla.softmax import finite, nan_flag
 from flax_mha.sharding import LogicalNames, rules
 
 AnySlots = TypeVar("AnySlots", bound="Slots")

@@ -150,40 +150,37 @@ def _loops(
     plan, spec = static.plan, combine(leaves, others)
     acc = shapes.wide(q.dtype)
 
-    def attend_block(
-        part: KeyRange, index: TileIndex, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        def step(masked: bool, index: TileIndex, carry: Tree) -> Tree:
-            top, total, out = carry
-            tile, at = tiles.take_tile(plan, spec, index)
-            keys = index.keys(k)
-            s = static.apply_scale(tiles.dot(q, keys, 1, 1, spec, acc))
-            vectors = static.vectors(spec, q, keys, acc)
-            s = tiles.compute_scores(plan, masked, index, tile, at, s, vectors)
-            top, total, p, old = softmax.step(top, total, s)
-            p = tile.apply_dropout(p, at).astype(v.dtype)
-            more = tiles.dot(p, index.keys(v), 1, 0, spec, acc)
-            return top, total, more if old is None else lax.add(lax.mul(out, old), more)
-
-        total = vary(jnp.zeros((plan.block_q, 1), acc), q)
-        carry: Tree = softmax.begin(total), None, None
-        if tables is not None:
-            carry = carry[0], total, vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
-        top, total, out = _visit(static, part, tables, index, step, carry)
-        out = spec.scale_kept(out) / softmax.divisor(total)
-        if static.remat:
-            # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
-            out = jnp.where(total == 0, 0.0, out)
-        return out, *(lax.squeeze(x, (1,)) for x in (top, total))
-
     def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
         r, q, k, v = x
         q, (k, v) = tiles.split_blocks(plan, q), tiles.split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
 
-        def job(part: KeyRange, k: jax.Array, v: jax.Array, carry: Any, x: Tree) -> Any:
+        def job(part: KeyRange, k: jax.Array, v: jax.Array, none: Any, x: Tree) -> Any:
             j, q = x
-            return carry, attend_block(part, row.of_job(plan, part, j), q, k, v)
+
+            def step(masked: bool, index: TileIndex, carry: Tree) -> Tree:
+                top, total, out = carry
+                tile, at = tiles.take_tile(plan, spec, index)
+                keys = index.keys(k)
+                s = static.apply_scale(tiles.dot(q, keys, 1, 1, spec, acc))
+                vectors = static.vectors(spec, q, keys, acc)
+                s = tiles.compute_scores(plan, masked, index, tile, at, s, vectors)
+                top, total, p, old = softmax.step(top, total, s)
+                p = tile.apply_dropout(p, at).astype(v.dtype)
+                more = tiles.dot(p, index.keys(v), 1, 0, spec, acc)
+                return top, total, more if old is None else lax.add(lax.mul(out, old), more)
+
+            total = vary(jnp.zeros((plan.block_q, 1), acc), q)
+            carry: Tree = softmax.begin(total), None, None
+            if tables is not None:
+                carry = carry[0], total, vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
+            index = row.of_job(plan, part, j)
+            top, total, out = _visit(static, part, tables, index, step, carry)
+            out = spec.scale_kept(out) / softmax.divisor(total)
+            if static.remat:
+                # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
+                out = jnp.where(total == 0, 0.0, out)
+            return none, (out, *(lax.squeeze(x, (1,)) for x in (top, total)))
 
         parts = []
         for part in plan.parts:

@@ -29,18 +29,6 @@ from flax_mha.base.loops import select
 from flax_mha.kernels.call.spec import Result, Sums
 
 
-def finite(x: jax.Array) -> jax.Array:
-    """Replace values of x that are not finite by 0."""
-    return lax.select(lax.is_finite(x), x, lax.full_like(x, 0))
-
-
-def nan_flag(x: jax.Array) -> jax.Array:
-    """Return 0 for each slice of x over its last axis that is finite, NaN for the others."""
-    # A matmul, because XLA:CPU is far slower at sums, and at `all`, over a short last axis.
-    zeros, last = lax.full(x.shape[-1:], 0, x.dtype), x.ndim - 1
-    return lax.dot_general(lax.stop_gradient(x), zeros, (((last,), (0,)), ((), ())))
-
-
 def unread(shape: Sequence[int], out: jax.Array) -> jax.Array:
     """Return float32 zeros in place of sums that nothing reads, with the mapped axes of the output.
 
@@ -49,15 +37,6 @@ def unread(shape: Sequence[int], out: jax.Array) -> jax.Array:
     """
     first = out[(0,) * out.ndim].astype(jnp.float32)
     return jnp.broadcast_to(jnp.where(False, first, 0.0), shape)
-
-
-def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Make keys NaN that are not finite, or whose value is not, so that the mask can hide them.
-
-    In the values, NaN would meet weights of 0. The scores of such a key are all NaN.
-    """
-    flag = lax.add(nan_flag(k), nan_flag(v))
-    return lax.add(k, lax.expand_dims(flag, (k.ndim - 1,))), finite(v)
 
 
 def finfo_min(dtype: jnp.dtype) -> float:
@@ -71,8 +50,6 @@ def finfo_min(dtype: jnp.dtype) -> float:
 # The precision of sums over a query's features in gradients. They are cheap, and must be as exact
 # as the matmuls at any precision of the call.
 _EXACT = lax.Precision.HIGHEST
-# A finite maximum or lse for which every weight is 0.
-FAR = 1e30
 
 
 def begin(total: jax.Array) -> jax.Array:
@@ -105,12 +82,6 @@ def step(
         return new, tile_sum, p, None
     rescale = lax.exp(lax.sub(top, new))
     return new, lax.add(lax.mul(total, rescale), tile_sum), p, rescale
-
-
-def add_sink(sink: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Add a sink, a score without a value, to a maximum and a sum of exponentials."""
-    new = jnp.maximum(top, sink)
-    return new, total * jnp.exp(top - new) + jnp.exp(sink - new)
 
 
 def divisor(total: jax.Array) -> jax.Array:
