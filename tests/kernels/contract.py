@@ -385,6 +385,16 @@ class KernelContract:
             np.testing.assert_array_equal(lse, np.broadcast_to(lse_of_none[:, None], lse.shape))
 
     @pytest.mark.sampled(0.1)
+    def test_a_bias_can_hide_every_key(self) -> None:
+        qkv = [jnp.ones((2, 20, 4, 8), self.dtype)] * 3
+        hides = {"bias": jnp.full((20, 20), -jnp.inf, self.dtype)}
+        self.skip_refused(*qkv, **hides)
+        (out, lse), pull = jax.vjp(jax.jit(lambda *x: self.attend(*x, **hides)), *qkv)
+        np.testing.assert_array_equal(lse, -np.inf)
+        for x in (out, *pull((out + 1, jnp.ones_like(lse)))):
+            np.testing.assert_array_equal(x, 0)
+
+    @pytest.mark.sampled(0.1)
     def test_a_second_eager_call_compiles_nothing(self) -> None:
         """Nor does its gradient. The other values of the same shapes count."""
 
