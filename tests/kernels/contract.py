@@ -1,4 +1,4 @@
-"""What every kernel promises, as tests that a class inherits: `test_contract` has one for each."""
+"""The promises of every kernel, as tests that a class inherits: `test_contract` has one for each."""
 
 import itertools
 from typing import Any, ClassVar
@@ -114,7 +114,7 @@ DERIVED = {
 
 
 class KernelContract:
-    """Tests of one kernel. A subclass is a row: the kernel, its platform, and what it claims.
+    """Tests of one kernel. A subclass is a row: the kernel, its platform, and its claims.
 
     Attributes:
       kernel: the kernel's name.
