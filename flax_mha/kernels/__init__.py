@@ -1,7 +1,7 @@
 """Dot-product attention, computed by a kernel that suits the call.
 
 A call is checked and brought into one form (`call.bind`, `call.spec`), sharded over the mesh
-(`mesh.shards`), and computed by the first kernel that supports it (`choose`). `definition` has
+(`mesh.shards`), and computed by the first kernel that supports it (`choose`). `xla.reference` has
 the function that all kernels compute. The first call loads the mesh, and its kernel.
 """
 

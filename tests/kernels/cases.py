@@ -22,10 +22,10 @@ KERNELS = tuple(name for name in kernels.KERNELS if name not in explain(*_PLAIN)
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "mask": (
-        "none", "causal", "window", "window_left", "window_of_rows", "lengths", "lengths_of_both",
-        "lengths_per_query", "segments", "packed", "prefix", "prefix_per_row", "dense",
-        "dense_of_keys", "dense_in_blocks", "predicate", "per_head", "mixed",
-        "dilated", "neighborhood", "documents", "chosen",
+        "none", "causal", "window", "window_left", "window_of_rows", "length", "lengths",
+        "lengths_of_both", "lengths_per_query", "segments", "packed", "prefix", "prefix_per_row",
+        "dense", "dense_of_keys", "dense_in_blocks", "predicate", "per_head", "mixed", "dilated",
+        "neighborhood", "documents", "chosen",
     ),
     # Batch, then T and S.
     "size": (
@@ -34,7 +34,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     ),
     "score": (
         "plain", "bias", "bias_of_keys", "bias_of_heads", "bias_of_rows", "alibi", "t5", "cap",
-        "sinks", "all_scores",
+        "sinks", "user", "all_scores",
     ),
     # Scores of a few units, or up to ±50: then most queries give all weight to one key.
     "spread": ("soft", "sharp"),

@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jax._src import callback as callbacks
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
 
 from flax_mha.base import private_jax
 from flax_mha.kernels import splash
@@ -35,6 +37,15 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in names:
             fn = getattr(module, name)
             monkeypatch.setattr(module, name, getattr(fn, "__wrapped__", fn))
+
+
+@pytest.fixture
+def tokens_on_devices() -> Iterator[None]:
+    """Shard tokens over a mesh of two devices."""
+    rules = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        yield
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What every kernel promises, as tests that a class inherits: `test_contract` has one for each."""
 
+import itertools
 from typing import Any, ClassVar
 
 import jax
@@ -87,6 +88,12 @@ def dot(one: Any, other: Any) -> jax.Array:
     return sum(map(jnp.vdot, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
+ARGUMENTS = ("q", "k", "v", "bias", "sinks")
+# Of any two both are mapped, either alone, and neither.
+MAPPED = [
+    tuple(itertools.compress(ARGUMENTS, row))
+    for row in cases.pairs(**dict.fromkeys(ARGUMENTS, (0, 1)))
+]
 # Mask, size, score, heads, dropout, and a static or traced mask, for several tiles.
 DERIVED = {
     "causal": ("causal", "1x600x600", "plain", "gqa", "no_dropout", "known"),
@@ -118,6 +125,7 @@ class KernelContract:
       derivatives: the derivatives that it has beyond a gradient, of `DERIVATIVES`.
       under_traced: these under masks of traced arrays, if they are fewer.
       hidden: the largest masked number that it takes: its products with cotangents are finite.
+      takes_scores: False if it refuses a bias of keys.
       sizes: sizes of cases that would take too long, and the ones that it gets.
     """
 
@@ -129,6 +137,7 @@ class KernelContract:
     derivatives: ClassVar[tuple[str, ...]] = ()
     under_traced: ClassVar[tuple[str, ...] | None] = None
     hidden: ClassVar[float] = 3e38
+    takes_scores: ClassVar[bool] = True
     sizes: ClassVar[dict[str, str]] = {}
 
     @classmethod
@@ -301,6 +310,36 @@ class KernelContract:
         for ours, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert oracle.error(ours, exact) < bound
 
+    @pytest.mark.sampled(0.03)
+    @pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
+    def test_vmap_over_some_arguments(self, mapped: tuple[str, ...]) -> None:
+        """The others are shared."""
+        rng, shape = np.random.default_rng(2), (2, 30, 4, 8)
+        sizes = dict.fromkeys((*"qkv", "dout"), shape) | {"bias": (4, 1, 30), "sinks": (4,)}
+        mapped = (*mapped, "dout")
+        x = {
+            name: jnp.asarray(rng.normal(size=(2, *size) if name in mapped else size), self.dtype)
+            for name, size in sizes.items() if self.takes_scores or len(size) == 4
+        }  # fmt: skip
+        axes = {name: 0 if name in mapped else None for name in x}
+
+        @jax.jit
+        def run(x: dict[str, jax.Array]) -> Any:
+            rest = {name: y for name, y in x.items() if name != "dout"}
+
+            def attend(rest: dict[str, jax.Array]) -> jax.Array:
+                more = {name: rest[name] for name in ("bias", "sinks") if name in rest}
+                return self.attend(*(rest[name] for name in "qkv"), mask=Causal(), **more)[0]
+
+            out, pull = jax.vjp(attend, rest)
+            return out, pull(x["dout"])
+
+        each = [run({n: y if axes[n] is None else y[r] for n, y in x.items()}) for r in range(2)]
+        got = jax.jit(jax.vmap(run, (axes,)))(x)
+        for ours, *alone in zip(*map(jax.tree.leaves, (got, *each)), strict=True):
+            bound = 1e-5 if self.dtype == "float32" else 0.02
+            assert oracle.error(ours, jnp.stack(alone)) < bound
+
     @pytest.mark.sampled(0.05)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize("limited", [False, True])
@@ -347,14 +386,18 @@ class KernelContract:
 
     @pytest.mark.sampled(0.1)
     def test_a_second_eager_call_compiles_nothing(self) -> None:
-        """The second gradient too, with other values of the same shapes."""
+        """Nor does its gradient. The other values of the same shapes count."""
 
         def call(seed: int) -> None:
             rng = np.random.default_rng(seed)
             q, k, v = (jnp.asarray(rng.normal(size=(2, 40, 4, 8)), self.dtype) for _ in range(3))
-            mask = Causal() & Lengths(jnp.asarray(rng.integers(1, 9, 2)))
+            lengths = rng.integers(1, 9, 2)
+            mask = Causal() & Lengths(jnp.asarray(lengths))
             results, pull = jax.vjp(lambda *x: self.attend(*x, mask=mask), q, k, v)
             jax.block_until_ready(pull(results))
+            allowed = np.tri(40, dtype=bool) & (np.arange(40) < lengths[:, None, None, None])
+            want, *_ = oracle.attention(q, k, v, allowed=allowed)
+            assert oracle.error(results[0], want) < max(FLOOR, float(jnp.finfo(self.dtype).eps))
 
         if self.stands_in() not in (None, "nvidia"):
             pytest.skip("Interpreters compile a kernel in each call.")

@@ -14,7 +14,7 @@ import numpy as np
 
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.masks import Mask
-from flax_mha.scores import Alibi, Bias, RelativeBias, ScoreMod, SoftCap
+from flax_mha.scores import Alibi, Bias, RelativeBias, Score, ScoreMod, SoftCap
 from tests.kernels.cases import Case
 from tests.kernels.scenes import MASKS, N, Scene
 from tests.support import oracle, plain_attention
@@ -51,20 +51,34 @@ def learned_of(score: str, at: Scene, dtype: str) -> dict[str, np.ndarray]:
     learned: dict[str, Any] = {}
     if score in shapes:
         kind = dtype if score == "bias_of_heads" else "float32"
-        learned["bias"] = jnp.asarray(at.rng.normal(size=shapes[score]), kind)
+        bias = at.rng.normal(size=shapes[score])
+        if score == "bias":  # Hides some pairs, and all of a query.
+            bias[at.rng.random(bias.shape) < 0.1] = bias[..., :1, :] = -np.inf
+        learned["bias"] = jnp.asarray(bias, kind)
     if score in ("alibi", "all_scores"):
         learned["slopes"] = np.array([0.5, 0.25, 0.1, 0.0], np.float32)
     if score in ("t5", "all_scores"):
         learned["biases"] = at.rng.normal(size=(N, 32)).astype(np.float32)
     if score in ("sinks", "all_scores"):
         learned["sinks"] = SINKS
+    if score == "user":
+        learned["w"] = np.float32(0.5)
     return learned
+
+
+def wave(row: Any, head: Any, i: Any, j: Any) -> Any:
+    return (i - 2 * j + head + row) % 5 - 2
+
+
+def user_score(s: Any, row: Any, head: Any, i: Any, j: Any, w: Any) -> Any:
+    return s + w * wave(row, head, i, j).astype(w.dtype)
 
 
 def mods_of(score: str, learned: dict[str, jax.Array]) -> tuple[ScoreMod, ...]:
     mods: list[ScoreMod] = [SoftCap(CAP)] if score in ("cap", "all_scores") else []
     mods += [Alibi(learned["slopes"])] if "slopes" in learned else []
     mods += [RelativeBias(learned["biases"])] if "biases" in learned else []
+    mods += [Score(user_score, (learned["w"],))] if "w" in learned else []
     mods += [Bias(learned["bias"])] if score == "bias_of_heads" else []
     return tuple(mods)
 
@@ -78,6 +92,8 @@ def bias_of(at: Scene, learned: dict[str, np.ndarray]) -> np.ndarray | None:
         total = total - at.table(learned["slopes"][:, None, None] * np.abs(at.i - at.j))
     if "biases" in learned:
         total = total + at.table(learned["biases"][at.head, bucket_of(at.j - at.i)])
+    if "w" in learned:
+        total = total + at.table(learned["w"] * wave(at.row, at.head, at.i, at.j))
     return total if learned.keys() - {"sinks"} else None
 
 
@@ -91,6 +107,8 @@ def learned_gradients(
     rows = exact.bias.reshape(at.rows, N, at.T, at.S)
     if "bias" in learned:
         found["bias"] = oracle.summed_to(exact.bias, learned["bias"].shape)
+    if "w" in learned:
+        found["w"] = (rows * wave(at.row, at.head, at.i, at.j)).sum()
     if "slopes" in learned:
         found["slopes"] = -(rows * np.abs(at.i - at.j)).sum((0, 2, 3))
     if "biases" in learned:

@@ -88,6 +88,12 @@ def lengths_of_both(at: Scene) -> tuple[Mask, np.ndarray]:
     return Lengths(kv, q), (at.j < at.over(kv, 0)) & (at.i < at.over(q, 0))
 
 
+def length(at: Scene) -> tuple[Mask, np.ndarray]:
+    """Return a mask by one length for all rows."""
+    n = np.array(at.S * 2 // 3, np.int32)
+    return Causal() & Lengths(n, 2 * n), (at.j <= at.i) & (at.j < n) & (at.i < 2 * n)
+
+
 def lengths_per_query(at: Scene) -> tuple[Mask, np.ndarray]:
     kv = at.lengths(at.S, (at.T,))
     return Lengths(kv), at.j < at.over(kv, 3)
@@ -159,10 +165,11 @@ def documents(at: Scene) -> tuple[Mask, np.ndarray]:
 
 
 def chosen(at: Scene) -> tuple[Mask, np.ndarray]:
-    """Return a mask with some blocks of 40 keys for each block of 24 queries."""
-    blocks = at.rng.integers(-1, at.S // 40 + 2, (*at.batch, N, -(-at.T // 24), 3))
-    each = np.repeat(blocks.reshape(at.rows, N, -1, 3), 24, 2)[:, :, : at.T]
-    return BlockSparse(blocks, 24, 40), (at.j[..., None] // 40 == each[:, :, :, None]).any(-1)
+    """Return a mask with some blocks of keys for each block of queries, repeated and beyond."""
+    q, k = (int(n) for n in at.rng.choice([(24, 40), (64, 128), (1, 5)]))
+    blocks = at.rng.integers(-1, at.S // k + 2, (*at.batch, N, -(-at.T // q), 3))
+    each = np.repeat(blocks.reshape(at.rows, N, -1, 3), q, 2)[:, :, : at.T]
+    return BlockSparse(blocks, q, k), (at.j[..., None] // k == each[:, :, :, None]).any(-1)
 
 
 def per_head(at: Scene) -> tuple[Mask, np.ndarray]:
@@ -184,7 +191,8 @@ MASKS: dict[str, Callable[[Scene], tuple[Mask, np.ndarray]]] = {
     "causal": lambda at: (Causal(), at.j <= at.i),
     "window": lambda at: (Near(20, 3), (at.i - 20 <= at.j) & (at.j <= at.i + 3)),
     "window_left": lambda at: (Near(left=100), at.i - 100 <= at.j),
-    "window_of_rows": window_of_rows, "lengths": lengths, "lengths_of_both": lengths_of_both,
+    "window_of_rows": window_of_rows, "lengths": lengths, "length": length,
+    "lengths_of_both": lengths_of_both,
     "lengths_per_query": lengths_per_query, "segments": segments, "packed": packed,
     "prefix": prefix, "prefix_per_row": prefix_per_row, "dense": dense,
     "dense_of_keys": dense_of_keys, "dense_in_blocks": dense_in_blocks, "predicate": predicate,

@@ -1,4 +1,4 @@
-"""Key blocks chosen by data: numbers, visited tiles, and transformations."""
+"""Key blocks chosen by data: visited tiles, memory and meshes."""
 
 import functools
 from typing import Any
@@ -12,62 +12,14 @@ from jax.sharding import PartitionSpec as P
 from flax_mha import Platform, dot_product_attention, explain
 from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels.call.bind import bind_call
-from flax_mha.kernels.call.stored import QUERIES
 from flax_mha.kernels.chips import tpus as blocks_of_tpu
 from flax_mha.kernels.flex.tpu import MACHINE
 from flax_mha.kernels.flex.traced import divide
 from flax_mha.kernels.xla.tile_plan import plan_call, smallest_blocks
-from flax_mha.masks import BlockSparse, Causal, Lengths, Mask, PerHead, Window
-from tests.kernels.oracle_check import B, N, arrays, check
-from tests.support import oracle
+from flax_mha.masks import BlockSparse, Causal, Mask, PerHead, Window
 from tests.support.meshes import BOTH, EIGHT, FOUR, compare
 
-RNG = np.random.default_rng(7)
-
-
-def chosen(T: int, S: int, query_block: int, key_block: int, k: int = 3) -> np.ndarray:
-    """Return block indices with duplicates, and some that exceed the blocks."""
-    return RNG.integers(-2, S // key_block + 2, (B, N, -(-T // query_block), k))
-
-
-def table(blocks: np.ndarray, T: int, S: int, query_block: int, key_block: int) -> np.ndarray:
-    """Return the mask's table, pair by pair."""
-    blocks = np.broadcast_to(blocks, (B, N, *blocks.shape[-2:]))
-    allowed = np.zeros((B, N, T, S), bool)
-    for b, n, i, j in np.ndindex(*allowed.shape):
-        allowed[b, n, i, j] = j // key_block in blocks[b, n, i // query_block]
-    return allowed
-
-
-def traced(blocks: np.ndarray) -> jax.Array:
-    """Return the blocks as an array that is unknown inside `jit`."""
-    return jax.lax.optimization_barrier(jnp.asarray(blocks, jnp.int32))
-
-
-# Queries, keys, and their block sizes: whole blocks, and partial ones.
-SIZES = [(96, 128, 16, 32), (90, 101, 17, 23), (40, 70, 1, 5), (7, 50, 3, 16)]
-
-
-@pytest.mark.sampled(0.075)
-@pytest.mark.parametrize(
-    ("kernel", "sizes"),
-    [(kernel, sizes) for kernel in ("reference", "blockwise") for sizes in SIZES]
-    + [("decode", sizes) for sizes in SIZES if sizes[0] <= QUERIES],
-    ids=str,
-)
-def test_chosen_blocks_match_oracle(kernel: str, sizes: Any) -> None:
-    T, S, query_block, key_block = sizes
-    blocks = chosen(*sizes)
-    allowed = table(blocks, *sizes)
-    lengths = np.array([S, S // 2])
-    allowed = allowed & np.tri(T, S, dtype=bool)
-    allowed &= (np.arange(S) < lengths[:, None])[:, None, None]
-
-    def call(learned: Any) -> dict[str, Any]:
-        mask = Causal() & BlockSparse(traced(blocks), query_block, key_block)
-        return {"mask": mask & Lengths(jnp.asarray(lengths))}
-
-    check(kernel, arrays(T, S, 2), {"allowed": allowed}, call, {})
+N = 4
 
 
 def planned(mask: Mask, T: int, kernel: Any = plan_call) -> Any:
@@ -148,29 +100,6 @@ def test_memory_is_linear_in_chosen_keys(optimized: None) -> None:
     assert large < 4096**2
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_chosen_blocks_under_vmap_and_scan() -> None:
-    """Also with blocks computed inside."""
-    T, block = 32, 8
-    q, k, v, _ = arrays(T, T, 2)
-    blocks = jnp.asarray(RNG.integers(0, 4, (3, B, N, 4, 2)), jnp.int32)
-
-    def attend(blocks: jax.Array) -> jax.Array:
-        mask = Causal() & BlockSparse((blocks + 1) % 4, block, block)
-        return dot_product_attention(q, k, v, mask=mask, kernel="blockwise")
-
-    def step(_: None, blocks: jax.Array) -> tuple[None, jax.Array]:
-        return None, attend(blocks)
-
-    outs = jax.jit(jax.vmap(attend))(blocks)
-    np.testing.assert_allclose(jax.jit(jax.lax.scan, static_argnums=0)(step, None, blocks)[1], outs,
-                               rtol=1e-5, atol=1e-6)  # fmt: skip
-    for n in range(3):
-        allowed = table((np.asarray(blocks[n]) + 1) % 4, T, T, block, block)
-        want, _, _ = oracle.attention(q, k, v, allowed=allowed & np.tri(T, dtype=bool))
-        assert oracle.error(outs[n], want) < 1e-6
-
-
 # Strategies on a mesh, with shards that cut blocks; rows and heads are sharded too.
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -200,19 +129,6 @@ def test_chosen_blocks_on_mesh_match_one_device(way: str, rules: Any, kind: str)
         id(EIGHT): P("data", "model"), id(BOTH): P(None, ("data", "model")),
     }.get(id(rules), P(None, "model", "data"))  # fmt: skip
     compare(attend, [*qkv, blocks], kind, rules, [over] * 3 + [P()])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(256, 384, 128, 128), (130, 200, 48, 40)], ids=str)
-def test_chosen_blocks_with_flex_match_oracle(tpu, sizes: Any) -> None:
-    T, S, query_block, key_block = sizes
-    blocks = chosen(*sizes)
-    allowed = table(blocks, *sizes) & np.tri(T, S, dtype=bool)
-
-    def call(learned: Any) -> dict[str, Any]:
-        return {"mask": Causal() & BlockSparse(traced(blocks), query_block, key_block)}
-
-    check("flex", arrays(T, S, 2), {"allowed": allowed}, call, {})
 
 
 def test_tpu_tiles_are_as_small_as_tables_allow() -> None:

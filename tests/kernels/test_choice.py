@@ -58,27 +58,27 @@ def only(kernel: str) -> dict[str, int]:
     return {name: int(name == kernel) for name in LOWERING}
 
 
-@pytest.mark.parametrize("kernel", ["auto", "short"])
-def test_short_lowers_once(tpu, counts, kernel: str) -> None:
-    trace(kernel, 256, scores=(Alibi(),))
-    assert counts == only("short")
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize(
+    ("device", "kernel", "call"),
+    [
+        ("tpu", "short", {"length": 256, "scores": (Alibi(),)}),
+        ("tpu", "flex", {"scores": (Alibi(),)}),
+        ("nvidia", "cudnn", {}),
+    ],
+)
+def test_kernels_lower_once(
+    device: str, kernel: str, call: dict[str, Any], is_named: bool, counts: dict[str, int],
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    request.getfixturevalue(device)
+    trace(kernel if is_named else "auto", **call)
+    assert counts == only(kernel)
 
 
 def test_splash_lowers_once(tpu, counts) -> None:
     trace("splash", scores=(SoftCap(30.0),))
     assert counts == only("splash")
-
-
-@pytest.mark.parametrize("kernel", ["auto", "flex"])
-def test_flex_lowers_once(tpu, counts, kernel: str) -> None:
-    trace(kernel, scores=(Alibi(),))
-    assert counts == only("flex")
-
-
-@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
-def test_cudnn_lowers_once(nvidia, counts, kernel: str) -> None:
-    trace(kernel)
-    assert counts == only("cudnn")
 
 
 def test_call_on_mesh_lowers_once(tpu, counts) -> None:

@@ -3,16 +3,22 @@
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from flax_mha.kernels import KERNELS, definition
 from flax_mha.kernels.call.bind import bind_call
+from flax_mha.masks import Causal, Window
 from tests.kernels import cases, contract
 from tests.kernels.cases import Case
 from tests.kernels.contract import EVERY, KernelContract
-from tests.kernels.problems import exact, problem_of
+from tests.kernels.problems import exact, pose, problem_of
+from tests.kernels.scenes import MASKS, Scene
 from tests.support import oracle, plain_attention
+from tests.support.algebra import Expression, Meant, evaluate, expressions
 
 
 class TestDefinition(KernelContract):
@@ -35,6 +41,62 @@ class TestBlockwise(KernelContract):
     kernel, derivatives = "blockwise", ("jvp of grad", "grad of grad")
     under_traced = ("jvp of grad",)
 
+    @pytest.mark.slow
+    @settings(max_examples=12, deadline=None)
+    @given(
+        st.integers(2, 5), st.integers(1, 700), st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+        st.sampled_from(["float32", "bfloat16"]), st.booleans(),
+    )  # fmt: skip
+    def test_a_row_has_the_bits_that_it_has_alone(
+        self, B: int, T: int, heads: tuple[int, int], dtype: str, is_causal: bool
+    ) -> None:
+        """Output and gradients."""
+        N, K = heads
+        rng = np.random.default_rng(T)
+        q, k, v = (jnp.asarray(rng.normal(size=(B, T, n, 16)), dtype) for n in (N, K, K))
+
+        @jax.jit
+        def both(*qkv: jax.Array) -> Any:
+            mask = Causal() if is_causal else None
+            out, pull = jax.vjp(lambda *x: self.attend(*x, mask=mask)[0], *qkv)
+            return out, *pull(out)
+
+        last = both(*(x[-1:] for x in (q, k, v)))
+        for together, alone in zip(both(q, k, v), last, strict=True):
+            np.testing.assert_array_equal(together[-1:], alone)
+
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("optimized")
+    @pytest.mark.parametrize("left", [None, 300])
+    def test_long_sequences_match_oracle(self, left: int | None) -> None:
+        """Some queries at T = 32,768, and the gradients that they reach."""
+        rng, T = np.random.default_rng(7), 32768
+        q, k, v = (jnp.asarray(rng.normal(size=(T, 1, 8)), jnp.float32) for _ in range(3))
+        some = np.array([0, 1, 255, 256, 511, 512, 20_000, T - 1])
+        rows = jnp.asarray(rng.normal(size=(len(some), 1, 8)), jnp.float32)
+        mask, allowed = Causal(), np.arange(T) <= some[:, None]
+        if left:
+            mask, allowed = mask & Window(left), allowed & (np.arange(T) >= some[:, None] - left)
+        out, pull = jax.vjp(jax.jit(lambda *x: self.attend(*x, mask=mask)[0]), q, k, v)
+        dq, dk, dv = pull(jnp.zeros_like(q).at[some].set(rows))
+        known = {"allowed": allowed, "cotangent": rows}
+        want, _, gradients = exact(q[some], k, v, **known)
+        assert oracle.error(out[some], want) < 2e-6
+        for got, one in zip((dq[some], dk, dv), gradients, strict=False):
+            assert oracle.error(got, one) < 1e-5
+        np.testing.assert_array_equal(jnp.delete(dq, some, axis=0), 0)
+
+    @pytest.mark.sampled(0.13, slow=0.2)
+    def test_memory_is_linear_in_length(self) -> None:
+        """At T = 32,768 the scores of a head would need 4 GiB."""
+        x = jax.ShapeDtypeStruct((32768, 1, 8), jnp.float32)
+
+        def loss(*qkv: jax.Array) -> jax.Array:
+            return self.attend(*qkv, mask=Causal())[0].sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
+
 
 class TestDecode(KernelContract):
     kernel = "decode"
@@ -49,13 +111,13 @@ class TestFlex(KernelContract):
 
 
 class TestSplash(KernelContract):
-    kernel, platform, hidden = "splash", "tpu", 1e18
+    kernel, platform, hidden, takes_scores = "splash", "tpu", 1e18, False
     test_scores_of_ten_thousand = None  # Its gradients are computed from a float32 lse.
 
 
 class TestCudnn(KernelContract):
     kernel, platform, native = "cudnn", "nvidia", "gpu"
-    dtype, hidden = "bfloat16", 1e9
+    dtype, hidden, takes_scores = "bfloat16", 1e9, False
 
 
 # Too long for the fast tests, which have a case of their own for it.
@@ -70,6 +132,43 @@ class TestFlexOnHopper(KernelContract):
 
 def test_every_kernel_has_a_row() -> None:
     assert {row.kernel for row in KernelContract.__subclasses__()} == {*KERNELS}
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.usefixtures("tokens_on_devices")
+@pytest.mark.parametrize("kernel", ["ring:blockwise", "ring:reference", "ulysses", "all_gather"])
+def test_strategies_keep_the_laws(kernel: str) -> None:
+    row = KernelContract()
+    row.kernel = kernel  # type: ignore[misc]
+    case = ("packed", "2x8x8", "all_scores", "soft", "gqa", "float32", "no_dropout", "from_0")
+    row.check(problem_of(Case(*case, "known")), traced=False)
+
+
+# Each example compiles: shrinking one would take minutes.
+@pytest.mark.slow
+@settings(max_examples=8, phases=[Phase.generate])
+@given(
+    expressions(MASKS),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.sampled_from(["from_0", "aligned", "scattered"]),
+    st.sampled_from(["known", "traced"]),
+    st.sampled_from(["plain", "all_scores"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_random_masks(
+    expression: Expression, T: int, S: int, place: str, given: str, score: str, seed: int
+) -> None:
+    at = Scene((2,), T, S, place, seed)
+
+    def atom(name: str) -> Meant:
+        mask, allowed = MASKS[name](at)
+        return mask, at.table(allowed)
+
+    case = Case("random", "", score, "soft", "gqa", "float32", "no_dropout", place, given)
+    problem = pose(at, *evaluate(expression, atom), case)
+    for row in (TestReference, TestBlockwise, TestCheckpointed):
+        row().check(problem, given == "traced")
 
 
 def test_cudnn_runs_natively_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.plan.compiled import dumped
 from flax_mha import MultiHeadAttention, dot_product_attention, explain, sharding
-from flax_mha.kernels.flex.tpu import loaded
+from flax_mha.kernels.flex.tpu import rotated
 from flax_mha.masks import (
     BlockSparse,
     Causal,
@@ -168,9 +168,9 @@ def test_largest_blocks_fit_in_memory(tpu, which: str) -> None:
 def test_kernel_rotates_with_large_tables(tpu, monkeypatch, which: str) -> None:
     generation, T, H = which.split()[0], *map(int, which.split()[1:])
     dtype = jnp.float32 if which == "v6e 2048 128" else jnp.bfloat16
-    rotates, tables = [], loaded.tables
+    rotates, tables = [], rotated.tables
     monkeypatch.setattr(
-        loaded, "tables", lambda x, order: rotates.append(x.tables is not None) or tables(x, order)
+        rotated, "tables", lambda x, order: rotates.append(x.tables is not None) or tables(x, order)
     )
     layer = MultiHeadAttention(4, head_dim=H, rotary=Rotary(), mask=Causal(), dtype=dtype)
     params = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 4, 64)))

@@ -13,20 +13,11 @@ from flax_mha import dot_product_attention, explain, kernels
 from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.xla import tile_plan
-from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Window
-from flax_mha.scores import Score
-from tests.kernels.cases import KERNELS, pairs
+from flax_mha.masks import Causal, PerHead, Predicate, Window
+from tests.kernels.cases import KERNELS
 from tests.support import oracle
 
 B, T, S, N, K, H = 2, 140, 150, 4, 2, 8
-LENGTHS = np.random.default_rng(0).integers(0, S, (B, T))
-MASKS = {
-    "none": (None, None),
-    "causal": (Causal(), np.arange(S) <= np.arange(T)[:, None]),
-    "lengths": (Lengths(jnp.asarray(LENGTHS)), (np.arange(S) < LENGTHS[..., None])[:, None]),
-}
-masks = pytest.mark.parametrize("mask", MASKS)
-every = pytest.mark.parametrize("kernel", KERNELS)
 
 
 @functools.cache
@@ -49,7 +40,7 @@ def pulled(call: Any, *primals: Any) -> list[jax.Array]:
 
 
 @pytest.mark.sampled(0.25, slow=0.2)
-@every
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
     """A floating-point argument has the gradient 0, and the other gradients do not change."""
     q, k, v, _ = arrays()
@@ -61,70 +52,6 @@ def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
     dq, dreach = jax.jit(jax.grad(call, (0, 1)))(q, jnp.float32(2.5))
     assert dreach == 0
     np.testing.assert_array_equal(dq, jax.jit(jax.grad(call))(q, jnp.int32(2)))
-
-
-# All pairs of these occur, not their whole product; so below.
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize(
-    ("kernel", "mask", "traced"), pairs(kernel=KERNELS, mask=(*MASKS,), traced=(False, True))
-)
-def test_scale_matches_oracle(kernel: str, mask: str, traced: bool) -> None:
-    ours, allowed = MASKS[mask]
-    q, k, v, cotangent = arrays()
-    scale = jnp.float32(0.7) if traced else 0.7
-    results = pulled(
-        lambda *qkv: dot_product_attention(*qkv, mask=ours, scale=scale, kernel=kernel), q, k, v
-    )
-    known = {"scale": 0.7, "allowed": allowed}
-    expected, _, _ = oracle.attention(q, k, v, **known)
-    exact = oracle.attention_gradients(q, k, v, cotangent=cotangent, **known)
-    for got, want in zip(results, (expected, *exact), strict=False):
-        assert oracle.error(got, want) < (2e-6 if want is expected else 1e-5)
-
-
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize(
-    ("kernel", "mask", "dtype"),
-    pairs(kernel=KERNELS, mask=(*MASKS,), dtype=("float32", "bfloat16")),
-)
-def test_returned_weights_match_oracle(kernel: str, mask: str, dtype: str) -> None:
-    """They are the weights before dropout."""
-    bound = {"float32": 2e-6, "bfloat16": 4e-3}[dtype]
-    ours, allowed = MASKS[mask]
-    q, k, v, _ = arrays(dtype)
-    _, weights = jax.jit(
-        lambda *qkv: dot_product_attention(
-            *qkv, mask=ours, kernel=kernel, return_weights=True, dropout_rate=0.5,
-            dropout_rng=jax.random.key(0),
-        )
-    )(q, k, v)  # fmt: skip
-    _, _, expected = oracle.attention(q, k, v, allowed=allowed)
-    assert weights.dtype == dtype
-    assert oracle.error(weights, expected) < bound
-
-
-@pytest.mark.slow
-@masks
-def test_kernels_agree_on_user_defined_scores(mask: str) -> None:
-    """With gradients of their arguments, under dropout."""
-
-    def user_score(s, row, head, i, j, w):
-        return s * (1 + w * jnp.cos(i - j + head + row))
-
-    results = [
-        pulled(
-            lambda q, k, v, w, kernel=kernel: dot_product_attention(
-                q, k, v, mask=MASKS[mask][0], kernel=kernel, dropout_rate=0.3,
-                dropout_rng=jax.random.key(7),
-                scores=(Score(user_score, (w,)),),
-            ),
-            *arrays()[:3], jnp.float32(0.5),
-        )
-        for kernel in KERNELS
-    ]  # fmt: skip
-    for other in results:
-        for got, want in zip(other, results[0], strict=True):
-            assert oracle.error(got, want) < 1e-5
 
 
 @pytest.mark.slow

@@ -28,11 +28,7 @@ BIAS = np.zeros((B, 1, T, T), np.float32)
 BIAS[1], BIAS[2], BIAS[3, ..., 8:] = 1e6, -1e9, -1e9
 SCORES = np.einsum("btnh,bsnh->bnts", Q, K) + BIAS
 DOUBLE = np.zeros_like(Q, np.float64)
-KERNELS: dict[str, tuple[tuple[int, int], Any]] = {
-    "reference": ((1, 1), None),
-    "blockwise": ((1, 1), None),
-    "checkpointed": ((1, 1), None),
-    "decode": ((1, 1), None),
+STRATEGIES: dict[str, tuple[tuple[int, int], Any]] = {
     "ring:reference": ((2, 1), "a"),
     "ring:blockwise": ((4, 1), "a"),
     "usp": ((2, 2), ("a", "b")),
@@ -53,9 +49,9 @@ def close(actual: Any, expected: Any) -> None:
 
 @pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_and_strategy_has_the_weights_of_the_scores(kernel: str) -> None:
-    shape, axes = KERNELS[kernel]
+@pytest.mark.parametrize("kernel", STRATEGIES)
+def test_every_strategy_has_the_weights_of_the_scores(kernel: str) -> None:
+    shape, axes = STRATEGIES[kernel]
 
     def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
         out, w = dot_product_attention(
@@ -100,6 +96,23 @@ def test_devices_with_slots_merge_by_maxima_and_sums() -> None:
     close(grads[0], np.einsum("bnts,bsnh->btnh", want.bias, K))
     close(grads[1], want.bias.sum(1, keepdims=True))
     close(grads[2], want.sinks)
+
+
+@pytest.mark.sampled(0.13, slow=0.2)
+def test_nan_of_an_example_changes_no_gradient_of_others_with_slots_on_devices() -> None:
+    k = jnp.asarray(V)
+
+    @jax.jit
+    @jax.grad
+    def gradient(k: jax.Array) -> jax.Array:
+        cache = KVCache.empty((B,), T, N, H).append(k, k)
+        out = cache.attend(k[:, :1], jnp.full((B, 1), T - 1), sinks=jnp.ones(N))
+        return jnp.sin(out[1]).sum()
+
+    mesh, rules = on((2, 1), cache_length="a")
+    with mesh, rules:
+        got, want = gradient(k.at[0, 2].set(jnp.nan)), gradient(k)
+    np.testing.assert_array_equal(got[1:], want[1:])
 
 
 @pytest.mark.sampled(0.13, slow=0.2)

@@ -220,20 +220,3 @@ def test_ring_refuses_normalizers() -> None:
         assert told.strategy != "ring"
         with pytest.raises(ValueError, match="merges parts of a softmax"):
             dot_product_attention(x, x, x, normalizer="sigmoid", kernel="ring")
-
-
-@pytest.mark.sampled(0.25, slow=0.2)
-@pytest.mark.parametrize("name", ["sigmoid", "softpick"])
-def test_vmapped_gradients_match_a_loop(name: str) -> None:
-    rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.normal(size=(3, 1, 5, n, 4)), jnp.float32) for n in (2, 1))
-
-    @jax.jit
-    @functools.partial(jax.grad, argnums=(0, 1))
-    def gradients(q: jax.Array, k: jax.Array) -> jax.Array:
-        out = dot_product_attention(q, k, k, mask=masks.Causal(), normalizer=name)
-        return jnp.sin(out).sum()
-
-    loop = [jnp.stack(x) for x in zip(*map(gradients, q, k), strict=True)]
-    for got, want in zip(jax.vmap(gradients)(q, k), loop, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-6)

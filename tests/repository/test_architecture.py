@@ -183,7 +183,7 @@ def test_pages_name_files_that_exist() -> None:
 
 # The folders of kernels, each of which may import the ones on the lines before it.
 KERNEL_FOLDERS = (
-    ("call",), ("chips", "definition"), ("xla",), ("cudnn", "flex", "splash"),
+    ("call",), ("chips",), ("xla",), ("cudnn", "flex", "splash"),
     ("choose", "observe"), ("using",), ("mesh",), ("",),
 )  # fmt: skip
 KERNEL_HEIGHT = {name: n for n, names in enumerate(KERNEL_FOLDERS) for name in names}

@@ -38,6 +38,8 @@ _PRECISIONS: dict[Any, lax.Precision] = {
 # The fast memory of a core in MiB, by the device kind of JAX. Others have at least `_LEAST`.
 _MEMORY = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128, "TPU7x": 64}
 _LEAST = 16
+# The most bytes that a score takes with its gradients and the intermediates of score functions.
+SCORE_BYTES = 64
 
 
 def memory(device: str) -> int:

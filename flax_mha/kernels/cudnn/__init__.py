@@ -2,7 +2,7 @@
 
     out = softmax(q·kᵀ·scale + bias, over a band of keys, and the sink)·v
 
-This is the `definition` without score functions and dropout. It differs in half precision: weights
+This is `reference` without score functions and dropout. It differs in half precision: weights
 are rounded before their matmul with the values, and gradients read the rounded output.
 
 Memory is O(T + S), except for a bias, and times the number of packed documents for the lse.

@@ -2,7 +2,7 @@
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
-This is the `definition`, with the exponentials rounded to the dtype of the values before their
+This is `reference`, with the exponentials rounded to the dtype of the values before their
 matmul, and divided by their sum after it.
 
 Memory is O(T + S), except for the arrays of masks and scores. Empty tiles are skipped, forward and

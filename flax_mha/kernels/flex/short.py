@@ -7,7 +7,7 @@ them, [T, N·H], so nothing is transposed, and small heads are not padded to 128
 stay in fast memory. The backward pass computes the softmax again, with its δ from the weights, so
 that only q, k and v are kept for it. Masks and scores run as in `flex`.
 
-This is the `definition`, with the weights rounded to the dtype of the values before their matmul.
+This is `reference`, with the weights rounded to the dtype of the values before their matmul.
 
 Source: Dao et al., "FlashAttention", 2022, for the recomputation.
 """
@@ -59,7 +59,7 @@ def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     if platform.not_partitionable:
         raise Unsupported(platform.not_partitionable)
     # The other half of the memory holds blocks of q, k, v and the arrays of scores.
-    most = tpus.memory(platform.device) // 2 // kernel.BYTES
+    most = tpus.memory(platform.device) // 2 // tpus.SCORE_BYTES
     of_head = kernel.scores_of(dims)
     heads = _heads(dims, of_head, most)
     if heads * dims.G * of_head > most:

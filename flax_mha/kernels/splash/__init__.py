@@ -2,7 +2,7 @@
 
     out = softmax(softcap(q·kᵀ·scale), over the keys that the mask allows, and the sink)·v
 
-This is the `definition` without other score functions and dropout. In half precision the scale
+This is `reference` without other score functions and dropout. In half precision the scale
 rounds q once more, unless the lse is read.
 
 Memory is O(T + S). Blocks that are empty under a static mask are skipped, forward and backward. In

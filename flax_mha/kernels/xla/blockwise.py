@@ -4,9 +4,9 @@ The mask gives the state of each tile of scores first (see `tile_plan`). If the 
 and the keys that a block of queries sees are adjacent, one matmul covers all of them. Otherwise the
 kernel visits tiles one by one, with an online softmax. Empty tiles are skipped, and the mask is
 evaluated only in partial tiles. The backward pass recomputes the scores, from the saved maximum and
-sum.
+sum. `checkpointed` is the same forward loops without this backward pass.
 
-It differs from the `definition` in half precision, unless a CPU computes in float32: the
+It differs from `reference` in half precision, unless a CPU computes in float32: the
 exponentials are rounded before their matmul with the values, and q may be rounded by the scale.
 
 The loops, from outer to inner: batch rows and key/value heads, several at once if matmuls would be
@@ -30,9 +30,12 @@ from flax_mha.kernels.call import limits
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, name_result
 from flax_mha.kernels.chips.cpus import computes_in_bfloat16
 from flax_mha.kernels.xla import softmax, tile_plan, tiles
-from flax_mha.kernels.xla.tile_plan import KeyRange, Plan, VisitLists
+from flax_mha.kernels.xla.tile_plan import KeyRange, VisitLists
 from flax_mha.kernels.xla.tiles import TiledCall, TileIndex, Tree
 from flax_mha.sharding.shard_map import vary
+
+# The maximum number of scores of a matmul with `remat`: derivatives hold several such arrays.
+_MOST_IN_REMAT = 2**19
 
 
 def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
@@ -42,23 +45,24 @@ def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec,
-    result: Result | None = None, core: Callable[..., Result] | None = None,
-    most: int = tile_plan.MOST,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, result: Result | None = None,
+    remat: bool = False,
 ) -> Result:  # fmt: skip
     """Compute attention of q [*B, T, N, H] to k [*B, S, K, H] and v [*B, S, K, Hv].
 
-    Given a precomputed `result` over these and other keys, compute only its gradients. `core`
-    computes the loops, with at most `most` scores in a matmul. JAX cannot reverse loops of unknown
-    length. So the default `core` supports forward mode only over gradients, and gradients of
-    gradients only without visit lists; `checkpointed` passes another.
+    Given a precomputed `result` over these and other keys, compute only its gradients. With
+    `remat`, JAX derives the loops. Otherwise the call has a custom derivative rule: forward mode
+    works only over gradients, and gradients of gradients only without visit lists.
     """
     dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
     if 0 in q.shape or S == 0:
         return tiles.empty_result(dims, dtype, spec.sinks)
-    plan, tables = tile_plan.plan_call(spec, dims, most)
+    plan, tables = tile_plan.plan_call(spec, dims, _MOST_IN_REMAT if remat else tile_plan.MOST)
     scale = 1.0
+    if remat:
+        # Higher derivatives add rounding errors. Gradients of parameters are sums over tiles.
+        q, k, v, spec = jax.tree.map(_widen, (q, k, v, spec))
     if isinstance(spec.scale, float) and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
         # Scaling q would round it once more.
         scale = spec.scale
@@ -69,7 +73,7 @@ def attend(
         q = numerics.scaled(q, spec.scale)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
     spec = tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
-    static = TiledCall.of(plan, spec, scale)
+    static = TiledCall.of(plan, spec, scale, remat)
     fold_q, fold_k = (
         functools.partial(tiles.fold_heads, block=block, K=K)
         for block in (plan.block_q, plan.block_k)
@@ -79,14 +83,25 @@ def attend(
     if result is not None:
         sums = Sums(*(fold_q(shapes.by_query(x))[..., 0] for x in result[1]))
         result = fold_q(result[0].astype(sums.total.dtype)), sums
-    out, sums = (core or _core)(static, result, *args)
+    out, sums = _forward(static, None, *args)[0] if remat else _core(static, result, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     sums = Sums(*(x.reshape(*B, N, plan.nq * plan.block_q)[..., :T] for x in sums))
     return jnp.swapaxes(out, -3, -2).astype(dtype), sums
 
 
+def _widen(x: Any) -> Any:
+    is_float = isinstance(x, jax.Array) and is_inexact(x)
+    return x.astype(shapes.wide(x.dtype)) if is_float else x
+
+
+def _checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make derivatives of fn, of any order, save only its inputs."""
+    # Reverse mode removes one checkpoint. With a second one, gradients of gradients save no scores.
+    return jax.checkpoint(jax.checkpoint(fn))
+
+
 def _visit(
-    part: KeyRange, plan: Plan, tables: VisitLists | None, index: TileIndex,
+    static: TiledCall, part: KeyRange, tables: VisitLists | None, index: TileIndex,
     step: Callable[..., Tree], carry: Tree,
 ) -> Tree:  # fmt: skip
     """Run carry = step(masked, index, carry) over the tiles that a block of queries visits."""
@@ -98,43 +113,19 @@ def _visit(
     def body(masked: bool, t: jax.Array, carry: Tree) -> Tree:
         return step(masked, index._replace(tile=order[t]), carry)
 
-    if plan.full:
+    if static.remat:
+        # JAX reverses only loops of a fixed length.
+        @_checkpoint
+        def visit(carry: Tree, t: jax.Array) -> tuple[Tree, None]:
+            run = functools.partial(body, static.plan.partial, t)
+            return lax.cond(t < some, run, lambda carry: carry, carry), None
+
+        return lax.scan(visit, carry, jnp.arange(order.shape[0], dtype=jnp.int32))[0]
+    if static.plan.full:
         carry = loops.repeat(0, full, functools.partial(body, False), carry)
-    if plan.partial:
+    if static.plan.partial:
         carry = loops.repeat(full, some, functools.partial(body, True), carry)
     return carry
-
-
-def map_blocks(
-    static: TiledCall, spec: AttentionSpec, attend_block: Callable[..., Any], q: jax.Array,
-    k: jax.Array, v: jax.Array, wrap: Callable[..., Any] = lambda fn: fn,
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Return the joined results [R, G·nq·bq, ...] of attend_block(part, index, q, k, v).
-
-    q is [R, G·nq·bq, H], k and v are [R, nk·bk, ·]. `attend_block` takes a block of queries [bq, H]
-    and all tiles of k and v. `wrap` transforms the mapped function, as `jax.checkpoint` does.
-    """
-    plan = static.plan
-
-    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
-        r, q, k, v = x
-        q, (k, v) = tiles.split_blocks(plan, q), tiles.split_tiles(plan, k, v)
-        row = TileIndex.of_row(plan, r)
-
-        def job(part: KeyRange, k: jax.Array, v: jax.Array, carry: Any, x: Tree) -> Any:
-            j, q = x
-            return carry, attend_block(part, row.of_job(plan, part, j), q, k, v)
-
-        parts = []
-        for part in plan.parts:
-            run = functools.partial(wrap(functools.partial(job, part)), k, v)
-            count = part.count_blocks(plan.nq)
-            parts.append(loops.scan_blocks(run, [], [q], part.first, count)[1])
-        return [], tuple(tiles.join(x) for x in zip(*parts, strict=True))
-
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    results: tuple[jax.Array, ...] = loops.scan_or_map(group, [], xs, static.together)[1]
-    return results
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -167,24 +158,47 @@ def _loops(
             keys = index.keys(k)
             s = static.apply_scale(tiles.dot(q, keys, 1, 1, spec, acc))
             vectors = static.vectors(spec, q, keys, acc)
-            s = tiles.compute_scores(static.plan, masked, index, tile, at, s, vectors)
+            s = tiles.compute_scores(plan, masked, index, tile, at, s, vectors)
             top, total, p, old = softmax.step(top, total, s)
             p = tile.apply_dropout(p, at).astype(v.dtype)
             more = tiles.dot(p, index.keys(v), 1, 0, spec, acc)
-            return top, total, lax.add(lax.mul(out, old), more)
+            return top, total, more if old is None else lax.add(lax.mul(out, old), more)
 
         total = vary(jnp.zeros((plan.block_q, 1), acc), q)
-        top = softmax.begin(total)
-        out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
-        top, total, out = _visit(part, plan, tables, index, step, (top, total, out))
+        carry: Tree = softmax.begin(total), None, None
+        if tables is not None:
+            carry = carry[0], total, vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
+        top, total, out = _visit(static, part, tables, index, step, carry)
         total_with_sink = total
         if sinks is not None:
             new, total_with_sink = softmax.add_sink(sinks[index.head], top, total)
             out = out * jnp.exp(top - new)
         out = spec.scale_kept(out) / softmax.divisor(total_with_sink)
+        if static.remat:
+            # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
+            out = jnp.where(total == 0, 0.0, out)
         return out, *(lax.squeeze(x, (1,)) for x in (top, total))
 
-    return map_blocks(static, spec, attend_block, q, k, v)
+    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
+        r, q, k, v = x
+        q, (k, v) = tiles.split_blocks(plan, q), tiles.split_tiles(plan, k, v)
+        row = TileIndex.of_row(plan, r)
+
+        def job(part: KeyRange, k: jax.Array, v: jax.Array, carry: Any, x: Tree) -> Any:
+            j, q = x
+            return carry, attend_block(part, row.of_job(plan, part, j), q, k, v)
+
+        parts = []
+        for part in plan.parts:
+            run = functools.partial(job, part)
+            run = functools.partial(_checkpoint(run) if static.remat else run, k, v)
+            count = part.count_blocks(plan.nq)
+            parts.append(loops.scan_blocks(run, [], [q], part.first, count)[1])
+        return [], tuple(tiles.join(x) for x in zip(*parts, strict=True))
+
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
+    results: tuple[jax.Array, ...] = loops.scan_or_map(group, [], xs, static.together)[1]
+    return results
 
 
 def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Result, Any]:
@@ -233,7 +247,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
 
             carry = (carry[0], vary(jnp.zeros(q.shape, acc), q), *carry[1:])
             index = row.of_job(plan, part, j)
-            grads, dq, dkT, dvT = _visit(part, plan, tables, index, step, carry)
+            grads, dq, dkT, dvT = _visit(static, part, tables, index, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
         blocks = q, jnp.swapaxes(q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), stats

@@ -7,7 +7,7 @@ GPUs, from 1 GiB of keys and values on). Otherwise one matmul covers all keys. S
 values are converted on the way. For 8 bits, the scores and weights are scaled instead. On GPUs, the
 matmuls of few rows with a layer's part of a stacked cache are sums of products (`_FEW_ROWS`).
 
-It differs from the `definition` in half precision: elsewhere than on CPUs, the exponentials are
+It differs from `reference` in half precision: elsewhere than on CPUs, the exponentials are
 rounded before their matmul with the values. Gradients are those of `reference`.
 
 Source: the online softmax of `blockwise`.

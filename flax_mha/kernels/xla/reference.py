@@ -1,7 +1,21 @@
 """The reference kernel: plain einsums, a float32 softmax, and every feature.
 
-It computes the `definition`, with derivatives of any mode and order by JAX, and memory of T·S. It
-differs where compilers need it, and in half precision:
+    out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
+
+Every kernel computes this function. The docstrings of the others say how they differ in memory, the
+order of sums, and where they round. Conventions:
+
+- B batch axes, T queries, S keys, N query heads, K key/value heads, H and Hv features. Query head n
+  reads key/value head n // (N/K).
+- The score functions change q·kᵀ·scale in order, a bias last. Then the mask hides scores. Functions
+  and masks read positions, which need not count from 0.
+- A sink is one more score of each head, which takes weight and has no value.
+- A fully masked query has the weights, the output and the sum of exponentials 0.
+- Dropout sets weights to 0 after the softmax, and scales the others to keep the expectation.
+- The computation is in float32, or float64 for float64. Only the output is rounded, to q's dtype.
+- Another normalizer takes the place of the softmax. It has no sums.
+
+The kernel has derivatives of any mode and order by JAX, and memory of T·S. Compilers need care:
 
 - Matmuls read half precision. The weights are divided by their sum before they are rounded, and the
   scores are scaled after q·kᵀ, so that nothing is rounded twice.

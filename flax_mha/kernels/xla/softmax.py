@@ -18,6 +18,7 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,21 +86,24 @@ def _is_zero(x: jax.Array) -> jax.Array:
 
 
 def step(
-    top: jax.Array, total: jax.Array, s: jax.Array, allowed: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    top: jax.Array, total: jax.Array | None, s: jax.Array, allowed: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
     """Update the softmax of queries [..., 1] with a tile of scores s [..., n].
 
-    `top` and `total` are the maximum and the sum of exponentials so far. Masked scores are −∞, or
-    finfo.min if the mask is given as `allowed`. Returns the new top and total, the exponentials of
-    s, and the factor that rescales earlier sums.
+    `top` and `total` are the maximum and the sum of exponentials so far; `total` is None for the
+    first tile. Masked scores are −∞, or finfo.min if the mask is given as `allowed`. Returns the
+    new top and total, the exponentials of s, and the factor that rescales earlier sums, or None.
     """
     # The weights do not depend on the shift, so it needs no derivative.
     last = s.ndim - 1
     tile_max = lax.expand_dims(lax.reduce_max(s, (last,)), (last,))
     new = lax.stop_gradient(lax.max(top, tile_max))
-    p, rescale = lax.exp(lax.sub(s, new)), lax.exp(lax.sub(top, new))
+    p = lax.exp(lax.sub(s, new))
     p = p if allowed is None else select(allowed, p, 0.0)
     tile_sum = lax.expand_dims(lax.reduce_sum(p, (last,)), (last,))
+    if total is None:
+        return new, tile_sum, p, None
+    rescale = lax.exp(lax.sub(top, new))
     return new, lax.add(lax.mul(total, rescale), tile_sum), p, rescale
 
 

@@ -170,7 +170,9 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     if plan.key_ranges:
         return plan, None
     full, partial = (bool((states == state).any()) for state in (FULL, PARTIAL))
-    return plan._replace(full=full, partial=partial), make_visit_lists(states)
+    lists = make_visit_lists(states)
+    lists = lists._replace(order=lists.order[..., : max(1, lists.some.max())])
+    return plan._replace(full=full, partial=partial), lists
 
 
 def _with_blocks(plan: Plan, q: int | None, k: int | None) -> Plan:

@@ -207,21 +207,24 @@ class TiledCall(NamedTuple):
       plan: the division.
       scale: the factor of the scores; 1 if q is scaled.
       together: the number of rows and key/value heads that are computed at once.
+      remat: True if JAX derives the loops, each block of queries under `jax.checkpoint`.
       pure: False if the call holds user-defined functions. See `trees.trace_once`.
     """
 
     plan: Plan
     scale: float
     together: int
+    remat: bool
     pure: bool
 
     @classmethod
-    def of(cls, plan: Plan, spec: AttentionSpec, scale: float) -> "TiledCall":
+    def of(cls, plan: Plan, spec: AttentionSpec, scale: float, remat: bool) -> "TiledCall":
         """Return the static part of a call with a tiled spec."""
         nodes = jax.tree.leaves(spec, is_leaf=is_score_array)
         # Arrays with a row or head axis would become gathers in a batched loop.
         varies = any(is_score_array(x) and x.array.shape[:2] != (1, 1) for x in nodes)
-        return cls(plan, scale, 1 if varies else plan.rows_together, pure=not spec.user_types())
+        together = 1 if varies else plan.rows_together
+        return cls(plan, scale, together, remat, pure=not spec.user_types())
 
     def apply_scale(self, x: jax.Array) -> jax.Array:
         """Scale x, unless the queries are already scaled."""

@@ -20,22 +20,26 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.base.coordinates import Array, At
 from flax_mha.kernels.chips import tpus
+from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.passes import Arrays, split
 from flax_mha.kernels.flex.tile import FlexCall, Tile
-from flax_mha.kernels.flex.tpu import loaded
-from flax_mha.kernels.flex.tpu.loaded import Loaded
+from flax_mha.kernels.flex.tpu import rotated
+from flax_mha.kernels.flex.tpu.rotated import Rotated
 from flax_mha.kernels.flex.tpu.tile_order import (
     Step,
     TileOrder,
     Visits,
     batch_first,
+    block_at,
     list_visits,
     read,
+    turn,
 )
 from flax_mha.kernels.xla import softmax
 from flax_mha.masks import FULL, PARTIAL
 
 Shape = jax.ShapeDtypeStruct
+Blocks = Sequence[tuple[Any, pl.BlockSpec]]  # arrays or shapes, each with its blocks
 _LANES = 128
 
 
@@ -49,7 +53,7 @@ def turns(call: FlexCall, dtype: Any) -> bool:
     """Return True if the kernels can rotate queries and keys. See `Machine`."""
     is_learned = any(operand.is_learned for operand in call.leaves)
     whole = _stretch(call, dtype) == call.plan.nk
-    return whole and not is_learned and loaded.fits(call, dtype)
+    return whole and not is_learned and rotated.fits(call, dtype)
 
 
 def _stretch(call: FlexCall, dtype: Any) -> int:
@@ -85,56 +89,34 @@ def _spread(x: jax.Array, size: int) -> jax.Array:
     return jnp.tile(x, (1, _padded(size) // _LANES))[:, :size]
 
 
-def _run(
-    call: FlexCall, x: Arrays, order: TileOrder, name: str,
-    inputs: Sequence[tuple[jax.Array, Any]], outputs: Sequence[tuple[Any, Any]],
-    scratch: Sequence[Any], body: Callable, aliases: dict[int, int] | None = None,
+def launch(
+    call: FlexCall, name: str, body: Callable, grid: Sequence[Any], inner: int, scores: int,
+    prefetched: Sequence[jax.Array], inputs: Blocks, operands: Blocks, outputs: Blocks,
+    scratch: Sequence[Any] = (), aliases: dict[int, int] | None = None,
 ) -> Any:  # fmt: skip
-    """Run body(step, tile, inputs, outputs, scratch) at every step of an order.
+    """Run body(prefetched, inputs, operands, outputs, scratch) at every step of a grid.
 
-    `inputs` and `outputs` pair arrays or shapes with their blocks, and `aliases` has the inputs
-    that outputs replace, by number. tile(masked) is the tile of the step.
+    Results are summed over the `inner` last axes of the grid, and a step computes `scores`.
+    `operands` are the arrays of the call's functions, and `aliases` has the inputs that outputs
+    replace, by number.
     """
-    swapped = call.keys_first
-    closed = x.swapped if swapped else x.closed
-    pairs = [*zip(call.closed, closed, strict=True), *zip(call.leaves, x.leaves, strict=True)]
-    prefetched = x.rows, x.heads, *order.prefetched
-    counts = [*map(len, (prefetched, inputs, pairs, outputs, scratch))]
+    counts = [*map(len, (prefetched, inputs, operands, outputs, scratch))]
 
     def kernel(*refs: Any) -> None:
         iterator = iter(refs)
-        (rows, heads, *places), ins, arrays, outs, sums = (
-            list(itertools.islice(iterator, count)) for count in counts
-        )
-        step = order.current(*places)
+        body(*(list(itertools.islice(iterator, count)) for count in counts))
 
-        def tile(masked: bool) -> Tile:
-            values = [read(y, ref, swapped) for (y, _), ref in zip(pairs, arrays, strict=True)]
-            sizes = (call.plan.block_q, 1), (1, call.plan.block_k)
-            q, k = (
-                lax.broadcasted_iota(jnp.int32, size[::-1] if swapped else size, axis ^ swapped)
-                + block * max(size)
-                for axis, (size, block) in enumerate(zip(sizes, (step.i, step.j), strict=True))
-            )
-            row, head = (jnp.full((1, 1), n, jnp.int32) for n in (rows[step.r], heads[step.n]))
-            return Tile.of(call, masked, values, At(row, head, q, k))
-
-        body(step, tile, ins, outs, sums)
-
-    outer = len(order.axes) - order.inner
-    semantics: Any = ("parallel",) * outer + ("arbitrary",) * order.inner
-    read_blocks = [*inputs, *((y, order.block_of(operand, y)) for operand, y in pairs)]
-    # What a tile of 512² computes takes 16 MiB at most, beside the blocks.
-    held = 64 * call.plan.block_q * call.plan.block_k
-    held += sum(block_bytes(s.shape, s.dtype) for s in scratch)
+    read_blocks = [*inputs, *operands]
+    held = tpus.SCORE_BYTES * scores + sum(_block_bytes(s.shape, s.dtype) for s in scratch)
     held += 2 * sum(
-        block_bytes(block.block_shape, y.dtype) for y, block in [*read_blocks, *outputs]
+        _block_bytes(block.block_shape, y.dtype) for y, block in [*read_blocks, *outputs]
     )
+    semantics: Any = ("parallel",) * (len(grid) - inner) + ("arbitrary",) * inner
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
-            grid=order.sizes,
+            grid=tuple(grid),
             in_specs=[block for _, block in read_blocks],
             out_specs=[block for _, block in outputs],
             scratch_shapes=[
@@ -150,10 +132,52 @@ def _run(
     )(*map(batch_first, [*prefetched, *(array for array, _ in read_blocks)]))
 
 
-def block_bytes(shape: Any, dtype: Any) -> int:
+def _block_bytes(shape: Any, dtype: Any) -> int:
     """Return the fast memory of a block, whose last axis is padded."""
     *lead, last = (n or 1 for n in shape)
     return math.prod(lead) * _padded(last) * jnp.dtype(dtype).itemsize
+
+
+def tile_at(
+    call: FlexCall, masked: bool, operands: Sequence[Any], r: Any, n: Any, i: Any = 0, j: Any = 0
+) -> Tile:
+    """Return a tile in a running kernel, given references to the arrays of the call's functions.
+
+    r and n are the indices of its row and head, and i and j of its blocks.
+    """
+    swapped, sizes = call.keys_first, ((call.plan.block_q, 1), (1, call.plan.block_k))
+    pairs = zip((*call.closed, *call.leaves), operands, strict=True)
+    q, k = (
+        lax.broadcasted_iota(jnp.int32, size[::-1] if swapped else size, axis ^ swapped)
+        + block * max(size)
+        for axis, (size, block) in enumerate(zip(sizes, (i, j), strict=True))
+    )
+    row, head = (jnp.full((1, 1), index, jnp.int32) for index in (r, n))
+    return Tile.of(call, masked, [read(y, ref, swapped) for y, ref in pairs], At(row, head, q, k))
+
+
+def _run(
+    call: FlexCall, x: Arrays, order: TileOrder, name: str, body: Callable, inputs: Blocks,
+    outputs: Blocks, scratch: Sequence[Any] = (), aliases: dict[int, int] | None = None,
+) -> Any:  # fmt: skip
+    """Run body(step, tile, inputs, outputs, scratch) at every step of an order.
+
+    tile(masked) is the tile of the step. The other arguments are those of `launch`.
+    """
+
+    def run(prefetched: Any, ins: Any, arrays: Any, outs: Any, sums: Any) -> None:
+        rows, heads, *places = prefetched
+        step = order.current(*places)
+        at = rows[step.r], heads[step.n], step.i, step.j
+        body(step, lambda masked: tile_at(call, masked, arrays, *at), ins, outs, sums)
+
+    closed = x.swapped if call.keys_first else x.closed
+    pairs = [*zip(call.closed, closed, strict=True), *zip(call.leaves, x.leaves, strict=True)]
+    operands = [order.operand_blocks(*pair) for pair in pairs]
+    return launch(
+        call, name, run, order.sizes, order.inner, call.plan.block_q * call.plan.block_k,
+        [x.rows, x.heads, *order.prefetched], inputs, operands, outputs, scratch, aliases,
+    )  # fmt: skip
 
 
 def _visit(call: FlexCall, step: Step, visit: Callable[[bool], None]) -> None:
@@ -171,7 +195,7 @@ def _all_visits(call: FlexCall, x: Arrays) -> TileOrder:
 
 def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], jax.Array]:
     """Return out, and each query's maximum and sum of exponentials. See `Machine`."""
-    (R, N, T, H), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
+    (R, N, T, _), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
     parts = jax.eval_shape(lambda: split(jnp.zeros((R, N, T, Hv), f32), x.q.dtype, exact))
     bq, bk = call.plan.block_q, call.plan.block_k
     order, has_sinks = _all_visits(call, x), int(x.sinks is not None)
@@ -180,7 +204,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
         (q, k, v), more, (top, total, acc, *memory) = ins[:3], ins[3:], sums
         sinks, tables = more[:has_sinks], more[has_sinks:]
         results, stats = outs[: len(parts)], outs[len(parts) :]
-        turned = Loaded.of(call.plan, tables, memory) if tables else None
+        turned = Rotated.of(call.plan, tables, memory) if tables else None
 
         @pl.when(step.begin)
         def begin() -> None:
@@ -216,49 +240,41 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
                 ref[0:1, :] = top[...].T[0:1]
                 ref[1:2, :] = total[...].T[0:1]
 
-    inputs = [
-        (x.q, order.block((bq, H), "rni.")), (x.k, order.block((bk, H), "rhj.")),
-        (x.v, order.block((bk, Hv), "rhj.")),
-    ]  # fmt: skip
-    inputs += [] if x.sinks is None else [(x.sinks, order.block((1, 1), ".n.."))]
-    inputs += loaded.tables(x, order)
-    outputs = [(part, order.block((bq, Hv), "rni.")) for part in parts]
+    inputs = _inputs(x, order)
+    inputs += [] if x.sinks is None else [order.blocks(x.sinks, ".n..")]
+    inputs += rotated.tables(x, order)
+    outputs = [order.blocks(part, "rni.") for part in parts]
     if call.reads_sums:
-        outputs.append((Shape((R, N, 2, T), f32), order.block((2, bq), "rn.i")))
+        outputs.append(order.blocks(Shape((R, N, 2, T), f32), "rn.i"))
     scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)]
-    scratch += loaded.memory(call.plan, x) if x.tables else []
-    found = _run(call, x, order, "flex_forward", inputs, outputs, scratch, body)
+    scratch += rotated.memory(call.plan, x) if x.tables else []
+    found = _run(call, x, order, "flex_forward", body, inputs, outputs, scratch)
     stats = found[-1] if call.reads_sums else softmax.unread((R, N, 2, T), found[0])
     return list(found[: len(parts)]), stats
 
 
 def _gradient(
-    tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, stats: Sequence[Any],
-    learned: Sequence[int] = (),
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
-    """Return the kept weights, and the gradients of q·kᵀ and of learned leaves."""
-    call, (top, share, delta) = tile.call, stats
+    tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, numbers: Any,
+    learned: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Return the kept weights, and the gradients of q·kᵀ and, if asked, of the leaves.
+
+    `numbers` are the maximum, share and δ of the queries, [3, queries].
+    """
+    call = tile.call
 
     def product(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
         pair = (of_keys, of_queries) if call.keys_first else (of_queries, of_keys)
         return dot(call, *pair, 1, 1)
 
-    def score(s: jax.Array, arrays: list[jax.Array]) -> jax.Array:
-        leaves = list(tile.leaves)
-        for n, x in zip(learned, arrays, strict=True):
-            leaves[n] = x
-        return tile.score(s, leaves)
-
-    s, pull = jax.vjp(score, product(q, k), [tile.leaves[n] for n in learned])
+    rows = [numbers[n : n + 1, :] for n in range(3)]
+    top, share, delta = rows if call.keys_first else [row.T for row in rows]
+    leaves = [tile.leaves] if learned else []
+    s, pull = jax.vjp(lambda s, x=tile.leaves: tile.score(s, x), product(q, k), *leaves)
     p = softmax.weights(s, top, share)
     dp = call.gain(tile.drop(product(dout, v)))
     # The derivative of the mask makes masked gradients 0, even where dp is infinite or NaN.
-    return tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked=False))
-
-
-def _stats(numbers: Any) -> list[jax.Array]:
-    """Return the maximum, share and δ of a block of queries as rows."""
-    return [numbers[n : n + 1, :] for n in range(3)]
+    return [tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked=False))]
 
 
 def gradients(
@@ -305,8 +321,8 @@ def _stretch_gradients(
         dq_acc, dk_acc, dv_acc, *memory = sums
         # The kernel rotates only if one stretch has all keys.
         earlier, tables = ([], more) if x.tables else (more, [])
-        turned = Loaded.of(call.plan, tables, memory) if tables else None
-        keys = pl.ds(pl.multiple_of(step.near * bk, bk), bk)
+        turned = Rotated.of(call.plan, tables, memory) if tables else None
+        keys = block_at(step.near, bk)
 
         @pl.when(step.first)
         def begin_stretch() -> None:
@@ -322,7 +338,7 @@ def _stretch_gradients(
 
         def visit(masked: bool) -> None:
             qq, kk = turned.read(step) if turned else (q[...], k[...])
-            p, ds, _ = _gradient(make(masked), qq, kk, v[...], do[...], _stats(numbers))
+            p, ds = _gradient(make(masked), qq, kk, v[...], do[...], numbers)
             p, ds = p.astype(do.dtype), ds.astype(q.dtype)
             dk_acc[keys, :] += dot(call, ds, qq, 1, 0)
             dv_acc[keys, :] += dot(call, p, do[...], 1, 0)
@@ -333,42 +349,36 @@ def _stretch_gradients(
         @pl.when(step.end)
         def end() -> None:
             x = dq_acc[...]
-            dq[...] = (turned.turn_back_queries(step, x) if turned else x).astype(dq.dtype)
+            dq[...] = (turned.gradient_of_queries(step, x) if turned else x).astype(dq.dtype)
 
         @pl.when(step.last)
         def end_stretch() -> None:
             if turned:
-                turned.turn_back_keys(dk, dk_acc)
+                turned.write_gradient_of_keys(dk, dk_acc)
             else:
                 dk[...] = dk_acc[...].astype(dk.dtype)
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
-    queries = order.block((bq, H), "rni.")
-    inputs = _inputs(call, x, order, dout, stats)
-    inputs += [] if before is None else [(before, queries)]
-    inputs += loaded.tables(x, order)
-    outputs = [(Shape(x.q.shape, x.q.dtype if before is None else f32), queries)]
-    for y in (x.k, x.v):
-        of_stretch = order.block((rows, y.shape[-1]), "rh..")
-        outputs.append((Shape((R, K, rows, y.shape[-1]), y.dtype), of_stretch))
+    inputs = _inputs(x, order, dout, stats)
+    inputs += [] if before is None else [order.blocks(before, "rni.")]
+    inputs += rotated.tables(x, order)
+    like = Shape(x.q.shape, x.q.dtype if before is None else f32)
+    outputs = [order.blocks(like, "rni.")]
+    outputs += [order.blocks(Shape((R, K, rows, y.shape[-1]), y.dtype), "rh..") for y in (x.k, x.v)]
     scratch = [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
-    scratch += loaded.memory(call.plan, x) if x.tables else []
+    scratch += rotated.memory(call.plan, x) if x.tables else []
     aliases = {} if before is None else {len(inputs) - 1: 0}
-    args = inputs, outputs, scratch, body, aliases
+    args = body, inputs, outputs, scratch, aliases
     dq, dk, dv = _run(call.swapped, x, order, "flex_backward", *args)
     return dq, dk, dv
 
 
 def _inputs(
-    call: FlexCall, x: Arrays, order: TileOrder, dout: jax.Array, stats: jax.Array
-) -> list[tuple[jax.Array, Any]]:
-    """Return the inputs of gradients: q, k, v, the cotangent of out, and numbers of queries."""
-    bq, bk, H, Hv = call.plan.block_q, call.plan.block_k, x.q.shape[-1], x.v.shape[-1]
-    return [
-        (x.q, order.block((bq, H), "rni.")), (x.k, order.block((bk, H), "rhj.")),
-        (x.v, order.block((bk, Hv), "rhj.")), (dout, order.block((bq, Hv), "rni.")),
-        (stats, order.block((3, bq), "rn.i")),
-    ]  # fmt: skip
+    x: Arrays, order: TileOrder, dout: Any = None, stats: Any = None
+) -> list[tuple[Any, pl.BlockSpec]]:
+    """Return the inputs of a kernel: q, k, v and, for gradients, dout and numbers of queries."""
+    pairs = (x.q, "rni."), (x.k, "rhj."), (x.v, "rhj."), (dout, "rni."), (stats, "rn.i")
+    return [order.blocks(y, axes) for y, axes in pairs if y is not None]
 
 
 def _leaf_gradients(
@@ -381,21 +391,25 @@ def _leaf_gradients(
     """
     grads: list[jax.Array | None] = [None] * len(x.leaves)
     learned = [n for n, operand in enumerate(call.leaves) if operand.is_learned]
-    for n in learned:
-        if call.leaves[n].layout == "tile":
-            kept = "".join(a for a, size in zip("rn", x.leaves[n].shape, strict=False) if size > 1)
-            summed = "".join(a for a in "rn" if a not in kept)
-            letters = kept + "ij" + summed
-            order = TileOrder.of(letters, len(summed), x.states, call.plan, x.q.shape[:2])
-            grads[n] = _sum_gradients(call, x, order, [n], dout, stats)[0]
-    learned = [n for n in learned if grads[n] is None]
-    if learned:
-        found = _sum_gradients(call, x, _all_visits(call, x), learned, dout, stats)
-        for n, d in zip(learned, found, strict=True):
-            like = x.leaves[n].shape
-            axes = [a for a in (0, 1) if call.leaves[n].layout == "whole" or like[a] == 1]
-            grads[n] = d.sum(axes, keepdims=True).reshape(like)
-    return [d if d is None else d.astype(y.dtype) for d, y in zip(grads, x.leaves, strict=True)]
+    tiles = [n for n in learned if call.leaves[n].layout == "tile"]
+    rest = [n for n in learned if n not in tiles]
+    passes = [(_all_visits(call, x), rest)] if rest else []
+    for n in tiles:
+        kept = "".join(a for a, size in zip("rn", x.leaves[n].shape, strict=False) if size > 1)
+        summed = "".join(a for a in "rn" if a not in kept)
+        letters = kept + "ij" + summed
+        order = TileOrder.of(letters, len(summed), x.states, call.plan, x.q.shape[:2])
+        passes.append((order, [n]))
+    for order, found in passes:
+        for n, d in zip(found, _sum_gradients(call, x, order, found, dout, stats), strict=True):
+            grads[n] = sum_shared(call.leaves[n], d, x.leaves[n])
+    return grads
+
+
+def sum_shared(operand: Operand, d: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the gradient of an operand's array, from those of rows and heads that share it."""
+    axes = [a for a in (0, 1) if operand.layout == "whole" or x.shape[a] == 1]
+    return d.sum(axes, keepdims=True).reshape(x.shape).astype(x.dtype)
 
 
 def _sum_gradients(
@@ -403,41 +417,33 @@ def _sum_gradients(
     stats: jax.Array,
 ) -> list[jax.Array]:  # fmt: skip
     """Return the gradients of leaves, summed over the inner axes of an order."""
-    (R, N, T), S = x.q.shape[:3], x.k.shape[2]
     bq, bk = call.plan.block_q, call.plan.block_k
-    layouts = [call.leaves[n].layout for n in learned]
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, _: Any) -> None:
         q, k, v, do, numbers = ins
-        for layout, out in zip(layouts, outs, strict=True):
 
-            @pl.when(step.begin if layout == "column" else step.first)
-            def begin(out: Any = out) -> None:
+        @pl.when(step.first)
+        def begin() -> None:
+            for out in outs:
                 out[...] = jnp.zeros_like(out)
 
         def visit(masked: bool) -> None:
-            columns = [row.T for row in _stats(numbers)]
-            args = q[...], k[...], v[...], do[...], columns, learned
-            _, _, of_leaves = _gradient(make(masked), *args)
-            for layout, out, d in zip(layouts, outs, of_leaves, strict=True):
-                d = d.astype(jnp.float32)
-                if layout == "row":
-                    out[:, pl.ds(pl.multiple_of(step.j * bk, bk), bk)] += d
-                else:
-                    out[...] += d.T if layout == "column" else d
+            args = make(masked), q[...], k[...], v[...], do[...], numbers
+            _, _, of_leaves = _gradient(*args, learned=True)
+            for n, out in zip(learned, outs, strict=True):
+                operand, all_axis = call.leaves[n], slice(None)
+                place = {"column": block_at(step.i, bq), "row": block_at(step.j, bk)}
+                at = all_axis, place.get(operand.layout, all_axis)
+                out[at] += turn(operand, of_leaves[n].astype(jnp.float32), swapped=False)
 
         _visit(call, step, visit)
 
-    inputs = _inputs(call, x, order, dout, stats)
     outputs = []
     for n in learned:
         operand, y = call.leaves[n], x.leaves[n]
-        kinds: dict[str, Any] = {
-            "tile": (y.shape, order.block_of(operand, y)),
-            "column": ((R, N, 1, T), order.block((1, bq), "rn.i")),
-            "row": ((R, N, 1, S), order.block((1, S), "rn..")),
-        }  # fmt: skip
-        each = (R, N, *operand.shape), order.block(operand.shape, "rn..")
-        shape, block = kinds.get(operand.layout, each)
-        outputs.append((Shape(shape, jnp.float32), block))
-    return _run(call, x, order, "flex_dleaves", inputs, outputs, (), body)
+        if operand.layout == "tile":
+            outputs.append(order.operand_blocks(operand, Shape(y.shape, jnp.float32)))
+        else:
+            of_heads = Shape((*x.q.shape[:2], *y.shape[-2:]), jnp.float32)
+            outputs.append(order.blocks(of_heads, "rn.."))
+    return _run(call, x, order, "flex_dleaves", body, _inputs(x, order, dout, stats), outputs)

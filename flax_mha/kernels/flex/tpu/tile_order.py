@@ -90,18 +90,17 @@ def list_visits(states: Array, plan: Plan, width: int) -> Visits:
     if is_static(states):
         order = order[..., : int(np.max(some))]
     steps = lead(np.arange(order.shape[-1], dtype=np.int32), 4)
-    exists, i = steps < some, order // width
-    state = xp.where(exists, xp.take_along_axis(states, order, -1), EMPTY)
-    words = (i << _bits(plan) | order % width) << _FLAGS | state
+    exists = steps < some
+    order = xp.take_along_axis(order, xp.minimum(steps, some - 1), -1)
+    state, i = xp.where(exists, xp.take_along_axis(states, order, -1), EMPTY), order // width
     begin = exists & ((steps == 0) | (i != xp.roll(i, 1, -1)))
     end = exists & ((steps == some - 1) | (i != xp.roll(i, -1, -1)))
+    words = (i << _bits(plan) | order % width) << _FLAGS | state
     for flag, is_set in ((_BEGIN, begin), (_END, end)):
         words = words | xp.where(is_set, np.int32(flag), np.int32(0))
-    last = xp.take_along_axis(words, some - 1, -1) >> _FLAGS << _FLAGS
-    tables = jnp.asarray(xp.where(exists, words, last), jnp.int32)
     is_known = count == 1 and is_static(states)
-    counts = xp.max(some, (1, 2, 3))
-    return Visits(tables, None if is_known else jnp.asarray(counts, jnp.int32))
+    counts = None if is_known else jnp.asarray(xp.max(some, (1, 2, 3)), jnp.int32)
+    return Visits(jnp.asarray(words, jnp.int32), counts)
 
 
 def _bits(plan: Plan) -> int:
@@ -181,26 +180,34 @@ class TileOrder(NamedTuple):
             first, last = first & (n == 0), last & (n == size - 1)
         return self.step_at(ids, bounds, table)._replace(first=first, last=last)
 
-    def block(self, shape: Sequence[int | None], axes: str) -> pl.BlockSpec:
-        """Return an array's blocks, with the coordinate of a step for each axis (`.` for none)."""
+    def blocks(self, x: Any, axes: str) -> tuple[Any, pl.BlockSpec]:
+        """Return an array or its shape, with its blocks.
+
+        `axes` has the coordinate of a step for each axis, or `.` for none. Blocks have two axes.
+        """
+        sizes = {"i": self.plan.block_q, "j": self.plan.block_k}
+        shape = [sizes.get(a, n) for a, n in zip(axes[-2:], x.shape[-2:], strict=True)]
 
         def index(*args: Any) -> tuple[Any, ...]:
             step = self.step_at(args[: len(self.axes)], *args[-2:])
             return tuple(0 if a == "." else getattr(step, a) for a in axes)
 
-        return pl.BlockSpec((*[None] * (len(axes) - len(shape)), *shape), index)
+        return x, pl.BlockSpec((*[None] * (len(axes) - 2), *shape), index)
 
-    def block_of(self, operand: Operand, x: Any) -> pl.BlockSpec:
-        """Return the blocks of an operand's array. Columns are rows: Mosaic pads the last axis."""
-        if operand.layout == "whole":
-            return self.block(x.shape, "." * x.ndim)
-        lead = ("r" if x.shape[0] > 1 else ".") + ("n" if x.shape[1] > 1 else ".")
-        shape = operand.shape[::-1] if operand.layout == "column" else operand.shape
-        return self.block(shape, lead + _BLOCKS[operand.layout])
+    def operand_blocks(self, operand: Operand, x: Any) -> tuple[Any, pl.BlockSpec]:
+        """Return an operand's array and its blocks. Columns are rows: Mosaic pads the last axis."""
+        shared = zip("rn", x.shape[:-2], strict=False)
+        lead = "".join(a if size > 1 else "." for a, size in shared)
+        return self.blocks(x, lead + _BLOCKS[operand.layout])
 
 
 # The coordinates of the last two axes of an operand's layout.
 _BLOCKS = {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}
+
+
+def block_at(index: Any, size: int) -> Any:
+    """Return the places of a block along an axis."""
+    return pl.ds(pl.multiple_of(index * size, size), size)
 
 
 def batch_first(x: jax.Array) -> jax.Array:

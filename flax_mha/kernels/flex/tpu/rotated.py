@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.kernels.chips import tpus
-from flax_mha.kernels.flex.passes import Arrays, Tables
+from flax_mha.kernels.flex.passes import Arrays
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder
+from flax_mha.kernels.flex.tpu.tile_order import Step, TileOrder, block_at
 from flax_mha.kernels.xla.tile_plan import Plan
 
 
@@ -33,90 +33,88 @@ def tables(x: Arrays, order: TileOrder) -> list[tuple[jax.Array, Any]]:
     if x.tables is None:
         return []
     *of_tokens, swap = jax.tree.leaves(x.tables)
-    blocks = [
-        (y, order.block(y.shape[2:], ("r" if len(y) > 1 else ".") + "...")) for y in of_tokens
-    ]
-    return [*blocks, (swap, order.block(swap.shape, ".."))]
+    axes = [("r" if len(y) > 1 else ".") + "..." for y in of_tokens]
+    return [*map(order.blocks, of_tokens, axes), order.blocks(swap, "..")]
 
 
 def memory(plan: Plan, x: Arrays) -> list[Any]:
     """Describe the fast memory for a block of queries, and for all keys of a head."""
-    lengths = plan.block_q, plan.padded[1]
-    shapes = [
-        jax.ShapeDtypeStruct((n, y.shape[-1]), y.dtype)
-        for n, y in zip(lengths, (x.q, x.k), strict=True)
-    ]
-    return [*shapes, pltpu.SMEM((plan.nk,), jnp.int32)]
+    shapes = ((plan.block_q, x.q), (plan.padded[1], x.k))
+    described = [jax.ShapeDtypeStruct((n, y.shape[-1]), y.dtype) for n, y in shapes]
+    return [*described, pltpu.SMEM((plan.nk,), jnp.int32)]
 
 
-class Loaded(NamedTuple):
-    """The memory of a running kernel, given references to the inputs `tables`, and to `memory`."""
+class Rotated(NamedTuple):
+    """The rotated queries and keys of a running kernel.
+
+    Attributes:
+      plan: the division into tiles.
+      q: references to the tables of queries, their cosines and sines.
+      k: references to those of keys.
+      swap: a reference to the matrix of partners.
+      queries: fast memory for the rotated queries of a block.
+      keys: fast memory for all rotated keys.
+      met: 1 for each block of keys that is rotated, in scalar memory.
+    """
 
     plan: Plan
-    tables: Tables
-    q: Any
-    k: Any
+    q: tuple[Any, Any]
+    k: tuple[Any, Any]
+    swap: Any
+    queries: Any
+    keys: Any
     met: Any
 
     @classmethod
-    def of(cls, plan: Plan, tables: Sequence[Any], memory: Sequence[Any]) -> "Loaded":
-        """Return the memory."""
+    def of(cls, plan: Plan, tables: Sequence[Any], memory: Sequence[Any]) -> "Rotated":
+        """Return them for references to the inputs `tables`, and to `memory`."""
         cos_q, sin_q, cos_k, sin_k, swap = tables
-        return cls(plan, Tables((cos_q, sin_q), (cos_k, sin_k), swap), *memory)
+        return cls(plan, (cos_q, sin_q), (cos_k, sin_k), swap, *memory)
 
     def load(self, step: Step, q: Any, k: Any) -> None:
         """Rotate the queries of a new block, and the keys that a sum has not met."""
 
         @pl.when(step.first)
         def forget() -> None:
-            for j in range(self.met.shape[0]):
+            for j in range(self.plan.nk):
                 self.met[j] = 0
 
         @pl.when(step.begin)
-        def load_queries() -> None:
-            self.q[...] = self._turn(q[...], *self._queries_of(step))
+        def rotate_queries() -> None:
+            self.queries[...] = self._rotate(q[...], self.q, block_at(step.i, self.plan.block_q))
 
-        @pl.when(self.met[step.near] == 0)
-        def load_keys() -> None:
-            self.met[step.near] = 1
-            at = self._places(step.near)
-            self.k[at, :] = self._turn(k[...], "k", at)
+        @pl.when(self.met[step.j] == 0)
+        def rotate_keys() -> None:
+            self.met[step.j] = 1
+            at = block_at(step.j, self.plan.block_k)
+            self.keys[at, :] = self._rotate(k[...], self.k, at)
 
     def read(self, step: Step) -> tuple[jax.Array, jax.Array]:
         """Return the queries and keys of a step."""
-        return self.q[...], self.k[self._places(step.near), :]
+        return self.queries[...], self.keys[block_at(step.j, self.plan.block_k), :]
 
-    def turn_back_queries(self, step: Step, dq: jax.Array) -> jax.Array:
+    def gradient_of_queries(self, step: Step, dq: jax.Array) -> jax.Array:
         """Return the gradient of a block of queries before their rotation."""
-        return self._turn_back(dq, *self._queries_of(step))
+        return self._rotate_back(dq, self.q, block_at(step.i, self.plan.block_q))
 
-    def turn_back_keys(self, dk: Any, gradients: Any) -> None:
+    def write_gradient_of_keys(self, dk: Any, gradients: Any) -> None:
         """Write the gradients of all keys before their rotation, from those after it."""
 
         def write(j: jax.Array, _: None) -> None:
-            at = self._places(j)
-            dk[at, :] = self._turn_back(gradients[at, :], "k", at).astype(dk.dtype)
+            at = block_at(j, self.plan.block_k)
+            dk[at, :] = self._rotate_back(gradients[at, :], self.k, at).astype(dk.dtype)
 
         lax.fori_loop(0, self.plan.nk, write, None)
 
-    def _queries_of(self, step: Step) -> tuple[str, Any]:
-        """Return the side of queries, and the places of a step's."""
-        block = self.plan.block_q
-        return "q", pl.ds(pl.multiple_of(step.i * block, block), block)
-
-    def _places(self, j: Any) -> Any:
-        """Return the places of a block of keys."""
-        return pl.ds(pl.multiple_of(j * self.plan.block_k, self.plan.block_k), self.plan.block_k)
-
-    def _turn(self, x: jax.Array, side: str, at: Any) -> jax.Array:
-        """Return x·cos + partner(x)·sin for queries `q` or keys `k` at some places."""
-        cos, sin = (ref[at, :] for ref in getattr(self.tables, side))
+    def _rotate(self, x: jax.Array, table: tuple[Any, Any], at: Any) -> jax.Array:
+        """Return x·cos + partner(x)·sin for queries or keys at some places."""
+        cos, sin = (ref[at, :] for ref in table)
         return (x.astype(jnp.float32) * cos + self._partner(x) * sin).astype(x.dtype)
 
-    def _turn_back(self, dy: jax.Array, side: str, at: Any) -> jax.Array:
+    def _rotate_back(self, dy: jax.Array, table: tuple[Any, Any], at: Any) -> jax.Array:
         """Return the gradient of x, float32, from that of the rotated x."""
-        cos, sin = (ref[at, :] for ref in getattr(self.tables, side))
-        product, half = dy * sin, self.tables.swap.dtype
+        cos, sin = (ref[at, :] for ref in table)
+        product, half = dy * sin, self.swap.dtype
         # Two parts in bfloat16 have 16 bits of the gradient, which is then rounded to 8.
         part = product.astype(half)
         rest = (product - part.astype(jnp.float32)).astype(half)
@@ -126,6 +124,4 @@ class Loaded(NamedTuple):
     def _partner(self, x: jax.Array) -> jax.Array:
         is_wide = x.dtype == jnp.float32
         precision = lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT
-        return lax.dot(
-            x, self.tables.swap[...], precision=precision, preferred_element_type=jnp.float32
-        )
+        return lax.dot(x, self.swap[...], precision=precision, preferred_element_type=jnp.float32)
