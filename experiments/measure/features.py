@@ -179,9 +179,9 @@ def traced(fn: Callable[..., Any], call: dict[str, Any]) -> Any:
 
 def _differentiates(name: str, platform: Platform, differentiate: Callable[[Any], Any]) -> bool:
     def loss(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
-        *qkv, spec = bind_call(q, k, v, mask=mask)
+        q, k, v, spec = bind_call(q, k, v, mask=mask)
         spec = spec.replace(reads_lse=False)
-        lowered = kernels.KERNELS[name].lower(*qkv, spec, platform)
+        lowered = kernels.KERNELS[name].lower(q, k, v, spec, platform)
         assert not isinstance(lowered, Refusal)
         return lowered()[0].sum(dtype=jnp.float32)
 
