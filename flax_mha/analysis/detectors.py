@@ -121,8 +121,8 @@ def _read(call: Static, arrays: Any) -> dict[str, Any]:
             _, state = model.apply(*args, mutable="intermediates", **kwargs)
             sown = state.get("intermediates", {})
         else:
-            call = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
-            sown = nnx.to_pure_dict(call(nnx.merge(model, args[0]))[1])
+            run = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
+            sown = nnx.to_pure_dict(run(nnx.merge(model, args[0]))[1])
     flat = traverse_util.flatten_dict(sown)
     return {
         "/".join(map(str, path[:-1])): calls

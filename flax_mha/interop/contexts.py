@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 
@@ -27,11 +27,12 @@ def within(model: Model, context: Callable[..., AbstractContextManager[Any]], *a
       *args: more arguments of the context. For equal models and equal arguments, the returned
         models are equal.
     """
+    cls: Any = type(model)
     try:
-        cls = _equal_class(type(model), context, *args)
+        subclass = _equal_class(cls, context, *args)
     except TypeError:  # Arguments without a hash, such as a mask with arrays.
-        cls = _class_within(type(model), context, *args)
-    return cls(**_values(model))
+        subclass = _class_within(cls, context, *args)
+    return cast(Model, subclass(**_values(model)))
 
 
 def _values(model: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every kernel promises, as tests that a class inherits: `test_contract` has one for each."""
+"""The promises of every kernel, as tests that the classes of `test_contract` inherit."""
 
 import itertools
 from typing import Any, ClassVar
@@ -114,7 +114,7 @@ DERIVED = {
 
 
 class KernelContract:
-    """Tests of one kernel. A subclass is a row: the kernel, its platform, and what it claims.
+    """Tests of one kernel. A subclass is a row: the kernel, its platform, and its claims.
 
     Attributes:
       kernel: the kernel's name.
@@ -383,6 +383,16 @@ class KernelContract:
                 np.testing.assert_array_equal(x, 0)
             lse_of_none = call.get("sinks", jnp.full(4, -jnp.inf))
             np.testing.assert_array_equal(lse, np.broadcast_to(lse_of_none[:, None], lse.shape))
+
+    @pytest.mark.sampled(0.1)
+    def test_a_bias_can_hide_every_key(self) -> None:
+        qkv = [jnp.ones((2, 20, 4, 8), self.dtype)] * 3
+        hides = {"bias": jnp.full((20, 20), -jnp.inf, self.dtype)}
+        self.skip_refused(*qkv, **hides)
+        (out, lse), pull = jax.vjp(jax.jit(lambda *x: self.attend(*x, **hides)), *qkv)
+        np.testing.assert_array_equal(lse, -np.inf)
+        for x in (out, *pull((out + 1, jnp.ones_like(lse)))):
+            np.testing.assert_array_equal(x, 0)
 
     @pytest.mark.sampled(0.1)
     def test_a_second_eager_call_compiles_nothing(self) -> None:

@@ -41,7 +41,7 @@ def bucket_of(distance: np.ndarray) -> np.ndarray:
     return np.where(distance > 0, 16, 0) + np.where(size < 8, size, 8 + far)
 
 
-def learned_of(score: str, at: Scene, dtype: str, hides: bool) -> dict[str, np.ndarray]:
+def learned_of(score: str, at: Scene, dtype: str) -> dict[str, np.ndarray]:
     """Return the arrays of a case's scores, by the names used here."""
     shapes = {
         "bias": (*at.batch, N, at.T, at.S), "bias_of_keys": (at.S,),
@@ -51,10 +51,7 @@ def learned_of(score: str, at: Scene, dtype: str, hides: bool) -> dict[str, np.n
     learned: dict[str, Any] = {}
     if score in shapes:
         kind = dtype if score == "bias_of_heads" else "float32"
-        bias = at.rng.normal(size=shapes[score])
-        if score == "bias" and hides:  # Some pairs, and all of a query.
-            bias[at.rng.random(bias.shape) < 0.1] = bias[..., :1, :] = -np.inf
-        learned["bias"] = jnp.asarray(bias, kind)
+        learned["bias"] = jnp.asarray(at.rng.normal(size=shapes[score]), kind)
     if score in ("alibi", "all_scores"):
         learned["slopes"] = np.array([0.5, 0.25, 0.1, 0.0], np.float32)
     if score in ("t5", "all_scores"):
@@ -166,7 +163,7 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
     q = SHARP * q if case.spread == "sharp" else q
     operands = tuple(jnp.asarray(x, case.dtype) for x in (q, k, v, dout))
     dlse = jnp.asarray(at.rng.normal(size=(*at.batch, N, at.T)), jnp.float32)
-    learned = learned_of(case.score, at, case.dtype, hides=mask is None)
+    learned = learned_of(case.score, at, case.dtype)
 
     known: dict[str, Any] = {"allowed": allowed, "bias": bias_of(at, learned)}
     known |= {"sinks": learned.get("sinks")}

@@ -1,4 +1,4 @@
-"""Every kernel: its row of the contract, and what only it claims."""
+"""Every kernel: its row of the contract, and the claims that only it has."""
 
 from typing import Any, ClassVar
 

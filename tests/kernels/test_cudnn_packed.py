@@ -285,7 +285,7 @@ def test_packed_documents_lower_to_ragged_calls(hopper) -> None:
     assert calls == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
     # Two documents, the tokens after them, and the tokens of runs beyond these.
     assert {*segments(text)} == {"4"}
-    assert not re.search(rf"{T}x{T}x", text)
+    assert not re.search(rf"{T}x{T}x|stablehlo\.(while|case|if)\b", text)
 
 
 @pytest.mark.sampled(0.13, slow=0.2)

@@ -102,27 +102,6 @@ def test_jacobian_matches_reference(nvidia) -> None:
     jax.tree.map(close, *results)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_vmapped_gradient_of_shared_cotangent(nvidia) -> None:
-    """A sum has the same cotangent for all."""
-    *qkv, _ = arrays(T, S, 2, "bfloat16")
-    grad = jax.grad(lambda *qkv: run(*qkv, mask=Causal())[0].sum(dtype=jnp.float32), (0, 1, 2))
-    got = jax.jit(jax.vmap(grad))(*(x[:, None] for x in qkv))
-    jax.tree.map(lambda one, other: close(one[:, 0], other), got, jax.jit(grad)(*qkv))
-
-
-def test_second_derivatives_and_forward_mode_raise(nvidia) -> None:
-    *qkv, _ = arrays(T, S, 2, "bfloat16")
-
-    def loss(q):
-        return run(q, *qkv[1:], mask=Causal())[0].sum()
-
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(loss, qkv[:1], qkv[:1])
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match="ifferentiat"):
-        jax.jit(jax.grad(lambda q: (jax.grad(loss)(q) ** 2).sum())).lower(qkv[0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax.nnx import Variable
 from jax.extend.core import ClosedJaxpr
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,8 +25,10 @@ ROOMS = (
     "layer", "edits", "plots", "linen", "variants", "nnx", "sampling", "models", "interop",
     "analysis", "optimizers",
 )  # fmt: skip
-# Attributes of arrays, dtypes and jaxprs.
-FOREIGN = {*dir(jax.Array), *dir(np.dtype), *dir(np.ndarray), *dir(ClosedJaxpr)}
+# Attributes of arrays, dtypes, jaxprs and variables of nnx.
+FOREIGN = {
+    x for kind in (jax.Array, np.dtype, np.ndarray, ClosedJaxpr, Variable) for x in dir(kind)
+}
 HEIGHT = {name: height for height, name in enumerate((*ROOMS, ""))}
 
 

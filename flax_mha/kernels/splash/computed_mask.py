@@ -16,7 +16,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
-from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Lengths, Mask, Segments, Window
+from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Dense, Lengths, Mask, Segments, Window
 from flax_mha.masks.algebra import evaluate
 from flax_mha.masks.states import is_static
 
@@ -107,15 +107,15 @@ def lower(spec: AttentionSpec, plan: Plan) -> tuple[Ids | None, ComputedMask] | 
     return ids, ComputedMask(And(masks), at, plan, spec)
 
 
-def _ids(mask: Mask, at: At, dims: Dims) -> Ids:
+def _ids(mask: Segments | Lengths | Dense, at: At, dims: Dims) -> Ids:
     """Return ids that are equal where segments, lengths, or a table of keys, allow."""
     if isinstance(mask, Segments):
         q, k = mask.q.array, mask.kv.array
+    elif isinstance(mask, Dense):
+        q, k = jnp.ones_like(at.q), jnp.where(mask.array.array, 1, 2)
     else:
-        is_length = isinstance(mask, Lengths)
-        sees = at.q < mask.q.array if is_length and mask.q is not None else at.q == at.q
-        k = jnp.where(at.k < mask.kv.array if is_length else mask.array.array, 1, 2)
-        q = jnp.where(sees, 1, 0)
+        q = jnp.ones_like(at.q) if mask.q is None else jnp.where(at.q < mask.q.array, 1, 0)
+        k = jnp.where(at.k < mask.kv.array, 1, 2)
     q, k = (jnp.asarray(flat_batch(x, dims), jnp.int32)[:, 0] for x in (q, k))
     return (
         jnp.broadcast_to(q[:, :, 0], (len(q), dims.T)),

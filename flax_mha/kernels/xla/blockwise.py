@@ -208,8 +208,8 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
     """Compute the gradients of all arguments of `_core` except the first."""
     (q, k, v, leaves, others, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
-    dout, *stats = softmax.gradient_inputs(out, total != 0, top, total, *cotangents)
-    stats = jnp.stack(stats, -1)
+    dout, *by_query = softmax.gradient_inputs(out, total != 0, top, total, *cotangents)
+    stats = jnp.stack(by_query, -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, dout, stats, k, v = x

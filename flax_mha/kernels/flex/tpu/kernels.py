@@ -368,16 +368,14 @@ def _stretch_gradients(
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
     earlier = None if before is None else order.blocks(before, "rni.")
-    # The kernel rotates only if one stretch has all keys.
-    tables = jax.tree.map(order.shared, x.tables)
-    inputs = _inputs(x, order, dout, stats), earlier, tables
+    inputs, tables = _inputs(x, order, dout, stats), jax.tree.map(order.shared, x.tables)
     shapes = [Shape((R, K, rows, y.shape[-1]), y.dtype) for y in (x.k, x.v)]
     like = Shape(x.q.shape, x.q.dtype if before is None else f32)
     outputs = [order.blocks(like, "rni."), *(order.blocks(y, "rh..") for y in shapes)]
     sums = [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
     return _run(
-        call.swapped, x, order, "flex_backward", body, inputs, outputs,
-        (sums, rotated.memory(call.plan, x)), {} if before is None else {5: 0},
+        call.swapped, x, order, "flex_backward", body, (inputs, earlier, tables), outputs,
+        (sums, rotated.memory(call.plan, x)), None if before is None else {len(inputs): 0},
     )  # fmt: skip
 
 
@@ -439,9 +437,9 @@ def _sum_gradients(
             args = make(masked), q[...], k[...], v[...], do[...], numbers
             _, _, of_leaves = _gradient(*args, learned=True)
             for n, out in zip(learned, outs, strict=True):
-                operand, all_axis = call.leaves[n], slice(None)
-                place = {"column": block_at(step.i, bq), "row": block_at(step.j, bk)}
-                at = all_axis, place.get(operand.layout, all_axis)
+                operand, everywhere = call.leaves[n], slice(None)
+                places = {"column": block_at(step.i, bq), "row": block_at(step.j, bk)}
+                at = everywhere, places.get(operand.layout, everywhere)
                 out[at] += turn(operand, of_leaves[n].astype(jnp.float32), swapped=False)
 
         _visit(call, step, visit)
