@@ -78,7 +78,7 @@ def test_static_parts_of_traced_masks_hide_tiles(mask: Any, shown: Mask, share: 
             seen = np.flatnonzero(rows.any(0)) // plan.block_k
             assert start <= seen.min()
             assert seen.max() < start + part.width
-    assert plan_traced(mask, 640)[1] is not None
+    assert plan_traced(mask, 1025)[1] is not None
 
 
 def plan_traced(mask: Any, T: int) -> Any:

@@ -127,8 +127,9 @@ MOST = 2**21
 # A mask's blocks (`smallest_blocks`) of fewer than _SMALL queries or keys share tiles of at least
 # _SHARED. Blocks of more than _LARGE are divided.
 _SMALL, _SHARED, _LARGE = 16, 64, 512
-# Up to this number of scores of a head, a traced mask hides too few tiles to visit them one by one,
-# unless it is a mask of blocks. Such loops take twice as long to compile.
+# Up to this number of scores of a head, and a quarter of it for more than 1,024 keys, a traced mask
+# hides too few tiles to visit them one by one, unless it is a mask of blocks. Such loops take twice
+# as long to compile.
 _SHORT = 1024**2
 # The maximum number of key ranges, because each is compiled separately.
 _KEY_RANGES = 4
@@ -153,12 +154,15 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     if mask_blocks is not None and not any(spec.blocks):
         fine = Plan(dims, _fit(mask_blocks[0], dims.T), _fit(mask_blocks[1], dims.S))
         plans.insert(0, fine)
+    scores, most_short = dims.T * dims.S, _SHORT if dims.S <= 1024 else _SHORT // 4
     for plan in plans:
         states = tile_states(spec, at, plan)
         if not isinstance(states, np.ndarray):
-            if plan is fine or dims.T * dims.S > _SHORT:
+            if plan is fine or scores > most_short:
                 return plan, make_visit_lists(states)
             states = _bound_states(spec, at, plan)
+            # Larger blocks take no less time here, but more memory.
+            most = min(most, _SOME)
         key_ranges = _find_key_ranges(plan, states)
         cost = _cost_of_key_ranges(plan, key_ranges, most)
         choices.append((cost, plan._replace(key_ranges=key_ranges), states))
