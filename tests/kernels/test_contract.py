@@ -109,7 +109,7 @@ def refusal(kernel: str, problem: Problem, traced: bool) -> str | None:
         mask, q_positions, kv_positions = given
         told = explain(
             *problem.qkv, mask=mask, q_positions=q_positions, kv_positions=kv_positions,
-            kernel=kernel.split()[0], **problem.call(problem.learned),
+            kernel=kernel.split()[0], return_residuals=True, **problem.call(problem.learned),
         )  # fmt: skip
         found.append(told)
 
