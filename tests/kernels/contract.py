@@ -1,4 +1,4 @@
-"""The promises of every kernel, as tests that a class inherits: `test_contract` has one for each."""
+"""The promises of every kernel, as tests that a class inherits: see `test_contract`."""
 
 import itertools
 from typing import Any, ClassVar
