@@ -172,7 +172,7 @@ def _check(
     """Check that only a layer's parameters make the circuit, and return its fields."""
     layer = getattr(layer, "settings", layer)  # of an nnx layer
     if not isinstance(layer, Attention) or type(layer).compute is not Attention.compute:
-        raise ValueError(f"layer must be a MultiHeadAttention, got {type(layer).__name__}")
+        raise ValueError(f"layer must be a MultiHeadAttention, got {type(layer).__qualname__}")
     for name, value in unhandled(layer, handled).items():
         raise ValueError(
             f"a circuit of weights alone needs a layer without {name}, got {value!r}; read the "

@@ -213,7 +213,7 @@ def _without(
 
 def _check_layer(owner: str, layer: Any, missing: Sequence[str], unknown: Sequence[str]) -> None:
     """Check that a layer can lose heads."""
-    kind, heads = type(layer).__name__, layer.capture and layer.capture.heads
+    kind, heads = type(layer).__qualname__, layer.capture and layer.capture.heads
     for is_wrong, rule in (
         (layer.mixes_heads, f"not mix its heads, as {kind} does"),
         (missing, f"have parameters for {missing}, got none: it reads those of another layer"),
