@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha.base import shapes
+from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.call import limits
 from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
@@ -88,12 +88,6 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
             same_q, same_k = jax.lax.optimization_barrier((q, k))
             logits, _ = scores(same_q, same_k, spec, at)
         _, top, total = exponentials(logits, sinks)
-    if allowed is not None:
-        # The cotangent of a fully masked query, perhaps NaN, is dropped.
-        seen = allowed.any(-1, keepdims=True)
-        out = jnp.where(seen, out, 0.0)
-        if spec.reads_lse:
-            total = jnp.where(seen, total, 0.0 if sinks is None else jnp.exp(sinks - top))
     out = jnp.swapaxes(out, -3, -2).astype(q.dtype)
     return name_result(out, Sums(*(jax.lax.squeeze(x, (x.ndim - 1,)) for x in (top, total))))
 
@@ -103,11 +97,15 @@ def exponentials(
     logits: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return exp(logits − top), the maximum top [*B, N, T, 1], and the sum, with sinks."""
+    # Half of finfo.min, so that masked scores have exponentials of 0 also if there are no others.
     # `jnp.max` would compare the maximum with its initial value afterwards. For that, TPUs read the
     # scores once more.
-    lowest = jnp.asarray(finfo_min(logits.dtype), logits.dtype)
-    axis = logits.ndim - 1
+    lowest = jnp.asarray(finfo_min(logits.dtype) / 2, logits.dtype)
+    axis, last = logits.ndim - 1, logits.shape[-1]
     top = jax.lax.reduce(jax.lax.stop_gradient(logits), lowest, jax.lax.max, (axis,))[..., None]
+    if symbols.is_symbolic(last) or last == 1:
+        # XLA drops the initial value of a reduction over one entry.
+        top = jnp.maximum(top, lowest)
     # The weights do not depend on the shift.
     top = top if sinks is None else jax.lax.stop_gradient(jnp.maximum(top, sinks))
     weights = jnp.exp(logits - top)
