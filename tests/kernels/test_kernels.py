@@ -54,6 +54,26 @@ def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
     np.testing.assert_array_equal(dq, jax.jit(jax.grad(call))(q, jnp.int32(2)))
 
 
+@pytest.mark.parametrize("kernel", [*KERNELS, "decode"])
+@pytest.mark.parametrize("keys", [1, 2])
+def test_keys_that_a_mask_and_infinite_biases_hide_have_no_weight(kernel: str, keys: int) -> None:
+    """The output is 0. The maximum of one score was −∞: XLA drops the start of a reduction over
+    one entry (JAX 0.12.0.1, findings/reduction_of_one_entry_drops_its_start.sh).
+    """
+    q, k, v = (x[:1, :n] for x, n in zip(arrays()[:3], (2, keys, keys), strict=True))
+    bias = jnp.zeros((2, keys)).at[0, 0].set(-jnp.inf)
+
+    def call(*args: jax.Array) -> jax.Array:
+        *qkv, bias = args
+        return dot_product_attention(*qkv, mask=Causal(), bias=bias, kernel=kernel)
+
+    out, pull = jax.vjp(call, q, k, v, bias)
+    np.testing.assert_array_equal(out[:, 0], 0)
+    assert np.all(np.abs(out[:, 1]) > 0)
+    for gradient in pull(jnp.ones_like(out)):
+        assert np.isfinite(gradient).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_rows_and_heads_computed_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
