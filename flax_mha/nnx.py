@@ -132,7 +132,7 @@ def _projection(
 
 
 class _Signature:
-    """The signature of a layer's class: the fields of its config, and what only the layer takes."""
+    """The signature of a layer's class, with the fields of its config and the layer's arguments."""
 
     def __get__(self, layer: Any, cls: Any) -> inspect.Signature:
         if layer is not None:
@@ -306,8 +306,8 @@ class MultiHeadAttention(nnx.Module):
     ) -> Any:  # fmt: skip
         """Attend from inputs_q to inputs_k and inputs_v.
 
-        The arguments that are not here, and what a call returns and raises, are described in
-        `flax_mha.MultiHeadAttention.__call__`.
+        `flax_mha.MultiHeadAttention.__call__` describes the other arguments, the results and the
+        errors.
 
         Args:
           inputs_q: the inputs of the queries [*B, T, D].
