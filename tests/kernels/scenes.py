@@ -84,7 +84,7 @@ def window_of_rows(at: Scene) -> tuple[Mask, np.ndarray]:
 
 
 def lengths_of_both(at: Scene) -> tuple[Mask, np.ndarray]:
-    kv, q = at.lengths(at.S) + 1, at.lengths(at.T) + 1
+    kv, q = at.lengths(at.S) + 1, at.lengths(at.T) + 1 + np.min(at.i)
     return Lengths(kv, q), (at.j < at.over(kv, 0)) & (at.i < at.over(q, 0))
 
 
