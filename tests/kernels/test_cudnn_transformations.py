@@ -1,7 +1,6 @@
 """The kernel for NVIDIA GPUs under vmap, scan, remat and meshes, with a model of cuDNN."""
 
 import functools
-import itertools
 
 import flax.linen as nn
 import jax
@@ -10,85 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention, sharding
+from flax_mha import sharding
 from flax_mha.masks import Causal, Lengths
-from tests.kernels.cases import pairs
 from tests.kernels.half_precision import close, run
-from tests.kernels.oracle_check import HV, B, H, N, arrays
+from tests.kernels.oracle_check import B, N, arrays
 
 T, S = 40, 64
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_cudnn_under_vmap_remat_and_scan_matches_batch(nvidia, batch: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(2)
-    q, k, v = (
-        jnp.asarray(rng.normal(size=(*batch, L, M, H)), jnp.bfloat16)
-        for L, M in ((T, 4), (S, 2), (S, 2))
-    )
-    lengths = jnp.asarray(rng.integers(0, S, batch))
-
-    def one(q, k, v, lengths):
-        return dot_product_attention(q, k, v, mask=Causal() & Lengths(lengths), kernel="cudnn")
-
-    mapped = one
-    for _ in batch:
-        mapped = jax.vmap(mapped)
-
-    def scanned(q, k, v, lengths):
-        def step(carry, _):
-            return carry + jax.remat(one)(q + carry * 0, k, v, lengths), None
-
-        return jax.lax.scan(step, jnp.zeros_like(q), None, length=2)[0] / 2
-
-    def both(attend, *args):
-        loss = lambda *qkv: (attend(*qkv, args[-1]) ** 2).sum(dtype=jnp.float32)  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*args[:3])
-
-    expected = both(one, q, k, v, lengths)
-    for attend in (mapped, scanned):
-        jax.tree.map(close, both(attend, q, k, v, lengths), expected)
-
-
-OPERANDS = ("q", "k", "v", "bias", "lengths")
-# Of any two both are mapped, either alone, and neither; each over the axis 0 and the axis 1.
-MAPPED = [
-    (tuple(itertools.compress(OPERANDS, row)), axis)
-    for *row, axis in pairs(**dict.fromkeys(OPERANDS, (0, 1)), axis=(0, 1))
-    if any(row)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mapped", "axis"), MAPPED)
-def test_vmap_over_any_arguments(nvidia, mapped: tuple[str, ...], axis: int) -> None:
-    """Some operands have the axis, the others are shared."""
-    R, heads = 3, (N, 1)[axis]
-    rng = np.random.default_rng(3)
-    sizes = {"q": (B, T, N, H), "k": (B, S, 2, H), "v": (B, S, 2, H), "bias": (heads, T, S)}
-    given = {
-        name: jnp.asarray(rng.normal(size=(R, *size)), jnp.bfloat16) for name, size in sizes.items()
-    }
-    given["lengths"] = jnp.asarray(rng.integers(0, S, (R, B)))
-    given = {name: x if name in mapped else x[0] for name, x in given.items()}
-    _, _, _, cotangent = arrays(T, S, 2, "bfloat16")
-    cotangent = jnp.pad(cotangent, ((0, 0),) * 3 + ((0, H - HV),))
-
-    def one(q, k, v, bias, lengths):
-        out, pull = jax.vjp(
-            lambda *x: run(*x[:3], bias=x[3], mask=Causal() & Lengths(lengths)), q, k, v, bias
-        )
-        return *out, *pull((cotangent, jnp.ones((B, N, T))))
-
-    expected = [
-        one(*(x[r] if name in mapped else x for name, x in given.items())) for r in range(R)
-    ]
-    axes = [axis if name in mapped else None for name in given]
-    moved = [jnp.moveaxis(x, 0, axis) if name in mapped else x for name, x in given.items()]
-    got = jax.jit(jax.vmap(one, axes))(*moved)
-    for one_got, want in zip(got, zip(*expected, strict=True), strict=True):
-        close(one_got, jnp.stack(want))
 
 
 @pytest.mark.sampled(0.13, slow=0.2)

@@ -1,6 +1,5 @@
 """The numbers of flax_mha's own TPU kernels in Pallas' interpret modes."""
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +16,7 @@ from flax_mha.kernels.chips import tpus as blocks
 from flax_mha.kernels.flex import short
 from flax_mha.kernels.flex import tpu as machine
 from flax_mha.kernels.flex.traced import divide
-from flax_mha.masks import Causal, Lengths, Mask, PerHead, Predicate, Segments, Window
+from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 from tests.kernels.problems import SINKS
 from tests.support import oracle
@@ -169,24 +168,6 @@ def test_no_memory_is_read_before_it_is_written(tpu_memory, name: str, kernel: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_flex_drops_the_weights_of_the_reference(tpu, broadcast: bool) -> None:
-    """One-hot values show the dropped weights."""
-    q, k, _, _ = arrays()
-    k = k[:, :120]
-    v = jnp.broadcast_to(jnp.eye(120)[:, None], (B, 120, K, 120))
-    outs = [
-        dot_product_attention(
-            q, k, v, kernel=kernel, broadcast_dropout=broadcast, q_positions=jnp.arange(T) * 3,
-            **DROPOUT,
-        )
-        for kernel in ("flex", "reference")
-    ]  # fmt: skip
-    np.testing.assert_array_equal(outs[0] == 0, outs[1] == 0)
-    assert oracle.error(*outs) < 2e-6
-
-
-@pytest.mark.slow
 def test_bias_gradient_of_masked_pairs_is_zero(tpu) -> None:
     """In skipped tiles too."""
     call = lambda x: {"mask": Causal(), "bias": x["bias"]}  # noqa: E731
@@ -194,96 +175,6 @@ def test_bias_gradient_of_masked_pairs_is_zero(tpu) -> None:
     unseen = np.arange(S) > np.arange(T)[:, None]
     np.testing.assert_array_equal(grads["bias"][unseen], 0)
     assert (grads["bias"][~unseen] != 0).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mask", [np.zeros((T, S), bool), Lengths(jnp.zeros(B, int))])
-def test_fully_masked_queries_give_zero(tpu, mask: Mask) -> None:
-    call = lambda x: {"mask": mask, "scores": (Alibi(x["slopes"]),)} | DROPOUT  # noqa: E731
-    (out, _), grads = pulled("flex", call, arrays(), learned("slopes"))
-    for x in (out, *jax.tree.leaves(grads)):
-        np.testing.assert_array_equal(x, 0)
-    _, lse = dot_product_attention(*arrays()[:3], mask=mask, kernel="flex", return_residuals=True)
-    np.testing.assert_array_equal(lse, -np.inf)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flex", "short"])
-@pytest.mark.parametrize("poison", [3e38, -3e38])
-def test_masked_pairs_do_not_leak(tpu, kernel: str, poison: float) -> None:
-    """Large numbers in masked pairs change neither outputs nor gradients."""
-    q, k, v, cotangent = arrays()
-    call = lambda x: {  # noqa: E731
-        "mask": Predicate(lambda b, n, i, j: (j != 4) & (i != 2)), "scores": (SoftCap(2.0),),
-    }  # fmt: skip
-    clean = pulled(kernel, call, (q, k, v, cotangent), {})
-    bad = (q.at[:, 2].set(poison), k.at[:, 4].set(poison), v.at[:, 4].set(poison), cotangent)
-    jax.tree.map(np.testing.assert_array_equal, pulled(kernel, call, bad, {}), clean)
-    np.testing.assert_array_equal(clean[0][0][:, 2], 0)
-
-
-@pytest.mark.slow
-def test_flex_is_bitwise_equal_with_and_without_jit(tpu) -> None:
-    call, names = CALLS["of keys"]
-    args = call, arrays(), learned(*names)
-    first = pulled("flex", *args)
-    jax.tree.map(np.testing.assert_array_equal, pulled("flex", *args), first)
-    q, k, v, _ = arrays()
-    attend = functools.partial(
-        dot_product_attention, mask=Causal(), bias=jnp.zeros(S), kernel="flex"
-    )
-    np.testing.assert_array_equal(attend(q, k, v), jax.jit(attend)(q, k, v))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flex", "short"])
-def test_vmap_remat_and_scan_match_plain_call(tpu, kernel: str) -> None:
-    """With a mask and a table of tiles per row, and a shared score."""
-    *qkv, _ = arrays()
-    ids, table = jnp.asarray(IDS), learned("table")["table"]
-
-    def one(q, k, v, ids, table):
-        mask = Causal() & Segments(ids[..., :T], ids)
-        scores = (RelativeBias(table),)
-        return dot_product_attention(q, k, v, mask=mask, scores=scores, kernel=kernel)
-
-    def scanned(q, *args):
-        def step(carry, _):
-            return carry + jax.remat(one)(q + 0 * carry.sum(), *args), None
-
-        return jax.lax.scan(step, jnp.zeros((B, T, N, 5)), None, length=2)[0] / 2
-
-    def both(attend):
-        loss = lambda *args: (attend(*args) ** 2).sum()  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 4)))(*qkv, ids, table)
-
-    expected = both(one)
-    close(both(jax.vmap(one, (0, 0, 0, 0, None))), expected)
-    close(both(scanned), expected)
-
-
-@pytest.mark.sampled(0.04)
-@pytest.mark.parametrize("kernel", ["flex", "short", "splash"])
-@pytest.mark.parametrize("mapped", ["q", "k", "v"])
-@pytest.mark.parametrize("is_traced", [False, True])
-def test_gradient_of_vmap_over_one_operand(
-    tpu: None, kernel: Any, mapped: str, is_traced: bool
-) -> None:
-    """The sums that nothing reads are mapped too, and the table of tiles may be traced."""
-    given = [x if name == mapped else x[0] for name, x in zip("qkv", arrays(), strict=False)]
-    axes = tuple(0 if name == mapped else None for name in "qkv")
-
-    def both(kernel: Any) -> Any:
-        def loss(n: Any, *qkv: Any) -> Any:
-            def one(*qkv: Any) -> Any:
-                mask = Causal() & Lengths(n) if is_traced else None
-                return dot_product_attention(*qkv, mask=mask, kernel=kernel)
-
-            return (jax.jit(jax.vmap(one, axes))(*qkv) ** 2).sum()
-
-        return jax.jit(jax.value_and_grad(loss, (1, 2, 3)))(jnp.int32(160), *given)
-
-    close(both(kernel), both("reference"))
 
 
 @pytest.mark.slow
