@@ -18,7 +18,7 @@ from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.masks import Mask
-from flax_mha.masks.algebra import evaluate, nan_at_others
+from flax_mha.masks.algebra import TracedNumbers, evaluate
 from flax_mha.positions.turn import Turn
 from flax_mha.scores import ScoreMod, Vectors, changed
 from flax_mha.sharding.devices import Platform
@@ -195,8 +195,13 @@ class AttentionSpec(struct.PyTreeNode):
         with _matmul_precision(self.precision if vectors else None):
             for mod in self.scores:
                 score = changed(mod, score, at, vectors)
-        if allowed is not None:
-            score = nan_at_others(self.mask, select(allowed, score, forbidden))
+        if isinstance(self.mask, TracedNumbers) and allowed is not None:
+            # In one selection: with a sum after it, XLA:CPU takes half again as long.
+            others = self.mask.others()
+            hidden = jnp.where(others, jnp.nan, forbidden).astype(score.dtype)
+            score = jnp.where(allowed & ~others, score, hidden)
+        elif allowed is not None:
+            score = select(allowed, score, forbidden)
         return score, allowed
 
     def apply_dropout(self, weights: jax.Array, at: At) -> jax.Array:
