@@ -255,7 +255,7 @@ class TracedNumbers(Mask):
 
 
 def nan_at_others(mask: Mask | None, score: jax.Array) -> jax.Array:
-    """Make scores, and gradients through them, NaN for the other numbers of `TracedNumbers`."""
+    """Make scores NaN for the other numbers of `TracedNumbers`."""
     if not isinstance(mask, TracedNumbers):
         return score
     return score + jnp.where(mask.others(), jnp.asarray(jnp.nan, score.dtype), 0)

@@ -75,10 +75,10 @@ def test_additive_masks_give_nan_in_every_kernel(kernel: str, joined: str) -> No
     queries = 8 if kernel == "decode" else T
     run = jax.jit(lambda m, *x: both(kernel, *x, JOINED[joined](as_mask(m))))
     out, *grads = run(ADDITIVE[-queries:], *arrays(kernel, queries))
+    assert np.isnan(out[:, :-1]).all()
     for x in (out, grads[0]):
-        assert np.isnan(x[:, :-1]).all()
         assert np.isfinite(x[:, -1].astype("f4")).all()
-    assert all(np.isnan(x).any() for x in grads)
+    assert any(np.isnan(x).any() for x in grads)
 
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -123,7 +123,7 @@ def test_additive_masks_give_nan_on_meshes(kernel: str, joined: str) -> None:
         out, *grads = run(ADDITIVE, *arrays(kernel))
     assert np.isnan(out[:, :-1]).all()
     assert np.isfinite(out[:, -1]).all()
-    assert all(np.isnan(x).any() for x in grads)
+    assert any(np.isnan(x).any() for x in grads)
 
 
 def test_splash_refuses_traced_numbers(tpu) -> None:
