@@ -74,6 +74,20 @@ def test_keys_that_a_mask_and_infinite_biases_hide_have_no_weight(kernel: str, k
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("kernel", [*KERNELS, "decode"])
+def test_nan_cotangents_of_fully_masked_queries_are_dropped(kernel: str) -> None:
+    """As of an output that is divided by its norm, 0."""
+    q, k, v = (x[:1, :n] for x, n in zip(arrays()[:3], (3, 4, 4), strict=True))
+    mask = np.arange(3)[:, None] > np.arange(4) + np.array([[9], [0], [0]])
+
+    def call(*qkv: jax.Array) -> jax.Array:
+        return dot_product_attention(*qkv, mask=mask, kernel=kernel)
+
+    out, pull = jax.vjp(call, q, k, v)
+    for gradient in pull(jnp.ones_like(out).at[:, 0].set(jnp.nan)):
+        assert np.isfinite(gradient).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_rows_and_heads_computed_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def trace(
     # Python's numbers are compiled into the kernel.
     constants = tuple((type(x), x) if isinstance(x, float | int) else None for x in values)
     array_leaves = zip(jax.tree.leaves(spec, is_leaf=is_score_array), constants, strict=True)
-    # Elementwise functions are the same for any tile. In one of 2 × 2, others show.
+    # Elementwise functions are the same for tiles of any size; one of 2 × 2 shows which are not.
     tile = plan if machine.whole_tiles else plan._replace(block_q=2, block_k=2)
     leaves = [Operand.of(x, tile) for x, number in array_leaves if number is None]
     arrays = [x for x, number in zip(values, constants, strict=True) if number is None]

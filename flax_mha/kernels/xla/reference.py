@@ -80,6 +80,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
                 # If a masked value is huge, its weight has an infinite cotangent, and 0·∞ is NaN.
                 weights = jnp.where(allowed, weights, 0.0)
             out = _apply_weights(weights, v, spec, at)
+        if allowed is not None:
+            # Drop the cotangent of a fully masked query, which may be NaN: 0·NaN is NaN. Ask the
+            # mask, because XLA:CPU is slower if something else reads the sum.
+            out = jnp.where(allowed.any(-1, keepdims=True), out, 0.0)
     top = total = jnp.zeros((*logits.shape[:-1], 1), logits.dtype)
     if spec.reads_lse and spec.normalizer == SOFTMAX:
         if v.dtype == logits.dtype:
