@@ -169,6 +169,22 @@ class Program:
             lambda x: jax.ShapeDtypeStruct((*shape, *x.shape[1:]), x.dtype, sharding=over), row
         )
 
+    def put_params(self, params: Params) -> Params:
+        """Return parameters of one model, for each seed, placed as those of the state."""
+        seeds = (self.config.seeds,) * (self.config.seeds > 1)
+        expected = self.abstract_state().params
+
+        def place(x: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
+            x = np.broadcast_to(np.asarray(x, target.dtype), (*seeds, *np.shape(x)))
+            if x.shape != target.shape:
+                raise RunError(
+                    f"--weights must be of a run with the same model, got an array {x.shape} for "
+                    f"{target.shape}; give another run, or the same config.model"
+                )
+            return jax.device_put(x, target.sharding)
+
+        return jax.tree.map(place, params, expected)
+
     def batches(self) -> grain.DatasetIterator:
         """Return this process's rows of the training batches, [seeds, rows, ...] if several."""
         size = self.config.batch_size

@@ -1,4 +1,4 @@
-"""Checks of a run against the machine: the sizes of its mesh, and its memory."""
+"""The memory that a run's arrays need, without running it."""
 
 import math
 import os
@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from experiments.runs.failures import RunError
 
 
 def check_fits(program: Any) -> None:
-    """Check that state and batch fit the memory, and a step these devices, without running it.
+    """Check that state and batch fit the memory, and trace a step, without running it.
 
     Args:
       program: the run's `experiments.trainer.mesh.Program`.
@@ -32,18 +31,6 @@ def check_fits(program: Any) -> None:
         )
     with program.on_mesh():
         jax.eval_shape(program.step, state, batch)
-
-
-def check_size(key: str, value: int, most: int, of: str) -> None:
-    """Check that the value of a key is in 1 … most, a number described by `of`."""
-    if not 1 <= value <= most:
-        raise RunError(f"{key} must be in 1 … {of}={most}, got {value}; try {max(1, most // 4)}")
-
-
-def read_remat(model: ConfigDict) -> bool | tuple[str, ...]:
-    """Return a block's `remat` for `config.model.remat`, such as "z,lse"."""
-    value = model.remat
-    return value if isinstance(value, bool) else tuple(value.split(","))
 
 
 def shard_bytes(tree: Any) -> int:

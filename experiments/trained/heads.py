@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import finished, pretrained
 from experiments.plots import save
 from experiments.runs.failures import RunError
 from experiments.tasks.digits import Digits
 from experiments.tasks.text import Bytes, Text
+from experiments.trained import pretrained
+from experiments.trained import run as trained
 from flax_mha import Capture, analysis, edits, plots
 from flax_mha.models import LanguageModel
 from flax_mha.taps import sown
@@ -34,13 +35,12 @@ class Reader(NamedTuple):
 
 def open_run(workdir: str | Path, data: str | None = None, tokenizer: str | None = None) -> Reader:
     """Return the model of a run of the text task, or of the digits, whose prompts are numbers."""
-    run, task = finished.open_run(workdir, data, tokenizer)
+    run, task, params = trained.open_run(workdir, data, tokenizer)
     if not isinstance(task, Text | Digits):
         raise RunError(
             f"{run.path} was trained on {run.config.task!r}; give a run of 'text' or 'digits'"
         )
-    variables = {"params": finished.load(run, task).params}
-    return Reader(task.model, variables, functools.partial(_READS[type(task)], task))
+    return Reader(task.model, {"params": params}, functools.partial(_READS[type(task)], task))
 
 
 def _read_text(task: Text, text: str) -> tuple[jax.Array, list[str]]:
