@@ -22,11 +22,11 @@ from absl import flags
 
 from experiments import phases, tasks
 from experiments.counts.memory import check_fits
+from experiments.devices import force_host_devices
 from experiments.phases import Phase
 from experiments.reports import summary
 from experiments.runs import command, config, folders, hosts, progress
 from experiments.runs.failures import RunError
-from experiments.simulated import force_host_devices
 from experiments.tasks.task import fingerprint
 from experiments.trained import run as trained
 from experiments.trainer import loop

@@ -47,7 +47,7 @@ def load(path: str = "", split: str = "test") -> tuple[bytes, bytes]:
 
 
 class Bytes:
-    """The bytes of a text as tokens; `experiments.trained.tokenizer` has the tokens of a file."""
+    """The bytes of a text as tokens; `experiments.tasks.tokenizer` has the tokens of a file."""
 
     size, file = 256, b""  # and no file that defines them
 
@@ -106,7 +106,7 @@ class Text:
         self.config = config
         self.vocabulary: Any = Bytes()
         if config.data.tokenizer:  # an optional package
-            from experiments.trained.tokenizer import Tokenizer
+            from experiments.tasks.tokenizer import Tokenizer
 
             self.vocabulary = Tokenizer(config.data.tokenizer)
         self.model = language_model(config.model, self.vocabulary.size)

@@ -93,7 +93,7 @@ def _tokenizer(folder: Path) -> tuple[Encode, Decode]:
     path = folder / _TOKENIZER
     if not path.exists():
         return _ids, lambda ids: " ".join(map(str, ids))
-    from experiments.trained.tokenizer import Tokenizer
+    from experiments.tasks.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(path)
     return tokenizer.encode_prompt, tokenizer.decode

@@ -18,8 +18,8 @@ from experiments import reports, tasks
 from experiments.runs.failures import RunError
 from experiments.tasks import text
 from experiments.tasks.task import fingerprint
+from experiments.tasks.tokenizer import Tokenizer
 from experiments.trained import responses
-from experiments.trained.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 WRITTEN = "Être, ou ne pas être: that is the question. 日本語 \n" * 40

@@ -16,7 +16,7 @@ from flax import struct
 from ml_collections import ConfigDict
 
 from configs import digits, masked
-from experiments import simulated
+from experiments import devices
 from experiments.runs import config as run_config
 from experiments.runs import folders, hosts, log, progress
 from experiments.runs.config import Asked
@@ -141,10 +141,10 @@ def test_host_devices_are_forced_unless_the_environment_sets_them(
     monkeypatch.setattr("jax.config.update", lambda *words: asked.append(words))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setenv("NPROC", "1")
-    assert (simulated.force_host_devices(0), simulated.force_host_devices(4)) == (0, 4)
+    assert (devices.force_host_devices(0), devices.force_host_devices(4)) == (0, 4)
     assert asked == [("jax_num_cpu_devices", 4)]
     monkeypatch.setenv(name, "--xla_force_host_platform_device_count=8")
-    assert simulated.force_host_devices(4) == 0
+    assert devices.force_host_devices(4) == 0
 
 
 def metrics(**values: float) -> dict[str, np.ndarray]:
