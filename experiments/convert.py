@@ -17,8 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags
 
+from experiments import arguments
 from experiments.outputs import result_folder
-from experiments.runs import command
 from experiments.runs.failures import RunError
 from flax_mha import interop
 from flax_mha.base import checks
@@ -81,4 +81,4 @@ def _cast(variables: Any, dtype: Any) -> Any:
 
 
 if __name__ == "__main__":
-    command.run(main, words=("SRC", "DST"))
+    arguments.run(main, words=("SRC", "DST"))

@@ -20,12 +20,12 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments import phases, tasks
+from experiments import arguments, phases, tasks
 from experiments.counts.memory import check_fits
 from experiments.devices import force_host_devices
 from experiments.phases import Phase
 from experiments.reports import summary
-from experiments.runs import command, config, folders, hosts, progress
+from experiments.runs import config, folders, hosts, progress
 from experiments.runs.failures import RunError
 from experiments.tasks.task import fingerprint
 from experiments.trained import run as trained
@@ -81,4 +81,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    arguments.run(main)
