@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
 from flax_mha.layer.standard import Attention
-from flax_mha.taps.contexts import visitor
+from flax_mha.taps.contexts import looking
 from flax_mha.taps.edit import Edit
 from flax_mha.taps.tap import COLLECTION
 
@@ -89,7 +89,7 @@ def names(model: Any, *args: Any, **kwargs: Any) -> _Names:
         parameters = jax.eval_shape(dict, args[0].get("params", {}))
         mutable = nn.DenyList(("params", COLLECTION))
         call = functools.partial(model.apply, mutable=mutable, **kwargs)
-    with visitor(visit):
+    with looking(at_tensor=visit):
         jax.eval_shape(call, *args)
     return points
 

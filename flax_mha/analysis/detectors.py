@@ -33,7 +33,12 @@ from flax import nnx, traverse_util
 from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import Static, combine, is_array, partition
-from flax_mha.taps.contexts import reading_pairs
+from flax_mha.kernels import observe
+from flax_mha.kernels.call.bind import Options, bind_call
+from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.stored import dequantize
+from flax_mha.taps.contexts import looking
+from flax_mha.taps.tap import Tap
 
 _EARLIER = ~masks.Window(left=0)
 
@@ -116,16 +121,43 @@ def _read(call: Static, arrays: Any) -> dict[str, Any]:
     """Return the weights on pairs of each call of a layer, by path of the layer."""
     model, static, _ = call.tree
     (args, kwargs), pairs = combine(arrays, static)
-    with reading_pairs(pairs):
+    with looking(at_softmax=functools.partial(_sow_pairs, pairs)):
         if isinstance(model, nn.Module):
             _, state = model.apply(*args, mutable="intermediates", **kwargs)
             sown = state.get("intermediates", {})
         else:
             run = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
             sown = nnx.to_pure_dict(run(nnx.merge(model, args[0]))[1])
+    pairs.clear()  # JAX's caches keep the function, which must keep no arrays.
     flat = traverse_util.flatten_dict(sown)
     return {
         "/".join(map(str, path[:-1])): calls
         for path, calls in flat.items()
         if path[-1] == "attention_pairs"
     }
+
+
+def _sow_pairs(
+    pairs: Mapping[str, masks.Mask], tap: Tap, q: jax.Array, source: Any, call: Mapping[str, Any]
+) -> None:
+    """Sow the mean weight of each head on each of the pairs, as `pairs` by name, [N].
+
+    The mean is over the queries that see such a key. It is NaN if there are none. A sink takes part
+    in the softmax, and is in no pair.
+    """
+    normalizer, attention = call["normalizer"], call.get("attention")
+    if attention is not None or normalizer != SOFTMAX:
+        got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
+        raise ValueError(
+            f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
+            f"at {tap.path('attention_pairs')}; read `weights` of this layer instead"
+        )
+    qkv = (q, source.key, source.value)
+    options = {name: x for name, x in call.items() if name in Options.__annotations__}
+    options |= source.places(q, call["mask"], call["lengths"], call.get("order"))
+    q, k, _, spec = bind_call(*qkv, **options)
+    bound = {
+        name: bind_call(*qkv, **options | {"mask": masks.combine(options["mask"], x)})[3].mask
+        for name, x in pairs.items()
+    }
+    tap.sow("pairs", observe.weigh_pairs(q, dequantize(k), spec, bound))

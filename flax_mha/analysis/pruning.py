@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar, cast, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import flax.linen as nn
 import jax
@@ -22,7 +22,7 @@ from flax_mha.interop.contexts import within
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import as_scores, learned
-from flax_mha.taps.contexts import Fields, replaced, visitor
+from flax_mha.taps.contexts import looking
 
 Path: TypeAlias = tuple[str, ...]
 Heads: TypeAlias = Mapping[str, Any]
@@ -80,30 +80,34 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
     }  # fmt: skip
     _check_paths(heads, {**pruner.kept, **made})
     if fields:
-        model = within(model, _pruned, Fields(fields))
+        model = within(model, _pruned, functools.partial(_replace, fields))
     for name in variables.keys() - {"params"}:
         if any(_under(path, flatten_dict(variables[name])) for path in heads):
             raise ValueError(f"variables must have no {name!r} of pruned layers; leave it out")
     return model, {**variables, "params": unflatten_dict(pruner.params)}
 
 
-def _pruned(cls: Any, fields: Fields) -> AbstractContextManager[Any]:
-    """Return the context of a pruned model, which gives its layers their fields."""
+def _pruned(cls: Any, replace: Any) -> AbstractContextManager[None]:
+    """Return the context of a pruned model, whose layers are replaced by smaller ones."""
     del cls
-    return cast(AbstractContextManager[Any], replaced(fields))
+    return looking(at_layer=replace)
+
+
+def _replace(fields: Mapping[Path, Mapping[str, Any]], layer: Any) -> Any:
+    """Return a layer with the fields that a pruned model has at its path."""
+    own = fields.get(layer.path)
+    return layer if own is None else layer.clone(parent=layer.scope, **own)
 
 
 def _made_layers(model: nn.Module, variables: Any, inputs: Any) -> dict[Path, Any]:
     """Return the attention layers of a call by path, wherever they are made."""
     layers: dict[Path, Any] = {}
 
-    def visit(module: Any, *_: Any) -> None:
-        if isinstance(module, linen.MultiHeadAttention) and module.path not in layers:
-            names = [field.name for field in dataclasses.fields(module) if field.init]
-            values = {name: getattr(module, name) for name in names}
-            layers[module.path] = type(module)(**values | {"parent": None, "name": None})
+    def visit(layer: Any) -> Any:
+        layers[layer.path] = layer.clone(parent=None, name=None)
+        return layer
 
-    with visitor(visit):
+    with looking(at_layer=visit):
         jax.eval_shape(functools.partial(model.apply, mutable=True), variables, *inputs)
     return layers
 

@@ -1,7 +1,6 @@
 """Models whose attention layers capture values."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -13,12 +12,9 @@ from flax_mha.edits import attention_layers
 from flax_mha.interop.contexts import within
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
-from flax_mha.taps.contexts import capturing
+from flax_mha.taps.contexts import WATCHED, current, looking
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
-
-# The classes of watched models that have called a layer. JAX's caches may skip later calls.
-_SEEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(model: Model, capture: Capture | None) -> Model:
@@ -62,11 +58,10 @@ def watch(model: Model, capture: Capture | None) -> Model:
 @contextlib.contextmanager
 def _watched(cls: Any, capture: Capture | None) -> Iterator[None]:
     """Let a call capture values, and warn if it calls no layer, unless an earlier one did."""
-    with capturing(capture) as modules:
+    is_inner = current.value.watched is cls
+    with looking(capture=Capture(()) if capture is None else capture, watched=cls):
         yield
-    if modules:
-        _SEEN.add(cls)
-    elif modules is not None and cls not in _SEEN:
+    if not is_inner and cls not in WATCHED:
         checks.warn(
             f"a watched {cls.__name__} has called no attention layer of flax_mha, so nothing is "
             f"captured; swap those of Flax first, by interop.swap"

@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.cache.sources import Shared
 from flax_mha.kernels import Capture, dot_product_attention, observe
-from flax_mha.kernels.call.bind import Options, bind_call
-from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
-from flax_mha.masks import combine
 from flax_mha.masks.algebra import evaluate
 from flax_mha.scores import Bias
+from flax_mha.taps.contexts import current
 from flax_mha.taps.edit import Edit
 from flax_mha.taps.tap import Tap
 
@@ -28,14 +27,16 @@ def edit_keys(tap: Tap, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
 
     def edit(name: str, x: Any) -> Any:
         read = dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x)
-        y = tap.change(name, read, sharding.KV_HEADS, q.shape[-2])
-        return y if tap.prefix + name in tap.edits else x
+        y = tap.look(name, read)
+        return y if tap.is_edited(name) else x
 
     return edit("k", k), edit("v", v)
 
 
 def edit_given(tap: Tap, q: jax.Array, source: Shared) -> Shared:
     """Apply the points of the keys and values of an encoder or another layer."""
+    if not tap.is_active:
+        return source
     if source.has_slots:
         tap.refuse("kv", "kv of a layer that decodes; edit that layer")
     k, v = edit_keys(tap, q, *source.own())
@@ -45,12 +46,12 @@ def edit_given(tap: Tap, q: jax.Array, source: Shared) -> Shared:
 def read_result(
     tap: Tap, result: Any, q: jax.Array, source: Shared, has_pairs: bool, call: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Read the values of a softmax, and the weights on pairs if the source `has_pairs`.
+    """Sow the values of a softmax. A source that `has_pairs` holds the keys of the queries' tokens.
 
     Returns the heads' outputs of the result, and its weights, or None if they are not asked for.
     """
-    if has_pairs and not source.has_slots and tap.pairs:
-        _read_pairs(tap, q, source, call)
+    if current.value.at_softmax is not None and has_pairs and not source.has_slots:
+        current.value.at_softmax(tap, q, source, call)
     out, *more = result if isinstance(result, tuple) else (result,)
     for name, value in (more[-1] if call["capture"] else {}).items():
         tap.sow(name, value)
@@ -79,29 +80,6 @@ def edit_scores(tap: Tap, call: dict[str, Any], q: jax.Array, source: Shared) ->
             f"in a ring buffer, whose slots are not positions, got one; give a cache without it"
         )
     return call | {"attention": functools.partial(_attend_with_weights, edit)}
-
-
-def _read_pairs(tap: Tap, q: jax.Array, source: Any, call: Mapping[str, Any]) -> None:
-    """Read the mean weight of each head on each of `tap.pairs`, as `pairs` by name, [N].
-
-    The mean is over the queries that see such a key. It is NaN if there are none. A sink takes part
-    in the softmax, and is in no pair.
-    """
-    normalizer, attention = call["normalizer"], call.get("attention")
-    if attention is not None or normalizer != SOFTMAX:
-        got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
-        raise ValueError(
-            f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
-            f"at {tap.path('attention_pairs')}; read `weights` of this layer instead"
-        )
-    qkv = (q, source.key, source.value)
-    options = {name: x for name, x in call.items() if name in Options.__annotations__}
-    options |= source.places(q, call["mask"], call["lengths"], call.get("order"))
-    q, k, _, spec = bind_call(*qkv, **options)
-    pairs: dict[str, Any] = {}
-    for name, x in tap.pairs.items():
-        pairs[name] = bind_call(*qkv, **options | {"mask": combine(options["mask"], x)})[3].mask
-    tap.sow("pairs", observe.weigh_pairs(q, dequantize(k), spec, pairs))
 
 
 def _attend_with_weights(

@@ -494,7 +494,7 @@ LAYER: list[Case] = [
     ("cache config: no dtype", lambda: CacheConfig("foo"), TypeError,
      r"CacheConfig.dtype must be a dtype, got 'foo'; give one such"),
     ("capture: no name", lambda: Capture(("entropies",)), ValueError,
-     r"tuple of names out of \('weights',.*got \('entropies',\)"),
+     r"tuple of names out of \('q',.*got \('entropies',\)"),
     ("capture: str", lambda: Capture("lse"), ValueError, r"tuple of names.*got 'lse'"),
     ("capture: a head", lambda: Capture(("lse",), heads=3), ValueError,
      r"Capture.heads takes indices, such as.*got 3"),
