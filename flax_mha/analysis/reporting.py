@@ -22,21 +22,21 @@ def report(
 ) -> None:  # fmt: skip
     """Write a page that shows the attention weights of every head, in one run or in two.
 
-    The page is one file that any browser opens without a network. It stores each weight w in 8
-    bits, with an error of at most about √w/255. The entropy of a head is the mean over its queries.
+    Any browser opens the page, without a network. It stores each weight w in 8 bits, with an error
+    of at most about √w/255. A head's entropy is the mean over its queries.
 
     Args:
       path: the file to write.
-      runs: one or two runs by name, such as an original and an edited one. Each is the weights
-        [*B, N, T, S] of one example (every B = 1), or a tree of them, such as all `intermediates`.
-        If the tree has `attention_max_logit`, the page shows the largest one of each head.
+      runs: one or two runs by name. Each is the weights [*B, N, T, S] of one example (every B = 1),
+        or a tree of them, such as all `intermediates`. If it has `attention_max_logit`, the page
+        shows the largest one of each head.
       tokens: T names of the queries, or a dict of them by run.
       kv_tokens: S names of the keys, or a dict of them by run (default: `tokens`).
       scores: numbers by name, each [layers, heads] or a list by layer; and the result of `detect`.
 
     Raises:
-      ValueError: if there are no weights, they are of several examples, not finite or negative, the
-        runs have different shapes, names or numbers do not fit, or the page would exceed 2 MB.
+      ValueError: if weights are missing, negative, not finite or of several examples, if runs,
+        names or numbers do not fit each other, or if the page would exceed 2 MB.
     """
     weights = [find_weights(tree) for tree in runs.values()]
     shapes = [{layer: x.shape for layer, x in layers.items()} for layers in weights]
@@ -120,7 +120,7 @@ def _of_scores(scores: Mapping[str, Any], layers: Mapping[str, np.ndarray]) -> d
 
 
 def _plain(x: Any) -> Any:
-    """Return lists of numbers, with None for what JSON has no number for."""
+    """Return lists of numbers, with None for NaN and infinity, which JSON lacks."""
     if isinstance(x, list):
         return [*map(_plain, x)]
     return np.where(np.isfinite(x), x, None).tolist()

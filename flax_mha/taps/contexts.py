@@ -16,20 +16,20 @@ WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True)
 class Looking:
-    """What all modules that run in a context show.
+    """The values that modules in a context capture, and functions that they call.
 
     JAX traces a function once for equal values. Functions are equal only to themselves.
 
     Attributes:
       capture: the values to capture, in place of those in the modules' fields (default: those).
-      watched: the class of the watched model.
+      watched: the class of the watched model (default: no model).
       at_layer: a function of a linen attention layer that returns the layer to run in its place.
       at_tensor: a function of a module, a tensor's name, the tensor, and True if it is edited.
       at_softmax: a function of a tap, queries, their keys and values, and the arguments of a call.
     """
 
     capture: Capture | None = None
-    watched: Any = None
+    watched: type = object
     at_layer: Callable[[Any], Any] | None = None
     at_tensor: Callable[..., None] | None = None
     at_softmax: Callable[..., None] | None = None

@@ -1,4 +1,4 @@
-"""Taps of a layer that are more than a tensor: keys of a cache, scores, weights, pairs."""
+"""Edits of stored keys and values, scores and weights, and the captures of a kernel."""
 
 import functools
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from flax_mha.taps.tap import Tap
 
 
 def edit_keys(tap: Tap, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
-    """Apply the points of stored keys and values for queries [*B, T, N, H]."""
+    """Return stored keys and values after their edits, for queries [*B, T, N, H]."""
 
     def edit(name: str, x: Any) -> Any:
         read = dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x)
@@ -34,7 +34,7 @@ def edit_keys(tap: Tap, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 def edit_given(tap: Tap, q: jax.Array, source: Shared) -> Shared:
-    """Apply the points of the keys and values of an encoder or another layer."""
+    """Return the keys and values of an encoder or another layer after their edits."""
     if not tap.is_active:
         return source
     if source.has_slots:
@@ -46,9 +46,9 @@ def edit_given(tap: Tap, q: jax.Array, source: Shared) -> Shared:
 def read_result(
     tap: Tap, result: Any, q: jax.Array, source: Shared, has_pairs: bool, call: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Sow the values of a softmax. A source that `has_pairs` holds the keys of the queries' tokens.
+    """Sow the captured values of a kernel's result, and return its output and its weights or None.
 
-    Returns the heads' outputs of the result, and its weights, or None if they are not asked for.
+    `has_pairs` is True if queries and keys are of the same tokens.
     """
     if current.value.at_softmax is not None and has_pairs and not source.has_slots:
         current.value.at_softmax(tap, q, source, call)
@@ -93,15 +93,12 @@ def _attend_with_weights(
             "deterministic=True"
         )
     dims = shapes.attention_dims(q, k, v)
-    own = Capture((), edit.heads)
-    read = capture if capture is not None and "weights" in capture.what else None
-    shown = Capture(()) if return_weights else read or own
-    heads = own.indices("heads", dims.N)
-    both = np.union1d(heads, shown.indices("heads", dims.N))
-    edited = np.searchsorted(both, heads)
-    out, values = dot_product_attention(
-        q, k, v, capture=Capture(("weights",), both.tolist()), **call
-    )
+    heads = Capture((), edit.heads).indices("heads", dims.N)
+    is_captured = capture is not None and "weights" in capture.what
+    is_whole = return_weights or is_captured  # Else only the edited heads' weights are computed.
+    edited = heads if is_whole else np.arange(len(heads))
+    computed = Capture(("weights",), None if is_whole else edit.heads)
+    out, values = dot_product_attention(q, k, v, capture=computed, **call)
     of_mask: Any = {name: call.get(name) for name in ("mask", "q_positions", "kv_positions")}
     spec = bind_call(q, k, v, **of_mask)[-1]
 
@@ -109,7 +106,7 @@ def _attend_with_weights(
         out: jax.Array, w: jax.Array, v: jax.Array, edit: Edit, spec: AttentionSpec
     ) -> tuple[jax.Array, ...]:
         new, v = edit(w[..., edited, :, :]), jnp.take(v, heads // dims.G, -2)
-        if spec.mask is not None:  # Masked pairs stay so.
+        if spec.mask is not None:  # Masked pairs keep a weight of 0.
             allowed = jnp.asarray(evaluate(spec.mask, spec.at(dims)))
             new = jnp.where(observe.pick(allowed, heads, None), new, 0.0)
         z = jnp.einsum("...hts,...shd->...thd", new, v, precision=call.get("precision"))
@@ -118,12 +115,11 @@ def _attend_with_weights(
 
     layouts = (sharding.HEADS, ("batch", None, "length", None))
     out, w = sharding.auto(change, layouts, out, values["weights"], dequantize(v), edit, spec)
-    result = [out, w] if return_weights else [out]
+    result = (out, w) if return_weights else (out,)
     if capture is None:
-        return tuple(result)
+        return result
     # XLA runs the kernel once for both calls.
     captured = dot_product_attention(q, k, v, capture=capture, **call)[-1]
-    if read is not None:
-        chosen = np.searchsorted(both, read.indices("heads", dims.N))
-        captured["weights"] = observe.pick(w, chosen, read.indices("queries", dims.T))
-    return (*result, captured)
+    if is_captured:
+        captured["weights"] = observe.pick(w, *capture.chosen(dims))
+    return *result, captured

@@ -26,10 +26,10 @@ class Tap:
     Attributes:
       module: the module that is called.
       edits: edits by name, with the prefix.
-      prefix: what stands before the names of tensors in `base.tensors`.
+      prefix: the prefix of the names of tensors in `base.tensors`.
       collection: the first argument of the module's `sow`.
       reads: the tensors to sow.
-      seen: the shapes of the tensors so far, by name. It is empty if nobody looks.
+      seen: the shapes of the tensors so far, by name.
       sower: the module into which an `attention_fn` sows its weights.
     """
 
