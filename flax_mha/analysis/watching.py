@@ -58,7 +58,7 @@ def watch(model: Model, capture: Capture | None) -> Model:
 @contextlib.contextmanager
 def _watched(cls: Any, capture: Capture | None) -> Iterator[None]:
     """Let a call capture values, and warn if neither it nor an earlier call runs a layer."""
-    is_inner = current.value.watched is cls
+    is_inner = current().watched is cls
     with looking(capture=Capture(()) if capture is None else capture, watched=cls):
         yield
     if not is_inner and cls not in WATCHED:

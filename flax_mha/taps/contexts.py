@@ -35,19 +35,26 @@ class Looking:
     at_softmax: Callable[..., None] | None = None
 
 
-current = jax.make_user_context(Looking())
+_NOBODY = Looking()
+_context = jax.make_user_context(None)  # JAX compares None faster than a `Looking`.
+
+
+def current() -> Looking:
+    """Return the values and functions of this context."""
+    return _context.value or _NOBODY
 
 
 @contextlib.contextmanager
 def looking(**fields: Any) -> Iterator[None]:
     """Set fields of `Looking` for all modules that run in this context."""
-    with current(dataclasses.replace(current.value, **fields)):
+    with _context(dataclasses.replace(current(), **fields)):
         yield
 
 
 def capture_of(own: Capture | None) -> Capture | None:
     """Return the capture of a module that has a capture of its own."""
-    if current.value.capture is None:
+    context = current()
+    if context.capture is None:
         return own
-    WATCHED.add(current.value.watched)
-    return current.value.capture if current.value.capture.what else None
+    WATCHED.add(context.watched)
+    return context.capture if context.capture.what else None

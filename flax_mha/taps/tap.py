@@ -44,8 +44,8 @@ class Tap:
     @property
     def is_active(self) -> bool:
         """True if somebody edits, captures or lists tensors of this call."""
-        looking = current.value
-        return any((self.edits, self.reads, looking.at_tensor, looking.at_softmax))
+        context = current()
+        return bool(self.edits or self.reads or context.at_tensor or context.at_softmax)
 
     def is_edited(self, name: str) -> bool:
         """Return True if a tensor has an edit."""
@@ -54,7 +54,7 @@ class Tap:
     def needs(self, name: str) -> bool:
         """Return True if a tensor must be computed although the output does not need it."""
         is_read = self.reads is not None and name in self.reads.what
-        return is_read or self.is_edited(name) or current.value.at_tensor is not None
+        return is_read or self.is_edited(name) or current().at_tensor is not None
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
         """Return a tensor after its edit, named for `Block.remat`, and sow it if it is captured."""
@@ -75,8 +75,8 @@ class Tap:
         """Return the edit of a tensor with the shape and dtype of x, or None."""
         name = self.prefix + name
         edit, self.seen[name] = self.edits.get(name), x.shape
-        if current.value.at_tensor is not None:
-            current.value.at_tensor(self.module, name, x, edit is not None)
+        if (visit := current().at_tensor) is not None:
+            visit(self.module, name, x, edit is not None)
         if edit is not None:
             edit.check(self.path(name), x)
         return edit
