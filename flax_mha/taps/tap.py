@@ -26,7 +26,7 @@ class Tap:
     Attributes:
       module: the module that is called, which sows in `collection`.
       edits: edits by name.
-      prefix: what stands before the names of `base.tensors`.
+      prefix: the prefix of names, which `base.tensors` lists without it.
       reads: the tensors to sow.
       seen: the shapes of tensors so far, by name.
       sower: the module into which an `attention_fn` sows its weights.
