@@ -350,6 +350,7 @@ class DecoderBlock(Block):
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.
         """
+        settings.check_module("attention", self.attention, MultiHeadAttention)
         cross = self.cross_attention
         if cross is not None:
             settings.check_module("cross_attention", cross, MultiHeadAttention)
