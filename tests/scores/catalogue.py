@@ -26,7 +26,7 @@ CAP, REACH, BASE = 1.5, 3, 50.0
 
 
 class Row(NamedTuple):
-    """A score function, and what it computes.
+    """A score function of the package with its equation in NumPy.
 
     Attributes:
       make: the score function of its arrays by name, or without arrays one that a layer can have.
