@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from flax_mha.base.coordinates import Array, At
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import AttentionSpec, Platform
-from flax_mha.kernels.flex.function import Function
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.xla.tile_plan import Plan
 
@@ -26,9 +26,9 @@ class Machine(NamedTuple):
         if they must be elementwise.
       visits: the lists of visited tiles, given the states of all and the dtype of q, or None.
       turns: True if the kernels can rotate queries and keys of a dtype.
-      missing: the operation that a `Function` needs and kernels lack, or None, given the layouts of
+      missing: the operation that a function needs and kernels lack, or None, given the layouts of
         its first arguments.
-      run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
+      run: the result of a function for its closed-over arrays and arguments, in a kernel.
       forward: out, with the rest that its dtype leaves if asked for as `exact`, see `split`; and
         each query's maximum and sum of exponentials, [R, N, 2, T′].
       gradients: the gradients of q, k, v and leaves, from `Arrays`, the cotangent of out, and
@@ -41,7 +41,7 @@ class Machine(NamedTuple):
     whole_tiles: bool
     visits: Callable[["FlexCall", Array, Any], Any]
     turns: Callable[["FlexCall", Any], bool]
-    missing: Callable[[Function, Sequence[Operand]], str | None]
+    missing: Callable[[core.Jaxpr, Sequence[Operand]], str | None]
     run: Callable[..., Any]
     forward: Callable[..., tuple[list[jax.Array], jax.Array]]
     gradients: Callable[..., tuple[Any, Any, Any, list[Any]]]
@@ -93,8 +93,8 @@ class FlexCall(NamedTuple):
     plan: Plan
     device: str
     states: tuple[bool, bool]
-    plain: Function
-    masked: Function
+    plain: core.Jaxpr
+    masked: core.Jaxpr
     closed: tuple[Operand, ...]
     leaves: tuple[Operand, ...]
     form: SpecForm
@@ -141,10 +141,10 @@ class Tile(NamedTuple):
         function, args = self.function(s, leaves)
         return self.call.machine.run(function, *args)
 
-    def function(self, s: jax.Array, leaves: Sequence[Any]) -> tuple[Function, list[Any]]:
+    def function(self, s: jax.Array, leaves: Sequence[Any]) -> tuple[core.Jaxpr, list[Any]]:
         """Return the function of the scores, and its arguments."""
         call, args = self.call, [*leaves, *self.at, s]
-        split = len(call.plain.jaxpr.constvars)
+        split = len(call.plain.constvars)
         if not self.masked:
             return call.plain, [*self.closed[:split], *args]
         inside = [self.inside] if call.plan.ragged else []

@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from flax_mha.base.coordinates import At, is_score_array
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.chips import tpus
-from flax_mha.kernels.flex.function import DTYPES, Function
+from flax_mha.kernels.flex.function import DTYPES
+from flax_mha.kernels.flex.function import trace as trace_function
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Machine, SpecForm
 from flax_mha.kernels.xla.tile_plan import Plan, smallest_blocks, tile_states
@@ -129,7 +131,7 @@ def _score(
 def _trace_functions(
     form: SpecForm, arrays: list[Any], plan: Plan, ragged: bool, machine: Machine,
     leaves: list[Operand], step: int,
-) -> tuple[Function, Function, list[Any]] | str:  # fmt: skip
+) -> tuple[core.Jaxpr, core.Jaxpr, list[Any]] | str:  # fmt: skip
     """Trace the scores of a tile, without and with the mask, and return the closed-over arrays.
 
     A step of −1 reverses the axes of the tile, to keys × queries.
@@ -141,12 +143,12 @@ def _trace_functions(
     bq, bk = plan.block_q, plan.block_k
     at = form.fill(arrays).override(At(aval(1, 1), aval(1, 1), aval(bq, 1), aval(1, bk)))
     s, inside = aval(bq, bk, dtype=jnp.float32), [aval(bq, bk, dtype=jnp.bool_)] if ragged else []
-    functions, closed = list[Function](), list[Any]()
+    functions, closed = list[core.Jaxpr](), list[Any]()
     for masked, more in ((False, []), (True, inside)):
         # A user's function may compute something else in the next call, so it is traced anew.
         static = (form, masked) if form.pure else ()
         fn = _score if form.pure else functools.partial(_score, form, masked)
-        function, consts = Function.of(fn, *static, arrays, at, s, *more, num_static=len(static))
+        function, consts = trace_function(fn, *static, arrays, at, s, *more, num_static=len(static))
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"
