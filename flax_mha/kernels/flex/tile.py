@@ -1,7 +1,7 @@
 """The static part of a call, and a tile of its scores, for any machine."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -47,25 +47,17 @@ class Machine(NamedTuple):
     gradients: Callable[..., tuple[Any, Any, Any, list[Any]]]
 
 
-class SpecForm(NamedTuple):
-    """A spec without its arrays.
+# A spec without its arrays: its tree, and the leaves that are Python's numbers, each with its type
+# because 1 equals 1.0, or None for arrays.
+SpecForm: TypeAlias = tuple[Any, tuple[tuple[type, float] | None, ...]]
 
-    Attributes:
-      tree: the tree structure.
-      constants: the leaves that are Python's numbers, each with its type, because 1 equals 1.0;
-        None for arrays.
-      pure: False if it holds user-defined functions. See `trees.trace_once`.
-    """
 
-    tree: Any
-    constants: tuple[tuple[type, float] | None, ...]
-    pure: bool
-
-    def fill(self, arrays: Sequence[Any]) -> AttentionSpec:
-        """Return the spec with these arrays."""
-        rest = iter(arrays)
-        leaves = [next(rest) if x is None else x[1] for x in self.constants]
-        return jax.tree.unflatten(self.tree, leaves)
+def fill(form: SpecForm, arrays: Sequence[Any]) -> AttentionSpec:
+    """Return the spec of a form with these arrays."""
+    tree, constants = form
+    remaining = iter(arrays)
+    leaves = [next(remaining) if x is None else x[1] for x in constants]
+    return jax.tree.unflatten(tree, leaves)
 
 
 class FlexCall(NamedTuple):
@@ -83,6 +75,7 @@ class FlexCall(NamedTuple):
       closed: the arrays that `plain` closes over, and those of `masked`.
       leaves: the spec's arrays. Dropout has two seeds of one number each.
       form: the spec without its arrays.
+      pure: False if it holds user-defined functions. See `trees.trace_once`.
       precision: the precision of float32 matmuls.
       reads_sums: False if only the output is read, and the sums may be 0.
       keys_first: True if the functions are of tiles of keys × queries.
@@ -98,19 +91,15 @@ class FlexCall(NamedTuple):
     closed: tuple[Operand, ...]
     leaves: tuple[Operand, ...]
     form: SpecForm
+    pure: bool
     precision: Any
     reads_sums: bool
     keys_first: bool
     swapped: Any = None
 
-    @property
-    def pure(self) -> bool:
-        """False if it holds user-defined functions. See `trees.trace_once`."""
-        return self.form.pure
-
     def gain(self, x: jax.Array) -> jax.Array:
         """Scale a product of kept weights, as `AttentionSpec.scale_kept`."""
-        return self.form.fill(self.leaves).scale_kept(x)
+        return fill(self.form, self.leaves).scale_kept(x)
 
 
 class Tile(NamedTuple):
@@ -128,7 +117,7 @@ class Tile(NamedTuple):
     def of(cls, call: FlexCall, masked: bool, values: Sequence[Any], at: At) -> "Tile":
         """Return a tile from the arrays of `closed` and `leaves`, and the indices of its scores."""
         closed, leaves = list(values[: len(call.closed)]), list(values[len(call.closed) :])
-        dims, spec = call.plan.dims, call.form.fill(leaves)
+        dims, spec = call.plan.dims, fill(call.form, leaves)
         inside = (at.q < dims.T) & (at.k < dims.S)
         # Clamp indices to the last query and key, so that user functions see no padding index.
         q, k = jnp.minimum(at.q, dims.T - 1), jnp.minimum(at.k, dims.S - 1)

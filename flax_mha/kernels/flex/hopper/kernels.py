@@ -16,7 +16,7 @@ from flax_mha.kernels.flex.hopper.fragments import call_with_slope
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import ROWS, add_product, multiply
 from flax_mha.kernels.flex.passes import Arrays
-from flax_mha.kernels.flex.tile import FlexCall, Tile
+from flax_mha.kernels.flex.tile import FlexCall, Tile, fill
 from flax_mha.kernels.xla import softmax
 from flax_mha.masks import EMPTY
 
@@ -38,7 +38,7 @@ def size_of(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
     """
     size = sizes[features]
     more = max(0, count_operations(call.masked) - SIMPLE)
-    more += 0 if call.form.fill(call.leaves).dropout is None else DROPOUT
+    more += 0 if fill(call.form, call.leaves).dropout is None else DROPOUT
     most = size.step * DOUBLE // (DOUBLE + more)
     return size._replace(step=max(LEAST, 1 << most.bit_length() - 1))
 
