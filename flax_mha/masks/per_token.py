@@ -95,7 +95,7 @@ class Segments(Mask):
 
     def bind(self, dims: Dims) -> Self:
         q, kv = _per_token(self, dims)
-        if self.runs or self.at_most is not None:
+        if checks.flag("Segments.runs", self.runs) or self.at_most is not None:
             self._check()
             q = kv = _runs(q)
             bound, kv = self._limit_runs(q)
@@ -185,7 +185,7 @@ class Documents(PositionDependent):
 
     def bind(self, dims: Dims) -> Self:
         lengths = checks.integers("Documents.lengths", self.lengths)
-        if lengths.ndim == 0 or lengths.shape[:-1] not in {(), dims.B}:
+        if 0 in lengths.shape[-1:] or lengths.shape[:-1] not in {(), dims.B} or not lengths.ndim:
             raise ValueError(
                 f"Documents.lengths must have shape [*B, documents] = {(*dims.B, '·')} or "
                 f"[documents], got {lengths.shape}; fill examples of fewer documents with 0"
