@@ -10,16 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jaxlib.version
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from flax_mha.base import private_jax
 from flax_mha.sharding import devices, layout, rules
 from flax_mha.sharding.rules import LogicalNames, unpack_entry
 from flax_mha.sharding.shard_map import run_on_shards
 
 Shape = tuple[int, ...]
 Multiply = Callable[[jax.Array, jax.Array], Any]
+# Before jaxlib 0.11.2, XLA aborts at the gradients of two `jax.shard_map`s in a row that leave
+# axes of several devices Auto.
+SHARDED_SUBGROUPS = jaxlib.version.__version_info__ >= (0, 11, 2)
 
 
 def product(
@@ -46,7 +49,7 @@ def product(
     spec = rules.keep_axes(spec, axes)
     # XLA:CPU aborts at sums of half precision over devices that a `jax.shard_map` transposes to.
     aborts = x.dtype.itemsize < 4 and devices.platform() == "cpu"
-    if not private_jax.SHARDED_SUBGROUPS:
+    if not SHARDED_SUBGROUPS:
         sizes = jax.sharding.get_abstract_mesh().shape
         aborts |= any(size > 1 for axis, size in sizes.items() if axis not in axes)
     compute = Partial(_tensor_parallel, multiply, names, rows, contracted)

@@ -8,18 +8,17 @@ import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from flax_mha.base import private_jax
 from flax_mha.base.trees import Static, is_traced
 from flax_mha.sharding.rules import keep_axes
 
 
 def mapped_axes() -> tuple[set[str], set[str]]:
     """Return the axes that `jax.vmap` maps over: Explicit ones, and those of `spmd_axis_name`."""
-    if private_jax.missing("vmap"):
+    try:
+        from jax._src.core import get_axis_env
+    except ImportError:  # JAX has no public name for this. No axis then counts as mapped.
         return set(), set()
-    from jax._src import core as tracing
-
-    env, mesh = tracing.get_axis_env(), jax.sharding.get_abstract_mesh()
+    env, mesh = get_axis_env(), jax.sharding.get_abstract_mesh()
     free = {*mesh.auto_axes, *mesh.explicit_axes}
     return free & env.explicit_mesh_axis_names, free & env.spmd_axis_names
 
