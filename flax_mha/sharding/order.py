@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from flax_mha.base import checks
-from flax_mha.base.coordinates import Array, PairRule, tiles_of, whole
+from flax_mha.base.coordinates import Array, tiles_of, whole
 from flax_mha.base.shapes import Dims
 
 # The swaps that are compared at once, and the most table entries of all swaps: some seconds.
@@ -125,7 +125,7 @@ def _count_work(rows: np.ndarray, mask: Any, tile: int) -> np.ndarray:
     tiles = tiles_of(*whole(dims)[2:], tile, tile)
     if mask is None:
         visible = tiles.k_min <= tiles.q_max
-    elif isinstance(mask, PairRule):
+    elif hasattr(mask, "bind"):
         jax.tree.map(functools.partial(checks.static, "mask"), mask)
         visible = np.asarray(mask.bind(dims).tiles(tiles)) > 0
     else:
