@@ -80,7 +80,7 @@ def attend(
     """
     tap = call.tap
     q = numerics.scale_heads("score_scale", heads.q, p.get("score_scale"))
-    q = tap("q", sharding.constrain(q, sharding.HEADS), sharding.HEADS)
+    q = tap("q", sharding.constrain(q, sharding.HEADS))
     arguments = _arguments(p, settings, heads, call)
     given = resolve.as_source(cache)
     is_own = heads.same_tokens or given.is_shared
@@ -91,7 +91,7 @@ def attend(
         result = source.attend(asked, **arguments)
     z, weights = internals.read_result(tap, result, q, source, is_own, arguments)
     chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
-    z = tap.change("z", z, sharding.HEADS)  # Kernels give it its name, beside the lse.
+    z = tap("z", z)
     z = exclude_own(z, _own_values(source, heads.same_tokens)) if settings.exclusive else z
     z = z if heads.gate is None else numerics.scaled(z, jax.nn.sigmoid(heads.gate))
     z = numerics.scale_heads("head_mask", z, call.head_mask)
@@ -112,8 +112,7 @@ def _open_source(
         resolve.check_shared(source, q, Hv, arguments["mask"], heads.order)
     k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
     if not source.is_given:
-        k = tap("k", k, sharding.KV_HEADS, q.shape[-2])
-        v = tap("v", v, sharding.KV_HEADS, q.shape[-2])
+        k, v = tap("k", k), tap("v", v)
     k = k if heads.turns is None else Turned(k, heads.turns[1])
     new = KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None)
     kept = heads.kept(k, v) if source.appends else new.own()
@@ -139,10 +138,8 @@ def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
         out = jax.lax.collapse(z, z.ndim - 2) if linear is None else linear(z)
     if linear is None or linear.kernel is None or not tap.needs("result"):
         return out
-    names = ("batch", "length", "heads", None)
-    shares = tap("result", linear.shares(z), names)
-    is_edited = tap.prefix + "result" in tap.edits
-    return linear.join(shares, out.dtype) if is_edited else out
+    shares = tap("result", linear.shares(z))
+    return linear.join(shares, out.dtype) if tap.is_edited("result") else out
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:

@@ -18,7 +18,7 @@ from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import ZEROS, Call, Settings, has_bias
-from flax_mha.taps.contexts import asked
+from flax_mha.taps.contexts import capture_of
 from flax_mha.taps.tap import Tap
 
 # One function for equal values, so that equal nnx layers have equal definitions.
@@ -101,7 +101,7 @@ class Attention(Settings):
         `is_captured` is True if intermediates are collected.
         """
         sow_weights = checks.flag("sow_weights", sow_weights)
-        reads, is_custom = asked(tap.module, self.capture), self.custom_attention is not None
+        reads, is_custom = capture_of(self.capture), self.custom_attention is not None
         if sow_weights and not is_custom:  # Such a function sows them by itself.
             names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
             reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
