@@ -23,8 +23,8 @@ Multiply = Callable[[jax.Array, jax.Array], Any]
 
 
 def product(
-    multiply: Multiply, names: LogicalNames, rows: LogicalNames, contracted: int, x: jax.Array,
-    kernel: jax.Array,
+    parallel: Callable[..., Any], multiply: Multiply, names: LogicalNames, rows: LogicalNames,
+    contracted: int, x: jax.Array, kernel: jax.Array,
 ) -> Any:  # fmt: skip
     """Return multiply(x, kernel) [*rows, *features].
 
@@ -32,6 +32,7 @@ def product(
     XLA by itself would all-reduce it, and then slice.
 
     Args:
+      parallel: `column_parallel` or `row_parallel`.
       multiply: a function of a module, or a `Partial` of one.
       names: the logical names of the kernel's axes.
       rows: the logical names of the other axes of the result.
@@ -49,7 +50,7 @@ def product(
     if not private_jax.SHARDED_SUBGROUPS:
         sizes = jax.sharding.get_abstract_mesh().shape
         aborts |= any(size > 1 for axis, size in sizes.items() if axis not in axes)
-    compute = Partial(_tensor_parallel, multiply, names, rows, contracted)
+    compute = Partial(parallel, multiply, names, rows, contracted)
     if aborts or not any(spec):
         return compute(x, layout.constrain(kernel, whole))
     on_shard = Partial(_with_shard, compute, whole, spec, kernel.shape)
@@ -73,36 +74,26 @@ def _gather(spec: PartitionSpec, shard: jax.Array) -> jax.Array:
     return shard
 
 
-def _tensor_parallel(
+def column_parallel(
     multiply: Multiply, names: LogicalNames, rows: LogicalNames, contracted: int, x: jax.Array,
     kernel: jax.Array,
 ) -> Any:  # fmt: skip
-    """Multiply by a kernel that is whole along the axes of FSDP."""
-    of_result = (*x.shape[: x.ndim - contracted], *kernel.shape[contracted:])
-    out = (of_result, rows + gathered(names[contracted:]))
-    if contracted == 1 and rows == ("batch", "length") and x.ndim >= 2:
-        return _column_parallel(multiply, names, out, x, kernel)
-    if rows[-1] == "norm_length":
-        return _row_parallel(multiply, names[:contracted], gathered(names), out, x, kernel)
-    return multiply(x, kernel)
-
-
-def _column_parallel(
-    multiply: Multiply, names: LogicalNames, out: Any, x: jax.Array, kernel: jax.Array
-) -> Any:
-    """Multiply by a kernel whose features are sharded.
+    """Multiply by a kernel whose features are sharded, and whole along the axes of FSDP.
 
     If positions of x are sharded between layers, each device gathers all of them before the
     product, and keeps the gradient of its own: one all-gather forward and one reduce-scatter
     backward. If devices share key/value heads, the gradient of x is a sum over all devices, which
-    XLA joins with that of the queries.
+    XLA joins with the sum for the queries.
     """
     at = x.ndim - 2
+    if contracted > 1 or rows != ("batch", "length") or at < 0:
+        return multiply(x, kernel)
     axes, over = _sequence_axes(x.shape, at), _sharing_axes(kernel.shape, names)
     if not axes and not over:
         return multiply(x, kernel)
     of_x = ("batch", "norm_length" if axes else "length", None)
     on_device = Partial(_gather_positions, multiply, axes, at)
+    out = (*x.shape[:-1], *kernel.shape[1:]), rows + gathered(names[1:])
     return layout.local(on_device, [of_x, gathered(names)], out, x, kernel, over=over)
 
 
@@ -112,22 +103,23 @@ def _gather_positions(
     return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True) if axes else x, kernel)
 
 
-def _row_parallel(
-    multiply: Multiply, contracted: LogicalNames, names: LogicalNames, out: Any, x: jax.Array,
+def row_parallel(
+    multiply: Multiply, names: LogicalNames, rows: LogicalNames, contracted: int, x: jax.Array,
     kernel: jax.Array,
 ) -> Any:  # fmt: skip
-    """Multiply by a kernel whose contracted axes are sharded.
+    """Multiply by a kernel whose contracted axes are sharded, and whole along the axes of FSDP.
 
     If the devices that sum a product also shard its positions, each keeps the sums of its own: one
     reduce-scatter forward, one all-gather backward.
     """
-    at = x.ndim - len(contracted) - 1
-    axes = _sequence_axes(out[0], at)
-    if not axes or axes != unpack_entry(layout.spec(kernel.shape, names)[0]):
+    at, whole = x.ndim - contracted - 1, gathered(names)
+    shape = (*x.shape[: at + 1], *kernel.shape[contracted:])
+    axes = _sequence_axes(shape, at)
+    if not axes or axes != unpack_entry(layout.spec(kernel.shape, whole)[0]):
         return multiply(x, kernel)
-    of_x = ("batch", "length", *contracted)
+    of_x = ("batch", "length", *names[:contracted])
     on_device = Partial(_scatter_positions, multiply, axes, at)
-    return layout.local(on_device, [of_x, names], out, x, kernel)
+    return layout.local(on_device, [of_x, whole], (shape, rows + whole[contracted:]), x, kernel)
 
 
 def _scatter_positions(
