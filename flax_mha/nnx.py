@@ -62,7 +62,7 @@ class CacheVariables(nnx.Pytree):
         for name, x in fields.items():
             variable = getattr(self, name, None)
             if variable is None or variable.window != window or not _fits(variable, x):
-                # `flax_mha.cache.truncate` of a state reads the window. A reference can't hold None.
+                # `cache.truncate` of a state reads the window. A reference can't hold None.
                 form = {"ref": False} if x is None else {}
                 setattr(self, name, nnx.Cache(x, window=window, **form))
             else:
