@@ -13,7 +13,7 @@ from flax_mha import masks
 from flax_mha.base import checks
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig
-from flax_mha.cache.resolve import Given
+from flax_mha.cache.resolve import KVLike
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer.qk_norm import QKNorm
@@ -130,7 +130,7 @@ class CallOptions(TypedDict, total=False):
     head_mask: jax.Array | None
     lengths: jax.Array | None
     order: Array | None
-    kv: Given | None
+    kv: KVLike | None
     deterministic: bool | None
     sow_weights: bool
 

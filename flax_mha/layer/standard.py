@@ -12,7 +12,7 @@ from flax.typing import Initializer
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_given, hidden_field
 from flax_mha.cache import as_cache_config
-from flax_mha.cache.sources import Source
+from flax_mha.cache.resolve import CacheLike
 from flax_mha.kernels.call.capture import Capture, as_capture
 from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
@@ -178,7 +178,7 @@ class Attention(Settings):
 
     def compute(
         self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        call: Call, cache: Source | None,
+        call: Call, cache: CacheLike,
     ) -> core.Output:  # fmt: skip
         """Return the output of the layer. Another kind of attention overrides this.
 
