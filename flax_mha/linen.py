@@ -1,8 +1,10 @@
 """The linen layers: they make parameters, hold caches, and call the functions of `layer`."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import flax.linen as nn
 import jax
@@ -15,35 +17,37 @@ from flax_mha.base.arguments import check_refused, hidden_field
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, as_cache_config, collection, resolve
-from flax_mha.cache.resolve import KVLike
+from flax_mha.cache.resolve import CacheLike, KVLike
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection, make_parameter
-from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
-from flax_mha.layer.settings import Call, CallOptions
-from flax_mha.layer.standard import Attention
+from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry, Table
+from flax_mha.layer.settings import Call, Settings, reading
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import rules
 from flax_mha.taps import contexts
 from flax_mha.taps.tap import tap_of
 
 
-class LayerOptions(CallOptions, total=False):
-    """The arguments of a linen layer's call, beside the inputs and `return_…`."""
+class LayerOptions(TypedDict, total=False):
+    """The arguments of a layer's call that models pass on, besides inputs and `return_…`.
 
+    `MultiHeadAttention.__call__` describes them.
+    """
+
+    mask: masks.MaskLike | None
+    bias: jax.Array | None
+    scores: Sequence[ScoreMod]
+    positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None
+    head_mask: jax.Array | None
+    lengths: jax.Array | None
+    order: Array | None
+    kv: KVLike | None
+    deterministic: bool | None
+    sow_weights: bool
     dropout_rng: jax.Array | None
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class _Sizes:
-    """The fields that are shown before those of all layers."""
-
-    num_heads: int = dataclasses.field(kw_only=False)
-    qkv_features: int | None = None
-    out_features: int | None = None
-    num_kv_heads: int | None = None
-
-
-class MultiHeadAttention(Attention, _Sizes, nn.Module):
+class MultiHeadAttention(Settings, nn.Module):
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
@@ -113,9 +117,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
-    _: dataclasses.KW_ONLY
-    decode: bool = False
-    partitioned: bool = False
+    _: dataclasses.KW_ONLY  # Flax adds `parent` and `name`.
 
     if not TYPE_CHECKING:  # Fields are frozen.
 
@@ -142,7 +144,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
 
         Args:
           inputs_q: the inputs of the queries [*B, T, D].
-          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention). Given,
+          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention). KVLike,
             they are tokens of another sequence, whatever array they are; with `decode` other
             inputs of the tokens of inputs_q, whose keys are appended.
           inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
@@ -199,7 +201,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
                 mask, bias, with_parameters(self, self.scores, self, D) + as_scores(scores),
                 positions, head_mask, lengths, order, return_weights=return_weights,
                 dropout_rng=self._dropout_rng(deterministic, dropout_rng),
-                tap=self._reading(tap, sow_weights, is_captured),
+                tap=reading(self, tap, sow_weights, is_captured),
             )  # fmt: skip
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
@@ -207,6 +209,32 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
                 new = collection.constrain_cache(output.cache)
                 self.put_variable("cache", new.variable, new)
         return core.returned(output, return_weights, return_kv)
+
+    @nn.nowrap
+    def compute(
+        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        call: Call, cache: CacheLike,
+    ) -> core.Output:  # fmt: skip
+        """Compute the layer from arrays. A variant overrides this, `table` and `check_fields`.
+
+        Arguments are those of `core.attention`.
+        """
+        # Not `core.attention`, which is one frame more in every traceback.
+        heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache, in_kernel=True)
+        return core.attend(p, self, heads, call, cache)
+
+    @nn.nowrap
+    def checked_table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return `table` after a check of the fields, both made once for equal fields and sizes.
+
+        Linen clones a layer for each call, so the layer itself can't keep them.
+        """
+        names = {field.name for field in dataclasses.fields(self)} - {"parent", "name"}
+        fields = {name: getattr(self, name) for name in names}
+        with contextlib.suppress(TypeError):  # A mask with arrays has no hash.
+            return _checked_table(type(self), D, Dk, Dv, **fields)
+        self.check_fields()
+        return self.table(D, Dk, Dv)
 
     @nn.nowrap
     def _make(self, name: str, entry: Entry) -> Any:
@@ -239,6 +267,13 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
         if checks.flag("deterministic", deterministic):
             return None
         return self.make_rng("dropout") if rng is None else rng
+
+
+@functools.lru_cache(256, typed=True)  # 1 is not True.
+def _checked_table(cls: type[MultiHeadAttention], D: int, Dk: int, Dv: int, **fields: Any) -> Table:
+    layer = cls(**fields, parent=None)
+    layer.check_fields()
+    return layer.table(D, Dk, Dv)
 
 
 def with_parameters(

@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import flax
 import jax
@@ -13,27 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import FrozenDict
-from flax.typing import Dtype, Initializer
+from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import masks
+from flax_mha import linen, masks, variants
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_given, check_refused
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, KVCache, as_cache_config, collection, resolve
 from flax_mha.cache.resolve import KVLike
+from flax_mha.kernels import Capture
+from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer import core
-from flax_mha.layer.linear import Linear
-from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
-from flax_mha.layer.settings import Call
-from flax_mha.layer.standard import Attention
+from flax_mha.layer.linear import Linear, default_kernel_init
+from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry, Table
+from flax_mha.layer.qk_norm import QKNorm
+from flax_mha.layer.settings import ZEROS, Call, reading
+from flax_mha.positions import Rotation
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
+from flax_mha.signatures.attention_fn import attention_fn
 from flax_mha.taps.tap import Tap
-from flax_mha.variants.chosen_blocks import ChosenBlocks
-from flax_mha.variants.differential import Differential
-from flax_mha.variants.forgetting import Forgetting
-from flax_mha.variants.latent import Latent
-from flax_mha.variants.talking_heads import TalkingHeads
 
 __all__ = [
     "CacheVariables", "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention",
@@ -44,8 +42,7 @@ __dir__ = __all__.copy
 Metadata: TypeAlias = Mapping[str, Any]
 _NOTHING: Metadata = FrozenDict()
 # The fields that a layer has as attributes, because they may change.
-_STATIC = ("kernel", "dropout_rate", "deterministic", "decode", "capture")
-_CHANGING = ("mask", "scores", *_STATIC)
+_CHANGING = ("mask", "scores", "kernel", "dropout_rate", "deterministic", "decode", "capture")
 _INITIALIZERS = ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init")
 
 
@@ -115,7 +112,7 @@ class Projection(nnx.LinearGeneral):
 
 
 def _projection(
-    config: Attention, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Metadata
+    config: linen.MultiHeadAttention, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Metadata
 ) -> Projection:
     """Make a projection, with the metadata of its kernel and of its bias."""
     kernel_init, bias_init = (
@@ -129,18 +126,6 @@ def _projection(
     )  # fmt: skip
     projection.entry = entry
     return projection
-
-
-class _Signature:
-    """The signature of a layer's class, with the fields of its config and the layer's arguments."""
-
-    def __get__(self, layer: Any, cls: Any) -> inspect.Signature:
-        if layer is not None:
-            raise AttributeError("__signature__")  # An instance has the one of `__call__`.
-        _, *fields = inspect.signature(cls.Config.__init__).parameters.values()
-        own = inspect.signature(cls.__init__).parameters.values()
-        shown = [p for p in fields if p.annotation is not None]  # Others must be None.
-        return inspect.Signature([*shown, *(p for p in own if p.kind is p.KEYWORD_ONLY)])
 
 
 def _field(name: str) -> Any:
@@ -186,34 +171,9 @@ class MultiHeadAttention(nnx.Module):
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(Attention):
-        """The fields of a layer, which are equal for equal layers."""
+    # The linen layer of the same kind. An instance that is bound to nothing is the config.
+    kind: ClassVar[type[linen.MultiHeadAttention]] = linen.MultiHeadDotProductAttention
 
-        in_features: int  # type: ignore[misc]
-        qkv_features: int | None = None
-        out_features: int | None = None
-        num_kv_heads: int | None = None
-        in_kv_features: int | None = None
-        _: dataclasses.KW_ONLY
-        broadcast_dropout: bool = True
-        kernel_init: Initializer = nnx.nn.linear.default_kernel_init
-
-    __signature__ = _Signature()
-    num_heads = _field("num_heads")
-    in_features = _field("in_features")
-    qkv_features = _field("qkv_features")
-    out_features = _field("out_features")
-    num_kv_heads = _field("num_kv_heads")
-    in_kv_features = _field("in_kv_features")
-    head_dim = _field("head_dim")
-    dtype = _field("dtype")
-    param_dtype = _field("param_dtype")
-    precision = _field("precision")
-    use_bias = _field("use_bias")
-    broadcast_dropout = _field("broadcast_dropout")
-    normalize_qk = _field("normalize_qk")
-    attention_fn = _field("attention_fn")
     dropout_rate: float
     deterministic: bool | None
     decode: bool | None
@@ -228,36 +188,63 @@ class MultiHeadAttention(nnx.Module):
     scores: Any = ()
 
     def __init__(
-        self, num_heads: int, in_features: int, *sizes: Any, rngs: nnx.Rngs,
-        keep_rngs: bool = True, kernel_metadata: Metadata = _NOTHING,
-        out_kernel_metadata: Metadata = _NOTHING, bias_metadata: Metadata = _NOTHING,
-        out_bias_metadata: Metadata = _NOTHING, query_ln_scale_metadata: Metadata = _NOTHING,
-        key_ln_scale_metadata: Metadata = _NOTHING, **fields: Any,
+        self, num_heads: int, in_features: int, qkv_features: int | None = None,
+        out_features: int | None = None, num_kv_heads: int | None = None,
+        in_kv_features: int | None = None, *, rngs: nnx.Rngs, head_dim: int | None = None,
+        v_head_dim: int | None = None, mask: masks.MaskLike | None = None,
+        rotary: Rotation | None = None, scores: Sequence[ScoreMod] = (),
+        scale: float | Literal["learned"] | None = None, sinks: bool = False,
+        normalizer: str = SOFTMAX, kernel: str = "auto", dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True, deterministic: bool | None = None,
+        decode: bool | None = False, cache: CacheConfig | None = None,
+        capture: Capture | None = None, qk_norm: QKNorm | None = None, gate: str | None = None,
+        exclusive: bool = False, use_bias: bool | Sequence[str] = True, project_out: bool = True,
+        dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None, kernel_init: Initializer = default_kernel_init,
+        out_kernel_init: Initializer | None = None, bias_init: Initializer = ZEROS,
+        out_bias_init: Initializer | None = None, normalize_qk: bool = False,
+        attention_fn: Callable[..., Any] | None = attention_fn,
+        force_fp32_for_softmax: bool = False, keep_rngs: bool = True,
+        kernel_metadata: Metadata = _NOTHING, out_kernel_metadata: Metadata = _NOTHING,
+        bias_metadata: Metadata = _NOTHING, out_bias_metadata: Metadata = _NOTHING,
+        query_ln_scale_metadata: Metadata = _NOTHING, key_ln_scale_metadata: Metadata = _NOTHING,
+        **fields: Any,
     ) -> None:  # fmt: skip
         check_given(type(self).__name__, fields)
-        config: Any = self.Config(num_heads, in_features, *sizes, **fields)
+        config: Any = self.kind(
+            num_heads, parent=None, qkv_features=qkv_features, out_features=out_features,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, mask=mask,
+            rotary=rotary, scores=scores, scale=scale, sinks=sinks, normalizer=normalizer,
+            kernel=kernel, dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout,
+            deterministic=deterministic, decode=decode, cache=as_cache_config(cache),
+            capture=capture, qk_norm=qk_norm, gate=gate, exclusive=exclusive, use_bias=use_bias,
+            project_out=project_out, dtype=dtype, param_dtype=param_dtype, precision=precision,
+            kernel_init=kernel_init, out_kernel_init=out_kernel_init, bias_init=bias_init,
+            out_bias_init=out_bias_init, normalize_qk=normalize_qk, attention_fn=attention_fn,
+            force_fp32_for_softmax=force_fp32_for_softmax, **fields,
+        )  # fmt: skip
         config.check_fields()
-        D, Dk = in_features, config.in_kv_features
+        config.cache.window(mask)  # A call may decode.
+        D, Dk = in_features, in_kv_features
         checks.positive(num_heads=num_heads, in_features=D)
-        checks.optional(out_features=config.out_features, in_kv_features=Dk or None)
-        Dk = D if Dk is None else Dk
+        checks.optional(out_features=out_features, in_kv_features=Dk or None)
+        self.in_features, self.in_kv_features = D, D if Dk is None else Dk
         N, K, H, Hv = config.sizes(D)
         # Two functions are never equal, and few can be pickled, so initializers are not kept.
         self.config = dataclasses.replace(
             config, **dict.fromkeys((*_CHANGING, *_INITIALIZERS)), qkv_features=N * H,
-            out_features=config.out_features or D, in_kv_features=Dk, num_kv_heads=K, head_dim=H,
-            v_head_dim=Hv, cache=as_cache_config(config.cache),
+            out_features=out_features or D, num_kv_heads=K, head_dim=H, v_head_dim=Hv,
         )  # fmt: skip
-        scores = as_scores(config.scores)
-        self.mask = _as_variables(config.mask)
+        scores = as_scores(scores)
+        self.mask = _as_variables(mask)
         if scores:
             self.scores = _as_variables(scores)
-        for name in _STATIC:
-            setattr(self, name, getattr(config, name))
+        self.kernel, self.dropout_rate, self.capture = kernel, dropout_rate, capture
+        self.deterministic, self.decode = deterministic, decode
         self.kv: Any = nnx.data(None)
         metadata = {"query_ln": query_ln_scale_metadata, "key_ln": key_ln_scale_metadata}
         outs = (out_kernel_metadata or kernel_metadata, out_bias_metadata or bias_metadata)
-        table = config.table(D, Dk, Dk)
+        table = self._table(config)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
                 metadata_of = outs if entry.is_out else (kernel_metadata, bias_metadata)
@@ -286,8 +273,21 @@ class MultiHeadAttention(nnx.Module):
         if keep_rngs and config.dropout_rate > 0:
             self.rngs = rngs.dropout.fork()
 
+    num_heads = _field("num_heads")
+    qkv_features = _field("qkv_features")
+    out_features = _field("out_features")
+    num_kv_heads = _field("num_kv_heads")
+    head_dim = _field("head_dim")
+    dtype = _field("dtype")
+    param_dtype = _field("param_dtype")
+    precision = _field("precision")
+    use_bias = _field("use_bias")
+    broadcast_dropout = _field("broadcast_dropout")
+    normalize_qk = _field("normalize_qk")
+    attention_fn = _field("attention_fn")
+
     @property
-    def settings(self) -> Attention:
+    def settings(self) -> linen.MultiHeadAttention:
         """All fields, as the next call reads them."""
         changing = nnx.as_pure({name: getattr(self, name) for name in _CHANGING})
         return dataclasses.replace(self.config, **changing)
@@ -353,7 +353,7 @@ class MultiHeadAttention(nnx.Module):
         call = Call(
             mask, bias, self._learned(settings) + as_scores(scores), positions, head_mask, lengths,
             order, dropout_rng=self._dropout_rng(deterministic, rngs),
-            return_weights=return_weights, tap=settings._reading(tap, sow_weights, is_captured),
+            return_weights=return_weights, tap=reading(settings, tap, sow_weights, is_captured),
         )  # fmt: skip
         output = settings.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
@@ -431,7 +431,7 @@ class MultiHeadAttention(nnx.Module):
                     f"{x.shape}; change in_features or in_kv_features"
                 )
 
-    def _learned(self, settings: Attention) -> tuple[ScoreMod, ...]:
+    def _learned(self, settings: linen.MultiHeadAttention) -> tuple[ScoreMod, ...]:
         """Return the layer's scores with their parameters."""
 
         def read(name: str, *_: Any) -> Any:
@@ -441,8 +441,11 @@ class MultiHeadAttention(nnx.Module):
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name."""
-        table = self.config.table(self.in_features, self.in_kv_features, self.in_kv_features)
+        table = self._table(self.config)
         return {name: self._read(getattr(self, name), entry) for name, entry in table.items()}
+
+    def _table(self, config: linen.MultiHeadAttention) -> Table:
+        return config.table(self.in_features, self.in_kv_features, self.in_kv_features)
 
     @staticmethod
     def _read(module: Any, entry: Entry) -> Any:
@@ -498,41 +501,40 @@ class MultiHeadAttention(nnx.Module):
         return None if self.kv is None else self._kept().length
 
 
+# Only the layer that replaces Flax's has its default, True.
+_variant_init: Any = functools.partialmethod(MultiHeadAttention.__init__, broadcast_dropout=False)
+
+
 class MultiHeadLatentAttention(MultiHeadAttention):
     """`flax_mha.variants.MultiHeadLatentAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(Latent, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.MultiHeadLatentAttention
+    __init__ = _variant_init
 
 
 class DifferentialAttention(MultiHeadAttention):
     """`flax_mha.variants.DifferentialAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(Differential, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.DifferentialAttention
+    __init__ = _variant_init
 
 
 class ForgettingAttention(MultiHeadAttention):
     """`flax_mha.variants.ForgettingAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(Forgetting, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.ForgettingAttention
+    __init__ = _variant_init
 
 
 class TalkingHeadsAttention(MultiHeadAttention):
     """`flax_mha.variants.TalkingHeadsAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(TalkingHeads, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.TalkingHeadsAttention
+    __init__ = _variant_init
 
 
 class ChosenBlocksAttention(MultiHeadAttention):
     """`flax_mha.variants.ChosenBlocksAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(ChosenBlocks, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.ChosenBlocksAttention
+    __init__ = _variant_init

@@ -54,7 +54,7 @@ def attention(
     """Attend from x_q to x_k and x_v.
 
     Args:
-      p: the parameters by name, as `standard.Attention.table` lists them: `query`, `key`, `value`,
+      p: the parameters by name, as `Settings.table` lists them: `query`, `key`, `value`,
         `out` and `output_gate` as `Linear`, the norms `query_ln` and `key_ln` as functions, the
         arrays `sinks` and `score_scale`. All but `query` can be missing.
       settings: the settings of the layer.

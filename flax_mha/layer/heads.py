@@ -61,9 +61,10 @@ def project_heads(
         is_whole = x_k is None and not appends and resolve.next_positions(cache, T) is None
         order = check_order(order, is_whole, T)
     same_tokens = appends or (x_k is None and cache is None)
-    x_q = padding.cleared(x_q, call.lengths, order)
-    if same_tokens:
-        x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
+    if call.lengths is not None:
+        x_q = padding.cleared(x_q, call.lengths, order)
+        if same_tokens:
+            x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
     x_k, x_v = resolve.projected(x_q, x_k, x_v, cache)
     with jax.named_scope("project"):  # These names are what profiles show.
         has_gate, gate = "output_gate" in p, None

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +16,6 @@ from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer.core import Output
 from flax_mha.layer.settings import Call
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.masks.algebra import resolve
 from flax_mha.masks.states import is_static
@@ -25,10 +25,32 @@ from flax_mha.variants import common
 _SCORES = 2**21
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class ChosenBlocks(Attention):
-    """The fields and computation of attention to chosen blocks of keys, for linen and nnx."""
+class ChosenBlocksAttention(MultiHeadAttention):
+    """Causal self-attention of each query to a few blocks of keys, chosen by their means.
 
+        score of block c = q · mean of the keys of block c that the mask lets it see
+        out = attention to the query's own block, and the `count` − 1 before it of the highest score
+
+    A query never chooses a fully masked block. Parameters, fields and arguments are as in
+    `MultiHeadAttention`, without cross-attention, `order`, `attention_fn` and a cache with a
+    window. The choice takes no gradient: queries learn to find a block as they learn to find keys
+    in it. Neighboring queries are computed together, which saves time where they choose the same
+    blocks, as in one `query_block`.
+
+    Attributes:
+      block: the number of keys in a block.
+      count: the number of blocks that a query sees, its own block included.
+      share: True if the query heads of each key/value head choose together, by the sum of their
+        softmaxes over the scores; False if each head chooses.
+      query_block: the number of queries that choose together, by the first of their tokens that any
+        of them sees; a later token would tell earlier queries of the future. Means are over the
+        keys that any of them may see. Decoding needs 1.
+
+    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
+    as in the selection of Yuan et al., "Native Sparse Attention", 2025.
+    """
+
+    _: dataclasses.KW_ONLY
     block: int = 64
     count: int = 8
     share: bool = False
@@ -39,6 +61,7 @@ class ChosenBlocks(Attention):
         """True if heads choose blocks together, or have a norm over all heads."""
         return self.share or super().mixes_heads
 
+    @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         common.check_inputs("attention to chosen blocks", x_k, cache)
@@ -46,6 +69,7 @@ class ChosenBlocks(Attention):
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(p, x_q, x_k, x_v, call, cache)
 
+    @nn.nowrap
     def check_fields(self) -> None:
         """Check the fields as far as it needs no inputs."""
         super().check_fields()
@@ -61,6 +85,7 @@ class ChosenBlocks(Attention):
                 "leave it out"
             )
 
+    @nn.nowrap
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
         """Compute `dot_product_attention` to the chosen blocks."""
         at = call.get("q_positions")
@@ -78,6 +103,7 @@ class ChosenBlocks(Attention):
         call["mask"] = masks.combine(chosen, call.get("mask"))
         return dot_product_attention(q, k, v, **call)
 
+    @nn.nowrap
     def _scores(
         self, q: jax.Array, k: jax.Array, positions: Array | None, mask: masks.Mask
     ) -> list[jax.Array]:
@@ -103,6 +129,7 @@ class ChosenBlocks(Attention):
         scale: Any = dims.H**-0.5 if self.scale is None else self.scale
         return _shared(dims.K, scores * scale, visible, jnp.broadcast_to(past, scores.shape))
 
+    @nn.nowrap
     def _choosing(self, q: jax.Array, mask: masks.Mask, at: At) -> jax.Array:
         """Return the query that chooses for each block of queries, [*B, nq, N, H].
 
@@ -119,6 +146,7 @@ class ChosenBlocks(Attention):
         index = jax.vmap(choose, out_axes=-2)(jnp.arange(0, q.shape[-3], size))
         return jnp.take_along_axis(q, index[..., None], -3)
 
+    @nn.nowrap
     def _by_means(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Return scores with the means of all keys of each block, [*B, N, nq, nk]."""
         *B, nq, N, H = q.shape
@@ -127,6 +155,7 @@ class ChosenBlocks(Attention):
         scores = jnp.einsum("...tkgh,...khc->...kgtc", q.reshape(*B, nq, K, N // K, H), means)
         return scores.reshape(*B, N, nq, -1)
 
+    @nn.nowrap
     def _by_visible_keys(
         self, q: jax.Array, k: jax.Array, mask: masks.Mask, at: At
     ) -> tuple[jax.Array, jax.Array]:
@@ -151,12 +180,14 @@ class ChosenBlocks(Attention):
         scores, visible = (jnp.moveaxis(x, 0, -2) for x in results)
         return scores, visible
 
+    @nn.nowrap
     def _sums(self, x: jax.Array) -> jax.Array:
         """Return the sum of each block of keys, of x [..., S]: [..., nk]."""
         S, nk = x.shape[-1], -(-x.shape[-1] // self.block)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, nk * self.block - S)])
         return x.reshape(*x.shape[:-1], nk, self.block).sum(-1)
 
+    @nn.nowrap
     def _check_call(self, call: Call, cache: Any) -> None:
         if call.order is not None:
             raise ValueError(
@@ -172,32 +203,6 @@ class ChosenBlocks(Attention):
                     "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
                     "slots or a window; leave them out"
                 )
-
-
-class ChosenBlocksAttention(ChosenBlocks, MultiHeadAttention):
-    """Causal self-attention of each query to a few blocks of keys, chosen by their means.
-
-        score of block c = q · mean of the keys of block c that the mask lets it see
-        out = attention to the query's own block, and the `count` − 1 before it of the highest score
-
-    A query never chooses a fully masked block. Parameters, fields and arguments are as in
-    `MultiHeadAttention`, without cross-attention, `order`, `attention_fn` and a cache with a
-    window. The choice takes no gradient: queries learn to find a block as they learn to find keys
-    in it. Neighboring queries are computed together, which saves time where they choose the same
-    blocks, as in one `query_block`.
-
-    Attributes:
-      block: the number of keys in a block.
-      count: the number of blocks that a query sees, its own block included.
-      share: True if the query heads of each key/value head choose together, by the sum of their
-        softmaxes over the scores; False if each head chooses.
-      query_block: the number of queries that choose together, by the first of their tokens that any
-        of them sees; a later token would tell earlier queries of the future. Means are over the
-        keys that any of them may see. Decoding needs 1.
-
-    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
-    as in the selection of Yuan et al., "Native Sparse Attention", 2025.
-    """
 
 
 def _shared(K: int, scores: jax.Array, visible: jax.Array, past: jax.Array) -> list[jax.Array]:

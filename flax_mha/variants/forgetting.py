@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any, Self, TypeAlias
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +20,6 @@ from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.layer.settings import ZEROS, Call
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.score_mod import ScoreMod, without_vectors
 from flax_mha.variants import common
@@ -33,10 +33,24 @@ _OF_TOKENS = ("batch", "length", "heads")
 _Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Forgetting(Attention):
-    """The fields, parameters and computation of forgetting attention, for linen and nnx."""
+class ForgettingAttention(MultiHeadAttention):
+    """Causal self-attention with forget gates, each a bias of all pairs across it.
 
+        f_t = σ(x_t W_f + b_f),    c_t = Σ_{l ≤ t} log f_l             of each head
+        out = softmax(q kᵀ / √H + c_i − c_j, over j ≤ i) v W_o
+
+    with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
+    positions. A token that the mask hides from itself, such as padding, has f = 1. NaN in a token
+    reaches the outputs of all later ones, but not in padding, which `lengths` clears. Fields and
+    arguments are as in `MultiHeadAttention`, without cross-attention, `attention_fn` and scores
+    that see queries and keys. A float32 sum c would lose the digits of c_i − c_j far from the
+    start, so its rounding error is kept as well. A cache has 40 bits of c in 5·N/K more features of
+    each key; its dtype is bfloat16, float32 or float64.
+
+    Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
+    """
+
+    @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         without_vectors("forgetting attention", call.scores)
@@ -75,11 +89,13 @@ class Forgetting(Attention):
         call = dataclasses.replace(call, scores=(*call.scores, forget))
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
+    @nn.nowrap
     def check_fields(self) -> None:
         """Check the fields as far as it needs no inputs."""
         super().check_fields()
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
 
+    @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the table of parameters."""
         N = self.num_heads
@@ -87,24 +103,6 @@ class Forgetting(Attention):
             "forget_gate": LinearEntry((D,), (N,), ("embed", "heads"), has_bias=False),
             "forget_bias": ArrayEntry((N,), ("heads",), ZEROS, is_random=False),
         }
-
-
-class ForgettingAttention(Forgetting, MultiHeadAttention):
-    """Causal self-attention with forget gates, each a bias of all pairs across it.
-
-        f_t = σ(x_t W_f + b_f),    c_t = Σ_{l ≤ t} log f_l             of each head
-        out = softmax(q kᵀ / √H + c_i − c_j, over j ≤ i) v W_o
-
-    with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
-    positions. A token that the mask hides from itself, such as padding, has f = 1. NaN in a token
-    reaches the outputs of all later ones, but not in padding, which `lengths` clears. Fields and
-    arguments are as in `MultiHeadAttention`, without cross-attention, `attention_fn` and scores
-    that see queries and keys. A float32 sum c would lose the digits of c_i − c_j far from the
-    start, so its rounding error is kept as well. A cache has 40 bits of c in 5·N/K more features of
-    each key; its dtype is bfloat16, float32 or float64.
-
-    Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
-    """
 
 
 class _Forget(ScoreMod):

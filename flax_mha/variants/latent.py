@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -19,21 +20,44 @@ from flax_mha.layer.linear import Linear
 from flax_mha.layer.parameters import LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import Call, has_bias
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.score_mod import without_vectors
 from flax_mha.variants import common
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Latent(Attention):
-    """The fields, parameters and computation of latent attention, for linen and nnx."""
+class MultiHeadLatentAttention(MultiHeadAttention):
+    """Self-attention with keys and values that are projected from a latent c of each token.
 
+        c = norm(x W_c),   r = rotate(x W_r)                    one for all heads
+        k = [c W_k, r],    v = c W_v                            of each head
+        q = [x W_q, rotate(x W_q′)],  or of norm(x W_d) in place of x
+        out = softmax(q kᵀ / √(H + R)) v W_o
+
+    with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps only
+    c and r, `kv_rank` + R numbers for each token and any number of heads, and computes no k and v:
+    (q W_kᵀ) cᵀ is q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v are added to W_k
+    and W_v as a row, and c gets a 1.
+
+    Fields and arguments are as in `MultiHeadAttention`, without cross-attention, `num_kv_heads`,
+    `qk_norm`, `normalize_qk`, `gate`, `exclusive` and `attention_fn`. `scale` is a number,
+    `qkv_features` is N·H without R, and `rotary` must be given.
+
+    Attributes:
+      kv_rank: the features of c.
+      rope_dim: the features of queries and keys that `rotary` rotates, R.
+      q_rank: the features W_d projects to; None to project queries from x.
+      norm_epsilon: the epsilon of the norms.
+
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
+    """
+
+    _: dataclasses.KW_ONLY
     kv_rank: int = 512
     rope_dim: int = 64
     q_rank: int | None = None
     norm_epsilon: float = 1e-6
 
+    @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         common.check_inputs("latent attention", x_k, cache)
@@ -61,6 +85,7 @@ class Latent(Attention):
             call = dataclasses.replace(call, attention=absorbed)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
+    @nn.nowrap
     def check_fields(self) -> None:
         """Check the fields as far as it needs no inputs."""
         super().check_fields()
@@ -71,6 +96,7 @@ class Latent(Attention):
         absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn", "exclusive")
         common.check("latent attention", self, absent)
 
+    @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the table of parameters."""
         (N, _, H, Hv), R, rank = self.sizes(D), self.rope_dim, self.kv_rank
@@ -90,33 +116,6 @@ class Latent(Attention):
         add("key", rank, (N, H), None, "heads", "head_dim")
         add("value", rank, (N, Hv), None, "heads", "head_dim")
         return entries | self.out_table(N, Hv, D) | self.score_table(H)
-
-
-class MultiHeadLatentAttention(Latent, MultiHeadAttention):
-    """Self-attention with keys and values that are projected from a latent c of each token.
-
-        c = norm(x W_c),   r = rotate(x W_r)                    one for all heads
-        k = [c W_k, r],    v = c W_v                            of each head
-        q = [x W_q, rotate(x W_q′)],  or of norm(x W_d) in place of x
-        out = softmax(q kᵀ / √(H + R)) v W_o
-
-    with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps only
-    c and r, `kv_rank` + R numbers for each token and any number of heads, and computes no k and v:
-    (q W_kᵀ) cᵀ is q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v are added to W_k
-    and W_v as a row, and c gets a 1.
-
-    Fields and arguments are as in `MultiHeadAttention`, without cross-attention, `num_kv_heads`,
-    `qk_norm`, `normalize_qk`, `gate`, `exclusive` and `attention_fn`. `scale` is a number,
-    `qkv_features` is N·H without R, and `rotary` must be given.
-
-    Attributes:
-      kv_rank: the features of c.
-      rope_dim: the features of queries and keys that `rotary` rotates, R.
-      q_rank: the features W_d projects to; None to project queries from x.
-      norm_epsilon: the epsilon of the norms.
-
-    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
-    """
 
 
 def _absorbed(key: Linear, value: Linear, q: jax.Array, r: Stored, c: Stored, **call: Any) -> Any:

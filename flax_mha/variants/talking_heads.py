@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import PrecisionLike
@@ -16,19 +17,33 @@ from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, Table
 from flax_mha.layer.settings import Call
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.score_mod import without_vectors
 from flax_mha.sharding import rules
 from flax_mha.variants import common
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class TalkingHeads(Attention):
-    """The fields, parameters and computation of talking-heads attention, for linen and nnx."""
+class TalkingHeadsAttention(MultiHeadAttention):
+    """Attention with heads that mix their scores before the softmax, and their weights after it.
+
+        s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
+
+    with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks
+    and dropout apply to a mixed head n, and the weights returned or captured are those of mixed
+    heads. Fields and arguments are as in `MultiHeadAttention`, without `attention_fn`, `exclusive`
+    and scores that see queries and keys. `scale` is a number.
+
+    Longer vectors compute the sums, so that any kernel can: query n holds all P_mn q_m, key and
+    value hold those of all heads. Memory stays that of the kernel; both products take K times those
+    of `MultiHeadAttention`. Where heads are sharded, each device receives the queries, keys and
+    values of all, and outputs are summed on the device of their head (see docs/communication.md).
+
+    Source: Shazeer et al., "Talking-Heads Attention", 2020.
+    """
 
     mixes_heads = True  # By learned matrices.
 
+    @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Return the output of the layer."""
         without_vectors("talking-heads attention", call.scores)
@@ -50,36 +65,19 @@ class TalkingHeads(Attention):
         # Other layers cannot read these keys and values.
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
+    @nn.nowrap
     def check_fields(self) -> None:
         """Check the fields as far as it needs no inputs."""
         super().check_fields()
         common.check("talking-heads attention", self, ("attention_fn", "exclusive"))
 
+    @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the table of parameters."""
         mixing = ArrayEntry(
             (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
         )
         return super().table(D, Dk, Dv) | {"mix_scores": mixing, "mix_weights": mixing}
-
-
-class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
-    """Attention with heads that mix their scores before the softmax, and their weights after it.
-
-        s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
-
-    with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks
-    and dropout apply to a mixed head n, and the weights returned or captured are those of mixed
-    heads. Fields and arguments are as in `MultiHeadAttention`, without `attention_fn`, `exclusive`
-    and scores that see queries and keys. `scale` is a number.
-
-    Longer vectors compute the sums, so that any kernel can: query n holds all P_mn q_m, key and
-    value hold those of all heads. Memory stays that of the kernel; both products take K times those
-    of `MultiHeadAttention`. Where heads are sharded, each device receives the queries, keys and
-    values of all, and outputs are summed on the device of their head (see docs/communication.md).
-
-    Source: Shazeer et al., "Talking-Heads Attention", 2020.
-    """
 
 
 def _mix(fn: Callable[..., jax.Array], gathers: bool, x: jax.Array, mixing: jax.Array) -> jax.Array:
