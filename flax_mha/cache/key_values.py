@@ -68,7 +68,7 @@ class KeyValues(Struct):
           order: the place of each token in the sequence, as in a layer's call.
           normalizer: the function from scores to weights. Only the softmax doesn't count keys.
         """
-        q_positions = order if self.q_positions is None else self.q_positions
+        q_positions: Any = order if self.q_positions is None else self.q_positions
         end, filled = lengths, self.lengths
         if lengths is not None:
             end = shapes.per_row("lengths", lengths, q.shape[:-3], q.shape[-3])

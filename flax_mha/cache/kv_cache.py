@@ -56,7 +56,7 @@ class KVCache(Struct):
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
     written: jax.Array | None = None
-    queries: jax.Array | None = None
+    queries: Any = None
     window: int | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
@@ -90,12 +90,12 @@ class KVCache(Struct):
                 f"a window of {window} needs at least {window + 1} slots, got {slots}; give more"
             )
         heads = (*batch, num_kv_heads, slots)
-        # Two arrays of scales and of lengths, because one array cannot be donated twice.
+        # Each scale is an array of its own, because one array cannot be donated twice.
         scales = [jnp.zeros(heads, jnp.float32) if has_scales(dtype) else None for _ in range(2)]
-        length, written = (jnp.zeros(batch, jnp.int32) for _ in range(2))
         return cls(
-            jnp.zeros((*heads, head_dim), dtype), jnp.zeros((*heads, v_head_dim), dtype), length,
-            *scales, None if window is None else written, window=window,
+            jnp.zeros((*heads, head_dim), dtype), jnp.zeros((*heads, v_head_dim), dtype),
+            jnp.zeros(batch, jnp.int32), scales[0], scales[1],
+            None if window is None else jnp.zeros(batch, jnp.int32), window=window,
         )  # fmt: skip
 
     @classmethod
@@ -151,37 +151,7 @@ class KVCache(Struct):
         Raises:
           ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
-        return self._append(key, value, lengths)[1]
-
-    def attend(
-        self, q: jax.Array, q_positions: jax.Array, *, mask: masks.MaskLike | None = None,
-        **call: Any,
-    ) -> Any:  # fmt: skip
-        """Attend to all cached tokens, each query up to its own position.
-
-        Args:
-          q: [*B, T, N, H].
-          q_positions: int [*B, T], such as `next_positions(T)` from before the last `append`.
-          mask: a mask, combined with causality and the window. The last axis of an array is the
-            slots.
-          **call: other arguments of `dot_product_attention`. `attention` is called in its place.
-
-        Returns:
-          The result of `dot_product_attention`. The output of a query is NaN if a token that it
-          should see found no slot, or was overwritten in the ring buffer.
-        """
-        positions = checks.integers("q_positions", q_positions)
-        rows = jnp.asarray(shapes.lead(positions, self.length.ndim + 1))
-        lost = self._lost(rows)
-        if self.window is not None and self.written is not None:
-            # The first tokens that the queries see may have been overwritten.
-            first = jnp.maximum(rows - self.window, 0)
-            lost |= first < self.written[..., None] - self.slots
-        keys = KeyValues(
-            *self.stored(), self.length, positions, self._positions(), lost=lost, has_slots=True,
-            window=self.window,
-        )  # fmt: skip
-        return keys.attend(q, mask=mask, **call)
+        return self.extended(key, value, lengths)[1]
 
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
@@ -214,20 +184,28 @@ class KVCache(Struct):
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[KeyValues, Self]:
         """Append tokens, and return what their queries attend to, and the new cache."""
-        tokens, new = self._append(key, value, lengths)
+        self._check(key, value)
         T = key.shape[-3]
-        q_positions = self.next_positions(T)
-        visible, k_positions = new.stored(), new._positions()
+        count, q_positions = self._count(T, lengths), self.next_positions(T)
+        length, tokens = self.length + count, encode(key, value, self.key.dtype)
+        arrays, written = self._arrays(), self.written
+        new = self.replace(
+            length=length, written=None if written is None else jnp.maximum(written, length),
+            **{name: write(x, tokens[name], self.length, count, self.names, self.is_ring)
+               for name, x in arrays.items()},
+        )  # fmt: skip
+        slots, k_positions = new._arrays(), new._positions()
         if self.window is not None and self.slots < self.window + T:
             # The new tokens overwrite slots that these queries see: read the old ring and them.
             axis = self.length.ndim + 1
-            both = {name: jnp.concatenate([read(x), tokens[name]], axis)
-                    for name, x in self._arrays().items() if x is not None}  # fmt: skip
-            visible = stored(tokens | both)
-            k_positions = jnp.concatenate([self._positions(), q_positions], axis=-1)
+            slots = {n: jnp.concatenate([read(x), tokens[n]], axis) for n, x in arrays.items()}
+            k_positions = jnp.concatenate([self._positions(), q_positions], -1)
+        k, v = stored(slots, self.names[2] or "length")
+        # True for tokens at or after the first that found no slot.
+        lost = new.overflowed[..., None] & (q_positions >= self._max_length)
         keys = KeyValues(
-            *visible, None if lengths is None else new.length, q_positions, k_positions,
-            stored(tokens), new._lost(q_positions), has_slots=True, window=self.window,
+            k, v, None if lengths is None else length, q_positions, k_positions, stored(tokens),
+            lost, has_slots=True, window=self.window,
         )  # fmt: skip
         return keys, new
 
@@ -236,8 +214,10 @@ class KVCache(Struct):
 
         Only the first `lengths` (int [*B]) queries of each row count (default: all).
         """
-        keys = KeyValues(*self.stored(), q_positions=self.next_positions(T))
-        return keys, self.replace(queries=self.queries + self.count(T, lengths))
+        k, v = stored(self._arrays())
+        q_positions = self.next_positions(T)
+        after = self.replace(queries=self.queries + self._count(T, lengths))
+        return KeyValues(k, v, q_positions=q_positions), after
 
     def free(self) -> jax.Array:
         """Return the number of tokens that each row has room for, int32 [*B].
@@ -313,28 +293,22 @@ class KVCache(Struct):
 
         return jax.tree.map(apply, self, is_leaf=is_part)
 
-    def stored(self) -> Any:
-        """Return keys and values in the form that kernels read, [*B, S, K, ·]."""
-        return stored(self._arrays(), self.names[2] or "length")
+    @property
+    def _max_length(self) -> int:
+        return self.slots if self.window is None else NO_POSITION - 1
 
-    def count(self, T: int, lengths: jax.Array | None) -> jax.Array:
+    def _count(self, T: int, lengths: jax.Array | None) -> jax.Array:
         """Return the number of real tokens of a call of T tokens in each row, int32 [*B]."""
         if lengths is None:
             return jnp.full_like(self.length, T)
         return jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
 
-    @property
-    def _max_length(self) -> int:
-        return self.slots if self.window is None else NO_POSITION - 1
-
     def _arrays(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("key", "value", "key_scale", "value_scale")}
+        """Return the arrays that have slots, by name."""
+        names = ("key", "value", "key_scale", "value_scale")
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
 
-    def _lost(self, positions: jax.Array) -> jax.Array:
-        """Return True for positions [*B, T] at or after the first token that found no slot."""
-        return self.overflowed[..., None] & (positions >= self._max_length)
-
-    def _positions(self) -> jax.Array | None:
+    def _positions(self) -> Any:
         """Return the position of the token in each slot of a ring, int32 [*B, S].
 
         It is NO_POSITION for an empty slot. Without a ring the result is None.
@@ -346,20 +320,6 @@ class KVCache(Struct):
         # The last position of each slot that is below the length.
         newest = last - (last - slot) % self.slots
         return jnp.where(newest < 0, NO_POSITION, newest)
-
-    def _append(
-        self, key: jax.Array, value: jax.Array, lengths: jax.Array | None
-    ) -> tuple[dict[str, Any], Self]:
-        """Return the arrays of the new tokens, and the cache with them."""
-        self._check(key, value)
-        count = self.count(key.shape[-3], lengths)
-        length, tokens = self.length + count, encode(key, value, self.key.dtype)
-        slots = {
-            name: write(x, tokens[name], self.length, count, self.names, self.is_ring)
-            for name, x in self._arrays().items() if x is not None
-        }  # fmt: skip
-        written = None if self.written is None else jnp.maximum(self.written, length)
-        return tokens, self.replace(**slots, length=length, written=written)
 
     def _check(self, key: Any, value: Any) -> None:
         """Check that keys and values have the same number of tokens, and fit the slots."""

@@ -40,7 +40,7 @@ def positions_from(start: jax.Array, T: int) -> jax.Array:
     return start[..., None] + shapes.lead(jnp.arange(T, dtype=jnp.int32), start.ndim + 1)
 
 
-def encode(key: jax.Array, value: jax.Array, dtype: Dtype) -> dict[str, jax.Array | None]:
+def encode(key: jax.Array, value: jax.Array, dtype: Dtype) -> dict[str, jax.Array]:
     """Convert keys [*B, T, K, H] and values [*B, T, K, Hv] to the arrays of a `KVCache`.
 
     Values become finite, because a weight of 0 would not hide NaN. A token whose value is not
@@ -49,12 +49,11 @@ def encode(key: jax.Array, value: jax.Array, dtype: Dtype) -> dict[str, jax.Arra
     # Only in the first feature: forgetting attention keeps other numbers in the last ones.
     is_first = shapes.lead(np.arange(key.shape[-1]) == 0, key.ndim)
     key = jnp.where(is_first, key + _nan_flag(value)[..., None].astype(key.dtype), key)
-    (key, key_scale), (value, value_scale) = _to_slots(key, dtype), _to_slots(_finite(value), dtype)
-    return {"key": key, "value": value, "key_scale": key_scale, "value_scale": value_scale}
+    return _to_slots("key", key, dtype) | _to_slots("value", _finite(value), dtype)
 
 
-def _to_slots(x: jax.Array, dtype: Dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Convert tokens [*B, T, K, F] to slots [*B, K, T, F], and scales [*B, K, T] or None.
+def _to_slots(name: str, x: jax.Array, dtype: Dtype) -> dict[str, jax.Array]:
+    """Convert tokens [*B, T, K, F] to slots [*B, K, T, F], and scales [*B, K, T] if it has 8 bits.
 
     A finite number never becomes infinite or NaN, which would reach queries that can't see it: it
     is clipped to the dtype's largest number. With scales all slots are finite, and a token that is
@@ -62,13 +61,14 @@ def _to_slots(x: jax.Array, dtype: Dtype) -> tuple[jax.Array, jax.Array | None]:
     """
     x = jnp.swapaxes(x, -3, -2)
     if not has_scales(dtype):
-        return cast(x, dtype), None
+        return {name: cast(x, dtype)}
     x, largest = cast(x, jnp.float32), _LARGEST[jnp.dtype(dtype).name]
     most = jnp.max(jnp.abs(x), axis=-1)
     scale = jnp.where(jnp.isfinite(most), most / largest, jnp.nan)
     steps = _finite(x / jnp.where(scale > 0, scale, 1.0)[..., None])
     steps = jnp.clip(steps, -largest, largest)
-    return (jnp.round(steps) if dtype == jnp.int8 else steps).astype(dtype), scale
+    steps = jnp.round(steps) if dtype == jnp.int8 else steps
+    return {name: steps.astype(dtype), f"{name}_scale": scale}
 
 
 def _finite(x: jax.Array) -> jax.Array:
@@ -89,14 +89,16 @@ def stored(arrays: dict[str, Any], slots: str = "length") -> tuple[Stored, Store
     `slots` is the logical name of their axis S.
     """
 
-    def swap(x: Any) -> Any:
-        return map_part(lambda x: jnp.swapaxes(x, -3, -2), x)
+    def heads_last(name: str) -> Any:
+        add = (lambda x: x[..., None]) if name.endswith("scale") else lambda x: x
+        x = arrays.get(name)
+        return None if x is None else map_part(lambda x: jnp.swapaxes(add(x), -3, -2), x)
 
-    def read_as(x: Any, scale: Any) -> Stored:
-        scale = None if scale is None else swap(map_part(lambda x: x[..., None], scale))
-        return Stored(swap(x), scale, jnp.float32, slots)
-
-    return tuple(read_as(arrays[x], arrays[f"{x}_scale"]) for x in ("key", "value"))  # type: ignore[return-value]
+    k, v = (
+        Stored(heads_last(name), heads_last(f"{name}_scale"), jnp.float32, slots)
+        for name in ("key", "value")
+    )
+    return k, v
 
 
 def write(

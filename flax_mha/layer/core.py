@@ -83,7 +83,7 @@ def attend(
     tap = call.tap
     q = numerics.scale_heads("score_scale", heads.q, p.get("score_scale"))
     q = tap("q", sharding.constrain(q, sharding.HEADS), sharding.HEADS)
-    places = {
+    places: Any = {
         "mask": masks.combine(settings.mask, call.mask), "lengths": call.lengths,
         "order": heads.order,
     }  # fmt: skip
@@ -115,6 +115,7 @@ def _append(
 ) -> tuple[KeyValues, KVCache | None]:  # fmt: skip
     """Return the keys and values that the queries attend to, and the cache after the call."""
     q, T, tap, lengths = heads.q, heads.q.shape[-3], call.tap, call.lengths
+    after: KVCache | None
     if isinstance(cache, KeyValues):
         kernel = p["out"].kernel if "out" in p else None
         cache.check(q, None if kernel is None else kernel.shape[-2], mask, heads.order)
