@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
-from flax_mha.layer.standard import Attention
+from flax_mha.layer.settings import Settings
 from flax_mha.taps.contexts import looking
 from flax_mha.taps.edit import Edit
 from flax_mha.taps.tap import COLLECTION
@@ -286,7 +286,7 @@ def attention_layers(model: Any, *args: Any, **kwargs: Any) -> list[tuple[tuple[
     if isinstance(model, nnx.Module):
         return [
             (tuple(map(str, path)), x) for path, x in nnx.iter_modules(model)
-            if isinstance(getattr(x, "config", None), Attention)
+            if isinstance(getattr(x, "config", None), Settings)
         ]  # fmt: skip
     layers: dict[tuple[str, ...], Any] = {}
 

@@ -20,7 +20,7 @@ from flax.core import meta
 
 from flax_mha.base import checks
 from flax_mha.layer.settings import unhandled
-from flax_mha.layer.standard import Attention
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.positions import Rotary
 from flax_mha.positions.rope_scaling import Growing
 
@@ -166,10 +166,13 @@ def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: boo
 
 def _check(
     layer: Any, p: Mapping[str, Any], needed: tuple[str, ...], handled: tuple[str, ...]
-) -> Attention:
+) -> MultiHeadAttention:
     """Return a layer's fields, after a check that its circuit follows from parameters only."""
     layer = getattr(layer, "settings", layer)  # of an nnx layer
-    if not isinstance(layer, Attention) or type(layer).compute is not Attention.compute:
+    if (
+        not isinstance(layer, MultiHeadAttention)
+        or type(layer).compute is not MultiHeadAttention.compute
+    ):
         raise ValueError(f"layer must be a MultiHeadAttention, got {type(layer).__qualname__}")
     for name, value in unhandled(layer, handled).items():
         raise ValueError(

@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_mha import sharding
 from flax_mha.base import shapes
-from flax_mha.cache.sources import Shared
+from flax_mha.cache import KeyValues
 from flax_mha.kernels import Capture, dot_product_attention, observe
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.call.spec import AttentionSpec
@@ -33,7 +33,7 @@ def edit_keys(tap: Tap, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
     return edit("k", k), edit("v", v)
 
 
-def edit_given(tap: Tap, q: jax.Array, source: Shared) -> Shared:
+def edit_given(tap: Tap, q: jax.Array, source: KeyValues) -> KeyValues:
     """Return the keys and values of an encoder or another layer after their edits."""
     if not tap.is_active:
         return source
@@ -44,7 +44,7 @@ def edit_given(tap: Tap, q: jax.Array, source: Shared) -> Shared:
 
 
 def read_result(
-    tap: Tap, result: Any, q: jax.Array, source: Shared, has_pairs: bool, call: Mapping[str, Any]
+    tap: Tap, result: Any, q: jax.Array, source: KeyValues, has_pairs: bool, call: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sow the captured values of a kernel's result, and return its output and its weights or None.
 
@@ -59,7 +59,7 @@ def read_result(
     return out, more[0] if call["return_weights"] else None
 
 
-def edit_scores(tap: Tap, call: dict[str, Any], q: jax.Array, source: Shared) -> dict[str, Any]:
+def edit_scores(tap: Tap, call: dict[str, Any], q: jax.Array, source: KeyValues) -> dict[str, Any]:
     """Return the arguments of a call with the edits of its scores and weights."""
     if not tap.is_active:
         return call
