@@ -25,7 +25,6 @@ from flax_mha import (
     Translator,
     analysis,
     interop,
-    masks,
     models,
     variants,
 )  # fmt: skip
@@ -58,15 +57,6 @@ def paths(model: nn.Module, *inputs: Any) -> list[str]:
 def test_all_layers_of_a_stack_capture() -> None:
     encoder = Encoder(2, EncoderBlock(LAYER, mlp_dim=8))
     assert paths(encoder, X) == ["layers_0/attention", "layers_1/attention"]
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_alternating_blocks_capture_with_their_own_masks() -> None:
-    blocks = [EncoderBlock(LAYER.clone(mask=masks.Window(n, n)), mlp_dim=8) for n in (1, 2)]
-    encoder = Encoder(3, blocks)
-    assert paths(encoder, X) == [f"layers_{n}/attention" for n in range(3)]
-    watched = analysis.watch(encoder, Z)
-    assert [block.attention.mask.left for block in watched.blocks] == [1, 2]
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
