@@ -99,6 +99,7 @@ def test_an_nnx_copy_captures_and_shares_the_variables() -> None:
     np.testing.assert_array_equal(out, model(X))
     assert [sown["layers"][n]["attention_z"][0].shape for n in range(2)] == [(B, T, N, D // N)] * 2
     assert all(layer.capture is None for layer in model.layers)
+    assert watched.layers[0].config == model.layers[0].config
     model.layers[0].query.kernel[...] = jnp.zeros((D, N, D // N))
     np.testing.assert_array_equal(watched.layers[0].query.kernel[...], 0)
 
