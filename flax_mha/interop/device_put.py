@@ -16,7 +16,7 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
     """Return a parameter as a NumPy array, or on devices.
 
     `jax.make_array_from_callback` would hold all shards in the host's memory at once, and on a CPU
-    it may return an array that shares the file's pages, so that it changes with the file.
+    it may share the file's pages, so that the array changes with the file.
 
     Args:
       dtype: the dtype of the result if x is floating; None for x's dtype.
@@ -31,7 +31,7 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
         shape = (sum(map(len, views)), *shape[1:])
     if sharding is None:
         return _read(views, (slice(None),) * len(shape), dtype)
-    # Wait for each device, so that the host holds one shard at a time.
+    # Wait for each device, so that the host holds one shard of the parameter at a time.
     shards = [
         jax.block_until_ready(jax.device_put(_read(views, index, dtype), device))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
@@ -72,8 +72,10 @@ def _copy(out: np.ndarray, view: np.ndarray) -> None:
 
 def equal(x: np.ndarray, y: np.ndarray) -> bool:
     """Return True if two arrays have the same bits."""
+    if x is y:
+        return True
     x, y = np.asarray(x), np.asarray(y)
-    if x is y or (x.shape, x.dtype) != (y.shape, y.dtype):
-        return x is y
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return False
     # One row at a time, as the result of a comparison would take memory for all of them.
     return all(a.tobytes() == b.tobytes() for a, b in zip(x, y, strict=True))

@@ -1,4 +1,4 @@
-"""Hugging Face folders: their path, and the files beside the weights."""
+"""Hugging Face folders, and their files besides the weights."""
 
 import os
 import re
@@ -43,10 +43,10 @@ def open_folder(path: AnyPath) -> Path:
 
 
 def carry(source: Path, target: Path, ignored: tuple[str, ...] = ()) -> list[str]:
-    """Copy a model's files beside its config and its weights to another folder.
+    """Copy a model's files to another folder, without its config and its weights.
 
-    These are files of tokenizers, `generation_config.json`, model cards and licenses, and of a
-    sentence model `modules.json` and the folders that it names.
+    These are files of tokenizers, `generation_config.json`, model cards and licenses, and a
+    sentence model's `modules.json` and the folders that it names.
 
     Args:
       source: the folder of the model.
@@ -54,7 +54,7 @@ def carry(source: Path, target: Path, ignored: tuple[str, ...] = ()) -> list[str
       ignored: the names of files and folders that hold the weights in another form.
 
     Returns:
-      The names of the files and folders that are left behind, such as weights for other libraries.
+      The names of files and folders that are left behind, such as weights for other libraries.
 
     Raises:
       ValueError: if a file can't be read, or `modules.json` names a folder elsewhere.

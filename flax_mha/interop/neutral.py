@@ -1,7 +1,6 @@
 """Neutral settings, which change no output of a model.
 
-A setting that a family neither reads nor lists here is an error: it may change the outputs, and
-to ignore it would give wrong numbers silently.
+A setting that a family neither reads nor lists here is an error, as it may change the outputs.
 """
 
 import functools
@@ -15,7 +14,7 @@ Neutral: TypeAlias = dict[str, Any]
 
 
 def names(text: str) -> dict[str, Any]:
-    """Return settings that are neutral at any value, from their keys in one string."""
+    """Return settings that are neutral at any value."""
     return dict.fromkeys(text.split(), ...)
 
 
@@ -59,7 +58,7 @@ BERT: Neutral = _ENCODER | _SUMMARY | {"use_task_id": False} | names("""
     pooler_size_per_head pooler_type sbert_ce_default_activation_function sentence_transformers
     sinusoidal_pos_embds task_type_vocab_size tie_weights_
 """)  # fmt: skip
-# Settings of a head for words, of initial values and kernels, and keys of BERT that are never read.
+# Settings of a head for words, initial values and kernels, and unread keys of BERT.
 MODERNBERT: Neutral = _ENCODER | names("""
     decoder_bias deterministic_flash_attn embedding_dropout initializer_cutoff_factor layer_norm_eps
     max_position_embeddings mlp_dropout position_embedding_type reference_compile
@@ -110,7 +109,7 @@ GPT2: Neutral = (
     DECODER | _SUMMARY | names("n_ctx n_special predict_special_tokens reorder_and_upcast_attn")
 )
 T5: Neutral = names("n_positions")
-# Settings of augmentation, of the classifier and of time stamps, and a scale that is never applied.
+# Settings of augmentation, classifier and time stamps, and a scale that is never applied.
 WHISPER: Neutral = {"use_weighted_layer_sum": False} | names("""
     apply_spec_augment classifier_proj_size mask_feature_length mask_feature_min_masks
     mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob median_filter_width
@@ -129,7 +128,7 @@ def among(known: Neutral) -> Callable[[str, Any], bool]:
 
 
 def checked(make: Callable[[Config], Result], neutral: Neutral) -> Callable[[Config], Result]:
-    """Wrap a function of a config, to refuse settings that it does not read unless neutral."""
+    """Wrap a family's function to refuse settings that it does not read, unless neutral."""
     is_neutral = among(ALWAYS | neutral)
 
     @functools.wraps(make)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from flax_mha.positions import Rotary
 
 Item = TypeVar("Item")
 
-# The most patches of one image: the example has all of them, and so has Axial's table.
+# The most patches of one image. The example and Axial's table have all of them.
 _MAX_PATCHES = 2**16
 
 ACTIVATIONS = {
@@ -41,11 +41,11 @@ def rotary(
 
     Args:
       config: the model's config.
-      layer_type: the entry of `rope_parameters` to read, if it has one for each type of layer.
+      layer_type: the entry of `rope_parameters`, if it has one for each type of layer.
       theta: the default base.
       partial: True if the family can rotate a part of the features.
-      local: True to read `rope_local_base_freq`, and no other key outside of `rope_parameters`, as
-        for Gemma 3's layers with a window.
+      local: True for Gemma 3's layers with a window, which read only `rope_local_base_freq` and
+        `rope_parameters`.
     """
     old: Config = {} if local else config.get("rope_scaling") or {}
     new: Config = config.get("rope_parameters") or {}
@@ -126,20 +126,8 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
 }  # fmt: skip
 
 
-class Grid(NamedTuple):
-    """The rows and columns of an image's patches, and the height and width of a patch."""
-
-    rows: int
-    columns: int
-    patch: tuple[int, int]
-
-    def image(self, channels: int) -> np.ndarray:
-        """Return an example image."""
-        return blank(1, self.rows * self.patch[0], self.columns * self.patch[1], channels)
-
-
-def grid(config: Config, image: str = "image_size") -> Grid:
-    """Return the patch grid of a config, whose key of the image size is `image`."""
+def grid(config: Config, image: str = "image_size") -> tuple[list[int], list[int]]:
+    """Return the rows and columns of an image's patches, and the height and width of a patch."""
     (height, width), (h, w) = (
         np.broadcast_to(config[name], 2).tolist() for name in (image, "patch_size")
     )
@@ -149,7 +137,13 @@ def grid(config: Config, image: str = "image_size") -> Grid:
             f"the config's {image} must have 1 … {_MAX_PATCHES:,} patches of its patch_size, got "
             f"{height} × {width} of {h} × {w}; take both from one config.json"
         )
-    return Grid(rows, columns, (h, w))
+    return [rows, columns], [h, w]
+
+
+def example_image(config: Config, channels: int, image: str = "image_size") -> np.ndarray:
+    """Return an image of the patches of a config."""
+    (rows, columns), (h, w) = grid(config, image)
+    return blank(1, rows * h, columns * w, channels)
 
 
 def blank(*shape: int) -> np.ndarray:
