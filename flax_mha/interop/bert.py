@@ -25,7 +25,7 @@ HEADS = (
 )  # fmt: skip
 
 
-# The optional prefix of all names, which models that wrap this one add, by the model type.
+# The optional prefix of all names, by the model type.
 _PREFIXES = {
     "bert": "bert.", "ernie": "ernie.", "electra": "electra.", "roberta": "roberta.",
     "xlm-roberta": "roberta.", "camembert": "roberta.", "data2vec-text": "data2vec_text.",

@@ -58,7 +58,7 @@ _COUNT = _integer(0, 2**16)
 _SPAN = _integer(0, 2**31 - 1)
 _POSITIVE = ("a positive number", _number(1e-30))
 
-# Descriptions of valid values for errors, with their checks, and the settings that have them.
+# Valid values in words, their checks, and their settings.
 _BY_RULE: dict[tuple[str, Check], str] = {
     _FLAG: (
         "attention_bias attention_k_eq_v classifier_bias do_sample enable_moe_block is_gated_act "
@@ -142,7 +142,6 @@ class FileSettings(ChainMap[str, Any]):
         self.seen = set[str]() if seen is None else seen
 
     def __getitem__(self, name: str) -> Any:
-        """Return a setting, checked by its rule."""
         if name not in self:
             raise KeyError(f"{self.at[0]}{name}")
         paths = [f"{at}{name}" for at, part in zip(self.at, self.maps, strict=True) if name in part]

@@ -28,7 +28,7 @@ _SIZES = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768
 _IMAGES = _SIZES | {"image_size": 224, "num_channels": 3}
 _CLIP = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 _SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
-# The defaults of `text_config` and of `vision_config`; files leave out settings that equal them.
+# The defaults of `text_config` and `vision_config`, which files leave out.
 _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clip": (
         _CLIP | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
@@ -99,8 +99,8 @@ class Tower(nn.Module):
     Attributes:
       encoder: the encoder of images or texts.
       pool: a layer that pools the tokens (default: take one of them).
-      projected: True if a linear layer projects the pooled vector.
-      norm: a norm of the pooled vector, or None.
+      projected: True if a linear layer follows.
+      norm: the norm of the pooled vector, or None.
       token: the token that represents an input: "first", "last", the "largest" id, or the first one
         with this id.
     """
@@ -274,7 +274,7 @@ def _texts(
         mask, token = masks.Causal(), config["eos_token_id"]
         if not isinstance(token, int):
             raise ValueError(f"the config's eos_token_id must be one number, got {token}; {REMEDY}")
-        # The first configs have 2 in place of the id of the end, which is the largest.
+        # The first configs have 2 in place of the largest id.
         token = "largest" if token == 2 else token
     encoder = Bert(
         TokenEmbedding(config["vocab_size"], D), None,

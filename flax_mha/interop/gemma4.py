@@ -15,7 +15,7 @@ from flax_mha.interop.checked_config import (
     shown,
 )
 from flax_mha.interop.llama import GATED_MLP, GEMMA_NORMS, HEADS, language_model
-from flax_mha.interop.shared_settings import activation, refuse, repeating_part
+from flax_mha.interop.shared_settings import activation, by_layer, refuse, repeating_part
 from flax_mha.layer import core
 from flax_mha.layer.parameters import NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
@@ -68,11 +68,10 @@ def gemma4(config: Config) -> table.Family:
     )  # fmt: skip
     D, count = config["hidden_size"], config["num_hidden_layers"]
     default = [SLIDING if (i + 1) % 6 and i < count - 1 else FULL for i in range(count)]
-    types, same = config.get("layer_types", default), config.get("attention_k_eq_v", False)
-    if len(types) != count or types[-1] != FULL:
+    types, same = by_layer(config, "layer_types", default), config.get("attention_k_eq_v", False)
+    if types[-1] != FULL:
         raise ValueError(
-            f"the config's layer_types must be one for each of num_hidden_layers={count}, the last "
-            f"{FULL}, got {shown(types)}; {REMEDY}"
+            f"the config's layer_types must make the last {FULL}, got {shown(types)}; {REMEDY}"
         )
     biased = config.get("attention_bias", False)
     rotations = {name: _rotary(config, name) for name in _ROTATIONS}
@@ -101,7 +100,6 @@ def gemma4(config: Config) -> table.Family:
 
 
 def _rows(biased: bool, keys_as_values: bool) -> list[table.TensorRule]:
-    """Return the rules of a layer."""
     names = GEMMA_NORMS | {"layer_scalar": "output_scale"}
     theirs, ours = f"{_THEIRS}.self_attn", f"{_OURS}/attention"
     values = {f"{ours}/value/{leaf}" for leaf in ("kernel", "bias") if keys_as_values}
@@ -138,7 +136,6 @@ def _heads(config: Config, kind: str, i: int, same: bool) -> tuple[int, int]:
 
 
 def _rotary(config: Config, kind: str) -> Rotary:
-    """Return the rotary embedding of a type of layers."""
     rope: Config = (config.get("rope_parameters") or _ROTATIONS).get(kind, _ROTATIONS[kind])
     name = rope.get("rope_type", "default")
     if name == "default":

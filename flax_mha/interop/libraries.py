@@ -28,13 +28,13 @@ _KERAS_VARS = ("/vars/0", "/vars/1")
 
 
 class Library(NamedTuple):
-    """The tensors of a library's attention layer.
+    """The tensors of a library's attention layer, as arguments of `table.attention`.
 
     Attributes:
-      names: the names of the query, key, value and output projections (see `table.attention`).
+      names: the names of the projections.
       biased: the projections with a bias; None if all or none have one, "each" if each may.
-      leaves: the suffixes of a kernel's and a bias' names.
-      kernel: a function from the number of input axes to the layout; None for Flax's layout.
+      leaves: the suffixes of names.
+      kernel: the layout of kernels.
       norm: the name of the layer's LayerNorm, or None.
     """
 
@@ -96,7 +96,7 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
             f"tensors must be those of one attention layer of {sorted(LIBRARIES)}, got "
             f"{sorted(flat)[:4]} …; use from_torch for torch.nn"
         )
-    # Equinox's and MLX's layers differ in the name of the output projection only.
+    # Equinox and MLX differ only in the name of the output projection.
     library, start = max(
         matches, key=lambda x: sum(f"{x[1]}{name}{x[0].leaves[0]}" in flat for name in x[0].names)
     )
@@ -139,7 +139,7 @@ def to_layer(
       module: the attention layer; for vit-pytorch an `nn.Sequential` of a norm and the layer.
       variables: the module's variables.
       library: a key of `LIBRARIES`.
-      prefix: the prefix of all names: "multi_head_attention/".
+      prefix: the prefix of all names.
 
     Raises:
       ValueError: if the library lacks an option of the layer, such as rotary.
@@ -153,7 +153,6 @@ def to_layer(
             f"module must be an attention layer, for vit-pytorch an nn.Sequential of "
             f"nn.LayerNorm(1e-5) and one, got for {library} {checks.describe(module)}; give one"
         )
-    # vit-pytorch has no output projection if one head is as wide as the input.
     full = known.norm is not None and layer.num_heads == 1
     check_layer(layer.clone(project_out=full or layer.project_out), library)
     try:
@@ -168,7 +167,6 @@ def to_layer(
 
 
 def _rows(library: Library, layer: MultiHeadAttention, prefix: str) -> list[TensorRule]:
-    """Return the rules of a layer whose names have a prefix."""
     rows, ours = [], ""
     if library.norm is not None:
         rows, ours = table.norm(f"{prefix}{library.norm}", "layers_0"), "layers_1"

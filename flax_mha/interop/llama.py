@@ -9,7 +9,7 @@ import numpy as np
 from flax_mha import masks
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import FULL, REMEDY, SLIDING, Config, filled, shown
-from flax_mha.interop.shared_settings import activation, refuse, repeating_part, rotary
+from flax_mha.interop.shared_settings import activation, by_layer, refuse, repeating_part, rotary
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
@@ -56,16 +56,15 @@ class LlamaTraits(NamedTuple):
 
     Attributes:
       windows: the rule of layers with a window, or None.
-      listed: True if the config's `layer_types` decide instead.
-      switched: True if windows also need the config's `use_sliding_window`.
+      listed: True if `layer_types` decides instead.
+      switched: True if windows also need `use_sliding_window`.
       biases: the projections with a bias; None to read `attention_bias`.
       is_biased: the default of `attention_bias`.
       qk_norm: the norm of queries and keys.
-      norms: the norms of a block by their names in the checkpoint.
+      norms: the block's norms by their names in the checkpoint.
       tied: the default of `tie_word_embeddings`.
-      is_gemma: True for Gemma's scales of embeddings and scores, soft caps, and norms that are
-        stored minus 1.
-      theta: the default base of the rotary embedding.
+      is_gemma: True for Gemma's scales, soft caps, and norms that are stored minus 1.
+      theta: the default rotary base.
       is_local: True if layers with a window have another base.
       has_nope: True if some layers have no rotary embedding.
     """
@@ -167,20 +166,15 @@ def _layers(config: Config, traits: LlamaTraits) -> list[tuple[int | None, Rotar
         if traits.switched and not config.get("use_sliding_window", False):
             window = None
         has_window = by_rule if window is not None else has_window
-    layer_types = config.get("layer_types")
-    if layer_types is not None and len(layer_types) != count:
-        raise ValueError(
-            f"the config's layer_types must be one for each of num_hidden_layers={count}, got "
-            f"{len(layer_types)}; take both from one config.json"
-        )
-    if layer_types is not None and traits.listed:
-        has_window = [x == SLIDING for x in layer_types]
-    elif layer_types is not None and has_window != [x == SLIDING for x in layer_types]:
+    default = [SLIDING if x else FULL for x in has_window]
+    layer_types = by_layer(config, "layer_types", default)
+    if not traits.listed and layer_types != default:
         raise ValueError(
             f"the config's layer_types must agree with the other settings of a "
             f"{config['model_type']}, which does not read them, got {shown(layer_types)}; delete "
             f"them if the weights do without"
         )
+    has_window = [x == SLIDING for x in layer_types]
     return [
         (config["sliding_window"] if local else None, rotations[local] if rotated else None)
         for local, rotated in zip(has_window, rotates, strict=True)
@@ -190,13 +184,8 @@ def _layers(config: Config, traits: LlamaTraits) -> list[tuple[int | None, Rotar
 def _rotates(config: Config) -> list[bool]:
     """Return for each layer of a SmolLM3 True if it has a rotary embedding."""
     count, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
-    rotates = config.get("no_rope_layers", [(i + 1) % every for i in range(count)])
-    if len(rotates) != count:
-        raise ValueError(
-            f"the config's no_rope_layers must be one for each of num_hidden_layers={count}, got "
-            f"{len(rotates)}; take both from one config.json"
-        )
-    return [x > 0 for x in rotates]
+    default = [(i + 1) % every for i in range(count)]
+    return [x > 0 for x in by_layer(config, "no_rope_layers", default)]
 
 
 def _block(

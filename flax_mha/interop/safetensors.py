@@ -61,7 +61,6 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor of a folder."""
     index = read_json(path / _INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
         raise ValueError(f"{path / _INDEX} must have a weight_map from tensors to files")

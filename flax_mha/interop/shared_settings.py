@@ -1,13 +1,13 @@
 """Readers of settings that the configs of several families share."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from flax_mha import positions
-from flax_mha.interop.checked_config import FULL, Config, filled, shown
+from flax_mha.interop.checked_config import FULL, REMEDY, Config, filled, shown
 from flax_mha.positions import Rotary
 
 Item = TypeVar("Item")
@@ -74,7 +74,6 @@ def rotary(
 
 
 def _original_length(rope: Config, config: Config) -> Any:
-    """Return the length of the training sequences."""
     name = "original_max_position_embeddings"
     lengths = {settings[name] for settings in (rope, config) if name in settings}
     if len(lengths) > 1:
@@ -157,6 +156,27 @@ def repeating_part(items: Sequence[Item]) -> Sequence[Item]:
         if all(item == items[i % n] for i, item in enumerate(items)):
             return items[:n]
     return items
+
+
+def by_layer(config: Config, name: str, default: Sequence[Any]) -> Sequence[Any]:
+    """Return a setting that is a list with an entry for each layer."""
+    entries = config.get(name, default)
+    if len(entries) != len(default):
+        raise ValueError(
+            f"the config's {name} must be one for each of num_hidden_layers={len(default)}, got "
+            f"{len(entries)}; take both from one config.json"
+        )
+    return entries
+
+
+def choice(config: Config, name: str, options: Mapping[str, Any], default: str) -> Any:
+    """Return the option that a setting names."""
+    value = config.get(name, default)
+    if value not in options:
+        raise ValueError(
+            f"the config's {name} must be one of {[*options]}, got {shown(value)}; {REMEDY}"
+        )
+    return options[value]
 
 
 def refuse(config: Config, **expected: Any) -> None:

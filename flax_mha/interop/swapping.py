@@ -24,27 +24,26 @@ Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 _FLAX_CALL, _CALL = (
     inspect.unwrap(cls.__call__) for cls in (nn.MultiHeadDotProductAttention, MultiHeadAttention)
 )
-# JAX's caches keep what `nn.jit` traced in a swapped model apart from other models' traces.
+# Keeps traces of `nn.jit` in a swapped model apart from other models' traces.
 _swapping = jax.make_user_context(None)
 
 
 def swap(model: Model, **fields: Any) -> Model:
     """Return a model whose Flax attention layers are computed by this package.
 
-    Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention`, and each subclass
-    such as `nn.SelfAttention`, is computed by a `flax_mha.MultiHeadAttention` with the same fields.
-    Each `nnx.MultiHeadAttention` becomes one of `flax_mha.nnx`. Layers in `nnx.bridge` are swapped
-    too. Dropout draws other weights, and decoding uses this package's cache, which `init` (in nnx
-    `init_cache`) creates as before. A warning names each subclass that stays, as it has its own
-    `__call__` or is one of nnx. Direct calls of Flax's `dot_product_attention` also stay.
+    Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention` or subclass of it is
+    computed by a `flax_mha.MultiHeadAttention` with the same fields. Each `nnx.MultiHeadAttention`
+    becomes one of `flax_mha.nnx`. Layers in `nnx.bridge` are swapped too. Dropout draws other
+    weights, and decoding uses this package's cache. A warning names subclasses that stay, as they
+    have their own `__call__` or are of nnx. Calls of Flax's `dot_product_attention` stay too.
 
     Args:
       model: a linen or nnx module.
       **fields: more fields for each layer, such as `kernel="blockwise"`.
 
     Returns:
-      In linen, an instance of a subclass of the model's class, with the same fields; equal models
-      give equal ones. In nnx, a model that shares the parameters.
+      In linen, an instance of a subclass of the model's class, which is equal for equal models. In
+      nnx, a model that shares the parameters.
 
     Raises:
       TypeError: if the model is no module, or if a layer has its own matmuls or promotions, such
@@ -88,7 +87,6 @@ def _call(fields: Any, swapped: list[Any], call: Any, args: Any, kwargs: Any, co
 
 
 def _make_nnx(fields: Any, make: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the nnx model that `make` returns, swapped."""
     return nnx.recursive_map(functools.partial(_convert_nnx, fields), make(*args, **kwargs))
 
 

@@ -15,7 +15,7 @@ def t5(config: Config) -> table.Family:
     """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1, or of mT5."""
     is_mt5 = {"t5": False, "mt5": True}[config["model_type"]]
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
-    # "relu" or "gated-gelu". The first configs have no such key; later ones have only this one.
+    # "relu" or "gated-gelu". The first configs lack this key.
     form = config.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
     gated = config.get("is_gated_act", form.startswith("gated-"))
     form = form.removeprefix("gated-")

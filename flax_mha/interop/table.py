@@ -159,8 +159,8 @@ class Family(NamedTuple):
       example: the arguments that initialize it.
       rows: a rule for each tensor.
       ignored: `fnmatch` patterns of tensors without weights, such as constant masks.
-      heads: patterns of tensors that are left out with a warning, as the module has no such head.
-      prefix: an optional prefix of all names, which models that wrap this one add.
+      heads: patterns of tensors of other heads, which are left out with a warning.
+      prefix: an optional prefix of all names.
       copies: duplicates by name, each with the tensor that it must equal.
       empty: the shapes of tensors of size 0, which are written too.
     """

@@ -24,9 +24,9 @@ from flax_mha.models.stacks import Stack
 Module: TypeAlias = MultiHeadAttention | Block | Stack
 
 _INPUTS = table.PROJECTIONS[:3]
-# The prefix of the first attention layer in a stack and in a block, and of a single layer.
+# The prefix of the first attention layer: in a stack, in a block, by itself.
 _FIRST = ("layers.0.self_attn.", "self_attn.", "")
-# The fields of blocks and stacks that torch.nn supports, or that no state dict has.
+# Fields of blocks and stacks that torch.nn supports or no state dict has.
 _BLOCK = (
     "attention", "mlp_dim", "norm", "activation", "dropout_rate", "remat", "norm_epsilon",
     "cross_attention",
@@ -40,10 +40,10 @@ def from_torch(
 ) -> tuple[Module, dict[str, Any]]:  # fmt: skip
     """Return a module and its variables from a state dict of `torch.nn`.
 
-    `MultiheadAttention` (with `kdim` and `vdim` too), `TransformerEncoderLayer`,
-    `TransformerEncoder`, `TransformerDecoderLayer` and `TransformerDecoder` are supported. The
-    batch comes first. Masks are arguments of the call, where True lets a query see a key. Decoders
-    are causal. A state dict has no options, so give those that differ from these defaults.
+    Supported are `MultiheadAttention`, `TransformerEncoderLayer`, `TransformerDecoderLayer` and
+    stacks of them. The batch comes first. Masks are arguments of the call, where True lets a query
+    see a key. Decoders are causal. A state dict has no options: give those that differ from the
+    defaults.
 
     Args:
       state_dict: the arrays by name, PyTorch's tensors or others.

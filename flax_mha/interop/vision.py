@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_mha.interop import table
-from flax_mha.interop.checked_config import Config, filled, shown
+from flax_mha.interop.checked_config import Config, filled
 from flax_mha.interop.libraries import LIBRARIES
 from flax_mha.interop.modules import classified
-from flax_mha.interop.shared_settings import activation, example_image, grid, refuse
+from flax_mha.interop.shared_settings import activation, choice, example_image, grid, refuse
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier, Encoder, PatchEmbedding
 from flax_mha.models.blocks import EncoderBlock
@@ -165,7 +165,7 @@ def dinov3(config: Config) -> table.Family:
     )  # fmt: skip
     tokens = {"embeddings.cls_token": 1, "embeddings.register_tokens": registers}
     linears = {"gate_proj": "gate"} if gated else {}
-    # transformers 5 writes "model." in front of the layers' names, and reads both forms.
+    # transformers 5 writes "model." first, and reads both forms.
     return table.Family(
         module, (example_image(config, config.get("num_channels", 3)),),
         [
@@ -238,10 +238,9 @@ def vit_pytorch(config: Config) -> table.Family:
 
     With num_classes=0 the output is the features of all tokens.
     """
-    config = filled(config, pool="cls", channels=3, dim_head=64)
-    D, heads, has_token = config["dim"], config["heads"], config["pool"] == "cls"
-    if config["pool"] not in ("cls", "mean"):
-        raise ValueError(f"the config's pool must be 'cls' or 'mean', got {shown(config['pool'])}")
+    config = filled(config, channels=3, dim_head=64)
+    D, heads = config["dim"], config["heads"]
+    has_token = choice(config, "pool", {"cls": True, "mean": False}, "cls")
     projects = heads > 1 or config["dim_head"] != D
     block = EncoderBlock(
         MultiHeadAttention(
