@@ -186,8 +186,8 @@ class MultiHeadAttention(Settings, nn.Module):
           TypeError: if a dtype is not supported.
         """
         check_refused(self, refused)
-        if contexts.replaced.value is not None:
-            contexts.replaced.value.give(self)
+        if contexts.current.value.at_layer is not None:
+            self = contexts.current.value.at_layer(self)
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None
             inputs_k, inputs_v, cache = resolve.resolve_call(

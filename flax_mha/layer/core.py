@@ -82,7 +82,7 @@ def attend(
     resolve.check_cache(cache)
     tap = call.tap
     q = numerics.scale_heads("score_scale", heads.q, p.get("score_scale"))
-    q = tap("q", sharding.constrain(q, sharding.HEADS), sharding.HEADS)
+    q = tap("q", sharding.constrain(q, sharding.HEADS))
     places: Any = {
         "mask": masks.combine(settings.mask, call.mask), "lengths": call.lengths,
         "order": heads.order,
@@ -100,7 +100,7 @@ def attend(
     has_pairs = heads.same_tokens or isinstance(cache, KeyValues)
     z, weights = internals.read_result(tap, result, q, keys, has_pairs, options | places)
     chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
-    z = tap.change("z", z, sharding.HEADS)  # Kernels give it its name, as they do for the lse.
+    z = tap("z", z)
     z = exclude_own(z, _own_values(keys, heads.same_tokens)) if settings.exclusive else z
     z = z if heads.gate is None else numerics.scaled(z, jax.nn.sigmoid(heads.gate))
     z = numerics.scale_heads("head_mask", z, call.head_mask)
@@ -128,8 +128,7 @@ def _append(
         dtype = None if settings.cache is None else settings.cache.dtype
         keys, after = cache.keep(k, v, dtype or k.dtype, T, lengths)
         return internals.edit_given(tap, q, keys), after
-    k = tap("k", k, sharding.KV_HEADS, q.shape[-2])
-    v = tap("v", v, sharding.KV_HEADS, q.shape[-2])
+    k, v = tap("k", k), tap("v", v)
     if isinstance(cache, KVCache):
         return cache.extended(*heads.kept(k, v), lengths)
     after = None if cache is None else cache.empty(*heads.kept(k, v), settings.mask)
@@ -154,10 +153,8 @@ def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
         out = jax.lax.collapse(z, z.ndim - 2) if linear is None else linear(z)
     if linear is None or linear.kernel is None or not tap.needs("result"):
         return out
-    names = ("batch", "length", "heads", None)
-    shares = tap("result", linear.shares(z), names)
-    is_edited = tap.prefix + "result" in tap.edits
-    return linear.join(shares, out.dtype) if is_edited else out
+    shares = tap("result", linear.shares(z))
+    return linear.join(shares, out.dtype) if tap.is_edited("result") else out
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
