@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flax_mha
-from flax_mha import CacheConfig, Capture, masks, scores, sharding
+from flax_mha import CacheConfig, Capture, QKNorm, masks, scores, sharding
 from flax_mha.nnx import MultiHeadAttention
 from flax_mha.positions import Rotary
 
@@ -78,6 +78,11 @@ BEYOND: dict[str, dict[str, Any]] = {
         "mask": masks.Causal(), "scores": (scores.SoftCap(5.0), scores.Alibi()), "sinks": True,
     },
     "norms, no output projection": {"normalize_qk": True, "project_out": False},
+    "exclusive": {"mask": masks.Causal(), "exclusive": True},
+    "norm and gate": {"qk_norm": QKNorm(), "gate": "feature"},
+    "norm over heads": {
+        "qk_norm": QKNorm("layernorm", over_heads=True, after_rotary=True), "rotary": Rotary(),
+    },
     "key padding": {"mask": masks.Keys(jnp.arange(T) < 4)},
     "a kernel": {"kernel": "blockwise", "use_bias": ("query", "value")},
     "a learned scale": {"scale": "learned", "use_bias": ("out",)},

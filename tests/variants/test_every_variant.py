@@ -1,4 +1,4 @@
-"""What every variant does alike: steps, meshes, scanned stacks, generation and errors."""
+"""Steps, meshes, scanned stacks, generation and errors of all variants."""
 
 import functools
 from typing import Any
