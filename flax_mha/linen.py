@@ -16,9 +16,8 @@ from flax_mha.base import checks
 from flax_mha.base.arguments import check_refused, hidden_field
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import KVCache, Memory, as_cache_config, collection, resolve
-from flax_mha.cache.resolve import Given
-from flax_mha.cache.sources import Source
+from flax_mha.cache import KVCache, as_cache_config, collection, resolve
+from flax_mha.cache.resolve import CacheLike, KVLike
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection, make_parameter
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry, Table
@@ -42,7 +41,7 @@ class LayerOptions(TypedDict, total=False):
     head_mask: jax.Array | None
     lengths: jax.Array | None
     order: Array | None
-    kv: Given | None
+    kv: KVLike | None
     deterministic: bool | None
     sow_weights: bool
     dropout_rng: jax.Array | None
@@ -133,7 +132,7 @@ class MultiHeadAttention(Settings, nn.Module):
         bias: jax.Array | None = None, scores: Sequence[ScoreMod] = (),
         positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None = None,
         head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
-        order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
+        order: Array | None = None, kv: KVLike | None = None, deterministic: bool | None = None,
         sow_weights: bool = False, dropout_rng: jax.Array | None = None,
         return_weights: bool = False, return_kv: bool = False, **refused: None,
     ) -> Any:  # fmt: skip
@@ -183,8 +182,8 @@ class MultiHeadAttention(Settings, nn.Module):
           TypeError: if a dtype is not supported.
         """
         check_refused(self, refused)
-        if contexts.replaced.value is not None:
-            contexts.replaced.value.give(self)
+        if contexts.current.value.at_layer is not None:
+            self = contexts.current.value.at_layer(self)
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None
             inputs_k, inputs_v, cache = resolve.resolve_call(
@@ -210,7 +209,7 @@ class MultiHeadAttention(Settings, nn.Module):
     @nn.nowrap
     def compute(
         self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        call: Call, cache: Source | None,
+        call: Call, cache: CacheLike,
     ) -> core.Output:  # fmt: skip
         """Compute the layer from arrays. A variant overrides this, `table` and `check_fields`.
 
@@ -249,7 +248,7 @@ class MultiHeadAttention(Settings, nn.Module):
         ).weights(entry.inputs)  # fmt: skip
 
     @nn.nowrap
-    def _kept(self) -> KVCache | Memory | None:
+    def _kept(self) -> KVCache | None:
         """Return the cache of earlier calls, or None if there is none."""
         held = self.variables.get("cache") if self.decode else None
         if not held or (self.is_initializing() and not collection.NAMES & {*held}):

@@ -19,8 +19,8 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_given, check_refused
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache, Memory, as_cache_config, collection, resolve
-from flax_mha.cache.resolve import Given
+from flax_mha.cache import CacheConfig, KVCache, as_cache_config, collection, resolve
+from flax_mha.cache.resolve import KVLike
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer import core
@@ -47,13 +47,13 @@ _INITIALIZERS = ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init")
 
 
 class CacheVariables(nnx.Pytree):
-    """The cache of a layer: a variable for each field of a `KVCache` or a `Memory`."""
+    """The cache of a layer, with a variable for each field of a `KVCache`."""
 
-    def get_value(self) -> KVCache | Memory:
+    def get_value(self) -> KVCache:
         """Return the cache."""
         return collection.restore(self._variables())
 
-    def set_value(self, cache: KVCache | Memory) -> None:
+    def set_value(self, cache: KVCache) -> None:
         """Replace the cache."""
         fields = dict(vars(cache))
         window = fields.pop("window", None)
@@ -283,7 +283,7 @@ class MultiHeadAttention(nnx.Module):
         bias: jax.Array | None = None, scores: Sequence[ScoreMod] = (),
         positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None = None,
         head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
-        order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
+        order: Array | None = None, kv: KVLike | None = None, deterministic: bool | None = None,
         sow_weights: bool = False, rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool | None = None, is_causal: bool = False,
         input_positions: jax.Array | None = None, return_weights: bool = False,
@@ -391,7 +391,7 @@ class MultiHeadAttention(nnx.Module):
         kept = self.kv.get_value() if hasattr(self.kv, "get_value") else self.kv
         return collection.restore(kept, self.config.cache.window(nnx.as_pure(self.mask)))
 
-    def _keep(self, cache: KVCache | Memory) -> None:
+    def _keep(self, cache: KVCache) -> None:
         """Keep a cache for the next call."""
         if not isinstance(self.kv, CacheVariables):
             self.kv = CacheVariables()

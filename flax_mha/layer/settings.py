@@ -23,7 +23,7 @@ from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
 from flax_mha.signatures.attention_fn import attention_fn
-from flax_mha.taps.contexts import asked
+from flax_mha.taps.contexts import capture_of
 from flax_mha.taps.tap import Tap
 
 ZEROS = nn.initializers.zeros_init()
@@ -233,7 +233,7 @@ def reading(settings: Settings, tap: Tap, sow_weights: bool, is_captured: bool) 
     `is_captured` is True if intermediates are collected.
     """
     sow_weights = checks.flag("sow_weights", sow_weights)
-    reads, is_custom = asked(tap.module, settings.capture), settings.custom_attention is not None
+    reads, is_custom = capture_of(settings.capture), settings.custom_attention is not None
     if sow_weights and not is_custom:  # A custom function sows them itself.
         names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
         reads = dataclasses.replace(reads or Capture(()), what=tuple(names))

@@ -1,7 +1,6 @@
-"""Products of arrays and kernels that a mesh shards, with fewer transfers than XLA plans by itself.
+"""Products with kernels that a mesh shards, with fewer transfers than XLA plans by itself.
 
-With FSDP, a device holds a part of each kernel. With sequence parallelism, positions are sharded
-between layers.
+FSDP shards each kernel. Sequence parallelism shards positions between layers.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
@@ -10,16 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jaxlib.version
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from flax_mha.base import private_jax
 from flax_mha.sharding import devices, layout, rules
 from flax_mha.sharding.rules import LogicalNames, unpack_entry
 from flax_mha.sharding.shard_map import run_on_shards
 
 Shape = tuple[int, ...]
 Multiply = Callable[[jax.Array, jax.Array], Any]
+# Before jaxlib 0.11.2, XLA aborts at the gradients of two `jax.shard_map`s in a row that leave
+# axes of several devices Auto.
+SHARDED_SUBGROUPS = jaxlib.version.__version_info__ >= (0, 11, 2)
 
 
 def product(
@@ -29,7 +31,7 @@ def product(
     """Return multiply(x, kernel) [*rows, *features].
 
     A kernel sharded by FSDP is gathered on Manual axes, so that its gradient is reduce-scattered.
-    XLA by itself would all-reduce it, and then slice.
+    XLA would all-reduce it and then slice.
 
     Args:
       parallel: `column_parallel` or `row_parallel`.
@@ -45,9 +47,9 @@ def product(
     axes = unpack_entry(layout.spec(shape, rows)[at]) if at >= 0 else ()
     spec = rules.fill_unconstrained(layout.spec(kernel.shape, names))
     spec = rules.keep_axes(spec, axes)
-    # XLA:CPU aborts at sums of half precision over devices that a `jax.shard_map` transposes to.
+    # XLA:CPU aborts at sums of half precision over devices, which this would transpose to.
     aborts = x.dtype.itemsize < 4 and devices.platform() == "cpu"
-    if not private_jax.SHARDED_SUBGROUPS:
+    if not SHARDED_SUBGROUPS:
         sizes = jax.sharding.get_abstract_mesh().shape
         aborts |= any(size > 1 for axis, size in sizes.items() if axis not in axes)
     compute = Partial(parallel, multiply, names, rows, contracted)
@@ -62,8 +64,8 @@ def _with_shard(
     compute: Multiply, names: LogicalNames, spec: PartitionSpec, shape: Shape, x: jax.Array,
     shard: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Multiply by a kernel that the devices of a `jax.shard_map` gather."""
-    # XLA would gather axes left Auto, too.
+    """Gather a kernel over the devices of a `jax.shard_map`, and multiply by it."""
+    # Not by `all_gather` directly: XLA would also gather axes left Auto.
     kernel = layout.local(Partial(_gather, spec), [names], (shape, names), shard)
     return compute(x, layout.constrain(kernel, names))
 
@@ -129,18 +131,17 @@ def _scatter_positions(
 
 
 def _sharing_axes(shape: Shape, names: LogicalNames) -> tuple[str, ...]:
-    """Return the mesh axes of query heads along which devices share a kernel's key/value heads."""
+    """Return the mesh axes along which devices share the key/value heads of a kernel."""
     if "kv_heads" not in names:
         return ()
     own = unpack_entry(layout.spec(shape, gathered(names))[names.index("kv_heads")])
-    # As many heads as devices, so that they divide.
     count = jax.sharding.get_abstract_mesh().size
     (of_queries,) = layout.spec((count,), ("heads",))
     return tuple(axis for axis in unpack_entry(of_queries) if axis not in own) if own else ()
 
 
 def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:
-    """Return the mesh axes that shard positions between layers but not inside them."""
+    """Return the mesh axes that shard positions between layers, but not inside them."""
     everywhere, between = (
         unpack_entry(layout.spec(shape[: at + 1], (name,))[at])
         for name in ("length", "norm_length")
@@ -149,6 +150,6 @@ def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:
 
 
 def gathered(names: LogicalNames) -> LogicalNames:
-    """Return a parameter's logical names without the axis that FSDP shards, as products need it."""
+    """Return the logical names of a parameter without the one that FSDP shards."""
     fsdp = "embed" if rules.has_rule("embed") else None
     return tuple(None if name == fsdp else name for name in names)

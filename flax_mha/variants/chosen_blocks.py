@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax_mha import masks, sharding
 from flax_mha.base import checks, loops, shapes, symbols
 from flax_mha.base.coordinates import Array, At, tiles_of, whole
-from flax_mha.cache.resolve import as_source
+from flax_mha.cache.resolve import appends
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer.core import Output
@@ -189,13 +189,12 @@ class ChosenBlocksAttention(MultiHeadAttention):
             raise ValueError(
                 "order cannot be used with chosen blocks, which hold consecutive keys; leave it out"
             )
-        source = as_source(cache)
-        if source.appends:
+        if appends(cache):
             if self.query_block > 1:
                 raise ValueError(
                     f"decoding chooses for each token, got query_block={self.query_block}; give 1"
                 )
-            if source.is_ring:
+            if cache.is_ring:
                 raise ValueError(
                     "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
                     "slots or a window; leave them out"

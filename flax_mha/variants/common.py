@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from flax_mha.base.coordinates import Array, At, map_score_arrays, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.cache.resolve import as_source
-from flax_mha.cache.sources import Source
+from flax_mha.cache.resolve import CacheLike, has_own_keys
 from flax_mha.kernels import dot_product_attention
 from flax_mha.masks.algebra import Mask, evaluate, resolve
 
@@ -25,9 +24,9 @@ def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = F
             raise ValueError(f"{what} has no {name}, got {getattr(layer, name)!r}; leave it out")
 
 
-def check_inputs(what: str, x_k: jax.Array | None, cache: Source | None) -> None:
-    """Refuse keys and values of other inputs than the queries'."""
-    if x_k is not None or as_source(cache).is_given:
+def check_inputs(what: str, x_k: jax.Array | None, cache: CacheLike) -> None:
+    """Check that keys and values are of the inputs of the queries."""
+    if x_k is not None or has_own_keys(cache):
         raise ValueError(f"{what} is self-attention, got inputs_k or kv; leave it out")
 
 

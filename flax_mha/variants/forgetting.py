@@ -13,7 +13,7 @@ from flax_mha import masks, sharding
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray
 from flax_mha.base.shapes import Dims
-from flax_mha.cache.resolve import as_source
+from flax_mha.cache import KVCache
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import Stored, read
 from flax_mha.layer import core, padding
@@ -61,13 +61,13 @@ class ForgettingAttention(MultiHeadAttention):
         z = p["forget_gate"](x)
         q, k, v, order = heads.q, heads.k, heads.v, heads.order
         dims, positions, last = shapes.Dims.of(q, k, v), order, None
-        source = as_source(cache)
-        if source.has_slots:
+        has_slots = isinstance(cache, KVCache)
+        if has_slots:
             dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
             names = ("batch", None, "heads")
             last = sharding.auto(_last, (names, names), read(cache.key), cache.length, z)
         mask = masks.combine(self.mask, call.mask)
-        of_tokens = functools.partial(_gates, dims, source.has_slots)
+        of_tokens = functools.partial(_gates, dims, has_slots)
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], mask, positions)
         c = sharding.auto(_summed, (_OF_TOKENS, _OF_TOKENS), gates, order, last)
         if self.scale is None:  # Padded queries have more features.
@@ -77,13 +77,13 @@ class ForgettingAttention(MultiHeadAttention):
             return sharding.auto(_joined, sharding.KV_HEADS, k, *c), v
 
         forget = _Forget(c, c)
-        if source.has_slots:
+        if has_slots:
             _check_dtype(cache.key.dtype)
             forget = _Forget(c)
             call = dataclasses.replace(call, attention=functools.partial(_attend, c))
         else:
             call = dataclasses.replace(call, mask=masks.combine(masks.Causal(), call.mask))
-            if source.appends:
+            if cache is not None:
                 _check_dtype(cache.dtype or k.dtype)
         heads = heads._replace(kept=kept)
         call = dataclasses.replace(call, scores=(*call.scores, forget))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.base.shapes import Shape
-from flax_mha.cache.resolve import as_source
+from flax_mha.cache import KVCache
 from flax_mha.kernels.call.stored import Stored, cast, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
@@ -76,7 +76,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]
         heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
-        has_slots = as_source(cache).has_slots
+        has_slots = isinstance(cache, KVCache)
         if call.tap.is_active or not has_slots:
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if has_slots:

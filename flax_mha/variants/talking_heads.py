@@ -12,7 +12,7 @@ from flax.typing import PrecisionLike
 from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.cache.resolve import as_source
+from flax_mha.cache import KeyValues
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, Table
@@ -47,7 +47,7 @@ class TalkingHeadsAttention(MultiHeadAttention):
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Compute the layer."""
         without_vectors("talking-heads attention", call.scores)
-        if as_source(cache).is_shared:
+        if isinstance(cache, KeyValues):
             raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
         K = self.num_kv_heads or self.num_heads

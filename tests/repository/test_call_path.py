@@ -130,7 +130,7 @@ def test_the_arguments_of_a_call_have_four_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "most", "T"), [(None, 10, 29), (AxisType.Auto, 12, 31), (AxisType.Explicit, 12, 37)]
+    ("kind", "most", "T"), [(None, 9, 29), (AxisType.Auto, 11, 31), (AxisType.Explicit, 11, 37)]
 )
 def test_few_frames_between_layer_and_score_matmul(
     kind: AxisType | None, most: int, T: int

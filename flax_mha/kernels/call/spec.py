@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,6 +98,14 @@ class Lowered:
 
 class Unsupported(Exception):  # noqa: N818 — it names the reason, and is no error by itself
     """The reason why a kernel can't run a call."""
+
+
+def load(module: str) -> Any:
+    """Import a kernel's module, or refuse if this JAX lacks a private name that the kernel uses."""
+    try:
+        return importlib.import_module(f"flax_mha.kernels.{module}")
+    except ImportError as error:
+        raise Unsupported(f"JAX {jax.__version__} lacks what it needs: {error}") from None
 
 
 class AttentionSpec(struct.PyTreeNode):
