@@ -72,6 +72,25 @@ def test_meshes_match_one_device(name: str, rules: Any, kind: str) -> None:
     check_on_mesh(layer(name, **heads), x, kind, rules, decodes=name not in list(FIELDS)[:2])
 
 
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("name", FIELDS)
+def test_tokens_of_other_documents_and_later_tokens_change_nothing(
+    name: str, is_cached: bool
+) -> None:
+    """Not the choice of blocks either."""
+    module = layer(name, mask=masks.Causal() & masks.Documents(np.array([5, 3])))
+    params, bad = drawn(module, X), X.copy()
+    bad[:, [2, 9]] = 9
+    out = jax.jit(module.apply)(params, X)
+    if is_cached:
+        found = decoded(module.clone(decode=True), params, bad, (3, 1, 6))
+    else:
+        found = jax.jit(module.apply)(params, bad)
+    others = [i for i in range(T) if i not in (2, 3, 4, 9)]
+    assert error(found[:, others], out[:, others]) < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_scanned_stacks_match_unrolled_ones(name: str) -> None:
