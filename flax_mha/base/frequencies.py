@@ -40,8 +40,8 @@ class Frequencies(NamedTuple):
             return cls(theta, upper.astype(np.uint32), lower.astype(np.uint32))
         # Only the quotient is rounded, which is an error of θ, the same at all positions.
         turns = theta / (2 * np.pi) % 1 * 2.0**32
-        lower = turns % 1 * 2.0**32
-        return cls(theta, turns.astype(jnp.uint32), lower.astype(jnp.uint32))
+        remainder = turns % 1 * 2.0**32
+        return cls(theta, turns.astype(jnp.uint32), remainder.astype(jnp.uint32))
 
     def angles(self, positions: Any, end: Any = None) -> jax.Array:
         """Return the angles [*P, P] of positions [*P], float32 or as wide as the positions.

@@ -112,9 +112,22 @@ class Explanation(NamedTuple):
 def run(
     kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, result: Result | None = None
 ) -> Result:
-    """Compute a call by the first kernel that supports it. See `decide` for the arguments.
+    """Compute a call by the first kernel that supports it. Arguments and errors are as in `lower`.
 
     Given a precomputed result of these and other keys, compute only its gradients.
+    """
+    lowered = lower(kernel, q, k, v, spec)
+    if result is None:
+        return lowered.run()
+    if lowered.takes_result:
+        return lowered.run(result)
+    return softmax.part_of_result(lowered.run(), result)
+
+
+def lower(kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
+    """Return a call by the first kernel that supports it, ready to run.
+
+    See `decide` for the arguments.
 
     Raises:
       ValueError: if the named kernel does not support the call.
@@ -127,11 +140,7 @@ def run(
             "%s computes attention of q %s and k %s on %s (see platform= of flax_mha.kernels.use)",
             explanation.chosen, q.shape, k.shape, spec.platform.name,
         )  # fmt: skip
-    if result is None:
-        return lowered.run()
-    if lowered.takes_result:
-        return lowered.run(result)
-    return softmax.part_of_result(lowered.run(), result)
+    return lowered
 
 
 def explain(kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Explanation:

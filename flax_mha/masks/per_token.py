@@ -94,6 +94,7 @@ class Segments(Mask):
     at_most: int | None = struct.field(pytree_node=False, default=None)
 
     def bind(self, dims: Dims) -> Self:
+        checks.flag("Segments.runs", self.runs)
         checks.optional(**{"Segments.at_most": self.at_most})
         if self.at_most is not None and not self.runs:
             raise ValueError("Segments.at_most counts runs, got runs=False; give runs=True")

@@ -379,7 +379,7 @@ LAYER: list[Case] = [
        rf"CacheConfig.dtype must be a floating dtype .* or int8 or float8_e4m3fn.*, got {name}")
       for name in ("int32", "float8_e4m3fnuz", "float8_e8m0fnu")],
     ("capture: no name", lambda: Capture(("entropies",)), ValueError,
-     r"tuple of names out of \('weights',.*got \('entropies',\)"),
+     r"tuple of names out of \('q',.*got \('entropies',\)"),
     layer("cache", TypeError, r"must be a flax_mha.CacheConfig, got 'int8'.*give CacheConfig",
           decode=True, cache="int8"),
     ("cache: window", lambda: KVCache.empty((2,), 4, 6, 8, window=4), ValueError,

@@ -1,35 +1,12 @@
 """The tables that `measure` writes or compiles for docs."""
 
-import re
-
-import jax
 import pytest
 
 from experiments.measure import __main__ as measure
-from experiments.measure import features, registers
-from experiments.measure.features import KERNELS
+from experiments.measure import registers
 from experiments.plan import gpus
 from experiments.runs.failures import RunError
-from flax_mha.kernels import Platform
 from flax_mha.kernels.flex import hopper
-
-
-@pytest.mark.sampled(0, slow=0.16)
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX's cuDNN has no soft caps")
-def test_page_equals_generated_table() -> None:
-    text = features.PAGE.read_text()
-    assert features.page(text) == text, "run python -m experiments.measure features"
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_is_described_on_the_page(name: str) -> None:
-    assert features.homes()[name]
-    page = features.PAGE.with_name("kernels.md").read_text()
-    assert re.search(rf"^- `{name}`:", page, re.MULTILINE)
-
-
-def test_reference_refuses_nothing() -> None:
-    assert not any(features.refusals("reference", Platform("cpu")).values())
 
 
 def test_gpu_memory_table_names_missing_wheels(monkeypatch) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from experiments.measure.features import traced
 from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Prefix
 from flax_mha.scores import Alibi, Bias, SoftCap
+from tests.repository.test_kernel_table import traced
 from tests.support.arrays import zeros
 
 B, T, S, N, H = 2, 40, 64, 4, 8

@@ -102,11 +102,11 @@ def _attend(
         [y.store(x, call.plan) for y, x in zip(call.leaves, leaves, strict=True)],
         sinks,
         first,
+        flat_batch(at.row, dims).reshape(-1),
+        at.head.reshape(-1),
         second,
         jnp.asarray(states, jnp.int32),
         call.machine.visits(call, states, q.dtype),
-        flat_batch(at.row, dims).reshape(-1),
-        at.head.reshape(-1),
         _tables(spec, q, (T, S)),
     )  # fmt: skip
     if result is not None:

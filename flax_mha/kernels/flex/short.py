@@ -26,6 +26,7 @@ from flax_mha.kernels.call import limits
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported, load
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.chips import tpus
+from flax_mha.kernels.flex.passes import Arrays
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.traced import trace
 from flax_mha.kernels.xla.tile_plan import Plan
@@ -96,7 +97,7 @@ def _attend(
     flat_q, flat_k, flat_v = (
         x.reshape(-1, x.shape[-3], math.prod(x.shape[-2:])) for x in (q, k, v)
     )
-    x = kernel.FlatArrays(flat_q, flat_k, flat_v, of_leaves, of_functions, sinks, rows, numbers)
+    x = Arrays(flat_q, flat_k, flat_v, of_leaves, sinks, of_functions, rows, numbers)
     out, sums = kernel.core(call, heads, x)
     by_query = (sums[:, :, n].reshape(*dims.B, dims.N, dims.T) for n in range(2))
     return out.reshape(*dims.B, dims.T, dims.N, dims.Hv), Sums(*by_query)
