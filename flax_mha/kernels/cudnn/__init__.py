@@ -80,14 +80,16 @@ def _check_call(
     q: jax.Array, spec: AttentionSpec, dims: Dims, device: primitives.Gpu, platform: Platform
 ) -> str | None:
     """Return the reason against a call, apart from its mask and scores, or None."""
-    if device.capability < (8, 0) or device.cudnn < OLDEST:
-        return f"needs compute capability 8.0 and cuDNN {OLDEST}, got {device}"
+    capability, version = device
+    if capability < (8, 0) or version < OLDEST:
+        return f"needs compute capability 8.0 and cuDNN {OLDEST}, got {capability} and {version}"
     if not (dims.T and dims.S and math.prod(dims.B)):
         return "there are no rows, queries or keys"
     if dims.T == dims.S == 1:
         return "has no gradient of one query and one key"
-    if _features(dims) > device.features:
-        return f"takes heads of at most {device.features} features here, got {_features(dims)}"
+    most = 256 if capability[0] == 9 else 128  # in the backward pass
+    if _features(dims) > most:
+        return f"takes heads of at most {most} features here, got {_features(dims)}"
     if spec.dropout is not None:
         return "has no dropout that is a function of positions"
     if spec.precision is not None:
@@ -138,7 +140,7 @@ def _allowed(mask: Mask, spec: AttentionSpec, dims: Dims) -> jax.Array:
 def _takes_runs(spec: AttentionSpec, dims: Dims, device: primitives.Gpu, is_divided: bool) -> bool:
     """Return True if packed documents can be sequences of their own."""
     return (
-        device.capability >= (9, 0)
+        device[0] >= (9, 0)
         and (dims.N == dims.K or private_jax.PACKED_GROUPS)
         and _features(dims) <= 128
         and not spec.scores

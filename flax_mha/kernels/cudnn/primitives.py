@@ -5,7 +5,7 @@ JAX's own batching rule, before 0.11, supports no operand that the batch shares.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,34 +20,21 @@ from flax_mha.kernels.chips import gpus
 fused: Any = fused_attention_stablehlo
 
 
-class Gpu(NamedTuple):
-    """The properties of a GPU that decide which calls run.
-
-    Attributes:
-      capability: the compute capability, (9, 0) for Hopper.
-      cudnn: the version of cuDNN.
-    """
-
-    capability: tuple[int, int]
-    cudnn: tuple[int, int, int]
-
-    @property
-    def features(self) -> int:
-        """The maximum number of features of a head, in the backward pass."""
-        return 256 if self.capability[0] == 9 else 128
+# A GPU's compute capability, (9, 0) for Hopper, and its version of cuDNN.
+Gpu: TypeAlias = tuple[tuple[int, int], tuple[int, int, int]]
 
 
 def gpu(platform: Platform) -> Gpu | str:
-    """Return the GPU that a call will run on, local or not, or the reason against cuDNN."""
+    """Return the GPU that a call will run on, present or not, or the reason against cuDNN."""
     capability = gpus.capability(platform.device)
     if isinstance(capability, str):
         return capability
     if platform.cudnn is not None:
-        return Gpu(capability, platform.cudnn)
+        return capability, platform.cudnn
     if fused.cuda_versions is None:
         return "cuDNN is not detected"
     version = fused.cuda_versions.cudnn_get_version()
-    return Gpu(capability, (version // 10000, version // 100 % 100, version % 100))
+    return capability, (version // 10000, version // 100 % 100, version % 100)
 
 
 class CudnnCall(NamedTuple):
