@@ -136,7 +136,7 @@ def _refusal(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
     platform = "gpu" if part == "flex.hopper" else KERNELS[kernel].platforms[0]
     pretend(monkeypatch, platform)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
+    monkeypatch.setattr(primitives, "gpu", lambda platform: ((9, 0), (9, 20, 0)))
     x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
     found = explain(x, x, x)
     others = {"cudnn": "blockwise", "splash": "flex", "flex": "blockwise", "flex.tpu": "blockwise"}
