@@ -44,9 +44,9 @@ class CudnnCall(NamedTuple):
       scale: the factor of the scores.
       causal: True if query i sees only keys j ≤ i.
       left: the number of earlier keys that a query sees; None for all.
-      divisible: True if XLA may shard the call between devices.
+      divisible: True if XLA may shard the call.
       learned: True if the bias has a gradient.
-      heads_first: True if heads come before tokens in memory, as in a cache.
+      heads_first: True if heads come before tokens, as in a cache.
     """
 
     scale: float
@@ -79,9 +79,8 @@ def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
     """Return out [rows, T, N, F] and lse, float32 [rows, N, T], with vmapped axes first.
 
     The arguments are q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None,
-    the lengths of queries and keys, int32 [rows], at least 1, and None. With packed documents, they
-    are lengths [rows, runs], and offsets [rows, runs + 1] instead of None. The lse is then [rows,
-    runs, N, T].
+    the lengths of queries and keys, int32 [rows], at least 1, and None. For packed documents they
+    are lengths [rows, runs] and offsets [rows, runs + 1], and the lse is [rows, runs, N, T].
     """
 
     def run(*args: Any) -> Any:
