@@ -9,7 +9,7 @@ from flax import struct
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.algebra import Dense, Mask, PositionDependent
+from flax_mha.masks.algebra import Dense, Mask
 from flax_mha.masks.arrays import lengths_as_scores
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.states import both, either, is_static, tile_state
@@ -170,7 +170,7 @@ class AtLeast(Mask):
         return tile_state(some, tiles.least(q) >= tiles.greatest(kv))
 
 
-class Documents(PositionDependent):
+class Documents(Mask):
     """A mask in which tokens see their own document, for several consecutive ones.
 
     The first document starts at position 0. Tokens after the last one form another document; add
@@ -195,6 +195,12 @@ class Documents(PositionDependent):
         # A bound mask holds the positions where documents end.
         ends = xp.cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
+
+    def allowed(self, at: At) -> Array:
+        return self.resolve(at).allowed(at)
+
+    def tiles(self, tiles: Tiles) -> Array:
+        return tile_state(np.True_, np.False_)
 
     def resolve(self, at: At) -> Mask:
         """Return `Segments`, whose ids are the number of documents that end before a token."""

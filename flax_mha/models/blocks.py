@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, numerics, shapes
-from flax_mha.cache import Encoded
-from flax_mha.cache.sources import Shared
+from flax_mha.cache import Encoded, KeyValues
 from flax_mha.layer import padding, settings
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import LayerOptions, MultiHeadAttention
@@ -23,7 +22,7 @@ from flax_mha.taps.tap import Tap, tap_of
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": layer_norm, "rmsnorm": nn.RMSNorm}
 Calls: TypeAlias = dict[str, Any]  # the arguments of each layer's call, by the name of its field
 # A function of x to a branch's output, and the keys and values of a layer that returns them.
-Branch: TypeAlias = Callable[[jax.Array], tuple[jax.Array, Shared | None]]
+Branch: TypeAlias = Callable[[jax.Array], tuple[jax.Array, KeyValues | None]]
 # Options of self-attention that cross-attention gets too.
 _SHARED_OPTIONS = ("lengths", "dropout_rng", "sow_weights")
 _AXES = ("batch", "norm_length", None)
@@ -113,7 +112,7 @@ class Block(nn.Module):
         if checks.flag("return_kv", return_kv):
             options["return_kv"] = True
 
-        def add_branches(block: "Block", x: jax.Array) -> tuple[jax.Array, Shared | None]:
+        def add_branches(block: "Block", x: jax.Array) -> tuple[jax.Array, KeyValues | None]:
             return block._add_branches(x, deterministic, calls)
 
         with rules.undivided_tokens(getattr(self.attention, "decode", False)):
@@ -146,7 +145,7 @@ class Block(nn.Module):
     @nn.nowrap
     def _add_branches(
         self, x: jax.Array, deterministic: bool | None, calls: Calls
-    ) -> tuple[jax.Array, Shared | None]:
+    ) -> tuple[jax.Array, KeyValues | None]:
         """Return x with all branches added, and the keys and values of self-attention or None."""
         for name in calls:
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
@@ -184,7 +183,7 @@ class Block(nn.Module):
             # The layer's field `deterministic`, if set, takes precedence.
             flag = deterministic if layer.deterministic is None else None
 
-            def branch(x: jax.Array) -> tuple[jax.Array, Shared | None]:
+            def branch(x: jax.Array) -> tuple[jax.Array, KeyValues | None]:
                 y = layer(x, deterministic=flag, **call)
                 y, kv = y if call.get("return_kv") else (y, None)
                 return self._scale(name, y, shape, deterministic), kv

@@ -6,7 +6,7 @@ from experiments.measure import __main__ as measure
 from experiments.measure import registers
 from experiments.plan import gpus
 from experiments.runs.failures import RunError
-from flax_mha.base import private_jax
+from flax_mha.kernels.flex import hopper
 
 
 def test_gpu_memory_table_names_missing_wheels(monkeypatch) -> None:
@@ -21,7 +21,7 @@ def test_registers_table_names_missing_compiler(monkeypatch) -> None:
         measure.main(["registers"])
 
 
-@pytest.mark.skipif(private_jax.missing("flex.hopper") is not None, reason="needs Mosaic GPU")
+@pytest.mark.skipif(hopper.LACKING is not None, reason="needs Mosaic GPU")
 def test_registers_table_has_the_limits_of_a_kernel() -> None:
     """989 teraflops, 2 matmuls of 2·64 operations per score; 16 exponentials on 132 cores."""
     from flax_mha.kernels.flex.hopper.block import Size

@@ -15,7 +15,6 @@ and Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
 
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import private_jax, shapes
+from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call import limits
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported, load
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.chips.tpus import heads_first
 from flax_mha.kernels.flex.passes import Arrays, Tables, core
@@ -39,17 +38,14 @@ from flax_mha.masks.states import is_static
 from flax_mha.positions.turn import Turn
 
 # The module of each platform's part, loaded when a call asks for it.
-_MACHINES = {"tpu": "tpu", "gpu": "hopper"}
+_MACHINES = {"tpu": "flex.tpu", "gpu": "flex.hopper"}
 
 
 def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     """Prepare the call, or raise the reason why this kernel does not support it."""
     limits.check(spec, q, k, blocks=True)
     k, v, platform = dequantize(k), dequantize(v), spec.platform
-    folder = _MACHINES[platform.name]
-    if reason := private_jax.missing(f"flex.{folder}"):
-        raise Unsupported(reason)
-    machine: Machine = importlib.import_module(f"{__name__}.{folder}").MACHINE
+    machine: Machine = load(_MACHINES[platform.name]).MACHINE
     if reason := machine.check(q, k, v, platform):
         raise Unsupported(reason)
     if any(spec.blocks):

@@ -18,11 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha.base import private_jax
 from flax_mha.base.coordinates import flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call import limits
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported, load
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.passes import Arrays
@@ -39,15 +38,13 @@ def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     limits.check(spec, q, k)
     k, v, platform = dequantize(k), dequantize(v), spec.platform
     dims = Dims.of(q, k, v)
-    if reason := private_jax.missing("flex.tpu") or tpus.check(q, k, v):
+    if reason := tpus.check(q, k, v):
         raise Unsupported(reason)
     # Pallas is loaded only when a call asks for it.
-    from flax_mha.kernels.flex.tpu import MACHINE
-    from flax_mha.kernels.flex.tpu import whole_rows as kernel
-
+    machine, kernel = load("flex.tpu").MACHINE, load("flex.tpu.whole_rows")
     if max(dims.T, dims.S) > tpus.SHORT:
         raise Unsupported(f"takes at most {tpus.SHORT} queries and keys, got {dims.T} and {dims.S}")
-    traced = trace(spec, Plan(dims, dims.T, dims.S), MACHINE, platform.device)
+    traced = trace(spec, Plan(dims, dims.T, dims.S), machine, platform.device)
     if isinstance(traced, str):
         raise Unsupported(traced)
     call, (_, closed), leaves = traced
