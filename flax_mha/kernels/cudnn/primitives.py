@@ -23,7 +23,6 @@ from jax._src.cudnn.fused_attention_stablehlo import (
 from flax_mha.kernels.call.spec import Platform
 from flax_mha.kernels.chips import gpus
 
-
 # A GPU's compute capability, (9, 0) for Hopper, and its version of cuDNN.
 Gpu: TypeAlias = tuple[tuple[int, int], tuple[int, int, int]]
 
