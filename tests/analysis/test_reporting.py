@@ -103,10 +103,10 @@ def test_layers_are_in_the_order_of_the_model_also_under_scan() -> None:
 
 def test_tokens_cannot_end_the_script_that_holds_them(tmp_path: Path) -> None:
     tokens = ["</script>", "<!--", "\"'&", "%DATA%", "\u2028", "\udc80", "\\"]
-    report(tmp_path / "page.html", {"</script>": draw(1, 7, 7)}, tokens, title="<b>")
+    report(tmp_path / "page.html", {"</script><b>": draw(1, 7, 7)}, tokens)
     data, _ = read(tmp_path / "page.html")
     assert data["tokens"] == [[tokens, tokens]]
-    assert data["runs"] == ["</script>"]
+    assert data["runs"] == ["</script><b>"]
     template = Path(reporting.__file__).with_name("report.html").read_text()
     page = (tmp_path / "page.html").read_text()
     for mark in ("<script", "</script", "<!--", "<b>"):
@@ -125,10 +125,9 @@ def test_queries_and_keys_of_each_layer_get_their_names(tmp_path: Path) -> None:
     assert found == [["aa", "aa"], ["ad", "ah"], ["dd", "hh"]]
 
 
-@pytest.mark.parametrize("runs", [1, 2])
-def test_twelve_layers_of_twelve_heads_and_64_tokens_fit(runs: int, tmp_path: Path) -> None:
+def test_twelve_layers_of_twelve_heads_and_64_tokens_fit(tmp_path: Path) -> None:
     """The weights are dense and random, which compress badly."""
-    models = {f"run {i}": tree(*(draw(12, 64, 64) for _ in range(12))) for i in range(runs)}
+    models = {f"run {i}": tree(*(draw(12, 64, 64) for _ in range(12))) for i in range(2)}
     report(tmp_path / "page.html", models, ["token"] * 64)
     assert (tmp_path / "page.html").stat().st_size < 2_000_000
 
