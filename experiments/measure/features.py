@@ -60,6 +60,36 @@ def features() -> dict[str, dict[str, Any]]:
     for traced ones.
     """
     ids = jax.device_put(np.repeat(np.arange(4), T // 4))
+    known: dict[str, Any] = {
+        "`Window(left, 0)`": masks.Window(64, 0),
+        "`Window(left, right)`": masks.Window(64, 16),
+        "`Lengths`": masks.Lengths(_numbers(B)),
+        "`Lengths` of queries too": masks.Lengths(_numbers(B), _numbers(B)),
+        "`Lengths` for each query": masks.Lengths(_numbers(B, T)),
+        "`Segments`, traced": masks.Segments(ids),
+        "`Causal() & Segments`": masks.Causal() & masks.Segments(ids),
+        "`Segments`, `runs=True`": masks.Causal() & masks.Segments(ids, None, True, 8),
+        "`Documents`, traced": masks.Documents(_numbers(B, 4)),
+        "`Dilated`": masks.Dilated(4),
+        "`Neighborhood`": masks.Neighborhood((16, 16), 5),
+        "`BlockSparse`, traced": masks.BlockSparse(_numbers(B, N, T // 64, 2), 64, 64),
+        "`Prefix`": masks.Prefix(64),
+        "`Prefix` for each row": masks.Prefix(_numbers(B)),
+        "`Dense`, known": masks.Dense(TABLE),
+        "`Dense`, traced": masks.Dense(jax.device_put(TABLE)),
+        "`Dense` of keys, traced": masks.Dense(_zeros(B, 1, 1, S, dtype=bool)),
+        "`Predicate`": masks.Predicate(_even),
+        "`PerHead`": masks.PerHead([masks.Causal(), masks.Window(64, 0)] * 2),
+        "masks negated or joined by or": ~masks.Causal() | masks.Window(8, 8),
+    }  # fmt: skip
+    mods: dict[str, Any] = {
+        "`Alibi`": scores.Alibi(),
+        "`RelativeBias` (T5)": scores.RelativeBias(_zeros(N, 32)),
+        "`SoftCap`": scores.SoftCap(50.0),
+        "`Score`, your own": scores.Score(_shrunk),
+        "`Relative`": scores.Relative(_zeros(33, 64)),
+        "`TransformerXL`": scores.TransformerXL(*_zeros(2, N, 64), _zeros(N * 64, N, 64)),
+    }
     return {
         "bfloat16": {},
         "float16": {"dtype": "float16"},
@@ -75,37 +105,11 @@ def features() -> dict[str, dict[str, Any]]:
         "`Causal`": {"mask": masks.Causal()},
         "`Causal` from `q_positions=8`": {"mask": masks.Causal(), "q_positions": 8},
         "`Causal` of traced positions": {"mask": masks.Causal(), "q_positions": _numbers(T)},
-        "`Window(left, 0)`": {"mask": masks.Window(64, 0)},
-        "`Window(left, right)`": {"mask": masks.Window(64, 16)},
-        "`Lengths`": {"mask": masks.Lengths(_numbers(B))},
-        "`Lengths` of queries too": {"mask": masks.Lengths(_numbers(B), _numbers(B))},
-        "`Lengths` for each query": {"mask": masks.Lengths(_numbers(B, T))},
-        "`Segments`, traced": {"mask": masks.Segments(ids)},
-        "`Causal() & Segments`": {"mask": masks.Causal() & masks.Segments(ids)},
-        "`Segments`, `runs=True`": {"mask": masks.Causal() & masks.Segments(ids, None, True, 8)},
-        "`Documents`, traced": {"mask": masks.Documents(_numbers(B, 4))},
-        "`Dilated`": {"mask": masks.Dilated(4)},
-        "`Neighborhood`": {"mask": masks.Neighborhood((16, 16), 5)},
-        "`BlockSparse`, traced": {"mask": masks.BlockSparse(_numbers(B, N, T // 64, 2), 64, 64)},
-        "`Prefix`": {"mask": masks.Prefix(64)},
-        "`Prefix` for each row": {"mask": masks.Prefix(_numbers(B))},
-        "`Dense`, known": {"mask": masks.Dense(TABLE)},
-        "`Dense`, traced": {"mask": masks.Dense(jax.device_put(TABLE))},
-        "`Dense` of keys, traced": {"mask": masks.Dense(_zeros(B, 1, 1, S, dtype=bool))},
-        "`Predicate`": {"mask": masks.Predicate(_even)},
-        "`PerHead`": {"mask": masks.PerHead([masks.Causal(), masks.Window(64, 0)] * 2)},
-        "masks negated or joined by or": {"mask": ~masks.Causal() | masks.Window(8, 8)},
+        **{name: {"mask": mask} for name, mask in known.items()},
         "`bias` [T, S] in bfloat16": {"bias": _zeros(T, S, dtype=jnp.bfloat16)},
         "`bias` in float32": {"bias": _zeros(T, S)},
         "`bias` of keys, [S]": {"bias": _zeros(S, dtype=jnp.bfloat16)},
-        "`Alibi`": {"scores": (scores.Alibi(),)},
-        "`RelativeBias` (T5)": {"scores": (scores.RelativeBias(_zeros(N, 32)),)},
-        "`SoftCap`": {"scores": (scores.SoftCap(50.0),)},
-        "`Score`, your own": {"scores": (scores.Score(_shrunk),)},
-        "`Relative`": {"scores": (scores.Relative(_zeros(33, 64)),)},
-        "`TransformerXL`": {
-            "scores": (scores.TransformerXL(_zeros(N, 64), _zeros(N, 64), _zeros(N * 64, N, 64)),)
-        },
+        **{name: {"scores": (score,)} for name, score in mods.items()},
         "`sinks`": {"sinks": _zeros(N)},
         "`scale`, traced": {"scale": jax.device_put(np.float32(0.1))},
         "`normalizer`, no softmax": {"normalizer": "sigmoid"},
@@ -118,48 +122,36 @@ def features() -> dict[str, dict[str, Any]]:
 def operands(call: dict[str, Any]) -> tuple[list[jax.ShapeDtypeStruct], dict[str, Any]]:
     """Return shapes of q, k and v, and the arguments."""
     sizes = {"T": T, "S": S, "K": N, "H": 64, "Hv": 64, "dtype": "bfloat16"}
-    sizes |= {name: x for name, x in call.items() if name in sizes}
-    shapes = [
-        (B, sizes["T"], N, sizes["H"]), (B, sizes["S"], sizes["K"], sizes["H"]),
-        (B, sizes["S"], sizes["K"], sizes["Hv"]),
-    ]  # fmt: skip
-    rest = {name: x for name, x in call.items() if name not in sizes}
-    return [jax.ShapeDtypeStruct(shape, sizes["dtype"]) for shape in shapes], rest
+    arguments = {name: x for name, x in call.items() if name not in sizes}
+    t, s, K, H, Hv, dtype = ({**sizes, **call}[name] for name in sizes)
+    shapes = (B, t, N, H), (B, s, K, H), (B, s, K, Hv)
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], arguments
 
 
-def homes() -> dict[str, list[str]]:
-    """Return the platforms that each kernel runs on."""
-    found: dict[str, list[str]] = {name: [] for name in KERNELS}
-    for called, platform in PLATFORMS.items():
-        for name in found:
-            told = explain(*operands({})[0], platform=platform, kernel=cast(Any, name))
-            if told.chosen == name:
-                found[name].append(called)
-    return found
-
-
-def columns() -> dict[str, tuple[str, list[str]]]:
-    """Return the kernel and the platforms of each column. A kernel has one for each machine."""
+def columns() -> dict[str, tuple[str, str]]:
+    """Return the kernel and a platform of each column. A kernel has one for each machine."""
     found = {}
-    for name, called in homes().items():
-        own = bool(kernels.KERNELS[name].platforms) and len(called) > 1
-        for some in [[one] for one in called] if own else [called]:
-            found[f"`{name}`, {some[0]}" if own else f"`{name}`"] = name, some
+    for name in KERNELS:
+        here = [platform for platform, known in PLATFORMS.items()
+                if refusals(name, known, {"": {}}) == {"": None}]  # fmt: skip
+        if not kernels.KERNELS[name].platforms or len(here) == 1:
+            found[f"`{name}`"] = name, here[0]
+        else:
+            found |= {f"`{name}`, {platform}": (name, platform) for platform in here}
     return found
 
 
-def refusals(name: str, platform: Platform) -> dict[str, str | None]:
-    """Return the reason why a kernel refuses each feature, or None if it takes it."""
+def refusals(name: str, platform: Platform, calls: dict[str, Any]) -> dict[str, str | None]:
+    """Return the reason why a kernel refuses each call, or None if it takes it."""
     found: dict[str, str | None] = {}
-    for feature, call in features().items():
-        qkv, rest = operands(call)
-        explanation = traced(
-            functools.partial(explain, *qkv, platform=platform, kernel=cast(Any, name)), rest
-        )
-        found[feature] = explanation.refused.get(name)
-    for feature, differentiate in DERIVATIVES.items():
-        works = _differentiates(name, platform, differentiate)
-        found[feature] = None if works else "raises: its derivative rule has no further one"
+    for feature, call in calls.items():
+        if callable(call):
+            works = _differentiates(name, platform, call)
+            found[feature] = None if works else "raises: its derivative rule has no further one"
+            continue
+        qkv, arguments = operands(call)
+        asked = functools.partial(explain, *qkv, platform=platform, kernel=cast(Any, name))
+        found[feature] = traced(asked, arguments).refused.get(name)
     return found
 
 
@@ -191,66 +183,51 @@ def _differentiates(name: str, platform: Platform, differentiate: Callable[[Any]
     return "custom_lin" not in str(program)
 
 
-def _forward_mode(loss: Any) -> Any:
-    return lambda *qkv: jax.jvp(loss, qkv, qkv)
+def _jvp(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *qkv: jax.jvp(fn, qkv, qkv)
 
 
-def _forward_over_reverse(loss: Any) -> Any:
-    return lambda *qkv: jax.jvp(jax.grad(loss), qkv, qkv)
+def _gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *qkv: fn(*qkv).astype("float32").sum())
 
 
-def _reverse_over_forward(loss: Any) -> Any:
-    return jax.grad(lambda *qkv: jax.jvp(loss, qkv, qkv)[1].astype("float32"))
-
-
-def _second(loss: Any) -> Any:
-    def total(*qkv: Any) -> Any:
-        return jax.grad(loss)(*qkv).astype("float32").sum()
-
-    return jax.grad(total)
-
-
-def _second_ragged(loss: Any) -> Any:
-    """Return second gradients with a traced mask, which makes loops of unknown length of 3·T."""
+def _ragged(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the loss with a traced mask, which makes loops of unknown length of 3·T."""
 
     def longer(*qkv: Any) -> Any:
+        # The mask is made while JAX traces, so that it is traced too.
         return loss(*(jnp.tile(x, (1, 3, 1, 1)) for x in qkv), mask=masks.Lengths(jnp.full(2, T)))
 
-    return _second(longer)
+    return longer
 
 
 DERIVATIVES: dict[str, Callable[[Any], Any]] = {
     "gradients": jax.grad,
-    "gradients of gradients": _second,
-    "gradients of gradients, `Lengths` traced": _second_ragged,
-    "forward mode (`jax.jvp`)": _forward_mode,
-    "forward mode over gradients": _forward_over_reverse,
-    "gradients of forward mode": _reverse_over_forward,
+    "gradients of gradients": lambda loss: _gradient(jax.grad(loss)),
+    "gradients of gradients, `Lengths` traced": lambda loss: _gradient(jax.grad(_ragged(loss))),
+    "forward mode (`jax.jvp`)": _jvp,
+    "forward mode over gradients": lambda loss: _jvp(jax.grad(loss)),
+    "gradients of forward mode": lambda loss: _gradient(lambda *qkv: _jvp(loss)(*qkv)[1]),
 }
 
 
 def table() -> str:
     """Return the features of all kernels, and a Markdown table of the others with the reasons."""
-    where = columns()
-    told = {title: refusals(name, PLATFORMS[on[0]]) for title, (name, on) in where.items()}
-    refused = [x for x in (*features(), *DERIVATIVES) if any(column[x] for column in told.values())]
-    of_all = [x for x in (*features(), *DERIVATIVES) if x not in refused]
-    notes: list[str] = []
+    calls = {**features(), **DERIVATIVES}
+    told = {title: refusals(name, PLATFORMS[on], calls) for title, (name, on) in columns().items()}
+    refused = [x for x in calls if any(column[x] for column in told.values())]
+    of_all = "; ".join(x for x in calls if x not in refused)
+    notes: dict[str, int] = {}  # the number of each reason
     lines = [
-        *textwrap.wrap(f"Every kernel takes {'; '.join(of_all)}.", 120), "",
-        tables.head("", *where),
+        *textwrap.wrap(f"Every kernel takes {of_all}.", 120), "", tables.head("", *told),
     ]  # fmt: skip
     for feature in refused:
-        cells = []
-        for column in told.values():
-            reason = column[feature]
-            note = reason and rule(reason)
-            if note and note not in notes:
-                notes.append(note)
-            cells.append(f"no ({notes.index(note) + 1})" if note else "✓")
+        reasons = [column[feature] and rule(column[feature]) for column in told.values()]
+        for reason in filter(None, reasons):
+            notes.setdefault(reason, len(notes) + 1)
+        cells = (f"no ({notes[reason]})" if reason else "✓" for reason in reasons)
         lines.append(tables.line(feature, *cells))
-    numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-    return "\n".join([*lines, "", *numbered])
+    return "\n".join([*lines, "", *(f"{number}. {note}" for note, number in notes.items())])
 
 
 def rule(reason: str) -> str:
@@ -261,9 +238,9 @@ def rule(reason: str) -> str:
 
 def page(text: str) -> str:
     """Return the page with the current table."""
-    before, rest = text.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    return f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}"
+    inner = f"{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}"
+    before, after = text.partition(MARKS[0])[0], text.partition(MARKS[1])[2]
+    return before + inner + after
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from flax_mha import sharding
 
 TURN = 0.005  # the seconds of a turn, long enough for the clock and the scheduler
 WARM = 0.02  # calls shorter than this are preceded by one to warm caches and threads
+REFUSAL = "can't run this call: "  # the words of our kernels that do not take a call
 
 
 class Work(NamedTuple):
@@ -20,16 +21,14 @@ class Work(NamedTuple):
     Attributes:
       call: starts one computation; its result may still be pending.
       wait: waits for a result.
-      outcome: converts a result to a form that can be compared.
-      compile: traces and compiles again, and returns a `call`; None if nothing is compiled.
-      growth: measures a function's peak memory, if neither JAX nor the process size shows it.
+      compile: the seconds that it took to trace and compile; None if nothing is compiled.
+      amounts: what a computation does, by unit, such as {"GB": 1.5}.
     """
 
     call: Callable[[], Any]
-    wait: Callable[[Any], Any]
-    outcome: Callable[[Any], Any] = lambda result: result
-    compile: Callable[[], Callable[[], Any]] | None = None
-    growth: Callable[[Callable[[], Any]], int] | None = None
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    compile: float | None = None
+    amounts: Mapping[str, float] = {}
 
 
 class Timing(NamedTuple):
@@ -42,7 +41,7 @@ class Timing(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The reason for a missing time, and its kind: "failed" or "skipped"."""
+    """The reason for a missing time, and its kind: "failed" or "refused"."""
 
     reason: str
     status: str = "failed"
@@ -63,20 +62,17 @@ def interleave(
       seconds: the time for the rounds. Each work has an equal share, and stops once it is spent.
 
     Returns:
-      The time of each work, or its failure.
+      The time of each work, or its failure, in the order of the contestants.
     """
     # A GPU runs the queued calls of a turn one after another; a CPU would run them side by side.
     queue = sharding.platform() != "cpu"
-    results: dict[str, Timing | Failure] = {}
-    works: dict[str, Work] = {}
+    results: dict[str, Any] = dict(contestants)
+    works = {name: work for name, work in contestants.items() if isinstance(work, Work)}
     usual: dict[str, float] = {}
-    for name, work in contestants.items():
-        if isinstance(work, Failure):
-            results[name] = work
-            continue
+    for name, work in works.items():
         try:
-            _turn(work, 1, queue)  # compiles
-            usual[name], works[name] = _turn(work, 1, queue), work
+            _turn(work, 1, queue)  # the first call may compile
+            usual[name] = _turn(work, 1, queue)
         except Exception as error:  # a peer may raise anything
             results[name] = Failure(reason(error))
     share = seconds / max(1, len(usual))
@@ -98,7 +94,10 @@ def interleave(
                 results[name] = Failure(reason(error))
                 del samples[name]
             spent[name] += time.perf_counter() - start
-    return results | {name: summary(times) for name, times in samples.items()}
+    for name, times in samples.items():
+        q1, median, q3 = (float(q) for q in np.percentile(times, [25, 50, 75]))
+        results[name] = Timing(median, q1, q3, len(times))
+    return results
 
 
 def _turn(work: Work, calls: int, queue: bool) -> float:
@@ -111,34 +110,63 @@ def _turn(work: Work, calls: int, queue: bool) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def fastest(call: Callable[[], Any], rounds: int) -> float:
-    """Return the least seconds of some calls of JAX, after one that compiles."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return min(times)
+def program(function: Callable[..., Any], arguments: Sequence[Any], donates: bool = False) -> Work:
+    """Compile a function for arguments, and return the work of calling it.
+
+    If it `donates`, its result is a pair, whose second part replaces the first argument, a cache.
+    Keys and values are donated. Positions stay, so that every call does the same.
+    """
+    leaves, tree = jax.tree.flatten(list(arguments))
+    cached = len(jax.tree.leaves(arguments[0])) if donates else 0
+    moves = [n < cached and x.ndim > 2 for n, x in enumerate(leaves)]
+
+    def split(leaves: Sequence[Any], moving: bool) -> list[Any]:
+        return [x for x, move in zip(leaves, moves, strict=False) if move == moving]
+
+    def call(moving: list[Any], still: list[Any]) -> Any:
+        sources = {True: iter(moving), False: iter(still)}
+        result = function(*jax.tree.unflatten(tree, [next(sources[move]) for move in moves]))
+        out, new = result if donates else (result, ())
+        return out, split(jax.tree.leaves(new), True)
+
+    moving, still = split(leaves, True), split(leaves, False)
+    start = time.perf_counter()
+    compiled = jax.jit(call, donate_argnums=0).lower(moving, still).compile()
+    seconds = time.perf_counter() - start
+
+    def step() -> Any:
+        nonlocal moving
+        out, moving = compiled(moving, still)
+        return out
+
+    return Work(step, compile=seconds)
 
 
-def summary(samples: list[float]) -> Timing:
-    """Return the quartiles."""
-    q1, median, q3 = (float(q) for q in np.percentile(samples, [25, 50, 75]))
-    return Timing(median, q1, q3, len(samples))
+def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of (cotangent, *arguments) to the output, and all gradients."""
+
+    def both(cotangent: jax.Array, *arguments: Any) -> Any:
+        out, pull = jax.vjp(function, *arguments)
+        return out, *pull(cotangent.astype(out.dtype))
+
+    return both
 
 
 def reason(error: BaseException) -> str:
     """Return an error in one line."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def attempt(make: Callable[[], Any]) -> Any:
-    """Return the result of make, or a Failure, skipped if it is a refusal."""
+    """Return the result of make, or a Failure, which may be a refusal."""
     try:
         return make()
     except RefusalError as refusal:
-        return Failure(str(refusal), "skipped")
+        return Failure(str(refusal), "refused")
+    except ModuleNotFoundError as error:
+        return Failure(f"{error.name} is not installed", "refused")
     except Exception as error:  # a peer may raise anything
+        if REFUSAL in str(error):
+            return Failure(str(error).split(REFUSAL)[1].split("; ")[0], "refused")
         return Failure(reason(error))

@@ -33,8 +33,6 @@ ALLOWED = {
     ("experiments/runs/writers.py", "import_module"),  # two names in that file
     ("experiments/runs/settings.py", "runpy"),  # a config: code, as SECURITY.md says
     ("experiments/tokenizer.py", "subprocess"),  # itself, with limits
-    ("experiments/measure/peers/fresh.py", "subprocess"),  # itself, in a fresh process
-    ("experiments/measure/registers.py", "subprocess"),  # NVIDIA's assembler
 }
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
