@@ -19,21 +19,18 @@ _LABELS = 40  # tokens whose names still fit along a panel
 def heads(
     weights: Any, tokens: Sequence[str] | None = None, kv_tokens: Sequence[str] | None = None
 ) -> "Figure":
-    """Draw the attention weights of every head, a panel each: a row is a query, a column a key.
+    """Draw a panel of attention weights for every head, with queries as rows and keys as columns.
 
-    White is 0 and dark blue is 1. A notebook shows the figure; `figure.savefig("heads.png")`
-    writes it.
+    White is 0 and dark blue is 1. `figure.savefig("heads.png")` writes the figure.
 
     Args:
-      weights: the weights of one example as `Capture` sows them, [*B, N, T, S] with every B = 1; or
-        a tree of such arrays, such as all `intermediates`, whose `attention_weights` are drawn
-        layer by layer.
-      tokens: T names for the queries, and for the keys where `kv_tokens` is None and S = T.
-      kv_tokens: S names for the keys.
+      weights: the weights [*B, N, T, S] of one example (every B = 1), or a tree of them, such as
+        all `intermediates`.
+      tokens: T names of the queries, and of the keys if `kv_tokens` is None and S = T.
+      kv_tokens: S names of the keys.
 
     Raises:
-      ValueError: if there are no weights, they are of several examples, or the number of names
-        is not that of the tokens.
+      ValueError: if there are no weights, they are of several examples, or names do not fit.
       ImportError: if Matplotlib is not installed.
     """
     try:

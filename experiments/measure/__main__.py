@@ -7,7 +7,6 @@
     python -m experiments.measure bits                   # which calls give the same bits?
     python -m experiments.measure lengths --chip=v5e     # memory and bytes by length
     python -m experiments.measure losses                 # does one kernel train as another does?
-    python -m experiments.measure features               # writes the table of docs/kernels.md
 
 Each command has --help. Tables are printed row by row, and are also in table.md and results.json
 in --workdir.
@@ -17,13 +16,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.measure import bits, check, compiled, features, lengths, losses, timed
+from experiments.measure import bits, check, compiled, lengths, losses, timed
 from experiments.measure.peers import race
 from experiments.runs import command
 
 COMMANDS: dict[str, Any] = {
     "check": check, "compiled": compiled, "timed": timed, "peers": race, "bits": bits,
-    "lengths": lengths, "losses": losses, "features": features,
+    "lengths": lengths, "losses": losses,
 }  # fmt: skip
 
 
@@ -34,9 +33,8 @@ def main(argv: Sequence[str]) -> None:
     for name, module in COMMANDS.items():
         one = commands.add_parser(name, description=module.__doc__)
         module.add_flags(one)
-        if module is not features:
-            one.add_argument("--workdir", metavar="FOLDER", help="a new or empty folder for the "
-                             "results (default: a new one under runs/)")  # fmt: skip
+        one.add_argument("--workdir", metavar="FOLDER", help="a new or empty folder for the results "
+                         "(default: a new one under runs/)")  # fmt: skip
     flags = parser.parse_args(argv)
     COMMANDS[flags.command].run(flags)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -15,8 +16,6 @@ _parsed_einsum: Any = jax.jit(
     jnp.einsum, static_argnums=0, static_argnames=("precision", "preferred_element_type"),
     inline=True,
 )  # fmt: skip
-_EINSUM_CODE = getattr(jnp.einsum, "__code__", None)
-
 
 # Compiled programs and profiles then name the line that calls `einsum`.
 with contextlib.suppress(ImportError, AttributeError):
@@ -28,11 +27,10 @@ with contextlib.suppress(ImportError, AttributeError):
 def einsum(subscripts: str, *operands: Any, **options: Any) -> jax.Array:
     """Return `jnp.einsum` of the operands, with the subscripts parsed once.
 
-    While a model of qwix runs (LoRA, quantization), `jnp.einsum` has other code, which no cache of
-    jit may hold.
+    qwix (LoRA, quantization) changes what `jnp.einsum` does while its models run, in place, so that
+    a cache of jit would hold one of both. A process that has imported qwix parses at each call.
     """
-    is_replaced = getattr(jnp.einsum, "__code__", None) is not _EINSUM_CODE
-    compute: Any = jnp.einsum if is_replaced else _parsed_einsum
+    compute: Any = jnp.einsum if "qwix" in sys.modules else _parsed_einsum
     result: jax.Array = compute(subscripts, *operands, **options)
     return result
 

@@ -40,7 +40,7 @@ from flax_mha.interop import (
 )
 from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, several, shown
 from flax_mha.interop.contexts import within as within
-from flax_mha.interop.device_put import Joined, place
+from flax_mha.interop.device_put import place
 from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
 from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
@@ -162,13 +162,18 @@ def load(
             f"transformers with dequantize=True, and save them"
         )
     floating = None if dtype is None else checks.dtype("dtype", dtype)
-    variables = from_tensors(model, tensors, join=Joined)
+    variables = from_tensors(model, tensors, join=list)
     if checks.flag("as_jax", as_jax) and shardings is None:
         shardings = jnp.zeros(()).sharding  # The default device's.
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, variables)
-    to_device = functools.partial(place, floating)
-    return model.module, jax.tree.map(to_device, variables, shardings, is_leaf=lambda x: x is None)
+        shardings = jax.tree.map(
+            lambda _: shardings, variables, is_leaf=lambda x: isinstance(x, list)
+        )
+    variables = jax.tree.map(
+        functools.partial(place, floating), variables, shardings,
+        is_leaf=lambda x: x is None or isinstance(x, list),
+    )  # fmt: skip
+    return model.module, variables
 
 
 def save(

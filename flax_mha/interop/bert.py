@@ -90,15 +90,15 @@ class Bert(nn.Module):
             count padding too.
           **options: arguments of the blocks (see `MultiHeadAttention`).
         """
-        tokens, padding = read_padding(tokens, attention_mask, options)
-        counted = padding.positions if self.first else None
+        tokens, read = read_padding(tokens, attention_mask, {**options, "positions": None})
+        counted = read["positions"] if self.first else None
         at = jnp.arange(tokens.shape[-1]) if counted is None else jnp.asarray(counted)
-        given = padding._replace(positions=None).added_to(options)
         x = self.embedding(tokens)
         if self.types is not None:
             types = jnp.zeros_like(tokens) if types is None else types
             x = x + self.types(read_padding(types, attention_mask, options)[0])
-        return self.encoder(self.positions(x, self.first + at), **given)
+        options = {**read, "positions": options.get("positions")}
+        return self.encoder(self.positions(x, self.first + at), **options)
 
 
 def bert(config: Config) -> Family:

@@ -15,7 +15,6 @@ from flax_mha.base import checks, trees
 from flax_mha.interop import table
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.layer.settings import has_bias, unhandled
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
@@ -190,7 +189,7 @@ def _check(module: Any) -> None:
 
 def check_layer(layer: Any, library: str = "torch.nn") -> None:
     """Check that a library has layers that compute the same as an attention layer."""
-    if type(layer).compute is not Attention.compute:
+    if type(layer).compute is not MultiHeadAttention.compute:
         raise ValueError(
             f"{library} has no {type(layer).__name__}; give a flax_mha.MultiHeadAttention"
         )

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
-from flax_mha.base import checks, private_jax
+from flax_mha.base import checks
 from flax_mha.kernels import choose
 from flax_mha.kernels.call.spec import TileSize
 from flax_mha.sharding import devices
@@ -56,15 +56,15 @@ def use(
     """
     choose.parse_kernel(kernel)
     checks.optional(block_q=block_q, block_k=block_k)
-    if reason := private_jax.missing("use"):
-        raise RuntimeError(f"use() can't be used: {reason}; name kernel= in each call")
-    from jax.experimental import xla_metadata as metadata
-
+    try:
+        from jax.experimental.xla_metadata import set_xla_metadata
+    except ImportError as error:
+        raise RuntimeError(f"use() can't be used: {error}; name kernel= in each call") from None
     # Other metadata makes JAX trace functions again, and does not change the computation.
     value = f"{kernel}, {block_q}, {block_k}, {platform}"
     token = _set.set((kernel, TileSize(block_q, block_k)))
     try:
-        with devices.target(platform), metadata.set_xla_metadata(flax_mha_use=value):
+        with devices.target(platform), set_xla_metadata(flax_mha_use=value):
             yield
     finally:
         _set.reset(token)

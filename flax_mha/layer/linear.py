@@ -82,10 +82,12 @@ class Linear(struct.PyTreeNode):
         multiply = Partial(_multiply, self.contracted, self.precision, flat)
         if jax.sharding.get_abstract_mesh().empty:
             return _plus(multiply(x, kernel), self.bias, flat)
+        between_layers = self.rows[-1] == "norm_length"
+        parallel = products.row_parallel if between_layers else products.column_parallel
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            y = products.product(multiply, self.names, self.rows, self.contracted, x, kernel)
-            return _plus(y, bias, flat)
+            form = self.names, self.rows, self.contracted
+            return _plus(products.product(parallel, multiply, *form, x, kernel), bias, flat)
 
         return sharding.auto(product, self.names_of_result, x, kernel, self.bias)
 
@@ -167,9 +169,9 @@ class Projection(nn.Module):
 
     @nn.nowrap
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Flax freezes all but the einsum of a LoRA, which qwix writes down."""
+        """Set an attribute. Flax freezes all; qwix notes the einsum of a LoRA in one of its own."""
         if name.endswith("_lora_einsum_str"):
-            object.__setattr__(self, name, value)
+            vars(self)[name] = value
         else:
             super().__setattr__(name, value)
 

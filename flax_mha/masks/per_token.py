@@ -9,7 +9,7 @@ from flax import struct
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.algebra import Dense, Mask, PositionDependent
+from flax_mha.masks.algebra import Dense, Mask
 from flax_mha.masks.arrays import lengths_as_scores
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.states import both, either, is_static, tile_state
@@ -95,7 +95,7 @@ class Segments(Mask):
 
     def bind(self, dims: Dims) -> Self:
         q, kv = _per_token(self, dims)
-        if self.runs or self.at_most is not None:
+        if checks.flag("Segments.runs", self.runs) or self.at_most is not None:
             self._check()
             q = kv = _runs(q)
             bound, kv = self._limit_runs(q)
@@ -170,7 +170,7 @@ class AtLeast(Mask):
         return tile_state(some, tiles.least(q) >= tiles.greatest(kv))
 
 
-class Documents(PositionDependent):
+class Documents(Mask):
     """A mask in which tokens see their own document, for several consecutive ones.
 
     The first document starts at position 0. Tokens after the last one form another document; add
@@ -185,7 +185,7 @@ class Documents(PositionDependent):
 
     def bind(self, dims: Dims) -> Self:
         lengths = checks.integers("Documents.lengths", self.lengths)
-        if lengths.ndim == 0 or lengths.shape[:-1] not in {(), dims.B}:
+        if 0 in lengths.shape[-1:] or lengths.shape[:-1] not in {(), dims.B} or not lengths.ndim:
             raise ValueError(
                 f"Documents.lengths must have shape [*B, documents] = {(*dims.B, '·')} or "
                 f"[documents], got {lengths.shape}; fill examples of fewer documents with 0"
@@ -195,6 +195,12 @@ class Documents(PositionDependent):
         # A bound mask holds the positions where documents end.
         ends = xp.cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
+
+    def allowed(self, at: At) -> Array:
+        return self.resolve(at).allowed(at)
+
+    def tiles(self, tiles: Tiles) -> Array:
+        return tile_state(np.True_, np.False_)
 
     def resolve(self, at: At) -> Mask:
         """Return `Segments`, whose ids are the number of documents that end before a token."""

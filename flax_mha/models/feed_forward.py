@@ -73,7 +73,7 @@ class MLP(nn.Module):
 
         up = to_hidden("up")
         pre = to_hidden("gate") if self.gated else up
-        pre = tap_of(self, self.capture).last("mlp_pre", pre, names)
+        pre = tap_of(self, self.capture).last("mlp_pre", pre)
         h = act(pre) * checkpoint_name(up, "mlp_pre") if self.gated else act(pre)
         h = checkpoint_name(sharding.constrain(h, names), "mlp_hidden")
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)

@@ -70,8 +70,8 @@ def generate(
         prompts of several lengths.
       callback: a function callback(step, tokens), called after each step with int32 [B], which are
         eos for sequences that have ended. The loop then runs on the host.
-      cache: a step's cache, with room for the prompt and the new tokens: a tree of `KVCache` and
-        `Memory`, such as the collection of a linen model or the state of an nnx one.
+      cache: a step's cache, with room for the prompt and the new tokens: a tree of `KVCache`,
+        such as the collection of a linen model or the state of an nnx one.
 
     Raises:
       ValueError: if sizes or settings do not fit; raised before compilation.

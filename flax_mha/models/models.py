@@ -193,8 +193,7 @@ class LanguageModel(nn.Module):
                 f"attention_mask must be None in decoding, got {checks.describe(attention_mask)}; "
                 f"give lengths, or call flax_mha.generate, which takes it"
             )
-        tokens, padding = read_padding(tokens, attention_mask, options)
-        options = padding.added_to(options)
+        tokens, options = read_padding(tokens, attention_mask, options)
         positions, order = options.get("positions"), options.get("order")
         if order is not None:
             order = shapes.check_order(order, tokens.shape[-1])
@@ -282,11 +281,16 @@ class Translator(nn.Module):
           Logits [*B, T, vocab_size], float32 or wider.
         """
         call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
-        given: dict[str, Any] = {"source_lengths": source_lengths, "attention_mask": attention_mask}
-        memory = self.encode(source, **given, **call)
-        _, padding = read_padding(source, attention_mask, {})
-        lengths = source_lengths if padding.lengths is None else padding.lengths
-        return self.decode(target, memory, memory_mask=padding.mask, memory_lengths=lengths, **call)
+        memory = self.encode(
+            source, source_lengths=source_lengths, attention_mask=attention_mask, **call
+        )
+        padding: dict[str, Any] = {"lengths": source_lengths}
+        if attention_mask is not None:
+            _, padding = read_padding(source, attention_mask, padding)
+        return self.decode(
+            target, memory, memory_mask=padding.get("mask"), memory_lengths=padding["lengths"],
+            **call,
+        )  # fmt: skip
 
     def encode(
         self, source: jax.Array, *, source_lengths: jax.Array | None = None,
@@ -299,9 +303,7 @@ class Translator(nn.Module):
         if self.embedding is not None:
             check_module("embedding", self.embedding, TokenEmbedding)
         table = self.embedding or self.decoder.embedding
-        options: Any = {"lengths": source_lengths}
-        source, padding = read_padding(source, attention_mask, options)
-        options = padding.added_to(options)
+        source, options = read_padding(source, attention_mask, {"lengths": source_lengths})
         positions = options.pop("positions", None)
         x = self.decoder.embed(source, table, positions=positions, deterministic=deterministic)
         if any(block.attention.rotary is not None for block in self.encoder.blocks):

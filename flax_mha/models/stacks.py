@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.cache import collection
-from flax_mha.cache.sources import Shared
+from flax_mha.cache import KeyValues, collection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions, MultiHeadAttention, with_parameters
 from flax_mha.models import remat
@@ -295,7 +294,7 @@ def _run_blocks(
     A block with an offset uses the keys and values of the block that far from it.
     """
     sources = [None if offset is None else i + offset for i, offset in enumerate(offsets)]
-    shared: dict[int, Shared] = {}
+    shared: dict[int, KeyValues] = {}
     for i, (block, call, source) in enumerate(zip(blocks, options, sources, strict=True)):
         call = call if source is None else call | {"kv": shared[source]}
         if i in sources:

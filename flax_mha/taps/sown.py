@@ -8,11 +8,11 @@ import numpy as np
 
 
 def find_weights(tree: Any) -> dict[str, np.ndarray]:
-    """Return the weights [N, T, S] of each layer, by the layer's path and in the model's order.
+    """Return the weights [N, T, S] of each layer by its path, in the model's order.
 
     Args:
-      tree: the weights of one example, [*B, N, T, S] with every B = 1, or a tree of such arrays
-        such as all `intermediates`, whose `attention_weights` are taken.
+      tree: the weights of one example, [*B, N, T, S] with every B = 1, or a tree of such arrays,
+        such as all `intermediates`, from which `attention_weights` are taken.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if len(leaves) == 1 and "attention_" not in jax.tree_util.keystr(leaves[0][0]):
@@ -29,8 +29,8 @@ def find_weights(tree: Any) -> dict[str, np.ndarray]:
 def find(tree: Any, name: str, axes: int) -> dict[str, np.ndarray]:
     """Return sown arrays of one example by the path of their layer, in the model's order.
 
-    With `nn.scan` an array has a leading axis of layers: `layers[0]/attention`, and so on. The
-    calls of a module that is called several times are `path, call 0`, and so on.
+    With `nn.scan` an array has a leading axis of layers: `layers[0]/attention`, and so on. If a
+    module is called several times, its calls are `path, call 0`, and so on.
 
     Args:
       tree: a tree of arrays.
@@ -54,19 +54,14 @@ def find(tree: Any, name: str, axes: int) -> dict[str, np.ndarray]:
             )
         call = f", call {path.rpartition('/')[2]}" if places.count(place) > 1 else ""
         each = np.asarray(leaf, np.float32).reshape(-1, *shape)
+        # The index of a scan's step follows `layers` in a stack.
+        before, is_in_stack, after = f"/{place}".partition("/layers/")
         for step, values in enumerate(each):
-            numbered = _number(place, step) if len(each) > 1 else place
-            layers[numbered.rstrip("/") + call] = values
-    return dict(sorted(layers.items(), key=lambda item: _natural(item[0])))
+            layer = f"{before}/layers[{step}]/{after}" if is_in_stack else f"{place[:-1]}[{step}]"
+            layers[(layer if len(each) > 1 else place).strip("/") + call] = values
 
+    def in_order(item: tuple[str, np.ndarray]) -> list[str | int]:
+        # Numbers are compared as numbers, so that `layers_2` is before `layers_10`.
+        return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0])]
 
-def _number(place: str, step: int) -> str:
-    """Return the path of a layer with its step of the scan, which is over `layers` in a stack."""
-    found = re.search(r"(?<![^/])layers/", place)
-    end = found.end() - 1 if found else len(place.rstrip("/"))
-    return f"{place[:end]}[{step}]{place[end:]}"
-
-
-def _natural(name: str) -> list[str | int]:
-    """Return the words and numbers of a name, by which `layers_2` is before `layers_10`."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return dict(sorted(layers.items(), key=in_order))

@@ -154,7 +154,7 @@ def test_layers_without_such_circuits_are_refused() -> None:
             call()
     p = random_variables(LAYERS["rotary"], X)["params"]
     growing = positions.Rotary(scaling=positions.DynamicNtk(2.0, 8))
-    for rotary, message in ((growing, "i − j alone"), (ROTARY, "needs a distance")):
+    for rotary, message in ((growing, "only on i − j"), (ROTARY, "needs a distance")):
         with pytest.raises(ValueError, match=message):
             analysis.qk(LAYERS["rotary"].clone(rotary=rotary), p)
 

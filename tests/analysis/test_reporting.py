@@ -103,10 +103,10 @@ def test_layers_are_in_the_order_of_the_model_also_under_scan() -> None:
 
 def test_tokens_cannot_end_the_script_that_holds_them(tmp_path: Path) -> None:
     tokens = ["</script>", "<!--", "\"'&", "%DATA%", "\u2028", "\udc80", "\\"]
-    report(tmp_path / "page.html", {"</script>": draw(1, 7, 7)}, tokens, title="<b>")
+    report(tmp_path / "page.html", {"</script><b>": draw(1, 7, 7)}, tokens)
     data, _ = read(tmp_path / "page.html")
     assert data["tokens"] == [[tokens, tokens]]
-    assert data["runs"] == ["</script>"]
+    assert data["runs"] == ["</script><b>"]
     template = Path(reporting.__file__).with_name("report.html").read_text()
     page = (tmp_path / "page.html").read_text()
     for mark in ("<script", "</script", "<!--", "<b>"):

@@ -17,7 +17,7 @@ IDS = np.arange(4, dtype=np.int32)
 X = ones((2, 4, 8))  # [B, T, D]
 Q = ones((2, 4, 6, 8))  # [B, T, N, H]
 HELD = KVCache.empty((2,), 4, 6, 8)
-MEMORY = cache.Memory(HELD.key, HELD.value)
+MEMORY = KVCache.of_encoder(Q, Q, jnp.float32)
 STATE = {"layer": {"kv": HELD}}
 
 Case = tuple[str, Callable[[], Any], type[Exception], str]
@@ -52,8 +52,6 @@ VALUE: list[Case] = [
      r"lengths must have shape \[\*B\] = \(2,\), got \(\); give one"),
     ("lengths dtype", lambda: HELD.append(Q, Q, lengths=ones(2)), TypeError,
      r"lengths must be integers, got float32; cast"),
-    ("q_positions", lambda: HELD.attend(Q, ones((2, 4))), TypeError,
-     r"q_positions must be integers, got float32; cast"),
     ("batch", lambda: KVCache.empty(2, 4, 6, 8), TypeError,
      r"batch must be a tuple of sizes, got 2 of int; give"),
     ("batch below 0", lambda: KVCache.empty((-1,), 4, 6, 8), ValueError, r"got -1"),
@@ -96,7 +94,6 @@ LENGTHS: list[tuple[str, type[Exception], str, Any]] = [
 SOURCES: list[tuple[str, str, Any]] = [
     ("a pair", ".* of tuple", (Q, Q)),
     ("a class", ".* of type", cache.KVCache),
-    ("inputs", ".* of Encoded", cache.Encoded(X)),
     ("an array", r"float32 \(2, 4, 8\)", X),
     ("a flag", "False of bool", False),
 ]

@@ -268,7 +268,7 @@ def test_commands_refuse_in_one_line(command: str, word: str, message: str, tmp_
 
 @pytest.mark.slow
 def test_a_command_without_arguments_takes_none(tmp_path: Path) -> None:
-    done = _call("measure", "features", "now", cwd=tmp_path)
+    done = _call("measure", "bits", "now", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: unrecognized arguments: now; see --help"
 

@@ -233,7 +233,7 @@ def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) ->
         layouts.append(layout)
         return cudnn_model.forward(*args, layout=layout, **kwargs)
 
-    monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", recorded)
+    monkeypatch.setattr(primitives, "_dot_product_attention_fwd_impl", recorded)
     q, k, v, cotangent = arrays(T, S, K, "bfloat16")
     q, cotangent = q[:, :t], cotangent[:, :t]
     cache = KVCache.empty((B,), S, K, H, HV, dtype=jnp.bfloat16)
@@ -252,7 +252,7 @@ def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) ->
 
     for got, want in zip(both("cudnn", q, *new), both("reference", q, *new), strict=True):
         close(got, want)
-    assert {*layouts} == {primitives.fused.AttentionLayout.BNTH.value}
+    assert {*layouts} == {primitives.AttentionLayout.BNTH.value}
 
 
 @pytest.mark.sampled(0.31)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from experiments.measure.features import traced
 from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Prefix
 from flax_mha.scores import Alibi, Bias, SoftCap
+from tests.repository.test_kernel_table import traced
 from tests.support.arrays import zeros
 
 B, T, S, N, H = 2, 40, 64, 4, 8
@@ -94,7 +94,7 @@ def test_refused_devices(monkeypatch, found, cudnn, features: int, reason: str |
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [found])
     versions = cudnn and SimpleNamespace(cudnn_get_version=lambda: cudnn)
-    monkeypatch.setattr(primitives.fused, "cuda_versions", versions)
+    monkeypatch.setattr(primitives, "cuda_versions", versions)
     refused = explain(*half(features=features), mask=Causal()).refused.get("cudnn")
     if reason is None:
         assert refused is None
@@ -115,7 +115,7 @@ def test_devices_elsewhere(monkeypatch, kind: str, features: int, reason: str | 
     found = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=found)
     versions = SimpleNamespace(cudnn_get_version=lambda: 92000)
-    monkeypatch.setattr(primitives.fused, "cuda_versions", versions)
+    monkeypatch.setattr(primitives, "cuda_versions", versions)
     with jax.sharding.use_abstract_mesh(mesh):
         refused = explain(*half(features=features), mask=Causal()).refused.get("cudnn")
     if reason is None:

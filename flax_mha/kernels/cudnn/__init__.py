@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import numerics, private_jax, shapes
+from flax_mha.base import numerics, shapes
 from flax_mha.base.coordinates import At, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call import limits
@@ -50,6 +50,9 @@ from flax_mha.sharding.shard_map import varying
 MOST_HIDDEN = 2**29
 # Before 9.10.2, windows allow no bias, and single queries no mask. 9.10.0 and 9.10.1 are broken.
 OLDEST = (9, 10, 2)
+# Before JAX 0.12, the offsets of packed keys counted query heads instead of key/value heads, which
+# is wrong for grouped queries (JAX's issue 39521).
+PACKED_GROUPS = jax.__version_info__ >= (0, 12)
 
 
 def lower(
@@ -139,7 +142,7 @@ def _takes_runs(spec: AttentionSpec, dims: Dims, device: primitives.Gpu, is_divi
     """Return True if packed documents can be sequences of their own."""
     return (
         device.capability >= (9, 0)
-        and (dims.N == dims.K or private_jax.PACKED_GROUPS)
+        and (dims.N == dims.K or PACKED_GROUPS)
         and _features(dims) <= 128
         and not spec.scores
         and not is_divided

@@ -10,14 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.cudnn import fused_attention_stablehlo
+from jax._src.cudnn.fused_attention_stablehlo import (
+    AttentionLayout,
+    MaskType,
+    _dot_product_attention_bwd_impl,
+    _dot_product_attention_bwd_p_wrapper,
+    _dot_product_attention_fwd_impl,
+    _dot_product_attention_fwd_p_wrapper,
+    cuda_versions,
+)
 
-from flax_mha.base import private_jax
 from flax_mha.kernels.call.spec import Platform
 from flax_mha.kernels.chips import gpus
-
-# Private. `private_jax.NAMES` lists the names used here.
-fused: Any = fused_attention_stablehlo
 
 
 class Gpu(NamedTuple):
@@ -44,9 +48,9 @@ def gpu(platform: Platform) -> Gpu | str:
         return capability
     if platform.cudnn is not None:
         return Gpu(capability, platform.cudnn)
-    if fused.cuda_versions is None:
+    if cuda_versions is None:
         return "cuDNN is not detected"
-    version = fused.cuda_versions.cudnn_get_version()
+    version = cuda_versions.cudnn_get_version()
     return Gpu(capability, (version // 10000, version // 100 % 100, version % 100))
 
 
@@ -75,15 +79,15 @@ class CudnnCall(NamedTuple):
         Lengths are always given. Without them, cuDNN's backward kernels for Hopper use a score of 0
         beyond the last key, and exp(0 − lse) is infinite for lse < −88.
         """
-        mask = fused.MaskType.PADDING_CAUSAL if self.causal else fused.MaskType.PADDING
-        layouts = fused.AttentionLayout
+        mask = MaskType.PADDING_CAUSAL if self.causal else MaskType.PADDING
+        layout = AttentionLayout.BNTH if self.heads_first else AttentionLayout.BTNH
         return {
             "scale": self.scale,
             "seed": 0,
             "dropout_rate": 0.0,
             "variadic_args": (has_bias, self.learned),
             "mask_type": mask,
-            "layout": (layouts.BNTH if self.heads_first else layouts.BTNH).value,
+            "layout": layout.value,
             "sliding_window_length": None if self.left is None else self.left + 1,
         }
 
@@ -149,15 +153,18 @@ def _by_rows(call: CudnnCall, run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _bind(phase: str, call: CudnnCall, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
     """Call a cuDNN primitive directly, or in the form that XLA may shard between devices."""
-    function = getattr(fused, f"_dot_product_attention_{phase}_impl")
-    if private_jax.takes(function, "score_mod"):
-        # From JAX 0.11 on.
-        # cuDNN has no functions of the scores beside a mask or lengths.
+    function: Any
+    if phase == "fwd":
+        function, divisible = _dot_product_attention_fwd_impl, _dot_product_attention_fwd_p_wrapper
+    else:
+        function, divisible = _dot_product_attention_bwd_impl, _dot_product_attention_bwd_p_wrapper
+    if jax.__version_info__ >= (0, 11):
+        # cuDNN has no functions of the scores together with a mask or lengths.
         settings = settings | {"score_mod": None}
         if not call.divisible:
             settings = settings | {"score_mod_args": ()}
     if call.divisible:
-        function = getattr(fused, f"_dot_product_attention_{phase}_p_wrapper").bind
+        function = divisible.bind
     if not call.heads_first:
         return function(*operands, **settings)
 

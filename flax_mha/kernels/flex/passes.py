@@ -31,17 +31,18 @@ class Arrays(NamedTuple):
     """The arrays of a call on one device, or their gradients.
 
     Attributes:
-      q: [R, N, T′, H]; T′ and S′ are T and S rounded up to whole blocks.
-      k: [R, K, S′, H].
-      v: [R, K, S′, Hv].
+      q: [R, N, T′, H], where T′ and S′ are T and S rounded up to whole blocks. In the kernel of
+        whole rows, which needs none of the last four, it is [R, T, N·H].
+      k: [R, K, S′, H], or [R, S, K·H].
+      v: [R, K, S′, Hv], or [R, S, K·Hv].
       leaves: the spec's leaves.
       sinks: float32 [1, N, 1, 1], or None.
       closed: the arrays that the call's functions close over.
-      swapped: those of `FlexCall.swapped`.
-      states: the states of the tiles, int32 [R|1, N|1, nq, nk].
-      visits: the machine's lists of visited tiles, or None.
       rows: the rows' indices, int32 [R].
       heads: the query heads' indices, int32 [N].
+      swapped: the arrays that the functions of `FlexCall.swapped` close over.
+      states: the states of the tiles, int32 [R|1, N|1, nq, nk].
+      visits: the machine's lists of visited tiles, or None.
       tables: the rotation of q and k, or None.
     """
 
@@ -50,12 +51,12 @@ class Arrays(NamedTuple):
     v: Any
     leaves: list[Any]
     sinks: Any
-    closed: Any
-    swapped: Any
-    states: Any
-    visits: Any
-    rows: Any
-    heads: Any
+    closed: Any = None
+    rows: Any = None
+    heads: Any = None
+    swapped: Any = None
+    states: Any = None
+    visits: Any = None
     tables: Tables | None = None
 
 
@@ -129,7 +130,7 @@ def _gradients(
     if x.sinks is not None:
         by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
         sinks = by_row.sum((0, 2))[None, :, None, None]
-    return Arrays(dq, dk, dv, leaves, sinks, *[None] * 6)
+    return Arrays(dq, dk, dv, leaves, sinks)
 
 
 core.defvjp(_forward, _backward)

@@ -31,7 +31,7 @@ from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels.call.mask_parts import conjuncts
 from flax_mha.kernels.call.spec import AttentionSpec, Result, Sums, name_result
 from flax_mha.kernels.choose import Explanation
-from flax_mha.kernels.mesh.legs import Leg, Pass, schedule, split
+from flax_mha.kernels.mesh.legs import Pass, schedule, split
 from flax_mha.kernels.xla import softmax
 from flax_mha.kernels.xla.tile_plan import visible_tiles
 from flax_mha.kernels.xla.tiles import empty_result
@@ -93,7 +93,7 @@ class Ring(NamedTuple):
                 reach[step] = int(tiles[0]) * tile, int(tiles[-1] + 1) * tile
         passes, is_partly_traced = split(reach, block, n), len(static) < len(parts)
         seen = per_device.any((1, 3))
-        loops = any(len(leg.steps) > 1 for part in passes for leg in schedule(part.steps, n))
+        loops = any(len(steps) > 1 for part in passes for steps, *_ in schedule(part.steps, n))
         serial = loops and spec.platform.name == "cpu"
         return cls(axes, seen, tuple(reach), passes, block, is_partly_traced, plain, serial)
 
@@ -182,11 +182,11 @@ class Ring(NamedTuple):
         """Run the steps of one pass, as `run` does, while the blocks pass around."""
         add = functools.partial(jax.tree.map, jnp.add)
 
-        def run_step(leg: Leg, carry: Any, step: Any) -> tuple[Any, None]:
+        def run_step(hop: int, following: int, carry: Any, step: Any) -> tuple[Any, None]:
             state, blocks, sums = carry
             # Send before computing, so that both can overlap.
-            next_blocks = self.send(blocks, leg.following)
-            sums = self.send(sums, leg.hop)
+            next_blocks = self.send(blocks, following)
+            sums = self.send(sums, hop)
             state, new = visit(step, state, blocks)
             # Else XLA may send all blocks before the first step, and keep all of them.
             state, next_blocks, new = lax.optimization_barrier((state, next_blocks, new))
@@ -196,14 +196,14 @@ class Ring(NamedTuple):
         own_sums: Any = None
         sums: Any = None
         blocks = self.send(self.wait(blocks, state), steps[0] if steps else 0)
-        for leg in schedule(steps, len(self.seen)):
-            carry = state, blocks, sums
-            if len(leg.steps) > 1:
-                carry, _ = lax.scan(functools.partial(run_step, leg), carry, np.array(leg.steps))
+        for leg, *hops in schedule(steps, len(self.seen)):
+            carry, run_leg = (state, blocks, sums), functools.partial(run_step, *hops)
+            if len(leg) > 1:
+                carry, _ = lax.scan(run_leg, carry, np.array(leg))
             else:
-                carry, _ = run_step(leg, carry, leg.steps[0])
+                carry, _ = run_leg(carry, leg[0])
             state, blocks, sums = carry
-            if leg.steps[0] == 0:
+            if leg[0] == 0:
                 own_sums, sums = sums, None
         if sums is not None:
             sums = self.send(sums, -steps[-1])

@@ -292,7 +292,7 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
     """Return the gradients of q, k, v and the learned leaves. See `Machine`."""
     visits, (K, S), f32 = x.visits[1], x.k.shape[1:3], jnp.float32
-    if len(visits.tables) == 1:
+    if len(visits[0]) == 1:
         first = jax.tree.map(lambda y: y[0], visits)
         dq, dk, dv = _stretch_gradients(call, x, dout, stats, first)
     else:
@@ -304,7 +304,7 @@ def gradients(
             dq, dk, dv = _stretch_gradients(call, x, dout, stats, one, start, dq)
             return dq, (dk, dv)
 
-        starts = width * jnp.arange(len(visits.tables), dtype=jnp.int32)
+        starts = width * jnp.arange(len(visits[0]), dtype=jnp.int32)
         wide, parts = lax.scan(add, jnp.zeros(x.q.shape, f32), (visits, starts))
         dq = wide.astype(x.q.dtype)
         dk, dv = (
@@ -323,7 +323,7 @@ def _stretch_gradients(
     """
     (R, N, _, H), (K, Hv), f32 = x.q.shape, x.v.shape[1::2], jnp.float32
     bq, bk = call.plan.block_q, call.plan.block_k
-    order = TileOrder.of("rhgt", 2, visits.tables, call.plan, (R, N), visits.counts, start)
+    order = TileOrder.of("rhgt", 2, visits[0], call.plan, (R, N), visits[1], start)
     rows = _stretch(call, x.q.dtype) * bk
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, memory: Any) -> None:

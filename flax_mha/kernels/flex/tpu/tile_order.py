@@ -14,7 +14,7 @@ be visited again in consecutive steps.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -65,24 +65,16 @@ class Blocked(NamedTuple):
     block: pl.BlockSpec
 
 
-class Visits(NamedTuple):
-    """The lists of visits of stretches of keys.
-
-    Attributes:
-      tables: int32 [stretches, rows|1, heads|1, steps].
-      counts: the steps to take in each stretch, int32 [stretches]; None for all.
-    """
-
-    tables: jax.Array
-    counts: jax.Array | None
+# The lists of visits of stretches of keys, int32 [stretches, rows|1, heads|1, steps], and the steps
+# to take in each stretch, int32 [stretches], or None for all.
+Visits: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
 def list_visits(states: Array, plan: Plan, width: int) -> Visits:
-    """Return the lists of visits of stretches of keys.
+    """List the visits of stretches of `width` blocks of keys, by states [rows|1, heads|1, nq, nk].
 
-    The states of tiles are [rows|1, heads|1, nq, nk], and a stretch has `width` blocks of keys. A
-    block of queries that sees no key of it has one visit, of an empty tile. Shorter lists end in
-    empty visits of their last tile, which load nothing.
+    A block of queries that sees no key of a stretch has one visit, of an empty tile. Shorter lists
+    end in empty visits of their last tile, which load nothing.
     """
     xp: Any = np if is_static(states) else jnp
     *lines, nq, nk = states.shape
@@ -107,7 +99,7 @@ def list_visits(states: Array, plan: Plan, width: int) -> Visits:
         words = words | xp.where(is_set, np.int32(flag), np.int32(0))
     is_known = count == 1 and is_static(states)
     counts = None if is_known else jnp.asarray(xp.max(some, (1, 2, 3)), jnp.int32)
-    return Visits(jnp.asarray(words, jnp.int32), counts)
+    return jnp.asarray(words, jnp.int32), counts
 
 
 def _bits(plan: Plan) -> int:
