@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> None:
     for name, module in COMMANDS.items():
         one = commands.add_parser(name, description=module.__doc__)
         module.add_flags(one)
-        one.add_argument("--workdir", metavar="FOLDER", help="a new or empty folder for the results "
-                         "(default: a new one under runs/)")  # fmt: skip
+        where = "a new or empty folder for the results (default: a new one under runs/)"
+        one.add_argument("--workdir", metavar="FOLDER", help=where)
     flags = parser.parse_args(argv)
     COMMANDS[flags.command].run(flags)
 

@@ -13,8 +13,7 @@ matmuls of the highest precision, and each kernel that takes the call has to agr
     FAILED   with the reason, if the kernel does not compile or run
 
 A token's error is the norm of its vector's error, relative to the norm of usual vectors of the
-array. The command ends with status 1 if a kernel differs or fails. The calls are
-
+array. The command ends with status 1 if a kernel differs or fails.
 """
 
 import argparse
@@ -29,7 +28,6 @@ import numpy as np
 
 from experiments.measure import machine, timing
 from experiments.measure.results import Table, counted
-from experiments.measure.timing import Timing
 from experiments.runs import command
 from experiments.runs.failures import RunError
 from flax_mha import KVCache, dot_product_attention, masks, positions, scores, sharding
@@ -78,8 +76,10 @@ class Call(NamedTuple):
 def _last_of_cache(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array:
     """Attend from the last tokens of a cache."""
     (*B, S, K, H), T = k.shape, q.shape[-3]
-    cache = KVCache.empty(tuple(B), S, K, H, v.shape[-1], dtype=k.dtype).append(k, v)
-    return cache.attend(q, jnp.broadcast_to(jnp.arange(S - T, S), (*B, T)), **call)
+    cache = KVCache.empty(tuple(B), S, K, H, v.shape[-1], dtype=k.dtype)
+    cache = cache.append(k[:, :-T], v[:, :-T])
+    out, _ = cache.extend(q, k[:, -T:], v[:, -T:], **call)
+    return out
 
 
 def _rotated(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array:
@@ -134,11 +134,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add, every = parser.add_argument, ",".join(CALLS)
     add("--kernels", type=command.among([*KERNELS]), help="kernels to check (default: all here)")
     add("--calls", type=command.among([*CALLS]), default=every, metavar="CALL,…",
-        help="calls to check (default: all)")  # fmt: skip
+        help=f"calls to check (default: all): {', '.join(CALLS)}")  # fmt: skip
     add("--total", type=command.seconds, default=300.0,
         help="nothing new begins after this number of seconds (300)")  # fmt: skip
-    add("--small", action="store_true", help="take the short calls of a CPU on any device")
-    parser.description = f"{parser.description.strip()} {every.replace(',', ', ')}."
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -148,15 +146,15 @@ def run(flags: argparse.Namespace) -> None:
     names = flags.kernels or here
     if unknown := [name for name in names if name not in here]:
         raise RunError(f"--kernels must be some of {','.join(here)}, got {unknown[0]!r}")
-    sizes = SMALL if flags.small or platform == "cpu" else LARGE
     facts = machine.describe()
+    sizes = SMALL if facts["platform"] == "cpu" else LARGE
     table = Table(flags.workdir, f"check-{platform}", facts["device"], *names, **facts)
     for name, call in counted("checking", {name: CALLS[name] for name in flags.calls}, flags.total):
         found = check(call, names, call.change(sizes))
         table.add({"call": name, **found}, name, *map(cell, found.values()))
     table.end()
-    statuses = {found["status"] for row in table.rows for found in list(row.values())[1:]}
-    if statuses & {"DIFFERS", "FAILED"}:
+    statuses = {row[name]["status"] for row in table.rows for name in names}
+    if statuses & {"DIFFERS", "failed"}:
         sys.exit(1)
 
 
@@ -180,20 +178,20 @@ def check(call: Call, kernels: Any, n: Sizes) -> dict[str, Any]:
 
     wide = [x.astype(jnp.float32) for x in arrays]
     expected = jax.jit(both("reference", precision="highest"))(*wide)
-    works: dict[str, Any] = {
-        kernel: timing.attempt(functools.partial(timing.program, both(kernel), arrays))
-        for kernel in kernels
-    }
-    found = {}
-    for kernel, time in timing.interleave(works, RUNS, 60.0).items():
-        if not isinstance(time, Timing):
-            status = "FAILED" if time.status == "failed" else time.status
-            found[kernel] = {"status": status, "reason": time.reason}
-            continue
-        error = max(map(worst, works[kernel].call(), expected))
-        status = "holds" if error <= BOUNDS[call.dtype] else "DIFFERS"
-        found[kernel] = {"status": status, "error": error, "milliseconds": 1000 * time.median}
-    return found
+    errors = {}
+
+    def build(kernel: str) -> timing.Work:
+        work = timing.program(both(kernel), arrays)
+        errors[kernel] = max(map(worst, work.call(), expected))
+        return work
+
+    builds = {kernel: functools.partial(build, kernel) for kernel in kernels}
+    rows = timing.race(builds, RUNS, 60.0)
+    for kernel, row in rows.items():
+        if row["status"] == "ok":
+            row["error"] = errors[kernel]
+            row["status"] = "holds" if row["error"] <= BOUNDS[call.dtype] else "DIFFERS"
+    return rows
 
 
 def worst(got: Any, expected: Any) -> float:
@@ -206,10 +204,10 @@ def worst(got: Any, expected: Any) -> float:
     return float(np.max(np.linalg.norm(a - b, axis=-1) / np.maximum(sizes, usual)))
 
 
-def cell(found: dict[str, Any]) -> str:
+def cell(row: dict[str, Any]) -> str:
     """Return a kernel's cell of the table."""
-    shown = {
-        "holds": "{milliseconds:.2f} ms", "DIFFERS": "DIFFERS {error:.3g}",
-        "FAILED": "FAILED: {reason}",
-    }  # fmt: skip
-    return shown.get(found["status"], found["status"]).format(**found)
+    if row["status"] == "holds":
+        return f"{1000 * row['median']:.2f} ms"
+    if row["status"] == "DIFFERS":
+        return f"DIFFERS {row['error']:.3g}"
+    return "refused" if row["status"] == "refused" else f"FAILED: {row['reason']}"

@@ -32,7 +32,6 @@ from experiments.counts.hlo import Module
 from experiments.measure import programs
 from experiments.measure.programs import Chip, Entry
 from experiments.measure.results import Table, counted
-from experiments.measure.timing import reason
 from experiments.plan import devices, gpus
 from experiments.plan.compiled import dumped
 from experiments.runs.failures import RunError
@@ -44,6 +43,7 @@ COLUMNS = (
     "program", "pass", "", "MiB", "× by hand", "kernels", "Mcycles", "held", "traced", "compiled",
 )  # fmt: skip
 MIB = 2**20
+CYCLES = r'"estimated_cycles":"(\d+)"'
 Row = dict[str, Any]
 
 
@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_chip(parser: argparse.ArgumentParser) -> None:
     """Add the flag of the chip to compile for."""
     names = [*TPUS, *sorted(gpus.TARGETS)]
-    parser.add_argument("--chip", choices=names, default="v5e", help=", ".join(names))
+    parser.add_argument("--chip", choices=names, default="v5e", help="default: v5e")
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ def run(flags: argparse.Namespace) -> None:
                 if entry.contestant != "tokamax":
                     raise
                 # Another library doesn't know every chip.
-                table.add({"program": name, "reason": reason(error)}, *cells, reason(error))
+                table.add({"program": name, "reason": str(error)}, *cells, repr(error)[:200])
                 continue
             if entry.contestant == "hand":
                 hand[entry.passes] = row["MiB"]
@@ -127,7 +127,7 @@ def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
         "MiB": sum(one.times * one.bytes for one in moved) / MIB,
         "least": bool(module.unknown),
         "kernels": sum(one.times for one in moved),
-        "Mcycles": None if chip.is_gpu else sum(one.times * _cycles(one) for one in moved) / 1e6,
+        "Mcycles": sum(one.times * int(_in(CYCLES, one) or 0) for one in moved) / 1e6,
         "held": stats.temp_size_in_bytes / MIB,
         "traced": traced - start, "compiled": end - traced,
         "top": [
@@ -140,10 +140,6 @@ def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
             for one in moved[:top]
         ],
     }  # fmt: skip
-
-
-def _cycles(moved: traffic.Moved) -> int:
-    return int(_in(r'"estimated_cycles":"(\d+)"', moved) or 0)
 
 
 def _in(pattern: str, moved: traffic.Moved) -> str:

@@ -10,6 +10,7 @@ besides its arguments and results, and the MiB that it moves. lengths.png shows 
 """
 
 import argparse
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -59,23 +60,22 @@ def run(flags: argparse.Namespace) -> None:
 def measure(chip: programs.Chip, name: str, T: int) -> compiled.Row | None:
     """Return the costs of the gradient, or None if the program does not fit the chip."""
     x = chip.array(1, T, D)
-    theirs = nn.MultiHeadDotProductAttention(
-        N, dtype=programs.HALF, use_bias=False, force_fp32_for_softmax=True
-    )
-    weights = chip.place(jax.eval_shape(theirs.init, jax.random.key(0), x))
-    kernel: Any = name
-    ours = flax_mha.MultiHeadAttention(
-        N, dtype=programs.HALF, use_bias=False, mask=masks.Causal(), kernel=kernel
-    )
-
-    def apply(weights: Any, x: jax.Array) -> Any:
-        if name == "Flax":
-            return theirs.apply(weights, x, mask=nn.make_causal_mask(x[..., 0]))
-        return ours.apply(weights, x)
-
+    options: dict[str, Any] = {"dtype": programs.HALF, "use_bias": False}
+    if name == "Flax":
+        layer: Any = nn.MultiHeadDotProductAttention(N, force_fp32_for_softmax=True, **options)
+        apply = functools.partial(_causal, layer)
+    else:
+        options |= {"mask": masks.Causal(), "kernel": name}
+        layer = flax_mha.MultiHeadAttention(N, **options)
+        apply = layer.apply
+    weights = chip.initial(layer, x)
     gradient = jax.grad(programs.loss(apply), (0, 1))
     try:
         entry = programs.Entry("lengths", name, "gradient", gradient, (weights, x))
         return compiled.measure(chip, entry)
     except TooLargeError:
         return None
+
+
+def _causal(layer: Any, weights: Any, x: jax.Array) -> Any:
+    return layer.apply(weights, x, mask=nn.make_causal_mask(x[..., 0]))

@@ -51,8 +51,8 @@ def run(flags: argparse.Namespace) -> None:
     over: dict[str, Any] = {}
     apart: dict[str, Any] = {}
     steps, first = 1 + np.arange(flags.steps), None
-    for name, way in results.counted("training by", ways):
-        losses = train(*way, flags)
+    for name, (kernel, dtype, mesh) in results.counted("training by", ways):
+        losses = train(kernel, dtype, mesh, flags)
         first = losses if first is None else first
         difference = np.abs(losses - first)
         over[name] = steps, losses

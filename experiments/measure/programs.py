@@ -121,14 +121,14 @@ def entries(chip: Chip, names: Sequence[str]) -> Iterator[Entry]:
                 yield Entry(name, contestant, kind, run, arguments, donated)
 
 
-def fill(arguments: Sequence[Any], position: int | None = None) -> list[Any]:
+def fill(arguments: Sequence[Any], position: int = -1) -> list[Any]:
     """Return random arguments of some shapes, on the device that is here.
 
     Integers are tokens, and the last eighth of a sequence is padding. If a `position` is given, the
     first argument is a cache, whose tokens end there.
     """
     leaves, tree = jax.tree.flatten(list(arguments))
-    cached = 0 if position is None else len(jax.tree.leaves(arguments[0]))
+    cached = 0 if position < 0 else len(jax.tree.leaves(arguments[0]))
 
     def filled(n: int, x: Any) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):

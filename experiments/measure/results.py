@@ -82,11 +82,3 @@ def draw(
             axes.set_xscale("log", base=2)
     row[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
-
-
-def duration(seconds: float) -> str:
-    """Format seconds with three digits and a unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1e3 else f"{seconds:.0f} s"
-    return f"{seconds * 1e6:.3g} µs"

@@ -1,8 +1,9 @@
 """Times of several contestants in turns, so that a slow machine slows all of them."""
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,73 +32,93 @@ class Work(NamedTuple):
     amounts: Mapping[str, float] = {}
 
 
-class Timing(NamedTuple):
-    """The seconds per call: the median of the rounds, and the quartiles around it."""
-
-    median: float
-    q1: float
-    q3: float
-    rounds: int
-
-
-class Failure(NamedTuple):
-    """The reason for a missing time, and its kind: "failed" or "refused"."""
-
-    reason: str
-    status: str = "failed"
-
-
 class RefusalError(Exception):
     """The reason why a contestant does not take part."""
 
 
-def interleave(
-    contestants: Mapping[str, Work | Failure], rounds: int, seconds: float
-) -> dict[str, Timing | Failure]:
-    """Call the work of each contestant in turn, many times.
+def race(
+    contestants: Mapping[str, Callable[[], Work]], rounds: int, seconds: float, baseline: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Build the works of contestants, and call each in turn, many times.
 
     Args:
-      contestants: their works, by name; a Failure is passed through.
+      contestants: functions that build the works, by name.
       rounds: the maximum number of rounds.
       seconds: the time for the rounds. Each work has an equal share, and stops once it is spent.
+      baseline: the contestant whose speed is 1 in the ratios; "" for ratios of times, where the
+        fastest is 1.
 
     Returns:
-      The time of each work, or its failure, in the order of the contestants.
+      The results of each contestant: its "status" ("ok", "failed" or "refused"), and the "reason";
+      or the "median" seconds of a call and the quartiles "q1" and "q3", the number of "rounds", the
+      "ratio", its "rates" of amounts a second, and the seconds to "compile".
     """
     # A GPU runs the queued calls of a turn one after another; a CPU would run them side by side.
     queue = sharding.platform() != "cpu"
-    results: dict[str, Any] = dict(contestants)
-    works = {name: work for name, work in contestants.items() if isinstance(work, Work)}
+    rows: dict[str, dict[str, Any]] = {name: {} for name in contestants}
+    works: dict[str, Work] = {}
     usual: dict[str, float] = {}
-    for name, work in works.items():
-        try:
+    for name, build in contestants.items():
+        with noted(rows[name]):
+            work = build()
             _turn(work, 1, queue)  # the first call may compile
-            usual[name] = _turn(work, 1, queue)
-        except Exception as error:  # a peer may raise anything
-            results[name] = Failure(reason(error))
+            usual[name], works[name] = _turn(work, 1, queue), work
     share = seconds / max(1, len(usual))
     # A call longer than its share is the only one there is time for, so it counts.
     samples = {name: [t] if t > share else [] for name, t in usual.items()}
     spent = {name: t if t > share else 0.0 for name, t in usual.items()}
     gc.collect()
     for done in range(rounds):
-        order = [name for name in samples if spent[name] < share]
+        order = [name for name in works if spent[name] < share]
         shift = done % max(1, len(order))  # each starts one round and ends another
         for name in order[shift:] + order[:shift]:
             calls = max(1, min(100, round(TURN / usual[name])))
             start = time.perf_counter()
-            try:
+            with noted(rows[name]):
                 if usual[name] < WARM:
                     _turn(works[name], 1, queue)
                 samples[name].append(_turn(works[name], calls, queue))
-            except Exception as error:
-                results[name] = Failure(reason(error))
-                del samples[name]
             spent[name] += time.perf_counter() - start
-    for name, times in samples.items():
-        q1, median, q3 = (float(q) for q in np.percentile(times, [25, 50, 75]))
-        results[name] = Timing(median, q1, q3, len(times))
-    return results
+            if rows[name]["status"] != "ok":
+                del works[name]
+    for name, work in works.items():
+        q1, median, q3 = map(float, np.percentile(samples[name], [25, 50, 75]))
+        rates = {unit: amount / median for unit, amount in work.amounts.items()}
+        rows[name] |= {"median": median, "q1": q1, "q3": q3, "rounds": len(samples[name]),
+                       "compile": work.compile, "rates": rates}  # fmt: skip
+    best = min((rows[name]["median"] for name in works), default=0.0)
+    base = rows.get(baseline, {}).get("median", 0.0)
+    for name in works:
+        median = rows[name]["median"]
+        rows[name]["ratio"] = base / median if baseline else median / best
+    return rows
+
+
+@contextlib.contextmanager
+def noted(row: dict[str, Any]) -> Iterator[None]:
+    """Note the status of what the context does in a row, with the reason if it fails."""
+    row["status"] = "ok"
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        row |= {"status": "refused", "reason": f"{error.name} is not installed"}
+    except Exception as error:  # a peer may raise anything
+        lines = str(error).strip().splitlines()
+        if isinstance(error, RefusalError):
+            row |= {"status": "refused", "reason": str(error)}
+        elif REFUSAL in str(error):
+            row |= {"status": "refused", "reason": str(error).split(REFUSAL)[1].split("; ")[0]}
+        else:
+            name = type(error).__name__
+            row |= {"status": "failed", "reason": ": ".join([name, *lines[:1]])[:200]}
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a row: the median in ms, the middle half of the rounds, and the ratio."""
+    if row["status"] != "ok":
+        return [f"{row['status']}: {row['reason']}", "", ""]
+    median, q1, q3 = (f"{1000 * row[name]:.4g}" for name in ("median", "q1", "q3"))
+    return [median, f"{q1}–{q3}", f"{row['ratio']:.2f}" if row["ratio"] else ""]
 
 
 def _turn(work: Work, calls: int, queue: bool) -> float:
@@ -150,23 +171,3 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
         return out, *pull(cotangent.astype(out.dtype))
 
     return both
-
-
-def reason(error: BaseException) -> str:
-    """Return an error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def attempt(make: Callable[[], Any]) -> Any:
-    """Return the result of make, or a Failure, which may be a refusal."""
-    try:
-        return make()
-    except RefusalError as refusal:
-        return Failure(str(refusal), "refused")
-    except ModuleNotFoundError as error:
-        return Failure(f"{error.name} is not installed", "refused")
-    except Exception as error:  # a peer may raise anything
-        if REFUSAL in str(error):
-            return Failure(str(error).split(REFUSAL)[1].split("; ")[0], "refused")
-        return Failure(reason(error))

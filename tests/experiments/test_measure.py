@@ -211,7 +211,7 @@ def test_refusals_of_another_library_are_rows(
     flags = ["compiled", "--programs=layer"]
     measure.main([*flags, f"--workdir={tmp_path / 'new'}"])
     table = (tmp_path / "new" / "table.md").read_text()
-    assert "| `layer` | forward | tokamax | NotImplementedError: no such chip |" in table
+    assert "| `layer` | forward | tokamax | NotImplementedError('no such chip') |" in table
 
     monkeypatch.setattr(programs, "entries", lambda *_: [entry._replace(contestant="hand")])
     with pytest.raises(NotImplementedError):
@@ -225,10 +225,9 @@ def test_contestants_of_a_decoding_step_run_in_turns(tmp_path: Path) -> None:
     rows = json.loads((folder / "results.json").read_text())["rows"]
     assert [row["contestant"] for row in rows] == ["hand", "ours"]
     for row in rows:
-        median, q1, q3 = row["milliseconds"]
-        assert 0 < q1 <= median <= q3
+        assert 0 < row["q1"] <= row["median"] <= row["q3"]
         assert row["ratio"] >= 1
-        assert f"| {median:.3f} | " in (folder / "table.md").read_text()
+        assert f"| {1000 * row['median']:.4g} | " in (folder / "table.md").read_text()
 
 
 def test_tokens_of_a_step_end_at_a_position() -> None:
@@ -254,11 +253,3 @@ def test_pictures_have_a_line_for_each_name(tmp_path: Path) -> None:
     lines = {"a": ([1, 2], [3, 4]), "b": ([], [])}
     results.draw(tmp_path / "x.png", "steps", {"one": lines, "two": lines}, "x-")
     assert (tmp_path / "x.png").stat().st_size > 5_000
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(1234.5, "1234 s"), (1.25, "1.25 s"), (0.00125, "1.25 ms"), (1.25e-5, "12.5 µs")],
-)
-def test_durations_have_three_digits(seconds: float, text: str) -> None:
-    assert results.duration(seconds) == text

@@ -16,11 +16,11 @@ from experiments.measure import timing
 from experiments.measure.peers import contestants, fresh, torch_peers
 from experiments.measure.peers.cases import Case
 from experiments.measure.peers.contestants import CONTESTANTS
-from experiments.measure.timing import Failure, RefusalError, Work
+from experiments.measure.timing import RefusalError, Work
 from experiments.runs.failures import RunError
+from flax_mha import dot_product_attention
 from tests.support.oracle import error
 
-MIB = 2**20
 TINY = (
     "peers", "--lengths=16,32", "--heads=2", "--features=16", "--batch=2", "--seconds=0.02",
     "--dtypes=float32", "--memory=none",
@@ -69,11 +69,12 @@ def outcome(name: str, case: Case) -> list[np.ndarray]:
     """Return the output, the gradients of the inputs, and the norm of those of parameters."""
     result = jax.tree.leaves(contestants.build(name, case).call(), is_leaf=_is_tensor)
     out, *grads = (x.detach().float().numpy() if _is_tensor(x) else np.float32(x) for x in result)
-    inputs = len(case.inputs())
-    # JAX's come after those of parameters, torch's before.
-    first = grads[:inputs] if name.startswith("torch") else grads[len(grads) - inputs :]
-    total = sum(float(np.square(x, dtype=np.float64).sum()) for x in grads)
-    return [out, *first, np.sqrt(total - sum(float(np.square(x).sum()) for x in first))]
+    # JAX's gradients of inputs come after those of parameters, torch's before.
+    inputs = len(case.inputs()) if grads else 0
+    split = inputs if name.startswith("torch") else len(grads) - inputs
+    first, others = (grads[:split], grads[split:])[:: 1 if name.startswith("torch") else -1]
+    norm = np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in others))
+    return [out, *first, norm]
 
 
 def _is_tensor(x: Any) -> bool:
@@ -92,10 +93,12 @@ def _is_tensor(x: Any) -> bool:
 def test_contestants_agree(part: str, name: str, mask: str, window: int, dtype: str) -> None:
     """Outputs and gradients are equal, so the same computation is timed."""
     case = dataclasses.replace(SMALL, part=part, mask=mask, window=window, dtype=dtype)
-    found = timing.attempt(lambda: outcome(name, case))
-    if isinstance(found, Failure) and found.status == "refused":
-        pytest.skip(found.reason)
-    assert not isinstance(found, Failure), found
+    row: dict[str, Any] = {}
+    with timing.noted(row):
+        found = outcome(name, case)
+    if row["status"] == "refused":
+        pytest.skip(row["reason"])
+    assert row == {"status": "ok"}
     expected = outcome(contestants.BASELINES[part], case)
     tolerance = 1e-5 if dtype == "float32" else 3e-2
     assert len(found) == 2 + len(case.inputs())
@@ -115,7 +118,7 @@ def test_flops_count_visible_scores(mask: str, window: int) -> None:
     case = dataclasses.replace(SMALL, part="core", passes="forward", mask=mask, window=window)
     i, j = np.arange(12)[:, None], np.arange(12)
     seen = (abs(i - j) < (window or 12)) & ((j <= i) | (mask == "full"))
-    assert case.flops() == 4 * 2 * seen.sum() * 16
+    assert case.amounts() == {"TFLOP": pytest.approx(4 * 2 * seen.sum() * 16 / 1e12)}
     if case.visible() is not None:
         np.testing.assert_array_equal(case.visible(np), seen)
         np.testing.assert_array_equal(case.visible(), seen)
@@ -124,44 +127,34 @@ def test_flops_count_visible_scores(mask: str, window: int) -> None:
     np.testing.assert_array_equal(rule.numpy(), seen)
 
 
-def broken(case: Case) -> Work:
-    raise ImportError("no such symbol\nin this version")
+def test_failed_contestants_say_why() -> None:
+    def broken() -> Work:
+        raise ImportError("no such symbol\nin this version")
 
+    def absent() -> Work:
+        import no_such_module  # noqa: F401
 
-def fragile(case: Case) -> Work:
-    """Build work that fails in its second call."""
+        raise AssertionError
+
+    def refusing() -> Work:
+        q = jax.numpy.ones((1, 4, 2, 8))
+        return Work(lambda: dot_product_attention(q, q, q, kernel="splash"))
+
     calls = iter([1])
-    return Work(lambda: next(calls), lambda _: None)
-
-
-def absent(case: Case) -> Work:
-    import no_such_module  # noqa: F401
-
-    raise AssertionError
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_failed_contestants_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # In place of contestants whose names the command knows.
-    group = {
-        "jax-xla": CONTESTANTS["core"]["jax-xla"], "ours": broken, "ours-flex": fragile,
-        "tokamax": absent,
-    }  # fmt: skip
-    monkeypatch.setitem(CONTESTANTS, "core", group)
-    flags = "--parts=core", "--passes=forward", "--masks=causal", f"--workdir={tmp_path}"
-    measure.main([*TINY, *flags])
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    found = {row["contestant"]: (row["status"], row.get("reason")) for row in rows}
-    assert found == {
-        "jax-xla": ("ok", None),
-        "ours": ("failed", "ImportError: no such symbol"),
-        "ours-flex": ("failed", "StopIteration"),
-        "tokamax": ("refused", "no_such_module is not installed"),
+    found = timing.race(
+        {
+            "broken": broken, "absent": absent, "refusing": refusing,
+            "fragile": lambda: Work(lambda: next(calls)),  # fails in its second call
+        },
+        1, 1.0,
+    )  # fmt: skip
+    assert {name: (row["status"], row["reason"]) for name, row in found.items()} == {
+        "broken": ("failed", "ImportError: no such symbol"),
+        "absent": ("refused", "no_such_module is not installed"),
+        "refusing": ("refused", "runs on TPU only, this is cpu"),
+        "fragile": ("failed", "StopIteration"),
     }
-    shown = capsys.readouterr().out
-    assert all(reason is None or reason in shown for _, reason in found.values())
+    assert timing.cells(found["fragile"]) == ["failed: StopIteration", "", ""]
 
 
 def test_case_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,22 +163,15 @@ def test_case_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         contestants.build("linen", Case("layer", "backward", "causal", B=1, T=16384))
 
 
-def test_what_no_time_is_left_for_is_said(tmp_path: Path, capsys: Any) -> None:
-    measure.main([*TINY, "--total=0.000001", f"--workdir={tmp_path}"])
-    assert "--total is over, so 16 of 16 were left out" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--lengths=12,x"], "--lengths: must be a whole number from 1, got 'x'"),
-        (["--dtypes=float64"], "--dtypes: must be some of float32,bfloat16"),
         (["--contestants=our"], "must be some of ours,linen,.* got 'our'"),
         (["--seconds=-1"], "--seconds: must be a number of seconds above 0, got '-1'"),
         (["--heads=3"], "--features must be a multiple of --heads, got 512 and 3; choose another"),
         (["--parts=core", "--contestants=keras"], "--contestants must name one that takes part"),
         (["--workdir=tests"], "must be a new or empty folder, and .*tests is not; choose another"),
-        (["--length=16"], "unrecognized arguments: --length=16"),
     ],
 )
 def test_bad_flags_give_clear_errors(words: list[str], message: str) -> None:
@@ -194,49 +180,38 @@ def test_bad_flags_give_clear_errors(words: list[str], message: str) -> None:
 
 
 def sleeping(seconds: float, log: list[str], name: str) -> Work:
-    def call() -> None:
-        log.append(name)
-        timing.time.sleep(seconds)
-
-    return Work(call, lambda _: None)
+    return Work(lambda: (log.append(name), timing.time.sleep(seconds)))
 
 
 def test_contestants_take_turns() -> None:
     log: list[str] = []
-    works = {name: sleeping(0.03, log, name) for name in "abc"}
-    found: dict[str, Any] = timing.interleave(works, rounds=3, seconds=10.0)
+    builds = {name: functools.partial(sleeping, 0.03, log, name) for name in "abc"}
+    found = timing.race(builds, rounds=3, seconds=10.0)
     # Two calls each to compile and to estimate the time; then each leads a round.
     assert "".join(log) == "aabbcc" + "abc" + "bca" + "cab"
-    assert all(time.rounds == 3 and time.median >= 0.03 for time in found.values())
+    for row in found.values():
+        assert (row["status"], row["rounds"], row["compile"]) == ("ok", 3, None)
+        assert 0.03 <= row["q1"] <= row["median"] <= row["q3"]
+    assert min(row["ratio"] for row in found.values()) == 1
 
 
 def test_slow_contestant_leaves_time_for_others() -> None:
-    works = {"slow": sleeping(0.3, [], ""), "fast": sleeping(0.03, [], "")}
-    found: dict[str, Any] = timing.interleave(works, rounds=50, seconds=0.4)
-    assert found["slow"].rounds == 1
-    assert 2 <= found["fast"].rounds < 50
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_growth_measures_temporary_memory() -> None:
-    def call() -> float:
-        return float(np.ones(256 * MIB // 8).sum())
-
-    assert 255 * MIB <= fresh.growth(call) <= 272 * MIB
-    assert 255 * MIB <= fresh.growth(call) <= 272 * MIB  # memory freed before does not hide it
-    assert fresh.growth(lambda: 0) < 4 * MIB
+    builds = {"slow": lambda: sleeping(0.3, [], ""), "fast": lambda: sleeping(0.03, [], "")}
+    found = timing.race(builds, rounds=50, seconds=0.4, baseline="slow")
+    assert found["slow"]["rounds"] == 1
+    assert 2 <= found["fast"]["rounds"] < 50
+    assert found["fast"]["ratio"] == found["slow"]["median"] / found["fast"]["median"]
 
 
 @pytest.mark.sampled(0, slow=0.16)
 def test_fresh_process_measures_memory_and_compile_time() -> None:
     case = Case("core", "forward", "causal", B=1, T=2048)
     scores = 4 * 8 * 2048**2
-    found: Any = fresh.weigh("jax-xla", case)
-    assert scores <= found.bytes <= 6 * scores
-    assert 0 < found.compile < 60
-    ours: Any = fresh.weigh("ours-blockwise", case)
-    assert ours.bytes < scores / 2
-    assert fresh.weigh("jax-cudnn", case) == Failure("needs an NVIDIA GPU; this is cpu", "refused")
+    found = fresh.weigh("jax-xla", case)
+    assert scores <= found["bytes"] <= 6 * scores
+    assert 0 < found["compile"] < 60
+    assert fresh.weigh("ours-blockwise", case)["bytes"] < scores / 2
+    assert fresh.weigh("jax-cudnn", case)["reason"] == "needs an NVIDIA GPU; this is cpu"
 
 
 @pytest.mark.sampled(0.3)

@@ -14,7 +14,7 @@ from experiments.runs.failures import RunError
 
 
 def checked(folder: Path, *flags: str) -> dict[str, dict[str, Any]]:
-    measure.main(["check", "--small", f"--workdir={folder}", *flags])
+    measure.main(["check", f"--workdir={folder}", *flags])
     rows = json.loads((folder / "results.json").read_text())["rows"]
     return {row.pop("call"): row for row in rows}
 

@@ -111,19 +111,21 @@ class Case:
         first, last = (xp.asarray(x)[:, None] for x in self.seen())
         return (first <= xp.arange(self.T)) & (xp.arange(self.T) <= last)
 
-    def flops(self) -> float:
+    def amounts(self) -> dict[str, float]:
         """Return the necessary operations, counting only the scores that the mask lets through.
 
         A multiplication and an addition count as two. The backward pass needs twice the operations
         of the projections and 2.5 times the attention's, with the scores computed again.
         """
         first, last = self.seen()
-        scores = float((last - first + 1).sum())
-        core = 4 * self.B * scores * self.D * (3.5 if self.backward else 1)
-        layer = 8.0 * self.B * self.T * self.D**2 * (3 if self.backward else 1)
-        return core if self.part == "core" else core + layer
+        flops = 4.0 * self.B * (last - first + 1).sum() * self.D * (3.5 if self.backward else 1)
+        if self.part == "layer":
+            flops += 8.0 * self.B * self.T * self.D**2 * (3 if self.backward else 1)
+        return {"TFLOP": flops / 1e12}
 
-    def of_step(self, filled: int, tokens: int = 1, stored: str | None = None) -> dict[str, float]:
+    def step_amounts(
+        self, filled: int, tokens: int = 1, stored: str | None = None
+    ) -> dict[str, float]:
         """Return the tokens of a step, and what it must read: keys, values and four projections."""
         own = jnp.dtype(self.dtype).itemsize
         held = jnp.dtype(stored).itemsize + 4 / self.H if stored else own

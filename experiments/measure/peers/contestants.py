@@ -33,8 +33,10 @@ def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
         lambda x: jnp.asarray(x, case.dtype), (params, case.inputs(), case.cotangent())
     )
     if case.backward:
-        return program(with_gradients(apply), [cotangent, params, *inputs])
-    return program(apply, [params, *inputs])
+        work = program(with_gradients(apply), [cotangent, params, *inputs])
+    else:
+        work = program(apply, [params, *inputs])
+    return work._replace(amounts=case.amounts())
 
 
 def our_mask(case: Case) -> masks.Mask | None:
@@ -177,7 +179,7 @@ def step(case: Case, linen: bool = False, share: float = 3 / 4, stored: str | No
     whole, x = (chip.array(case.B, T, case.D, dtype=case.dtype) for T in (case.T, tokens))
     function, shapes = programs.step(chip, layer, whole, x)
     work = program(function, programs.fill(shapes, filled), donates=True)
-    return work._replace(amounts=case.of_step(filled, tokens, stored))
+    return work._replace(amounts=case.step_amounts(filled, tokens, stored))
 
 
 CONTESTANTS: dict[str, dict[str, Callable[[Case], Work]]] = {

@@ -4,80 +4,65 @@ import ctypes
 import dataclasses
 import gc
 import multiprocessing
-import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from experiments.measure import timing
 from experiments.measure.peers import contestants
 from experiments.measure.peers.cases import Case
-from experiments.measure.timing import Failure, RefusalError
+from experiments.measure.timing import RefusalError
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class Weight(NamedTuple):
-    """The measurements of a fresh process.
+def weigh(name: str, case: Case) -> dict[str, Any]:
+    """Measure a contestant in a fresh process.
 
-    Attributes:
-      bytes: the peak memory of a call beyond inputs, parameters and compiled code.
-      compile: the seconds to trace and compile; None if nothing is compiled.
+    The result has the peak "bytes" of a call beyond inputs, parameters and compiled code, and the
+    seconds to "compile", None if nothing is compiled; or the "reason" why they are missing.
     """
-
-    bytes: int
-    compile: float | None
-
-
-def weigh(name: str, case: Case) -> Weight | Failure:
-    """Measure a contestant in a fresh process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(_weigh, name, case).result()
         except BrokenProcessPool:
-            return Failure("the process was killed, usually for lack of memory")
+            return {"reason": "the process was killed, usually for lack of memory"}
 
 
-def _weigh(name: str, case: Case) -> Any:
-    return timing.attempt(lambda: _measure(name, case))
+def _weigh(name: str, case: Case) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    with timing.noted(row):
+        if name.startswith("torch") and jax.default_backend() != "cpu":
+            raise RefusalError("the memory of torch is not measured on a GPU")
+        # Load the libraries' code, which would otherwise count as memory of the call.
+        small = contestants.build(name, dataclasses.replace(case, B=1, T=16, window=0))
+        small.wait(small.call())
+        work = contestants.build(name, case)
 
+        def run() -> Any:
+            result = work.call()
+            work.wait(result)
+            return result
 
-def _measure(name: str, case: Case) -> Weight:
-    # Load the libraries' code, which would otherwise count as memory of the call.
-    small = contestants.build(name, dataclasses.replace(case, B=1, T=16, window=0))
-    small.wait(small.call())
-    work = contestants.build(name, case)
-
-    def run() -> Any:
-        result = work.call()
-        work.wait(result)
-        return result
-
-    return Weight(growth(run), work.compile)
+        row |= {"bytes": growth(run), "compile": work.compile}
+    return row
 
 
 def growth(call: Callable[[], Any]) -> int:
     """Return the peak memory during a call minus the memory held before it.
 
-    On a GPU it is the memory of JAX or of torch, whose peak may be an earlier compilation's.
-    Elsewhere it is the resident size of this process, because XLA's account of a CPU program leaves
-    out scratch memory.
+    On a GPU it is JAX's memory, whose peak may be an earlier compilation's. On a CPU it is the
+    resident size of this process, because XLA's account of a program leaves out scratch memory.
     """
-    device, torch = jax.local_devices()[0], sys.modules.get("torch")
+    device = jax.local_devices()[0]
     if device.platform != "cpu":
-        on_gpu = torch and torch.cuda.is_available()
-
-        def held(ours: str, theirs: str) -> int:
-            more = torch.cuda.memory_stats()[theirs] if on_gpu else 0  # type: ignore[union-attr]
-            return int(device.memory_stats()[ours] + more)
-
-        before = held("bytes_in_use", "allocated_bytes.all.current")
+        before = device.memory_stats()["bytes_in_use"]
         call()
-        return held("peak_bytes_in_use", "allocated_bytes.all.peak") - before
+        return int(device.memory_stats()["peak_bytes_in_use"] - before)
     if not STATUS.exists():
         raise RefusalError("peak memory is read from /proc, which this system lacks")
     gc.collect()

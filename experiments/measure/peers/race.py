@@ -14,15 +14,12 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 from experiments.measure import machine, timing
 from experiments.measure.peers import cases, contestants, fresh, torch_peers
 from experiments.measure.peers.cases import Case
 from experiments.measure.peers.contestants import BASELINES, CONTESTANTS
-from experiments.measure.results import Table, counted, duration
-from experiments.measure.timing import Timing
+from experiments.measure.results import Table, counted
 from experiments.runs import command
 from experiments.runs.failures import RunError
 
@@ -35,8 +32,7 @@ QUICK = {
     "lengths": (128, 1024, 4096), "masks": ("causal",), "dtypes": ("float32",), "memory": (),
     "seconds": 1.5, "total": 80.0, "contestants": ("ours", "linen", "jax-xla", "torch-sdpa"),
 }  # fmt: skip
-COLUMNS = ("", "", "median", "quartiles", "× baseline", "a second", "memory", "compile", "")
-Row = dict[str, Any]
+COLUMNS = "", "", "ms", "middle half", "× baseline", "a second", "memory", "compile", ""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -78,17 +74,24 @@ def run(flags: argparse.Namespace) -> None:
     races = plan(flags)
     # Before JAX's backend starts: other libraries need memory of the same GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    found = machine.describe()
-    print(f"{found['device']}, {found['cpu']}, {found['cores']} cores")
-    if found["load"] > 0.25 * found["cores"]:
-        print(
-            f"Other programs use {found['load']:.1f} of {found['cores']} cores on average. "
-            "Expect slower and uneven times, most of all for torch."
-        )
-    table = Table(flags.workdir, "peers", *COLUMNS, command=sys.argv, machine=found)
-    for _, (case, names) in counted("timing", races, flags.total):
-        for row in measure(case, names, flags):
-            table.add(row, *cells(row))
+    facts = machine.describe()
+    table = Table(flags.workdir, "peers", *COLUMNS, command=sys.argv, machine=facts)
+    for title, (case, names) in counted("timing", races, flags.total):
+        builds = {name: functools.partial(contestants.build, name, case) for name in names}
+        rows = timing.race(builds, 200, flags.seconds, BASELINES[case.part])
+        torch_peers.release()
+        for name, row in rows.items():
+            if row["status"] == "ok" and case.T in flags.memory and case.part != "step":
+                row["fresh"] = fresh.weigh(name, case)
+            weight = {"bytes": None, "compile": None, "reason": "", **row.get("fresh", {})}
+            size, compiled = weight["bytes"], weight["compile"]
+            table.add(
+                {"race": title, "contestant": name, **vars(case), **row},
+                title, name, *timing.cells(row),
+                ", ".join(f"{rate:,.3g} {unit}" for unit, rate in row.get("rates", {}).items()),
+                "" if size is None else f"{size / 2**20:,.0f} MiB",
+                "" if compiled is None else f"{compiled:.2f} s", weight["reason"],
+            )  # fmt: skip
     table.end()
 
 
@@ -127,40 +130,3 @@ def plan(flags: argparse.Namespace) -> dict[str, tuple[Case, list[str]]]:
             f"got {','.join(flags.contestants)}; choose among {', '.join(known)}"
         )
     return dict(sorted(races.items(), key=lambda item: item[1][0].T))
-
-
-def measure(case: Case, names: Sequence[str], flags: argparse.Namespace) -> list[Row]:
-    """Time a race, then measure memory and compile time of its contestants one by one."""
-    works = {name: timing.attempt(functools.partial(contestants.build, name, case))
-             for name in names}  # fmt: skip
-    amounts = {name: getattr(work, "amounts", None) or {"TFLOP": case.flops() / 1e12}
-               for name, work in works.items()}  # fmt: skip
-    times: Any = timing.interleave(works, 200, flags.seconds)
-    works.clear()  # releases the memory
-    torch_peers.release()
-    base, rows = times.get(BASELINES[case.part]), []
-    for name, time in times.items():
-        row: Row = {"race": str(case), "contestant": name, **vars(case), **time._asdict()}
-        if isinstance(time, Timing):
-            row |= {"status": "ok", "rates": {u: x / time.median for u, x in amounts[name].items()}}
-            row["ratio"] = base.median / time.median if isinstance(base, Timing) else None
-            if case.T in flags.memory and case.part != "step":
-                row["fresh"] = fresh.weigh(name, case)._asdict()
-        rows.append(row)
-    return rows
-
-
-def cells(row: Row) -> list[str]:
-    """Return the cells of a row."""
-    if row["status"] != "ok":
-        return [row["race"], row["contestant"], *[""] * 6, f"{row['status']}: {row['reason']}"]
-    weight = row.get("fresh", {})
-    size, compiled = weight.get("bytes"), weight.get("compile")
-    return [
-        row["race"], row["contestant"], duration(row["median"]),
-        f"{duration(row['q1'])} … {duration(row['q3'])}",
-        f"{row['ratio']:.2f}" if row["ratio"] else "",
-        ", ".join(f"{rate:,.3g} {unit}" for unit, rate in row["rates"].items()),
-        "" if size is None else f"{size / 2**20:,.0f} MiB",
-        "" if compiled is None else duration(compiled), weight.get("reason", ""),
-    ]  # fmt: skip

@@ -93,7 +93,7 @@ def step(case: Case) -> Work:
             seen = attend(heads[0], keys, values, attn_mask=(slots <= at)[None, None, None])
             return out(seen.transpose(1, 2).reshape(B, 1, D))
 
-    return Work(call, _wait(), amounts=case.of_step(at))
+    return Work(call, _wait(), amounts=case.step_amounts(at))
 
 
 def release() -> None:
@@ -163,4 +163,4 @@ def _work(
             grads = torch.autograd.grad(out, leaves, cotangent) if case.backward else ()
         return [x.transpose(1, 2) if x.ndim == 4 else x for x in (out, *grads)]
 
-    return Work(call, _wait())
+    return Work(call, _wait(), amounts=case.amounts())
