@@ -29,7 +29,7 @@ FULL = {
     "total": 6 * 3600.0, "contestants": contestants.NAMES,
 }  # fmt: skip
 QUICK = {
-    "lengths": (128, 1024, 4096), "masks": ("causal",), "dtypes": ("float32",), "memory": (),
+    "lengths": (128, 1024, 4096), "masks": ("causal",), "dtypes": ("float32",), "memory": (4096,),
     "seconds": 1.5, "total": 80.0, "contestants": ("ours", "linen", "jax-xla", "torch-sdpa"),
 }  # fmt: skip
 COLUMNS = "", "", "ms", "middle half", "× baseline", "a second", "memory", "compile", ""
@@ -39,22 +39,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add, among, count = parser.add_argument, command.among, command.count
     add("--quick", action="store_true", help="a few cases, within 2 minutes")
-    add(
-        "--parts",
-        type=among([*CONTESTANTS]),
-        default=("layer", "core"),
-        help="layer, core (attention alone), step (a layer that decodes); default: layer,core",
-    )
-    add(
-        "--passes",
-        type=among(cases.PASSES),
-        default=cases.PASSES,
-        help="forward, or backward (both passes together)",
-    )
+    add("--parts", type=among([*CONTESTANTS]), default=("layer", "core"),
+        help="layer, core (only attention), step (of decoding); default: layer,core")  # fmt: skip
+    add("--passes", type=among(cases.PASSES), default=cases.PASSES,
+        help="forward, or backward (both passes together)")  # fmt: skip
     add("--masks", type=among(cases.MASKS), help="causal, full")
     add("--dtypes", type=among(cases.DTYPES), help="float32, bfloat16, float16")
     add("--contestants", type=among(contestants.NAMES), help=", ".join(contestants.NAMES))
-    add("--lengths", type=_lengths, help="sequence lengths such as 128,1024, or slots of caches")
+    add("--lengths", type=_counts, help="sequence lengths such as 128,1024, or slots of caches")
     add("--batch", type=count, help="sequences in a batch")
     add("--tokens", type=count, help="tokens in a batch without --batch (default: 2,048)")
     add("--heads", type=count, default=8, help="attention heads (default: 8)")
@@ -65,8 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--total", type=command.seconds, help="nothing new begins after this number of seconds")
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(command.count, text.split(",")))
+
+
 def _lengths(text: str) -> tuple[int, ...]:
-    return () if text == "none" else tuple(map(command.count, text.split(",")))
+    return () if text == "none" else _counts(text)
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -80,8 +76,10 @@ def run(flags: argparse.Namespace) -> None:
         builds = {name: functools.partial(contestants.build, name, case) for name in names}
         rows = timing.race(builds, 200, flags.seconds, BASELINES[case.part])
         torch_peers.release()
+        # A quick run has no time for more.
+        weighs = (case.part, case.passes) == ("layer", "backward") if flags.quick else True
         for name, row in rows.items():
-            if row["status"] == "ok" and case.T in flags.memory and case.part != "step":
+            if weighs and row["status"] == "ok" and case.T in flags.memory:
                 row["fresh"] = fresh.weigh(name, case)
             weight = {"bytes": None, "compile": None, "reason": "", **row.get("fresh", {})}
             size, compiled = weight["bytes"], weight["compile"]
