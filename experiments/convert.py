@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags
 
-from experiments import arguments
+from experiments import command
 from experiments.outputs import result_folder
 from experiments.runs.failures import RunError
 from flax_mha import interop
@@ -81,4 +81,4 @@ def _cast(variables: Any, dtype: Any) -> Any:
 
 
 if __name__ == "__main__":
-    arguments.run(main, words=("SRC", "DST"))
+    command.run(main, words=("SRC", "DST"))

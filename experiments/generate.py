@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import arguments
+from experiments import command
 from experiments.runs.failures import RunError
 from experiments.trained import pretrained, responses
 from experiments.trained import run as trained
@@ -96,4 +96,4 @@ def _say(piece: str) -> None:
 
 
 if __name__ == "__main__":
-    arguments.run(main)
+    command.run(main)

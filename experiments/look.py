@@ -13,7 +13,7 @@ kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt of a
 
 from absl import flags
 
-from experiments import arguments
+from experiments import command
 from experiments.outputs import try_output
 from experiments.trained import heads
 from experiments.trained import run as trained
@@ -43,4 +43,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    arguments.run(main)
+    command.run(main)

@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments import arguments, phases, tasks
+from experiments import command, phases, tasks
 from experiments.counts.memory import check_fits
 from experiments.devices import force_host_devices
 from experiments.phases import Phase
@@ -81,4 +81,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    arguments.run(main)
+    command.run(main)

@@ -16,9 +16,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from experiments import command
 from experiments.measure import bits, check, compiled, lengths, losses, timed
 from experiments.measure.peers import race
-from experiments.runs import command
+from experiments.runs.failures import boundary
 
 COMMANDS: dict[str, Any] = {
     "check": check, "compiled": compiled, "timed": timed, "peers": race, "bits": bits,
@@ -40,4 +41,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with boundary():
+        main(sys.argv[1:])

@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import command
 from experiments.measure import machine
 from experiments.measure.results import Table, counted
-from experiments.runs import command
 from flax_mha import MultiHeadAttention, dot_product_attention, masks, sharding
 from flax_mha.kernels import KERNELS
 from flax_mha.positions import Rotary

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import command
 from experiments.measure import machine, timing
 from experiments.measure.results import Table, counted
-from experiments.runs import command
 from experiments.runs.failures import RunError
 from flax_mha import KVCache, dot_product_attention, masks, positions, scores, sharding
 from flax_mha.kernels import KERNELS

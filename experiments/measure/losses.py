@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments import command
 from experiments.measure import machine, results
-from experiments.runs import command
 from flax_mha import sharding
 
 MESHES = {

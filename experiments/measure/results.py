@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments import tables
+from experiments import outputs, tables
 from experiments.phases import Phase
-from experiments.runs import folders
 
 
 class Table:
@@ -22,7 +21,7 @@ class Table:
     """
 
     def __init__(self, workdir: str | None, name: str, *columns: str, **facts: Any) -> None:
-        self.folder = folders.result_folder(workdir, name)
+        self.folder = outputs.result_folder(workdir, name)
         self.rows: list[dict[str, Any]] = []
         self._facts, self._lines = facts, [tables.head(*columns)]
         print(self._lines[0], flush=True)

@@ -20,11 +20,11 @@ import functools
 
 import jax
 
+from experiments import command
 from experiments.measure import machine, programs, timing
 from experiments.measure.programs import Chip, Entry
 from experiments.measure.results import Table, counted
 from experiments.measure.timing import Work
-from experiments.runs import command
 from flax_mha import sharding
 
 COLUMNS = "program", "pass", "", "ms", "middle half", "× best", "compile"

@@ -16,7 +16,6 @@ changes of the config, from the cheapest on. docs/scaling.md explains the figure
 lists the keys.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -28,56 +27,50 @@ from pathlib import Path
 os.environ.setdefault("NPROC", "32")
 
 import jax
+from absl import flags
 
-from experiments import libtpu, phases
+from experiments import command, libtpu, outputs, phases
 from experiments.phases import Phase
 from experiments.plan import devices, report, search
-from experiments.runs import command, folders, settings
+from experiments.runs import config
 
-DEFAULT = Path(__file__).parent.parent.parent / "configs" / "long_encoder.py"
+CONFIG = config.define(Path(__file__).parent.parent.parent / "configs" / "long_encoder.py")
+flags.declare_key_flag("config")
+TOPOLOGY = flags.DEFINE_string("topology", "v5e:16x16", "The devices, as in the examples.")
+SEARCH = flags.DEFINE_bool("search", False, "Try all splits over data, fsdp, model and context.")
+MOST = flags.DEFINE_integer("most", 8, "The number of splits that --search compiles.", 1)
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "A new or empty folder for plan.json (default: a new one under runs/)."
+)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: list[str]) -> None:
     """Compile and print the plan, and write it as plan.json."""
-    config, _, _, rest = settings.read(argv, DEFAULT)
-    flags = read_flags(rest[1:])
+    del argv
+    asked, topology = config.asked(CONFIG).config, TOPOLOGY.value
     jax.config.update("jax_platforms", "cpu")  # Other devices are described, not used.
     libtpu.quiet()
-    with Phase(f"describing {flags.topology}"):
-        found = devices.of(flags.topology)
-    folder, kind = folders.result_folder(flags.workdir, "plan"), found[0].device_kind
+    with Phase(f"describing {topology}"):
+        found = devices.of(topology)
+    folder, kind = outputs.result_folder(WORKDIR.value, "plan"), found[0].device_kind
     compiler = report.compiler(found[0])
-    print(f"{len(found)} × {kind}, {flags.topology}, compiled by {compiler}", flush=True)
-    with Phase(f"compiling for {flags.topology}"):
-        if flags.search:
-            layouts = search.search(config, found, flags.most, tell)
+    print(f"{len(found)} × {kind}, {topology}, compiled by {compiler}", flush=True)
+    with Phase(f"compiling for {topology}"):
+        if SEARCH.value:
+            layouts = search.search(asked, found, MOST.value, tell)
         else:
-            layouts = [search.plan(config, found)]
+            layouts = [search.plan(asked, found)]
         tight = [layout for layout in layouts if layout.reason and layout.needs]
         if tight and all(layout.reason for layout in layouts):
             best = min(tight, key=lambda layout: layout.needs or 0)
-            layouts += search.remedies(config, found, best, tell)
+            layouts += search.remedies(asked, found, best, tell)
     show(layouts)
     plan = {
-        "command": sys.argv, "topology": flags.topology, "device": kind, "jax": jax.__version__,
-        "compiler": compiler, "config": config.to_dict(), "layouts": [*map(report.row, layouts)],
+        "command": sys.argv, "topology": topology, "device": kind, "jax": jax.__version__,
+        "compiler": compiler, "config": asked.to_dict(), "layouts": [*map(report.row, layouts)],
     }  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
     print(f"plan.json is in {folder}")
-
-
-def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of the command, those of the config left out."""
-    parser, default = command.Parser(__doc__), "(default: %(default)s)"
-    add = parser.add_argument
-    add("--topology", default="v5e:16x16", help=f"the devices, as in the examples {default}")
-    add("--config", metavar="FILE", help=f"the run's config (default: {DEFAULT.name})")
-    add("--search", action="store_true", help="try all splits over data, fsdp, model and context")
-    add("--most", type=command.count, default=8, metavar="N",
-        help=f"the number of splits that --search compiles {default}")  # fmt: skip
-    add("--workdir", metavar="FOLDER",
-        help="a new or empty folder for plan.json (default: a new folder under runs/)")  # fmt: skip
-    return parser.parse_args(argv)
 
 
 def show(layouts: Sequence[search.Layout]) -> None:
@@ -103,4 +96,4 @@ def tell(layout: search.Layout) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    command.run(main)

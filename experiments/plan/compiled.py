@@ -64,7 +64,7 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     start = time.perf_counter()
     built = loop.build(config, tasks.make(config), devices)
     state, sizes = built.abstract_state(), dict(built.mesh.shape)
-    with mesh.on(built.mesh), Phase(f"compiling {name(sizes)}", aloud=False):
+    with mesh.on(built.mesh), Phase(f"compiling {name(sizes)}"):
         traced = built.step.trace(state, built.abstract_batch())  # type: ignore[attr-defined]
         text, found = dumped(traced.lower())
     module, stats = Module(text), found.memory_analysis()

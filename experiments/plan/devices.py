@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import topologies
 
+from experiments.devices import force_host_devices
 from experiments.plan import gpus
-from experiments.runs import hosts
 from experiments.runs.failures import RunError
 
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")  # libtpu's names
@@ -57,7 +57,7 @@ def of(topology: str) -> Sequence[jax.Device]:
 
 
 def _simulated(count: int) -> Sequence[jax.Device]:
-    hosts.force_host_devices(min(count, SIMULATED))
+    force_host_devices(min(count, SIMULATED))
     found = jax.devices("cpu")
     if not 0 < count <= len(found):
         raise RunError(

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from configs import pydoc_lm
-from experiments import plots
-from experiments.runs import command, files
+from experiments import command, outputs, plots
 from experiments.tasks.task import Batch, Metrics, Params
 from experiments.trainer.loop import one_model
 from flax_mha import Capture, DecoderBlock, MultiHeadAttention, analysis, edits
@@ -220,7 +219,7 @@ def read_flags(doc: str, *, steps: int, seeds: int) -> argparse.Namespace:
     add("--seeds", type=count, default=seeds, help=f"models of each kind {default}")
     add("--figure", type=Path, default=Path("study.png"), help=f"the PNG to write {default}")
     read = parser.parse_args()
-    read.figure = files.try_output(read.figure, "--figure")
+    read.figure = outputs.try_output(read.figure, "--figure")
     return read
 
 

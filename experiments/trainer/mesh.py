@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from experiments.devices import AXES as AXES
+from experiments.devices import count_slices as count_slices
 from experiments.devices import make_mesh as make_mesh
 from experiments.runs.failures import RunError
 from experiments.tasks.task import Batch, Metrics, Params, Task

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import arguments
+from experiments import command
 from experiments.trainer import loop, mesh
 from experiments.trainer.checkpoints import Checkpoints
 
@@ -53,4 +53,4 @@ if __name__ == "__main__":
     from experiments import train  # Its flags must not be defined in other test processes.
 
     loop.Checkpoints = Checked
-    arguments.run(train.main)
+    command.run(train.main)

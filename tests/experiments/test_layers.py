@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "experiments").rglob("*.py"))
 # Each folder, or file at the top, may import those before it, and none after.
 LAYERS = (
-    "", "__main__", "libtpu", "phases", "tables", "runs.failures", "devices", "arguments",
+    "", "__main__", "libtpu", "phases", "tables", "runs.failures", "devices", "command",
     "outputs", "counts", "runs", "plots", "tasks", "trainer", "trained", "reports", "convert",
     "generate", "look", "train", "plan", "measure", "studies",
 )  # fmt: skip

@@ -15,12 +15,12 @@ import itertools
 import os
 import sys
 
+from experiments import command
 from experiments.measure import machine, timing
 from experiments.measure.peers import cases, contestants, fresh, torch_peers
 from experiments.measure.peers.cases import Case
 from experiments.measure.peers.contestants import BASELINES, CONTESTANTS
 from experiments.measure.results import Table, counted
-from experiments.runs import command
 from experiments.runs.failures import RunError
 
 FULL = {
