@@ -19,7 +19,6 @@ lists the keys.
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 # Before jax starts. With only one XLA thread per core, 8 devices on two cores can deadlock in
@@ -64,30 +63,13 @@ def main(argv: list[str]) -> None:
         if tight and all(layout.reason for layout in layouts):
             best = min(tight, key=lambda layout: layout.needs or 0)
             layouts += search.remedies(asked, found, best, tell)
-    show(layouts)
+    report.show(layouts)
     plan = {
         "command": sys.argv, "topology": topology, "device": kind, "jax": jax.__version__,
         "compiler": compiler, "config": asked.to_dict(), "layouts": [*map(report.row, layouts)],
     }  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
     print(f"plan.json is in {folder}")
-
-
-def show(layouts: Sequence[search.Layout]) -> None:
-    """Print the tables of a plan, and say if nothing fits."""
-    fits = [layout for layout in layouts if not layout.reason]
-    tried = [layout for layout in layouts if layout.needs]
-    print(f"one device, one step\n\n{report.memory(tried)}\n")
-    if fits:
-        print(f"{report.sent(fits[0])}\n")
-        if fits[0].flags:
-            print("fits with", *fits[0].flags)
-    else:
-        print("nothing fits; take more devices, or a smaller model or config.length")
-    if left := report.others(layouts):
-        print(f"not compiled: {left}")
-    if unknown := [loop for layout in tried if layout.found for loop in layout.found.unknown]:
-        print(f"loops of unknown length, counted once: {unknown}")
 
 
 def tell(layout: search.Layout) -> None:

@@ -94,3 +94,20 @@ def _size(count: float | None) -> str:
             break
         count /= 1024
     return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+
+
+def show(layouts: Sequence[Layout]) -> None:
+    """Print the tables of a plan, and say if nothing fits."""
+    fits = [layout for layout in layouts if not layout.reason]
+    tried = [layout for layout in layouts if layout.needs]
+    print(f"one device, one step\n\n{memory(tried)}\n")
+    if fits:
+        print(f"{sent(fits[0])}\n")
+        if fits[0].flags:
+            print("fits with", *fits[0].flags)
+    else:
+        print("nothing fits; take more devices, or a smaller model or config.length")
+    if left := others(layouts):
+        print(f"not compiled: {left}")
+    if unknown := [loop for layout in tried if layout.found for loop in layout.found.unknown]:
+        print(f"loops of unknown length, counted once: {unknown}")

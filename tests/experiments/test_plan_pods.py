@@ -9,12 +9,11 @@ from ml_collections import ConfigDict
 
 from configs import decoder_1b
 from experiments.counts.chips import CHIPS, GPUS
-from experiments.plan import __main__ as command
-from experiments.plan import collectives, devices, roofline, search
+from experiments.devices import mesh_sizes
+from experiments.plan import collectives, devices, report, roofline, search
 from experiments.plan.collectives import Collective
 from experiments.plan.roofline import Machines, Torus
 from experiments.runs.failures import RunError
-from experiments.trainer import mesh
 
 TWO = Machines(GPUS["NVIDIA H200"], np.repeat([0, 1], 8))
 ALL = np.arange(16)[None]
@@ -85,10 +84,10 @@ def test_transfers_between_slices_are_read(
 
 def test_batch_divides_over_slices(config: ConfigDict) -> None:
     config.mesh.data, config.batch_size = -1, 16
-    assert mesh.mesh_sizes(config, 16, 2) == (8, 1, 1, 1)
+    assert mesh_sizes(config, 16, 2) == (8, 1, 1, 1)
     config.mesh.data = 16
     with pytest.raises(RunError, match="times 2 slices, got 16; try 32"):
-        mesh.mesh_sizes(config, 16, 2)
+        mesh_sizes(config, 16, 2)
 
 
 @pytest.mark.slow
@@ -115,7 +114,7 @@ def test_two_slices_send_gradients_over_network(decoder: ConfigDict) -> None:
 @pytest.mark.parametrize(
     ("has", "tried"),
     [
-        (9e6, [(8, False, 1, 32), (8, command.search.POLICIES[0], 1, 32)]),
+        (9e6, [(8, False, 1, 32), (8, search.POLICIES[0], 1, 32)]),
         (3.6e6, [(4, True, 2, 16), (4, True, 2, 8)]),
         (1e6, [(4, True, 2, 16), (4, True, 2, 8), (4, True, 2, 4)]),
     ],
@@ -140,7 +139,7 @@ def test_remedies_come_in_order_of_cost(
     layouts = search.remedies(decoder, jax.devices(), tight, lambda layout: None)
     assert found[-len(tried) :] == tried
     assert len(layouts) == len(found)
-    command.show([tight, *layouts])
+    report.show([tight, *layouts])
     said = capsys.readouterr().out
     if has == 1e6:
         assert "nothing fits; take more devices" in said
