@@ -182,8 +182,8 @@ class MultiHeadAttention(Settings, nn.Module):
           TypeError: if a dtype is not supported.
         """
         check_refused(self, refused)
-        if contexts.current.value.at_layer is not None:
-            self = contexts.current.value.at_layer(self)
+        if (at_layer := contexts.current().at_layer) is not None:
+            self = at_layer(self)
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None
             inputs_k, inputs_v, cache = resolve.resolve_call(
