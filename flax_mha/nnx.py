@@ -1,4 +1,4 @@
-"""The nnx layers: they make parameters, hold caches, and call the functions of `layer`."""
+"""The layers of `flax_mha` for nnx."""
 
 import dataclasses
 import functools
@@ -62,8 +62,7 @@ class CacheVariables(nnx.Pytree):
         for name, x in fields.items():
             variable = getattr(self, name, None)
             if variable is None or variable.window != window or not _fits(variable, x):
-                # Each has the window, for `flax_mha.cache.truncate` of a state. A reference can't
-                # hold None.
+                # `cache.truncate` of a state reads the window. A reference can't hold None.
                 form = {"ref": False} if x is None else {}
                 setattr(self, name, nnx.Cache(x, window=window, **form))
             else:
@@ -74,24 +73,20 @@ class CacheVariables(nnx.Pytree):
 
 
 def _fits(variable: Any, x: Any) -> bool:
-    """Return True if a variable can hold x: a reference keeps its shape and dtype."""
+    """Tell whether a variable can hold x. A reference keeps its shape and dtype."""
     if not variable.ref:
         return True
     return x is not None and (variable.shape, variable.dtype) == (x.shape, x.dtype)
 
 
 def _as_variables(tree: Any) -> Any:
-    """Return an attribute of a layer: a tree with a variable for each array."""
+    """Return a tree as an attribute of a layer, with a variable for each array."""
     kinds = jax.Array | np.ndarray
     return nnx.data(jax.tree.map(lambda x: nnx.Variable(x) if isinstance(x, kinds) else x, tree))
 
 
 class Projection(nnx.LinearGeneral):
-    """Flax's `nnx.LinearGeneral`, on any mesh.
-
-    Attributes:
-      entry: the sizes and the logical names of its axes.
-    """
+    """Flax's `nnx.LinearGeneral`, on any mesh."""
 
     entry: LinearEntry
 
@@ -114,7 +109,7 @@ class Projection(nnx.LinearGeneral):
 def _projection(
     config: linen.MultiHeadAttention, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Metadata
 ) -> Projection:
-    """Make a projection, with the metadata of its kernel and of its bias."""
+    """Make a projection with the metadata of its kernel and its bias."""
     kernel_init, bias_init = (
         functools.partial(shapes.draw, init) for init in config.initializers(entry)
     )
@@ -134,28 +129,19 @@ def _field(name: str) -> Any:
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
+    """`flax_mha.MultiHeadAttention` in nnx, a drop-in for `flax.nnx.MultiHeadAttention`.
 
-        q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
-        out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
-
-    Parameter names, shapes and float32 initial values match Flax's layer, and so do the names and
-    the order of its arguments. Outputs are the same as those of `flax_mha.MultiHeadAttention`.
-
-    A layer keeps its fields in `config`, which doesn't change. You can set the attributes
-    `deterministic`, `decode`, `dropout_rate`, `rngs`, `mask`, `kernel` and `capture`, and the cache
-    `kv`.
+    Parameter names, shapes and float32 initial values match Flax's layer, and so do its arguments
+    and their order. `config` is a linen layer with the same fields, and does not change. You can
+    set the attributes `deterministic`, `decode`, `dropout_rate`, `rngs`, `mask`, `kernel` and
+    `capture`, and the cache `kv`.
 
     Args:
-      num_heads: the number of query heads, N.
       in_features: the features of inputs_q, D.
-      qkv_features: the features of all query heads, N·H (default: D).
-      out_features: the features of the output (default: D).
-      num_kv_heads: the number of key/value heads, K, each shared by N/K query heads (default: N).
-      in_kv_features: the features of inputs_k and inputs_v, D' (default: D); 0 for a layer without
-        parameters for keys and values, which is always given `kv`.
+      in_kv_features: the features of inputs_k and inputs_v, D' (default: D). With 0 the layer has
+        no parameters for keys and values, and every call needs `kv`.
       rngs: the streams of keys for parameters and dropout.
-      keep_rngs: True to keep a stream for dropout; else it is given in the call.
+      keep_rngs: True to keep a stream for dropout; otherwise give one in the call.
       kernel_metadata: the metadata of the projections' kernels, such as `{"out_sharding": (None,
         "model", None)}`.
       out_kernel_metadata: the metadata of the output projection's kernel (default:
@@ -164,11 +150,10 @@ class MultiHeadAttention(nnx.Module):
       out_bias_metadata: the metadata of the output projection's bias (default: bias_metadata).
       query_ln_scale_metadata: the metadata of the scale of the queries' norm.
       key_ln_scale_metadata: the metadata of the scale of the keys' norm.
-      **fields: the other fields of `flax_mha.MultiHeadAttention`, which describes them. `decode`
-        keeps the keys and values of earlier calls, for which `init_cache` makes room. It and
-        `deterministic` can be given in the call instead.
+      **fields: the fields that only a variant has.
 
-    Source: Vaswani et al., "Attention Is All You Need", 2017.
+    `flax_mha.MultiHeadAttention` describes the other arguments. With `decode`, call `init_cache`
+    first to make room. `decode` and `deterministic` can be given in the call instead.
     """
 
     # The linen layer of the same kind. An instance that is bound to nothing is the config.
@@ -311,24 +296,20 @@ class MultiHeadAttention(nnx.Module):
 
         Args:
           inputs_q: the inputs of the queries [*B, T, D].
-          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention).
-          inputs_v: the inputs of the values [*B, S, D'] (default: inputs_k).
-          deterministic: True for no dropout; may be given in the constructor, or by `eval()`,
-            instead.
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
-            `nnx.Intermediate`, for `nnx.capture`. Outside of it they, and the values of the field
-            `capture`, stay in the layer until `nnx.pop`.
-          decode: True to append these tokens, of any number, to the cache that `init_cache` made,
-            and to attend to all so far, causally (default: the layer's `decode`).
-          is_causal: True to see no later key; decoding always is.
-          input_positions: the name of `positions` in Flax's layer.
+            `nnx.Intermediate`. Read them with `nnx.capture`, or with `nnx.pop` after the call. The
+            same holds for the values of the field `capture`.
+          decode: True to append these tokens to the cache that `init_cache` made, and to attend
+            causally to all tokens so far (default: the layer's `decode`).
+          is_causal: True to hide later keys. Decoding always does.
+          input_positions: Flax's name for `positions`.
         """
         check_refused(self, refused)
         if input_positions is not None:
             if positions is not None:
                 raise ValueError(
-                    "input_positions is Flax's name of positions, got both; give positions alone"
+                    "input_positions is Flax's name of positions, got both; give only positions"
                 )
             positions = input_positions
         settings = self.settings
@@ -346,7 +327,7 @@ class MultiHeadAttention(nnx.Module):
         self._check_features(inputs_q, *of_kv)
         if checks.flag("is_causal", is_causal):
             mask = masks.combine(masks.Causal(), mask)
-        # What `sow` would not keep is not computed. nnx has no public sign of a capture.
+        # Compute only what `sow` keeps. nnx has no public sign of a capture.
         keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
         is_captured = hasattr(self, "__captures__") or not keeps_none
         tap = Tap(self, nnx.as_pure(self.edits) or {}, collection=nnx.Intermediate)
@@ -361,14 +342,14 @@ class MultiHeadAttention(nnx.Module):
         return core.returned(output, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
-        """Make room in the cache for the tokens of inputs, or empty it.
+        """Make an empty cache with room for the tokens of inputs.
 
-        A layer without parameters for keys (`in_kv_features=0`) needs no cache.
+        A layer without parameters for keys (`in_kv_features=0`) needs none.
 
         Args:
           input_shape: the shape of all inputs together, [*B, S, D].
           dtype: the dtype of the cache: floating point of 16 bits or more, int8, float8_e4m3fn or
-            float8_e5m2 (default: that of the field `cache`, or float32).
+            float8_e5m2 (default: from the field `cache`, or float32).
         """
         shape = checks.sizes("input_shape", input_shape)
         if not self.in_kv_features:
@@ -386,11 +367,11 @@ class MultiHeadAttention(nnx.Module):
         self, deterministic: bool | None = None, decode: bool | None = None,
         batch_size: int | Shape | None = None, max_length: int | None = None,
     ) -> None:  # fmt: skip
-        """Set what `nnx.view` sets, and make room in the cache.
+        """Set the attributes of an `nnx.view`. With `decode` and both sizes, also make a cache.
 
         Args:
           deterministic: True for no dropout.
-          decode: True to decode. With both sizes it makes a cache, if there is none.
+          decode: True to decode.
           batch_size: the size of the batch, or a tuple of sizes.
           max_length: the number of tokens to make room for.
         """
@@ -404,7 +385,7 @@ class MultiHeadAttention(nnx.Module):
             self.init_cache((*batch, max_length, self.in_features), dtype)
 
     def _kept(self) -> Any:
-        """Return the cache of earlier calls, or None. It may have been set as it was saved."""
+        """Return the cache of earlier calls, or None. A user can set it in its saved form."""
         if self.kv is None:
             return None
         kept = self.kv.get_value() if hasattr(self.kv, "get_value") else self.kv

@@ -25,8 +25,8 @@ SHARDED_SUBGROUPS = jaxlib.version.__version_info__ >= (0, 11, 2)
 
 
 def product(
-    multiply: Multiply, names: LogicalNames, rows: LogicalNames, contracted: int, x: jax.Array,
-    kernel: jax.Array,
+    parallel: Callable[..., Any], multiply: Multiply, names: LogicalNames, rows: LogicalNames,
+    contracted: int, x: jax.Array, kernel: jax.Array,
 ) -> Any:  # fmt: skip
     """Return multiply(x, kernel) [*rows, *features].
 
@@ -34,6 +34,7 @@ def product(
     XLA would all-reduce it and then slice.
 
     Args:
+      parallel: `column_parallel` or `row_parallel`.
       multiply: a function of a module, or a `Partial` of one.
       names: the logical names of the kernel's axes.
       rows: the logical names of the other axes of the result.
@@ -51,7 +52,7 @@ def product(
     if not SHARDED_SUBGROUPS:
         sizes = jax.sharding.get_abstract_mesh().shape
         aborts |= any(size > 1 for axis, size in sizes.items() if axis not in axes)
-    compute = Partial(_tensor_parallel, multiply, names, rows, contracted)
+    compute = Partial(parallel, multiply, names, rows, contracted)
     if aborts or not any(spec):
         return compute(x, layout.constrain(kernel, whole))
     on_shard = Partial(_with_shard, compute, whole, spec, kernel.shape)
@@ -75,48 +76,58 @@ def _gather(spec: PartitionSpec, shard: jax.Array) -> jax.Array:
     return shard
 
 
-def _tensor_parallel(
+def column_parallel(
     multiply: Multiply, names: LogicalNames, rows: LogicalNames, contracted: int, x: jax.Array,
     kernel: jax.Array,
 ) -> Any:  # fmt: skip
-    """Multiply by a kernel that is whole along the axes of FSDP, but may be sharded over features.
+    """Multiply by a kernel whose features are sharded, and whole along the axes of FSDP.
 
-    If positions are sharded between layers, the first product gathers them, and keeps the gradient
-    of its own: one all-gather forward, one reduce-scatter backward. The last product, which is
-    summed over the same devices, keeps the sums of its own positions: one reduce-scatter forward,
-    one all-gather backward. If devices share key/value heads, the gradient of x is a sum over all
-    of them, which XLA joins with the sum of the queries.
+    If positions of x are sharded between layers, each device gathers all of them before the
+    product, and keeps the gradient of its own: one all-gather forward and one reduce-scatter
+    backward. If devices share key/value heads, the gradient of x is a sum over all devices, which
+    XLA joins with the sum for the queries.
+    """
+    at = x.ndim - 2
+    if contracted > 1 or rows != ("batch", "length") or at < 0:
+        return multiply(x, kernel)
+    axes, over = _sequence_axes(x.shape, at), _sharing_axes(kernel.shape, names)
+    if not axes and not over:
+        return multiply(x, kernel)
+    of_x = ("batch", "norm_length" if axes else "length", None)
+    on_device = Partial(_gather_positions, multiply, axes, at)
+    out = (*x.shape[:-1], *kernel.shape[1:]), rows + gathered(names[1:])
+    return layout.local(on_device, [of_x, gathered(names)], out, x, kernel, over=over)
+
+
+def _gather_positions(
+    multiply: Multiply, axes: tuple[str, ...], at: int, x: jax.Array, kernel: jax.Array
+) -> jax.Array:
+    return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True) if axes else x, kernel)
+
+
+def row_parallel(
+    multiply: Multiply, names: LogicalNames, rows: LogicalNames, contracted: int, x: jax.Array,
+    kernel: jax.Array,
+) -> Any:  # fmt: skip
+    """Multiply by a kernel whose contracted axes are sharded, and whole along the axes of FSDP.
+
+    If the devices that sum a product also shard its positions, each keeps the sums of its own: one
+    reduce-scatter forward, one all-gather backward.
     """
     at, whole = x.ndim - contracted - 1, gathered(names)
-    of_result = (*x.shape[: x.ndim - contracted], *kernel.shape[contracted:])
-    gather: tuple[str, ...] = ()
-    scatter: tuple[str, ...] = ()
-    over: tuple[str, ...] = ()
-    of_x: LogicalNames = ("batch", "length", *names[:contracted])
-    if contracted == 1 and rows == ("batch", "length") and x.ndim >= 2:
-        gather, over = _sequence_axes(x.shape, at), _sharing_axes(kernel.shape, names)
-        of_x = ("batch", "norm_length" if gather else "length", None)
-    elif rows[-1] == "norm_length":
-        scatter = _sequence_axes(of_result, at)
-        if scatter != unpack_entry(layout.spec(kernel.shape, whole)[0]):
-            scatter = ()
-    if not (gather or scatter or over):
+    shape = (*x.shape[: at + 1], *kernel.shape[contracted:])
+    axes = _sequence_axes(shape, at)
+    if not axes or axes != unpack_entry(layout.spec(kernel.shape, whole)[0]):
         return multiply(x, kernel)
-    on_device = Partial(_with_collectives, multiply, gather, scatter, at)
-    out = (of_result, rows + whole[contracted:])
-    return layout.local(on_device, [of_x, whole], out, x, kernel, over=over)
+    of_x = ("batch", "length", *names[:contracted])
+    on_device = Partial(_scatter_positions, multiply, axes, at)
+    return layout.local(on_device, [of_x, whole], (shape, rows + whole[contracted:]), x, kernel)
 
 
-def _with_collectives(
-    multiply: Multiply, gather: tuple[str, ...], scatter: tuple[str, ...], at: int, x: jax.Array,
-    kernel: jax.Array,
-) -> jax.Array:  # fmt: skip
-    if gather:
-        x = jax.lax.all_gather(x, gather, axis=at, tiled=True)
-    result: jax.Array = multiply(x, kernel)
-    if scatter:
-        result = jax.lax.psum_scatter(result, scatter, scatter_dimension=at, tiled=True)
-    return result
+def _scatter_positions(
+    multiply: Multiply, axes: tuple[str, ...], at: int, x: jax.Array, kernel: jax.Array
+) -> jax.Array:
+    return jax.lax.psum_scatter(multiply(x, kernel), axes, scatter_dimension=at, tiled=True)
 
 
 def _sharing_axes(shape: Shape, names: LogicalNames) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from flax_mha.masks.algebra import resolve
 from flax_mha.masks.states import is_static
 from flax_mha.variants import common
 
-# The number of single keys' scores in memory at a time: 8 MiB in float32.
+# The scores of single keys in memory at a time: 8 MiB in float32.
 _SCORES = 2**21
 
 
@@ -31,20 +31,19 @@ class ChosenBlocksAttention(MultiHeadAttention):
         score of block c = q · mean of the keys of block c that the mask lets it see
         out = attention to the query's own block, and the `count` − 1 before it of the highest score
 
-    A query never chooses a fully masked block. Parameters, fields and arguments are as in
-    `MultiHeadAttention`, without cross-attention, `order`, `attention_fn` and a cache with a
-    window. The choice takes no gradient: queries learn to find a block as they learn to find keys
-    in it. Neighboring queries are computed together, which saves time where they choose the same
-    blocks, as in one `query_block`.
+    A query never chooses a fully masked block. Everything else is as in `MultiHeadAttention`, but
+    there is no cross-attention, `order`, `attention_fn` or cache with a window. The choice has no
+    gradient: queries learn to find a block as they learn to find keys in it. Neighboring queries
+    are computed together, which is faster if they choose the same blocks, as in a `query_block`.
 
     Attributes:
       block: the number of keys in a block.
       count: the number of blocks that a query sees, its own block included.
-      share: True if the query heads of each key/value head choose together, by the sum of their
-        softmaxes over the scores; False if each head chooses.
+      share: True if the query heads of a key/value head choose together, by the sum of the
+        softmaxes of their scores.
       query_block: the number of queries that choose together, by the first of their tokens that any
-        of them sees; a later token would tell earlier queries of the future. Means are over the
-        keys that any of them may see. Decoding needs 1.
+        of them sees: a later token would leak the future. Means are over the keys that any of them
+        may attend to. Decoding needs 1.
 
     Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
     as in the selection of Yuan et al., "Native Sparse Attention", 2025.
@@ -58,12 +57,12 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
     @property
     def mixes_heads(self) -> bool:
-        """True if heads choose blocks together, or have a norm over all heads."""
+        """True if heads choose together or share a norm."""
         return self.share or super().mixes_heads
 
     @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         common.check_inputs("attention to chosen blocks", x_k, cache)
         self._check_call(call, cache)
         call = dataclasses.replace(call, attention=self._attend)
@@ -71,7 +70,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
     @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         checks.positive(block=self.block, count=self.count, query_block=self.query_block)
         if self.share and isinstance(self.scale, str):
@@ -87,7 +86,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
     @nn.nowrap
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-        """Compute `dot_product_attention` to the chosen blocks."""
+        """Attend to the chosen blocks."""
         at = call.get("q_positions")
         mask = masks.combine(masks.Causal(), call.get("mask"))
         if not (q.size and k.shape[-3]):
@@ -107,9 +106,9 @@ class ChosenBlocksAttention(MultiHeadAttention):
     def _scores(
         self, q: jax.Array, k: jax.Array, positions: Array | None, mask: masks.Mask
     ) -> list[jax.Array]:
-        """Return scores of blocks of queries with past blocks of keys, and a mask of visible ones.
+        """Return scores of past blocks [*B, N, nq, nk], and a mask of the visible ones.
 
-        Both are [*B, N, nq, nk]. Scores of other blocks have no meaning.
+        Scores of other blocks have no meaning.
         """
         q, k = jax.lax.stop_gradient((q, k.astype(shapes.wide(q.dtype))))
         dims = shapes.Dims.of(q, k, k)
@@ -131,10 +130,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
     @nn.nowrap
     def _choosing(self, q: jax.Array, mask: masks.Mask, at: At) -> jax.Array:
-        """Return the query that chooses for each block of queries, [*B, nq, N, H].
-
-        It is the first one with a token that any of them sees.
-        """
+        """Return the query that chooses for each block of queries, [*B, nq, N, H]."""
         size = self.query_block
         if size == 1:
             return q
@@ -148,7 +144,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
     @nn.nowrap
     def _by_means(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return scores with the means of all keys of each block, [*B, N, nq, nk]."""
+        """Return scores of the means of whole blocks, [*B, N, nq, nk]."""
         *B, nq, N, H = q.shape
         K = k.shape[-2]
         means = self._sums(jnp.moveaxis(k, -3, -1)) / self.block
@@ -159,7 +155,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
     def _by_visible_keys(
         self, q: jax.Array, k: jax.Array, mask: masks.Mask, at: At
     ) -> tuple[jax.Array, jax.Array]:
-        """Return scores with the means of visible keys, and a mask of blocks that have some."""
+        """Return scores of the means of visible keys, and a mask of blocks that have any."""
         *B, nq, N, H = q.shape
         S, K = k.shape[-3:-1]
 
@@ -182,7 +178,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
     @nn.nowrap
     def _sums(self, x: jax.Array) -> jax.Array:
-        """Return the sum of each block of keys, of x [..., S]: [..., nk]."""
+        """Sum x [..., S] over each block of keys: [..., nk]."""
         S, nk = x.shape[-1], -(-x.shape[-1] // self.block)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, nk * self.block - S)])
         return x.reshape(*x.shape[:-1], nk, self.block).sum(-1)
@@ -206,9 +202,9 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
 
 def _shared(K: int, scores: jax.Array, visible: jax.Array, past: jax.Array) -> list[jax.Array]:
-    """Return the sums over each group's heads of softmaxes over past blocks, for all heads.
+    """Sum the softmaxes over past blocks [*B, N, nq, nk] over the heads of each group.
 
-    All are [*B, N, nq, nk]. A block is visible for a group if it is for one of its heads.
+    A block is visible to a group if it is visible to one of its heads.
     """
 
     def grouped(x: jax.Array) -> jax.Array:

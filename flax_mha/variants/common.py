@@ -1,4 +1,4 @@
-"""Checks, parts of masks, and attention with a changed output, for several variants."""
+"""Checks, parts of masks, and a change of the output, which several variants share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from flax_mha.masks.algebra import Mask, evaluate, resolve
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:
-    """Check that the fields `absent` are not set, and `scale` is not learned unless it may be."""
+    """Refuse the fields `absent`, and a learned scale unless the variant has one."""
     if isinstance(layer.scale, str) and not learns_scale:
         raise ValueError(
             f"scale must be a number in {what}, got {layer.scale!r}; leave it out, or give a number"
@@ -31,20 +31,16 @@ def check_inputs(what: str, x_k: jax.Array | None, cache: CacheLike) -> None:
 
 
 def attend(change: Callable[[jax.Array], jax.Array], q: Any, k: Any, v: Any, **call: Any) -> Any:
-    """Compute `dot_product_attention` with `change` applied to its output."""
+    """Return `dot_product_attention`, its output after `change`."""
     result = dot_product_attention(q, k, v, **call)
     out, *more = result if isinstance(result, tuple) else (result,)
     return (change(out), *more) if more else change(out)
 
 
 def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
-    """Return a mask for some queries and keys, bool [*B|1, N|1, n|1, m|1].
+    """Evaluate a bound mask for queries q [n] and keys k [m]: bool [*B|1, N|1, n|1, m|1].
 
-    Args:
-      mask: the mask, bound to the call.
-      at: the coordinates of all scores.
-      q: the indices of the queries, int [n]; an index beyond the last is the last.
-      k: the indices of the keys, int [m] (default: all).
+    `at` has the coordinates of all scores. An index beyond the last query is the last.
     """
 
     def pick(x: Array) -> Array:
@@ -55,14 +51,10 @@ def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
 
 
 def sees_itself(mask: Mask, dims: Dims, positions: Array | None, cached: bool) -> Array:
-    """Return True for queries that may see the key of their own token, bool [*B|1, N|1, T].
+    """Evaluate a mask for each query and the key of its own token: bool [*B|1, N|1, T].
 
-    Args:
-      mask: the mask of the call.
-      dims: the sizes of the call.
-      positions: the positions of the tokens, int [T] or [*B, T] (default: 0 … T−1).
-      cached: True if keys are the slots of a cache, slot j of position j; False if they are the
-        queries' tokens.
+    `positions`, int [T] or [*B, T], default to 0 … T−1. If `cached`, keys are slots of a cache, and
+    slot j has position j; otherwise they are the queries' tokens.
     """
     at = whole(dims, positions)
     at = at._replace(k=at.q)

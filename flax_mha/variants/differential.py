@@ -29,12 +29,12 @@ class DifferentialAttention(MultiHeadAttention):
         λ = exp(a₁·b₁) − exp(a₂·b₂) + λ₀
 
     with 2·H features of v in each head, an RMSNorm with a scale over them, and learned a, b [H].
-    Each head has two maps, so `num_heads` is half that of other layers. Fields and arguments are
-    as in `MultiHeadAttention`, without cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
-    `gate`, `sinks`, `exclusive` and `attention_fn`. `scale` is a number. Scores, and weights
-    returned or captured, have 2·N heads: of each key/value head all of the first map, then of the
-    second. A cache holds the values of a head with each of its two keys, 6·H numbers for each token
-    and key/value head, so that a step neither copies them nor sends them between devices.
+    Each head has two maps, so use half as many as in other layers. Everything else is as in
+    `MultiHeadAttention`, but there is no cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
+    `gate`, `sinks`, `exclusive`, `attention_fn` or learned `scale`. Scores and weights have 2·N
+    heads: for each key/value head all of the first map, then all of the second. A cache holds the
+    values of a head with each of its two keys, 6·H numbers for each token and key/value head, so
+    that a step neither copies them nor sends them between devices.
 
     Attributes:
       offset: the initial λ, λ₀. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
@@ -49,7 +49,7 @@ class DifferentialAttention(MultiHeadAttention):
 
     @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         common.check_inputs("differential attention", x_k, cache)
         K = self.num_kv_heads or self.num_heads
         heads = core.project_heads(p, self, x_q, None, None, call, cache)
@@ -66,12 +66,12 @@ class DifferentialAttention(MultiHeadAttention):
 
     @property
     def score_heads(self) -> int:
-        """The number of heads that scores and weights have: two maps for each head."""
+        """The number of heads of scores and weights: two maps for each head."""
         return 2 * self.num_heads
 
     @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         checks.number("offset", self.offset)
         absent = (
@@ -81,7 +81,7 @@ class DifferentialAttention(MultiHeadAttention):
 
     @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the table of parameters."""
+        """Return the parameters."""
         N, K, H, _ = self.sizes(D)
         # Values of 2·H are two heads of H, so that they share a product with queries and keys.
         entries: Table = {
@@ -96,7 +96,7 @@ class DifferentialAttention(MultiHeadAttention):
 
     @nn.nowrap
     def sizes(self, features: int) -> tuple[int, int, int, int]:
-        """Return N, K, H and Hv, of one map."""
+        """Return N, K, H and Hv of one map."""
         return shapes.head_sizes(
             features, self.num_heads, self.num_kv_heads, self.qkv_features,
             self.head_dim or (self.qkv_features or features) // (2 * self.num_heads), None,
@@ -104,14 +104,14 @@ class DifferentialAttention(MultiHeadAttention):
 
 
 def _of_both(K: int, v: jax.Array) -> jax.Array:
-    """Return values [*B, T, 2·K, H] as 2·H features, which both maps of a head share."""
+    """Repeat values [*B, T, 2·K, H] as 2·H features for both maps of each head."""
     *tokens, heads, H = v.shape
     size = heads // K * H
     return jnp.repeat(v.reshape(*tokens, K, 1, size), 2, -2).reshape(*tokens, heads, size)
 
 
 def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-    """Return the difference of both maps: 2·N heads in, N out."""
+    """Subtract the second map from the first: 2·N heads in, N out."""
 
     def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
         *rows, heads, features = out.shape

@@ -24,8 +24,8 @@ from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.score_mod import ScoreMod, without_vectors
 from flax_mha.variants import common
 
-# The parts of 8 significant bits in which a cache keeps a sum: of its float32 value, and of the
-# remainder. And the dtypes that hold a part.
+# A cache keeps a sum in parts of 8 significant bits: 3 of its float32 value, 2 of the remainder.
+# These dtypes hold a part.
 PARTS = (3, 2)
 _EXACT = (jnp.bfloat16, jnp.float32, jnp.float64)
 _OF_TOKENS = ("batch", "length", "heads")
@@ -34,25 +34,25 @@ _Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 class ForgettingAttention(MultiHeadAttention):
-    """Causal self-attention with forget gates, each a bias of all pairs across it.
+    """Causal self-attention whose tokens have gates on the scores of earlier tokens.
 
         f_t = σ(x_t W_f + b_f),    c_t = Σ_{l ≤ t} log f_l             of each head
         out = softmax(q kᵀ / √H + c_i − c_j, over j ≤ i) v W_o
 
     with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
     positions. A token that the mask hides from itself, such as padding, has f = 1. NaN in a token
-    reaches the outputs of all later ones, but not in padding, which `lengths` clears. Fields and
-    arguments are as in `MultiHeadAttention`, without cross-attention, `attention_fn` and scores
-    that see queries and keys. A float32 sum c would lose the digits of c_i − c_j far from the
-    start, so its rounding error is kept as well. A cache has 40 bits of c in 5·N/K more features of
-    each key; its dtype is bfloat16, float32 or float64.
+    reaches the outputs of all later ones, unless it is padding by `lengths`. Everything else is as
+    in `MultiHeadAttention`, but there is no cross-attention, `attention_fn`, or score that reads
+    queries and keys. A float32 sum c would lose the digits of c_i − c_j far from the start, so its
+    rounding error is kept too. A cache stores 40 bits of c in 5·N/K extra features of each key; its
+    dtype is bfloat16, float32 or float64.
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """
 
     @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         without_vectors("forgetting attention", call.scores)
         common.check_inputs("forgetting attention", x_k, cache)
         # A sum over tokens would carry NaN of padding to all later ones.
@@ -91,13 +91,13 @@ class ForgettingAttention(MultiHeadAttention):
 
     @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
 
     @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the table of parameters."""
+        """Return the parameters."""
         N = self.num_heads
         return super().table(D, Dk, Dv) | {
             "forget_gate": LinearEntry((D,), (N,), ("embed", "heads"), has_bias=False),
@@ -106,10 +106,7 @@ class ForgettingAttention(MultiHeadAttention):
 
 
 class _Forget(ScoreMod):
-    """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N], None in a cache.
-
-    Each is a pair: the float32 sum, and its rounding error.
-    """
+    """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N], None in a cache."""
 
     q: Any
     k: Any = None
@@ -122,13 +119,13 @@ class _Forget(ScoreMod):
         )
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        # Subtract first: the score plus a large sum would lose digits.
+        # Subtract the sums first: the score would lose digits next to a large one.
         sums, errors = (q.array - k.array for q, k in zip(self.q, self.k, strict=True))
         return score + (sums + errors).astype(score.dtype)
 
 
 def _attend(of_q: Any, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
-    """Compute attention to keys with c in their last features."""
+    """Attend to keys of a cache, with c in their last features."""
     names = ("batch", k.slots, "kv_heads")
     of_k = sharding.auto(_kept, (names, names), read(k.values), of_q[0])
     scores = [x.replace(k=of_k) if isinstance(x, _Forget) else x for x in call.pop("scores")]
@@ -149,7 +146,7 @@ def _gates(
     dims: Dims, cached: bool, z: jax.Array, bias: jax.Array, mask: masks.Mask | None,
     positions: Array | None,
 ) -> jax.Array:  # fmt: skip
-    """Return log f [*B, T, N] of gates before the sigmoid, 0 for hidden tokens."""
+    """Return log f [*B, T, N], 0 for hidden tokens."""
     gates = jax.nn.log_sigmoid(z.astype(jnp.float32) + shapes.lead(bias, z.ndim))
     if mask is None:
         return gates
@@ -159,7 +156,7 @@ def _gates(
 
 
 def _summed(gates: jax.Array, order: Array | None, last: _Pair | None) -> _Pair:
-    """Return c [*B, T, N], the sums of log f, on top of c of the last earlier token."""
+    """Return c [*B, T, N], the sums of log f, from c of the last earlier token on."""
     if order is not None:
         gates = jnp.take(gates, jnp.argsort(jnp.asarray(order)), -2)
     c = lax.associative_scan(_add, (gates, jnp.zeros_like(gates)), axis=gates.ndim - 2)
@@ -178,7 +175,7 @@ def _add(a: _Pair, b: _Pair) -> _Pair:
 
 
 def _joined(k: jax.Array, c: jax.Array, error: jax.Array) -> jax.Array:
-    """Return keys [*B, T, K, H] with c as parts of 8 bits: [*B, T, K, H + 5·G]."""
+    """Join keys [*B, T, K, H] and c in parts of 8 bits: [*B, T, K, H + 5·G]."""
     parts = []
     for x, count in zip((c, error), PARTS, strict=True):
         remainder = x.reshape(*k.shape[:-1], x.shape[-1] // k.shape[-2])
@@ -189,7 +186,7 @@ def _joined(k: jax.Array, c: jax.Array, error: jax.Array) -> jax.Array:
 
 
 def _kept(k: jax.Array, like: jax.Array) -> _Pair:
-    """Return c [*B, S, N] from keys of a cache, with as many heads as `like` has."""
+    """Read c [*B, S, N] from keys of a cache, for the heads of `like`."""
     *tokens, K, features = k.shape
     G, count = like.shape[-1] // K, sum(PARTS)
     parts = k[..., features - count * G :].astype(jnp.float32).reshape(*tokens, K, count, G)
@@ -200,7 +197,7 @@ def _kept(k: jax.Array, like: jax.Array) -> _Pair:
 
 
 def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> _Pair:
-    """Return c [*B, 1, N] of the last token in a cache of keys [*B, K, S, ·], or 0."""
+    """Read c [*B, 1, N] of the last token from keys [*B, K, S, ·], 0 if there is none."""
     slot = (length - 1)[..., None, None, None] % k.shape[-2]
     c, error = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
     empty = length[..., None, None] == 0

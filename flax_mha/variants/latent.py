@@ -26,7 +26,7 @@ from flax_mha.variants import common
 
 
 class MultiHeadLatentAttention(MultiHeadAttention):
-    """Self-attention with keys and values that are projected from a latent c of each token.
+    """Self-attention whose keys and values are projections of a latent c of each token.
 
         c = norm(x W_c),   r = rotate(x W_r)                    one for all heads
         k = [c W_k, r],    v = c W_v                            of each head
@@ -34,13 +34,13 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         out = softmax(q kᵀ / √(H + R)) v W_o
 
     with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps only
-    c and r, `kv_rank` + R numbers for each token and any number of heads, and computes no k and v:
-    (q W_kᵀ) cᵀ is q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v are added to W_k
-    and W_v as a row, and c gets a 1.
+    c and r, `kv_rank` + R numbers for each token, and computes neither k nor v: (q W_kᵀ) cᵀ is
+    q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v become a row of W_k and W_v, and c
+    gets a 1.
 
-    Fields and arguments are as in `MultiHeadAttention`, without cross-attention, `num_kv_heads`,
-    `qk_norm`, `normalize_qk`, `gate`, `exclusive` and `attention_fn`. `scale` is a number,
-    `qkv_features` is N·H without R, and `rotary` must be given.
+    `rotary` is required, and `qkv_features` is N·H without R. Everything else is as in
+    `MultiHeadAttention`, but there is no cross-attention, `num_kv_heads`, `qk_norm`,
+    `normalize_qk`, `gate`, `exclusive`, `attention_fn` or learned `scale`.
 
     Attributes:
       kv_rank: the features of c.
@@ -59,7 +59,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
     @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         common.check_inputs("latent attention", x_k, cache)
         without_vectors("latent attention", call.scores)
         order = core.check_order(call.order, cache is None, x_q.shape[-2])
@@ -80,14 +80,14 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         if call.tap.is_active or not has_slots:
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if has_slots:
-            call.tap.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
+            call.tap.refuse("kv", "a cache, which has only latents; edit `z` or `out`")
             absorbed = functools.partial(_absorbed, p["key"], p["value"])
             call = dataclasses.replace(call, attention=absorbed)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         checks.optional(q_rank=self.q_rank)
@@ -98,7 +98,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
     @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the table of parameters."""
+        """Return the parameters."""
         (N, _, H, Hv), R, rank = self.sizes(D), self.rope_dim, self.kv_rank
         norm = QKNorm(epsilon=self.norm_epsilon)
         entries: Table = {}
@@ -119,7 +119,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
 
 def _absorbed(key: Linear, value: Linear, q: jax.Array, r: Stored, c: Stored, **call: Any) -> Any:
-    """Compute attention to latents in a cache: keys [c, r] and values c, of one head for all."""
+    """Attend to latents in a cache: one head of keys [c, r] and values c for all queries."""
     rotated, latent = dequantize(r), dequantize(c)
     q, q_rope = jnp.split(q, [q.shape[-1] - r.shape[-1]], -1)
     q = _product("...tnh,rnh->...tnr", key, q)
@@ -132,12 +132,12 @@ def _absorbed(key: Linear, value: Linear, q: jax.Array, r: Stored, c: Stored, **
 
 
 def _with_bias(linear: Linear, c: jax.Array) -> jax.Array:
-    """Return latents [*B, S, 1, rank], each with a 1 if the map from them has a bias."""
+    """Append a 1 to latents [*B, S, 1, rank] if the map from them has a bias."""
     return c if linear.bias is None else jnp.concatenate([c, jnp.ones_like(c[..., :1])], -1)
 
 
 def _product(sums: str, linear: Linear, x: jax.Array) -> jax.Array:
-    """Return the product with a kernel [rank, N, ·], with the bias as one more row."""
+    """Multiply by a kernel [rank, N, ·], whose bias is one more row."""
 
     def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         kernel = kernel if bias is None else jnp.concatenate([kernel, bias[None]])
@@ -147,7 +147,7 @@ def _product(sums: str, linear: Linear, x: jax.Array) -> jax.Array:
 
 
 def _joined(x: jax.Array, rotated: jax.Array) -> jax.Array:
-    """Return features of heads [*B, T, N, ·] and rotated ones [*B, T, N|1, R], joined."""
+    """Join features of heads [*B, T, N, ·] and rotated ones [*B, T, N|1, R]."""
 
     def join(x: jax.Array, rotated: jax.Array) -> jax.Array:
         rotated = jnp.broadcast_to(rotated, (*x.shape[:-1], rotated.shape[-1]))

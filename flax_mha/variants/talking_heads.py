@@ -24,19 +24,19 @@ from flax_mha.variants import common
 
 
 class TalkingHeadsAttention(MultiHeadAttention):
-    """Attention with heads that mix their scores before the softmax, and their weights after it.
+    """Attention whose heads mix their scores before the softmax and their weights after it.
 
         s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
 
-    with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks
-    and dropout apply to a mixed head n, and the weights returned or captured are those of mixed
-    heads. Fields and arguments are as in `MultiHeadAttention`, without `attention_fn`, `exclusive`
-    and scores that see queries and keys. `scale` is a number.
+    with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks,
+    dropout and the weights returned or captured belong to a mixed head n. Everything else is as in
+    `MultiHeadAttention`, but there is no `attention_fn`, `exclusive`, learned `scale`, or score
+    that reads queries and keys.
 
-    Longer vectors compute the sums, so that any kernel can: query n holds all P_mn q_m, key and
-    value hold those of all heads. Memory stays that of the kernel; both products take K times those
-    of `MultiHeadAttention`. Where heads are sharded, each device receives the queries, keys and
-    values of all, and outputs are summed on the device of their head (see docs/communication.md).
+    Longer vectors compute the sums, so any kernel works: query n holds all P_mn q_m, and each key
+    and value holds all heads. Memory is the kernel's, and both products take K times as long as in
+    `MultiHeadAttention`. If heads are sharded, each device receives the queries, keys and values of
+    all, and outputs are summed on the device of their head (see docs/communication.md).
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """
@@ -45,7 +45,7 @@ class TalkingHeadsAttention(MultiHeadAttention):
 
     @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         without_vectors("talking-heads attention", call.scores)
         if isinstance(cache, KeyValues):
             raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
@@ -67,13 +67,13 @@ class TalkingHeadsAttention(MultiHeadAttention):
 
     @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         common.check("talking-heads attention", self, ("attention_fn", "exclusive"))
 
     @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the table of parameters."""
+        """Return the parameters."""
         mixing = ArrayEntry(
             (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
         )
@@ -81,9 +81,9 @@ class TalkingHeadsAttention(MultiHeadAttention):
 
 
 def _mix(fn: Callable[..., jax.Array], gathers: bool, x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Return fn(x, mixing) over the heads of x [*B, T, N, ·], on each device for its heads.
+    """Return fn(x, mixing) over the heads of x [*B, T, N, ·]. Each device computes its heads.
 
-    A device gathers the heads of all, or the results of all devices are summed.
+    If it `gathers`, a device reads all heads; otherwise the results of all devices are summed.
     """
     axes = rules.unpack_entry(sharding.spec(x.shape, sharding.HEADS)[-2])
     if not axes:
@@ -106,7 +106,7 @@ def _mix_shard(
 
 
 def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Return n mixed queries [*B, T, n, K·H] of q [*B, T, N, H], for keys of all heads."""
+    """Mix queries [*B, T, N, H] to [*B, T, n, K·H], for keys of all heads."""
     *tokens, N, H = q.shape
     n = mixing.shape[-1]
     mixing = mixing.astype(q.dtype).reshape(K, N // K, n)
@@ -116,7 +116,7 @@ def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.A
 
 
 def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Return values of each head [*B, T, N, Hv], mixed from those of all K, [*B, T, n, K·Hv]."""
+    """Mix values of all K heads [*B, T, n, K·Hv] to [*B, T, N, Hv]."""
     *tokens, n, features = x.shape
     mixing = mixing.astype(x.dtype).reshape(n, K, -1)
     x = x.reshape(*tokens, n, K, features // K)
@@ -125,7 +125,7 @@ def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Arra
 
 
 def _as_one(x: jax.Array) -> jax.Array:
-    """Return heads [*B, S, K, H] as one [*B, S, 1, K·H]."""
+    """Join heads [*B, S, K, H] to one [*B, S, 1, K·H]."""
     return jax.lax.collapse(x, x.ndim - 2)[..., None, :]
 
 

@@ -288,5 +288,5 @@ def test_input_positions_are_positions() -> None:
     at = jnp.array([[3, 4, 5, 9], [0, 2, 4, 6]])
     out = layer(x, input_positions=at)
     np.testing.assert_array_equal(out, layer(x, positions=at))
-    with pytest.raises(ValueError, match="got both; give positions alone"):
+    with pytest.raises(ValueError, match="got both; give only positions"):
         layer(x, positions=at, input_positions=at)

@@ -173,9 +173,11 @@ def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
 def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> None:
     """The rule for `embed` is missing, or names an axis of devices with the same rows."""
 
-    def plain(multiply: Any, names: Any, rows: Any, contracted: int, x: Any, kernel: Any) -> Any:
+    def plain(
+        parallel: Any, multiply: Any, names: Any, rows: Any, contracted: int, x: Any, kernel: Any
+    ) -> Any:
         kernel = sharding.constrain(kernel, products.gathered(names))
-        return products._tensor_parallel(multiply, names, rows, contracted, x, kernel)
+        return parallel(multiply, names, rows, contracted, x, kernel)
 
     lowered: dict[bool, list[str]] = {}
     for is_plain in (False, True):

@@ -220,7 +220,8 @@ class AttentionSpec(struct.PyTreeNode):
             names = " or ".join(sorted({cls.__name__ for cls in types}))
             raise TypeError(
                 f"a function of {names} must be given traced arrays as its args, got one that "
-                f"closes over {checks.describe(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"
+                f"closes over {checks.describe(traced[0])}; write Score(fn, (x,)) or "
+                f"Predicate(fn, (x,))"
             )
 
     def apply(
