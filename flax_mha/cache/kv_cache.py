@@ -204,7 +204,7 @@ class KVCache(Struct):
     def extended(
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[KeyValues, Self]:
-        """Append tokens, and return what their queries attend to, and the new cache."""
+        """Append tokens, and return the keys that their queries attend to, and the new cache."""
         self._check(key, value)
         T = key.shape[-3]
         count, q_positions = self._count(T, lengths), self.next_positions(T)
@@ -412,7 +412,7 @@ class Encoded(Struct):
     def keep(
         self, key: jax.Array, value: jax.Array, dtype: Dtype, T: int, lengths: jax.Array | None
     ) -> tuple[KeyValues, KVCache]:
-        """Return what T queries attend to, and the cache that keeps it.
+        """Return the keys and values that T queries attend to, and the cache that keeps them.
 
         Args:
           key: the projected keys [*B, S, K, H].
