@@ -32,20 +32,19 @@ from flax_mha.sharding import LogicalNames
 class KVCache(Struct):
     """The keys and values of earlier tokens. Each row of the batch has its own length.
 
-    Slot j holds the token at position j. With a window the slots are a ring buffer: slot p mod S
-    holds the token at position p, and only the last S tokens are held. An encoder's keys and
-    values are held in a cache that is full, and `queries` counts the tokens that attended to it.
+    Slot j holds the token at position j. With a window, the slots are a ring buffer of the last S
+    tokens, and slot p mod S holds the token at position p. An encoder's keys fill their cache, and
+    `queries` counts the tokens that attended to them.
 
     Attributes:
-      key: [*B, K, S, H], heads first, the layout that decoding reads.
+      key: [*B, K, S, H], heads first, as decoding reads them.
       value: [*B, K, S, Hv]. A value that is infinite or NaN is 0 here, and its key is NaN.
       length: int32 [*B], the number of tokens appended to each row.
       key_scale: float32 [*B, K, S], the scales of keys in 8 bits; else None.
       value_scale: float32 [*B, K, S], the scales of values in 8 bits; else None.
-      written: int32 [*B], for a ring buffer the largest length since the row was empty; else None.
+      written: int32 [*B], the largest length since the row was empty, for a ring buffer; else None.
         Tokens before written − S have been overwritten, even if the row was truncated since.
-      queries: int32 [*B], for an encoder's keys the number of queries so far, which is the position
-        of the next one; None in self-attention, where each token is a query.
+      queries: int32 [*B], the number of queries so far, for an encoder's keys; else None.
       window: the number of earlier tokens that a token sees (`masks.Window(window, 0)`), at most
         S − 1; None for all.
     """
@@ -72,13 +71,9 @@ class KVCache(Struct):
           num_kv_heads: K.
           head_dim: H.
           v_head_dim: Hv (default: H).
-          dtype: the dtype of keys and values. With 16 bits or more, finite numbers beyond its range
-            are stored as its largest number. int8, float8_e4m3fn and float8_e5m2 have a scale for
-            each token and head.
+          dtype: the dtype of keys and values: one of 16 bits or more, which clips finite numbers to
+            its range, or int8, float8_e4m3fn or float8_e5m2, with a scale for each token and head.
           window: the number of earlier tokens that a token sees, for a ring buffer; None for all.
-
-        Raises:
-          ValueError, TypeError: if sizes, the window or the dtype are not valid.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         checks.positive(
@@ -147,9 +142,6 @@ class KVCache(Struct):
           key: [*B, T, K, H].
           value: [*B, T, K, Hv].
           lengths: int [*B], the real tokens of each row, clipped to 0 … T if traced (default: all).
-
-        Raises:
-          ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
         return self.extended(key, value, lengths)[1]
 
@@ -233,13 +225,9 @@ class KVCache(Struct):
     def truncate(self, lengths: jax.Array | int) -> Self:
         """Return the cache with at most the first `lengths` (int, or int [*B]) tokens of each row.
 
-        With a window, a row can drop its last S − window tokens, or all. If it drops more,
-        tokens that it needs were overwritten, and it has overflowed. An encoder's keys stay, and at
-        most `lengths` of the queries are counted.
-
-        Raises:
-          ValueError, TypeError: if lengths are not integers, have another shape, or are negative.
-            A traced negative length gives an overflowed row.
+        With a window, a row can drop its last S − window tokens, or all. A row that drops more has
+        overflowed, because tokens that it needs were overwritten, and so has a row whose traced
+        length is negative. An encoder's keys stay, and at most `lengths` queries are counted.
         """
         keep = self._checked_lengths(lengths)
         if self.queries is not None:
@@ -261,12 +249,8 @@ class KVCache(Struct):
     def fork(self, rows: jax.Array) -> Self:
         """Return the cache with some rows of the batch: beams, or copies for best-of-n.
 
-        Args:
-          rows: int [R], indices into the last axis of *B.
-
-        Raises:
-          ValueError, TypeError: if rows are not valid indices. A traced index out of range gives an
-            overflowed row, until the row is reset.
+        `rows` are indices into the last axis of *B, int [R]. A traced index out of range gives an
+        overflowed row, until the row is reset.
         """
         batch = self.key.ndim - 3
         indices, axis = _check_rows(rows, self.key.shape[:batch]), batch - 1
@@ -375,11 +359,10 @@ def _check_rows(rows: Integers, batch: Shape) -> Integers:
 
 
 class Encoded(Struct):
-    """Inputs of keys and values of another sequence, such as an encoder's output.
+    """An encoder's output, as the argument `kv` of a layer that decodes.
 
-    Give it as the argument `kv` of a layer that decodes: the layer projects the inputs once and
-    keeps their keys and values. Later calls attend to them, with `Encoded()` or without `kv`.
-    Without `decode` it means the same as `inputs_k` and `inputs_v`.
+    The layer projects it once and keeps the keys and values. Later calls attend to them, with
+    `Encoded()` or without `kv`. Without `decode` it means the same as `inputs_k` and `inputs_v`.
 
     Attributes:
       inputs_k: the inputs of the keys [*B, S, D']; None for the keys and values that are kept.
@@ -423,11 +406,8 @@ class CacheConfig:
       dtype: the dtype of stored keys and values (default: their own): one of 16 bits or more, or
         "int8", "float8_e4m3fn" or "float8_e5m2", with a scale for each token and head.
       slots: the size of a ring buffer that holds the last tokens: at least W + 1 under a mask
-        `Window(W, ·)`. A ring buffer never runs out of room (default: no ring buffer; one slot for
-        each token of the input that creates the cache).
-
-    Raises:
-      ValueError, TypeError: if the dtype cannot be stored, or slots is not a positive integer.
+        `Window(W, ·)` (default: no ring buffer, but one slot for each token of the input that
+        creates the cache).
     """
 
     dtype: Dtype | None = None

@@ -159,22 +159,9 @@ def test_the_grid_shows_either_run_or_their_difference(page: Any) -> None:
     assert all(len({*head}) == 3 for head in zip(*shown, strict=True))
 
 
-def test_the_page_fits_a_phone(browser: Any, tmp_path: Path) -> None:
-    names = [f"token{i}" for i in range(40)]
-    tree = {f"layer_{i}": {"attention_weights": (draw(12, 40, 40)[None],)} for i in range(2)}
-    kinds = ("attribution", "previous", "first", "duplicate", "induction")
-    scores = {kind: RNG.random((2, 12)) for kind in kinds}
-    runs = {"a prompt of several words": tree, "another prompt of several words": tree}
-    report(tmp_path / "page.html", runs, names, scores=scores)
+def test_the_page_fits_a_phone(page: Any) -> None:
     phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    try:
-        browser.get((tmp_path / "page.html").as_uri())
-        browser.implicitly_wait(20)
-        find(browser, ".head :checked")
-        width = browser.execute_script("return document.documentElement.scrollWidth")
-        browser.save_screenshot(tmp_path / "phone.png")
-        assert width <= 390
-    finally:
-        browser.implicitly_wait(0)
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    width = page.execute_script("return document.documentElement.scrollWidth")
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert width <= 390

@@ -125,10 +125,9 @@ def test_queries_and_keys_of_each_layer_get_their_names(tmp_path: Path) -> None:
     assert found == [["aa", "aa"], ["ad", "ah"], ["dd", "hh"]]
 
 
-@pytest.mark.parametrize("runs", [1, 2])
-def test_twelve_layers_of_twelve_heads_and_64_tokens_fit(runs: int, tmp_path: Path) -> None:
+def test_twelve_layers_of_twelve_heads_and_64_tokens_fit(tmp_path: Path) -> None:
     """The weights are dense and random, which compress badly."""
-    models = {f"run {i}": tree(*(draw(12, 64, 64) for _ in range(12))) for i in range(runs)}
+    models = {f"run {i}": tree(*(draw(12, 64, 64) for _ in range(12))) for i in range(2)}
     report(tmp_path / "page.html", models, ["token"] * 64)
     assert (tmp_path / "page.html").stat().st_size < 2_000_000
 

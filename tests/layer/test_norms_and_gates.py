@@ -3,18 +3,14 @@
 import itertools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import flax_mha
-from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, QKNorm, masks, sharding
+from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, QKNorm, masks
 from flax_mha.positions import Rotary
 from tests.support import oracle
-from tests.support.decoding import decoded
 from tests.support.oracle import error, float64, random_like
 
 N, K, H, HV, D, T = 4, 2, 8, 6, 16, 12
@@ -73,66 +69,6 @@ def test_norms_and_gates_match_formula(norm: str, gate: str | None) -> None:
     assert ("output_gate" in params["params"]) == (gate is not None)
     out = jax.jit(module.apply)(params, X)
     assert error(out, expected(params["params"], X, NORMS[norm])) < 2e-6
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.parametrize(
-    ("norm", "gate", "cross"),
-    [
-        ("rms", "head", False),
-        ("layer after", "feature", True),
-        pytest.param("rms", "head", True, marks=pytest.mark.slow),
-        pytest.param("layer after", "feature", False, marks=pytest.mark.slow),
-    ],
-)
-def test_decoding_matches_full_forward(norm: str, gate: str | None, cross: bool) -> None:
-    whole = layer(norm, gate, mask=None if cross else masks.Causal())
-    cached = whole.clone(decode=True)
-    memory = (X[:, :5],) if cross else ()
-    params = random_like(jax.eval_shape(whole.init, KEY, X, *memory))
-    wanted = jax.jit(whole.apply)(params, X, *memory)
-    assert (
-        error(decoded(cached, params, X, memory=X[:, :5] if cross else None), np.asarray(wanted))
-        < 2e-6
-    )
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.parametrize("norm", ["rms after, no scale", "rms over heads"])
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_heads_match_one_device(norm: str, kind: str) -> None:
-    module = layer(norm, "feature", num_kv_heads=4)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
-    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(module.apply(params, x)))
-
-    wanted = jax.jit(jax.grad(loss))(params, X)
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        actual = jax.jit(jax.grad(loss))(params, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, wanted)
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.parametrize(
-    ("norm", "gate"), [("rms", "feature"), ("layer", "head"), ("layer over heads, after", None)]
-)
-def test_nnx_layer_equals_linen_layer(norm: str, gate: str | None) -> None:
-    module = layer(norm, gate)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
-    same = flax_mha.nnx.MultiHeadAttention(
-        N, D, num_kv_heads=K, head_dim=H, v_head_dim=HV, rotary=Rotary(100.0),
-        mask=masks.Causal(), qk_norm=NORMS[norm], gate=gate, rngs=nnx.Rngs(0),
-    )  # fmt: skip
-    for name, given in params["params"].items():
-        for leaf, value in given.items():
-            parameter = getattr(getattr(same, name), leaf)
-            assert parameter.shape == value.shape
-            parameter.set_value(value)
-    found = nnx.jit(lambda layer: layer(X))(same)
-    np.testing.assert_allclose(found, jax.jit(module.apply)(params, X), atol=1e-6)
 
 
 @pytest.mark.slow
