@@ -9,7 +9,7 @@ A mask is a value that you build once, combine with `&`, `|` and `~`, and pass t
 |---|---|
 | `Causal()` | j ≤ i |
 | `Window(left, right)` | i − left ≤ j ≤ i + right |
-| `Lengths(kv, q=None)` | j < kv (and, if q is given, i < q) |
+| `Lengths(kv, q=None)` | j < kv and i < q |
 | `Keys(real)` | real[row, j] |
 | `Segments(q, kv=None)` | their segment ids are equal |
 | `Segments(ids, runs=True, at_most=n)` | they are in one run of equal ids |
@@ -36,7 +36,7 @@ counts as bools. Other numbers, as in additive masks, are an error, or give NaN 
 
 Masks are pytrees, so they pass through jit, grad, vmap and scan. To write your own, define a
 subclass with a method `allowed`. A method `tiles` lets kernels skip blocks, and `block_shape`
-aligns their blocks with those of the mask.
+aligns their blocks with the mask.
 """
 
 from flax_mha.base.coordinates import At as At

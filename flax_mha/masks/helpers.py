@@ -65,7 +65,7 @@ def make_attention_mask(
       query_input: [*B, T], a bool or number for each query.
       key_input: [*B, S], a bool or number for each key.
       pairwise_fn: a function of [*B, T, 1] and [*B, 1, S].
-      extra_batch_dims: the number of batch axes before those of the inputs.
+      extra_batch_dims: the number of batch axes before the axes of the inputs.
       dtype: the dtype of an array. A rule has none.
     """
     inputs = {"query_input": query_input, "key_input": key_input}

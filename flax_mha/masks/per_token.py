@@ -227,14 +227,14 @@ def _per_token(mask: Any, dims: Dims) -> tuple[Array, Array]:
     numbers = {"q": (mask.q, "T", dims.T), "kv": (mask.kv, "S", dims.S)}
     if mask.kv is None:
         numbers["kv"] = (mask.q, "S", dims.S)
-    found = []
+    arrays = []
     for field, (x, letter, size) in numbers.items():
         name = f"{type(mask).__name__}.{field}"
         x = checks.integers(name, x)
         expected, remedy = (*dims.B, size), "give one number for each token"
         shapes.check_broadcasts(name, x.shape, expected, f"[*B, {letter}]", remedy)
-        found.append(shapes.lead(x, len(expected)))
-    return found[0], found[1]
+        arrays.append(shapes.lead(x, len(expected)))
+    return arrays[0], arrays[1]
 
 
 def _over_scores(q: Array, kv: Array) -> dict[str, ScoreArray]:

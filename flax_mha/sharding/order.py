@@ -106,8 +106,8 @@ def balanced(
 def piece_size(length: int, devices: int, positions: Array | None = None) -> int:
     """Return the tokens of a piece, if each device has `length` tokens.
 
-    `positions` are those of all tokens, as in `AttentionSpec`. The result is the default of
-    `balanced` if they are traced or None.
+    `positions` are all tokens' positions, as in `AttentionSpec`. If they are traced or None, the
+    result is the default of `balanced`.
     """
     if positions is None or isinstance(positions, jax.Array):
         least = max(16, 4 * devices)
