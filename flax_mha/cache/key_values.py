@@ -1,4 +1,4 @@
-"""What queries attend to: the keys and values of a call, a cache, an encoder or another layer."""
+"""Keys and values that queries attend to: of a call, a cache, an encoder or another layer."""
 
 import functools
 from collections.abc import Callable

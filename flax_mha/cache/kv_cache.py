@@ -145,6 +145,35 @@ class KVCache(Struct):
         """
         return self.extended(key, value, lengths)[1]
 
+    def attend(
+        self, q: jax.Array, q_positions: jax.Array, *, mask: masks.MaskLike | None = None,
+        **call: Any,
+    ) -> Any:  # fmt: skip
+        """Attend to all cached tokens, each query up to its own position.
+
+        Args:
+          q: [*B, T, N, H].
+          q_positions: int [*B, T], such as `next_positions(T)` from before the last `append`.
+          mask: a mask, combined with causality and the window. The last axis of an array is the
+            slots.
+          **call: other arguments of `dot_product_attention`. `attention` is called in its place.
+
+        Returns:
+          The result of `dot_product_attention`. The output of a query is NaN if a token that it
+          should see found no slot, or was overwritten in the ring buffer.
+        """
+        positions = checks.integers("q_positions", q_positions)
+        rows = jnp.asarray(shapes.lead(positions, self.length.ndim + 1))
+        lost = self._lost(rows)
+        if self.window is not None and self.written is not None:
+            # The first tokens that the queries see may have been overwritten.
+            lost |= jnp.maximum(rows - self.window, 0) < self.written[..., None] - self.slots
+        keys = KeyValues(
+            *stored(self._arrays(), self.names[2] or "length"), self.length, positions,
+            self._positions(), None, lost, True, self.window,
+        )  # fmt: skip
+        return keys.attend(q, mask=mask, **call)
+
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
         *, mask: masks.MaskLike | None = None, **call: Any,
@@ -175,7 +204,7 @@ class KVCache(Struct):
     def extended(
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[KeyValues, Self]:
-        """Append tokens, and return what their queries attend to, and the new cache."""
+        """Append tokens, and return the keys that their queries attend to, and the new cache."""
         self._check(key, value)
         T = key.shape[-3]
         count, q_positions = self._count(T, lengths), self.next_positions(T)
@@ -193,11 +222,9 @@ class KVCache(Struct):
             slots = {n: jnp.concatenate([read(x), tokens[n]], axis) for n, x in arrays.items()}
             k_positions = jnp.concatenate([self._positions(), q_positions], -1)
         k, v = stored(slots, self.names[2] or "length")
-        # True for tokens at or after the first that found no slot.
-        lost = new.overflowed[..., None] & (q_positions >= self._max_length)
         keys = KeyValues(
             k, v, None if lengths is None else length, q_positions, k_positions, stored(tokens),
-            lost, has_slots=True, window=self.window,
+            new._lost(q_positions), has_slots=True, window=self.window,
         )  # fmt: skip
         return keys, new
 
@@ -292,6 +319,10 @@ class KVCache(Struct):
         names = ("key", "value", "key_scale", "value_scale")
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
+    def _lost(self, positions: jax.Array) -> jax.Array:
+        """Return True for positions [*B, T] at or after the first token that found no slot."""
+        return self.overflowed[..., None] & (positions >= self._max_length)
+
     def _positions(self) -> Any:
         """Return the position of the token in each slot of a ring, int32 [*B, S].
 
@@ -381,7 +412,7 @@ class Encoded(Struct):
     def keep(
         self, key: jax.Array, value: jax.Array, dtype: Dtype, T: int, lengths: jax.Array | None
     ) -> tuple[KeyValues, KVCache]:
-        """Return what T queries attend to, and the cache that keeps it.
+        """Return the keys and values that T queries attend to, and the cache that keeps them.
 
         Args:
           key: the projected keys [*B, S, K, H].
