@@ -20,6 +20,7 @@ from flax_mha.base.trees import combine, partition
 from flax_mha.layer.settings import Settings
 from flax_mha.taps.contexts import looking
 from flax_mha.taps.edit import Edit
+from flax_mha.taps.sown import by_path
 from flax_mha.taps.tap import COLLECTION
 
 __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
@@ -99,21 +100,17 @@ def _trace(
 
 
 def values(sown: Any) -> dict[str, Any]:
-    """Return the captured tensors of a run by path, under the names of `names`.
+    """Return captured tensors by the paths of `names`.
 
     >>> _, sown = model.apply(variables, x, mutable="intermediates")
     >>> cache = edits.values(sown)
     >>> z = cache["layers_0/attention/attention_z"]
 
     Args:
-      sown: the collection `intermediates`, or the collections of the run; for nnx, the state of
-        `nnx.pop(model, nnx.Intermediate)`. A module that was called several times has a tuple.
+      sown: the collection `intermediates`, or all collections of a run; for nnx, the state of
+        `nnx.pop(model, nnx.Intermediate)`. A module that is called several times has a tuple.
     """
-    tree = nnx.to_pure_dict(sown) if isinstance(sown, nnx.State) else sown
-    flat = flatten_dict(tree.get("intermediates", tree), sep="/")
-    return _ByPath({
-        path: x[0] if isinstance(x, tuple) and len(x) == 1 else x for path, x in flat.items()
-    })  # fmt: skip
+    return _ByPath(by_path(sown))
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +223,7 @@ def _resolve(
 
 
 def _stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
-    """Return the edits of some layers as one with a leading axis of layers, neutral for others."""
+    """Return edits as one with a leading axis of layers, neutral for layers without any."""
     if not all(layer in range(num_layers) for layer in edits):
         raise ValueError(f"edits must be of layers 0 to {num_layers - 1}, got {sorted(edits)}")
     programs = {(edit.heads, edit.fn) for edit in edits.values()}
@@ -249,7 +246,7 @@ def _stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
 def _store(
     variables: Mapping[str, Any], edits: Mapping[str, Edit], inside: Collection[str]
 ) -> dict[str, Any]:
-    """Return variables with only these edits, those at the paths `inside` next to parameters."""
+    """Return variables with these edits, those of the paths `inside` next to parameters."""
     flat = flatten_dict(variables.get("params", {}), sep="/")
     parameters = {path: x for path, x in flat.items() if not isinstance(x, Edit)}
     for path in inside:

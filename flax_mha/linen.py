@@ -182,8 +182,8 @@ class MultiHeadAttention(Settings, nn.Module):
           TypeError: if a dtype is not supported.
         """
         check_refused(self, refused)
-        if contexts.current.value.at_layer is not None:
-            self = contexts.current.value.at_layer(self)
+        if (at_layer := contexts.current().at_layer) is not None:
+            self = at_layer(self)
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None
             inputs_k, inputs_v, cache = resolve.resolve_call(
@@ -227,8 +227,9 @@ class MultiHeadAttention(Settings, nn.Module):
         """
         names = {field.name for field in dataclasses.fields(self)} - {"parent", "name"}
         fields = {name: getattr(self, name) for name in names}
+        cls: Any = type(self)
         with contextlib.suppress(TypeError):  # A mask with arrays has no hash.
-            return _checked_table(type(self), D, Dk, Dv, **fields)
+            return _checked_table(cls, D, Dk, Dv, **fields)
         self.check_fields()
         return self.table(D, Dk, Dv)
 

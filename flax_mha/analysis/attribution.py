@@ -32,8 +32,8 @@ _BLOCK = (
 def logit_lens(model: LanguageModel, variables: Any, tokens: Any, **kwargs: Any) -> jax.Array:
     """Return the logits of the residual stream before each layer and after the last.
 
-    They are [L + 1, *B, T, V], computed by the final norm and the table of logits, with their scale
-    and cap. The last ones are the model's own logits.
+    They are [L + 1, *B, T, V], through the final norm and the table of logits. The last are the
+    model's logits.
 
     Args:
       model: a linen language model.
@@ -62,8 +62,7 @@ def attribute_logits(
 
         share of c = ((c − mean(c)) / σ ⊙ γ) · (u_right − u_wrong)
 
-    where σ and γ are the norm's ("rmsnorm" subtracts no mean), and u are rows of the table of
-    logits.
+    where σ and γ are the norm's (an RMSNorm subtracts no mean), and u rows of the table of logits.
 
     Args:
       model: a linen language model that ends with a LayerNorm, an RMSNorm or no norm.
@@ -74,8 +73,8 @@ def attribute_logits(
       **kwargs: more arguments of the call.
 
     Returns:
-      Shares [*B, T] by path: "decoder/embed", "decoder/norm/bias", and for each layer "…/mlp",
-      "…/attention" [*B, T, N] by head, and "…/attention/bias"; the same for cross-attention.
+      Shares [*B, T] by path: "decoder/embed", "decoder/norm/bias", "…/mlp" of each layer,
+      "…/attention" [*B, T, N] and "…/attention/bias"; the same for cross-attention.
 
     Raises:
       ValueError: if logits are not linear in these parts, as with a cap or norms of branches.
@@ -113,7 +112,7 @@ def attribute_logits(
 
 
 def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
-    """Return the rows of the table of logits that targets name, [*B, T, D]."""
+    """Return the targets' rows [*B, T, D] of the table of logits."""
     name = "embedding" if model.tied else "head"
     table = parameters(variables, f"{name}/table/embedding")
     table = table.astype(shapes.wide(table.dtype)) * model.logits_scale
@@ -123,7 +122,7 @@ def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
 
 
 def _check_linear(model: LanguageModel, norm: Any) -> None:
-    """Check that logits are linear in the outputs of heads and MLPs, with a norm frozen."""
+    """Check that logits are linear in the outputs of heads and MLPs."""
     got = {*checks.unhandled(model, _MODEL), *checks.unhandled(model.decoder, _STACK)}
     for block in model.decoder.blocks:
         got |= checks.unhandled(block, _BLOCK).keys()
@@ -143,7 +142,7 @@ def _check_linear(model: LanguageModel, norm: Any) -> None:
 def _capture(
     model: LanguageModel, variables: Any, names: tuple[str, ...], tokens: Any, kwargs: Any
 ) -> list[Any]:
-    """Return the captured tensors of each layer of a language model, by name."""
+    """Return the captured tensors of each layer."""
     if not isinstance(model, LanguageModel):
         raise TypeError(
             f"model must be a flax_mha.LanguageModel, got {type(model).__name__}; give the decoder "
@@ -161,7 +160,7 @@ def _capture(
 
 
 def _final_norm(model: LanguageModel, variables: Any) -> tuple[Any, Any]:
-    """Return the norm after the last layer, or None, and its parameters."""
+    """Return the final norm, or None, and its parameters."""
     block, has_norm = model.decoder.first, model.decoder.final_norm
     has_norm = not block.post_norm if has_norm is None else has_norm
     p = parameters(variables, "decoder").get("norm", {})

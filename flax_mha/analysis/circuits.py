@@ -84,19 +84,18 @@ def qk(
     layer: Any, p: Mapping[str, Any], *, distance: int | None = None,
     norm: Mapping[str, Any] | None = None, biases: bool = False,
 ) -> Factored:  # fmt: skip
-    """Return W_QK of each head, [N, D, D], whose bilinear forms are the scores.
+    """Return W_QK of each head, [N, D, D].
 
     Args:
       layer: the layer, linen or nnx.
       p: its parameters, as `parameters` returns them.
       distance: i − j for a layer with `rotary`.
-      norm: the parameters of the norm before the layer. Its scale is folded in, so that rows are
-        normalized features before the scale. Its bias counts as one of `biases`.
-      biases: True for [N, D + 1, D + 1], where features end with a 1, so that the scores include
-        the biases (default: no biases).
+      norm: the parameters of the norm before the layer, to fold in its scale: features are then
+        normalized, but not scaled. Its bias is one of `biases`.
+      biases: True for [N, D + 1, D + 1] with biases, for features that end with a 1.
 
     Raises:
-      ValueError: if scores are no such forms, as with a norm of queries and keys, or with `scores`.
+      ValueError: if scores are no bilinear forms, as with a norm of queries and keys, or `scores`.
     """
     handled = ("rotary", "scale", "sinks", "normalizer", "gate", "exclusive", "project_out")
     layer = _check(layer, p, ("query", "key"), handled)
@@ -122,8 +121,7 @@ def ov(
 ) -> Factored:
     """Return W_OV of each head, [N, D, D].
 
-    It takes the arguments of `qk`. With `biases` it is [N, D + 1, D], with b_V W_O in the last row.
-    The bias b_O of the output belongs to no head.
+    Arguments are those of `qk`. With `biases`, b_V W_O is one more row. b_O belongs to no head.
 
     Raises:
       ValueError: if outputs are no such products, as with `gate` or `exclusive`.
@@ -135,7 +133,7 @@ def ov(
 
 
 def composition(kind: str, earlier: Factored, later: Factored) -> jax.Array:
-    """Return how much each head of a later layer reads from each head of an earlier one, [N, N'].
+    """Return how much later heads read from earlier ones, [N, N'].
 
         q: ‖W_OV W_QK‖ / (‖W_OV‖ ‖W_QK‖),   k: ‖W_QK W_OVᵀ‖ / …,   v: ‖W_OV W′_OV‖ / …
 
@@ -155,7 +153,7 @@ def composition(kind: str, earlier: Factored, later: Factored) -> jax.Array:
 
 
 def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: bool) -> jax.Array:
-    """Return the kernel [D, N, H], or with biases [D + 1, N, H], with a norm folded in."""
+    """Return the kernel [D, N, H], with biases [D + 1, N, H], with a norm folded in."""
     kernel, norm = linear["kernel"], norm or {}
     scaled = kernel * norm["scale"][:, None, None] if "scale" in norm else kernel
     if not checks.flag("biases", biases):

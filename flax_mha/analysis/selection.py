@@ -28,14 +28,12 @@ _AXES: dict[type, dict[str, int]] = {
 
 @dataclasses.dataclass
 class Kept:
-    """The heads that a layer keeps, or each of several layers under scan or in a stack.
+    """The heads that a layer keeps, or that each of several layers keeps.
 
     Attributes:
       owner: the path of the layer or of the stack.
       rows: int [K', G'] for each layer, the query heads that read each key/value head.
-      N: the number of query heads before.
-      K: the number of key/value heads before.
-      H: the features of a head.
+      N, K, H: the layer's sizes before.
       count: the heads of the scores, r·N: r·K key/value heads in a row, each read by N/K in a row.
       layers: the sizes of the axes of layers; none for one layer.
     """
@@ -64,7 +62,7 @@ class Kept:
         return x
 
     def shared(self, name: str) -> "Kept":
-        """Return the heads of each layer, after a check that layers with the same `name` agree."""
+        """Return the heads of any layer, after a check that all layers agree."""
         if not all(np.array_equal(row, self.rows[0]) for row in self.rows):
             raise ValueError(
                 f"layers that share {name} in {self.owner} must lose the same heads; remove the "
@@ -109,9 +107,9 @@ class Kept:
 def keep(
     owner: str, removed: Any, N: int, K: int, layers: Sequence[int], repeat_kv: bool
 ) -> list[np.ndarray]:
-    """Return `Kept.rows` without the heads `removed`, which may be a dict by layer.
+    """Return `Kept.rows` without the heads `removed`, perhaps a dict by layer.
 
-    With `repeat_kv` several rows may be of the same key/value head.
+    With `repeat_kv` several rows may be of one key/value head.
     """
     steps = range(math.prod(layers))
     by_step = removed if isinstance(removed, Mapping) else dict.fromkeys(steps, removed)
@@ -140,7 +138,7 @@ def keep(
 
 
 def _take(x: Any, index: np.ndarray, axis: int) -> Any:
-    """Return the entries of an index [*layers, n] along an axis of x, counted from the end."""
+    """Return entries along an axis of x, counted from the end, by their index [*layers, n]."""
     *layers, n = index.shape
     before, after = x.ndim + axis - len(layers), -axis - 1
     index = index.reshape(*layers, *[1] * before, n, *[1] * after)
@@ -151,7 +149,7 @@ def _take(x: Any, index: np.ndarray, axis: int) -> Any:
 
 
 def _renumbered(x: Any, index: np.ndarray) -> Any:
-    """Return a user-defined mask or score whose function gets the heads' earlier numbers."""
+    """Return a user's mask or score, whose function gets the heads' earlier numbers."""
     fn, at = x.fn, 2 if isinstance(x, scores.Score) else 1
 
     def of_heads(*args: Any) -> Any:

@@ -42,7 +42,8 @@ def watch(model: Model, capture: Capture | None) -> Model:
     layers: list[Any] = [layer for _, layer in attention_layers(copy)]
     for layer in layers:
         layer.capture = capture
-    for _, node in [*nnx.iter_modules(copy)]:
+    others = [x for _, x in nnx.iter_modules(copy) if not any(x is layer for layer in layers)]
+    for node in others:
         for name, value in [*vars(node).items()]:
             if isinstance(value, nn.Module):  # For example in `nnx.bridge.ToNNX`.
                 setattr(node, name, watch(value, capture))
@@ -58,7 +59,7 @@ def watch(model: Model, capture: Capture | None) -> Model:
 @contextlib.contextmanager
 def _watched(cls: Any, capture: Capture | None) -> Iterator[None]:
     """Let a call capture values, and warn if neither it nor an earlier call runs a layer."""
-    is_inner = current.value.watched is cls
+    is_inner = current().watched is cls
     with looking(capture=Capture(()) if capture is None else capture, watched=cls):
         yield
     if not is_inner and cls not in WATCHED:

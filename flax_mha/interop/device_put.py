@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A CPU device uses an array without a copy if its address is a multiple of this number of bytes.
+# A CPU device uses an array at a multiple of this many bytes without a copy.
 _ALIGNMENT = 64
 
 
 def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
     """Return a parameter as a NumPy array, or on devices.
 
-    `jax.make_array_from_callback` would hold all shards in the host's memory at once, and on a CPU
-    it may return an array that shares the file's pages, so that it changes with the file.
+    `jax.make_array_from_callback` would hold all shards in the host's memory, and on a CPU it may
+    share the file's pages, so that the array changes with the file.
 
     Args:
-      dtype: the dtype of the result if x is floating; None for x's dtype.
-      x: a view of a mapped file, or a list of views that are concatenated on the first axis.
+      dtype: the dtype of floating results; None for x's dtype.
+      x: a view of a mapped file, or a list of views to concatenate on the first axis.
       sharding: the sharding of the result; None for a NumPy array.
     """
     views = x if isinstance(x, list) else [x]
@@ -31,7 +31,7 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
         shape = (sum(map(len, views)), *shape[1:])
     if sharding is None:
         return _read(views, (slice(None),) * len(shape), dtype)
-    # Wait for each device, so that the host holds one shard at a time.
+    # Wait, so that the host holds one shard of the parameter at a time.
     shards = [
         jax.block_until_ready(jax.device_put(_read(views, index, dtype), device))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
@@ -39,7 +39,7 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _read(views: Sequence[np.ndarray], index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+def _read(views: Sequence[np.ndarray], index: Any, dtype: Any) -> np.ndarray:
     """Return a slice of the concatenation of views, at an aligned address."""
     parts = [views[0][index]]
     if len(views) > 1:
@@ -64,7 +64,7 @@ def _copy(out: np.ndarray, view: np.ndarray) -> None:
     if out.ndim < 2 or view.strides[-1] == view.itemsize:
         out[...] = view
         return
-    # A transposed matrix is copied one cache line of the file at a time: 2 to 4 times faster.
+    # Copy a transposed matrix by cache lines of the file: 2 to 4 times faster.
     columns = max(1, 64 // view.itemsize)
     for i in range(0, out.shape[-1], columns):
         out[..., i : i + columns] = view[..., i : i + columns]
@@ -72,8 +72,10 @@ def _copy(out: np.ndarray, view: np.ndarray) -> None:
 
 def equal(x: np.ndarray, y: np.ndarray) -> bool:
     """Return True if two arrays have the same bits."""
+    if x is y:
+        return True
     x, y = np.asarray(x), np.asarray(y)
-    if x is y or (x.shape, x.dtype) != (y.shape, y.dtype):
-        return x is y
-    # One row at a time, as the result of a comparison would take memory for all of them.
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return False
+    # Compare rows, as the result of a whole comparison would take memory.
     return all(a.tobytes() == b.tobytes() for a, b in zip(x, y, strict=True))

@@ -36,7 +36,7 @@ _MAX_BYTES = 100_000_000
 
 
 def read_folder(path: Path) -> dict[str, np.ndarray]:
-    """Return all tensors of a folder, from one file or from an index of several."""
+    """Return all tensors of a folder, from one file or several."""
     if (path / _FILE).is_file():
         return read(path / _FILE)
     if not (path / _INDEX).is_file():
@@ -61,7 +61,6 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor of a folder."""
     index = read_json(path / _INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
         raise ValueError(f"{path / _INDEX} must have a weight_map from tensors to files")
@@ -129,25 +128,25 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write arrays or `table.StoredTensor` by name, and replace a file only when complete."""
+    """Write arrays, or the entries of `table.stored`, and replace a file only when complete."""
+    entries = {n: x if isinstance(x, tuple) else (x, lambda x=x: x) for n, x in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, x in tensors.items():
-        end = offset + x.nbytes
+    for name, (x, _) in entries.items():
+        end = offset + math.prod(x.shape) * x.dtype.itemsize
         entry = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [offset, end]}
         header[name], offset = entry, end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for x in tensors.values():
-            array = x if isinstance(x, np.ndarray) else x.make()
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        for _, make in entries.values():
+            file.write(np.ascontiguousarray(make()).reshape(-1).view(np.uint8))
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write, which takes the place of the old one, or of a link, when complete."""
+    """Open a file that replaces the old one, or a link, when it is complete."""
     temporary = path.with_name(path.name + ".part")
     with temporary.open("wb") as file:
         yield file
@@ -185,7 +184,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a regular file or a link to one, but no pipe or device, which may never end."""
+    """Open a file or a link to one. Refuse pipes and devices, which may never end."""
     now = getattr(os, "O_NONBLOCK", 0)  # A pipe would block until someone writes.
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | now))  # noqa: SIM115
@@ -212,7 +211,7 @@ def _parse(path: Path, text: bytes, kind: type = dict) -> Any:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object without repeated keys, as other readers may use another value."""
+    """Refuse repeated keys, as other readers may use another value."""
     result = dict(pairs)
     if len(result) < len(pairs):
         repeated, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]

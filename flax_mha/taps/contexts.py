@@ -1,4 +1,4 @@
-"""The context in which modules show their named tensors to somebody who looks."""
+"""The context in which modules show their named tensors."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,7 @@ import jax
 
 from flax_mha.kernels import Capture
 
-# The classes of watched models that have called a module with a capture.
+# The classes of watched models whose calls could capture values.
 WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -18,14 +18,14 @@ WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 class Looking:
     """The values that modules in a context capture, and functions that they call.
 
-    JAX traces a function once for equal values. Functions are equal only to themselves.
+    JAX shares traces between equal values. Functions are equal only to themselves.
 
     Attributes:
-      capture: the values to capture, in place of those in the modules' fields (default: those).
-      watched: the class of the watched model (default: no model).
-      at_layer: a function of a linen attention layer that returns the layer to run in its place.
+      capture: the values to capture (default: those in the modules' fields).
+      watched: the class of a watched model.
+      at_layer: a function of a linen layer to the layer that runs in its place.
       at_tensor: a function of a module, a tensor's name, the tensor, and True if it is edited.
-      at_softmax: a function of a tap, queries, their keys and values, and the arguments of a call.
+      at_softmax: a function of a tap, queries, their keys and values, and a call's arguments.
     """
 
     capture: Capture | None = None
@@ -35,19 +35,26 @@ class Looking:
     at_softmax: Callable[..., None] | None = None
 
 
-current = jax.make_user_context(Looking())
+_NOBODY = Looking()
+_context = jax.make_user_context(None)  # JAX compares None faster than a `Looking`.
+
+
+def current() -> Looking:
+    """Return the values and functions of this context."""
+    return _context.value or _NOBODY
 
 
 @contextlib.contextmanager
 def looking(**fields: Any) -> Iterator[None]:
     """Set fields of `Looking` for all modules that run in this context."""
-    with current(dataclasses.replace(current.value, **fields)):
+    with _context(dataclasses.replace(current(), **fields)):
         yield
 
 
 def capture_of(own: Capture | None) -> Capture | None:
     """Return the capture of a module that has a capture of its own."""
-    if current.value.capture is None:
+    context = current()
+    if context.capture is None:
         return own
-    WATCHED.add(current.value.watched)
-    return current.value.capture if current.value.capture.what else None
+    WATCHED.add(context.watched)
+    return context.capture if context.capture.what else None

@@ -21,21 +21,20 @@ from flax_mha.scores import ScoreMod
 class Edit(ScoreMod):
     """A change of a named tensor: x ← fn(keep·x + add).
 
-    `keep` and `add` are numbers or arrays that broadcast to x. They have gradients, and are used in
-    at least float32. A `keep` of 0 removes x even where it is NaN.
+    A `keep` of 0 removes x even where it is NaN. `keep` and `add` are used in at least float32.
 
     >>> Edit(keep=0)  # removes a tensor
     >>> Edit(fn=lambda x: jnp.clip(x, -1, 1))
     >>> Edit(fn=splice, args=(encoder, decoder))  # a sparse autoencoder
 
     Attributes:
-      keep: the factor (default: 1).
-      add: the summand (default: 0).
+      keep: a number or an array that broadcasts to x, with gradients (default: 1).
+      add: the same (default: 0).
       heads: for `attention_weights`, the indices of the heads to change (default: all). Only these
         leave the fused kernel, and the arrays' axis of heads has only these.
-      fn: a function fn(x, *args) that returns a tensor of x's shape (default: x itself), for any
-        tensor but `attention_scores`. Reuse the function: another one compiles a new program.
-      args: the function's arrays, which have gradients.
+      fn: a function fn(x, *args) to a tensor of x's shape, for any tensor but `attention_scores`
+        (default: x). Reuse it: another function compiles a new program.
+      args: the function's arrays, with gradients.
     """
 
     keep: Any = 1.0
@@ -76,7 +75,7 @@ class Edit(ScoreMod):
             )
 
     def bind(self, dims: shapes.Dims) -> Self:
-        """Return the edit for scores of these sizes."""
+        """Return the edit for scores."""
 
         def over_scores(x: Any) -> ScoreArray:
             return ScoreArray(shapes.lead(jnp.asarray(x, jnp.float32), len(dims.logits)))

@@ -50,8 +50,9 @@ def read_result(
 
     `has_pairs` is True if queries and keys are of the same tokens.
     """
-    if current.value.at_softmax is not None and has_pairs and not source.has_slots:
-        current.value.at_softmax(tap, q, source, call)
+    visit = current().at_softmax
+    if visit is not None and has_pairs and not source.has_slots:
+        visit(tap, q, source, call)
     out, *more = result if isinstance(result, tuple) else (result,)
     for name, value in (more[-1] if call["capture"] else {}).items():
         tap.sow(name, value)

@@ -24,12 +24,11 @@ class Tap:
     """The named tensors of one call of a module.
 
     Attributes:
-      module: the module that is called.
-      edits: edits by name, with the prefix.
-      prefix: the prefix of the names of tensors in `base.tensors`.
-      collection: the first argument of the module's `sow`.
+      module: the module that is called, which sows in `collection`.
+      edits: edits by name.
+      prefix: the prefix of names, which `base.tensors` lists without it.
       reads: the tensors to sow.
-      seen: the shapes of the tensors so far, by name.
+      seen: the shapes of tensors so far, by name.
       sower: the module into which an `attention_fn` sows its weights.
     """
 
@@ -43,21 +42,21 @@ class Tap:
 
     @property
     def is_active(self) -> bool:
-        """True if somebody edits, captures or lists tensors of this call."""
-        looking = current.value
-        return any((self.edits, self.reads, looking.at_tensor, looking.at_softmax))
+        """True if tensors are edited, captured or listed."""
+        context = current()
+        return bool(self.edits or self.reads or context.at_tensor or context.at_softmax)
 
     def is_edited(self, name: str) -> bool:
-        """Return True if a tensor has an edit."""
+        """Return True if a tensor is edited."""
         return self.prefix + name in self.edits
 
     def needs(self, name: str) -> bool:
-        """Return True if a tensor must be computed although the output does not need it."""
+        """Return True if a tensor that the output doesn't need must be computed."""
         is_read = self.reads is not None and name in self.reads.what
-        return is_read or self.is_edited(name) or current.value.at_tensor is not None
+        return is_read or self.is_edited(name) or current().at_tensor is not None
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
-        """Return a tensor after its edit, named for `Block.remat`, and sow it if it is captured."""
+        """Return a tensor after its edit, named for remat, and sow it if it is captured."""
         x = self.look(name, x) if self.is_active else x
         return checkpoint_name(x, name) if TENSORS[name].named else x
 
@@ -72,17 +71,17 @@ class Tap:
         return x
 
     def edit(self, name: str, x: jax.Array | jax.ShapeDtypeStruct) -> Edit | None:
-        """Return the edit of a tensor with the shape and dtype of x, or None."""
+        """Return the edit of a tensor like x, or None."""
         name = self.prefix + name
         edit, self.seen[name] = self.edits.get(name), x.shape
-        if current.value.at_tensor is not None:
-            current.value.at_tensor(self.module, name, x, edit is not None)
+        if (visit := current().at_tensor) is not None:
+            visit(self.module, name, x, edit is not None)
         if edit is not None:
             edit.check(self.path(name), x)
         return edit
 
     def last(self, name: str, x: jax.Array) -> jax.Array:
-        """Return the last tensor of a call after its edit, and check that no edit is left."""
+        """Return the last tensor of a call after its edit, and refuse edits that none had."""
         x = self(name, x)
         if unused := sorted({*self.edits} - {*self.seen}):
             raise ValueError(
@@ -92,21 +91,21 @@ class Tap:
         return x
 
     def refuse(self, names: str, reason: str) -> None:
-        """Refuse edits of tensors with names of one letter in a call that can't apply them."""
+        """Refuse edits of tensors, named by one letter each, that a call can't apply."""
         for name in filter(self.is_edited, names):
             path = self.path(self.prefix + name)
             raise ValueError(f"an edit of {path} needs a call without {reason}")
 
     def sow(self, name: str, x: Any) -> None:
-        """Sow a tensor, or a tree of them, in the module."""
+        """Sow a tensor or a tree of them."""
         self.module.sow(self.collection, self.prefix + name, x)
 
     def path(self, name: str) -> str:
-        """Return the path of a name. A module of nnx doesn't know its own."""
+        """Return the path of a name. An nnx module doesn't know its own."""
         return "/".join((*getattr(self.module, "path", ()), name))
 
     def warn_if_lost(self) -> None:
-        """Warn if a transformation around only this module drops its intermediates."""
+        """Warn if a transformation around this module drops its intermediates."""
         # Flax has no public way to the modules around a transformation.
         around = getattr(getattr(nn.module, "_context", None), "module_stack", ())
         scopes = [getattr(module, "scope", None) for module in around]
@@ -118,11 +117,7 @@ class Tap:
 
 
 def tap_of(module: nn.Module, reads: Capture | None = None, prefix: str = "") -> Tap:
-    """Return the tap of a call of a linen module, with the edits at its path.
-
-    They are in the collection `edits`, or next to the module's parameters under that name if a
-    transformation passes no other collection.
-    """
+    """Return the tap of a linen module, with edits in their collection or next to parameters."""
     places = (module.variables, module.variables.get("params", {}))
     values = [pair for place in places for pair in place.get(COLLECTION, {}).items()]
     edits = {name: edit for name, edit in values if isinstance(edit, Edit)}

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mha import interop
-from flax_mha.interop import safetensors, table
+from flax_mha.interop import safetensors
 from flax_mha.interop.table import (
     FLATTENED,
     TensorRule,
@@ -80,9 +80,9 @@ def test_joined_tensors_split_and_join(row: TensorRule) -> None:
     sizes = np.full((len(row.paths), 3), (3, 2, 4))
     sizes[1:, row.split] += not row.alternate
     parts = [np.arange(x.prod()).reshape(x) + 100 * i for i, x in enumerate(sizes)]
-    whole, shapes = row.join(parts), [x.shape for x in parts]
-    assert whole.shape == table._tensor_shape(row, shapes)
-    for part, found in zip(parts, row.split_up(whole, shapes), strict=True):
+    whole, shapes = row.to_theirs(parts), [x.shape for x in parts]
+    assert whole.shape == row.shapes(shapes)[1]
+    for part, found in zip(parts, row.to_ours(whole, shapes), strict=True):
         np.testing.assert_array_equal(found, part)
         assert np.shares_memory(found, whole)
 
