@@ -140,7 +140,7 @@ PARTS: dict[str, Part] = {
         {"rotary": MRope((1, 1, 2), BASE)}, {"turn": angles(lambda c: theta(c, BASE, H))}
     ),
     "shared keys": Part({}, {"shared": True}, {"kv_from": (None, 0)}),
-    **{name: scored(name) for name in SCORES},
-    # The model computes one row, and a predicate knows which.
+    # The model computes one row, and functions of users read which.
+    **{name: scored(name) for name in SCORES if name != "user"},
     **{name: masked(name) for name in MASKS if name != "predicate"},
 }  # fmt: skip
