@@ -10,7 +10,6 @@ A folder has a `config.json` and safetensors files. A family is a module with a 
 (`flax_mha.interop.table`), which `load` and `save` both read.
 """
 
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -166,8 +165,10 @@ def load(
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, variables, is_leaf=is_views)
     with ThreadPoolExecutor(4) as threads:  # NumPy copies without Python's lock.
-        submit = functools.partial(threads.submit, place, floating)
-        futures = jax.tree.map(submit, variables, shardings, is_leaf=is_views)
+        futures = jax.tree.map(
+            lambda x, sharding: threads.submit(place, floating, x, sharding),
+            variables, shardings, is_leaf=is_views,
+        )  # fmt: skip
     return model.module, jax.tree.map(lambda x: x.result(), futures)
 
 

@@ -1,4 +1,4 @@
-"""Masks, which say what keys each query may attend to.
+"""Masks, which select the keys that each query may attend to.
 
 A mask is a value that you build once, combine with `&`, `|` and `~`, and pass to the layer or to
 `dot_product_attention`. Kernels evaluate it block by block.

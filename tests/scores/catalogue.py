@@ -114,7 +114,7 @@ SCORES: dict[str, Row] = {
     ),
     "bias_of_heads": Row(
         Bias,
-        lambda s, at, array: s + array,
+        lambda s, at, array: s + array[..., : at.S],
         lambda ds, s, at, sign, array: (ds, {"array": ds.sum((0, 2))[:, None]}),
         {"array": lambda at: at.rng.normal(size=(at.N, 1, at.S)).astype(np.float32)},
     ),

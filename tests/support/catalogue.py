@@ -195,5 +195,12 @@ CATALOGUE: dict[str, Entry] = {
         name: Entry(type(x), _layer(mask=x) if hasattr(masks, name) else _layer(scores=(x,)))
         for name, x in examples(Scene((), T, T, N=N)).items()
     },
+    # All rows must be alike, so functions of users do not read which row it is.
+    "Predicate": Entry(
+        masks.Predicate, _layer(mask=masks.Predicate(lambda row, head, i, j: i >= j))
+    ),
+    "Score": Entry(
+        scores.Score, _layer(scores=(scores.Score(lambda score, row, head, i, j: score + 1),))
+    ),
     **{x.__name__: Entry(x, None) for x in (sampling.top_k, sampling.top_p, sampling.min_p)},
 }  # fmt: skip

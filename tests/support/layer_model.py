@@ -88,7 +88,8 @@ def weights(params: Any, s: Array, allowed: Array, model: Model) -> Array:
         return np.maximum(e, 0) / (np.abs(e).sum(-1, keepdims=True) + 1e-8)
     e = np.where(allowed, np.exp(s), 0)
     total = e.sum(-1, keepdims=True)
-    return e / (total + np.exp(params["sinks"])[:, None, None] if "sinks" in params else total)
+    total = total + np.exp(params["sinks"])[:, None, None] if "sinks" in params else total
+    return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
 
 
 def stack(params: Any, x: Array, model: Model) -> Array:

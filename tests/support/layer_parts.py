@@ -91,17 +91,16 @@ def masked(name: str) -> Part:
 
 def scored(name: str) -> Part:
     """Return the part of a row of the scores' catalogue."""
-    row = SCORES[name]
+    row, whole = SCORES[name], Scene((), T, T, N=N)
+    made = {} if row.params else {array: make(whole) for array, make in row.arrays.items()}
 
     def score(params: Any, s: np.ndarray, _: Any, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         at = Scene((), *s.shape[1:], N=N)
-        arrays = {array: params[name] for array, name in row.params.items()}
-        if not row.params:
-            arrays = {array: make(at) for array, make in row.arrays.items()}
+        arrays = made | {array: params[name] for array, name in row.params.items()}
         vectors = {} if row.pullback else {"q": q, "k": k}
         return np.broadcast_to(row.value(s[None], at, **vectors, **arrays), s[None].shape)[0]
 
-    return Part({"scores": (row.of_layer(Scene((), T, T, N=N)),)}, {"score": (score,)})
+    return Part({"scores": (row.make(**made),)}, {"score": (score,)})
 
 
 PARTS: dict[str, Part] = {
@@ -141,7 +140,7 @@ PARTS: dict[str, Part] = {
         {"rotary": MRope((1, 1, 2), BASE)}, {"turn": angles(lambda c: theta(c, BASE, H))}
     ),
     "shared keys": Part({}, {"shared": True}, {"kv_from": (None, 0)}),
-    **{name: scored(name) for name in SCORES},
-    # The model computes one row, and a predicate knows which.
+    # The model computes one row, and functions of users read which.
+    **{name: scored(name) for name in SCORES if name != "user"},
     **{name: masked(name) for name in MASKS if name != "predicate"},
 }  # fmt: skip

@@ -78,7 +78,7 @@ def test_meshes_match_one_device(name: str, rules: Any, kind: str) -> None:
 def test_tokens_of_other_documents_and_later_tokens_change_nothing(
     name: str, is_cached: bool
 ) -> None:
-    """Not the choice of blocks either."""
+    """The choice of blocks does not read them either."""
     module = layer(name, mask=masks.Causal() & masks.Documents(np.array([5, 3])))
     params, bad = drawn(module, X), X.copy()
     bad[:, [2, 9]] = 9
