@@ -20,6 +20,7 @@ from flax_mha.base.trees import combine, partition
 from flax_mha.layer.settings import Settings
 from flax_mha.taps.contexts import looking
 from flax_mha.taps.edit import Edit
+from flax_mha.taps.sown import by_path
 from flax_mha.taps.tap import COLLECTION
 
 __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
@@ -109,11 +110,7 @@ def values(sown: Any) -> dict[str, Any]:
       sown: the collection `intermediates`, or all collections of a run; for nnx, the state of
         `nnx.pop(model, nnx.Intermediate)`. A module that is called several times has a tuple.
     """
-    tree = nnx.to_pure_dict(sown) if isinstance(sown, nnx.State) else sown
-    flat = flatten_dict(tree.get("intermediates", tree), sep="/")
-    return _ByPath({
-        path: x[0] if isinstance(x, tuple) and len(x) == 1 else x for path, x in flat.items()
-    })  # fmt: skip
+    return _ByPath(by_path(sown))
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -227,8 +227,9 @@ class MultiHeadAttention(Settings, nn.Module):
         """
         names = {field.name for field in dataclasses.fields(self)} - {"parent", "name"}
         fields = {name: getattr(self, name) for name in names}
+        cls: Any = type(self)
         with contextlib.suppress(TypeError):  # A mask with arrays has no hash.
-            return _checked_table(type(self), D, Dk, Dv, **fields)
+            return _checked_table(cls, D, Dk, Dv, **fields)
         self.check_fields()
         return self.table(D, Dk, Dv)
 

@@ -60,23 +60,24 @@ class CacheVariables(nnx.Pytree):
         for name in self._variables().keys() - fields.keys():
             delattr(self, name)
         for name, x in fields.items():
-            variable = getattr(self, name, None)
-            if variable is None or variable.window != window or not _fits(variable, x):
-                # `cache.truncate` of a state reads the window. A reference can't hold None.
+            held = getattr(self, name, None)
+            # A reference can't hold None, and keeps its shape and dtype.
+            if (
+                held is not None
+                and held.window == window
+                and (
+                    not held.ref
+                    or (x is not None and (held.shape, held.dtype) == (x.shape, x.dtype))
+                )
+            ):
+                held.set_value(x)
+            else:
+                # `cache.truncate` of a state reads the window.
                 form = {"ref": False} if x is None else {}
                 setattr(self, name, nnx.Cache(x, window=window, **form))
-            else:
-                variable.set_value(x)
 
     def _variables(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if isinstance(x, nnx.Variable)}
-
-
-def _fits(variable: Any, x: Any) -> bool:
-    """Tell whether a variable can hold x. A reference keeps its shape and dtype."""
-    if not variable.ref:
-        return True
-    return x is not None and (variable.shape, variable.dtype) == (x.shape, x.dtype)
 
 
 def _as_variables(tree: Any) -> Any:
@@ -121,6 +122,18 @@ def _projection(
     )  # fmt: skip
     projection.entry = entry
     return projection
+
+
+def _read(module: Any, entry: Entry) -> Any:
+    """Return the parameters of an entry, as `compute` reads them."""
+    if isinstance(entry, ArrayEntry):
+        return module.get_value()
+    if isinstance(entry, NormEntry):
+        return module
+    if isinstance(module, Projection):
+        return module._weights()
+    # A module that a user has put there is called.
+    return Linear(None, None, entry.names, len(entry.inputs), entry.rows, module=module)
 
 
 def _field(name: str) -> Any:
@@ -398,14 +411,14 @@ class MultiHeadAttention(nnx.Module):
         self.kv.set_value(cache)
 
     def _check_features(self, *inputs: Any) -> None:
-        if not self.in_kv_features and inputs[1] is not None:
+        D, Dk = self.in_features, self.in_kv_features
+        if not Dk and inputs[1] is not None:
             raise ValueError(
                 "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
                 "call, or leave in_kv_features out"
             )
-        D, Dk = self.in_features, self.in_kv_features
-        expected = {"inputs_q": D, "inputs_k": Dk, "inputs_v": Dk}
-        for (name, features), x in zip(expected.items(), inputs, strict=True):
+        names = ("inputs_q", "inputs_k", "inputs_v")
+        for name, features, x in zip(names, (D, Dk, Dk), inputs, strict=True):
             if x is not None and x.shape[-1] != features:
                 raise ValueError(
                     f"{name} must have {features} features, as the layer was made for, got "
@@ -423,21 +436,10 @@ class MultiHeadAttention(nnx.Module):
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name."""
         table = self._table(self.config)
-        return {name: self._read(getattr(self, name), entry) for name, entry in table.items()}
+        return {name: _read(getattr(self, name), entry) for name, entry in table.items()}
 
     def _table(self, config: linen.MultiHeadAttention) -> Table:
         return config.table(self.in_features, self.in_kv_features, self.in_kv_features)
-
-    @staticmethod
-    def _read(module: Any, entry: Entry) -> Any:
-        if isinstance(entry, ArrayEntry):
-            return module.get_value()
-        if isinstance(entry, NormEntry):
-            return module
-        if isinstance(module, Projection):
-            return module._weights()
-        # A module that a user has put there is called.
-        return Linear(None, None, entry.names, len(entry.inputs), entry.rows, module=module)
 
     def _dropout_rng(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None

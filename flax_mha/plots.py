@@ -16,9 +16,7 @@ _COLUMNS = 8  # panels side by side
 _LABELS = 40  # tokens whose names still fit along a panel
 
 
-def heads(
-    weights: Any, tokens: Sequence[str] | None = None, kv_tokens: Sequence[str] | None = None
-) -> "Figure":
+def heads(weights: Any, tokens: Sequence[str] | None = None) -> "Figure":
     """Draw a panel of attention weights for every head, with queries as rows and keys as columns.
 
     White is 0 and dark blue is 1. `figure.savefig("heads.png")` writes the figure.
@@ -26,8 +24,7 @@ def heads(
     Args:
       weights: the weights [*B, N, T, S] of one example (every B = 1), or a tree of them, such as
         all `intermediates`.
-      tokens: T names of the queries, and of the keys if `kv_tokens` is None and S = T.
-      kv_tokens: S names of the keys.
+      tokens: names of the tokens. Queries or keys of another number have no names.
 
     Raises:
       ValueError: if there are no weights, they are of several examples, or names do not fit.
@@ -48,9 +45,15 @@ def heads(
         axis.imshow(head, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         title = f"{layer}, head {i}" if layer else f"head {i}"
         axis.set_title(title, fontsize=9, parse_math=False)
-        keys = tokens if kv_tokens is None and head.shape[0] == head.shape[1] else kv_tokens
-        _name_tokens(axis.set_yticks, tokens, head.shape[0], "tokens", "queries")
-        _name_tokens(axis.set_xticks, keys, head.shape[1], "kv_tokens", "keys")
+        if tokens is not None and len(tokens) not in head.shape:
+            raise ValueError(
+                f"tokens must name the {head.shape[0]} queries or {head.shape[1]} keys, got "
+                f"{len(tokens)} names"
+            )
+        for set_ticks, count in zip((axis.set_yticks, axis.set_xticks), head.shape, strict=True):
+            set_ticks([])
+            if tokens is not None and len(tokens) == count <= _LABELS:
+                set_ticks(range(count), tokens, parse_math=False)  # Dollars are no mathematics.
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
 
@@ -60,15 +63,3 @@ def heads(
 
     figure._repr_png_ = as_png  # Shows it in a notebook that never used pyplot.
     return figure
-
-
-def _name_tokens(
-    set_ticks: Any, names: Sequence[str] | None, count: int, argument: str, role: str
-) -> None:
-    """Set the ticks of an axis to its tokens' names, or to none."""
-    if names is not None and len(names) != count:
-        raise ValueError(f"{argument} must name the {count} {role}, got {len(names)} names")
-    if names is None or count > _LABELS:
-        set_ticks([])
-    else:
-        set_ticks(range(count), names, parse_math=False)  # Text, not mathematics between dollars.

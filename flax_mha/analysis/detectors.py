@@ -26,7 +26,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, traverse_util
+from flax import nnx
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
@@ -36,6 +36,7 @@ from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.taps.contexts import looking
+from flax_mha.taps.sown import by_path
 from flax_mha.taps.tap import Tap
 
 _EARLIER = ~masks.Window(left=0)
@@ -101,7 +102,7 @@ def detect(
             f"{checks.describe(model)}; give the part of it that does"
         )
     return {
-        path: jax.tree.map(lambda *xs: jnp.stack(xs) if len(xs) > 1 else xs[0], *each)
+        path: jax.tree.map(lambda *xs: jnp.stack(xs), *each) if isinstance(each, tuple) else each
         for path, each in calls.items()
     }
 
@@ -113,17 +114,17 @@ def _read(call: Static, arrays: Any) -> dict[str, Any]:
     (args, kwargs), pairs = combine(arrays, static)
     with looking(at_softmax=functools.partial(_sow_pairs, pairs)):
         if isinstance(model, nn.Module):
-            _, state = model.apply(*args, mutable="intermediates", **kwargs)
-            sown = state.get("intermediates", {})
+            _, sown = model.apply(*args, mutable="intermediates", **kwargs)
         else:
             run = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
-            sown = nnx.to_pure_dict(run(nnx.merge(model, args[0]))[1])
+            _, sown = run(nnx.merge(model, args[0]))
     pairs.clear()  # JAX's caches keep the function, which must keep no arrays.
-    flat = traverse_util.flatten_dict(sown)
+    name = "attention_pairs"
+    values = {f"/{path}": x for path, x in by_path(sown).items()}
     return {
-        "/".join(map(str, path[:-1])): calls
-        for path, calls in flat.items()
-        if path[-1] == "attention_pairs"
+        path.removesuffix(f"/{name}").removeprefix("/"): x
+        for path, x in values.items()
+        if path.endswith(f"/{name}")
     }
 
 

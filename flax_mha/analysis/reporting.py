@@ -6,19 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from flax_mha.taps.sown import find, find_weights
 
-Names: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]]
 _LIMIT = 2_000_000  # bytes
 
 
 def report(
-    path: str | Path, runs: Mapping[str, Any], tokens: Names | None = None,
-    kv_tokens: Names | None = None, *, scores: Mapping[str, Any] | None = None,
+    path: str | Path, runs: Mapping[str, Any],
+    tokens: Sequence[str] | Mapping[str, Sequence[str]] | None = None, *,
+    scores: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write a page that shows the attention weights of every head, in one run or in two.
 
@@ -30,8 +30,8 @@ def report(
       runs: one or two runs by name. Each is the weights [*B, N, T, S] of one example (every B = 1),
         or a tree of them, such as all `intermediates`. If it has `attention_max_logit`, the page
         shows the largest one of each head.
-      tokens: T names of the queries, or a dict of them by run.
-      kv_tokens: S names of the keys, or a dict of them by run (default: `tokens`).
+      tokens: names of the tokens, or a dict of them by run. Queries or keys of another number, as
+        in cross-attention, have numbers.
       scores: numbers by name, each [layers, heads] or a list by layer; and the result of `detect`.
 
     Raises:
@@ -45,12 +45,14 @@ def report(
             f"runs must be one, or two with the same layers, heads and numbers of tokens, got "
             f"{dict(zip(runs, shapes, strict=True))}; choose prompts of the same number of tokens"
         )
-    sides = (tokens, tokens if kv_tokens is None else kv_tokens)
-    names = [[x[run] if isinstance(x, Mapping) else x for x in sides] for run in runs]
-    layers = [
-        {"name": layer, "shape": shape, "sides": [_sides(layer, shape, each) for each in names]}
-        for layer, shape in shapes[0].items()
-    ]
+    names = [tokens[run] if isinstance(tokens, Mapping) else tokens for run in runs]
+    for layer, (_, *counts) in shapes[0].items():
+        if wrong := [len(x) for x in names if x is not None and len(x) not in counts]:
+            raise ValueError(
+                f"tokens must name the {counts[0]} queries or {counts[1]} keys of "
+                f"{layer or 'the layer'}, got {wrong[0]} names; give one for each"
+            )
+    layers = [{"name": layer, "shape": shape} for layer, shape in shapes[0].items()]
     numbers = _of_runs([*runs.values()], weights) | _of_scores(scores or {}, weights[0])
     for name, (first, *_) in numbers.items():
         heads, counts = ([x.shape[:1] for x in xs] for xs in (weights[0].values(), first))
@@ -74,19 +76,6 @@ def report(
             f"Capture(heads=…), or a shorter prompt"
         )
     Path(path).write_bytes(page)
-
-
-def _sides(layer: str, shape: Sequence[int], names: Sequence[Names | None]) -> list[int]:
-    """Return which names a layer's queries and keys have: 0 for tokens, 1 for kv_tokens."""
-    counts = [None if x is None else len(x) for x in names]
-    if counts[0] is None:
-        return [0, 1]
-    if not {*shape[1:]} <= {*counts}:
-        raise ValueError(
-            f"tokens and kv_tokens must name the {shape[1]} queries and {shape[2]} keys of "
-            f"{layer or 'the layer'}, got {counts} names; give one for each"
-        )
-    return [int(shape[1] != counts[0]), int(shape[2] == counts[1])]
 
 
 def _of_runs(trees: Sequence[Any], weights: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:

@@ -97,15 +97,16 @@ def find_cache(variables: Mapping[str, Any], window: int | None) -> KVCache:
 
 
 def has_slots(collection: Any) -> bool:
-    """Return True if no cache of a collection is a plain dict, to be restored."""
+    """Return True if all caches are `KVCache`, not plain dicts to be restored."""
     leaves = jax.tree.leaves(collection, is_leaf=_is_cache)
     return not any(isinstance(x, Mapping) for x in leaves)
 
 
 def of_layer(collection: Collection, layer: jax.Array) -> Collection:
-    """Return one layer's part of caches that are stacked over layers.
+    """Return one layer's part of stacked caches.
 
-    Large arrays are parts of those of all layers (`OfLayer`), which the layer writes in place.
+    Its large arrays are `OfLayer`, which the layer writes in place: a scan over the arrays of the
+    layers would copy the whole cache (7,648 MiB for a step of 1,503 MiB on a v5e).
     """
 
     def part(x: Any) -> Any:
@@ -118,7 +119,7 @@ def of_layer(collection: Collection, layer: jax.Array) -> Collection:
 
 
 def to_stack(collection: Collection, stack: Collection, layer: jax.Array) -> Collection:
-    """Return the stacked caches with one layer's, which `of_layer` has given it."""
+    """Return the stacked caches after a layer's call, whose part came from `of_layer`."""
 
     def whole(new: Any, old: jax.Array) -> jax.Array:
         if is_part(new):
@@ -130,15 +131,11 @@ def to_stack(collection: Collection, stack: Collection, layer: jax.Array) -> Col
 
 
 def fork(collection: Collection, rows: jax.Array) -> Collection:
-    """Return the collection with some rows of the batch: beams, or copies for best-of-n.
+    """Return the collection with some rows of the batch, by `KVCache.fork` of each cache.
 
     Args:
       collection: a model's collection `cache`, or all its variables; only caches change.
-      rows: int [R], indices into the last axis of *B. R may differ from the current number of rows.
-
-    Raises:
-      ValueError, TypeError: if the collection has no cache, or rows are not valid indices. A traced
-        index out of range gives an overflowed row, until the row is reset.
+      rows: int [R], indices into the last axis of *B. R can differ from the current number of rows.
     """
     return _map("fork", lambda cache: cache.fork(rows), collection)
 
@@ -146,33 +143,18 @@ def fork(collection: Collection, rows: jax.Array) -> Collection:
 def truncate(collection: Collection, lengths: jax.Array | int) -> Collection:
     """Return the collection with at most the first `lengths` tokens of each row.
 
-    Args:
-      collection: a model's collection `cache`, or all its variables. The encoder's keys stay.
-      lengths: int, or int [*B]. A ring buffer can drop its last S − window tokens, or all. A
-        row that drops more has overflowed.
-
-    Raises:
-      ValueError, TypeError: if the collection has no cache, or lengths are not integers, have
-        another shape or are negative. A traced negative length gives an overflowed row.
+    `lengths` is int, or int [*B]. See `fork` for the collection, and `KVCache.truncate`.
     """
     return _map("truncate", lambda cache: cache.truncate(lengths), collection)
 
 
 def reset(collection: Collection) -> Collection:
-    """Return the collection with empty caches, and positions from 0 on.
-
-    The encoder's keys and values stay until replaced.
-
-    Raises:
-      ValueError, TypeError: if the collection has no cache.
-    """
+    """Return the collection with empty caches. An encoder's keys stay, and queries count from 0."""
     return _map("reset", lambda cache: cache.truncate(0), collection)
 
 
 def free(collection: Any) -> jax.Array:
     """Return the number of tokens that each row has room for in all layers, int32 [rows].
-
-    If all layers have ring buffers, this is 2³⁰ − 1 minus the row's length.
 
     Raises:
       ValueError, TypeError: if no layer has a cache of self-attention.

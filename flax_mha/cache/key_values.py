@@ -1,4 +1,4 @@
-"""What queries attend to: the keys and values of a call, a cache, an encoder or another layer."""
+"""Keys and values that queries attend to: of a call, a cache, an encoder or another layer."""
 
 import functools
 from collections.abc import Callable
@@ -63,10 +63,10 @@ class KeyValues(Struct):
 
         Args:
           q: the queries [*B, T, N, H].
-          mask: the mask of the call, which is joined by one that hides padding and empty slots.
+          mask: the mask of the call, to be joined by one of padding and empty slots.
           lengths: int [*B], the number of real queries of each row; None for all.
           order: the place of each token in the sequence, as in a layer's call.
-          normalizer: the function from scores to weights. Only the softmax doesn't count keys.
+          normalizer: the name of the normalizer. All but the softmax count the visible keys.
         """
         q_positions: Any = order if self.q_positions is None else self.q_positions
         end, filled = lengths, self.lengths

@@ -32,20 +32,19 @@ from flax_mha.sharding import LogicalNames
 class KVCache(Struct):
     """The keys and values of earlier tokens. Each row of the batch has its own length.
 
-    Slot j holds the token at position j. With a window the slots are a ring buffer: slot p mod S
-    holds the token at position p, and only the last S tokens are held. An encoder's keys and
-    values are held in a cache that is full, and `queries` counts the tokens that attended to it.
+    Slot j holds the token at position j. With a window, the slots are a ring buffer of the last S
+    tokens, and slot p mod S holds the token at position p. An encoder's keys fill their cache, and
+    `queries` counts the tokens that attended to them.
 
     Attributes:
-      key: [*B, K, S, H], heads first, the layout that decoding reads.
+      key: [*B, K, S, H], heads first, as decoding reads them.
       value: [*B, K, S, Hv]. A value that is infinite or NaN is 0 here, and its key is NaN.
       length: int32 [*B], the number of tokens appended to each row.
       key_scale: float32 [*B, K, S], the scales of keys in 8 bits; else None.
       value_scale: float32 [*B, K, S], the scales of values in 8 bits; else None.
-      written: int32 [*B], for a ring buffer the largest length since the row was empty; else None.
+      written: int32 [*B], the largest length since the row was empty, for a ring buffer; else None.
         Tokens before written − S have been overwritten, even if the row was truncated since.
-      queries: int32 [*B], for an encoder's keys the number of queries so far, which is the position
-        of the next one; None in self-attention, where each token is a query.
+      queries: int32 [*B], the number of queries so far, for an encoder's keys; else None.
       window: the number of earlier tokens that a token sees (`masks.Window(window, 0)`), at most
         S − 1; None for all.
     """
@@ -72,13 +71,9 @@ class KVCache(Struct):
           num_kv_heads: K.
           head_dim: H.
           v_head_dim: Hv (default: H).
-          dtype: the dtype of keys and values. With 16 bits or more, finite numbers beyond its range
-            are stored as its largest number. int8, float8_e4m3fn and float8_e5m2 have a scale for
-            each token and head.
+          dtype: the dtype of keys and values: one of 16 bits or more, which clips finite numbers to
+            its range, or int8, float8_e4m3fn or float8_e5m2, with a scale for each token and head.
           window: the number of earlier tokens that a token sees, for a ring buffer; None for all.
-
-        Raises:
-          ValueError, TypeError: if sizes, the window or the dtype are not valid.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         checks.positive(
@@ -147,11 +142,37 @@ class KVCache(Struct):
           key: [*B, T, K, H].
           value: [*B, T, K, Hv].
           lengths: int [*B], the real tokens of each row, clipped to 0 … T if traced (default: all).
-
-        Raises:
-          ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
         return self.extended(key, value, lengths)[1]
+
+    def attend(
+        self, q: jax.Array, q_positions: jax.Array, *, mask: masks.MaskLike | None = None,
+        **call: Any,
+    ) -> Any:  # fmt: skip
+        """Attend to all cached tokens, each query up to its own position.
+
+        Args:
+          q: [*B, T, N, H].
+          q_positions: int [*B, T], such as `next_positions(T)` from before the last `append`.
+          mask: a mask, combined with causality and the window. The last axis of an array is the
+            slots.
+          **call: other arguments of `dot_product_attention`. `attention` is called in its place.
+
+        Returns:
+          The result of `dot_product_attention`. The output of a query is NaN if a token that it
+          should see found no slot, or was overwritten in the ring buffer.
+        """
+        positions = checks.integers("q_positions", q_positions)
+        rows = jnp.asarray(shapes.lead(positions, self.length.ndim + 1))
+        lost = self._lost(rows)
+        if self.window is not None and self.written is not None:
+            # The first tokens that the queries see may have been overwritten.
+            lost |= jnp.maximum(rows - self.window, 0) < self.written[..., None] - self.slots
+        keys = KeyValues(
+            *stored(self._arrays(), self.names[2] or "length"), self.length, positions,
+            self._positions(), None, lost, True, self.window,
+        )  # fmt: skip
+        return keys.attend(q, mask=mask, **call)
 
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
@@ -183,7 +204,7 @@ class KVCache(Struct):
     def extended(
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[KeyValues, Self]:
-        """Append tokens, and return what their queries attend to, and the new cache."""
+        """Append tokens, and return the keys that their queries attend to, and the new cache."""
         self._check(key, value)
         T = key.shape[-3]
         count, q_positions = self._count(T, lengths), self.next_positions(T)
@@ -201,11 +222,9 @@ class KVCache(Struct):
             slots = {n: jnp.concatenate([read(x), tokens[n]], axis) for n, x in arrays.items()}
             k_positions = jnp.concatenate([self._positions(), q_positions], -1)
         k, v = stored(slots, self.names[2] or "length")
-        # True for tokens at or after the first that found no slot.
-        lost = new.overflowed[..., None] & (q_positions >= self._max_length)
         keys = KeyValues(
             k, v, None if lengths is None else length, q_positions, k_positions, stored(tokens),
-            lost, has_slots=True, window=self.window,
+            new._lost(q_positions), has_slots=True, window=self.window,
         )  # fmt: skip
         return keys, new
 
@@ -233,13 +252,9 @@ class KVCache(Struct):
     def truncate(self, lengths: jax.Array | int) -> Self:
         """Return the cache with at most the first `lengths` (int, or int [*B]) tokens of each row.
 
-        With a window, a row can drop its last S − window tokens, or all. If it drops more,
-        tokens that it needs were overwritten, and it has overflowed. An encoder's keys stay, and at
-        most `lengths` of the queries are counted.
-
-        Raises:
-          ValueError, TypeError: if lengths are not integers, have another shape, or are negative.
-            A traced negative length gives an overflowed row.
+        With a window, a row can drop its last S − window tokens, or all. A row that drops more has
+        overflowed, because tokens that it needs were overwritten, and so has a row whose traced
+        length is negative. An encoder's keys stay, and at most `lengths` queries are counted.
         """
         keep = self._checked_lengths(lengths)
         if self.queries is not None:
@@ -261,12 +276,8 @@ class KVCache(Struct):
     def fork(self, rows: jax.Array) -> Self:
         """Return the cache with some rows of the batch: beams, or copies for best-of-n.
 
-        Args:
-          rows: int [R], indices into the last axis of *B.
-
-        Raises:
-          ValueError, TypeError: if rows are not valid indices. A traced index out of range gives an
-            overflowed row, until the row is reset.
+        `rows` are indices into the last axis of *B, int [R]. A traced index out of range gives an
+        overflowed row, until the row is reset.
         """
         batch = self.key.ndim - 3
         indices, axis = _check_rows(rows, self.key.shape[:batch]), batch - 1
@@ -307,6 +318,10 @@ class KVCache(Struct):
         """Return the arrays that have slots, by name."""
         names = ("key", "value", "key_scale", "value_scale")
         return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+    def _lost(self, positions: jax.Array) -> jax.Array:
+        """Return True for positions [*B, T] at or after the first token that found no slot."""
+        return self.overflowed[..., None] & (positions >= self._max_length)
 
     def _positions(self) -> Any:
         """Return the position of the token in each slot of a ring, int32 [*B, S].
@@ -375,11 +390,10 @@ def _check_rows(rows: Integers, batch: Shape) -> Integers:
 
 
 class Encoded(Struct):
-    """Inputs of keys and values of another sequence, such as an encoder's output.
+    """An encoder's output, as the argument `kv` of a layer that decodes.
 
-    Give it as the argument `kv` of a layer that decodes: the layer projects the inputs once and
-    keeps their keys and values. Later calls attend to them, with `Encoded()` or without `kv`.
-    Without `decode` it means the same as `inputs_k` and `inputs_v`.
+    The layer projects it once and keeps the keys and values. Later calls attend to them, with
+    `Encoded()` or without `kv`. Without `decode` it means the same as `inputs_k` and `inputs_v`.
 
     Attributes:
       inputs_k: the inputs of the keys [*B, S, D']; None for the keys and values that are kept.
@@ -398,7 +412,7 @@ class Encoded(Struct):
     def keep(
         self, key: jax.Array, value: jax.Array, dtype: Dtype, T: int, lengths: jax.Array | None
     ) -> tuple[KeyValues, KVCache]:
-        """Return what T queries attend to, and the cache that keeps it.
+        """Return the keys and values that T queries attend to, and the cache that keeps them.
 
         Args:
           key: the projected keys [*B, S, K, H].
@@ -423,11 +437,8 @@ class CacheConfig:
       dtype: the dtype of stored keys and values (default: their own): one of 16 bits or more, or
         "int8", "float8_e4m3fn" or "float8_e5m2", with a scale for each token and head.
       slots: the size of a ring buffer that holds the last tokens: at least W + 1 under a mask
-        `Window(W, ·)`. A ring buffer never runs out of room (default: no ring buffer; one slot for
-        each token of the input that creates the cache).
-
-    Raises:
-      ValueError, TypeError: if the dtype cannot be stored, or slots is not a positive integer.
+        `Window(W, ·)` (default: no ring buffer, but one slot for each token of the input that
+        creates the cache).
     """
 
     dtype: Dtype | None = None

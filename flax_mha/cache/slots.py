@@ -131,20 +131,15 @@ def write(
     return slots.replace(stack=written) if layer else written
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _write_shard(
     axes: tuple[str, ...], wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array,
     count: jax.Array, *layer: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    first = lax.axis_index(axes) * slots.shape[-2] if axes else 0
-    return _write_rows(wraps, slots, tokens, start - first, count, *layer)
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _write_rows(
-    wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array,
-    *layer: jax.Array,
-) -> jax.Array:  # fmt: skip
+    """Write tokens into a device's slots, whose axis is sharded over the mesh `axes`."""
     T = tokens.shape[-2]
+    if axes:
+        start = start - lax.axis_index(axes) * slots.shape[-2]
     if symbols.at_most(T, _FEW) and (not wraps or symbols.at_most(T, slots.shape[-2])):
         return _write_few(wraps, slots, tokens, start, count, *layer)
     fn: Callable[..., jax.Array] = functools.partial(_write_many, wraps)

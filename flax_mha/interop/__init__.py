@@ -162,12 +162,13 @@ def load(
     variables = from_tensors(model, tensors, join=list)
     if checks.flag("as_jax", as_jax) and shardings is None:
         shardings = jnp.zeros(()).sharding  # The default device's.
-    views, tree = jax.tree.flatten(variables, is_leaf=lambda x: isinstance(x, list))
-    is_one = shardings is None or isinstance(shardings, jax.sharding.Sharding)
-    places = [shardings] * len(views) if is_one else tree.flatten_up_to(shardings)
+    is_views = lambda x: isinstance(x, list)  # noqa: E731
+    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, variables, is_leaf=is_views)
     with ThreadPoolExecutor(4) as threads:  # NumPy copies without Python's lock.
-        arrays = threads.map(functools.partial(place, floating), views, places)
-    return model.module, tree.unflatten(arrays)
+        submit = functools.partial(threads.submit, place, floating)
+        futures = jax.tree.map(submit, variables, shardings, is_leaf=is_views)
+    return model.module, jax.tree.map(lambda x: x.result(), futures)
 
 
 def save(

@@ -39,7 +39,7 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _read(views: Sequence[np.ndarray], index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+def _read(views: Sequence[np.ndarray], index: Any, dtype: Any) -> np.ndarray:
     """Return a slice of the concatenation of views, at an aligned address."""
     parts = [views[0][index]]
     if len(views) > 1:

@@ -259,7 +259,7 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
 
 def stored(
     family: Family, variables: Mapping[str, Any]
-) -> dict[str, tuple[jax.ShapeDtypeStruct, Callable[[], np.ndarray]]]:
+) -> Mapping[str, tuple[jax.ShapeDtypeStruct, Callable[[], np.ndarray]]]:
     """Return each tensor's shape and dtype, and a function that makes it.
 
     `to_tensors` makes all at once, which takes as much memory again.

@@ -92,7 +92,7 @@ class Block(nn.Module):
 
     @property
     def post_norm(self) -> bool:
-        """Whether norms follow the residual sums, so that a stack needs no final norm."""
+        """True if norms follow the residual sums, so that a stack needs no final norm."""
         return not (self.pre_norm or self.branch_norm)
 
     @nn.nowrap

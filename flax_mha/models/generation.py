@@ -119,7 +119,7 @@ def generate(
         while not decoding.ended(request, state):
             state = decoding.advance(request, weights, state, rule, rng)
             callback(int(state.step) - 1, np.asarray(state.last))
-    return decoding.best(request, state.found)
+    return decoding.best(request, state.results)
 
 
 def _ids(name: str, ids: Any, vocabulary: int) -> tuple[int, ...] | None:

@@ -26,14 +26,14 @@ class Classifier(nn.Module):
     Attributes:
       embedding: `TokenEmbedding`, `PatchEmbedding` or any module that returns [*B, T, D].
       encoder: the stack.
-      num_classes: the number of classes; None to return the tokens' features instead.
-      positions: the kind of `PositionEmbedding`, such as "none" if the attention layers rotate.
+      num_classes: the number of classes; None to return the tokens' features.
+      positions: the kind of `PositionEmbedding`; "none" if the attention layers rotate.
       dropout_rate: the dropout rate of the embedded tokens.
       class_tokens: the number of learned tokens before the input's tokens.
-      pooling: "mean" over all tokens, "first" for the first one (ViT: with class_tokens=1), or
-        "first_and_mean" for the first one and the mean over the input's tokens, joined (DINOv2).
-      register_tokens: the number of learned tokens that follow the class tokens and get no
-        positions (DINOv2 with registers).
+      pooling: "mean" over all tokens, "first" for the first one (ViT, with class_tokens=1), or
+        "first_and_mean" for the first one joined with the mean over the input's tokens (DINOv2).
+      register_tokens: the number of learned tokens after the class tokens, without positions
+        (DINOv2 with registers).
 
     Source: Darcet et al., "Vision Transformers Need Registers", 2023 (register_tokens).
     """
@@ -52,9 +52,9 @@ class Classifier(nn.Module):
         """Classify each example of the batch.
 
         Args:
-          inputs: the embedding's input.
-          **options: arguments of the encoder (see `MultiHeadAttention`). Tokens beyond `lengths`
-            have no influence. With dropout, `deterministic` must be given.
+          inputs: the embedding's input. **options: arguments of the encoder (see
+            `MultiHeadAttention`). Tokens beyond `lengths` have no influence. With dropout you must
+            give `deterministic`.
 
         Returns:
           Logits [*B, num_classes], float32; or features [*B, T, D].
@@ -171,17 +171,17 @@ class LanguageModel(nn.Module):
 
         Args:
           tokens: int [*B, T].
-          attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding, on either side
-            or between tokens. Positions count tokens, as `generate` of `transformers` counts them.
-            Where padding follows the tokens, `lengths` does the same, and is faster under jit.
+          attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding anywhere.
+            Positions count tokens, as in `generate` of `transformers`. For padding after the
+            tokens, `lengths` does the same, and is faster under jit.
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
-          at: int [*B], in 0 … T−1, the index of the only token in each example to return logits for
-            (default: all tokens). An index out of range gives NaN.
+          at: int [*B], in 0 … T−1, the only token of each example to return logits for (default:
+            all). An index out of range gives NaN.
           memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
-          **options: arguments of the blocks (see `MultiHeadAttention`); the mask is combined with a
-            causal one. `position_embedding` gets `positions` or `order` too, and needs one of them
-            in decoding. With dropout, `deterministic` must be given.
+            **options: arguments of the blocks (see `MultiHeadAttention`), whose mask becomes causal
+            too. `position_embedding` gets `positions` or `order`, and needs one of them in
+            decoding. With dropout you must give `deterministic`.
 
         Returns:
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 or wider.
@@ -248,7 +248,7 @@ class Translator(nn.Module):
     Attributes:
       encoder: the stack over the source.
       decoder: the model of the target, whose blocks have `cross_attention`.
-      embedding: the table of source tokens (default: share the decoder's).
+      embedding: the table of source tokens (default: the decoder's).
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
@@ -269,12 +269,11 @@ class Translator(nn.Module):
         Args:
           source: int [*B, S].
           target: int [*B, T].
-          attention_mask: bool or int [*B, S] of the source as tokenizers give it, 0 for padding, on
-            either side or between tokens.
-          source_lengths: int [*B], the number of real tokens in each source (default: all). The
-            others have no influence.
-          deterministic: False to apply dropout, which needs the rng `dropout`. With dropout it must
-            be given.
+          attention_mask: bool or int [*B, S] of the source as tokenizers give it, 0 for padding
+            anywhere.
+          source_lengths: int [*B], the number of real tokens in each source (default: all).
+          deterministic: False to apply dropout, which needs the rng `dropout`; you must give it if
+            the model has dropout.
           sow_weights: True to sow the attention weights (see `MultiHeadAttention`).
 
         Returns:

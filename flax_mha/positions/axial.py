@@ -71,8 +71,8 @@ class Axial(rope.PairRotation):
         positions = shapes.per_token("positions", positions, x.shape[:-2])
         end = self.check(positions)
         positions = jnp.asarray(positions)
-        pairs, rest = divmod(x.shape[-1], 2 * len(sizes))
-        if rest:
+        pairs, remainder = divmod(x.shape[-1], 2 * len(sizes))
+        if remainder:
             raise ValueError(
                 f"Axial turns pairs, the same number for each of {len(sizes)} axes, so H must be a "
                 f"multiple of {2 * len(sizes)}, got {x.shape[-1]}; choose another head_dim"

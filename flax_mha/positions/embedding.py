@@ -109,9 +109,6 @@ class PositionEmbedding(nn.Module):
             checks.within("positions", at, rows, remedy)
             init = sharding.named(self.embedding_init, ("length", "embed"))
             weights = self.param("embedding", init, (rows, D), self.param_dtype)
-
-            def look_up(weights: jax.Array, positions: jax.Array) -> jax.Array:
-                return numerics.look_up(weights, positions)
-
-            table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(at))
+            names = ("norm_length", None)
+            table = sharding.auto(numerics.look_up, names, weights, jnp.asarray(at))
         return numerics.plus(x.astype(dtype), table)

@@ -155,7 +155,7 @@ class Rotary(PairRotation):
             )
         at = as_floats(positions)
         if isinstance(scaling, Growing):
-            # The length of each row is that of its tokens so far.
+            # The length of each row, up to its newest token.
             frequencies, size = scaling(R, base, jnp.max(at, -1, keepdims=True, initial=-1) + 1)
         else:
             theta, size = scaling(R, base)

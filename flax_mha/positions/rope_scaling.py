@@ -118,7 +118,7 @@ class Yarn(_Checked):
 class Proportional(_Checked):
     """A rotation of only the fastest pairs: θ_c / factor for c < share·R/2, and 0 for the others.
 
-    Frequencies are those of all R features. `fraction` of `Rotary` instead leaves fewer features.
+    The frequencies do not depend on the share. With `fraction` of `Rotary` they would.
 
     Attributes:
       share: the share of the pairs that is rotated, at most 1.

@@ -57,7 +57,7 @@ def target(platform: Platform | None) -> Iterator[None]:
 def platform() -> str:
     """Return JAX's name of the platform that the traced program is for.
 
-    This is the platform of `flax_mha.kernels.use`, else that of the devices of the ambient mesh,
+    This is the platform of `flax_mha.kernels.use`, else the one of the ambient mesh's devices,
     which may be elsewhere, else JAX's default.
     """
     if (known := _target.get()) is not None:

@@ -112,12 +112,12 @@ def local(
       *args: the arrays.
       over: more mesh axes, along which all devices compute the same.
     """
-    several = isinstance(outs, list)
+    has_many = isinstance(outs, list)
     inputs = [(x.shape, n) for x, n in zip(args, names, strict=True)]
     # An array without batch axes has fewer axes than names.
     arrays = [
         (shape, n[max(len(n) - len(shape), 0) :])
-        for shape, n in [*inputs, *(outs if several else [outs])]
+        for shape, n in [*inputs, *(outs if has_many else [outs])]
     ]
     specs = [spec(shape, n) for shape, n in arrays]
     # An axis without a rule is sharded as the first axis with its name, or with its index.
@@ -130,7 +130,7 @@ def local(
         for spec, key in zip(specs, keys, strict=True)
     ]
     ins, out_specs = full[: len(args)], full[len(args) :]
-    outs = out_specs if several else out_specs[0]
+    outs = out_specs if has_many else out_specs[0]
     manual = manual_axes(specs) | {*over}
     return shard_map.run_on_shards(fn, manual, ins, outs, *map(reshard, args, ins))
 

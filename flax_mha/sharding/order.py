@@ -10,6 +10,7 @@ import numpy as np
 from flax_mha.base import checks
 from flax_mha.base.coordinates import Array, tiles_of, whole
 from flax_mha.base.shapes import Dims
+from flax_mha.base.trees import Struct
 
 # The swaps that are compared at once, and the most table entries of all swaps: some seconds.
 _SWAPS, _ENTRIES = 32, 2**29
@@ -105,8 +106,8 @@ def balanced(
 def piece_size(length: int, devices: int, positions: Array | None = None) -> int:
     """Return the tokens of a piece, if each device has `length` tokens.
 
-    `positions` are those of all tokens, as in `AttentionSpec`. The result is the default of
-    `balanced` if they are traced or None.
+    `positions` are all tokens' positions, as in `AttentionSpec`. If they are traced or None, the
+    result is the default of `balanced`.
     """
     if positions is None or isinstance(positions, jax.Array):
         least = max(16, 4 * devices)
@@ -121,11 +122,12 @@ def _count_work(rows: np.ndarray, mask: Any, tile: int) -> np.ndarray:
     length = int(rows[0].sum())
     dims = Dims((), length, length, 1, 1, 1, 1)
     tiles = tiles_of(*whole(dims)[2:], tile, tile)
+    rule: Any = mask
     if mask is None:
         visible = tiles.k_min <= tiles.q_max
-    elif hasattr(mask, "bind"):
+    elif isinstance(mask, Struct):
         jax.tree.map(functools.partial(checks.static, "mask"), mask)
-        visible = np.asarray(mask.bind(dims).tiles(tiles)) > 0
+        visible = np.asarray(rule.bind(dims).tiles(tiles)) > 0
     else:
         raise TypeError(
             f"mask must be a flax_mha.masks.Mask, got {checks.describe(mask)}; give masks.Causal()"

@@ -124,11 +124,11 @@ def leading_axes(axes: Any, size: int, mesh: AbstractMesh) -> Any:
     return pack_entry(leading)
 
 
-def keep_axes(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:
-    """Return a spec with only the mesh axes in `kept`."""
+def keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """Return a spec with only the mesh axes in `axes`."""
 
     def keep(part: Any) -> Any:
-        return pack_entry([axis for axis in unpack_entry(part) if axis in kept])
+        return pack_entry([axis for axis in unpack_entry(part) if axis in axes])
 
     return PartitionSpec(*(part if part is UNCONSTRAINED else keep(part) for part in spec))
 

@@ -13,7 +13,7 @@ from flax_mha.sharding.rules import keep_axes
 
 
 def mapped_axes() -> tuple[set[str], set[str]]:
-    """Return the axes that `jax.vmap` maps over: Explicit ones, and those of `spmd_axis_name`."""
+    """Return the mesh axes that `jax.vmap` maps over: Explicit ones, and `spmd_axis_name`."""
     try:
         from jax._src.core import get_axis_env
     except ImportError:  # JAX has no public name for this. No axis then counts as mapped.

@@ -1,4 +1,4 @@
-"""What several variants share: checks, parts of masks, and a change of the output."""
+"""Checks, parts of masks, and a change of the output, which several variants share."""
 
 from collections.abc import Callable
 from typing import Any

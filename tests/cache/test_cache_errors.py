@@ -52,6 +52,8 @@ VALUE: list[Case] = [
      r"lengths must have shape \[\*B\] = \(2,\), got \(\); give one"),
     ("lengths dtype", lambda: HELD.append(Q, Q, lengths=ones(2)), TypeError,
      r"lengths must be integers, got float32; cast"),
+    ("q_positions", lambda: HELD.attend(Q, ones((2, 4))), TypeError,
+     r"q_positions must be integers, got float32; cast"),
     ("batch", lambda: KVCache.empty(2, 4, 6, 8), TypeError,
      r"batch must be a tuple of sizes, got 2 of int; give"),
     ("batch below 0", lambda: KVCache.empty((-1,), 4, 6, 8), ValueError, r"got -1"),

@@ -81,29 +81,15 @@ def test_decoding_appends_inputs_k(name: str) -> None:
     wanted = plain.apply(v, X)
     held = {**v, "cache": layer.init(KEY, X, X)["cache"]}
     assert [*held["cache"]] == ["kv"]
+    bad = X.copy()
+    bad[1, 3:] = np.nan
+    out, ragged = run(layer, held, bad, bad.copy(), lengths=LENGTHS)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(ragged["cache"]["kv"].length, LENGTHS)
     for t in range(6):
         token = X[:, t : t + 1]
         out, held = run(layer, held, token, 1 * token)
         close(out[:, 0], wanted[:, t])
-
-
-@pytest.mark.sampled(0.25, slow=0.2)
-@pytest.mark.parametrize("name", LAYERS)
-def test_decoding_counts_lengths_of_inputs_k(name: str) -> None:
-    layer = LAYERS[name](2, decode=True)
-    v = layer.init(KEY, X)
-    bad = X.copy()
-    bad[1, 3:] = np.nan
-    out, held = run(layer, v, bad, bad.copy(), lengths=LENGTHS)
-    assert np.isfinite(out).all()
-    np.testing.assert_array_equal(held["cache"]["kv"].length, LENGTHS)
-
-
-def test_nnx_decoding_counts_lengths_of_inputs_k() -> None:
-    layer = flax_mha.nnx.MultiHeadAttention(2, 16, rngs=nnx.Rngs(0))
-    layer.init_cache(X.shape)
-    nnx.jit(lambda layer, q, k: layer(q, k, decode=True, lengths=LENGTHS))(layer, X, X)
-    np.testing.assert_array_equal(layer.cache_index, LENGTHS)
 
 
 @pytest.mark.sampled(0.13, slow=0.2)

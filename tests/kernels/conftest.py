@@ -129,7 +129,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> None:
     """
     pretend(monkeypatch, "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
+    monkeypatch.setattr(primitives, "gpu", lambda platform: ((9, 0), (9, 20, 0)))
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with
         *qkv, cotangent=jnp.zeros((B, T, N, HV)) if cotangent is None else cotangent,
         lse_cotangent=dlse, allowed=table(MASKS[mask], T, S), bias=bias, sinks=sinks,
     )  # fmt: skip
-    for one, other in zip(got, [x for x in exact if x is not None], strict=True):
+    for one, other in zip(got, [x for x in exact[:5] if x is not None], strict=True):
         close(one, other)
 
 

@@ -60,7 +60,7 @@ def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_on_gpu_match_definition(name: str) -> None:
     """Below Hopper cuDNN refuses them."""
-    capability = primitives.gpu(shards.current_platform()).capability
+    capability, _ = primitives.gpu(shards.current_platform())
     if capability < (9, 0):
         pytest.skip("packed documents need compute capability 9.0")
     known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
@@ -201,7 +201,7 @@ HIDDEN = {
 def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
     mask, call = HIDDEN[name]
     call = {"capability": (9, 0), "groups": True, "H": 64, "K": 4} | call
-    gpu = primitives.Gpu(call.pop("capability"), (9, 20, 0))
+    gpu = call.pop("capability"), (9, 20, 0)
     monkeypatch.setattr(primitives, "gpu", lambda platform: gpu)
     monkeypatch.setattr(cudnn, "PACKED_GROUPS", call.pop("groups"))
     features, heads = (call.pop(x) for x in "HK")

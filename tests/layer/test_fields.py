@@ -171,11 +171,11 @@ def test_each_none_of_flax_is_taken_and_other_values_are_refused(theirs: Any, ou
     assert result(layer, **call).shape == X.shape
     alone = [p.name for p in of_class if p.name.endswith(("_general", "_cls", "_promote_dtype"))]
     for name in alone:
-        with pytest.raises(TypeError, match=f"{ours.__name__} takes {name}=None alone, got .*; "):
+        with pytest.raises(TypeError, match=f"{ours.__name__} takes only {name}=None, got .*; "):
             made(ours, **{name: jax.lax.dot_general})
     of_linen = () if ours is nnx.MultiHeadAttention else ("input_positions",)
     for name in ("inputs_kv", "out_sharding", "qkv_sharding", *of_linen):
-        with pytest.raises(TypeError, match=f"takes {name}=None alone, got ndarray; "):
+        with pytest.raises(TypeError, match=f"takes only {name}=None, got ndarray; "):
             result(layer, **{name: X})
     assert len(alone) >= 6
 
@@ -204,7 +204,7 @@ def test_a_subclass_in_nnx_may_give_fields_other_defaults(cls: Any) -> None:
     layer = made(Half, 4)
     assert result(layer).dtype == jnp.bfloat16
     assert (layer.qkv_features, layer.num_kv_heads) == (4, 1)
-    with pytest.raises(TypeError, match="takes qkv_dot_general=None alone"):
+    with pytest.raises(TypeError, match="takes only qkv_dot_general=None"):
         made(Half, qkv_dot_general=jax.lax.dot_general)
 
 

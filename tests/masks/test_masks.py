@@ -187,13 +187,6 @@ def table_of(mask: Mask, dims: Dims = DIMS) -> jax.Array:
     return jnp.broadcast_to(allowed, dims.logits)
 
 
-def test_causal_mask_follows_query_positions() -> None:
-    """Queries at positions 7 and 8 see the keys up to there."""
-    dims = Dims((), 2, 10, 1, 1, 4, 4)
-    allowed = Causal().allowed(whole(dims, jnp.array([7, 8])))
-    np.testing.assert_array_equal(allowed[0].sum(-1), [8, 9])
-
-
 @pytest.mark.parametrize("kind", [int, np.int64, np.array, jnp.int32, jnp.array])
 def test_one_position_is_the_first(kind: Callable[..., Any]) -> None:
     dims = Dims((), 2, 10, 1, 1, 4, 4)

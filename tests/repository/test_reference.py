@@ -33,8 +33,11 @@ def directives() -> Iterator[tuple[str, str]]:
                 module = name
             elif kind == "automodule" and ":no-members:" not in options:
                 yield kind, name
-                for member in {*importlib.import_module(name).__all__} - {*options.split()}:
-                    yield "autoobject", f"{name}.{member}"
+                of_module = vars(importlib.import_module(name))
+                for member in {*of_module["__all__"]} - {*options.split()}:
+                    # Constants have no text of their own.
+                    if inspect.isroutine(of_module[member]) or inspect.isclass(of_module[member]):
+                        yield "autoobject", f"{name}.{member}"
             elif kind == "automodule" or name.startswith("flax_mha."):
                 yield kind, name
             else:

@@ -211,7 +211,7 @@ def test_nothing_is_sent_along_the_mapped_axis(optimized: None, kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_kernels_run_or_say_why_not(monkeypatch: Any, kind: str) -> None:
     pretend(monkeypatch, "gpu")
-    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
+    monkeypatch.setattr(primitives, "gpu", lambda platform: ((9, 0), (9, 20, 0)))
     x, found = jnp.ones((4, 2, 1024, 4, 64), jnp.bfloat16), []
     mesh, leave = on(kind, shape=SHAPE)
     try:

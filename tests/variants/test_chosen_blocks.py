@@ -116,18 +116,6 @@ def test_document_does_not_affect_others(fields: dict[str, Any], lengths: list[i
         assert error(actual, wanted[:, ids != n]) < 5e-6
 
 
-@pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 8}])
-def test_no_query_depends_on_later_tokens(fields: dict[str, Any]) -> None:
-    """The choice of blocks does not either."""
-    module = layer(**fields)
-    params = drawn(module, X)
-    apply = jax.jit(module.apply)
-    out = apply(params, X)
-    for t in range(1, T, 5):
-        changed = np.where(np.arange(T)[:, None] < t, X, X[::-1] + 1)
-        np.testing.assert_allclose(apply(params, changed)[:, :t], out[:, :t], atol=1e-5)
-
-
 def test_top_blocks_are_the_best_and_the_query_block() -> None:
     """By hand: earlier and later blocks, forced and forbidden ones, and positions."""
     inf = np.inf

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import flax_mha
 from flax_mha import Encoder, EncoderBlock, masks, scores
 from flax_mha.analysis import prune
 from flax_mha.positions import Rotary
@@ -67,12 +65,6 @@ def test_learned_scores_have_a_row_for_each_map(K: int, rng: np.random.Generator
     given = scores.RelativeBias(params["relative_bias"])
     expected = layer.clone(scores=()).apply({"params": rest}, x, scores=(given,))
     np.testing.assert_array_equal(layer.apply({"params": params}, x), expected)
-    fields: Any = {"num_kv_heads": K, "head_dim": 4, "scores": layer.scores}
-    in_nnx = flax_mha.nnx.DifferentialAttention(4, 16, **fields, rngs=nnx.Rngs(0))
-    state = nnx.state(in_nnx, nnx.Param)
-    nnx.replace_by_pure_dict(state, params)
-    nnx.update(in_nnx, state)
-    np.testing.assert_array_equal(in_nnx(x), expected)
 
 
 def test_layers_with_learned_scores_lose_heads() -> None:

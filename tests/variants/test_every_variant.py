@@ -1,4 +1,4 @@
-"""What every variant does alike: steps, meshes, scanned stacks, generation and errors."""
+"""Steps, meshes, scanned stacks, generation and errors of all variants."""
 
 import functools
 from typing import Any
@@ -70,6 +70,25 @@ def test_meshes_match_one_device(name: str, rules: Any, kind: str) -> None:
     x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
     heads = {} if name == "MultiHeadLatent" else {"num_kv_heads": 4}
     check_on_mesh(layer(name, **heads), x, kind, rules, decodes=name not in list(FIELDS)[:2])
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("name", FIELDS)
+def test_tokens_of_other_documents_and_later_tokens_change_nothing(
+    name: str, is_cached: bool
+) -> None:
+    """Not the choice of blocks either."""
+    module = layer(name, mask=masks.Causal() & masks.Documents(np.array([5, 3])))
+    params, bad = drawn(module, X), X.copy()
+    bad[:, [2, 9]] = 9
+    out = jax.jit(module.apply)(params, X)
+    if is_cached:
+        found = decoded(module.clone(decode=True), params, bad, (3, 1, 6))
+    else:
+        found = jax.jit(module.apply)(params, bad)
+    others = [i for i in range(T) if i not in (2, 3, 4, 9)]
+    assert error(found[:, others], out[:, others]) < 1e-5
 
 
 @pytest.mark.slow

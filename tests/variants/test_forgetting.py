@@ -52,17 +52,6 @@ def test_gate_gradients_match_differences() -> None:
     check_gradients(layer(kernel="blockwise"), X, expected, *groups)
 
 
-def test_open_gates_give_multi_head_attention() -> None:
-    """At f = 1 nothing is forgotten."""
-    module = layer()
-    params = drawn(module, X)
-    params["params"]["forget_bias"] = np.full(N, 40.0, np.float32)
-    plain = {k: v for k, v in params["params"].items() if not k.startswith("forget")}
-    x, causal = float64(X), np.tri(T, dtype=bool)
-    wanted = oracle.multi_head(float64(plain), x, allowed=causal)[0]
-    assert error(jax.jit(module.apply)(params, X), wanted) < 5e-6
-
-
 @pytest.mark.sampled(0.16)
 @pytest.mark.parametrize("window", [False, True])
 def test_bfloat16_cache_keeps_gates_exact(window: bool) -> None:
@@ -139,23 +128,6 @@ def test_hidden_tokens_change_nothing() -> None:
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
     steps = decoded(module.clone(decode=True), params, bad, (3, 1, 1, 5))
     assert error(steps[REAL], wanted[REAL]) < 5e-6
-
-
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("steps", [None, (3, 1, 6)])
-def test_document_does_not_affect_others(steps: Any) -> None:
-    """Tokens of other documents are unchanged."""
-    module = layer(mask=masks.Documents(np.array([5, 3])))
-    params = drawn(module, X)
-    bad = X.copy()
-    bad[:, [2, 9]] = 9
-    out = jax.jit(module.apply)(params, X)
-    if steps:
-        found = decoded(module.clone(decode=True), params, bad, steps)
-    else:
-        found = jax.jit(module.apply)(params, bad)
-    others = [i for i in range(T) if i not in (2, 3, 4, 9)]
-    assert error(found[:, others], out[:, others]) < 5e-6
 
 
 @pytest.mark.slow

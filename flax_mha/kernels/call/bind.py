@@ -79,7 +79,8 @@ def bind_call(
     q_pos = shapes.positions("q_positions", q_positions, (*dims.B, dims.T), "T")
     k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, dims.S), "S")
     if not isinstance(k, Stored):
-        q, k, v = promote_dtype(q, k, v, dtype=None)
+        promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
+        q, k, v = promoted
     at = whole(dims, q_pos, k_pos)
     mask = None if mask is None else masks.as_mask(mask)
     bound = None if mask is None else mask.bind(dims)

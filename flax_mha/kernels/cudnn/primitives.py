@@ -5,7 +5,7 @@ JAX's own batching rule, before 0.11, supports no operand that the batch shares.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,35 +23,21 @@ from jax._src.cudnn.fused_attention_stablehlo import (
 from flax_mha.kernels.call.spec import Platform
 from flax_mha.kernels.chips import gpus
 
-
-class Gpu(NamedTuple):
-    """The properties of a GPU that decide which calls run.
-
-    Attributes:
-      capability: the compute capability, (9, 0) for Hopper.
-      cudnn: the version of cuDNN.
-    """
-
-    capability: tuple[int, int]
-    cudnn: tuple[int, int, int]
-
-    @property
-    def features(self) -> int:
-        """The maximum number of features of a head, in the backward pass."""
-        return 256 if self.capability[0] == 9 else 128
+# A GPU's compute capability, (9, 0) for Hopper, and its version of cuDNN.
+Gpu: TypeAlias = tuple[tuple[int, int], tuple[int, int, int]]
 
 
 def gpu(platform: Platform) -> Gpu | str:
-    """Return the GPU that a call will run on, local or not, or the reason against cuDNN."""
+    """Return the GPU that a call will run on, present or not, or the reason against cuDNN."""
     capability = gpus.capability(platform.device)
     if isinstance(capability, str):
         return capability
     if platform.cudnn is not None:
-        return Gpu(capability, platform.cudnn)
+        return capability, platform.cudnn
     if cuda_versions is None:
         return "cuDNN is not detected"
     version = cuda_versions.cudnn_get_version()
-    return Gpu(capability, (version // 10000, version // 100 % 100, version % 100))
+    return capability, (version // 10000, version // 100 % 100, version % 100)
 
 
 class CudnnCall(NamedTuple):
@@ -61,9 +47,9 @@ class CudnnCall(NamedTuple):
       scale: the factor of the scores.
       causal: True if query i sees only keys j ≤ i.
       left: the number of earlier keys that a query sees; None for all.
-      divisible: True if XLA may shard the call between devices.
+      divisible: True if XLA may shard the call.
       learned: True if the bias has a gradient.
-      heads_first: True if heads come before tokens in memory, as in a cache.
+      heads_first: True if heads come before tokens, as in a cache.
     """
 
     scale: float
@@ -96,9 +82,8 @@ def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
     """Return out [rows, T, N, F] and lse, float32 [rows, N, T], with vmapped axes first.
 
     The arguments are q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None,
-    the lengths of queries and keys, int32 [rows], at least 1, and None. With packed documents, they
-    are lengths [rows, runs], and offsets [rows, runs + 1] instead of None. The lse is then [rows,
-    runs, N, T].
+    the lengths of queries and keys, int32 [rows], at least 1, and None. For packed documents they
+    are lengths [rows, runs] and offsets [rows, runs + 1], and the lse is [rows, runs, N, T].
     """
 
     def run(*args: Any) -> Any:

@@ -2,16 +2,13 @@
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
-This is `reference`, with the exponentials rounded to the dtype of the values before their
-matmul, and divided by their sum after it.
+It is `reference`, except that exponentials are rounded to the dtype of the values before their
+matmul and divided by their sum after it. Memory is O(T + S), plus the arrays of masks and scores.
 
-Memory is O(T + S), except for the arrays of masks and scores. Empty tiles are skipped, forward and
-backward, and the mask is evaluated only in partial tiles. Masks and score functions, user-defined
-ones included, run in the kernel, and so do the derivatives of scores. The backward pass recomputes
-the scores from the saved maximum and sum: on TPUs once for dq, dk and dv together, and in passes of
-their own for learned arrays, in memory of their size. XLA removes passes that are not needed.
-
-On TPUs the kernel rotates queries and keys, if their rotation is left to it.
+Empty tiles are skipped, and only partial tiles evaluate the mask. Masks and score functions run in
+the kernel, also a user's own, and so do their derivatives. The backward pass computes scores again:
+on TPUs once for dq, dk and dv, and once more for each learned array, whose memory it takes. On TPUs
+the kernel can also rotate queries and keys.
 
 Sources: Dao, "FlashAttention-2", 2023; Dong et al., "Flex Attention", 2024, for the idea; Milakov
 and Gimelshein, "Online normalizer calculation for softmax", 2018.

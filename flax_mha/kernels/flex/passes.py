@@ -84,10 +84,10 @@ def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, 
 
 
 def split(out: jax.Array, dtype: Any, exact: bool) -> list[jax.Array]:
-    """Return float32 numbers in a dtype and, if they are to be exact, the rest that it leaves.
+    """Return float32 numbers in a dtype, and if they must be exact, the bits that it loses.
 
-    The rest of bfloat16 is the next 8 bits, as int8: rounded to 16 bits, δ cancels with products of
-    weights that are not rounded, at 3 bytes a number. Other dtypes have float32 alone.
+    For bfloat16 these are the next 8 bits, as int8. Without them, δ would cancel against products
+    of unrounded weights.
     """
     if not exact or dtype not in (jnp.float32, jnp.bfloat16):
         return [out.astype(jnp.float32 if exact else dtype)]

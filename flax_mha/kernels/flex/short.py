@@ -2,12 +2,10 @@
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
-A step of the kernel computes some heads of one row. It reads q, k and v as the projections write
-them, [T, N·H], so nothing is transposed, and small heads are not padded to 128 features. Scores
-stay in fast memory. The backward pass computes the softmax again, with its δ from the weights, so
-that only q, k and v are kept for it. Masks and scores run as in `flex`.
-
-This is `reference`, with the weights rounded to the dtype of the values before their matmul.
+A step computes some heads of one row, with all scores in fast memory. It reads q, k and v as the
+projections write them, [T, N·H], so nothing is transposed, and small heads are not padded to 128
+features. The backward pass keeps only q, k and v, and computes the softmax again. Masks and scores
+run as in `flex`. Weights are rounded to the dtype of the values before their matmul.
 
 Source: Dao et al., "FlashAttention", 2022, for the recomputation.
 """

@@ -15,24 +15,23 @@ from flax_mha.kernels.xla.tile_plan import Plan
 
 
 class Machine(NamedTuple):
-    """The part of the kernel that each kind of device has of its own.
+    """The functions of a kind of device.
 
     Attributes:
-      check: the reason why no call with these q, k and v can run on a platform, or None.
-      blocks: choices of the most queries and keys of a tile on a device kind, with the relative
-        cost of a score; the first is for masks that are traced.
+      check: returns why no call of these q, k and v can run on a platform, or None.
+      blocks: returns the possible largest tiles (queries, keys) of a device kind, with the relative
+        cost of a score; the first is for traced masks.
       table: the most entries of a table of tiles.
-      whole_tiles: True if functions see whole tiles, of queries × keys and of keys × queries; False
-        if they must be elementwise.
-      visits: the lists of visited tiles, given the states of all and the dtype of q, or None.
-      turns: True if the kernels can rotate queries and keys of a dtype.
-      missing: the operation that a function needs and kernels lack, or None, given the layouts of
-        its first arguments.
-      run: the result of a function for its closed-over arrays and arguments, in a kernel.
-      forward: out, with the rest that its dtype leaves if asked for as `exact`, see `split`; and
-        each query's maximum and sum of exponentials, [R, N, 2, T′].
-      gradients: the gradients of q, k, v and leaves, from `Arrays`, the cotangent of out, and
-        [R, N, 3, T′]: the maximum, 1/sum, and δ of `softmax.gradient_inputs`.
+      whole_tiles: True if functions see whole tiles, of both orders of axes; False if they must be
+        elementwise.
+      visits: returns the lists of visited tiles from all states and the dtype of q, or None.
+      turns: returns True if the kernels can rotate queries and keys of a dtype.
+      missing: returns the operation that a function needs and the compiler lacks, or None.
+      run: returns a function's result in a kernel, for closed-over arrays and arguments.
+      forward: returns out, if `exact` with the bits that its dtype loses (see `split`), and each
+        query's maximum and sum of exponentials, [R, N, 2, T′].
+      gradients: returns the gradients of q, k, v and leaves from `Arrays`, dout, and [R, N, 3, T′]:
+        the maximum, 1/sum, and δ of `softmax.gradient_inputs`.
     """
 
     check: Callable[[jax.Array, jax.Array, jax.Array, Platform], str | None]
@@ -67,18 +66,17 @@ class FlexCall(NamedTuple):
       machine: the kind of device that runs it.
       plan: the division into tiles.
       device: JAX's name of the device kind.
-      states: True if there may be full tiles, and partial ones.
-      plain: a tile's scores, a function of the arrays it closes over, the spec's leaves, the
-        coordinates of `At`, and q·kᵀ.
-      masked: the same function under the mask. If T or S is not a multiple of the blocks, its last
-        argument tells which scores exist.
-      closed: the arrays that `plain` closes over, and those of `masked`.
+      states: True if there can be full tiles, and partial ones.
+      plain: a tile's scores, a function of closed-over arrays, the spec's leaves, `At`, and q·kᵀ.
+      masked: the same under the mask. If T or S is no multiple of the blocks, a last argument says
+        which scores exist.
+      closed: the arrays that `plain` closes over, then those of `masked`.
       leaves: the spec's arrays. Dropout has two seeds of one number each.
       form: the spec without its arrays.
       pure: False if it holds user-defined functions. See `trees.trace_once`.
       precision: the precision of float32 matmuls.
-      reads_sums: False if only the output is read, and the sums may be 0.
-      keys_first: True if the functions are of tiles of keys × queries.
+      reads_sums: False if only the output is read, and the sums can be 0.
+      keys_first: True if tiles are of keys × queries.
       swapped: the call with keys first, or None.
     """
 

@@ -28,10 +28,9 @@ WHOLE = 2**17
 def trace(
     spec: AttentionSpec, plan: Plan, machine: Machine, device: str
 ) -> tuple[FlexCall, list[list[Any]], list[Any]] | str:
-    """Return the functions of a call, or the reason why they cannot run in a kernel.
+    """Return the static part of a call, or the reason why its functions cannot run in a kernel.
 
-    The functions are in the static part of the call, with `states` for an unknown mask. The arrays
-    that they close over, for both orders of a tile's axes, and the spec's leaves, follow.
+    After it come the closed-over arrays for both orders of a tile's axes, and the spec's leaves.
     """
     precision = tpus.precision(spec.precision)
     if isinstance(precision, str):

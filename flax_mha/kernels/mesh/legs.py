@@ -37,11 +37,12 @@ _PARTS = 2
 
 
 def split(reach: Mapping[int, tuple[int, int]], size: int, n: int) -> tuple[Pass, ...]:
-    """Return the passes around n devices for blocks of `size` keys, first that of whole blocks.
+    """Return the passes around n devices for blocks of `size` keys, the pass of whole blocks first.
 
     `reach` has the first key and the end of the keys that any device sees in a step, by offset. A
-    part of a block goes from its owner straight to its device, if less then crosses the links
-    between neighbors. So it does not if the whole block passes by on its way to others.
+    part of a block goes from its owner straight to its device, if less data then crosses the links
+    between
+    neighbors: not if the whole block passes by on its way to others.
     """
 
     def crossing(parts: Sequence[int]) -> int:

@@ -2,13 +2,11 @@
 
     out = softmax(softcap(q·kᵀ·scale), over the keys that the mask allows)·v
 
-This is `reference` without other score functions, sinks, dropout and lse. In half precision
-the scale rounds q once more.
+It is `reference` without other score functions, sinks, dropout and lse, and rounds q once more in
+half precision, by the scale. Memory is O(T + S). It skips blocks that are empty under a static
+mask. In other blocks the mask is a function of positions and segment ids (see `computed_mask`).
 
-Memory is O(T + S). Blocks that are empty under a static mask are skipped, forward and backward. In
-other blocks the mask is a function of positions and segment ids (see `computed_mask`).
-
-`auto` takes `flex` first, which has more features. This kernel is for plain attention, by its name:
+`auto` prefers `flex`, which has more features. By its name, this kernel computes plain attention:
 one static mask for all rows and heads, one array of segment ids or lengths, and a soft cap.
 
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`, with its own gradients. Dao,

@@ -1,9 +1,9 @@
 """The kernels of flex for TPUs: forward, and the gradients of queries, keys, values and leaves.
 
-The running maximum and sum of a query are kept in 128 equal lanes, because numbers in one lane
-would be spread over a tile again and again. The gradients of q, k and v come from one pass: those
-of a stretch of keys stay in fast memory, in float32, until all queries have added to them. Its
-tiles are of keys × queries, so that numbers of queries are rows, which are spread for free.
+The running maximum and sum of a query fill 128 equal lanes, so that no number is spread over a tile
+again and again. One pass computes the gradients of q, k and v. It keeps those of a stretch of keys
+in fast memory, in float32, until all queries have added to them. Its tiles are of keys × queries,
+because numbers of queries are then rows, which spread for free.
 """
 
 import functools
@@ -97,18 +97,16 @@ def launch(
 ) -> Any:  # fmt: skip
     """Run body(prefetched, inputs, outputs, scratch) at every step of a grid.
 
-    Inputs and outputs are trees of `Blocked`, and the body gets trees of references.
-
     Args:
       call: the call.
       name: the name of the kernel.
-      body: the kernel.
+      body: the kernel, which gets trees of references.
       grid: the sizes of the grid's axes.
       inner: the number of last axes that results are summed over.
       scores: the scores that a step computes.
       prefetched: arrays in scalar memory.
-      inputs: the arrays that the kernel reads.
-      outputs: the shapes of its results.
+      inputs: a tree of `Blocked` arrays to read.
+      outputs: a tree of `Blocked` shapes of results.
       scratch: the shapes of its memory.
       aliases: the inputs that outputs replace, by number.
     """

@@ -1,12 +1,10 @@
 """Functions of scores in operations of Mosaic, Pallas' compiler for TPUs.
 
-A mask or score function is traced once, for one tile. In a kernel it is evaluated with these
-changes:
+A mask or score function is traced once, for one tile. A kernel evaluates it with these changes:
 
-- Arrays of one element are [1, 1], and vectors [1, n], because Mosaic needs two axes.
-- Look-ups in small tables, which Mosaic lacks, are selections among their entries, with exact
-  gradients. Their indices, of three axes, are one array for each axis of the table.
-- Branches on an index are selections too.
+- Arrays have two axes: one element is [1, 1], a vector [1, n].
+- Look-ups in small tables, which Mosaic lacks, select among their entries, with exact gradients.
+- Branches on an index become selections too.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The order in which a TPU's kernel visits the tiles of scores, and the blocks that it loads.
 
-A kernel's grid has an axis for each of these letters. The last axis is the fastest:
+A grid has an axis for each of these letters, the last one the fastest:
 
 | letter | axis |
 |---|---|
@@ -9,8 +9,8 @@ A kernel's grid has an axis for each of these letters. The last axis is the fast
 | `t` | visits of a list: the blocks of queries in order, each with its blocks of keys |
 | `i`, `j` | instead of `t`: all blocks of queries, all blocks of keys |
 
-Results are summed over the `inner` axes. They are the fastest, because a block of results may only
-be visited again in consecutive steps.
+The `inner` axes, which results are summed over, are last, because only consecutive steps can visit
+a block of results again.
 """
 
 from collections.abc import Sequence
@@ -39,10 +39,10 @@ class Step(NamedTuple):
     Attributes:
       near: the block of keys, counted from the first of its stretch.
       state: the state of the tile under the mask.
-      begin: true at the first visit of a block of queries in its list.
-      end: true at the last one.
-      first: true at the first step of a sum over the inner axes, in a running kernel.
-      last: true at the last one.
+      begin: True at the first visit of a block of queries.
+      end: True at its last visit.
+      first: True at the first step of a sum over the inner axes, in a running kernel.
+      last: True at its last step.
     """
 
     r: Any
@@ -112,7 +112,7 @@ class TileOrder(NamedTuple):
 
     Attributes:
       axes: the letters of the grid's axes.
-      sizes: the sizes of the grid's axes; the last may be traced.
+      sizes: their sizes; the last can be traced.
       inner: the number of last axes that a result is summed over.
       table: visits, int32 [rows|1, heads|1, steps], or states, int32 [rows|1, heads|1, nq, nk].
       start: the first block of keys of the stretch.
