@@ -179,11 +179,25 @@ def test_bad_flags_give_clear_errors(words: list[str], message: str) -> None:
         measure.main(["peers", *words])
 
 
+class Clock:
+    """A clock that only sleep moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def sleeping(seconds: float, log: list[str], name: str) -> Work:
     return Work(lambda: (log.append(name), timing.time.sleep(seconds)))
 
 
-def test_contestants_take_turns() -> None:
+def test_contestants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "time", Clock())
     log: list[str] = []
     builds = {name: functools.partial(sleeping, 0.03, log, name) for name in "abc"}
     found = timing.race(builds, rounds=3, seconds=10.0)
@@ -191,16 +205,17 @@ def test_contestants_take_turns() -> None:
     assert "".join(log) == "aabbcc" + "abc" + "bca" + "cab"
     for row in found.values():
         assert (row["status"], row["rounds"], row["compile"]) == ("ok", 3, None)
-        assert 0.03 <= row["q1"] <= row["median"] <= row["q3"]
-    assert min(row["ratio"] for row in found.values()) == 1
+        assert [row[name] for name in ("q1", "median", "q3")] == pytest.approx([0.03] * 3)
+        assert row["ratio"] == pytest.approx(1)
 
 
-def test_slow_contestant_leaves_time_for_others() -> None:
+def test_slow_contestant_leaves_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "time", Clock())
     builds = {"slow": lambda: sleeping(0.3, [], ""), "fast": lambda: sleeping(0.03, [], "")}
     found = timing.race(builds, rounds=50, seconds=0.4, baseline="slow")
-    assert found["slow"]["rounds"] == 1
-    assert 2 <= found["fast"]["rounds"] < 50
-    assert found["fast"]["ratio"] == found["slow"]["median"] / found["fast"]["median"]
+    # Each has 0.2 s: a call of the slow one, and seven of the fast one.
+    assert (found["slow"]["rounds"], found["fast"]["rounds"]) == (1, 7)
+    assert found["fast"]["ratio"] == pytest.approx(10)
 
 
 @pytest.mark.sampled(0, slow=0.16)
