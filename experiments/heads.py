@@ -124,4 +124,5 @@ def attribute(model: Any, variables: Any, batch: jax.Array) -> list[np.ndarray]:
         return jnp.atleast_2d(model.apply(changed, batch, deterministic=True)[0])[-1].max()
 
     gradients = jax.grad(logit)(attached["edits"], variables)
-    return [x.ravel() for x in sown.find(gradients, "attention_z/keep", 3).values()]
+    keep = jax.tree.map(lambda x: x.keep, gradients, is_leaf=lambda x: isinstance(x, edits.Edit))
+    return [x.ravel() for x in sown.find(keep, "attention_z", 3).values()]

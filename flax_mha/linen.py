@@ -1,8 +1,10 @@
-"""The linen layers: they make parameters, hold caches, and call the functions of `layer`."""
+"""The layers of `flax_mha` for linen."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import flax.linen as nn
 import jax
@@ -14,43 +16,45 @@ from flax_mha.base import checks
 from flax_mha.base.arguments import check_refused, hidden_field
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import KVCache, Memory, as_cache_config, collection, resolve
-from flax_mha.cache.resolve import Given
+from flax_mha.cache import KVCache, as_cache_config, collection, resolve
+from flax_mha.cache.resolve import CacheLike, KVLike
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection, make_parameter
-from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
-from flax_mha.layer.settings import Call, CallOptions
-from flax_mha.layer.standard import Attention
+from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry, Table
+from flax_mha.layer.settings import Call, Settings, reading
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import rules
 from flax_mha.taps import contexts
 from flax_mha.taps.tap import tap_of
 
 
-class LayerOptions(CallOptions, total=False):
-    """The arguments of a linen layer's call, beside the inputs and `return_…`."""
+class LayerOptions(TypedDict, total=False):
+    """The arguments of a layer's call that models pass on, besides inputs and `return_…`.
 
+    `MultiHeadAttention.__call__` describes them.
+    """
+
+    mask: masks.MaskLike | None
+    bias: jax.Array | None
+    scores: Sequence[ScoreMod]
+    positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None
+    head_mask: jax.Array | None
+    lengths: jax.Array | None
+    order: Array | None
+    kv: KVLike | None
+    deterministic: bool | None
+    sow_weights: bool
     dropout_rng: jax.Array | None
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class _Sizes:
-    """The fields that are shown before those of all layers."""
-
-    num_heads: int = dataclasses.field(kw_only=False)
-    qkv_features: int | None = None
-    out_features: int | None = None
-    num_kv_heads: int | None = None
-
-
-class MultiHeadAttention(Attention, _Sizes, nn.Module):
+class MultiHeadAttention(Settings, nn.Module):
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
         out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
 
     with W_q [D, N, H], W_k [D, K, H], W_v [D, K, Hv], W_o [N, Hv, D_out]. Parameter names, shapes
-    and, in float32, initial values match Flax's layer, so its checkpoints load as they are. See
+    and float32 initial values match Flax's layer, so its checkpoints load as they are. See
     `flax_mha.base.shapes` for the letters.
 
     Attributes:
@@ -61,38 +65,35 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
       head_dim: the features of a head, H (default: qkv_features / N).
       v_head_dim: the features of a head's values, Hv (default: H).
       mask: a mask for all calls, such as `masks.Causal()`.
-      rotary: a rotation of queries and keys by their positions, such as `positions.Rotary()`.
+      rotary: a rotation of queries and keys by position, such as `positions.Rotary()`.
       scores: functions of the scores for all calls, such as `(scores.SoftCap(50.0),)`.
-      scale: the factor of the scores (default: 1/√H), or "learned" for one of each head,
-        `score_scale`, with that initial value.
-      sinks: True to learn one more score for each head, which takes weight in the softmax and adds
-        nothing to the output.
-      normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". The last
-        two need the kernel `reference`; see `flax_mha.kernels.xla.reference`.
+      scale: the factor of the scores (default: 1/√H). "learned" makes it a parameter of each head,
+        `score_scale`, which starts at that value.
+      sinks: True to learn an extra score for each head, which takes weight in the softmax and has
+        no value.
+      normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". Only the
+        kernel `reference` computes the last two; see `flax_mha.kernels.xla.reference`.
       kernel: the name of the attention kernel, or "auto"; see `flax_mha.explain`.
       dropout_rate: the dropout rate of the attention weights.
       broadcast_dropout: True for one dropout pattern for all examples and heads (Flax's default).
-      deterministic: True for no dropout; may be given in the call instead.
+      deterministic: True for no dropout. A call can give it instead.
       decode: True to keep keys and values in the collection `cache` (see `flax_mha.cache`). `init`
-        with an input of the full length makes room for that many tokens. Each `apply` appends its
-        tokens (one or more), and each token attends to itself and those before. Beyond the
-        capacity the output is NaN. The keys and values of an encoder are kept by
-        `kv=cache.Encoded(inputs_k)`.
+        with an input of the full length makes room for its tokens. Each `apply` appends its tokens,
+        one or more, and attends causally. Beyond the capacity the output is NaN. To keep an
+        encoder's keys and values, call with `kv=cache.Encoded(inputs_k)`.
       cache: the format of the cache, such as `CacheConfig(dtype="int8")`.
-      capture: internals of a call to sow as intermediates, such as
-        `Capture(("z", "entropy"))`, under `attention_z`, `attention_entropy` and so on. The output
-        is the same to the bit.
-      qk_norm: another norm of queries and keys, such as `QKNorm("rmsnorm")`.
-      gate: "head" or "feature" to scale the heads' outputs by a sigmoid of a projection of
-        inputs_q, `output_gate`, with one number for each head, or for each of its features
-        (Qwen3-Next).
-      exclusive: True to take from each head's output its part along the token's own value,
+      capture: the internals to sow as intermediates in each call. `Capture(("z", "entropy"))` sows
+        `attention_z` and `attention_entropy`. The output stays the same to the bit.
+      qk_norm: the norm of queries and keys, such as `QKNorm("rmsnorm")`.
+      gate: "head" or "feature" to scale the heads' outputs by the sigmoid of a projection of
+        inputs_q, `output_gate`: one number for each head, or for each of its features (Qwen3-Next).
+      exclusive: True to remove from each head's output its part along the token's own value,
         z − (z·v / v·v)·v, in self-attention (Zhai, "Exclusive Self Attention", 2026).
-      use_bias: True if the projections have biases, or the names of those that do, such as
+      use_bias: True if all projections have biases, or the names of the ones that have, such as
         ("query", "value", "out").
-      project_out: False for no output projection: the heads' outputs are concatenated.
+      project_out: False to return the concatenated outputs of the heads.
       dtype: the dtype of the computation (default: promoted from inputs and parameters). The
-        softmax is computed in float32 at least.
+        softmax is computed in at least float32.
       param_dtype: the dtype of the parameters.
       precision: the precision of the matrix products, a `jax.lax.Precision`.
       kernel_init: the initializer of the projections' kernels.
@@ -100,11 +101,10 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
       bias_init: the initializer of the biases.
       out_bias_init: the initializer of the output projection's bias (default: bias_init).
       normalize_qk: True for a LayerNorm without bias on each head's queries and keys (ViT-22B).
-      attention_fn: a function with the signature of `nn.dot_product_attention`, which computes
-        attention instead of the kernels, fully masked queries included. It is called as Flax's
-        layer calls it: keys and values are repeated to N heads, and the mask is one array of
-        bools. An option that it has no parameter for is an error (default:
-        `flax_mha.attention_fn`, which stands for the kernels, as does None).
+      attention_fn: a function with the signature of `nn.dot_product_attention`, called in place of
+        the kernels as Flax's layer calls it: keys and values are repeated to N heads, and the mask
+        is an array of bools. An option that it has no parameter for is an error. The default,
+        `flax_mha.attention_fn`, and None stand for the kernels.
       force_fp32_for_softmax: an argument for `attention_fn`. The softmax of the kernels is always
         in float32; sown weights are in the dtype of the computation.
       partitioned: True to box the parameters with their logical axis names, as
@@ -113,9 +113,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
-    _: dataclasses.KW_ONLY
-    decode: bool = False
-    partitioned: bool = False
+    _: dataclasses.KW_ONLY  # Flax adds `parent` and `name`.
 
     if not TYPE_CHECKING:  # Fields are frozen.
 
@@ -134,7 +132,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
         bias: jax.Array | None = None, scores: Sequence[ScoreMod] = (),
         positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None = None,
         head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
-        order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
+        order: Array | None = None, kv: KVLike | None = None, deterministic: bool | None = None,
         sow_weights: bool = False, dropout_rng: jax.Array | None = None,
         return_weights: bool = False, return_kv: bool = False, **refused: None,
     ) -> Any:  # fmt: skip
@@ -142,50 +140,50 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
 
         Args:
           inputs_q: the inputs of the queries [*B, T, D].
-          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention). Given,
-            they are tokens of another sequence, whatever array they are; with `decode` other
-            inputs of the tokens of inputs_q, whose keys are appended.
+          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention). They are
+            taken for tokens of another sequence. With `decode` they are other inputs of the same
+            tokens, whose keys are appended.
           inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
           mask: a mask that joins the field `mask`, or an array of bools that broadcasts to
-            [*B, N, T, S], True where a query may see a key: [T, S] with two axes, [N, T, S] with
-            three. A mask of keys [*B, S] is `masks.Keys(array)`.
+            [*B, N, T, S], True where a query may attend to a key: [T, S] with two axes, [N, T, S]
+            with three. For a mask of keys [*B, S], pass `masks.Keys(array)`.
           bias: an array that is added to the scores; broadcasts to [*B, N, T, S].
-          scores: more functions of the scores, after those of the field.
+          scores: more functions of the scores, after the field's.
           positions: the positions of the tokens of inputs_q for `rotary`, int [T] or [*B, T], or a
-            pair of these for queries and keys (default: 0 … T−1, in decoding continued). In a pair,
-            None for queries means this default, and None for keys the positions of the queries if
-            they are of the same tokens, else 0 … S−1. Masks count tokens in the order given.
+            pair of these for queries and keys (default: 0 … T−1, continued in decoding). In a pair,
+            None for queries means this default; None for keys means the positions of the queries if
+            they are the same tokens, else 0 … S−1. Masks do not read positions.
           head_mask: factors of the heads' outputs, [N] or [*B, N]: 0 prunes a head.
           lengths: the number of real tokens of inputs_q in each example, int [*B], from the first
-            on (default: all). The others neither attend nor are attended to, and are not kept.
-            Their values, NaN included, reach neither outputs nor gradients. Keys of another
-            sequence are hidden by the mask, such as `masks.Lengths(n)`.
-          order: the place in the sequence of each token, int [T], if the tokens are given in
-            another order, such as `sharding.zigzag(T, 8)`. Masks, scores, dropout and, without
-            `positions`, `rotary` go by it. Arrays in masks follow the order of the tokens given.
-          kv: keys and values in place of inputs_k: another layer's, as `return_kv` gives them, or
-            a pair of [*B, S, K, H] and [*B, S, K, Hv]. Where the other layer decodes, they are
-            those of its cache, and this layer keeps none. A linen layer that is initialized with
-            them has no parameters for keys and values. Or `cache.Encoded(inputs_k)`, an encoder's
-            output, whose keys and values a layer that decodes computes once and keeps.
-          deterministic: True for no dropout; may be given in the constructor instead.
+            on (default: all). The others are padding: they neither attend nor are attended to, are
+            not kept, and their values, NaN included, reach no outputs or gradients. Hide keys of
+            another sequence by the mask, such as `masks.Lengths(n)`.
+          order: the place of each token in the sequence, int [T], if tokens come in another order,
+            such as `sharding.zigzag(T, 8)`. Masks, scores, dropout and, without `positions`,
+            `rotary` go by it. Arrays in masks are in the order of the inputs.
+          kv: keys and values in place of inputs_k: another layer's, as `return_kv` returns them, or
+            a pair of [*B, S, K, H] and [*B, S, K, Hv]. If the other layer decodes, they are in its
+            cache, and this layer keeps none. A layer that is initialized with them has no
+            parameters for keys and values. Or `cache.Encoded(inputs_k)`, an encoder's output: a
+            layer that decodes computes its keys and values once and keeps them.
+          deterministic: True for no dropout. The constructor can set it instead.
           sow_weights: True to sow the weights [*B, N, T, S] into `intermediates/attention_weights`,
             as `capture=Capture(("weights",))` does.
           dropout_rng: a key for dropout (default: `make_rng('dropout')`).
-          return_weights: True to return the weights, as before dropout, too.
-          return_kv: True to return the keys and values, for other layers to attend to, too.
-          **refused: arguments that Flax's layer alone has, which must be None.
+          return_weights: True to also return the weights, before dropout.
+          return_kv: True to also return the keys and values, for other layers to attend to.
+          **refused: arguments that only Flax's layer has, which must be None.
 
         Returns:
-          out [*B, T, D_out], or a tuple of it and, as asked for, the weights, the keys and values.
+          out [*B, T, D_out], or a tuple of it, the weights, and the keys and values.
 
         Raises:
-          ValueError: if sizes do not fit, or there is no cache that the call needs.
+          ValueError: if sizes do not fit, or the call needs a cache and there is none.
           TypeError: if a dtype is not supported.
         """
         check_refused(self, refused)
-        if contexts.replaced.value is not None:
-            contexts.replaced.value.give(self)
+        if (at_layer := contexts.current().at_layer) is not None:
+            self = at_layer(self)
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
             config = as_cache_config(self.cache) if self.decode else None
             inputs_k, inputs_v, cache = resolve.resolve_call(
@@ -199,7 +197,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
                 mask, bias, with_parameters(self, self.scores, self, D) + as_scores(scores),
                 positions, head_mask, lengths, order, return_weights=return_weights,
                 dropout_rng=self._dropout_rng(deterministic, dropout_rng),
-                tap=self._reading(tap, sow_weights, is_captured),
+                tap=reading(self, tap, sow_weights, is_captured),
             )  # fmt: skip
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
@@ -207,6 +205,33 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
                 new = collection.constrain_cache(output.cache)
                 self.put_variable("cache", new.variable, new)
         return core.returned(output, return_weights, return_kv)
+
+    @nn.nowrap
+    def compute(
+        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        call: Call, cache: CacheLike,
+    ) -> core.Output:  # fmt: skip
+        """Compute the layer from arrays. A variant overrides this, `table` and `check_fields`.
+
+        Arguments are those of `core.attention`.
+        """
+        # Not `core.attention`, which is one frame more in every traceback.
+        heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache, in_kernel=True)
+        return core.attend(p, self, heads, call, cache)
+
+    @nn.nowrap
+    def checked_table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return `table` after a check of the fields, both made once for equal fields and sizes.
+
+        Linen clones a layer for each call, so the layer itself can't keep them.
+        """
+        names = {field.name for field in dataclasses.fields(self)} - {"parent", "name"}
+        fields = {name: getattr(self, name) for name in names}
+        cls: Any = type(self)
+        with contextlib.suppress(TypeError):  # A mask with arrays has no hash.
+            return _checked_table(cls, D, Dk, Dv, **fields)
+        self.check_fields()
+        return self.table(D, Dk, Dv)
 
     @nn.nowrap
     def _make(self, name: str, entry: Entry) -> Any:
@@ -223,7 +248,7 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
         ).weights(entry.inputs)  # fmt: skip
 
     @nn.nowrap
-    def _kept(self) -> KVCache | Memory | None:
+    def _kept(self) -> KVCache | None:
         """Return the cache of earlier calls, or None if there is none."""
         held = self.variables.get("cache") if self.decode else None
         if not held or (self.is_initializing() and not collection.NAMES & {*held}):
@@ -241,13 +266,17 @@ class MultiHeadAttention(Attention, _Sizes, nn.Module):
         return self.make_rng("dropout") if rng is None else rng
 
 
+@functools.lru_cache(256, typed=True)  # 1 is not True.
+def _checked_table(cls: type[MultiHeadAttention], D: int, Dk: int, Dv: int, **fields: Any) -> Table:
+    layer = cls(**fields, parent=None)
+    layer.check_fields()
+    return layer.table(D, Dk, Dv)
+
+
 def with_parameters(
     module: nn.Module, scores: Sequence[ScoreMod], like: MultiHeadAttention, features: int
 ) -> tuple[ScoreMod, ...]:
-    """Return scores with parameters of a linen module.
-
-    Heads are as in the layer `like`, for inputs_q of so many features.
-    """
+    """Return scores with parameters of a linen module, for the heads of the layer `like`."""
 
     def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> jax.Array:
         init = sharding.named(init, names, like.partitioned)
@@ -261,10 +290,9 @@ def with_parameters(
 class MultiHeadDotProductAttention(MultiHeadAttention):
     """`MultiHeadAttention` under the name of Flax's layer, and with its defaults.
 
-    Flax names a submodule without a name after its class, and draws initial values by these names:
-    a model that builds `nn.MultiHeadDotProductAttention(...)` gets the same parameters under the
-    same names from this class, so that checkpoints load as they are. Only the default of
-    `broadcast_dropout` differs from `MultiHeadAttention`.
+    Flax names a submodule after its class, and draws initial values by these names. In a model that
+    builds `nn.MultiHeadDotProductAttention(...)`, this class keeps the names and values of
+    parameters. Only the default of `broadcast_dropout` differs from `MultiHeadAttention`.
     """
 
     _: dataclasses.KW_ONLY
@@ -274,8 +302,7 @@ class MultiHeadDotProductAttention(MultiHeadAttention):
 class SelfAttention(MultiHeadDotProductAttention):
     """`MultiHeadDotProductAttention` under the name of `flax.linen.SelfAttention`.
 
-    The second argument of its call by position is the mask, as there. A model that builds
-    `nn.SelfAttention(...)` gets the same parameters under the same names from this class.
+    As there, the second positional argument of a call is the mask.
     """
 
     @nn.compact
@@ -292,7 +319,7 @@ class SelfAttention(MultiHeadDotProductAttention):
           deterministic: True for no dropout.
           dropout_rng: a key for dropout.
           sow_weights: True to sow the weights.
-          **options: more arguments of `MultiHeadAttention.__call__`, which describes all of them.
+          **options: other arguments of `MultiHeadAttention.__call__`, which describes them all.
         """
         return super().__call__(
             inputs_q, mask=mask, deterministic=deterministic, dropout_rng=dropout_rng,

@@ -1,11 +1,10 @@
-"""The nnx layers: they make parameters, hold caches, and call the functions of `layer`."""
+"""The layers of `flax_mha` for nnx."""
 
 import dataclasses
 import functools
-import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import flax
 import jax
@@ -13,27 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import FrozenDict
-from flax.typing import Dtype, Initializer
+from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import masks
+from flax_mha import linen, masks, variants
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_given, check_refused
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache, Memory, as_cache_config, collection, resolve
-from flax_mha.cache.resolve import Given
+from flax_mha.cache import CacheConfig, KVCache, as_cache_config, collection, resolve
+from flax_mha.cache.resolve import KVLike
+from flax_mha.kernels import Capture
+from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer import core
-from flax_mha.layer.linear import Linear
-from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
-from flax_mha.layer.settings import Call
-from flax_mha.layer.standard import Attention
+from flax_mha.layer.linear import Linear, default_kernel_init
+from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry, Table
+from flax_mha.layer.qk_norm import QKNorm
+from flax_mha.layer.settings import ZEROS, Call, reading
+from flax_mha.positions import Rotation
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
+from flax_mha.signatures.attention_fn import attention_fn
 from flax_mha.taps.tap import Tap
-from flax_mha.variants.chosen_blocks import ChosenBlocks
-from flax_mha.variants.differential import Differential
-from flax_mha.variants.forgetting import Forgetting
-from flax_mha.variants.latent import Latent
-from flax_mha.variants.talking_heads import TalkingHeads
 
 __all__ = [
     "CacheVariables", "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention",
@@ -44,57 +42,52 @@ __dir__ = __all__.copy
 Metadata: TypeAlias = Mapping[str, Any]
 _NOTHING: Metadata = FrozenDict()
 # The fields that a layer has as attributes, because they may change.
-_STATIC = ("kernel", "dropout_rate", "deterministic", "decode", "capture")
-_CHANGING = ("mask", "scores", *_STATIC)
+_CHANGING = ("mask", "scores", "kernel", "dropout_rate", "deterministic", "decode", "capture")
 _INITIALIZERS = ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init")
 
 
 class CacheVariables(nnx.Pytree):
-    """The cache of a layer, with a variable for each field of a `KVCache` or a `Memory`."""
+    """The cache of a layer, with a variable for each field of a `KVCache`."""
 
-    def get_value(self) -> KVCache | Memory:
+    def get_value(self) -> KVCache:
         """Return the cache."""
         return collection.restore(self._variables())
 
-    def set_value(self, cache: KVCache | Memory) -> None:
+    def set_value(self, cache: KVCache) -> None:
         """Replace the cache."""
         fields = dict(vars(cache))
         window = fields.pop("window", None)
         for name in self._variables().keys() - fields.keys():
             delattr(self, name)
         for name, x in fields.items():
-            variable = getattr(self, name, None)
-            if variable is None or variable.window != window or not _fits(variable, x):
-                # Each has the window, for `flax_mha.cache.truncate` of a state. A reference can't
-                # hold None.
+            held = getattr(self, name, None)
+            # A reference can't hold None, and keeps its shape and dtype.
+            if (
+                held is not None
+                and held.window == window
+                and (
+                    not held.ref
+                    or (x is not None and (held.shape, held.dtype) == (x.shape, x.dtype))
+                )
+            ):
+                held.set_value(x)
+            else:
+                # `cache.truncate` of a state reads the window.
                 form = {"ref": False} if x is None else {}
                 setattr(self, name, nnx.Cache(x, window=window, **form))
-            else:
-                variable.set_value(x)
 
     def _variables(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if isinstance(x, nnx.Variable)}
 
 
-def _fits(variable: Any, x: Any) -> bool:
-    """Return True if a variable can hold x: a reference keeps its shape and dtype."""
-    if not variable.ref:
-        return True
-    return x is not None and (variable.shape, variable.dtype) == (x.shape, x.dtype)
-
-
 def _as_variables(tree: Any) -> Any:
-    """Return an attribute of a layer: a tree with a variable for each array."""
+    """Return a tree as an attribute of a layer, with a variable for each array."""
     kinds = jax.Array | np.ndarray
     return nnx.data(jax.tree.map(lambda x: nnx.Variable(x) if isinstance(x, kinds) else x, tree))
 
 
 class Projection(nnx.LinearGeneral):
-    """Flax's `nnx.LinearGeneral`, on any mesh.
-
-    Attributes:
-      entry: the sizes and the logical names of its axes.
-    """
+    """Flax's `nnx.LinearGeneral`, on any mesh."""
 
     entry: LinearEntry
 
@@ -115,9 +108,9 @@ class Projection(nnx.LinearGeneral):
 
 
 def _projection(
-    config: Attention, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Metadata
+    config: linen.MultiHeadAttention, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Metadata
 ) -> Projection:
-    """Make a projection, with the metadata of its kernel and of its bias."""
+    """Make a projection with the metadata of its kernel and its bias."""
     kernel_init, bias_init = (
         functools.partial(shapes.draw, init) for init in config.initializers(entry)
     )
@@ -131,16 +124,16 @@ def _projection(
     return projection
 
 
-class _Signature:
-    """The signature of a layer's class, with the fields of its config and the layer's arguments."""
-
-    def __get__(self, layer: Any, cls: Any) -> inspect.Signature:
-        if layer is not None:
-            raise AttributeError("__signature__")  # An instance has the one of `__call__`.
-        _, *fields = inspect.signature(cls.Config.__init__).parameters.values()
-        own = inspect.signature(cls.__init__).parameters.values()
-        shown = [p for p in fields if p.annotation is not None]  # Others must be None.
-        return inspect.Signature([*shown, *(p for p in own if p.kind is p.KEYWORD_ONLY)])
+def _read(module: Any, entry: Entry) -> Any:
+    """Return the parameters of an entry, as `compute` reads them."""
+    if isinstance(entry, ArrayEntry):
+        return module.get_value()
+    if isinstance(entry, NormEntry):
+        return module
+    if isinstance(module, Projection):
+        return module._weights()
+    # A module that a user has put there is called.
+    return Linear(None, None, entry.names, len(entry.inputs), entry.rows, module=module)
 
 
 def _field(name: str) -> Any:
@@ -149,28 +142,19 @@ def _field(name: str) -> Any:
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
+    """`flax_mha.MultiHeadAttention` in nnx, a drop-in for `flax.nnx.MultiHeadAttention`.
 
-        q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
-        out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
-
-    Parameter names, shapes and float32 initial values match Flax's layer, and so do the names and
-    the order of its arguments. Outputs are the same as those of `flax_mha.MultiHeadAttention`.
-
-    A layer keeps its fields in `config`, which doesn't change. You can set the attributes
-    `deterministic`, `decode`, `dropout_rate`, `rngs`, `mask`, `kernel` and `capture`, and the cache
-    `kv`.
+    Parameter names, shapes and float32 initial values match Flax's layer, and so do its arguments
+    and their order. `config` is a linen layer with the same fields, and does not change. You can
+    set the attributes `deterministic`, `decode`, `dropout_rate`, `rngs`, `mask`, `kernel` and
+    `capture`, and the cache `kv`.
 
     Args:
-      num_heads: the number of query heads, N.
       in_features: the features of inputs_q, D.
-      qkv_features: the features of all query heads, N·H (default: D).
-      out_features: the features of the output (default: D).
-      num_kv_heads: the number of key/value heads, K, each shared by N/K query heads (default: N).
-      in_kv_features: the features of inputs_k and inputs_v, D' (default: D); 0 for a layer without
-        parameters for keys and values, which is always given `kv`.
+      in_kv_features: the features of inputs_k and inputs_v, D' (default: D). With 0 the layer has
+        no parameters for keys and values, and every call needs `kv`.
       rngs: the streams of keys for parameters and dropout.
-      keep_rngs: True to keep a stream for dropout; else it is given in the call.
+      keep_rngs: True to keep a stream for dropout; otherwise give one in the call.
       kernel_metadata: the metadata of the projections' kernels, such as `{"out_sharding": (None,
         "model", None)}`.
       out_kernel_metadata: the metadata of the output projection's kernel (default:
@@ -179,41 +163,15 @@ class MultiHeadAttention(nnx.Module):
       out_bias_metadata: the metadata of the output projection's bias (default: bias_metadata).
       query_ln_scale_metadata: the metadata of the scale of the queries' norm.
       key_ln_scale_metadata: the metadata of the scale of the keys' norm.
-      **fields: the other fields of `flax_mha.MultiHeadAttention`, which describes them. `decode`
-        keeps the keys and values of earlier calls, for which `init_cache` makes room. It and
-        `deterministic` can be given in the call instead.
+      **fields: the fields that only a variant has.
 
-    Source: Vaswani et al., "Attention Is All You Need", 2017.
+    `flax_mha.MultiHeadAttention` describes the other arguments. With `decode`, call `init_cache`
+    first to make room. `decode` and `deterministic` can be given in the call instead.
     """
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(Attention):
-        """The fields of a layer, which are equal for equal layers."""
+    # The linen layer of the same kind. An instance that is bound to nothing is the config.
+    kind: ClassVar[type[linen.MultiHeadAttention]] = linen.MultiHeadDotProductAttention
 
-        in_features: int  # type: ignore[misc]
-        qkv_features: int | None = None
-        out_features: int | None = None
-        num_kv_heads: int | None = None
-        in_kv_features: int | None = None
-        _: dataclasses.KW_ONLY
-        broadcast_dropout: bool = True
-        kernel_init: Initializer = nnx.nn.linear.default_kernel_init
-
-    __signature__ = _Signature()
-    num_heads = _field("num_heads")
-    in_features = _field("in_features")
-    qkv_features = _field("qkv_features")
-    out_features = _field("out_features")
-    num_kv_heads = _field("num_kv_heads")
-    in_kv_features = _field("in_kv_features")
-    head_dim = _field("head_dim")
-    dtype = _field("dtype")
-    param_dtype = _field("param_dtype")
-    precision = _field("precision")
-    use_bias = _field("use_bias")
-    broadcast_dropout = _field("broadcast_dropout")
-    normalize_qk = _field("normalize_qk")
-    attention_fn = _field("attention_fn")
     dropout_rate: float
     deterministic: bool | None
     decode: bool | None
@@ -228,36 +186,63 @@ class MultiHeadAttention(nnx.Module):
     scores: Any = ()
 
     def __init__(
-        self, num_heads: int, in_features: int, *sizes: Any, rngs: nnx.Rngs,
-        keep_rngs: bool = True, kernel_metadata: Metadata = _NOTHING,
-        out_kernel_metadata: Metadata = _NOTHING, bias_metadata: Metadata = _NOTHING,
-        out_bias_metadata: Metadata = _NOTHING, query_ln_scale_metadata: Metadata = _NOTHING,
-        key_ln_scale_metadata: Metadata = _NOTHING, **fields: Any,
+        self, num_heads: int, in_features: int, qkv_features: int | None = None,
+        out_features: int | None = None, num_kv_heads: int | None = None,
+        in_kv_features: int | None = None, *, rngs: nnx.Rngs, head_dim: int | None = None,
+        v_head_dim: int | None = None, mask: masks.MaskLike | None = None,
+        rotary: Rotation | None = None, scores: Sequence[ScoreMod] = (),
+        scale: float | Literal["learned"] | None = None, sinks: bool = False,
+        normalizer: str = SOFTMAX, kernel: str = "auto", dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True, deterministic: bool | None = None,
+        decode: bool | None = False, cache: CacheConfig | None = None,
+        capture: Capture | None = None, qk_norm: QKNorm | None = None, gate: str | None = None,
+        exclusive: bool = False, use_bias: bool | Sequence[str] = True, project_out: bool = True,
+        dtype: Dtype | None = None, param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None, kernel_init: Initializer = default_kernel_init,
+        out_kernel_init: Initializer | None = None, bias_init: Initializer = ZEROS,
+        out_bias_init: Initializer | None = None, normalize_qk: bool = False,
+        attention_fn: Callable[..., Any] | None = attention_fn,
+        force_fp32_for_softmax: bool = False, keep_rngs: bool = True,
+        kernel_metadata: Metadata = _NOTHING, out_kernel_metadata: Metadata = _NOTHING,
+        bias_metadata: Metadata = _NOTHING, out_bias_metadata: Metadata = _NOTHING,
+        query_ln_scale_metadata: Metadata = _NOTHING, key_ln_scale_metadata: Metadata = _NOTHING,
+        **fields: Any,
     ) -> None:  # fmt: skip
         check_given(type(self).__name__, fields)
-        config: Any = self.Config(num_heads, in_features, *sizes, **fields)
+        config: Any = self.kind(
+            num_heads, parent=None, qkv_features=qkv_features, out_features=out_features,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, mask=mask,
+            rotary=rotary, scores=scores, scale=scale, sinks=sinks, normalizer=normalizer,
+            kernel=kernel, dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout,
+            deterministic=deterministic, decode=decode, cache=as_cache_config(cache),
+            capture=capture, qk_norm=qk_norm, gate=gate, exclusive=exclusive, use_bias=use_bias,
+            project_out=project_out, dtype=dtype, param_dtype=param_dtype, precision=precision,
+            kernel_init=kernel_init, out_kernel_init=out_kernel_init, bias_init=bias_init,
+            out_bias_init=out_bias_init, normalize_qk=normalize_qk, attention_fn=attention_fn,
+            force_fp32_for_softmax=force_fp32_for_softmax, **fields,
+        )  # fmt: skip
         config.check_fields()
-        D, Dk = in_features, config.in_kv_features
+        config.cache.window(mask)  # A call may decode.
+        D, Dk = in_features, in_kv_features
         checks.positive(num_heads=num_heads, in_features=D)
-        checks.optional(out_features=config.out_features, in_kv_features=Dk or None)
-        Dk = D if Dk is None else Dk
+        checks.optional(out_features=out_features, in_kv_features=Dk or None)
+        self.in_features, self.in_kv_features = D, D if Dk is None else Dk
         N, K, H, Hv = config.sizes(D)
         # Two functions are never equal, and few can be pickled, so initializers are not kept.
         self.config = dataclasses.replace(
             config, **dict.fromkeys((*_CHANGING, *_INITIALIZERS)), qkv_features=N * H,
-            out_features=config.out_features or D, in_kv_features=Dk, num_kv_heads=K, head_dim=H,
-            v_head_dim=Hv, cache=as_cache_config(config.cache),
+            out_features=out_features or D, num_kv_heads=K, head_dim=H, v_head_dim=Hv,
         )  # fmt: skip
-        scores = as_scores(config.scores)
-        self.mask = _as_variables(config.mask)
+        scores = as_scores(scores)
+        self.mask = _as_variables(mask)
         if scores:
             self.scores = _as_variables(scores)
-        for name in _STATIC:
-            setattr(self, name, getattr(config, name))
+        self.kernel, self.dropout_rate, self.capture = kernel, dropout_rate, capture
+        self.deterministic, self.decode = deterministic, decode
         self.kv: Any = nnx.data(None)
         metadata = {"query_ln": query_ln_scale_metadata, "key_ln": key_ln_scale_metadata}
         outs = (out_kernel_metadata or kernel_metadata, out_bias_metadata or bias_metadata)
-        table = config.table(D, Dk, Dk)
+        table = self._table(config)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
                 metadata_of = outs if entry.is_out else (kernel_metadata, bias_metadata)
@@ -286,8 +271,21 @@ class MultiHeadAttention(nnx.Module):
         if keep_rngs and config.dropout_rate > 0:
             self.rngs = rngs.dropout.fork()
 
+    num_heads = _field("num_heads")
+    qkv_features = _field("qkv_features")
+    out_features = _field("out_features")
+    num_kv_heads = _field("num_kv_heads")
+    head_dim = _field("head_dim")
+    dtype = _field("dtype")
+    param_dtype = _field("param_dtype")
+    precision = _field("precision")
+    use_bias = _field("use_bias")
+    broadcast_dropout = _field("broadcast_dropout")
+    normalize_qk = _field("normalize_qk")
+    attention_fn = _field("attention_fn")
+
     @property
-    def settings(self) -> Attention:
+    def settings(self) -> linen.MultiHeadAttention:
         """All fields, as the next call reads them."""
         changing = nnx.as_pure({name: getattr(self, name) for name in _CHANGING})
         return dataclasses.replace(self.config, **changing)
@@ -298,7 +296,7 @@ class MultiHeadAttention(nnx.Module):
         bias: jax.Array | None = None, scores: Sequence[ScoreMod] = (),
         positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None = None,
         head_mask: jax.Array | None = None, lengths: jax.Array | None = None,
-        order: Array | None = None, kv: Given | None = None, deterministic: bool | None = None,
+        order: Array | None = None, kv: KVLike | None = None, deterministic: bool | None = None,
         sow_weights: bool = False, rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool | None = None, is_causal: bool = False,
         input_positions: jax.Array | None = None, return_weights: bool = False,
@@ -311,24 +309,20 @@ class MultiHeadAttention(nnx.Module):
 
         Args:
           inputs_q: the inputs of the queries [*B, T, D].
-          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention).
-          inputs_v: the inputs of the values [*B, S, D'] (default: inputs_k).
-          deterministic: True for no dropout; may be given in the constructor, or by `eval()`,
-            instead.
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
-            `nnx.Intermediate`, for `nnx.capture`. Outside of it they, and the values of the field
-            `capture`, stay in the layer until `nnx.pop`.
-          decode: True to append these tokens, of any number, to the cache that `init_cache` made,
-            and to attend to all so far, causally (default: the layer's `decode`).
-          is_causal: True to see no later key; decoding always is.
-          input_positions: the name of `positions` in Flax's layer.
+            `nnx.Intermediate`. Read them with `nnx.capture`, or with `nnx.pop` after the call. The
+            same holds for the values of the field `capture`.
+          decode: True to append these tokens to the cache that `init_cache` made, and to attend
+            causally to all tokens so far (default: the layer's `decode`).
+          is_causal: True to hide later keys. Decoding always does.
+          input_positions: Flax's name for `positions`.
         """
         check_refused(self, refused)
         if input_positions is not None:
             if positions is not None:
                 raise ValueError(
-                    "input_positions is Flax's name of positions, got both; give positions alone"
+                    "input_positions is Flax's name of positions, got both; give only positions"
                 )
             positions = input_positions
         settings = self.settings
@@ -346,14 +340,14 @@ class MultiHeadAttention(nnx.Module):
         self._check_features(inputs_q, *of_kv)
         if checks.flag("is_causal", is_causal):
             mask = masks.combine(masks.Causal(), mask)
-        # What `sow` would not keep is not computed. nnx has no public sign of a capture.
+        # Compute only what `sow` keeps. nnx has no public sign of a capture.
         keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
         is_captured = hasattr(self, "__captures__") or not keeps_none
         tap = Tap(self, nnx.as_pure(self.edits) or {}, collection=nnx.Intermediate)
         call = Call(
             mask, bias, self._learned(settings) + as_scores(scores), positions, head_mask, lengths,
             order, dropout_rng=self._dropout_rng(deterministic, rngs),
-            return_weights=return_weights, tap=settings._reading(tap, sow_weights, is_captured),
+            return_weights=return_weights, tap=reading(settings, tap, sow_weights, is_captured),
         )  # fmt: skip
         output = settings.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
@@ -361,14 +355,14 @@ class MultiHeadAttention(nnx.Module):
         return core.returned(output, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
-        """Make room in the cache for the tokens of inputs, or empty it.
+        """Make an empty cache with room for the tokens of inputs.
 
-        A layer without parameters for keys (`in_kv_features=0`) needs no cache.
+        A layer without parameters for keys (`in_kv_features=0`) needs none.
 
         Args:
           input_shape: the shape of all inputs together, [*B, S, D].
           dtype: the dtype of the cache: floating point of 16 bits or more, int8, float8_e4m3fn or
-            float8_e5m2 (default: that of the field `cache`, or float32).
+            float8_e5m2 (default: from the field `cache`, or float32).
         """
         shape = checks.sizes("input_shape", input_shape)
         if not self.in_kv_features:
@@ -386,11 +380,11 @@ class MultiHeadAttention(nnx.Module):
         self, deterministic: bool | None = None, decode: bool | None = None,
         batch_size: int | Shape | None = None, max_length: int | None = None,
     ) -> None:  # fmt: skip
-        """Set what `nnx.view` sets, and make room in the cache.
+        """Set the attributes of an `nnx.view`. With `decode` and both sizes, also make a cache.
 
         Args:
           deterministic: True for no dropout.
-          decode: True to decode. With both sizes it makes a cache, if there is none.
+          decode: True to decode.
           batch_size: the size of the batch, or a tuple of sizes.
           max_length: the number of tokens to make room for.
         """
@@ -404,34 +398,34 @@ class MultiHeadAttention(nnx.Module):
             self.init_cache((*batch, max_length, self.in_features), dtype)
 
     def _kept(self) -> Any:
-        """Return the cache of earlier calls, or None. It may have been set as it was saved."""
+        """Return the cache of earlier calls, or None. A user can set it in its saved form."""
         if self.kv is None:
             return None
         kept = self.kv.get_value() if hasattr(self.kv, "get_value") else self.kv
         return collection.restore(kept, self.config.cache.window(nnx.as_pure(self.mask)))
 
-    def _keep(self, cache: KVCache | Memory) -> None:
+    def _keep(self, cache: KVCache) -> None:
         """Keep a cache for the next call."""
         if not isinstance(self.kv, CacheVariables):
             self.kv = CacheVariables()
         self.kv.set_value(cache)
 
     def _check_features(self, *inputs: Any) -> None:
-        if not self.in_kv_features and inputs[1] is not None:
+        D, Dk = self.in_features, self.in_kv_features
+        if not Dk and inputs[1] is not None:
             raise ValueError(
                 "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
                 "call, or leave in_kv_features out"
             )
-        D, Dk = self.in_features, self.in_kv_features
-        expected = {"inputs_q": D, "inputs_k": Dk, "inputs_v": Dk}
-        for (name, features), x in zip(expected.items(), inputs, strict=True):
+        names = ("inputs_q", "inputs_k", "inputs_v")
+        for name, features, x in zip(names, (D, Dk, Dk), inputs, strict=True):
             if x is not None and x.shape[-1] != features:
                 raise ValueError(
                     f"{name} must have {features} features, as the layer was made for, got "
                     f"{x.shape}; change in_features or in_kv_features"
                 )
 
-    def _learned(self, settings: Attention) -> tuple[ScoreMod, ...]:
+    def _learned(self, settings: linen.MultiHeadAttention) -> tuple[ScoreMod, ...]:
         """Return the layer's scores with their parameters."""
 
         def read(name: str, *_: Any) -> Any:
@@ -441,19 +435,11 @@ class MultiHeadAttention(nnx.Module):
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name."""
-        table = self.config.table(self.in_features, self.in_kv_features, self.in_kv_features)
-        return {name: self._read(getattr(self, name), entry) for name, entry in table.items()}
+        table = self._table(self.config)
+        return {name: _read(getattr(self, name), entry) for name, entry in table.items()}
 
-    @staticmethod
-    def _read(module: Any, entry: Entry) -> Any:
-        if isinstance(entry, ArrayEntry):
-            return module.get_value()
-        if isinstance(entry, NormEntry):
-            return module
-        if isinstance(module, Projection):
-            return module._weights()
-        # A module that a user has put there is called.
-        return Linear(None, None, entry.names, len(entry.inputs), entry.rows, module=module)
+    def _table(self, config: linen.MultiHeadAttention) -> Table:
+        return config.table(self.in_features, self.in_kv_features, self.in_kv_features)
 
     def _dropout_rng(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
@@ -498,41 +484,40 @@ class MultiHeadAttention(nnx.Module):
         return None if self.kv is None else self._kept().length
 
 
+# Only the layer that replaces Flax's has its default, True.
+_variant_init: Any = functools.partialmethod(MultiHeadAttention.__init__, broadcast_dropout=False)
+
+
 class MultiHeadLatentAttention(MultiHeadAttention):
     """`flax_mha.variants.MultiHeadLatentAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(Latent, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.MultiHeadLatentAttention
+    __init__ = _variant_init
 
 
 class DifferentialAttention(MultiHeadAttention):
     """`flax_mha.variants.DifferentialAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(Differential, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.DifferentialAttention
+    __init__ = _variant_init
 
 
 class ForgettingAttention(MultiHeadAttention):
     """`flax_mha.variants.ForgettingAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(Forgetting, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.ForgettingAttention
+    __init__ = _variant_init
 
 
 class TalkingHeadsAttention(MultiHeadAttention):
     """`flax_mha.variants.TalkingHeadsAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(TalkingHeads, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.TalkingHeadsAttention
+    __init__ = _variant_init
 
 
 class ChosenBlocksAttention(MultiHeadAttention):
     """`flax_mha.variants.ChosenBlocksAttention` in nnx."""
 
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config(ChosenBlocks, MultiHeadAttention.Config):  # type: ignore[misc]
-        """The fields of a layer."""
+    kind = variants.ChosenBlocksAttention
+    __init__ = _variant_init

@@ -16,24 +16,18 @@ _COLUMNS = 8  # panels side by side
 _LABELS = 40  # tokens whose names still fit along a panel
 
 
-def heads(
-    weights: Any, tokens: Sequence[str] | None = None, kv_tokens: Sequence[str] | None = None
-) -> "Figure":
-    """Draw the attention weights of every head, a panel each: a row is a query, a column a key.
+def heads(weights: Any, tokens: Sequence[str] | None = None) -> "Figure":
+    """Draw a panel of attention weights for every head, with queries as rows and keys as columns.
 
-    White is 0 and dark blue is 1. A notebook shows the figure; `figure.savefig("heads.png")`
-    writes it.
+    White is 0 and dark blue is 1. `figure.savefig("heads.png")` writes the figure.
 
     Args:
-      weights: the weights of one example as `Capture` sows them, [*B, N, T, S] with every B = 1; or
-        a tree of such arrays, such as all `intermediates`, whose `attention_weights` are drawn
-        layer by layer.
-      tokens: T names for the queries, and for the keys where `kv_tokens` is None and S = T.
-      kv_tokens: S names for the keys.
+      weights: the weights [*B, N, T, S] of one example (every B = 1), or a tree of them, such as
+        all `intermediates`.
+      tokens: names of the tokens. Queries or keys of another number have no names.
 
     Raises:
-      ValueError: if there are no weights, they are of several examples, or the number of names
-        is not that of the tokens.
+      ValueError: if there are no weights, they are of several examples, or names do not fit.
       ImportError: if Matplotlib is not installed.
     """
     try:
@@ -51,9 +45,15 @@ def heads(
         axis.imshow(head, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         title = f"{layer}, head {i}" if layer else f"head {i}"
         axis.set_title(title, fontsize=9, parse_math=False)
-        keys = tokens if kv_tokens is None and head.shape[0] == head.shape[1] else kv_tokens
-        _name_tokens(axis.set_yticks, tokens, head.shape[0], "tokens", "queries")
-        _name_tokens(axis.set_xticks, keys, head.shape[1], "kv_tokens", "keys")
+        if tokens is not None and len(tokens) not in head.shape:
+            raise ValueError(
+                f"tokens must name the {head.shape[0]} queries or {head.shape[1]} keys, got "
+                f"{len(tokens)} names"
+            )
+        for set_ticks, count in zip((axis.set_yticks, axis.set_xticks), head.shape, strict=True):
+            set_ticks([])
+            if tokens is not None and len(tokens) == count <= _LABELS:
+                set_ticks(range(count), tokens, parse_math=False)  # Dollars are no mathematics.
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
 
@@ -63,15 +63,3 @@ def heads(
 
     figure._repr_png_ = as_png  # Shows it in a notebook that never used pyplot.
     return figure
-
-
-def _name_tokens(
-    set_ticks: Any, names: Sequence[str] | None, count: int, argument: str, role: str
-) -> None:
-    """Set the ticks of an axis to its tokens' names, or to none."""
-    if names is not None and len(names) != count:
-        raise ValueError(f"{argument} must name the {count} {role}, got {len(names)} names")
-    if names is None or count > _LABELS:
-        set_ticks([])
-    else:
-        set_ticks(range(count), names, parse_math=False)  # Text, not mathematics between dollars.

@@ -13,7 +13,6 @@
     python -m experiments.measure memory                 # of float32 attention on a GPU
     python -m experiments.measure sweeps                 # over edits of each head of a model
     python -m experiments.measure rings                  # the time of a ring for orders of tokens
-    python -m experiments.measure features               # the calls that each kernel takes
 
 Each command has --help.
 """
@@ -26,7 +25,6 @@ from experiments.measure import (
     bits,
     check,
     compiled,
-    features,
     lengths,
     losses,
     memory,
@@ -42,7 +40,7 @@ from experiments.runs import command
 COMMANDS: dict[str, Any] = {
     "check": check, "compiled": compiled, "timed": timed, "peers": races, "decoding": decoding,
     "bits": bits, "lengths": lengths, "losses": losses, "tiles": tiles, "registers": registers,
-    "memory": memory, "sweeps": sweeps, "rings": rings, "features": features,
+    "memory": memory, "sweeps": sweeps, "rings": rings,
 }  # fmt: skip
 
 

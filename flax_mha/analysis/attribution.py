@@ -1,4 +1,4 @@
-"""Logits of a language model by the parts of its residual stream.
+"""Logits of a language model, split into the parts of its residual stream.
 
 Sources: nostalgebraist, "Interpreting GPT: the Logit Lens", 2020; Elhage et al., "A Mathematical
 Framework for Transformer Circuits", 2021 (direct attribution).
@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha.analysis.circuits import parameters
-from flax_mha.analysis.watching import watch
 from flax_mha.base import checks, numerics, shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
 from flax_mha.models.stacks import Place
+from flax_mha.taps.contexts import looking
 
 # The fields with which logits are linear in the captured parts.
 _MODEL = (
@@ -32,8 +32,8 @@ _BLOCK = (
 def logit_lens(model: LanguageModel, variables: Any, tokens: Any, **kwargs: Any) -> jax.Array:
     """Return the logits of the residual stream before each layer and after the last.
 
-    They are [L + 1, *B, T, V], by the final norm, the table of logits, their scale and cap: the
-    last are those of the model.
+    They are [L + 1, *B, T, V], through the final norm and the table of logits. The last are the
+    model's logits.
 
     Args:
       model: a linen language model.
@@ -57,24 +57,24 @@ def attribute_logits(
 ) -> dict[str, jax.Array]:
     """Return the share of each part of a model in the logit of a token, or in a difference.
 
-    The logits are linear in the parts of the residual stream, with the final norm's division kept
-    as it is in this call. The shares sum to the logit:
+    With the final norm's division kept as it is in this call, logits are linear in the parts c of
+    the residual stream, so the shares sum to the logit:
 
         share of c = ((c − mean(c)) / σ ⊙ γ) · (u_right − u_wrong)
 
-    with σ and γ of the norm ("rmsnorm" subtracts no mean), and u the rows of the table of logits.
+    where σ and γ are the norm's (an RMSNorm subtracts no mean), and u rows of the table of logits.
 
     Args:
-      model: a linen language model, with a LayerNorm or RMSNorm at the end.
+      model: a linen language model that ends with a LayerNorm, an RMSNorm or no norm.
       variables: its variables.
       tokens: int [*B, T].
-      targets: int [*B, T], the token of each logit; or a pair (right, wrong) of these, for the
-        difference of their logits.
+      targets: int [*B, T], the token of each logit; or a pair (right, wrong), for the difference
+        of their logits.
       **kwargs: more arguments of the call.
 
     Returns:
-      By path, [*B, T]: "decoder/embed", "decoder/norm/bias", and for each layer "…/mlp",
-      "…/attention" [*B, T, N] of its heads, and "…/attention/bias". Cross-attention has the same.
+      Shares [*B, T] by path: "decoder/embed", "decoder/norm/bias", "…/mlp" of each layer,
+      "…/attention" [*B, T, N] and "…/attention/bias"; the same for cross-attention.
 
     Raises:
       ValueError: if logits are not linear in these parts, as with a cap or norms of branches.
@@ -112,7 +112,7 @@ def attribute_logits(
 
 
 def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
-    """Return the rows of the table of logits that targets name, [*B, T, D]."""
+    """Return the targets' rows [*B, T, D] of the table of logits."""
     name = "embedding" if model.tied else "head"
     table = parameters(variables, f"{name}/table/embedding")
     table = table.astype(shapes.wide(table.dtype)) * model.logits_scale
@@ -122,7 +122,7 @@ def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
 
 
 def _check_linear(model: LanguageModel, norm: Any) -> None:
-    """Check that logits are linear in the outputs of heads and MLPs, with a norm frozen."""
+    """Check that logits are linear in the outputs of heads and MLPs."""
     got = {*checks.unhandled(model, _MODEL), *checks.unhandled(model.decoder, _STACK)}
     for block in model.decoder.blocks:
         got |= checks.unhandled(block, _BLOCK).keys()
@@ -142,25 +142,25 @@ def _check_linear(model: LanguageModel, norm: Any) -> None:
 def _capture(
     model: LanguageModel, variables: Any, names: tuple[str, ...], tokens: Any, kwargs: Any
 ) -> list[Any]:
-    """Return the captured tensors of each layer of a language model, by name."""
+    """Return the captured tensors of each layer."""
     if not isinstance(model, LanguageModel):
         raise TypeError(
             f"model must be a flax_mha.LanguageModel, got {type(model).__name__}; give the decoder "
             f"of an encoder-decoder model"
         )
-    watched, stack = watch(model, Capture(names)), model.decoder
-    _, sown = watched.apply(variables, tokens, mutable="intermediates", **kwargs)
-    sown = sown["intermediates"]["decoder"]
+    with looking(capture=Capture(names)):
+        _, sown = model.apply(variables, tokens, mutable="intermediates", **kwargs)
 
     def layer(place: Place) -> Any:
-        values = functools.reduce(lambda tree, name: tree[name], place.path, sown)
+        path = ("intermediates", "decoder", *place.path)
+        values = functools.reduce(lambda tree, name: tree[name], path, sown)
         return values if place.step is None else jax.tree.map(lambda x: x[place.step], values)
 
-    return [layer(place) for place in stack.places]
+    return [layer(place) for place in model.decoder.places]
 
 
 def _final_norm(model: LanguageModel, variables: Any) -> tuple[Any, Any]:
-    """Return the norm after the last layer, or None, and its parameters."""
+    """Return the final norm, or None, and its parameters."""
     block, has_norm = model.decoder.first, model.decoder.final_norm
     has_norm = not block.post_norm if has_norm is None else has_norm
     p = parameters(variables, "decoder").get("norm", {})

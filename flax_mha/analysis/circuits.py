@@ -1,6 +1,6 @@
 """Circuits of heads, read from the weights of a layer, as products of thin matrices.
 
-With the features x of a token as rows, head n at queries i and keys j has
+With features x as rows, a head's query i and key j have
 
     scores    x_i W_QK x_jᵀ,   W_QK = scale · W_Q R(i − j) W_Kᵀ     [D, D] of rank H
     output    Σ_j p_ij x_j W_OV,   W_OV = W_V W_O                   [D, D] of rank Hv
@@ -20,13 +20,13 @@ from flax.core import meta
 
 from flax_mha.base import checks
 from flax_mha.layer.settings import unhandled
-from flax_mha.layer.standard import Attention
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.positions import Rotary
 from flax_mha.positions.rope_scaling import Growing
 
 
 class Factored(struct.PyTreeNode):
-    """A product left · right of thin matrices, or several.
+    """A product left · right of thin matrices.
 
     Attributes:
       left: [..., D, r].
@@ -37,7 +37,7 @@ class Factored(struct.PyTreeNode):
     right: jax.Array
 
     def __matmul__(self, other: "Factored") -> "Factored":
-        """Return the product with another, factored."""
+        """Return the factored product with another."""
         return Factored(self.left, (self.right @ other.left) @ other.right)
 
     @property
@@ -51,7 +51,7 @@ class Factored(struct.PyTreeNode):
 
     def svd(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return u [..., D, r], the singular values s [..., r] and vh [..., r, D']."""
-        # Of two QR decompositions only the product of the triangles, [r, r], needs an SVD.
+        # After two QR decompositions only the product of the triangles, [r, r], needs an SVD.
         (q, r), (p, t) = (jnp.linalg.qr(x.left) for x in (self, self.T))
         u, s, vh = jnp.linalg.svd(r @ jnp.swapaxes(t, -1, -2), full_matrices=False)
         return q @ u, s, vh @ jnp.swapaxes(p, -1, -2)
@@ -63,12 +63,12 @@ class Factored(struct.PyTreeNode):
 
 
 def parameters(variables: Mapping[str, Any], path: str, layer: int | None = None) -> Any:
-    """Return the parameters of a module at a path, such as "decoder/layers_0/attention".
+    """Return the parameters of a module by its path, such as "decoder/layers_0/attention".
 
     Args:
-      variables: the variables of a linen model, or a dict of the parameters of an nnx model.
-      path: the path, as in `edits.names` without the point.
-      layer: the index among layers under `nn.scan`, which are stacked on a leading axis.
+      variables: the variables of a linen model, or the parameters of an nnx model as a dict.
+      path: the path of the module.
+      layer: the index on the leading axis of layers under `nn.scan`.
     """
     part: Any = meta.unbox(variables.get("params", variables))
     for name in path.split("/"):
@@ -84,19 +84,18 @@ def qk(
     layer: Any, p: Mapping[str, Any], *, distance: int | None = None,
     norm: Mapping[str, Any] | None = None, biases: bool = False,
 ) -> Factored:  # fmt: skip
-    """Return W_QK of each head, [N, D, D], whose forms are the scores.
+    """Return W_QK of each head, [N, D, D].
 
     Args:
-      layer: the layer, of linen or nnx.
+      layer: the layer, linen or nnx.
       p: its parameters, as `parameters` returns them.
       distance: i − j for a layer with `rotary`.
-      norm: the parameters of the norm before the layer, whose scale is folded in: rows are then
-        normalized features before the scale. Its bias counts as one of `biases`.
-      biases: True for [N, D + 1, D + 1], where features have a last one of 1, so that the scores
-        include the biases. Without, all biases are left out.
+      norm: the parameters of the norm before the layer, to fold in its scale: features are then
+        normalized, but not scaled. Its bias is one of `biases`.
+      biases: True for [N, D + 1, D + 1] with biases, for features that end with a 1.
 
     Raises:
-      ValueError: if scores are no such forms, as with a norm of queries and keys, or with `scores`.
+      ValueError: if scores are no bilinear forms, as with a norm of queries and keys, or `scores`.
     """
     handled = ("rotary", "scale", "sinks", "normalizer", "gate", "exclusive", "project_out")
     layer = _check(layer, p, ("query", "key"), handled)
@@ -104,7 +103,7 @@ def qk(
     if (rotary := layer.rotary) is not None:
         if not isinstance(rotary, Rotary) or isinstance(rotary.scaling, Growing):
             raise ValueError(
-                f"rotary must depend on i − j alone, as positions.Rotary() does, got {rotary!r}; "
+                f"rotary must depend only on i − j, as positions.Rotary() does, got {rotary!r}; "
                 f"rotate queries and keys by hand"
             )
         if distance is None:
@@ -122,8 +121,7 @@ def ov(
 ) -> Factored:
     """Return W_OV of each head, [N, D, D].
 
-    Arguments are those of `qk`. With `biases` it is [N, D + 1, D]: the last row is b_V W_O. The
-    bias b_O of the output belongs to no head.
+    Arguments are those of `qk`. With `biases`, b_V W_O is one more row. b_O belongs to no head.
 
     Raises:
       ValueError: if outputs are no such products, as with `gate` or `exclusive`.
@@ -135,7 +133,7 @@ def ov(
 
 
 def composition(kind: str, earlier: Factored, later: Factored) -> jax.Array:
-    """Return how much each head of a later layer reads from each of an earlier, [N, N'].
+    """Return how much later heads read from earlier ones, [N, N'].
 
         q: ‖W_OV W_QK‖ / (‖W_OV‖ ‖W_QK‖),   k: ‖W_QK W_OVᵀ‖ / …,   v: ‖W_OV W′_OV‖ / …
 
@@ -143,8 +141,8 @@ def composition(kind: str, earlier: Factored, later: Factored) -> jax.Array:
 
     Args:
       kind: "q", "k" or "v".
-      earlier: `ov` of the earlier layer.
-      later: `qk` of the later layer, or for "v" its `ov`; all without biases.
+      earlier: `ov` of the earlier layer, without biases.
+      later: `qk` of the later layer, or for "v" its `ov`.
     """
     # ‖W_QK W_OVᵀ‖ = ‖W_OV W_QKᵀ‖.
     later = checks.choice("kind", kind, {"q": later, "k": later.T, "v": later})
@@ -155,7 +153,7 @@ def composition(kind: str, earlier: Factored, later: Factored) -> jax.Array:
 
 
 def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: bool) -> jax.Array:
-    """Return the kernel [D, N, H], or with biases [D + 1, N, H], with a norm folded in."""
+    """Return the kernel [D, N, H], with biases [D + 1, N, H], with a norm folded in."""
     kernel, norm = linear["kernel"], norm or {}
     scaled = kernel * norm["scale"][:, None, None] if "scale" in norm else kernel
     if not checks.flag("biases", biases):
@@ -168,14 +166,17 @@ def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: boo
 
 def _check(
     layer: Any, p: Mapping[str, Any], needed: tuple[str, ...], handled: tuple[str, ...]
-) -> Attention:
-    """Check that only a layer's parameters make the circuit, and return its fields."""
+) -> MultiHeadAttention:
+    """Return a layer's fields, after a check that its circuit follows from parameters only."""
     layer = getattr(layer, "settings", layer)  # of an nnx layer
-    if not isinstance(layer, Attention) or type(layer).compute is not Attention.compute:
+    if (
+        not isinstance(layer, MultiHeadAttention)
+        or type(layer).compute is not MultiHeadAttention.compute
+    ):
         raise ValueError(f"layer must be a MultiHeadAttention, got {type(layer).__qualname__}")
     for name, value in unhandled(layer, handled).items():
         raise ValueError(
-            f"a circuit of weights alone needs a layer without {name}, got {value!r}; read the "
+            f"a circuit of only weights needs a layer without {name}, got {value!r}; read the "
             f"layer's values with Capture, or clone the layer without {name}"
         )
     if missing := [name for name in needed if name not in p]:

@@ -1,6 +1,4 @@
-"""Detectors of heads by the pairs of tokens that take their weight.
-
-A kind of head is a mask of pairs: a query i, and the keys j that such a head attends to.
+"""Detectors of kinds of heads. A kind is a mask: the keys j that such a head's query i attends to.
 
 | pairs | query i, key j | source |
 |---|---|---|
@@ -9,11 +7,11 @@ A kind of head is a mask of pairs: a query i, and the keys j that such a head at
 | `duplicate` | j < i and token j = token i | Wang et al., 2022 |
 | `induction` | j ≤ i and token j − 1 = token i | Olsson et al., 2022 |
 
-The score of a head is the mean of its weight on the pairs,
+The score of a head with weights p is its mean weight on the pairs,
 
-    mean over i of Σ_{j: (i, j) ∈ pairs} p_ij,   p_i = softmax of the head's scores,
+    mean over i of Σ_{j: (i, j) ∈ pairs} p_ij,
 
-over the queries that see at least one such key. For `induction` that is the prefix-matching score.
+over queries that may attend to such a key. For `induction` it is the prefix-matching score.
 
 Sources: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; Olsson et al.,
 "In-context Learning and Induction Heads", 2022; Wang et al., "Interpretability in the Wild", 2022;
@@ -28,12 +26,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, traverse_util
+from flax import nnx
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import Static, combine, is_array, partition
-from flax_mha.taps.contexts import reading_pairs
+from flax_mha.kernels import observe
+from flax_mha.kernels.call.bind import Options, bind_call
+from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.kernels.call.stored import dequantize
+from flax_mha.taps.contexts import looking
+from flax_mha.taps.sown import by_path
+from flax_mha.taps.tap import Tap
 
 _EARLIER = ~masks.Window(left=0)
 
@@ -60,35 +64,30 @@ def detect(
 ) -> dict[str, dict[str, jax.Array]]:
     """Return the mean weight of each head on pairs of tokens, such as those of an induction head.
 
-    `detect(linen_model, variables, tokens)` and `detect(nnx_model, tokens)` run the model, and
-    each self-attention layer computes its weights once more, some queries at a time, with its own
-    scores, biases, masks and sinks. Memory grows with T. Layers that attend to a memory are left
-    out.
+    `detect(linen_model, variables, tokens)` and `detect(nnx_model, tokens)` run the model. Each
+    layer of self-attention computes its weights once more, in memory linear in sequence length.
 
     Args:
       model: a linen or nnx module with attention layers of flax_mha, without cache.
-      *args: the arguments of the call; for linen, the variables first. The first input are the
-        tokens, int [*B, T], unless `pairs` are given.
+      *args: the arguments of the call; for linen, the variables first. The first input is tokens,
+        int [*B, T], unless `pairs` are given.
       pairs: masks by name (default: `token_pairs(tokens)`).
       **kwargs: more arguments of the call.
 
     Returns:
-      The scores [N] by name of the pairs, by path of the layer. Layers under `nn.scan` have a
-      leading axis, and so has a layer that is called several times. A score is NaN if no query
-      sees such a key.
+      Scores [N] by path of the layer and name of the pairs, NaN if no query may attend to such a
+      key. Layers under `nn.scan`, and several calls of a layer, have a leading axis.
 
     Raises:
-      ValueError: if no layer is found; if the weights of a layer are not one softmax, as with
-        another normalizer, an `attention_fn` or an edit of weights; or if pairs do not fit.
+      ValueError: if there is no layer, if weights are not one softmax, as with another normalizer,
+        an `attention_fn` or an edit of weights, or if pairs do not fit.
     """
-    is_nnx = isinstance(model, nnx.Module)
-    inputs = args if is_nnx else args[1:]
+    root, inputs = model, args[not isinstance(model, nnx.Module) :]
     if pairs is None:
         if kwargs.get("order") is not None:
             raise ValueError("detect takes tokens in their order, got order=; give pairs= with it")
         pairs = token_pairs(*inputs[:1])
-    root = model
-    if is_nnx:
+    if isinstance(model, nnx.Module):
         root, state = nnx.split(model)
         args = (state, *args)
     bound = {name: masks.as_mask(mask) for name, mask in pairs.items()}
@@ -96,18 +95,15 @@ def detect(
         lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
     )
     arrays, static = partition((inputs, bound), is_array)
-    found = _read(Static((root, static, nn.get_logical_axis_rules())), arrays)
-    if not found:
+    calls = _read(Static((root, static, nn.get_logical_axis_rules())), arrays)
+    if not calls:
         raise ValueError(
             f"a model to detect heads in must call self-attention layers of flax_mha, got "
             f"{checks.describe(model)}; give the part of it that does"
         )
     return {
-        path: {
-            name: jnp.stack([call[name] for call in calls]) if len(calls) > 1 else calls[0][name]
-            for name in pairs
-        }
-        for path, calls in found.items()
+        path: jax.tree.map(lambda *xs: jnp.stack(xs), *each) if isinstance(each, tuple) else each
+        for path, each in calls.items()
     }
 
 
@@ -116,16 +112,39 @@ def _read(call: Static, arrays: Any) -> dict[str, Any]:
     """Return the weights on pairs of each call of a layer, by path of the layer."""
     model, static, _ = call.tree
     (args, kwargs), pairs = combine(arrays, static)
-    with reading_pairs(pairs):
+    with looking(at_softmax=functools.partial(_sow_pairs, pairs)):
         if isinstance(model, nn.Module):
-            _, state = model.apply(*args, mutable="intermediates", **kwargs)
-            sown = state.get("intermediates", {})
+            _, sown = model.apply(*args, mutable="intermediates", **kwargs)
         else:
             run = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
-            sown = nnx.to_pure_dict(run(nnx.merge(model, args[0]))[1])
-    flat = traverse_util.flatten_dict(sown)
+            _, sown = run(nnx.merge(model, args[0]))
+    pairs.clear()  # JAX's caches keep the function, which must keep no arrays.
+    name = "attention_pairs"
+    values = {f"/{path}": x for path, x in by_path(sown).items()}
     return {
-        "/".join(map(str, path[:-1])): calls
-        for path, calls in flat.items()
-        if path[-1] == "attention_pairs"
+        path.removesuffix(f"/{name}").removeprefix("/"): x
+        for path, x in values.items()
+        if path.endswith(f"/{name}")
     }
+
+
+def _sow_pairs(
+    pairs: Mapping[str, masks.Mask], tap: Tap, q: jax.Array, source: Any, call: Mapping[str, Any]
+) -> None:
+    """Sow the mean weight [N] of the heads on each of the pairs, as `pairs` by name."""
+    normalizer, attention = call["normalizer"], call.get("attention")
+    if attention is not None or normalizer != SOFTMAX:
+        got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
+        raise ValueError(
+            f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
+            f"at {tap.path('attention_pairs')}; read `weights` of this layer instead"
+        )
+    qkv = (q, source.key, source.value)
+    options = {name: x for name, x in call.items() if name in Options.__annotations__}
+    options |= source.places(q, call["mask"], call["lengths"], call.get("order"))
+    q, k, _, spec = bind_call(*qkv, **options)
+    bound: dict[str, Any] = {
+        name: bind_call(*qkv, **options | {"mask": masks.combine(options["mask"], x)})[3].mask
+        for name, x in pairs.items()
+    }
+    tap.sow("pairs", observe.weigh_pairs(q, dequantize(k), spec, bound))

@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar, cast, overload
+from typing import Any, TypeAlias
 
 import flax.linen as nn
-import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
@@ -15,167 +14,154 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha import linen, masks
 from flax_mha.analysis.selection import Kept, keep
-from flax_mha.analysis.watching import rebuild
 from flax_mha.base import checks
 from flax_mha.edits import attention_layers
 from flax_mha.interop.contexts import within
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import as_scores, learned
-from flax_mha.taps.contexts import Fields, replaced, visitor
+from flax_mha.taps.contexts import looking
 
 Path: TypeAlias = tuple[str, ...]
-Heads: TypeAlias = Mapping[str, Any]
-LinenModel = TypeVar("LinenModel", bound=nn.Module)
-NnxModel = TypeVar("NnxModel", bound=nnx.Module)
 
 
-@overload
-def prune(model: NnxModel, heads: Heads, /, *, repeat_kv: bool = ...) -> NnxModel: ...
-@overload
-def prune(
-    model: LinenModel, variables: Mapping[str, Any], heads: Heads, /, *inputs: Any,
-    repeat_kv: bool = ...,
-) -> tuple[LinenModel, dict[str, Any]]: ...  # fmt: skip
 def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
     """Return a model without some attention heads, and its variables.
 
     `prune(linen_model, variables, heads, *inputs)` returns a module and its variables, and
-    `prune(nnx_model, heads)` a new module. Outputs are those of a `head_mask` with 0 for the heads.
+    `prune(nnx_model, heads)` a new module. Outputs are those of a `head_mask` of 0 for these heads.
     Keys and values that no query head reads any more are removed too.
 
     Args:
-      model: a linen or nnx module. A pruned stack has one block for each layer, or for each of a
-        step.
-      *args: the arguments above. `heads` has the indices of the heads to remove by the path of the
-        layer, such as `{"layers_0/attention": (1, 3)}`; the path of a bare layer is "". Layers
-        under `scan` have one path. Give a dict by layer, as many heads for each, such as
-        `{"layers/attention": {0: (1,), 1: (3,)}}`, or one tuple for all. The inputs of a call,
-        which is traced, show layers that are made in `setup` or `@nn.compact`, and those of
-        `interop.swap`. Layers in fields need none.
+      model: a linen or nnx module. A pruned stack has a block for each layer, or each of a step.
+      *args: the arguments above. `heads` are the indices to remove by path of the layer, such as
+        `{"layers_0/attention": (1, 3)}`; the path of a bare layer is "". Layers under `scan` have
+        one path: give one tuple for all, or a dict of as many heads for each layer, such as
+        `{"layers/attention": {0: (1,), 1: (3,)}}`. Give inputs to find, by tracing a call, layers
+        that are made in `setup` or `@nn.compact`, and those of `interop.swap`.
       repeat_kv: True to repeat key/value heads that would be shared by unequal numbers of heads.
 
     Raises:
-      ValueError: if a path or a head is unknown, or there is no smaller model with these outputs.
-        The error has the reason.
+      ValueError: if a path or a head is unknown, or no smaller model has these outputs.
       TypeError: if heads are not indices.
     """
     is_nnx = isinstance(model, nnx.Module)
-    variables: Any = None if is_nnx else args[0]
     heads, *inputs = args if is_nnx else args[1:]
     if not isinstance(heads, Mapping):
         raise TypeError(
             f"heads must be a dict of indices by path, got {checks.describe(heads)}; give "
             f"{{'layers_0/attention': (1, 3)}}, say, or {{'': (1, 3)}} for a bare layer"
         )
-    heads = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
+    removed = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
     if is_nnx:
-        return _prune_nnx(model, heads, repeat_kv)
-    pruner = _Pruner(flatten_dict(variables["params"]), heads, repeat_kv)
-    made = {} if not inputs else _made_layers(model, variables, inputs)
-    model = rebuild(model, pruner.change)
-    fields = {
-        path: pruner.fields_of(layer, path) for path, layer in made.items()
-        if path in heads and path not in pruner.kept
-    }  # fmt: skip
-    _check_paths(heads, {**pruner.kept, **made})
-    if fields:
-        model = within(model, _pruned, Fields(fields))
-    for name in variables.keys() - {"params"}:
-        if any(_under(path, flatten_dict(variables[name])) for path in heads):
-            raise ValueError(f"variables must have no {name!r} of pruned layers; leave it out")
-    return model, {**variables, "params": unflatten_dict(pruner.params)}
+        return _prune_nnx(model, removed, repeat_kv)
+    return _prune_linen(model, args[0], removed, inputs, repeat_kv)
 
 
-def _pruned(cls: Any, fields: Fields) -> AbstractContextManager[Any]:
-    """Return the context of a pruned model, which gives its layers their fields."""
-    del cls
-    return cast(AbstractContextManager[Any], replaced(fields))
+def _prune_linen(
+    model: nn.Module, variables: Mapping[str, Any], removed: Mapping[Path, Any],
+    inputs: Sequence[Any], repeat_kv: bool,
+) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
+    """Return a linen model and its variables without the removed heads."""
+    params = flatten_dict(variables["params"])
+    kept: dict[Path, Kept] = {}
 
-
-def _made_layers(model: nn.Module, variables: Any, inputs: Any) -> dict[Path, Any]:
-    """Return the attention layers of a call by path, wherever they are made."""
-    layers: dict[Path, Any] = {}
-
-    def visit(module: Any, *_: Any) -> None:
-        if isinstance(module, linen.MultiHeadAttention) and module.path not in layers:
-            names = [field.name for field in dataclasses.fields(module) if field.init]
-            values = {name: getattr(module, name) for name in names}
-            layers[module.path] = type(module)(**values | {"parent": None, "name": None})
-
-    with visitor(visit):
-        jax.eval_shape(functools.partial(model.apply, mutable=True), variables, *inputs)
-    return layers
-
-
-@dataclasses.dataclass
-class _Pruner:
-    """The changes of a linen model, and the heads that each layer keeps."""
-
-    params: dict[Path, Any]
-    removed: Mapping[Path, Any]
-    repeat_kv: bool
-    kept: dict[Path, Kept] = dataclasses.field(default_factory=dict)
-
-    def change(self, module: Any, path: Path) -> Any:
-        """Return a layer or a stack without the heads, and None for other modules."""
-        if isinstance(module, Stack):
-            return self._stack(module, path)
-        return self._layer(module, path) if isinstance(module, linen.MultiHeadAttention) else None
-
-    def _layer(self, layer: Any, path: Path) -> Any:
-        N, K = layer.num_heads, layer.num_kv_heads or layer.num_heads
-        if path not in self.removed:
-            self.kept[path] = Kept("", [np.arange(N).reshape(K, -1)], N, K, 1, N)
-            return layer
-        return layer.clone(**self.fields_of(layer, path))
-
-    def fields_of(self, layer: Any, path: Path) -> dict[str, Any]:
-        """Return the new fields of a layer that loses heads, and change its parameters."""
-        N = layer.num_heads
+    def smaller(layer: Any, path: Path) -> dict[str, Any]:
+        """Return the new fields of a layer, and change its parameters."""
+        N, own = layer.num_heads, _under(path, params)
         table = layer.table(2 * N, 2 * N, 2 * N)
-        own, removed = _under(path, self.params), self.removed[path]
-        fields, own, self.kept[path] = _without(path, layer, table, own, removed, self.repeat_kv)
-        self.params |= {(*path, *name): x for name, x in own.items()}
-        if layer.num_kv_heads is None:
-            del fields["num_kv_heads"]
+        fields, own, kept[path] = _without(path, layer, table, own, removed[path], repeat_kv)
+        params.update({(*path, *name): x for name, x in own.items()})
         return fields
 
-    def _stack(self, stack: Any, path: Path) -> Any:
-        places, owner = stack.places, "/".join(path) or "the stack"
-        old = {place.path: stack.blocks[place.block] for place in places}
-        new = {name: rebuild(x, self.change, (*path, *name)) for name, x in old.items()}
-        if all(new[name] is old[name] for name in old):
-            return stack
-        is_scanned = {place.step is not None for place in places}
-        if len(is_scanned) > 1:
-            raise ValueError(
-                f"the layers of {owner} must fill the steps of its scan to lose heads, got "
-                f"{len(places)} in steps of {len(stack.blocks)}; unstack the layers, and set "
-                f"scan=False"
-            )
-        names = [place.path for place in places]
-        is_smaller = [new[name].attention is not old[name].attention for name in names]
-        if any(is_smaller[i] for i in stack.kv_from or () if i is not None):
-            raise ValueError(
-                f"layers of {owner} must keep the keys and values that others read (kv_from); "
-                f"remove heads from layers that share none"
-            )
-        block = tuple(new.values())
-        fields: dict[str, Any] = {
-            "block": block if len(block) > 1 else block[0],
-            "scan": True in is_scanned,
-        }
-        if any(is_smaller):
-            layers = [self.kept[(*path, *name, "attention")] for name in names]
-            rows = [row for layer in layers for row in layer.rows]
-            heads = dataclasses.replace(layers[0], owner=owner, rows=rows)
-            fields["scores"] = heads.select(as_scores(stack.scores))
-            for name, axes in _score_axes(stack.scores).items():
-                if "heads" in axes:
-                    at = (*path, *name)
-                    self.params[at] = heads.shared(name[0]).take(self.params[at], axes)
-        return stack.clone(**fields)
+    def change(x: Any, path: Path) -> Any:
+        if isinstance(x, Stack):
+            return _stack(x, path, params, kept, change)
+        if not isinstance(x, linen.MultiHeadAttention):
+            return _change_fields(x, path, change)
+        if path in removed:
+            return x.clone(**smaller(x, path))
+        N, K = x.num_heads, x.num_kv_heads or x.num_heads
+        kept[path] = Kept("", [np.arange(N).reshape(K, -1)], N, K, 1, N)
+        return x
+
+    made = dict(attention_layers(model, variables, *inputs)) if inputs else {}
+    model = change(model, ())
+    in_calls = {path: made[path] for path in removed if path in made and path not in kept}
+    _check_paths(removed, {**kept, **made})
+    if in_calls:
+        fields = {path: smaller(layer, path) for path, layer in in_calls.items()}
+        model = within(model, _in_calls, functools.partial(_replace, fields))
+    for name in variables.keys() - {"params"}:
+        if any(_under(path, flatten_dict(variables[name])) for path in removed):
+            raise ValueError(f"variables must have no {name!r} of pruned layers; leave it out")
+    return model, {**variables, "params": unflatten_dict(params)}
+
+
+def _change_fields(x: Any, path: Path, change: Callable[[Any, Path], Any]) -> Any:
+    """Return a linen module, or a value of a field, with the modules in its fields changed."""
+    if isinstance(x, tuple | list):
+        parts = [change(y, (*path[:-1], f"{path[-1]}_{i}")) for i, y in enumerate(x)]
+        return type(x)(parts) if any(a is not b for a, b in zip(x, parts, strict=True)) else x
+    if not isinstance(x, nn.Module):
+        return x
+    fields = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    changed = {
+        name: change(value, (*path, getattr(value, "name", None) or name))
+        for name, value in fields.items() if name not in ("parent", "name")
+    }  # fmt: skip
+    changed = {name: value for name, value in changed.items() if value is not fields[name]}
+    return x.clone(**changed) if changed else x
+
+
+def _in_calls(cls: Any, replace: Any) -> AbstractContextManager[None]:
+    """Return the context of a model whose calls make layers, which are replaced."""
+    del cls
+    return looking(at_layer=replace)
+
+
+def _replace(fields: Mapping[Path, Mapping[str, Any]], layer: Any) -> Any:
+    """Return a layer with the fields that a pruned model has at its path."""
+    return layer.clone(parent=layer.scope, **fields[layer.path]) if layer.path in fields else layer
+
+
+def _stack(
+    stack: Any, path: Path, params: dict[Path, Any], kept: Mapping[Path, Kept],
+    change: Callable[[Any, Path], Any],
+) -> Any:  # fmt: skip
+    """Return a stack with its blocks changed, and change the parameters of its scores."""
+    places, owner = stack.places, "/".join(path) or "the stack"
+    old = {place.path: stack.blocks[place.block] for place in places}
+    new = {name: change(x, (*path, *name)) for name, x in old.items()}
+    if all(new[name] is old[name] for name in old):
+        return stack
+    is_scanned = {place.step is not None for place in places}
+    if len(is_scanned) > 1:
+        raise ValueError(
+            f"the layers of {owner} must fill the steps of its scan to lose heads, got "
+            f"{len(places)} in steps of {len(stack.blocks)}; unstack the layers, and set "
+            f"scan=False"
+        )
+    names = [place.path for place in places]
+    is_smaller = [new[name].attention is not old[name].attention for name in names]
+    if any(is_smaller[i] for i in stack.kv_from or () if i is not None):
+        raise ValueError(
+            f"layers of {owner} must keep the keys and values that others read (kv_from); "
+            f"remove heads from layers that share none"
+        )
+    block, scores = tuple(new.values()), stack.scores
+    if any(is_smaller):
+        layers = [kept[(*path, *name, "attention")] for name in names]
+        rows = [row for layer in layers for row in layer.rows]
+        heads = dataclasses.replace(layers[0], owner=owner, rows=rows)
+        for name, axes in _score_axes(scores).items():
+            if "heads" in axes:
+                at = (*path, *name)
+                params[at] = heads.shared(name[0]).take(params[at], axes)
+        scores = heads.select(as_scores(scores))
+    return stack.clone(
+        block=block if len(block) > 1 else block[0], scan=True in is_scanned, scores=scores
+    )
 
 
 def _without(
@@ -183,7 +169,7 @@ def _without(
 ) -> tuple[dict[str, Any], dict[Path, Any], Kept]:
     """Return the new fields of a layer, its parameters, and the heads that it keeps.
 
-    The table of its parameters has the names of their axes. Its sizes are not used.
+    Only the names of axes in the table of parameters are used, not the sizes.
     """
     owner, query = "/".join(path) or "the layer", ("query", "kernel")
     axes = _score_axes(layer.scores)
@@ -204,7 +190,7 @@ def _without(
     rows = keep(owner, removed, N, K, layers, repeat_kv)
     heads = Kept(owner, rows, N, K, H, count, layers)
     fields = {
-        "num_heads": rows[0].size, "num_kv_heads": len(rows[0]),
+        "num_heads": rows[0].size, "num_kv_heads": layer.num_kv_heads and len(rows[0]),
         "head_dim": H, "qkv_features": None, "scores": heads.select(as_scores(layer.scores)),
         "mask": None if layer.mask is None else heads.select(masks.as_mask(layer.mask)),
     }  # fmt: skip

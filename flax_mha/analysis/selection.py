@@ -14,30 +14,26 @@ from flax.core import meta
 from flax_mha import masks, scores, sharding
 from flax_mha.base import checks
 
-# The axis of heads, from the end, of the arrays in masks and scores.
+# The axis of heads, counted from the end, of the arrays in masks and scores.
 _AXES: dict[type, dict[str, int]] = {
     masks.Dense: {"array": -3}, masks.BlockSparse: {"blocks": -3}, scores.Bias: {"array": -3},
     scores.Alibi: {"slopes": -1}, scores.RelativeBias: {"table": -2},
     scores.Relative: {"table": -3},
     scores.TransformerXL: {"content_bias": -2, "position_bias": -2, "kernel": -2},
+    masks.AtLeast: {}, masks.Causal: {}, masks.Dilated: {}, masks.Documents: {}, masks.Keys: {},
+    masks.Lengths: {}, masks.Neighborhood: {}, masks.Prefix: {}, masks.Segments: {},
+    masks.Window: {}, scores.SoftCap: {},
 }  # fmt: skip
-_WITHOUT_HEADS = (
-    masks.AtLeast, masks.Causal, masks.Dilated, masks.Documents, masks.Keys, masks.Lengths,
-    masks.Neighborhood, masks.Prefix, masks.Segments, masks.Window, scores.SoftCap,
-)  # fmt: skip
-_JOINED = (masks.And, masks.Or, masks.Not)
 
 
 @dataclasses.dataclass
 class Kept:
-    """The heads that a layer keeps, or each of several layers under scan or in a stack.
+    """The heads that a layer keeps, or that each of several layers keeps.
 
     Attributes:
       owner: the path of the layer or of the stack.
-      rows: int [K', G'] for each layer, the heads in a row for each key/value head.
-      N: the number of query heads.
-      K: the number of key/value heads.
-      H: the features of a head.
+      rows: int [K', G'] for each layer, the query heads that read each key/value head.
+      N, K, H: the layer's sizes before.
       count: the heads of the scores, r·N: r·K key/value heads in a row, each read by N/K in a row.
       layers: the sizes of the axes of layers; none for one layer.
     """
@@ -52,10 +48,9 @@ class Kept:
 
     def index(self, size: int, is_kv: bool = False) -> np.ndarray:
         """Return the indices [*layers, n] along an axis of r·N heads, or of r·K if `is_kv`."""
-        k, g = (x[..., None, :] for x in np.divmod(np.stack(self.rows), self.N // self.K))
-        r = size // (self.K if is_kv else self.N)
-        k = k * r + np.arange(r)[:, None]
-        index: np.ndarray = k[..., 0] if is_kv else k * (self.N // self.K) + g
+        k, g = np.divmod(np.stack(self.rows), self.N // self.K)
+        axis = np.arange(size).reshape(self.K, -1, 1 if is_kv else self.N // self.K)
+        index = axis[k[..., 0], :, 0] if is_kv else np.moveaxis(axis[k, :, g], -1, -2)
         return index.reshape(*self.layers, -1)
 
     def take(self, x: Any, names: Sequence[str | None]) -> Any:
@@ -67,8 +62,8 @@ class Kept:
         return x
 
     def shared(self, name: str) -> "Kept":
-        """Return the heads of each layer, after a check that layers with the same `name` agree."""
-        if len({(x.shape, *x.ravel()) for x in self.rows}) > 1:
+        """Return the heads of any layer, after a check that all layers agree."""
+        if not all(np.array_equal(row, self.rows[0]) for row in self.rows):
             raise ValueError(
                 f"layers that share {name} in {self.owner} must lose the same heads; remove the "
                 f"same from each, or give each layer its own"
@@ -76,17 +71,16 @@ class Kept:
         return dataclasses.replace(self, rows=self.rows[:1], layers=())
 
     def select(self, tree: Any) -> Any:
-        """Return masks and scores for these heads. Those without heads stay as they are."""
+        """Return masks and scores for these heads."""
 
         def is_leaf(x: Any) -> bool:
-            return isinstance(x, masks.Mask | scores.ScoreMod) and not isinstance(x, _JOINED)
+            is_joined = isinstance(x, masks.And | masks.Or | masks.Not)
+            return isinstance(x, masks.Mask | scores.ScoreMod) and not is_joined
 
         return jax.tree.map(self._select, tree, is_leaf=is_leaf)
 
     def _select(self, x: Any) -> Any:
         name = type(x).__name__
-        if isinstance(x, _WITHOUT_HEADS):
-            return x
         if isinstance(x, masks.PerHead):
             index = self.shared(name).index(self.count)
             return x.replace(masks=tuple(self.select(masks.as_mask(x.masks[i])) for i in index))
@@ -102,51 +96,49 @@ class Kept:
             x = x.replace(slopes=scores.alibi_slopes(self.count))
         if isinstance(x, scores.TransformerXL):
             x = x.replace(features=x.features or self.count * self.H)
-        arrays = {field: (getattr(x, field), axis) for field, axis in _AXES[type(x)].items()}
-        return x.replace(**{
-            field: _take(array, self.shared(name).index(self.count), axis)
-            for field, (array, axis) in arrays.items()
-            if np.ndim(array) >= -axis and np.shape(array)[axis] > 1
-        })  # fmt: skip
+        for field, axis in _AXES[type(x)].items():
+            array = getattr(x, field)
+            if np.ndim(array) >= -axis and np.shape(array)[axis] > 1:
+                index = self.shared(name).index(self.count)
+                x = x.replace(**{field: _take(array, index, axis)})
+        return x
 
 
 def keep(
     owner: str, removed: Any, N: int, K: int, layers: Sequence[int], repeat_kv: bool
 ) -> list[np.ndarray]:
-    """Return `Kept.rows` without the heads `removed`, which may be a dict by layer.
+    """Return `Kept.rows` without the heads `removed`, perhaps a dict by layer.
 
-    With `repeat_kv` several rows may be of the same key/value head.
+    With `repeat_kv` several rows may be of one key/value head.
     """
     steps = range(math.prod(layers))
     by_step = removed if isinstance(removed, Mapping) else dict.fromkeys(steps, removed)
-    if unknown := [*{*by_step} - {*steps}]:
+    is_kept = np.ones((len(steps), N), bool)
+    for step, heads in by_step.items():
+        indices = [*checks.sizes(f"heads of {owner}", heads)]
+        if step not in steps or max(indices, default=0) >= N:
+            raise ValueError(
+                f"heads of {owner} must be in 0 … {N - 1}, and layers in 0 … {steps[-1]}, got "
+                f"heads {indices} of layer {step}; change them"
+            )
+        is_kept[step, indices] = False
+    counts = is_kept.sum(1)
+    if len({*counts.tolist()}) > 1 or not counts[0]:
         raise ValueError(
-            f"heads of {owner} must be by layers 0 … {steps[-1]}, got {unknown}; change the layers"
+            f"{owner} must keep a head, and as many in each layer under scan, got "
+            f"{counts.tolist()}; remove fewer, or unstack the layers and set scan=False"
         )
-    rows = []
-    for step in steps:
-        heads = checks.sizes(f"heads of {owner}", by_step.get(step, ()))
-        if unknown := [head for head in heads if head >= N]:
-            raise ValueError(f"heads of {owner} must be in 0 … {N - 1}, got {unknown}; change them")
-        rows.append(np.setdiff1d(np.arange(N), heads))
-    counts = [len(row) for row in rows]
-    if len({*counts}) > 1 or not counts[0]:
-        raise ValueError(
-            f"{owner} must keep a head, and as many in each layer under scan, got {counts}; remove "
-            f"fewer, or unstack the layers and set scan=False"
-        )
-    groups = {int(n) for row in rows for n in np.bincount(row // (N // K)) if n}
-    size = math.gcd(*groups)
-    if groups != {size} and not repeat_kv:
+    groups = {*is_kept.reshape(len(steps), K, -1).sum(-1).ravel().tolist()} - {0}
+    if len(groups) > 1 and not repeat_kv:
         raise ValueError(
             f"key/value heads of {owner} must keep as many query heads each, or none, got "
             f"{sorted(groups)}; give repeat_kv=True to repeat keys and values"
         )
-    return [row.reshape(-1, size) for row in rows]
+    return [np.flatnonzero(row).reshape(-1, math.gcd(*groups)) for row in is_kept]
 
 
 def _take(x: Any, index: np.ndarray, axis: int) -> Any:
-    """Return the entries of an index [*layers, n] along an axis of x, counted from the end."""
+    """Return entries along an axis of x, counted from the end, by their index [*layers, n]."""
     *layers, n = index.shape
     before, after = x.ndim + axis - len(layers), -axis - 1
     index = index.reshape(*layers, *[1] * before, n, *[1] * after)
@@ -157,7 +149,7 @@ def _take(x: Any, index: np.ndarray, axis: int) -> Any:
 
 
 def _renumbered(x: Any, index: np.ndarray) -> Any:
-    """Return a user-defined mask or score whose function gets the heads' earlier numbers."""
+    """Return a user's mask or score, whose function gets the heads' earlier numbers."""
     fn, at = x.fn, 2 if isinstance(x, scores.Score) else 1
 
     def of_heads(*args: Any) -> Any:

@@ -1,8 +1,7 @@
 """Models whose attention layers capture values."""
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
@@ -13,19 +12,16 @@ from flax_mha.edits import attention_layers
 from flax_mha.interop.contexts import within
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
-from flax_mha.taps.contexts import capturing
+from flax_mha.taps.contexts import WATCHED, current, looking
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
-
-# The classes of watched models that have called a layer. JAX's caches may skip later calls.
-_SEEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(model: Model, capture: Capture | None) -> Model:
     """Return a copy of a model whose attention layers capture values, for the same variables.
 
-    All layers of flax_mha that a linen model calls do, wherever they are made: in fields, `setup`
-    or `@nn.compact`, and those of `interop.swap`. A warning tells of a call without any.
+    These are all layers of flax_mha that a linen model calls, wherever they are made: in fields,
+    `setup` or `@nn.compact`, and those of `interop.swap`. A call without any layer warns.
 
     Args:
       model: a linen module; or an nnx module, whose copy shares its variables.
@@ -33,7 +29,7 @@ def watch(model: Model, capture: Capture | None) -> Model:
 
     Raises:
       ValueError: if an nnx model holds no attention layer.
-      TypeError: if the model is no module.
+      TypeError: if the model is not a module.
     """
     capture = as_capture(capture, in_layer=True)
     if isinstance(model, nn.Module):
@@ -46,7 +42,8 @@ def watch(model: Model, capture: Capture | None) -> Model:
     layers: list[Any] = [layer for _, layer in attention_layers(copy)]
     for layer in layers:
         layer.capture = capture
-    for _, node in [*nnx.iter_modules(copy)]:
+    others = [x for _, x in nnx.iter_modules(copy) if not any(x is layer for layer in layers)]
+    for node in others:
         for name, value in [*vars(node).items()]:
             if isinstance(value, nn.Module):  # For example in `nnx.bridge.ToNNX`.
                 setattr(node, name, watch(value, capture))
@@ -61,40 +58,12 @@ def watch(model: Model, capture: Capture | None) -> Model:
 
 @contextlib.contextmanager
 def _watched(cls: Any, capture: Capture | None) -> Iterator[None]:
-    """Let a call capture values, and warn if it calls no layer, unless an earlier one did."""
-    with capturing(capture) as modules:
+    """Let a call capture values, and warn if neither it nor an earlier call runs a layer."""
+    is_inner = current().watched is cls
+    with looking(capture=Capture(()) if capture is None else capture, watched=cls):
         yield
-    if modules:
-        _SEEN.add(cls)
-    elif modules is not None and cls not in _SEEN:
+    if not is_inner and cls not in WATCHED:
         checks.warn(
             f"a watched {cls.__name__} has called no attention layer of flax_mha, so nothing is "
             f"captured; swap those of Flax first, by interop.swap"
         )
-
-
-def rebuild(x: Any, change: Callable[[Any, Any], Any], path: tuple[str, ...] = ()) -> Any:
-    """Return a linen module with the modules in its fields changed, or itself if none is.
-
-    Args:
-      x: the module, or another value of a field.
-      change: a function of a module and its path to a new module, or to None, to go on into its
-        fields.
-      path: the path of x.
-    """
-    if isinstance(x, tuple | list):
-        parts = [rebuild(y, change, (*path[:-1], f"{path[-1]}_{i}")) for i, y in enumerate(x)]
-        return type(x)(parts) if any(a is not b for a, b in zip(x, parts, strict=True)) else x
-    if not isinstance(x, nn.Module):
-        return x
-    if (new := change(x, path)) is not None:
-        return new
-    fields = {
-        name: getattr(x, name) for name in x.__dataclass_fields__ if name not in ("parent", "name")
-    }
-    changed = {
-        name: rebuild(value, change, (*path, getattr(value, "name", None) or name))
-        for name, value in fields.items()
-    }
-    changed = {name: value for name, value in changed.items() if value is not fields[name]}
-    return x.clone(**changed) if changed else x

@@ -1,11 +1,11 @@
-"""Names of arguments that are refused."""
+"""Arguments of Flax and transformers that this package refuses, with their remedies."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Arguments of Flax's layers and of transformers that must be None, by their remedies.
-_NONE_ALONE = {
+# Arguments that must be None, by their remedies.
+_ONLY_NONE = {
     "keep Flax's layer, with attention_fn=flax_mha.attention_fn": (
         "qkv_dot_general out_dot_general qkv_dot_general_cls out_dot_general_cls"
     ),
@@ -19,29 +19,29 @@ _NONE_ALONE = {
     "give inputs_k": "inputs_kv",
     "give lengths, or mask=masks.Keys(attention_mask != 0)": "attention_mask",
 }
-_REMEDIES = {name: remedy for remedy, names in _NONE_ALONE.items() for name in names.split()}
+_REMEDIES = {name: remedy for remedy, names in _ONLY_NONE.items() for name in names.split()}
 
 
-def check_given(owner: str, given: Mapping[str, Any]) -> None:
-    """Refuse values of arguments that Flax's layers alone have."""
-    for name, value in given.items():
+def check_given(owner: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that only Flax's layers have, unless they are None."""
+    for name, value in arguments.items():
         if name in _REMEDIES and value is not None:
             got = type(value).__name__
-            raise TypeError(f"{owner} takes {name}=None alone, got {got}; {_REMEDIES[name]}")
+            raise TypeError(f"{owner} takes only {name}=None, got {got}; {_REMEDIES[name]}")
 
 
-def check_refused(layer: Any, given: Mapping[str, Any]) -> None:
-    """Refuse the arguments that a layer's call has no parameter for, but None for those of Flax."""
+def check_refused(layer: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that the call of a layer has no parameter for, unless Flax's are None."""
     owner = type(layer).__name__
-    check_given(owner, given)
-    for name in given:
+    check_given(owner, arguments)
+    for name in arguments:
         if name not in _REMEDIES:
             known = names_of(type(layer).__call__) - {"self", "refused"}
             raise TypeError(f"{owner} takes no {name}; give one of {sorted(known)}")
 
 
 def hidden_field(cls: type, name: str) -> TypeError:
-    """Return the error for a subclass of a layer that uses the name of a field for its own."""
+    """Return the error for a subclass of a layer that redefines a field."""
     return TypeError(
         f"{cls.__name__}.{name} must be the field of this name of flax_mha's layer, got an "
         f"attribute of the subclass; rename it, or write `{name}: Any = …` for another default"
@@ -49,5 +49,5 @@ def hidden_field(cls: type, name: str) -> TypeError:
 
 
 def names_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a function's parameters."""
+    """Return the names of the parameters of a function."""
     return frozenset(inspect.signature(function).parameters)

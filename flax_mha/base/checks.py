@@ -1,9 +1,8 @@
-"""Checks of argument values: each returns the value in its final form, or raises an error.
+"""Checks of argument values. Each returns the value in its final form, or raises an error.
 
-- A check takes the argument's name first; a `remedy` ends the error.
-- Numbers that attention computes with are floating-point arrays: only an array has a dtype.
-- Positions, lengths, ids and tokens may also be lists and Python numbers. They become int32. Lists
-  and NumPy arrays stay in NumPy, so they are static, and values beyond int32 are found.
+The name of the argument comes first. A `remedy` ends the error. Arrays of numbers must be arrays,
+but positions, lengths, ids and tokens can also be lists and Python numbers. They become int32 of
+NumPy, so that they are static and values beyond int32 are found.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ Choice = TypeVar("Choice")
 Integers: TypeAlias = jax.Array | np.ndarray
 
 _INT32 = np.iinfo(np.int32)
-# Packages that `warn` skips to find the user's code.
+# Packages that are not the user's code.
 _LIBRARIES = ("flax_mha", "flax", "jax")
 
 
@@ -41,7 +40,6 @@ def array(name: str, x: Any) -> Any:
 
 
 def _with_values(name: str, x: Any) -> None:
-    """Check that x is not a `jax.ShapeDtypeStruct`, which has no values."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(
             f"{name} must be an array, got a jax.ShapeDtypeStruct of {describe(x)}, which has no "
@@ -88,20 +86,20 @@ def integers(name: str, x: Any) -> Any:
             )
         try:
             x = np.asarray(x)
-            # NumPy makes an empty list float64.
+            # An empty list is float64 in NumPy.
             x = x if x.size else x.astype(np.int32)
         except ValueError:
             raise TypeError(
                 f"{name} must be integers, got {x!r}, which is ragged; pad it to one length"
             ) from None
         if x.dtype == object and leaves and all(isinstance(leaf, int) for leaf in leaves):
-            # Larger than any integer dtype of NumPy.
+            # No integer dtype of NumPy holds them.
             _fit_int32(name, min(leaves), max(leaves))
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}; cast with .astype(int)")
     x = as_numpy(x)
     if x.dtype == np.int32:
-        # Inside `jit` a cast would turn a static array into a traced one.
+        # Inside jit, a cast would trace a static array.
         return x
     if x.dtype in (np.int64, np.uint64, np.uint32) and x.size and is_concrete(x):
         values = np.asarray(x)
@@ -137,7 +135,7 @@ def sizes(name: str, x: Any) -> tuple[int, ...]:
 
 
 def is_concrete(x: Any) -> bool:
-    """Return True if this host can read the values of x."""
+    """Tell if this host can read the values of x."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
@@ -145,7 +143,7 @@ def within(name: str, x: Any, end: int | None, remedy: str) -> None:
     """Check that integers are at least 0 and below `end`, if their values are static."""
     if not x.size or not is_concrete(x):
         return
-    # In NumPy: while JAX traces, its operations on static values are traced too.
+    # JAX would trace operations on static values too.
     values = np.asarray(x)
     least, most = int(values.min()), int(values.max())
     if least < 0 or (end is not None and most >= end):
@@ -156,9 +154,9 @@ def within(name: str, x: Any, end: int | None, remedy: str) -> None:
 def as_numpy(x: Any) -> Any:
     """Convert a replicated JAX array to NumPy if this host has its values.
 
-    A jitted function would otherwise trace an array in its closure: its values would not be static,
-    and XLA would fold constants at compile time, slowly. Outside jit the conversion waits for the
-    array, but static values let kernels skip tiles. Sharded arrays stay on their devices.
+    The values are then static even in the closure of a jitted function, so that kernels skip tiles
+    and XLA folds no constants. Outside jit, this waits for the array. Sharded arrays stay as they
+    are.
     """
     if isinstance(x, jax.Array) and is_concrete(x) and x.is_fully_replicated:
         return np.asarray(x)
@@ -166,7 +164,7 @@ def as_numpy(x: Any) -> Any:
 
 
 def static(name: str, x: Any) -> Any:
-    """Check that a setting is not a traced array, because the compiled program depends on it."""
+    """Check that a setting, which the compiled program depends on, is not traced."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
             f"{name} must be a constant, got a traced array {x.aval.str_short()}; "
@@ -217,12 +215,9 @@ def flag(name: str, x: Any) -> bool:
 
 
 def dtype(name: str, x: Any, narrow: tuple[str, ...] = ()) -> jnp.dtype:
-    """Check that x is a real floating-point dtype or its name, and return the dtype.
-
-    It must have at least 16 bits, or be one of `narrow`.
-    """
+    """Return x as a dtype, floating with at least 16 bits or one of `narrow`."""
     parsed = None
-    # An array has a dtype, but is not one.
+    # `jnp.dtype` would take an array.
     if isinstance(x, str | type | np.dtype) or not hasattr(x, "dtype"):
         with contextlib.suppress(TypeError, ValueError):
             parsed = jnp.dtype(x)
@@ -230,7 +225,7 @@ def dtype(name: str, x: Any, narrow: tuple[str, ...] = ()) -> jnp.dtype:
         raise TypeError(
             f"{name} must be a dtype, got {x!r}; give one such as jnp.float32 or 'bfloat16'"
         )
-    # JAX has no promotion rules for floats of fewer bits.
+    # JAX does not promote floats of fewer bits.
     is_wide = jnp.issubdtype(parsed, jnp.floating) and jnp.finfo(parsed).bits >= 16
     if not is_wide and parsed.name not in narrow:
         rule = " or ".join(("a floating dtype with at least 16 bits a number", *narrow))
@@ -252,11 +247,10 @@ def precision(name: str, x: Any) -> None:
 
 
 def fields(module: Any) -> None:
-    """Check the fields of a module whose name or type determines their values."""
+    """Check the fields of a module that its names and annotations describe."""
     for field in dataclasses.fields(module):
         name, x = field.name, getattr(module, field.name)
-        # Flax uses None for a default dtype, whatever the annotation says. The annotations of a
-        # user-defined module may be strings.
+        # Flax's default dtype is None whatever the annotation says, which may be a string.
         unknown = isinstance(field.type, str) or name.endswith("dtype")
         if x is None and (unknown or type(None) in typing.get_args(field.type)):
             continue
@@ -295,14 +289,14 @@ def choice(name: str, value: Any, choices: dict[str, Choice]) -> Choice:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a remedy: the three names nearest to one that is not among them, and their number."""
+    """Return a remedy with the three names most like a wrong one."""
     known = sorted(names)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
     return f"give {' or '.join(map(repr, close))} (of {len(known)})" if close else "there are none"
 
 
 def key(name: str, x: Any) -> jax.Array:
-    """Check that x is one JAX random key, of `jax.random.key` or `jax.random.PRNGKey`."""
+    """Check that x is one key of `jax.random.key` or `jax.random.PRNGKey`."""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
     if dtype == np.uint32:
         with contextlib.suppress(TypeError, ValueError):
@@ -316,7 +310,7 @@ def key(name: str, x: Any) -> jax.Array:
 
 
 def function(name: str, x: Any, signature: str, remedy: str, count: int | None = None) -> None:
-    """Check that x is a function, not a class, that takes `count` arguments (None: any number)."""
+    """Check that x is a function, not a class, of `count` arguments (default: any number)."""
     if not callable(x) or isinstance(x, type):
         raise TypeError(f"{name} must be a function {signature}, got {x!r}; {remedy}")
     try:
@@ -334,7 +328,7 @@ def function(name: str, x: Any, signature: str, remedy: str, count: int | None =
 
 
 def arguments(name: str, args: Any) -> tuple[Any, ...]:
-    """Check that the extra arguments of a user's function are a tuple of arrays or numbers."""
+    """Check that the other arguments of a user's function are a tuple of arrays or numbers."""
     if not isinstance(args, tuple | list):
         raise TypeError(f"{name} must be a tuple, got {type(args).__name__}; give (x,) for one x")
 
@@ -352,7 +346,7 @@ def arguments(name: str, args: Any) -> tuple[Any, ...]:
 
 
 def warn(message: str) -> None:
-    """Issue a warning at the line of the user's code that called this package."""
+    """Warn at the line of the user's code that called this package."""
     level, frame = 1, inspect.currentframe()
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
@@ -360,7 +354,7 @@ def warn(message: str) -> None:
 
 
 def describe(x: Any) -> str:
-    """Return a value as errors show it: an array by its dtype and shape."""
+    """Return a value as errors show it, an array by its dtype and shape."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype} {tuple(x.shape)}"
     return "None" if x is None else f"{x!r} of {type(x).__name__}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,22 +31,13 @@ class At(NamedTuple):
     k: Array
 
 
-class Node(Struct):
-    """A tree of arrays, the base of masks and scores. Subclasses need no fields."""
-
-    if TYPE_CHECKING:  # Flax does not annotate these.
-
-        def __init__(self) -> None: ...
-        def __init_subclass__(cls, **kwargs: Any) -> None: ...
-
-
 def is_user_defined(node: Any) -> bool:
-    """Return True if a mask or score is of another package, or calls a function of one."""
+    """Tell if a mask or score comes from another package, or calls a function of the user."""
     return "fn" in vars(node) or type(node).__module__.partition(".")[0] != "flax_mha"
 
 
 def with_jax_arrays(node: Any) -> Any:
-    """Return a mask or score whose user-defined function can index its arrays by tracers."""
+    """Convert NumPy arrays of a user's mask or score, so that its function can index them."""
 
     def convert(x: Any) -> Any:
         return jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
@@ -55,13 +46,13 @@ def with_jax_arrays(node: Any) -> Any:
 
 
 class ScoreArray(Struct):
-    """An array over the scores, [*B|1, N|1, T|1, S|1]. A tile of scores reads a tile of it."""
+    """An array [*B|1, N|1, T|1, S|1] that kernels slice along with the scores."""
 
     array: Any
 
 
 def is_score_array(x: Any) -> bool:
-    """Return True if x is a `ScoreArray`."""
+    """Tell if x is a `ScoreArray`."""
     return isinstance(x, ScoreArray)
 
 
@@ -75,20 +66,16 @@ def map_score_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class Tiles(NamedTuple):
-    """The scores divided into nq × nk tiles, with the positions that each covers.
+    """The nq × nk tiles of the scores, and the positions in each.
 
     The bounds are NumPy arrays if the positions are static, so that tile states are static too.
 
     Attributes:
-      block_q: the queries of a tile; the last tile may reach beyond T.
-      block_k: the keys of a tile; the last tile may reach beyond S.
-      q_min: the minimum position of each tile's queries, int [*B|1, 1, nq, 1].
-      q_max: the maximum position of each tile's queries.
-      k_min: the minimum position of each tile's keys, int [*B|1, 1, 1, nk].
-      k_max: the maximum position of each tile's keys.
-      heads: the heads' indices, int [1, N, 1, 1], if the tiles cover a subset of the heads.
-      q: the positions of the queries, int [*B|1, 1, T, 1]; None if they are not known.
-      k: the positions of the keys, int [*B|1, 1, 1, S]; None if they are not known.
+      block_q, block_k: queries and keys per tile. The last tiles may reach beyond T and S.
+      q_min, q_max: the least and greatest position of each tile's queries, int [*B|1, 1, nq, 1].
+      k_min, k_max: the least and greatest position of each tile's keys, int [*B|1, 1, 1, nk].
+      heads: indices of the heads, int [1, N, 1, 1], if the tiles cover only some heads.
+      q, k: positions of all queries, int [*B|1, 1, T, 1], and keys, int [*B|1, 1, 1, S], if known.
     """
 
     block_q: int
@@ -102,32 +89,18 @@ class Tiles(NamedTuple):
     k: Array | None = None
 
     def least(self, x: Array) -> Array:
-        """Return the minimum over each tile of x [*B|1, N|1, T|1, S|1]."""
+        """Return the minimum of x [*B|1, N|1, T|1, S|1] in each tile."""
         return blocks(blocks(x, -2, self.block_q).min(-2), -1, self.block_k).min(-1)
 
     def greatest(self, x: Array) -> Array:
-        """Return the maximum over each tile of x."""
+        """Return the maximum of x in each tile."""
         return blocks(blocks(x, -2, self.block_q).max(-2), -1, self.block_k).max(-1)
 
 
-class PairRule(Node):
-    """A rule over pairs of a query and a key, the base of masks."""
-
-    def bind(self, dims: Dims) -> "PairRule":
-        """Return the rule for a call of these sizes."""
-        del dims
-        return self
-
-    def tiles(self, tiles: Tiles) -> Array:
-        """Return the state of each tile: no pair, all pairs or some are allowed."""
-        raise NotImplementedError(f"{type(self).__name__} must define tiles(tiles)")
-
-
 def blocks(x: Array, axis: int, size: int) -> Array:
-    """Split an axis into (number of blocks, size), filling the last block with its last entry.
+    """Split an axis into (number of blocks, size). Its last entry fills the last block.
 
-    An axis of 1, which broadcasts, becomes (1, 1). Axis −2 becomes (−3, −2), with the last axis
-    kept; the caller reduces the second of the two.
+    An axis of size 1, which broadcasts, becomes (1, 1).
     """
     axis %= x.ndim
     length = x.shape[axis]
@@ -160,8 +133,12 @@ def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
 def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) -> At:
     """Return the coordinates of all scores of a call.
 
-    Their shapes are [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1] and [*B|1, 1, 1, S]. The positions
-    are int [T] or [*B, T], and [S] or [*B, S]; None counts from 0.
+    Their shapes are [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1] and [*B|1, 1, 1, S].
+
+    Args:
+      dims: the sizes of the call.
+      q_pos: the positions of the queries, int [T] or [*B, T] (default: 0 … T−1).
+      k_pos: the positions of the keys, int [S] or [*B, S] (default: 0 … S−1).
     """
     rank = len(dims.B)
     q = count_up(dims.T) if q_pos is None else q_pos

@@ -1,4 +1,4 @@
-"""Frequencies of rotations, and their angles, which stay right at large positions."""
+"""Frequencies of rotations, with angles that stay exact at large positions."""
 
 from typing import Any, NamedTuple, Self
 
@@ -17,8 +17,8 @@ class Frequencies(NamedTuple):
     """The frequencies θ of pairs of features.
 
     A float32 product position·θ loses digits as it grows: cosines are off by 5e-3 at position
-    100,000, and 2²⁴ and 2²⁴ + 1 are one position. So angles further out are computed as
-    fractions of a turn in uint32, where whole turns overflow away.
+    100,000. Angles of large positions are therefore computed as fractions of a turn in uint32,
+    where whole turns overflow.
 
     Attributes:
       theta: float32 or float64 [*L, P], in radians.
@@ -38,13 +38,13 @@ class Frequencies(NamedTuple):
             upper, lower = (bits >> np.uint64(32)), bits & np.uint64(2**32 - 1)
             theta = jnp.asarray(theta, dtype)
             return cls(theta, upper.astype(np.uint32), lower.astype(np.uint32))
-        # Exact but for the quotient, whose error is one of θ, the same at all positions.
+        # Only the quotient is rounded, which is an error of θ, the same at all positions.
         turns = theta / (2 * np.pi) % 1 * 2.0**32
-        rest = turns % 1 * 2.0**32
-        return cls(theta, turns.astype(jnp.uint32), rest.astype(jnp.uint32))
+        remainder = turns % 1 * 2.0**32
+        return cls(theta, turns.astype(jnp.uint32), remainder.astype(jnp.uint32))
 
     def angles(self, positions: Any, end: Any = None) -> jax.Array:
-        """Return the angles [*P, P] of positions, float32 or as wide as they are.
+        """Return the angles [*P, P] of positions [*P], float32 or as wide as the positions.
 
         Positions are integers up to 2³¹, or floating point. `end` is above all of them, if known.
         """
@@ -55,20 +55,20 @@ class Frequencies(NamedTuple):
         if at.dtype == jnp.float64 or (end is not None and end <= _NEAR):
             return near
         whole = jnp.asarray(positions)
-        rest: Any = 0.0
+        fraction: Any = 0.0
         if jnp.issubdtype(whole.dtype, jnp.floating):
             whole = lax.stop_gradient(jnp.trunc(at))
-            rest = (at - whole)[..., None] * shapes.lead(self.theta, at.ndim + 1)
+            fraction = (at - whole)[..., None] * shapes.lead(self.theta, at.ndim + 1)
         whole = whole.astype(jnp.int32)[..., None]
         size = jnp.abs(whole).astype(jnp.uint32)
         upper, lower = (shapes.lead(jnp.asarray(x), at.ndim + 1) for x in (self.upper, self.lower))
-        # Multiply in halves of 16 bits, as XLA's partitioner does not support `lax.mulhi`. Carries
-        # below 2⁻³² of a turn are dropped.
+        # Multiply in halves of 16 bits, because XLA's partitioner does not support `lax.mulhi`.
+        # Carries below 2⁻³² of a turn are dropped.
         (p1, p0), (l1, l0) = ((x >> 16, x & 0xFFFF) for x in (size, lower))
         turns = size * upper + p1 * l1 + (p1 * l0 >> 16) + (p0 * l1 >> 16)
         # From −π to π.
         far = turns.astype(jnp.int32).astype(at.dtype) * (np.pi * 2.0**-31)
-        return jnp.where(size < _NEAR, near, jnp.sign(whole).astype(at.dtype) * far + rest)
+        return jnp.where(size < _NEAR, near, jnp.sign(whole).astype(at.dtype) * far + fraction)
 
 
 def as_floats(positions: Any) -> jax.Array:

@@ -1,8 +1,7 @@
-"""Operations and loops that JAX traces quickly.
+"""Operations and loops that JAX traces quickly, and that Python runs outside jit.
 
-JAX traces the functions of `jax.numpy`, which are jitted, again for each shape. For a kernel's
-tiles this takes several times as long as `jax.lax`. Outside jit, JAX compiles a loop or a branch
-anew at each call if its function is made in the call, so these run in Python.
+For the tiles of a kernel, tracing `jax.numpy`, whose functions are jitted, takes several times as
+long as `jax.lax`. Outside jit, JAX would compile a loop or a branch at each call.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +16,9 @@ from flax_mha.base.checks import is_concrete
 
 
 def select(where: jax.Array, one: jax.Array | float, other: jax.Array | float) -> jax.Array:
-    """Return `jnp.where(where, one, other)` for float arrays, or a float array and a number."""
+    """Return `jnp.where(where, one, other)` of float arrays, or of one and a number."""
     like = other if isinstance(one, float) else one
-    # Outside a trace, `jax_debug_infs` would report an array of −∞.
+    # Outside jit, `jax_debug_infs` would report an array of −∞.
     if not isinstance(like, jax.core.Tracer) or where.shape != like.shape:
         return jnp.where(where, one, other)
     one, other = (lax.full_like(like, x) if isinstance(x, float) else x for x in (one, other))
@@ -27,17 +26,17 @@ def select(where: jax.Array, one: jax.Array | float, other: jax.Array | float) -
 
 
 def is_eager(*trees: Any) -> bool:
-    """Return True if this host has the values of all arrays, so that Python can branch on them."""
+    """Tell if this host has the values of all arrays, so that Python can branch on them."""
     return all(is_concrete(x) for x in jax.tree.leaves(trees))
 
 
 def cond(which: Any, one: Callable[[], Any], other: Callable[[], Any]) -> Any:
-    """Return the result of one function or the other, as `jax.lax.cond`."""
+    """Do what `jax.lax.cond` does."""
     return (one if which else other)() if is_eager(which) else lax.cond(which, one, other)
 
 
 def repeat(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Run carry = step(i, carry) for i from `first` to before `end`, as `jax.lax.fori_loop`."""
+    """Do what `jax.lax.fori_loop` does: carry = step(i, carry) for first ≤ i < end."""
     if not is_eager(first, end, carry):
         return lax.fori_loop(first, end, step, carry)
     for i in range(int(first), int(end)):
@@ -46,7 +45,7 @@ def repeat(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) ->
 
 
 def scan(step: Callable[[Any, Any], Any], carry: Any, xs: Any, reads: Any = ()) -> Any:
-    """Scan carry, result = step(carry, x), where step also reads some arrays, as `jax.lax.scan`."""
+    """Do what `jax.lax.scan` does. `reads` are other arrays that `step` reads."""
     count = len(jax.tree.leaves(xs)[0]) if is_eager(carry, xs, reads) else 0
     if count == 0:
         return lax.scan(step, carry, xs)
@@ -58,7 +57,7 @@ def scan(step: Callable[[Any, Any], Any], carry: Any, xs: Any, reads: Any = ()) 
 
 
 def map_blocks(fn: Callable[[Any], Any], xs: Any, reads: Any, together: int | None = None) -> Any:
-    """Map fn, which also reads some arrays, over the first axis of xs, as `jax.lax.map`."""
+    """Do what `jax.lax.map` does. `reads` are other arrays that `fn` reads."""
     if not is_eager(xs, reads):
         return lax.map(fn, xs, batch_size=together)
     return scan(lambda carry, x: (carry, fn(x)), (), xs)[1]
@@ -67,10 +66,10 @@ def map_blocks(fn: Callable[[Any], Any], xs: Any, reads: Any, together: int | No
 def scan_blocks(
     job: Callable[[Any, Any], Any], carry: Any, xs: Sequence[jax.Array], first: int, count: int
 ) -> Any:
-    """Scan carry, result = job(carry, (index, *blocks)) over blocks of arrays.
+    """Scan carry, result = job(carry, (index, *blocks)) over blocks of xs [G, blocks, ...].
 
-    The blocks are `count` blocks from `first` of the arrays xs [G, blocks, ...], and the index
-    counts the calls. Returns the last carry, and the results [G, count, ...].
+    Take `count` blocks from `first` on. The index counts the calls. Return the last carry, and the
+    results [G, count, ...].
     """
     G, length = xs[0].shape[:2]
     if count != length:
@@ -84,10 +83,7 @@ def scan_blocks(
 
 
 def scan_or_map(group: Callable[[Any, Any], Any], sums: Any, xs: Any, together: int) -> Any:
-    """Scan sums, results = group(sums, x) over the first axis of xs.
-
-    Without sums (an empty tree) this is a map, which computes `together` entries at once.
-    """
+    """Scan sums, results = group(sums, x) over xs. Without sums, map `together` entries at once."""
     if jax.tree.leaves(sums) or together == 1:
         return scan(group, sums, xs)
     return sums, map_blocks(lambda x: group(sums, x)[1], xs, (), together)

@@ -1,7 +1,8 @@
-"""Einsum, and products, rows and sums of arrays whose gradients add up in float32 at least."""
+"""Einsum, and operations whose gradients are summed in float32 at least."""
 
 import contextlib
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -15,8 +16,6 @@ _parsed_einsum: Any = jax.jit(
     jnp.einsum, static_argnums=0, static_argnames=("precision", "preferred_element_type"),
     inline=True,
 )  # fmt: skip
-_EINSUM_CODE = getattr(jnp.einsum, "__code__", None)
-
 
 # Compiled programs and profiles then name the line that calls `einsum`.
 with contextlib.suppress(ImportError, AttributeError):
@@ -28,22 +27,16 @@ with contextlib.suppress(ImportError, AttributeError):
 def einsum(subscripts: str, *operands: Any, **options: Any) -> jax.Array:
     """Return `jnp.einsum` of the operands, with the subscripts parsed once.
 
-    While a model of qwix runs (LoRA, quantization), `jnp.einsum` has other code, which no cache of
-    jit may hold.
+    qwix (LoRA, quantization) changes what `jnp.einsum` does while its models run, in place, so that
+    a cache of jit would hold one of both. A process that has imported qwix parses at each call.
     """
-    is_replaced = getattr(jnp.einsum, "__code__", None) is not _EINSUM_CODE
-    compute: Any = jnp.einsum if is_replaced else _parsed_einsum
+    compute: Any = jnp.einsum if "qwix" in sys.modules else _parsed_einsum
     result: jax.Array = compute(subscripts, *operands, **options)
     return result
 
 
 def scale_heads(name: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Multiply heads x [*B, T, N, H] by the scale `name` [N] or [*B, N], if there is one.
-
-    Raises:
-      ValueError: if the scale has another shape.
-      TypeError: if the scale is not an array of real numbers or bools.
-    """
+    """Multiply heads x [*B, T, N, H] by the argument `name`, a scale [N], [*B, N] or None."""
     if scale is None:
         return x
     checks.array(name, scale)
@@ -60,8 +53,7 @@ def scale_heads(name: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
 def scaled(x: jax.Array, factor: Any) -> jax.Array:
     """Return x·factor in the dtype of x, multiplied in float32 at least.
 
-    In half precision the factor would be rounded, and so would be each step of the sum over all
-    tokens that is its gradient.
+    Half precision would round the factor, and each step of the sum over tokens in its gradient.
     """
     dtype = wide(x.dtype)
     return (x.astype(dtype) * jnp.asarray(factor, dtype)).astype(x.dtype)
@@ -70,14 +62,10 @@ def scaled(x: jax.Array, factor: Any) -> jax.Array:
 def look_up(table: jax.Array, indices: checks.Integers, dtype: Any = None) -> jax.Array:
     """Return rows [*P, D] of a table [V, D] at int indices [*P], NaN if out of range.
 
-    A row's gradient is a sum over tokens, in float32 at least.
-
-    Args:
-      table: [V, D].
-      indices: int [*P].
-      dtype: the dtype of the rows (default: the table's).
+    `dtype` is the dtype of the rows (default: the table's). The gradient of a row is summed over
+    tokens in float32 at least.
     """
-    # For `jnp.take`, negative indices count from the end.
+    # `jnp.take` would count negative indices from the end.
     return _take(dtype or table.dtype, table, jnp.where(indices < 0, len(table), indices))
 
 
@@ -88,7 +76,7 @@ def _take(dtype: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
 
 @_take.defjvp
 def _take_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    # Only the gradient is wide: the rows themselves are read without a wide copy of the table.
+    # Only the gradient is wide, so that no wide copy of the table is made.
     rows = jnp.take(_wide_tangent(tangents[0]), primals[1], axis=0, mode="fill", fill_value=0)
     return _take(dtype, *primals), rows.astype(dtype)
 
@@ -104,20 +92,20 @@ def _widened_jvp(x: tuple[jax.Array], tangent: tuple[jax.Array]) -> tuple[jax.Ar
 
 
 def _wide_tangent(x: jax.Array) -> jax.Array:
-    """Return a tangent in float32 at least, so that its transpose adds up before it rounds."""
+    """Widen a tangent to float32 at least, so that its transpose is summed before it is rounded."""
     bits = jnp.finfo(x.dtype)
-    # XLA for TPUs gives a sum the type that it is cast to, also across an optimization barrier.
+    # XLA for TPUs sums in the type that the sum is cast to, even across an optimization barrier.
     return jax.lax.reduce_precision(x.astype(wide(x.dtype)), bits.nexp, bits.nmant)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"), inline=True)
 def spread(x: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
-    """Return x, broadcast to a shape and then cast: its gradient, a sum, is in float32 at least."""
+    """Broadcast x to a shape and cast it. Its gradient is summed in float32 at least."""
     x = x if x.dtype == wide(x.dtype) else _widened(x)
     return jnp.broadcast_to(lead(x, len(shape)), shape).astype(dtype)
 
 
 @functools.partial(jax.jit, inline=True)
 def plus(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return x plus a bias of its last axes, in the dtype of x."""
+    """Add a bias of the last axes to x, in the dtype of x."""
     return x + spread(bias, x.shape, x.dtype)

@@ -58,7 +58,7 @@ class Dims(NamedTuple):
 
 
 def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
-    """Check that the shapes of q, k and v fit together, and return the sizes."""
+    """Return the sizes of q, k and v, whose shapes must fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or 0 in x.shape[-2:]:
             raise ValueError(
@@ -86,7 +86,7 @@ def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
 
 
 def check_inputs(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None:
-    """Check that a layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·], or None for some."""
+    """Check that the inputs of a layer are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
     if k is None and v is not None:
         raise ValueError(
             "inputs_v needs inputs_k, got None; to use one array for both, give it as inputs_k"
@@ -106,7 +106,7 @@ def check_inputs(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None
 
 
 def check_features(name: str, x: Any) -> None:
-    """Check that a model's input is floating point, [*B, length, features]."""
+    """Check that x is floating point, [*B, length, features]."""
     shape = checks.floating(name, x).shape
     if len(shape) < 2 or not shape[-1]:
         raise ValueError(
@@ -123,9 +123,9 @@ def head_sizes(
     head_dim: int | None,
     v_head_dim: int | None,
 ) -> tuple[int, int, int, int]:
-    """Return N, K, H and Hv of a layer with these fields, for queries with `features` features.
+    """Return N, K, H and Hv of a layer with these fields, for inputs of `features` features.
 
-    The defaults are K = N, H = qkv_features / N, qkv_features = features and Hv = H.
+    By default, K = N, qkv_features = features, H = qkv_features / N and Hv = H.
     """
     checks.positive(num_heads=num_heads)
     checks.optional(
@@ -152,7 +152,7 @@ def head_sizes(
 
 
 def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Check that the number of key/value heads divides the number of query heads."""
+    """Check that key/value heads divide the query heads."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         legal = [K for K in range(1, num_heads + 1) if num_heads % K == 0]
         raise ValueError(
@@ -170,7 +170,7 @@ def check_tokens(name: str, x: Any) -> Any:
 
 
 def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.Array:
-    """Convert one number for each row of the batch to int32 [*B], and check its range if static."""
+    """Convert a number for each row of the batch to int32 [*B], in a range if it is static."""
     x = checks.integers(name, x)
     check_shape(name, x, {"[*B]": batch}, "give one number for each row of the batch")
     if checks.is_concrete(x):
@@ -184,7 +184,7 @@ def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.A
 
 
 def per_token(name: str, x: Any, tokens: Shape, letter: str = "T") -> Any:
-    """Convert one number for each token to int32 [T] or [*B, T]."""
+    """Convert a number for each token to int32 [T] or [*B, T]."""
     x = checks.integers(name, x)
     expected = {f"[{letter}]": tokens[-1:], f"[*B, {letter}]": tokens}
     check_shape(name, x, expected, "give one number for each token")
@@ -192,13 +192,13 @@ def per_token(name: str, x: Any, tokens: Shape, letter: str = "T") -> Any:
 
 
 def positions(name: str, x: Any, tokens: Shape, letter: str) -> Any:
-    """Convert positions to int32 [T] or [*B, T]. A number is the first one; None stays None."""
+    """Convert positions to int32 [T] or [*B, T]. A number is the first position."""
     if x is None:
         return None
     x = checks.integers(name, x)
     if x.ndim == 0:
         steps = count_up(tokens[-1])
-        # Add static positions in int64, to find sums beyond int32.
+        # In int64, sums beyond int32 are found.
         is_static = isinstance(x, np.ndarray) and isinstance(steps, np.ndarray)
         x = x + (steps.astype(np.int64) if is_static else steps)
     return per_token(name, x, tokens, letter)
@@ -217,7 +217,7 @@ def check_order(order: Any, length: int) -> Any:
 
 
 def check_shape(name: str, x: Any, expected: Mapping[str, Shape], remedy: str) -> None:
-    """Check that x has one of the expected shapes, given by their letters."""
+    """Check that x has one of the expected shapes, whose keys are their letters."""
     if x.shape not in expected.values():
         shapes = " or ".join(f"{letters} = {shape}" for letters, shape in expected.items())
         raise ValueError(f"{name} must have shape {shapes}, got {x.shape}; {remedy}")
@@ -234,12 +234,11 @@ def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: s
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype of scores, sums and the softmax: float32, or float64 for float64."""
-    # bfloat16 has an 8-bit significand, too short for long sums.
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def draw(init: Initializer, rng: Any, shape: Shape, dtype: Dtype) -> Any:
-    """Return init(rng, shape, dtype), which float16 and narrower dtypes take from float32.
+    """Return init(rng, shape, dtype), drawn in float32 at least.
 
     In bfloat16, JAX's initializers draw one of 128 numbers, whose mean is below 0.
     """

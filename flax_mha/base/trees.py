@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.export
@@ -17,10 +17,14 @@ IsLeaf: TypeAlias = Callable[[Any], bool]
 
 
 class Struct(struct.PyTreeNode):
-    """A frozen tree of arrays, which exported programs may take and return."""
+    """A frozen tree of arrays, which exported programs can take and return."""
+
+    if TYPE_CHECKING:  # Flax does not annotate it.
+
+        def __init__(self) -> None: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Register the subclass as a tree, and its static fields as JSON for `jax.export`."""
+        """Register the subclass as a tree, with its static fields as JSON for `jax.export`."""
         super().__init_subclass__(**kwargs)
         with contextlib.suppress(ValueError):  # A notebook defines a class again.
             jax.export.register_pytree_node_serialization(
@@ -48,7 +52,7 @@ def _decode(x: Any) -> Any:
 def partition(
     tree: Any, chosen: Callable[[Any], bool], is_leaf: IsLeaf | None = None
 ) -> tuple[Any, Any]:
-    """Split a tree in two: chosen leaves and other leaves, each with None for the missing ones."""
+    """Split a tree into its chosen leaves and its other leaves, with None for the missing ones."""
     return (
         jax.tree.map(lambda x: x if chosen(x) else None, tree, is_leaf=is_leaf),
         jax.tree.map(lambda x: None if chosen(x) else x, tree, is_leaf=is_leaf),
@@ -56,25 +60,25 @@ def partition(
 
 
 def combine(one: Any, other: Any, is_leaf: IsLeaf = lambda _: False) -> Any:
-    """Join two trees that `partition` returned."""
+    """Join the two trees that `partition` returned."""
     return jax.tree.map(
         lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None or is_leaf(x)
     )
 
 
 def parameters_by_path(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters by path, without the last level `value` of a restored state of nnx."""
+    """Return parameters by path. A restored state of nnx loses its last level, `value`."""
     flat = flatten_dict(variables["params"], sep="/")
     return {path.removesuffix("/value"): x for path, x in flat.items()}
 
 
 def is_array(x: Any) -> bool:
-    """Return True if x is a JAX array, traced or not."""
+    """Tell if x is a JAX array, traced or not."""
     return isinstance(x, jax.Array)
 
 
 def tree_nodes(tree: Any) -> list[Any]:
-    """Return all nodes of a tree, inner nodes included."""
+    """List all nodes of a tree, inner nodes and leaves."""
     nodes = []
 
     def visit(x: Any) -> bool:
@@ -86,16 +90,16 @@ def tree_nodes(tree: Any) -> list[Any]:
 
 
 def is_inexact(x: Any) -> bool:
-    """Return True if a leaf is floating point, so that it has gradients."""
+    """Tell if a leaf is floating point, so that it has gradients."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 
 def trace_once(fn: Callable[..., Any], num_static: int = 1) -> Callable[..., Any]:
-    """Return fn(*static, *arrays), traced once for each `static` and each shape and dtype.
+    """Make fn(*static, *arrays) trace once for each value of `static` and each shape and dtype.
 
-    The traced function is inlined, so that XLA sees no call. The layers of a stack share one trace,
-    which saves most of the tracing time, forward and backward. If static[0].pure is False (it holds
-    user-defined functions, which may read mutable state), fn is traced on every call.
+    The layers of a stack then share one trace, which saves most of the tracing time. XLA sees no
+    call, because the trace is inlined. If static[0].pure is False, fn is traced at every call: it
+    calls functions of the user, which may read mutable state.
     """
     shared = jax.jit(fn, static_argnums=range(num_static), inline=True)
 
@@ -107,10 +111,10 @@ def trace_once(fn: Callable[..., Any], num_static: int = 1) -> Callable[..., Any
 
 
 class Static:
-    """A tree as a static argument of `jax.jit`, equal to another one with equal leaves.
+    """A tree as a static argument of `jax.jit`. Two are equal if their leaves are.
 
-    NumPy arrays are equal by their values, and functions only to themselves. A function with values
-    of a call is a `jax.tree_util.Partial`, a tree whose leaves are these values.
+    NumPy arrays compare by value, functions by identity. To give a function values that differ
+    between calls, make it a `jax.tree_util.Partial`, whose leaves are these values.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -129,5 +133,5 @@ def _by_value(x: Any) -> Any:
 
 
 def is_traced(tree: Any) -> bool:
-    """Return True if an array of the tree is traced."""
+    """Tell if any array of the tree is traced."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

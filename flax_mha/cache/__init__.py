@@ -11,15 +11,14 @@ from flax_mha.cache.collection import fork as fork
 from flax_mha.cache.collection import free as free
 from flax_mha.cache.collection import reset as reset
 from flax_mha.cache.collection import truncate as truncate
-from flax_mha.cache.config import CacheConfig as CacheConfig
-from flax_mha.cache.config import as_cache_config as as_cache_config
-from flax_mha.cache.extended import Extended as Extended
+from flax_mha.cache.key_values import KeyValues as KeyValues
+from flax_mha.cache.kv_cache import CacheConfig as CacheConfig
+from flax_mha.cache.kv_cache import Encoded as Encoded
 from flax_mha.cache.kv_cache import KVCache as KVCache
-from flax_mha.cache.sources import Encoded as Encoded
-from flax_mha.cache.storage import Memory as Memory
+from flax_mha.cache.kv_cache import as_cache_config as as_cache_config
 
 __all__ = [
-    "CacheConfig", "Encoded", "Extended", "KVCache", "Memory", "as_cache_config", "fork", "free",
-    "reset", "truncate",
+    "CacheConfig", "Encoded", "KVCache", "KeyValues", "as_cache_config", "fork", "free", "reset",
+    "truncate",
 ]  # fmt: skip
 __dir__ = __all__.copy

@@ -1,39 +1,50 @@
-"""The key/value cache of self-attention: append, attend, truncate, fork."""
+"""The key/value cache of a layer, and its options."""
 
-from typing import Any, Self, Unpack, overload
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from flax.typing import Dtype
 
-from flax_mha import masks
+from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes, symbols
+from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
-from flax_mha.cache.extended import Extended, attend_causally, nan_where_lost
-from flax_mha.cache.format import Format
-from flax_mha.cache.sources import Tokens
-from flax_mha.cache.storage import NO_POSITION, Memory, Slots, write
-from flax_mha.kernels.call.bind import Options
+from flax_mha.cache.key_values import KeyValues
+from flax_mha.cache.slots import (
+    NO_POSITION,
+    checked_dtype,
+    encode,
+    has_scales,
+    positions_from,
+    stored,
+    write,
+)
 from flax_mha.kernels.call.stored import is_part, map_part, read
 from flax_mha.sharding import LogicalNames
 
 
-class KVCache(Slots, Struct):
+class KVCache(Struct):
     """The keys and values of earlier tokens. Each row of the batch has its own length.
 
-    Without a window, slot j holds the token at position j. With a window, the slots are a ring
-    buffer: slot p mod S holds the token at position p, and the last S tokens are held.
+    Slot j holds the token at position j. With a window, the slots are a ring buffer of the last S
+    tokens, and slot p mod S holds the token at position p. An encoder's keys fill their cache, and
+    `queries` counts the tokens that attended to them.
 
     Attributes:
-      key: [*B, K, S, H], heads first, the layout that decoding reads.
-      value: [*B, K, S, Hv], 0 for a value that is infinite or NaN, which makes its key NaN.
-      length: int32 [*B], the tokens appended to each row. A row of length 0 is empty.
-      key_scale: the scales of keys in 8 bits, float32 [*B, K, S]; else None.
-      value_scale: the scales of values in 8 bits, float32 [*B, K, S]; else None.
-      written: int32 [*B], for a ring buffer the maximum length since the row was empty; else None.
+      key: [*B, K, S, H], heads first, as decoding reads them.
+      value: [*B, K, S, Hv]. A value that is infinite or NaN is 0 here, and its key is NaN.
+      length: int32 [*B], the number of tokens appended to each row.
+      key_scale: float32 [*B, K, S], the scales of keys in 8 bits; else None.
+      value_scale: float32 [*B, K, S], the scales of values in 8 bits; else None.
+      written: int32 [*B], the largest length since the row was empty, for a ring buffer; else None.
         Tokens before written − S have been overwritten, even if the row was truncated since.
+      queries: int32 [*B], the number of queries so far, for an encoder's keys; else None.
       window: the number of earlier tokens that a token sees (`masks.Window(window, 0)`), at most
         S − 1; None for all.
     """
@@ -44,10 +55,8 @@ class KVCache(Slots, Struct):
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
     written: jax.Array | None = None
+    queries: Any = None
     window: int | None = struct.field(pytree_node=False, default=None)
-    appends = True
-    has_slots = True
-    variable = "kv"
 
     @classmethod
     def empty(
@@ -62,43 +71,67 @@ class KVCache(Slots, Struct):
           num_kv_heads: K.
           head_dim: H.
           v_head_dim: Hv (default: H).
-          dtype: the dtype of keys and values: one of 16 bits or more, in which finite numbers
-            beyond its range are stored as its largest, or int8, float8_e4m3fn or float8_e5m2, with
-            a scale for each token and head.
+          dtype: the dtype of keys and values: one of 16 bits or more, which clips finite numbers to
+            its range, or int8, float8_e4m3fn or float8_e5m2, with a scale for each token and head.
           window: the number of earlier tokens that a token sees, for a ring buffer; None for all.
-
-        Raises:
-          ValueError, TypeError: if sizes, the window or the dtype are not valid.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         checks.positive(
             slots=slots, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
         )
-        batch = checks.sizes("batch", batch)
-        form = Format.checked("dtype", dtype)
+        batch, dtype = checks.sizes("batch", batch), checked_dtype("dtype", dtype)
         if window is not None and checks.integer("window", window) >= slots:
             raise ValueError(
                 f"a window of {window} needs at least {window + 1} slots, got {slots}; give more"
             )
         heads = (*batch, num_kv_heads, slots)
-        # Two arrays, because one array cannot be donated twice.
-        is_plain = form.largest is None
-        scales = [None if is_plain else jnp.zeros(heads, jnp.float32) for _ in range(2)]
+        # Each scale is an array of its own, because one array cannot be donated twice.
+        scales = [jnp.zeros(heads, jnp.float32) if has_scales(dtype) else None for _ in range(2)]
         return cls(
-            jnp.zeros((*heads, head_dim), form.dtype), jnp.zeros((*heads, v_head_dim), form.dtype),
+            jnp.zeros((*heads, head_dim), dtype), jnp.zeros((*heads, v_head_dim), dtype),
             jnp.zeros(batch, jnp.int32), scales[0], scales[1],
-            None if window is None else jnp.zeros(batch, jnp.int32), window,
+            None if window is None else jnp.zeros(batch, jnp.int32), window=window,
         )  # fmt: skip
+
+    @classmethod
+    def of_encoder(
+        cls, key: jax.Array, value: jax.Array, dtype: Dtype, queries: jax.Array | None = None
+    ) -> Self:
+        """Return a full cache of an encoder's keys [*B, S, K, H] and values [*B, S, K, Hv].
+
+        `queries` is the number of queries so far, int32 [*B] (default: 0).
+        """
+        *batch, S, _, _ = key.shape
+        arrays: Any = encode(key, value, checked_dtype("dtype", dtype))
+        queries = jnp.zeros(batch, jnp.int32) if queries is None else queries
+        return cls(length=jnp.full(batch, S, jnp.int32), queries=queries, **arrays)
+
+    @property
+    def variable(self) -> str:
+        """The name of the cache in a layer's collection."""
+        return "kv" if self.queries is None else "memory"
 
     @property
     def names(self) -> LogicalNames:
-        """The logical names of the last axes of keys. A ring buffer is not sharded."""
-        return "batch", "kv_heads", None if self.window is not None else "cache_length", None
+        """The logical names of the last axes of keys. Scales and lengths have the first of them."""
+        is_plain = self.window is None and self.queries is None
+        return "batch", "kv_heads", "cache_length" if is_plain else None, None
 
     @property
     def slots(self) -> int:
         """The number of slots, S."""
         return self.key.shape[-2]
+
+    @property
+    def is_ring(self) -> bool:
+        """True for a ring buffer."""
+        return self.window is not None
+
+    def next_positions(self, T: int) -> jax.Array:
+        """Return the positions of the next T queries of each row, int32 [*B, T]."""
+        if not symbols.is_symbolic(T):
+            checks.integer("T", T)
+        return positions_from(self.length if self.queries is None else self.queries, T)
 
     def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None) -> Self:
         """Append T ≥ 1 tokens to each row, or its first `lengths` tokens, and return the cache.
@@ -109,11 +142,8 @@ class KVCache(Slots, Struct):
           key: [*B, T, K, H].
           value: [*B, T, K, Hv].
           lengths: int [*B], the real tokens of each row, clipped to 0 … T if traced (default: all).
-
-        Raises:
-          ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
-        return self._append(key, value, lengths)[1]
+        return self.extended(key, value, lengths)[1]
 
     def attend(
         self, q: jax.Array, q_positions: jax.Array, *, mask: masks.MaskLike | None = None,
@@ -133,28 +163,17 @@ class KVCache(Slots, Struct):
           should see found no slot, or was overwritten in the ring buffer.
         """
         positions = checks.integers("q_positions", q_positions)
-        result = attend_causally(
-            q, self.stored(), mask, call, self.window, self.length, q_positions=positions,
-            kv_positions=None if self.window is None else self._positions(),
-        )  # fmt: skip
-        positions = jnp.asarray(shapes.lead(positions, self.length.ndim + 1))
-        lost = self._lost(positions)
+        rows = jnp.asarray(shapes.lead(positions, self.length.ndim + 1))
+        lost = self._lost(rows)
         if self.window is not None and self.written is not None:
             # The first tokens that the queries see may have been overwritten.
-            first = jnp.maximum(positions - self.window, 0)
-            lost |= first < self.written[..., None] - self.slots
-        return nan_where_lost(result, lost)
+            lost |= jnp.maximum(rows - self.window, 0) < self.written[..., None] - self.slots
+        keys = KeyValues(
+            *stored(self._arrays(), self.names[2] or "length"), self.length, positions,
+            self._positions(), None, lost, True, self.window,
+        )  # fmt: skip
+        return keys.attend(q, mask=mask, **call)
 
-    @overload
-    def extend(
-        self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = ...,
-        **call: Unpack[Options],
-    ) -> tuple[jax.Array, Self]: ...  # fmt: skip
-    @overload
-    def extend(
-        self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = ...,
-        *, mask: masks.MaskLike | None = ..., **call: Any,
-    ) -> tuple[Any, Self]: ...  # fmt: skip
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
         *, mask: masks.MaskLike | None = None, **call: Any,
@@ -173,42 +192,51 @@ class KVCache(Slots, Struct):
           The result of `dot_product_attention`, NaN for a token that found no slot and for later
           tokens of its row; and the new cache.
         """
-        extended, new = self.extended(key, value, lengths)
-        return extended.attend(q, mask=mask, lengths=lengths, **call), new
+        keys, new = self.extended(key, value, lengths)
+        shape, T = checks.floating("q", q).shape, key.shape[-3]
+        if len(shape) < 3 or shape[-3] != T:
+            raise ValueError(
+                f"q must have shape [*B, T, N, H] with a query for each of the {T} new tokens, got "
+                f"{shape}; append tokens without queries by `append`"
+            )
+        return keys.attend(q, mask=mask, lengths=lengths, **call), new
 
     def extended(
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
-    ) -> tuple[Extended, Self]:
-        """Append tokens, and return the keys and values that they attend to, and the new cache."""
-        tokens, new = self._append(key, value, lengths)
+    ) -> tuple[KeyValues, Self]:
+        """Append tokens, and return the keys that their queries attend to, and the new cache."""
+        self._check(key, value)
         T = key.shape[-3]
-        q_positions = self.next_positions(T)
-        visible: Slots = new
-        k_positions = None
-        if self.window is not None and self.slots >= self.window + T:
-            k_positions = new._positions()
-        elif self.window is not None:
+        count, q_positions = self._count(T, lengths), self.next_positions(T)
+        length, tokens = self.length + count, encode(key, value, self.key.dtype)
+        arrays, written = self._arrays(), self.written
+        new = self.replace(
+            length=length, written=None if written is None else jnp.maximum(written, length),
+            **{name: write(x, tokens[name], self.length, count, self.names, self.is_ring)
+               for name, x in arrays.items()},
+        )  # fmt: skip
+        slots, k_positions = new._arrays(), new._positions()
+        if self.window is not None and self.slots < self.window + T:
             # The new tokens overwrite slots that these queries see: read the old ring and them.
             axis = self.length.ndim + 1
-            visible = jax.tree.map(
-                lambda old, new: jnp.concatenate([read(old), new], axis), self._memory, tokens,
-                is_leaf=is_part,
-            )  # fmt: skip
-            k_positions = jnp.concatenate([self._positions(), q_positions], axis=-1)
-        extended = Extended(
-            *visible.stored(), tokens.stored(), q_positions, k_positions,
-            new.length, new._lost(q_positions), ragged=lengths is not None, window=self.window,
+            slots = {n: jnp.concatenate([read(x), tokens[n]], axis) for n, x in arrays.items()}
+            k_positions = jnp.concatenate([self._positions(), q_positions], -1)
+        k, v = stored(slots, self.names[2] or "length")
+        keys = KeyValues(
+            k, v, None if lengths is None else length, q_positions, k_positions, stored(tokens),
+            new._lost(q_positions), has_slots=True, window=self.window,
         )  # fmt: skip
-        return extended, new
+        return keys, new
 
-    @property
-    def is_ring(self) -> bool:
-        """True for a ring buffer."""
-        return self.window is not None
+    def counted(self, T: int, lengths: jax.Array | None) -> tuple[KeyValues, Self]:
+        """Return an encoder's keys and values for T queries, and the cache that has counted them.
 
-    def open(self, tokens: Tokens) -> tuple[Extended, Self]:
-        """Return the cached and new keys and values, and the cache with a call's tokens."""
-        return self.extended(*tokens.kept, tokens.lengths)
+        Only the first `lengths` (int [*B]) queries of each row count (default: all).
+        """
+        k, v = stored(self._arrays())
+        q_positions = self.next_positions(T)
+        after = self.replace(queries=self.queries + self._count(T, lengths))
+        return KeyValues(k, v, q_positions=q_positions), after
 
     def free(self) -> jax.Array:
         """Return the number of tokens that each row has room for, int32 [*B].
@@ -218,20 +246,19 @@ class KVCache(Slots, Struct):
         return jnp.maximum(self._max_length - self.length, 0)
 
     def reset(self) -> Self:
-        """Return the cache without tokens."""
+        """Return the cache without tokens. An encoder's keys stay, and queries count from 0."""
         return self.truncate(0)
 
     def truncate(self, lengths: jax.Array | int) -> Self:
         """Return the cache with at most the first `lengths` (int, or int [*B]) tokens of each row.
 
-        With a window, a row can drop its last S − window tokens, or all. If it drops more,
-        tokens that it needs were overwritten, and it has overflowed.
-
-        Raises:
-          ValueError, TypeError: if lengths are not integers, have another shape, or are negative.
-            A traced negative length gives an overflowed row.
+        With a window, a row can drop its last S − window tokens, or all. A row that drops more has
+        overflowed, because tokens that it needs were overwritten, and so has a row whose traced
+        length is negative. An encoder's keys stay, and at most `lengths` queries are counted.
         """
-        keep = self.kept_lengths(lengths)
+        keep = self._checked_lengths(lengths)
+        if self.queries is not None:
+            return self.replace(queries=jnp.minimum(self.queries, keep))
         length, written = jnp.minimum(self.length, keep), self.written
         if self.window is None or written is None:
             lost = (self.length >= NO_POSITION) & (length > 0)
@@ -246,50 +273,68 @@ class KVCache(Slots, Struct):
             written=None if written is None else jnp.where(lost, NO_POSITION, written),
         )
 
+    def fork(self, rows: jax.Array) -> Self:
+        """Return the cache with some rows of the batch: beams, or copies for best-of-n.
+
+        `rows` are indices into the last axis of *B, int [R]. A traced index out of range gives an
+        overflowed row, until the row is reset.
+        """
+        batch = self.key.ndim - 3
+        indices, axis = _check_rows(rows, self.key.shape[:batch]), batch - 1
+
+        def take(x: jax.Array, rows: jax.Array) -> jax.Array:
+            # For `take`, negative indices count from the end.
+            rows = jnp.where(rows < 0, x.shape[axis], rows)
+            fill = NO_POSITION if x.dtype == jnp.int32 else 0
+            return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
+
+        return self.map_by_names(lambda x, names: sharding.auto(take, names, x, indices))
+
     @property
     def overflowed(self) -> jax.Array:
         """The rows with missing tokens that later tokens should see, bool [*B]."""
         return self.length > self._max_length
 
+    def map_by_names(self, fn: Callable[[jax.Array, LogicalNames], jax.Array]) -> Self:
+        """Return the cache with fn applied to each array and the logical names of its last axes."""
+        batch = self.key.ndim - 3
+
+        def apply(x: Any) -> Any:
+            return map_part(lambda y: fn(y, self.names[: x.ndim - batch + 1]), x)
+
+        return jax.tree.map(apply, self, is_leaf=is_part)
+
     @property
     def _max_length(self) -> int:
         return self.slots if self.window is None else NO_POSITION - 1
+
+    def _count(self, T: int, lengths: jax.Array | None) -> jax.Array:
+        """Return the number of real tokens of a call of T tokens in each row, int32 [*B]."""
+        if lengths is None:
+            return jnp.full_like(self.length, T)
+        return jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
+
+    def _arrays(self) -> dict[str, Any]:
+        """Return the arrays that have slots, by name."""
+        names = ("key", "value", "key_scale", "value_scale")
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     def _lost(self, positions: jax.Array) -> jax.Array:
         """Return True for positions [*B, T] at or after the first token that found no slot."""
         return self.overflowed[..., None] & (positions >= self._max_length)
 
-    @property
-    def _memory(self) -> Memory:
-        return Memory(self.key, self.value, self.key_scale, self.value_scale)
+    def _positions(self) -> Any:
+        """Return the position of the token in each slot of a ring, int32 [*B, S].
 
-    def _positions(self) -> jax.Array:
-        """Return the position of the token in each ring slot, int32 [*B, S], or NO_POSITION."""
+        It is NO_POSITION for an empty slot. Without a ring the result is None.
+        """
+        if self.window is None:
+            return None
         slot = shapes.lead(jnp.arange(self.slots, dtype=jnp.int32), self.length.ndim + 1)
         last = self.length[..., None] - 1
         # The last position of each slot that is below the length.
         newest = last - (last - slot) % self.slots
         return jnp.where(newest < 0, NO_POSITION, newest)
-
-    def _append(
-        self, key: jax.Array, value: jax.Array, lengths: jax.Array | None
-    ) -> tuple[Memory, Self]:
-        """Return the new tokens in stored form, and the cache with them."""
-        self._check(key, value)
-        count = self.count(key.shape[-3], lengths)
-        length = self.length + count
-        tokens = Memory.of(key, value, self.key.dtype)
-
-        def put(x: Any, new: jax.Array) -> Any:
-            if x.ndim < self.key.ndim:
-                # Scales are written as slots with one feature.
-                x, new = map_part(lambda x: x[..., None], x), new[..., None]
-                return map_part(lambda x: x[..., 0], put(x, new))
-            return write(x, new, self.length, count, self.names, self.window is not None)
-
-        slots = vars(jax.tree.map(put, self._memory, tokens, is_leaf=is_part))
-        written = None if self.written is None else jnp.maximum(self.written, length)
-        return tokens, self.replace(**slots | {"length": length, "written": written})
 
     def _check(self, key: Any, value: Any) -> None:
         """Check that keys and values have the same number of tokens, and fit the slots."""
@@ -309,3 +354,139 @@ class KVCache(Slots, Struct):
                 f"keys and values must be of as many tokens, got key {key.shape} and value "
                 f"{value.shape}; give every key its value"
             )
+
+    def _checked_lengths(self, lengths: Any) -> jax.Array:
+        """Check the `lengths` of `truncate`, int or int [*B], and return them as int32 [*B|1]."""
+        keep, batch = checks.integers("lengths", lengths), self.length.shape
+        if keep.shape != batch[len(batch) - keep.ndim :]:
+            raise ValueError(
+                f"lengths must be one number or have shape [*B] = {batch}, got {keep.shape}; "
+                f"give one number for each row of the batch"
+            )
+        remedy = "give the number of tokens to keep, such as length - 1 to drop one"
+        checks.within("lengths", keep, None, remedy)
+        return jnp.asarray(shapes.lead(keep, len(batch)))
+
+
+def _check_rows(rows: Integers, batch: Shape) -> Integers:
+    """Check the indices [R] of rows of the batch's last axis, and convert them to int32."""
+    if not batch:
+        raise ValueError(
+            "fork takes rows of a batch, and this cache has no batch axis; give it one of size 1"
+        )
+    leaves = jax.tree.leaves(rows)
+    if any(isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_ for x in leaves):
+        raise TypeError(
+            "rows must be indices of rows, got bools; of a mask give np.flatnonzero(mask)"
+        )
+    indices = checks.integers("rows", rows)
+    if indices.ndim != 1 or not indices.size:
+        raise ValueError(
+            f"rows must have shape [R], got {indices.shape}: at least one index of a row; "
+            f"give one row as jnp.array([row])"
+        )
+    checks.within("rows", indices, batch[-1], "give indices of existing rows")
+    return indices
+
+
+class Encoded(Struct):
+    """An encoder's output, as the argument `kv` of a layer that decodes.
+
+    The layer projects it once and keeps the keys and values. Later calls attend to them, with
+    `Encoded()` or without `kv`. Without `decode` it means the same as `inputs_k` and `inputs_v`.
+
+    Attributes:
+      inputs_k: the inputs of the keys [*B, S, D']; None for the keys and values that are kept.
+      inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
+      makes_room: True in a call that only makes the cache, as `init` does. Its queries are not
+        counted if they are the first.
+      queries: int32 [*B], the number of queries of earlier calls; None before the first. The layer
+        sets it.
+    """
+
+    inputs_k: Any = None
+    inputs_v: Any = None
+    makes_room: bool = struct.field(pytree_node=False, default=False)
+    queries: Any = None
+
+    def keep(
+        self, key: jax.Array, value: jax.Array, dtype: Dtype, T: int, lengths: jax.Array | None
+    ) -> tuple[KeyValues, KVCache]:
+        """Return the keys and values that T queries attend to, and the cache that keeps them.
+
+        Args:
+          key: the projected keys [*B, S, K, H].
+          value: the projected values [*B, S, K, Hv].
+          dtype: the dtype of the cache.
+          T: the number of queries.
+          lengths: int [*B], the number of queries of each row to count (default: all).
+        """
+        new = KVCache.of_encoder(key, value, dtype, self.queries)
+        keys, counted = new.counted(T, lengths)
+        if self.queries is not None:
+            return keys, counted
+        # The first queries are at 0 … T−1, which is static.
+        return keys.replace(q_positions=None), new if self.makes_room else counted
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """The options of a layer's cache.
+
+    Attributes:
+      dtype: the dtype of stored keys and values (default: their own): one of 16 bits or more, or
+        "int8", "float8_e4m3fn" or "float8_e5m2", with a scale for each token and head.
+      slots: the size of a ring buffer that holds the last tokens: at least W + 1 under a mask
+        `Window(W, ·)` (default: no ring buffer, but one slot for each token of the input that
+        creates the cache).
+    """
+
+    dtype: Dtype | None = None
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            checked_dtype("CacheConfig.dtype", self.dtype)
+        checks.optional(**{"CacheConfig.slots": self.slots})
+
+    @property
+    def is_ring(self) -> bool:
+        """True for a ring buffer."""
+        return self.slots is not None
+
+    def window(self, mask: masks.MaskLike | None) -> int | None:
+        """Return a ring buffer's window: the number of earlier tokens that a token sees, or None.
+
+        Raises:
+          ValueError: if the mask sees tokens that the ring has overwritten.
+        """
+        if self.slots is None:
+            return None
+        window = None if mask is None else masks.as_mask(mask).max_lookback()
+        if window is None or window >= self.slots:
+            raise ValueError(
+                f"CacheConfig.slots={self.slots} keeps the last {self.slots} tokens, so the "
+                f"layer's mask must see none before them, got mask={mask}; give "
+                f"mask=masks.Window(W, 0) with W at most {self.slots - 1}"
+            )
+        return window
+
+    def empty(self, k: jax.Array, v: jax.Array, mask: masks.MaskLike | None) -> KVCache:
+        """Return an empty cache with room for the tokens of keys [*B, S, K, H] and values."""
+        *B, S, K, H = k.shape
+        return KVCache.empty(
+            tuple(B), self.slots or S, K, H, v.shape[-1], dtype=self.dtype or k.dtype,
+            window=self.window(mask),
+        )  # fmt: skip
+
+
+def as_cache_config(config: CacheConfig | None) -> CacheConfig:
+    """Return a layer's `cache` argument as a `CacheConfig`."""
+    if config is None:
+        return CacheConfig()
+    if isinstance(config, CacheConfig):
+        return config
+    raise TypeError(
+        f"cache must be a flax_mha.CacheConfig, got {checks.describe(config)}; give "
+        f"CacheConfig(dtype='int8'), for example"
+    )

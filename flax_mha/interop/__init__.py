@@ -7,13 +7,14 @@
 >>> fast = interop.swap(model)  # replaces Flax's attention layers in a model
 
 A folder has a `config.json` and safetensors files. A family is a module with a table of its tensors
-(see `flax_mha.interop.table`), which serves both `load` and `save`.
+(`flax_mha.interop.table`), which `load` and `save` both read.
 """
 
 import functools
 import json
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from flax_mha.interop import (
 )
 from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, several, shown
 from flax_mha.interop.contexts import within as within
-from flax_mha.interop.device_put import Joined, place
+from flax_mha.interop.device_put import place
 from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
 from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
@@ -97,13 +98,10 @@ FAMILIES: dict[str, Callable[[Config], Family]] = {
 
 
 def family(config: Config) -> Family:
-    """Return the module of a config and the table of its tensors.
-
-    Args:
-      config: the content of a `config.json`.
+    """Return the module of the content of a `config.json`, and the table of its tensors.
 
     Raises:
-      ValueError: if the family or one of the config's settings is not supported.
+      ValueError: if the family or one of the settings is not supported.
     """
     settings = FileSettings(config)
     model_type = settings.get("model_type")
@@ -135,17 +133,16 @@ def load(
       path: a folder with `config.json` and `model.safetensors`, or with an index of several files.
       dtype: the dtype of floating parameters (default: the file's).
       shardings: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
-        variables. Only each device's part is read, except for kernels of patches and Gemma's norms
-        (default: NumPy arrays, which CPU devices use without a copy).
+        variables, to read only each device's part (default: NumPy arrays, which CPU devices use
+        without a copy).
       as_jax: True for arrays of JAX on the default device in place of NumPy arrays.
 
     Returns:
-      The module and its variables. Heads for words or classes on top of a BERT or a ViT are left
-      out, with a warning that names their tensors.
+      The module and its variables. A warning names the tensors of heads that are left out.
 
     Raises:
-      ValueError: if a file is damaged, or if tensors are missing, surplus or of another shape; the
-        error lists all of them.
+      ValueError: if a file is damaged, or if tensors are missing, surplus or misshapen. The error
+        lists all of them.
       FileNotFoundError: if the folder lacks a file.
     """
     folder = open_folder(path)
@@ -162,13 +159,16 @@ def load(
             f"transformers with dequantize=True, and save them"
         )
     floating = None if dtype is None else checks.dtype("dtype", dtype)
-    variables = from_tensors(model, tensors, join=Joined)
+    variables = from_tensors(model, tensors, join=list)
     if checks.flag("as_jax", as_jax) and shardings is None:
         shardings = jnp.zeros(()).sharding  # The default device's.
+    is_views = lambda x: isinstance(x, list)  # noqa: E731
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, variables)
-    to_device = functools.partial(place, floating)
-    return model.module, jax.tree.map(to_device, variables, shardings, is_leaf=lambda x: x is None)
+        shardings = jax.tree.map(lambda _: shardings, variables, is_leaf=is_views)
+    with ThreadPoolExecutor(4) as threads:  # NumPy copies without Python's lock.
+        submit = functools.partial(threads.submit, place, floating)
+        futures = jax.tree.map(submit, variables, shardings, is_leaf=is_views)
+    return model.module, jax.tree.map(lambda x: x.result(), futures)
 
 
 def save(
@@ -176,21 +176,19 @@ def save(
 ) -> None:
     """Write a folder that `load` and `transformers` read, one tensor at a time.
 
-    From a folder, its other files come along: tokenizer, `generation_config.json`, license, model
-    card, and the modules of a sentence model. Tensors keep their names in it. Warnings name the
-    files that are left behind, such as weights for other libraries, and heads that were left out.
+    If the model came from a folder, its tensors keep their names, and other files are copied:
+    tokenizer, `generation_config.json`, license, model card, and the modules of a sentence model.
+    Warnings name the files and the heads that are left behind.
 
     Args:
-      config: the folder that the model was loaded from; or the content of `config.json`, with
-        `model_type`. The config's `dtype` is replaced by the variables' dtype, promoted if they
-        have several.
+      config: the folder that the model was loaded from, or the content of a `config.json`. Its
+        `dtype` is replaced by the variables' dtype.
       variables: the variables of the config's module.
-      path: the folder, which is created (default: the folder given as `config`, whose weights are
-        replaced).
+      path: the folder to write (default: the folder `config`, whose weights are replaced).
 
     Raises:
       ValueError: if the variables do not fit the config.
-      FileNotFoundError: if there is no such folder as `config`.
+      FileNotFoundError: if the folder `config` does not exist.
     """
     if isinstance(config, Mapping):
         source, given = None, dict(config)
@@ -209,13 +207,13 @@ def save(
     tensors = stored(model, variables)
     if source is not None:
         published = safetensors.names(source)
-        own = {ours: theirs for theirs, ours in model.names(published).items()}
-        tensors = {own.get(name, name): x for name, x in tensors.items()}
-        model.warn_of(x for x in published if x not in tensors and model.is_head(x))
+        own = {model.bare(name): name for name in published}
+        tensors = {own.get(model.bare(name), name): x for name, x in tensors.items()}
+        model.warn_of_heads(x for x in published if x not in tensors)
     folder.mkdir(parents=True, exist_ok=True)
     left = [] if source is None else carry(source, folder)
     safetensors.write_folder(folder, tensors)
-    dtypes = {x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
+    dtypes = {x.dtype for x, _ in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
     # Types of 8 bits have no common type with others.
     dtypes = {x for x in dtypes if x.itemsize > 1} or dtypes
     given = _set_dtype(given, np.result_type(*dtypes).name) if dtypes else given
@@ -226,7 +224,7 @@ def save(
 
 
 def _set_dtype(config: Config, name: str) -> dict[str, Any]:
-    """Return a config with the dtype `name` under the old and the new key, in its parts too."""
+    """Return a config with this dtype under the old and the new key, also in its parts."""
     result: dict[str, Any] = {"dtype": name}
     for key, x in config.items():
         if key in ("dtype", "torch_dtype"):

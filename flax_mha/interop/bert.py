@@ -1,6 +1,6 @@
 """BERT, RoBERTa and DistilBERT: post-norm encoders of text."""
 
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import flax.linen as nn
 import jax
@@ -14,44 +14,22 @@ from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.attention_mask import read_padding
 from flax_mha.models.blocks import EncoderBlock
-from flax_mha.models.feed_forward import ACTIVATIONS, Activation
+from flax_mha.models.feed_forward import ACTIVATIONS
 
 # Buffers that hold 0, 1, 2, …
 BUFFERS = ("*.position_ids", "*.token_type_ids")
-# Parts on top of an encoder: a pooler, and output heads for words, sentences, classes and answers.
+# Parts on top of an encoder: poolers and output heads.
 HEADS = (
     "pooler.*", "cls.*", "lm_head.*", "vocab_*", "classifier.*", "qa_outputs.*",
     "generator_*", "discriminator_*",
 )  # fmt: skip
 
 
-class BertTraits(NamedTuple):
-    """The properties of a model type.
-
-    Attributes:
-      prefix: an optional prefix of all names, which models that wrap this one add.
-      is_padded: True if positions start after the padding token's id.
-      dense: the name of the dense layer before the classes.
-      head: the name of the output layer of the classes.
-      activation: the activation between these two layers.
-    """
-
-    prefix: str
-    is_padded: bool = False
-    dense: str = "classifier.dense"
-    head: str = "classifier.out_proj"
-    activation: Activation = nn.tanh
-
-
-KINDS = {
-    "bert": BertTraits("bert.", dense="bert.pooler.dense", head="classifier"),
-    "ernie": BertTraits("ernie.", dense="ernie.pooler.dense", head="classifier"),
-    "electra": BertTraits("electra.", activation=ACTIVATIONS["gelu_exact"]),
-    "roberta": BertTraits("roberta.", is_padded=True),
-    "xlm-roberta": BertTraits("roberta.", is_padded=True),
-    "camembert": BertTraits("roberta.", is_padded=True),
-    "data2vec-text": BertTraits("data2vec_text.", is_padded=True),
-}
+# The optional prefix of all names, by the model type.
+_PREFIXES = {
+    "bert": "bert.", "ernie": "ernie.", "electra": "electra.", "roberta": "roberta.",
+    "xlm-roberta": "roberta.", "camembert": "roberta.", "data2vec-text": "data2vec_text.",
+}  # fmt: skip
 _EMBEDDING_ROWS = [
     TensorRule("embeddings.word_embeddings.weight", "embedding/table/embedding"),
     TensorRule("embeddings.position_embeddings.weight", "positions/embedding"),
@@ -85,26 +63,28 @@ class Bert(nn.Module):
         Args:
           tokens: int [*B, T].
           types: int [*B, T], the tokens' segments (default: 0).
-          attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding, on either side
-            or between tokens. As in `transformers`, RoBERTa's positions count tokens, and BERT's
-            count padding too.
+          attention_mask: bool or int [*B, T] of a tokenizer, 0 for padding anywhere. As in
+            `transformers`, RoBERTa's positions count only tokens, and BERT's also padding.
           **options: arguments of the blocks (see `MultiHeadAttention`).
         """
-        tokens, padding = read_padding(tokens, attention_mask, options)
-        counted = padding.positions if self.first else None
-        at = jnp.arange(tokens.shape[-1]) if counted is None else jnp.asarray(counted)
-        given = padding._replace(positions=None).added_to(options)
+        tokens, read = read_padding(tokens, attention_mask, {**options, "positions": None})
+        counted = read["positions"] if self.first else None
+        positions = jnp.arange(tokens.shape[-1]) if counted is None else jnp.asarray(counted)
         x = self.embedding(tokens)
         if self.types is not None:
             types = jnp.zeros_like(tokens) if types is None else types
             x = x + self.types(read_padding(types, attention_mask, options)[0])
-        return self.encoder(self.positions(x, self.first + at), **given)
+        options = {**read, "positions": options.get("positions")}
+        return self.encoder(self.positions(x, self.first + positions), **options)
 
 
 def bert(config: Config) -> Family:
     """Return the family of BERT and its variants, with the head for classes if it has one."""
     D, layers = config["hidden_size"], config["num_hidden_layers"]
-    traits = KINDS[config["model_type"]]
+    kind = config["model_type"]
+    prefix, has_pooler = _PREFIXES[kind], kind in ("bert", "ernie")
+    # RoBERTa's positions start after the padding token's id.
+    first = 0 if has_pooler or kind == "electra" else config.get("pad_token_id", 1) + 1
     refuse(config, position_embedding_type="absolute", embedding_size=D)
     block = EncoderBlock(
         MultiHeadAttention(config["num_attention_heads"]), config["intermediate_size"],
@@ -116,7 +96,7 @@ def bert(config: Config) -> Family:
         TokenEmbedding(config["type_vocab_size"], D),
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(layers, block, input_norm=True),
-        first=config.get("pad_token_id", 1) + 1 if traits.is_padded else 0,
+        first=first,
     )
     heads = ("self.query", "self.key", "self.value", "output.dense")
     rows = [
@@ -127,8 +107,11 @@ def bert(config: Config) -> Family:
             "output.dense": "mlp/down", "output.LayerNorm": "mlp_norm",
         }),
     ]  # fmt: skip
-    family = Family(module, TOKEN_EXAMPLE, rows, BUFFERS, HEADS, traits.prefix)
-    return classified(config, family, traits.dense, traits.head, traits.activation)
+    family = Family(module, TOKEN_EXAMPLE, rows, BUFFERS, HEADS, prefix)
+    act = ACTIVATIONS["gelu_exact"] if kind == "electra" else nn.tanh
+    if has_pooler:
+        return classified(config, family, f"{prefix}pooler.dense", activation=act)
+    return classified(config, family, "classifier.dense", "classifier.out_proj", act)
 
 
 def distilbert(config: Config) -> Family:

@@ -4,9 +4,10 @@ import numbers
 import reprlib
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 Config: TypeAlias = Mapping[str, Any]
+Check: TypeAlias = Callable[[Any], bool]
 Result = TypeVar("Result")
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -24,52 +25,41 @@ def shown(x: Any) -> str:
 
 
 def several(xs: Sequence[str]) -> str:
-    """Format the first strings of a list as one line, with the number of the others."""
+    """Format the first strings of a list, and the number of the others, as one line."""
     line, more = "; ".join(xs[:_MAX_LISTED]), len(xs) - _MAX_LISTED
     return f"{line}; {more:,} more" if more > 0 else line
 
 
-class Rule(NamedTuple):
-    """A description of valid values for errors, and a function that returns True for one."""
-
-    words: str
-    holds: Callable[[Any], bool]
+def _number(low: float, high: float = 1e30, kind: Any = numbers.Real) -> Check:
+    """Return a check for a number in a range. A bool is no number."""
+    return lambda x: isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
 
 
-def _number(words: str, low: float, high: float = 1e30, kind: Any = numbers.Real) -> Rule:
-    """Return the rule of a number in a range, which is no bool."""
-    return Rule(
-        words, lambda x: isinstance(x, kind) and not isinstance(x, bool) and low <= x <= high
-    )
+def _integer(low: int, high: int) -> tuple[str, Check]:
+    return f"a whole number in {low:,} … {high:,}", _number(low, high, numbers.Integral)
 
 
-def _integer(low: int, high: int) -> Rule:
-    return _number(f"a whole number in {low:,} … {high:,}", low, high, numbers.Integral)
+def _list_of(check: Check, count: int | None = None) -> Check:
+    return lambda x: isinstance(x, list | tuple) and count in (None, len(x)) and all(map(check, x))
 
 
-def _list_of(rule: Rule, words: str, count: int | None = None) -> Rule:
-    def holds(x: Any) -> bool:
-        return isinstance(x, list | tuple) and count in (None, len(x)) and all(map(rule.holds, x))
-
-    return Rule(words, holds)
-
-
-def _or_list(rule: Rule, count: int | None = None) -> Rule:
-    many = _list_of(rule, "", count)
-    words = f"{rule.words}, or a list of {count or 'such numbers'}"
-    return Rule(words, lambda x: rule.holds(x) or many.holds(x))
+def _or_list(rule: tuple[str, Check], count: int | None = None) -> tuple[str, Check]:
+    words, check = rule
+    many = _list_of(check, count)
+    return f"{words}, or a list of {count or 'such numbers'}", lambda x: check(x) or many(x)
 
 
-_FLAG = Rule("true or false", lambda x: x is None or isinstance(x, bool))
-_TABLE = Rule("an object", lambda x: isinstance(x, Mapping))
-_TEXT = Rule("a string", lambda x: isinstance(x, str) and x.isprintable())
-# Sizes of images and sound are smaller than others, as a model's example has that size.
+_FLAG = ("true or false", lambda x: x is None or isinstance(x, bool))
+_TABLE = ("an object", lambda x: isinstance(x, Mapping))
+_TEXT = ("a string", lambda x: isinstance(x, str) and x.isprintable())
+# Sizes of images and sound are small, as a model's example has that size.
 _LENGTH = _integer(1, 2**16)
 _COUNT = _integer(0, 2**16)
 _SPAN = _integer(0, 2**31 - 1)
-_POSITIVE = _number("a positive number", 1e-30)
+_POSITIVE = ("a positive number", _number(1e-30))
 
-_BY_RULE: dict[Rule, str] = {
+# Valid values in words, their checks, and their settings.
+_BY_RULE: dict[tuple[str, Check], str] = {
     _FLAG: (
         "attention_bias attention_k_eq_v classifier_bias do_sample enable_moe_block is_gated_act "
         "key_bias mlp_bias norm_bias norm_topk_prob pre_norm proj_bias qkv_bias query_bias "
@@ -116,8 +106,8 @@ _BY_RULE: dict[Rule, str] = {
         "sliding_window top_k"
     ),
     _or_list(_SPAN): "eos_token_id",
-    _number("a number in 0 … 1", 0, 1): "layer_norm_eps layer_norm_epsilon norm_eps rms_norm_eps",
-    _number("a positive number up to 1", 1e-30, 1): "partial_rotary_factor rotary_pct top_p",
+    ("a number in 0 … 1", _number(0, 1)): "layer_norm_eps layer_norm_epsilon norm_eps rms_norm_eps",
+    ("a positive number up to 1", _number(1e-30, 1)): "partial_rotary_factor rotary_pct top_p",
     _POSITIVE: (
         "attention_factor attn_logit_softcapping beta_fast beta_slow factor "
         "final_logit_softcapping global_rope_theta high_freq_factor local_rope_theta "
@@ -125,13 +115,11 @@ _BY_RULE: dict[Rule, str] = {
         "rope_local_base_freq rope_theta routed_scaling_factor rotary_emb_base swiglu_limit "
         "temperature"
     ),
-    _number("a number", -1e30): "init_values layerscale_value",
-    _list_of(_TEXT, "a list of strings"): "architectures",
-    _list_of(_COUNT, "a list of whole numbers"): "mlp_only_layers no_rope_layers",
-    _list_of(_POSITIVE, "a list of positive numbers"): "long_factor short_factor",
-    _list_of(
-        Rule("", lambda x: x in LAYER_TYPES), f"a list of {' and '.join(LAYER_TYPES)}"
-    ): "layer_types",
+    ("a number", _number(-1e30)): "init_values layerscale_value",
+    ("a list of strings", _list_of(_TEXT[1])): "architectures",
+    ("a list of whole numbers", _list_of(_COUNT[1])): "mlp_only_layers no_rope_layers",
+    ("a list of positive numbers", _list_of(_POSITIVE[1])): "long_factor short_factor",
+    (f"a list of {' and '.join(LAYER_TYPES)}", _list_of(lambda x: x in LAYER_TYPES)): "layer_types",
 }  # fmt: skip
 RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
 
@@ -139,12 +127,11 @@ RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split(
 class FileSettings(ChainMap[str, Any]):
     """A config that checks a setting when it is read, and records which settings were read.
 
-    A null setting counts as missing; a null flag is False. Of several configs, the first that has a
-    setting counts.
+    A null setting counts as missing, and a null flag is False. The first of several configs counts.
 
     Attributes:
-      at: the path to each of the configs.
-      seen: the paths of all settings that were read, shared with the objects in a config.
+      at: the path to each config.
+      seen: the paths of settings that were read, shared with objects in the config.
     """
 
     def __init__(self, config: Config, at: str = "", seen: set[str] | None = None) -> None:
@@ -155,7 +142,6 @@ class FileSettings(ChainMap[str, Any]):
         self.seen = set[str]() if seen is None else seen
 
     def __getitem__(self, name: str) -> Any:
-        """Return a setting, checked by its rule."""
         if name not in self:
             raise KeyError(f"{self.at[0]}{name}")
         paths = [f"{at}{name}" for at, part in zip(self.at, self.maps, strict=True) if name in part]
@@ -163,9 +149,9 @@ class FileSettings(ChainMap[str, Any]):
         value, rule = super().__getitem__(name), RULES.get(name)
         if rule is None:
             return value
-        if not rule.holds(value):
+        if not rule[1](value):
             raise ValueError(
-                f"the config's {paths[0]} must be {rule.words}, got {shown(value)}; {REMEDY}"
+                f"the config's {paths[0]} must be {rule[0]}, got {shown(value)}; {REMEDY}"
             )
         if rule is _TABLE:
             return FileSettings(value, f"{paths[0]}.", self.seen)
@@ -190,7 +176,7 @@ def filled(config: Config, *others: Config, **defaults: Any) -> FileSettings:
     configs = [x for x in (config, *others) if x] or [{}]
     given = [x if isinstance(x, FileSettings) else FileSettings(x) for x in configs]
     result = FileSettings(defaults, given[0].at[0], given[0].seen)
-    # Keep the configs apart without reading them: settings that no family reads need not be valid.
+    # Don't read them: settings that no family reads need not be valid.
     result.maps = [part for x in given for part in x.maps] + result.maps
     result.at = [at for x in given for at in x.at] + result.at
     return result

@@ -1,6 +1,6 @@
-"""CLIP and SigLIP: an image encoder and a text encoder, together or alone."""
+"""CLIP and SigLIP: an image encoder and a text encoder, together or separately."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,7 @@ from flax_mha.base import numerics
 from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, filled
-from flax_mha.interop.shared_settings import activation, grid, refuse
+from flax_mha.interop.shared_settings import activation, example_image, grid, refuse
 from flax_mha.interop.vision import block, image
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.qk_norm import layer_norm
@@ -23,36 +23,22 @@ from flax_mha.models.feed_forward import MLP
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
-class ClipTraits(NamedTuple):
-    """The properties of a model type.
-
-    Attributes:
-      text: the defaults of `text_config`; files leave out settings that equal them.
-      vision: the defaults of `vision_config`.
-      is_clip: True if a learned token represents the image, and the text encoder is causal;
-        otherwise a layer pools.
-    """
-
-    text: dict[str, Any]
-    vision: dict[str, Any]
-    is_clip: bool
-
-
 _SIZES = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768,
           "intermediate_size": 3072}  # fmt: skip
 _IMAGES = _SIZES | {"image_size": 224, "num_channels": 3}
 _CLIP = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 _SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
-KINDS = {
-    "clip": ClipTraits(
+# The defaults of `text_config` and `vision_config`, which files leave out.
+_DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clip": (
         _CLIP | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
                  "num_attention_heads": 8, "vocab_size": 49408, "max_position_embeddings": 77,
                  "eos_token_id": 49407},
-        _IMAGES | _CLIP | {"patch_size": 32}, is_clip=True,
+        _IMAGES | _CLIP | {"patch_size": 32},
     ),
-    "siglip": ClipTraits(
+    "siglip": (
         _SIZES | _SIGLIP | {"vocab_size": 32000, "max_position_embeddings": 64},
-        _IMAGES | _SIGLIP | {"patch_size": 16}, is_clip=False,
+        _IMAGES | _SIGLIP | {"patch_size": 16},
     ),
 }  # fmt: skip
 
@@ -61,12 +47,12 @@ class Towers(nn.Module):
     """An image encoder and a text encoder with a common feature space: CLIP, SigLIP.
 
     Attributes:
-      image: the image encoder; without `pool` its first token represents the image.
+      image: the image encoder.
       text: the text encoder.
-      features: the size of the common space; None if the encoders share one already.
-      pool: a layer in which one learned query attends to all tokens of an image (SigLIP).
+      features: the size of the common space, or None if the encoders share one.
+      pool: the layer that pools an image's tokens (default: take the first one).
       biased: True if the logits have a learned bias.
-      token: the token that represents a text, as in `Tower`.
+      token: the token that represents a text (see `Tower`).
     """
 
     image: Classifier
@@ -88,8 +74,8 @@ class Towers(nn.Module):
           at: int [C], the index of the token that represents each text (default: by `token`).
 
         Returns:
-          Features of images [B, features] and of texts [C, features], of length 1; and the logits
-          [B, C], their scaled dot products.
+          Unit features of images [B, features] and of texts [C, features], and the logits [B, C],
+          which are their scaled dot products.
         """
         x = _pool_tokens(self.image(images), self.pool)
         y = _pool_tokens(self.text(tokens), at=_find(self.token, tokens, at))
@@ -108,15 +94,15 @@ class Towers(nn.Module):
 
 
 class Tower(nn.Module):
-    """One of the two encoders alone, with one feature vector for each input.
+    """One of the two encoders, with one feature vector for each input.
 
     Attributes:
-      encoder: the encoder of images or of texts.
+      encoder: the encoder of images or texts.
       pool: a layer that pools the tokens (default: take one of them).
-      projected: True if a linear layer projects the pooled vector.
-      norm: a norm of the pooled vector (CLIP's images), or None.
-      token: the token that represents an input: "first", "last", the one with the "largest" id, or
-        the first one with this id.
+      projected: True if a linear layer follows.
+      norm: the norm of the pooled vector, or None.
+      token: the token that represents an input: "first", "last", the "largest" id, or the first one
+        with this id.
     """
 
     encoder: Classifier | Bert
@@ -151,7 +137,7 @@ def _find(token: int | str, inputs: jax.Array, at: Any) -> Any:
 
 
 def _pool_tokens(x: jax.Array, pool: Any = None, at: Any = 0) -> jax.Array:
-    """Return one vector [*B, D] for tokens [*B, T, D]: the pool's output, or token `at`."""
+    """Return the pool's output [*B, D] for tokens [*B, T, D], or token `at`."""
     if pool is not None:
         return pool(x)
     if isinstance(at, int):
@@ -160,12 +146,7 @@ def _pool_tokens(x: jax.Array, pool: Any = None, at: Any = 0) -> jax.Array:
 
 
 class AttentionPool(nn.Module):
-    """A pooling layer: a learned query attends to all tokens, then an MLP with a residual.
-
-    Attributes:
-      attention: the attention layer.
-      mlp: the MLP.
-      epsilon: the epsilon of the norm before the MLP.
+    """A learned query that attends to all tokens, then an MLP with a norm and a residual.
 
     Source: Zhai et al., "Scaling Vision Transformers", 2022.
     """
@@ -188,15 +169,14 @@ _TEXT = (np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
 
 def towers(config: Config) -> table.Family:
     """Return the family of `CLIPModel` and `SiglipModel`."""
-    traits = KINDS[config["model_type"]]
-    vision, text = _part(config, "vision", traits.vision), _part(config, "text", traits.text)
-    features = config.get("projection_dim", 512) if traits.is_clip else None
-    module = Towers(
-        _image(vision, traits), _text(text, traits), features, _pool(vision, traits),
-        not traits.is_clip, _text_token(text, traits),
-    )  # fmt: skip
-    rows = _images(vision, traits, "image") + _texts(text, "text")
-    if traits.is_clip:
+    kind = config["model_type"]
+    defaults, is_clip = _DEFAULTS[kind], kind == "clip"
+    text, token, text_rows = _texts(_part(config, "text", defaults[0]), is_clip, "text")
+    vision = _part(config, "vision", defaults[1])
+    image, pool, rows, example = _images(vision, is_clip, "image")
+    features = config.get("projection_dim", 512) if is_clip else None
+    module = Towers(image, text, features, pool, not is_clip, token)
+    if is_clip:
         rows += [
             *table.linear("visual_projection", "image_projection", bias=False),
             *table.linear("text_projection", "text_projection", bias=False),
@@ -205,38 +185,34 @@ def towers(config: Config) -> table.Family:
     else:
         rows += table.linear("text_model.head", "text_projection")
         rows += [table.TensorRule(x, x, table.wrapped(1)) for x in ("logit_scale", "logit_bias")]
-    example = grid(vision).image(vision["num_channels"])
-    return table.Family(module, (example, *_TEXT), rows, BUFFERS)
+    return table.Family(module, (example, *_TEXT), rows + text_rows, BUFFERS)
 
 
 def images(config: Config) -> table.Family:
     """Return the family of `CLIPVisionModel` and `SiglipVisionModel`, without a projection.
 
-    As in `transformers`, CLIP norms the image's vector alone, and SigLIP all tokens.
+    As in `transformers`, CLIP norms only the image's vector, and SigLIP norms all tokens.
     """
-    traits = KINDS[config["model_type"].removesuffix("_vision_model")]
-    vision = filled(config, **traits.vision)
-    module = Tower(_image(vision, traits), _pool(vision, traits))
-    rows, heads = _images(vision, traits, "encoder"), ("visual_projection.*", "classifier.*")
-    if traits.is_clip:
-        stack = module.encoder.encoder.clone(final_norm=False)
-        norm = layer_norm(vision["layer_norm_eps"])
-        module = module.clone(encoder=module.encoder.clone(encoder=stack), norm=norm)
-        name = "vision_model.post_layernorm"
+    kind = config["model_type"].removesuffix("_vision_model")
+    config = filled(config, **_DEFAULTS[kind][1])
+    encoder, pool, rows, example = _images(config, kind == "clip", "encoder")
+    norm = None
+    if kind == "clip":
+        encoder = encoder.clone(encoder=encoder.encoder.clone(final_norm=False))
+        norm, name = layer_norm(config["layer_norm_eps"]), "vision_model.post_layernorm"
         rows = [x for x in rows if not x.theirs.startswith(name)] + table.norm(name, "norm")
-    example = (grid(vision).image(vision["num_channels"]),)
-    return table.Family(module, example, rows, BUFFERS, heads, "vision_model.")
+    heads = ("visual_projection.*", "classifier.*")
+    module = Tower(encoder, pool, norm=norm)
+    return table.Family(module, (example,), rows, BUFFERS, heads, "vision_model.")
 
 
 def texts(config: Config) -> table.Family:
     """Return the family of `CLIPTextModel` and `SiglipTextModel`, without a projection."""
-    traits = KINDS[config["model_type"].removesuffix("_text_model")]
-    text = filled(config, **traits.text)
-    module = Tower(
-        _text(text, traits), projected=not traits.is_clip, token=_text_token(text, traits)
-    )
-    rows = _texts(text, "encoder")
-    rows += [] if traits.is_clip else table.linear("text_model.head", "projection")
+    kind = config["model_type"].removesuffix("_text_model")
+    is_clip = kind == "clip"
+    encoder, token, rows = _texts(filled(config, **_DEFAULTS[kind][0]), is_clip, "encoder")
+    rows += [] if is_clip else table.linear("text_model.head", "projection")
+    module = Tower(encoder, projected=not is_clip, token=token)
     return table.Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
 
 
@@ -250,76 +226,67 @@ def _part(config: Config, name: str, defaults: dict[str, Any]) -> FileSettings:
     return filled(part, **defaults)
 
 
-def _image(config: Config, traits: ClipTraits) -> Classifier:
-    token = traits.is_clip
-    return image(config, int(token), patch_bias=not token, input_norm=token)
+def _images(
+    config: Config, is_clip: bool, ours: str
+) -> tuple[Classifier, AttentionPool | None, list[table.TensorRule], np.ndarray]:
+    """Return the image encoder, SigLIP's pool, their rules, and an example image.
 
-
-def _text(config: Config, traits: ClipTraits) -> Bert:
-    return Bert(
-        TokenEmbedding(config["vocab_size"], config["hidden_size"]), None,
-        PositionEmbedding(max_length=config["max_position_embeddings"]),
-        Encoder(
-            config["num_hidden_layers"],
-            block(config, mask=masks.Causal() if traits.is_clip else None),
-        ),
-    )  # fmt: skip
-
-
-def _text_token(config: Config, traits: ClipTraits) -> int | str:
-    """Return the token that represents a text, as the field of `Tower`."""
-    if not traits.is_clip:
-        return "last"
-    end = config["eos_token_id"]
-    if not isinstance(end, int):
-        raise ValueError(f"the config's eos_token_id must be one number, got {end}; {REMEDY}")
-    # The first configs have 2 in place of the id of the end, which is the largest.
-    return "largest" if end == 2 else end
-
-
-def _pool(config: Config, traits: ClipTraits) -> AttentionPool | None:
-    if traits.is_clip:
-        return None
-    refuse(config, vision_use_head=True)
-    layer = MultiHeadAttention(config["num_attention_heads"])
-    mlp = MLP(config["intermediate_size"], activation(config, "hidden_act"))
-    return AttentionPool(layer, mlp, config["layer_norm_eps"])
-
-
-def _images(config: Config, traits: ClipTraits, ours: str) -> list[table.TensorRule]:
-    theirs, kernel = "vision_model.embeddings", table.patches(*grid(config).patch)
-    token = traits.is_clip
+    In CLIP a learned token represents the image.
+    """
+    encoder = image(config, int(is_clip), patch_bias=not is_clip, input_norm=is_clip)
+    theirs = "vision_model.embeddings"
     rows = [
         *table.linear(
-            f"{theirs}.patch_embedding", f"{ours}/embedding/patches", not token, axes=kernel
+            f"{theirs}.patch_embedding", f"{ours}/embedding/patches", not is_clip,
+            axes=table.patches(*grid(config)[1]),
         ),
         table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
         *_layers("vision_model", f"{ours}/encoder", config),
         *table.norm("vision_model.post_layernorm", f"{ours}/encoder/norm"),
-    ]
-    if token:
+    ]  # fmt: skip
+    example = example_image(config, config["num_channels"])
+    if is_clip:
         name, axes = f"{theirs}.class_embedding", table.FLATTENED
         rows.append(table.TensorRule(name, f"{ours}/class_tokens", axes))
-        return rows + table.norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
-    head, layer, leaves = "vision_model.head", "pool/attention", ("weight", "bias")
-    return [
-        *rows,
+        rows += table.norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
+        return encoder, None, rows, example
+    refuse(config, vision_use_head=True)
+    mlp = MLP(config["intermediate_size"], activation(config, "hidden_act"))
+    layer = MultiHeadAttention(config["num_attention_heads"])
+    head, leaves = "vision_model.head", ("weight", "bias")
+    rows += [
         table.TensorRule(f"{head}.probe", "pool/probe", table.wrapped(1)),
-        *table.attention(f"{head}.attention", layer, table.TORCH_HEADS, leaves=leaves),
+        *table.attention(f"{head}.attention", "pool/attention", table.TORCH_HEADS, leaves=leaves),
         *table.parts(
             head, "pool", {"layernorm": "norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
         ),
     ]
+    return encoder, AttentionPool(layer, mlp, config["layer_norm_eps"]), rows, example
 
 
-def _texts(config: Config, ours: str) -> list[table.TensorRule]:
-    theirs = "text_model.embeddings"
-    return [
+def _texts(
+    config: Config, is_clip: bool, ours: str
+) -> tuple[Bert, int | str, list[table.TensorRule]]:
+    """Return the text encoder, the token that represents a text (see `Tower`), and the rules."""
+    theirs, D, mask = "text_model.embeddings", config["hidden_size"], None
+    token: int | str = "last"
+    if is_clip:
+        mask, token = masks.Causal(), config["eos_token_id"]
+        if not isinstance(token, int):
+            raise ValueError(f"the config's eos_token_id must be one number, got {token}; {REMEDY}")
+        # The first configs have 2 in place of the largest id.
+        token = "largest" if token == 2 else token
+    encoder = Bert(
+        TokenEmbedding(config["vocab_size"], D), None,
+        PositionEmbedding(max_length=config["max_position_embeddings"]),
+        Encoder(config["num_hidden_layers"], block(config, mask=mask)),
+    )  # fmt: skip
+    return encoder, token, [
         table.TensorRule(f"{theirs}.token_embedding.weight", f"{ours}/embedding/table/embedding"),
         table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
         *_layers("text_model", f"{ours}/encoder", config),
         *table.norm("text_model.final_layer_norm", f"{ours}/encoder/norm"),
-    ]
+    ]  # fmt: skip
 
 
 def _layers(theirs: str, ours: str, config: Config) -> list[table.TensorRule]:

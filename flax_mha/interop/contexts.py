@@ -15,22 +15,18 @@ Model = TypeVar("Model", bound=nn.Module)
 def within(model: Model, context: Callable[..., AbstractContextManager[Any]], *args: Any) -> Model:
     """Return a model whose methods run within `context(cls, *args)`.
 
-    `swap`, `analysis.watch` and `analysis.prune` return such models. A method of the model, `apply`
-    with any `method=` and a bound model all enter the context, and so does a model that holds this
-    one as a submodule. The model's class is `cls`, a subclass of the given model's class with the
-    same fields.
+    Its class `cls` is a subclass of the model's class with the same fields. Methods, `apply` with
+    any `method=`, bound models and models that hold this one as a submodule enter the context.
 
     Args:
       model: a linen module.
-      context: a function that returns a context manager. Models pickle if it is a function of a
-        module.
-      *args: more arguments of the context. For equal models and equal arguments, the returned
-        models are equal.
+      context: a function that returns a context manager. Models pickle if it is at module level.
+      *args: more arguments of the context. Equal models and arguments give equal models.
     """
     cls: Any = type(model)
     try:
         subclass = _equal_class(cls, context, *args)
-    except TypeError:  # Arguments without a hash, such as a mask with arrays.
+    except TypeError:  # Arguments such as a mask with arrays have no hash.
         subclass = _class_within(cls, context, *args)
     return cast(Model, subclass(**_values(model)))
 
@@ -56,11 +52,11 @@ def _class_within(cls: Any, context: Callable[..., AbstractContextManager[Any]],
         # Pickle finds no such class by its name.
         return within, (cls(**_values(model)), context, *args)
 
-    # Functions that are defaults of fields are no methods.
+    # Functions that are defaults of fields aren't methods.
     fields = {field.name for field in dataclasses.fields(cls)}
     public = {x for x in dir(cls) if x == "__call__" or not hasattr(nn.Module, x)} - fields
     methods = [x for x in sorted(public) if inspect.isfunction(inspect.getattr_static(cls, x))]
-    # These two also call functions that are no methods of the model: apply(…, method=function).
+    # These two may call a function that is no method: apply(…, method=function).
     methods += ["apply", "init_with_output"]
     entries = {name: getattr(cls, name) for name in ("__module__", "__eq__", "__hash__")}
     entries["__reduce__"] = nn.nowrap(reduce)

@@ -5,19 +5,15 @@ import math
 
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config
-from flax_mha.interop.llama import NORMS, expert_rows
+from flax_mha.interop.gpt import HEAD_MAJOR
+from flax_mha.interop.llama import GATED_MLP, NORMS, expert_rows, language_model
 from flax_mha.interop.shared_settings import activation, refuse, rotary
-from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
+from flax_mha.models import Decoder
 from flax_mha.models.blocks import DecoderBlock
 from flax_mha.models.experts import Experts
 from flax_mha.variants import MultiHeadLatentAttention
 
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
-_PROJECTIONS = {f"{x}_proj": x for x in ("gate", "up", "down")}
-# A checkpoint's kernels of keys and values are [N, ·, rank], the module's [rank, N, ·].
-_HEADS = table.Layout(
-    lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.transpose(1, 2, 0)
-)
 
 
 def deepseek_v3(config: Config) -> table.Family:
@@ -45,32 +41,23 @@ def deepseek_v3(config: Config) -> table.Family:
         )
         for sparse in is_sparse
     ]  # fmt: skip
-    tied = config.get("tie_word_embeddings", False)
-    model = LanguageModel(
-        TokenEmbedding(config["vocab_size"], D), Decoder(count, tuple(blocks)), tied
-    )
     sparse, plain = range(min(dense, count), count), range(min(dense, count))
-    shared = table.parts(
-        f"{_THEIRS}.mlp.shared_experts", f"{_OURS}/mlp/shared", _PROJECTIONS, False
-    )
+    shared = table.parts(f"{_THEIRS}.mlp.shared_experts", f"{_OURS}/mlp/shared", GATED_MLP, False)
     bias = f"{_THEIRS}.mlp.gate.e_score_correction_bias"
     rows = [
-        table.TensorRule("model.embed_tokens.weight", "embedding/table/embedding"),
         *table.per_layer(count, [
             *_attention_rows(config, N), *table.parts(_THEIRS, _OURS, NORMS, False),
         ]),
-        *table.per_layer(plain, table.parts(f"{_THEIRS}.mlp", f"{_OURS}/mlp", _PROJECTIONS, False)),
-        *expert_rows(experts, "mlp", _PROJECTIONS, is_sparse),
+        *table.per_layer(plain, table.parts(f"{_THEIRS}.mlp", f"{_OURS}/mlp", GATED_MLP, False)),
+        *expert_rows(experts, "mlp", GATED_MLP, is_sparse),
         *table.per_layer(sparse, [*shared, table.TensorRule(bias, f"{_OURS}/mlp/choice_bias")]),
         *table.norm("model.norm", "decoder/norm", False),
-        *table.when(not tied, table.TensorRule("lm_head.weight", "head/table/embedding")),
     ]  # fmt: skip
     # Modules that predict further tokens follow the layers.
     further = range(count, count + config.get("num_nextn_predict_layers", 0))
-    return table.Family(
-        model, table.TOKEN_EXAMPLE, rows, ("*.rotary_emb.inv_freq",),
-        tuple(f"layers.{i}.*" for i in further), prefix="model.",
-        copies={"lm_head.weight": "model.embed_tokens.weight"},
+    return language_model(
+        config, D, Decoder(count, tuple(blocks)), rows, False,
+        heads=tuple(f"layers.{i}.*" for i in further),
     )  # fmt: skip
 
 
@@ -101,6 +88,6 @@ def _attention_rows(config: Config, N: int) -> list[table.TensorRule]:
         *table.parts(theirs, ours, query | {
             "kv_a_proj_with_mqa": "kv_down", "kv_a_layernorm": "kv_norm"
         }, bias=False),
-        table.TensorRule(f"{theirs}.kv_b_proj.weight", kernels, _HEADS, split=1, heads=N),
+        table.TensorRule(f"{theirs}.kv_b_proj.weight", kernels, HEAD_MAJOR, split=1, heads=N),
         *table.linear(f"{theirs}.o_proj", f"{ours}/out", bias=False, inputs=2),
     ]  # fmt: skip

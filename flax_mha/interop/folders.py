@@ -1,4 +1,4 @@
-"""Hugging Face folders: their path, and the files beside the weights."""
+"""Hugging Face folders, and their files besides the weights."""
 
 import os
 import re
@@ -19,12 +19,7 @@ _SUFFIXES = {
 
 
 def open_folder(path: AnyPath) -> Path:
-    """Check that a path is a folder, and return it.
-
-    Raises:
-      FileNotFoundError: if nothing is there.
-      ValueError: if it is a file, or the cache of the hub, which has a folder for each version.
-    """
+    """Return a path as a folder. Refuse a file, or the hub's cache of several versions."""
     folder = Path(path).expanduser()
     if (versions := folder / "snapshots").is_dir() and not (folder / CONFIG).exists():
         found = sorted(x.name for x in versions.iterdir())
@@ -43,18 +38,10 @@ def open_folder(path: AnyPath) -> Path:
 
 
 def carry(source: Path, target: Path, ignored: tuple[str, ...] = ()) -> list[str]:
-    """Copy a model's files beside its config and its weights to another folder.
+    """Copy a model's files to another folder, without its config, its weights and `ignored`.
 
-    These are files of tokenizers, `generation_config.json`, model cards and licenses, and of a
-    sentence model `modules.json` and the folders that it names.
-
-    Args:
-      source: the folder of the model.
-      target: the other folder.
-      ignored: the names of files and folders that hold the weights in another form.
-
-    Returns:
-      The names of the files and folders that are left behind, such as weights for other libraries.
+    These are tokenizers, `generation_config.json`, model cards, licenses, and a sentence model's
+    `modules.json` with its folders. The names of other files and folders are returned.
 
     Raises:
       ValueError: if a file can't be read, or `modules.json` names a folder elsewhere.

@@ -14,13 +14,13 @@ from flax_mha.interop.checked_config import (
     filled,
     shown,
 )
-from flax_mha.interop.llama import GEMMA_NORMS, HEADS
-from flax_mha.interop.shared_settings import activation, refuse, repeating_part
+from flax_mha.interop.llama import GATED_MLP, GEMMA_NORMS, HEADS, language_model
+from flax_mha.interop.shared_settings import activation, by_layer, refuse, repeating_part
 from flax_mha.layer import core
 from flax_mha.layer.parameters import NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
+from flax_mha.models import Decoder
 from flax_mha.models.blocks import DecoderBlock
 from flax_mha.positions import Rotary
 from flax_mha.positions.rope_scaling import Proportional
@@ -68,13 +68,12 @@ def gemma4(config: Config) -> table.Family:
     )  # fmt: skip
     D, count = config["hidden_size"], config["num_hidden_layers"]
     default = [SLIDING if (i + 1) % 6 and i < count - 1 else FULL for i in range(count)]
-    types, same = config.get("layer_types", default), config.get("attention_k_eq_v", False)
-    if len(types) != count or types[-1] != FULL:
+    types, same = by_layer(config, "layer_types", default), config.get("attention_k_eq_v", False)
+    if types[-1] != FULL:
         raise ValueError(
-            f"the config's layer_types must be one for each of num_hidden_layers={count}, the last "
-            f"{FULL}, got {shown(types)}; {REMEDY}"
+            f"the config's layer_types must make the last {FULL}, got {shown(types)}; {REMEDY}"
         )
-    biased, tied = config.get("attention_bias", False), config.get("tie_word_embeddings", True)
+    biased = config.get("attention_bias", False)
     rotations = {name: _rotary(config, name) for name in _ROTATIONS}
     window, epsilon = config["sliding_window"], config["rms_norm_eps"]
 
@@ -92,28 +91,16 @@ def gemma4(config: Config) -> table.Family:
         )  # fmt: skip
 
     parts = repeating_part([(x, *_heads(config, x, i, same)) for i, x in enumerate(types)])
-    model = LanguageModel(
-        TokenEmbedding(config["vocab_size"], D, scale=D**0.5),
-        Decoder(count, tuple(block(*part) for part in parts)), tied,
-        logits_cap=config.get("final_logit_softcapping"),
-    )  # fmt: skip
-    rows = [
-        table.TensorRule("model.embed_tokens.weight", "embedding/table/embedding"),
-        *table.norm("model.norm", "decoder/norm", bias=False),
-        *table.when(not tied, table.TensorRule("lm_head.weight", "head/table/embedding")),
-    ]
+    rows = table.norm("model.norm", "decoder/norm", bias=False)
     for i, kind in enumerate(types):
         rows += table.per_layer([i], _rows(biased, same and kind == FULL))
-    return table.Family(
-        model, table.TOKEN_EXAMPLE, rows, ("*.rotary_emb.*inv_freq",), prefix="model.",
-        copies={"lm_head.weight": "model.embed_tokens.weight"},
-    )  # fmt: skip
+    decoder = Decoder(count, tuple(block(*part) for part in parts))
+    cap = config.get("final_logit_softcapping")
+    return language_model(config, D, decoder, rows, True, scale=D**0.5, logits_cap=cap)
 
 
 def _rows(biased: bool, keys_as_values: bool) -> list[table.TensorRule]:
-    """Return the rules of a layer."""
     names = GEMMA_NORMS | {"layer_scalar": "output_scale"}
-    mlp = {f"mlp.{x}_proj": f"mlp/{x}" for x in ("gate", "up", "down")}
     theirs, ours = f"{_THEIRS}.self_attn", f"{_OURS}/attention"
     values = {f"{ours}/value/{leaf}" for leaf in ("kernel", "bias") if keys_as_values}
     heads = table.attention(theirs, ours, HEADS, [biased] * 4)
@@ -121,7 +108,8 @@ def _rows(biased: bool, keys_as_values: bool) -> list[table.TensorRule]:
         *(row for row in heads if row.ours[0] not in values),
         *table.norm(f"{theirs}.q_norm", f"{ours}/query_ln", bias=False),
         *table.norm(f"{theirs}.k_norm", f"{ours}/key_ln", bias=False),
-        *table.parts(_THEIRS, _OURS, names | mlp, bias=False),
+        *table.parts(_THEIRS, _OURS, names, bias=False),
+        *table.parts(f"{_THEIRS}.mlp", f"{_OURS}/mlp", GATED_MLP, bias=False),
     ]
 
 
@@ -148,7 +136,6 @@ def _heads(config: Config, kind: str, i: int, same: bool) -> tuple[int, int]:
 
 
 def _rotary(config: Config, kind: str) -> Rotary:
-    """Return the rotary embedding of a type of layers."""
     rope: Config = (config.get("rope_parameters") or _ROTATIONS).get(kind, _ROTATIONS[kind])
     name = rope.get("rope_type", "default")
     if name == "default":

@@ -9,7 +9,7 @@ from flax_mha.interop import neutral, safetensors
 from flax_mha.interop.checked_config import FileSettings
 from flax_mha.interop.folders import CONFIG, GENERATION, AnyPath, open_folder
 
-# Lengths, which each call sets, and the special tokens and tables of Whisper.
+# Lengths, which each call sets, and Whisper's tokens and tables.
 _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
     alignment_heads begin_of_text_token_id bos_token_id is_multilingual lang_to_id language
     max_initial_timestamp_index max_length max_new_tokens no_timestamps_token_id output_scores
@@ -28,12 +28,10 @@ _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
 def generation(path: AnyPath) -> dict[str, Any]:
     """Return the arguments of `flax_mha.generate` from a folder's files.
 
-    These are `eos` and `start`; to sample, `temperature`, `top_k`, `top_p` and `min_p`; to search,
-    `beams`, `length_penalty` and `early_stopping`. A warning names settings that `generate` does
-    not support, such as a repetition penalty.
-
-    Args:
-      path: a folder with `config.json`, and in newer folders `generation_config.json`.
+    These are `eos` and `start`, for sampling `temperature`, `top_k`, `top_p` and `min_p`, and for
+    search `beams`, `length_penalty` and `early_stopping`. A warning names settings that `generate`
+    does not support, such as a repetition penalty. `path` is a folder with `config.json`, and in
+    newer folders `generation_config.json`.
 
     Raises:
       ValueError: if a setting has a wrong type or is out of range.
@@ -45,7 +43,7 @@ def generation(path: AnyPath) -> dict[str, Any]:
     settings = FileSettings(safetensors.read_json(file) if file.exists() else {})
     arguments: dict[str, Any] = {}
     ends = settings.get("eos_token_id", config.get("eos_token_id", []))
-    # Small test models keep the eos of a large vocabulary, which they cannot generate.
+    # Small test models keep the eos of a large vocabulary.
     if ends := [x for x in np.atleast_1d(ends).tolist() if x < config["vocab_size"]]:
         arguments["eos"] = tuple(ends)
     start = "decoder_start_token_id"

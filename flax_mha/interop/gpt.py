@@ -2,9 +2,10 @@
 
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config, filled
+from flax_mha.interop.llama import language_model
 from flax_mha.interop.shared_settings import activation, repeating_part, rotary
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import Decoder, LanguageModel, PositionEmbedding, TokenEmbedding
+from flax_mha.models import Decoder, PositionEmbedding
 from flax_mha.models.blocks import DecoderBlock
 
 _LAYER = "decoder/layers_{}"
@@ -13,7 +14,6 @@ _LAYER = "decoder/layers_{}"
 def gpt2(config: Config) -> table.Family:
     """Return the family of `GPT2LMHeadModel`."""
     D, layers, heads = config["n_embd"], config["n_layer"], config["n_head"]
-    tied = config.get("tie_word_embeddings", True)
     scale = None if config.get("scale_attn_weights", True) else 1.0
     scales = [scale] * layers
     if config.get("scale_attn_by_inverse_layer_idx", False):
@@ -26,12 +26,6 @@ def gpt2(config: Config) -> table.Family:
             norm_epsilon=config["layer_norm_epsilon"],
         )  # fmt: skip
 
-    model = LanguageModel(
-        TokenEmbedding(config["vocab_size"], D),
-        Decoder(layers, tuple(map(block, repeating_part(scales)))),
-        tied,
-        position_embedding=PositionEmbedding(max_length=config["n_positions"]),
-    )
     layer = "transformer.h.{}"
     fused = tuple(f"{_LAYER}/attention/{name}" for name in table.PROJECTIONS[:3])
     rows = table.linear(f"{layer}.attn.c_attn", fused, axes=table.in_out(), split=1)
@@ -40,22 +34,20 @@ def gpt2(config: Config) -> table.Family:
     rows += table.linear(f"{layer}.mlp.c_proj", f"{_LAYER}/mlp/down", axes=table.in_out())
     rows += table.parts(layer, _LAYER, {"ln_1": "attention_norm", "ln_2": "mlp_norm"})
     rows = [
-        table.TensorRule("transformer.wte.weight", "embedding/table/embedding"),
         table.TensorRule("transformer.wpe.weight", "position_embedding/embedding"),
         *table.per_layer(layers, rows),
         *table.norm("transformer.ln_f", "decoder/norm"),
-        *table.when(not tied, table.TensorRule("lm_head.weight", "head/table/embedding")),
     ]
-    # Causal masks.
-    ignored = ("*.attn.bias", "*.attn.masked_bias")
-    return table.Family(
-        model, table.TOKEN_EXAMPLE, rows, ignored, prefix="transformer.",
-        copies={"lm_head.weight": "transformer.wte.weight"},
+    decoder = Decoder(layers, tuple(map(block, repeating_part(scales))))
+    return language_model(
+        config, D, decoder, rows, True, "transformer.wte",
+        ignored=("*.attn.bias", "*.attn.masked_bias"),  # Causal masks.
+        position_embedding=PositionEmbedding(max_length=config["n_positions"]),
     )  # fmt: skip
 
 
 # The checkpoint's kernel is [N, H, D], the module's [D, N, H].
-_HEADS = table.Layout(
+HEAD_MAJOR = table.Layout(
     lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.transpose(1, 2, 0)
 )
 
@@ -68,7 +60,7 @@ def gpt_neox(config: Config) -> table.Family:
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
     }
     D, N, layers = (config[f] for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    biased, tied = config.get("attention_bias", True), config.get("tie_word_embeddings", False)
+    biased = config.get("attention_bias", True)
     rotation = rotary(filled(config, **old), partial=True)
     block = DecoderBlock(
         MultiHeadAttention(N, use_bias=biased, rotary=rotation),
@@ -76,7 +68,6 @@ def gpt_neox(config: Config) -> table.Family:
         norm_epsilon=config["layer_norm_eps"], mlp_bias=True,
         parallel="own_norms" if config.get("use_parallel_residual", True) else False,
     )  # fmt: skip
-    model = LanguageModel(TokenEmbedding(config["vocab_size"], D), Decoder(layers, block), tied)
     layer = "gpt_neox.layers.{}"
     fused = f"{layer}.attention.query_key_value"
     kernels, biases = (
@@ -84,7 +75,7 @@ def gpt_neox(config: Config) -> table.Family:
         for leaf in ("kernel", "bias")
     )
     rows = [
-        table.TensorRule(f"{fused}.weight", kernels, _HEADS, split=1, heads=N),
+        table.TensorRule(f"{fused}.weight", kernels, HEAD_MAJOR, split=1, heads=N),
         *table.when(biased, table.TensorRule(f"{fused}.bias", biases, split=1, heads=N)),
         *table.linear(f"{layer}.attention.dense", f"{_LAYER}/attention/out", biased, inputs=2),
         *table.parts(layer, _LAYER, {
@@ -93,13 +84,10 @@ def gpt_neox(config: Config) -> table.Family:
         }),
     ]  # fmt: skip
     rows = [
-        table.TensorRule("gpt_neox.embed_in.weight", "embedding/table/embedding"),
         *table.per_layer(layers, rows),
         *table.norm("gpt_neox.final_layer_norm", "decoder/norm"),
-        *table.when(not tied, table.TensorRule("embed_out.weight", "head/table/embedding")),
     ]
-    ignored = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
-    return table.Family(
-        model, table.TOKEN_EXAMPLE, rows, ignored, prefix="gpt_neox.",
-        copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    return language_model(
+        config, D, Decoder(layers, block), rows, False, "gpt_neox.embed_in", "embed_out",
+        ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
     )  # fmt: skip

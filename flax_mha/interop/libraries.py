@@ -1,4 +1,4 @@
-"""Conversion of other libraries' attention layers, which need not be installed.
+"""Conversion of other libraries' attention layers, without these libraries.
 
 >>> module, variables = from_layer(timm_layer.state_dict(), num_heads=8)
 >>> tensors = to_layer(module, variables, "x-transformers")
@@ -28,15 +28,14 @@ _KERAS_VARS = ("/vars/0", "/vars/1")
 
 
 class Library(NamedTuple):
-    """The tensors of a library's attention layer.
+    """The tensors of a library's attention layer, as arguments of `table.attention`.
 
     Attributes:
-      names: the names of the query, key, value and output projections. A name that is repeated is
-        one tensor that concatenates these projections.
+      names: the names of the projections.
       biased: the projections with a bias; None if all or none have one, "each" if each may.
-      leaves: the suffixes of the names of a kernel and of a bias.
-      kernel: a function from the number of input axes to a kernel's layout; None for Flax's layout.
-      norm: the name of the LayerNorm in the layer, or None.
+      leaves: the suffixes of names.
+      kernel: the layout of kernels.
+      norm: the name of the layer's LayerNorm, or None.
     """
 
     names: tuple[str, str, str, str]
@@ -63,21 +62,20 @@ LIBRARIES = {
 def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, dict[str, Any]]:
     """Return a module and its variables from the tensors of another library's attention layer.
 
-    Supported are `MultiHeadAttention` of d2l, Equinox, Haiku, MLX and Keras (with
-    `GroupQueryAttention`, and from `.weights.h5` files), and `Attention` of timm, x-transformers
-    and vit-pytorch. vit-pytorch's layer has a norm, so it becomes an `nn.Sequential` of
-    `nn.LayerNorm` and the attention layer.
-    Dropout rates and masks are not converted; options without a tensor must have their defaults.
+    `MultiHeadAttention` of d2l, Equinox, Haiku, MLX and Keras (with `GroupQueryAttention`, and from
+    `.weights.h5` files), and `Attention` of timm, x-transformers and vit-pytorch are supported.
+    vit-pytorch's layer norms its input, so it becomes an `nn.Sequential` of `nn.LayerNorm` and the
+    layer. Dropout rates and masks are lost. Options without a tensor must have their defaults.
 
     Args:
       tensors: the arrays by name: a state dict; Haiku's params; `{w.path: w.numpy() for w in
-        layer.weights}` of Keras; MLX's and Equinox's by attribute, "query_proj.weight". A common
-        prefix of all names is ignored.
+        layer.weights}` of Keras; MLX's and Equinox's attributes, "query_proj.weight". A common
+        prefix of the names is ignored.
       num_heads: N, the number of query heads.
 
     Raises:
-      ValueError: if no library has such a layer, or if tensors are missing, surplus or of another
-        shape; the error lists all of them.
+      ValueError: if no library has such a layer, or if tensors are missing, surplus or misshapen.
+        The error lists all of them.
     """
     checks.positive(num_heads=num_heads)
     # Nested arrays of MLX and Equinox have names with dots.
@@ -98,13 +96,13 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
             f"tensors must be those of one attention layer of {sorted(LIBRARIES)}, got "
             f"{sorted(flat)[:4]} …; use from_torch for torch.nn"
         )
-    # Equinox's and MLX's layers differ in the name of the output projection only.
+    # Equinox and MLX differ only in the name of the output projection.
     library, start = max(
         matches, key=lambda x: sum(f"{x[1]}{name}{x[0].leaves[0]}" in flat for name in x[0].names)
     )
     kernel, bias = library.leaves
     names = [f"{start}{name}" for name in library.names]
-    # Replace a missing kernel by the query's; `from_tensors` reports it with all other errors.
+    # The query's kernel replaces a missing one, which `from_tensors` reports.
     kernels = [flat.get(name + kernel, flat[names[0] + kernel]) for name in names]
     if not all(x.size and x.ndim > 1 for x in kernels):
         shapes = [x.shape for x in kernels]
@@ -141,7 +139,7 @@ def to_layer(
       module: the attention layer; for vit-pytorch an `nn.Sequential` of a norm and the layer.
       variables: the module's variables.
       library: a key of `LIBRARIES`.
-      prefix: the prefix of all names, such as "multi_head_attention/".
+      prefix: the prefix of all names.
 
     Raises:
       ValueError: if the library lacks an option of the layer, such as rotary.
@@ -149,14 +147,12 @@ def to_layer(
     """
     known = checks.choice("library", library, LIBRARIES)
     *before, layer = module.layers if isinstance(module, nn.Sequential) else (module,)
-    # Flax's default has the same parameters.
     is_normed = before in ([_NORM], [nn.LayerNorm(1e-5)]) if known.norm else not before
     if not isinstance(layer, MultiHeadAttention) or not is_normed:
         raise TypeError(
             f"module must be an attention layer, for vit-pytorch an nn.Sequential of "
             f"nn.LayerNorm(1e-5) and one, got for {library} {checks.describe(module)}; give one"
         )
-    # vit-pytorch has no output projection if one head is as wide as the input.
     full = known.norm is not None and layer.num_heads == 1
     check_layer(layer.clone(project_out=full or layer.project_out), library)
     try:
@@ -171,7 +167,6 @@ def to_layer(
 
 
 def _rows(library: Library, layer: MultiHeadAttention, prefix: str) -> list[TensorRule]:
-    """Return the rules of a layer whose names have a prefix."""
     rows, ours = [], ""
     if library.norm is not None:
         rows, ours = table.norm(f"{prefix}{library.norm}", "layers_0"), "layers_1"

@@ -9,7 +9,7 @@ import numpy as np
 from flax_mha import masks
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import FULL, REMEDY, SLIDING, Config, filled, shown
-from flax_mha.interop.shared_settings import activation, refuse, repeating_part, rotary
+from flax_mha.interop.shared_settings import activation, by_layer, refuse, repeating_part, rotary
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
@@ -22,6 +22,7 @@ from flax_mha.scores import SoftCap
 _MAX_EXPERTS = 2**15
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
+GATED_MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 GEMMA_NORMS = NORMS | {
     "post_attention_layernorm": "attention_branch_norm",
@@ -45,7 +46,7 @@ def _late(config: Config, i: int) -> bool:
 
 
 def _all_but_last(count: int) -> Windows:
-    """Return a rule that gives a window to all but the last of every `count` layers."""
+    """Return a rule: all but the last of every `count` layers have a window."""
     keys = ("sliding_window_pattern", "_sliding_window_pattern")
     return lambda config, i: (i + 1) % next((config[x] for x in keys if x in config), count) > 0
 
@@ -54,17 +55,16 @@ class LlamaTraits(NamedTuple):
     """The properties of a model type.
 
     Attributes:
-      windows: the rule of layers with a window; None for no windows.
-      listed: True if the config's `layer_types`, where present, decide instead.
-      switched: True if windows also need the config's `use_sliding_window`.
+      windows: the rule of layers with a window, or None.
+      listed: True if `layer_types` decides instead.
+      switched: True if windows also need `use_sliding_window`.
       biases: the projections with a bias; None to read `attention_bias`.
       is_biased: the default of `attention_bias`.
-      qk_norm: the norm of queries and keys, but for its epsilon.
-      norms: the norms of a block by their names in the checkpoint.
+      qk_norm: the norm of queries and keys.
+      norms: the block's norms by their names in the checkpoint.
       tied: the default of `tie_word_embeddings`.
-      is_gemma: True for Gemma's scale √D of embeddings, its scale of scores, its soft caps, and
-        norms' scales that are stored minus 1.
-      theta: the default base of the rotary embedding.
+      is_gemma: True for Gemma's scales, soft caps, and norms that are stored minus 1.
+      theta: the default rotary base.
       is_local: True if layers with a window have another base.
       has_nope: True if some layers have no rotary embedding.
     """
@@ -107,11 +107,29 @@ KINDS = {
 }  # fmt: skip
 
 
-class Layer(NamedTuple):
-    """The window size and the rotary embedding of a layer, each None if it has none."""
+def language_model(
+    config: Config, features: int, decoder: Decoder, rows: list[table.TensorRule], tied: bool,
+    embedding: str = "model.embed_tokens", head: str = "lm_head",
+    ignored: tuple[str, ...] = ("*.rotary_emb.*inv_freq",), heads: tuple[str, ...] = (),
+    scale: float = 1.0, **fields: Any,
+) -> table.Family:  # fmt: skip
+    """Return the family of a decoder with a token embedding and an output head.
 
-    window: int | None
-    rotary: Rotary | None
+    `rows` are the rules of the decoder, `tied` is the default of `tie_word_embeddings`, `embedding`
+    (whose first part is optional) and `head` are names in the checkpoint, and `scale` is a factor
+    of the embeddings.
+    """
+    tied = config.get("tie_word_embeddings", tied)
+    tokens = TokenEmbedding(config["vocab_size"], features, scale=scale)
+    return table.Family(
+        LanguageModel(tokens, decoder, tied, **fields), table.TOKEN_EXAMPLE,
+        [
+            table.TensorRule(f"{embedding}.weight", "embedding/table/embedding"), *rows,
+            *table.when(not tied, table.TensorRule(f"{head}.weight", "head/table/embedding")),
+        ],
+        ignored, heads, embedding.partition(".")[0] + ".",
+        {f"{head}.weight": f"{embedding}.weight"},
+    )  # fmt: skip
 
 
 def llama(
@@ -120,37 +138,24 @@ def llama(
 ) -> table.Family:  # fmt: skip
     """Return the family of `LlamaForCausalLM`, Mistral, Qwen2, Qwen3, SmolLM3, Gemma 2 or 3.
 
-    Args:
-      config: the model's config.
-      mlps: for each layer its experts, or None for a gated MLP (default: None for all).
-      expert_rows: the rules of the experts' tensors.
-      sinks: True if the attention layers have sinks.
+    `mlps` are the experts of each layer, or None for a gated MLP, and `expert_rows` their rules.
     """
     traits = KINDS[config["model_type"]]
-    D, tied = config["hidden_size"], config.get("tie_word_embeddings", traits.tied)
-    layers = _layers(config, traits)
+    D, layers = config["hidden_size"], _layers(config, traits)
     mlps = mlps or [None] * len(layers)
     parts = repeating_part([*zip(layers, mlps, strict=True)])
-    model = LanguageModel(
-        TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if traits.is_gemma else 1.0),
-        Decoder(
-            len(layers), tuple(_block(config, traits, layer, mlp, sinks) for layer, mlp in parts)
-        ),
-        tied=tied,
-        logits_cap=config.get("final_logit_softcapping") if traits.is_gemma else None,
-    )
+    blocks = tuple(_block(config, traits, *layer, mlp, sinks) for layer, mlp in parts)
     rows = _rows(config, traits, [mlp is None for mlp in mlps]) + (expert_rows or [])
-    rows += table.when(not tied, table.TensorRule("lm_head.weight", "head/table/embedding"))
-    return table.Family(
-        model, table.TOKEN_EXAMPLE, rows, ("*.rotary_emb.inv_freq",), prefix="model.",
-        copies={"lm_head.weight": "model.embed_tokens.weight"},
-    )  # fmt: skip
+    gemma: dict[str, Any] = {}
+    if traits.is_gemma:
+        gemma = {"scale": D**0.5, "logits_cap": config.get("final_logit_softcapping")}
+    return language_model(config, D, Decoder(len(layers), blocks), rows, traits.tied, **gemma)
 
 
-def _layers(config: Config, traits: LlamaTraits) -> list[Layer]:
-    """Return the settings in which layers differ."""
+def _layers(config: Config, traits: LlamaTraits) -> list[tuple[int | None, Rotary | None]]:
+    """Return the window and the rotary embedding of each layer, each None if it has none."""
     count = config["num_hidden_layers"]
-    # Read both rotations, so that each of their settings is checked even if no layer has it.
+    # Read both rotations, so that all settings are checked.
     theta = 1e4 if traits.is_local else traits.theta
     local_rotary = rotary(config, SLIDING, theta, local=traits.is_local)
     rotations = (rotary(config, FULL, traits.theta), local_rotary)
@@ -161,22 +166,17 @@ def _layers(config: Config, traits: LlamaTraits) -> list[Layer]:
         if traits.switched and not config.get("use_sliding_window", False):
             window = None
         has_window = by_rule if window is not None else has_window
-    layer_types = config.get("layer_types")
-    if layer_types is not None and len(layer_types) != count:
-        raise ValueError(
-            f"the config's layer_types must be one for each of num_hidden_layers={count}, got "
-            f"{len(layer_types)}; take both from one config.json"
-        )
-    if layer_types is not None and traits.listed:
-        has_window = [x == SLIDING for x in layer_types]
-    elif layer_types is not None and has_window != [x == SLIDING for x in layer_types]:
+    default = [SLIDING if x else FULL for x in has_window]
+    layer_types = by_layer(config, "layer_types", default)
+    if not traits.listed and layer_types != default:
         raise ValueError(
             f"the config's layer_types must agree with the other settings of a "
             f"{config['model_type']}, which does not read them, got {shown(layer_types)}; delete "
             f"them if the weights do without"
         )
+    has_window = [x == SLIDING for x in layer_types]
     return [
-        Layer(config["sliding_window"] if local else None, rotations[local] if rotated else None)
+        (config["sliding_window"] if local else None, rotations[local] if rotated else None)
         for local, rotated in zip(has_window, rotates, strict=True)
     ]
 
@@ -184,18 +184,14 @@ def _layers(config: Config, traits: LlamaTraits) -> list[Layer]:
 def _rotates(config: Config) -> list[bool]:
     """Return for each layer of a SmolLM3 True if it has a rotary embedding."""
     count, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
-    rotates = config.get("no_rope_layers", [(i + 1) % every for i in range(count)])
-    if len(rotates) != count:
-        raise ValueError(
-            f"the config's no_rope_layers must be one for each of num_hidden_layers={count}, got "
-            f"{len(rotates)}; take both from one config.json"
-        )
-    return [x > 0 for x in rotates]
+    default = [(i + 1) % every for i in range(count)]
+    return [x > 0 for x in by_layer(config, "no_rope_layers", default)]
 
 
 def _block(
-    config: Config, traits: LlamaTraits, part: Layer, mlp: Experts | None, sinks: bool
-) -> DecoderBlock:
+    config: Config, traits: LlamaTraits, window: int | None, rotation: Rotary | None,
+    mlp: Experts | None, sinks: bool,
+) -> DecoderBlock:  # fmt: skip
     epsilon, gemma = config["rms_norm_eps"], traits.is_gemma
     norm, norms = traits.qk_norm, traits.norms.values()
     scalar = config.get("query_pre_attn_scalar") if gemma else None
@@ -205,8 +201,8 @@ def _block(
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
         use_bias=_biases(config, traits),
-        rotary=part.rotary,
-        mask=None if part.window is None else masks.Window(part.window - 1, 0),
+        rotary=rotation,
+        mask=None if window is None else masks.Window(window - 1, 0),
         scale=None if scalar is None else scalar**-0.5,
         scores=() if cap is None else (SoftCap(cap),),
         qk_norm=None if norm is None else dataclasses.replace(norm, epsilon=epsilon),
@@ -222,7 +218,7 @@ def _block(
 
 
 def _rows(config: Config, traits: LlamaTraits, has_mlp: list[bool]) -> list[table.TensorRule]:
-    """Return the rules of the embedding and of all layers but their experts."""
+    """Return the rules of the stack without its experts."""
     scale: dict[str, Any] = {"bias": False, "offset": float(traits.is_gemma)}
     biases = [name in _biases(config, traits) for name in table.PROJECTIONS]
     rows = table.attention(f"{_THEIRS}.self_attn", f"{_OURS}/attention", HEADS, biases)
@@ -231,13 +227,13 @@ def _rows(config: Config, traits: LlamaTraits, has_mlp: list[bool]) -> list[tabl
     for x in ("query", "key") if traits.qk_norm is not None else ():
         theirs, ours = f"{_THEIRS}.self_attn.{x[0]}_norm", f"{_OURS}/attention/{x}_ln"
         rows += table.norm(theirs, ours, **scale)
-    mlp = {f"mlp.{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")}
-    mlp_rows = table.parts(_THEIRS, _OURS, mlp, config.get("mlp_bias", False))
+    mlp_rows = table.parts(
+        f"{_THEIRS}.mlp", f"{_OURS}/mlp", GATED_MLP, config.get("mlp_bias", False)
+    )
     return [
         *table.per_layer(len(has_mlp), rows),
         *table.per_layer(np.flatnonzero(has_mlp), mlp_rows),
         *table.norm("model.norm", "decoder/norm", **scale),
-        table.TensorRule("model.embed_tokens.weight", "embedding/table/embedding"),
     ]
 
 
@@ -290,14 +286,13 @@ def qwen3_moe(config: Config) -> table.Family:
     )  # fmt: skip
     layers = range(config["num_hidden_layers"])
     is_sparse = [i not in dense and (i + 1) % step == 0 for i in layers]
-    names = {f"{x}_proj": x for x in ("gate", "up", "down")}
-    return _with_experts(config, experts, "mlp", names, is_sparse)
+    return _with_experts(config, experts, "mlp", GATED_MLP, is_sparse)
 
 
 def _with_experts(
     config: Config, experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
 ) -> table.Family:
-    """Return a family whose experts have one tensor for each kernel, by the kernels' names."""
+    """Return a family whose experts have one tensor for each kernel."""
     rows = expert_rows(experts, part, names, is_sparse)
     return llama(config, [experts if sparse else None for sparse in is_sparse], rows)
 
@@ -305,13 +300,9 @@ def _with_experts(
 def expert_rows(
     experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
 ) -> list[table.TensorRule]:
-    """Return the rules of the routers and experts of layers where `is_sparse`.
+    """Return the rules of the routers and experts, in layers where `is_sparse`.
 
-    Args:
-      experts: the module of all these layers.
-      part: the name of the module in a layer.
-      names: the names of an expert's kernels in the checkpoint, each with its name here.
-      is_sparse: for each layer, True if it has experts.
+    `part` is the name of the experts in a layer, and `names` are their kernels' names.
     """
     rows = table.linear(f"{_THEIRS}.{part}.gate", f"{_OURS}/mlp/router", bias=False)
     if len(is_sparse) * experts.num_experts > _MAX_EXPERTS:

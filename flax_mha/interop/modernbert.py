@@ -3,34 +3,29 @@
 from flax_mha import masks
 from flax_mha.interop import table
 from flax_mha.interop.bert import HEADS, Bert
-from flax_mha.interop.checked_config import FULL, REMEDY, SLIDING, Config, filled, shown
+from flax_mha.interop.checked_config import FULL, SLIDING, Config, filled
 from flax_mha.interop.modules import Classified, classified
-from flax_mha.interop.shared_settings import activation, refuse, rotary
+from flax_mha.interop.shared_settings import activation, by_layer, choice, refuse, rotary
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.blocks import EncoderBlock
 from flax_mha.models.feed_forward import ACTIVATIONS
 
-# The bases of the rotary embeddings, by the old keys that state others.
+# The old keys of the rotary bases, and their defaults.
 _BASES = {FULL: ("global_rope_theta", 1.6e5), SLIDING: ("local_rope_theta", 1e4)}
-_POOLINGS = {"cls": "first", "mean": "mean"}
 
 
 def modernbert(config: Config) -> table.Family:
     """Return the family of `ModernBertModel` and `ModernBertForSequenceClassification`."""
     count = config["num_hidden_layers"]
-    # Its layers read their own bases alone.
+    # Its layers read only their own bases.
     refuse(config, rope_theta=None)
     rotations = {name: rotary(config, name, config.get(*base)) for name, base in _BASES.items()}
     every = config.get("global_attn_every_n_layers", 3)
-    types = config.get("layer_types", [SLIDING if i % every else FULL for i in range(count)])
-    if len(types) != count:
-        raise ValueError(
-            f"the config's layer_types must be one for each of num_hidden_layers={count}, got "
-            f"{len(types)}; take both from one config.json"
-        )
-    reach = config.get("local_attention", 128) // 2
+    default = [SLIDING if i % every else FULL for i in range(count)]
+    types = by_layer(config, "layer_types", default)
+    left = config.get("local_attention", 128) // 2
     biased, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
     norm_bias = config.get("norm_bias", False)
     norm = layer_norm(config.get("norm_eps", 1e-5), use_bias=norm_bias)
@@ -38,7 +33,7 @@ def modernbert(config: Config) -> table.Family:
     def block(i: int) -> EncoderBlock:
         layer = MultiHeadAttention(
             config["num_attention_heads"], use_bias=biased, rotary=rotations[types[i]],
-            mask=masks.Window(reach, reach) if types[i] == SLIDING else None,
+            mask=masks.Window(left, left) if types[i] == SLIDING else None,
         )  # fmt: skip
         return EncoderBlock(
             layer, config["intermediate_size"], gated=True, mlp_bias=mlp_bias, norm=norm,
@@ -71,16 +66,11 @@ def modernbert(config: Config) -> table.Family:
     ]  # fmt: skip
     heads = (*HEADS, "head.*", "decoder.*")
     family = table.Family(module, table.TOKEN_EXAMPLE, rows, heads=heads, prefix="model.")
-    pooling = config.get("classifier_pooling", "cls")
-    if pooling not in _POOLINGS:
-        raise ValueError(
-            f"the config's classifier_pooling must be one of {[*_POOLINGS]}, got {shown(pooling)}; "
-            f"{REMEDY}"
-        )
+    pooling = choice(config, "classifier_pooling", {"cls": "first", "mean": "mean"}, "cls")
     of_head = activation(filled(config, classifier_activation="gelu"), "classifier_activation")
     family = classified(
         config, family, "head.dense", activation=ACTIVATIONS[of_head], norm=norm.copy(),
-        use_bias=config.get("classifier_bias", False), pooling=_POOLINGS[pooling],
+        use_bias=config.get("classifier_bias", False), pooling=pooling,
     )  # fmt: skip
     has_head = isinstance(family.module, Classified)
     norm_rows = table.norm("head.norm", "norm", norm_bias)

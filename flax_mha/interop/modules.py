@@ -1,4 +1,4 @@
-"""Classification heads, as of `…ForSequenceClassification`."""
+"""Classification heads: `…ForSequenceClassification` and `…ForImageClassification`."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _HEADED = ("ForSequenceClassification", "ForImageClassification")
 
 
 class Classified(nn.Module):
-    """A classifier: pooled features, a dense layer, a norm if given, and an output layer.
+    """A classifier: pooled features, a dense layer, a norm, and an output layer.
 
     Attributes:
       body: the module of the features [*B, T, D].
@@ -60,13 +60,8 @@ def classified(
 ) -> Family:  # fmt: skip
     """Return a family with its classification head, if the config's `architectures` have one.
 
-    Args:
-      config: the model's config, whose `id2label` gives the number of classes.
-      family: the family without a head.
-      dense: the name of the dense layer before the output layer; empty for images.
-      head: the name of the output layer.
-      activation: the activation between the two layers.
-      **fields: other fields of `Classified`, or of the `Classifier` of images.
+    `dense` (empty for images) and `head` are the names of the two layers, and `fields` are more
+    fields of `Classified`, or of the `Classifier` of images.
     """
     architectures = config.get("architectures") or ()
     if not any(str(name).endswith(_HEADED) for name in architectures):

@@ -1,7 +1,6 @@
 """Neutral settings, which change no output of a model.
 
-A setting that a family neither reads nor lists here is an error: it may change the outputs, and
-to ignore it would give wrong numbers silently.
+A setting that a family neither reads nor lists here is an error, as it may change the outputs.
 """
 
 import functools
@@ -10,16 +9,16 @@ from typing import Any, TypeAlias
 
 from flax_mha.interop.checked_config import Config, FileSettings, Result, several
 
-# The value at which each setting is neutral, by its key; `...` for any value.
+# The value at which each setting is neutral, or `...` for any value.
 Neutral: TypeAlias = dict[str, Any]
 
 
 def names(text: str) -> dict[str, Any]:
-    """Return settings that are neutral at any value, from their keys in one string."""
+    """Return settings that are neutral at any value."""
     return dict.fromkeys(text.split(), ...)
 
 
-# Keys of files, tools, class names and additional outputs.
+# Keys of files, tools and additional outputs.
 BOOKKEEPING: Neutral = names("""
     _name_or_path _commit_hash _attn_implementation _attn_implementation_autoset _from_model_config
     _flash_attn_2_enabled attn_implementation architectures model_type transformers_version
@@ -35,7 +34,7 @@ _TRAINING = """
     drop_path_rate dropout dropout_rate embd_pdrop encoder_layerdrop hidden_dropout
     hidden_dropout_prob layerdrop qa_dropout resid_pdrop seq_classif_dropout tie_encoder_decoder
 """
-# Special tokens and settings of generation, which are arguments of `generate`.
+# Arguments of `generate`, and special tokens.
 _GENERATION = """
     bad_words_ids begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id
     diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size eos_token_id
@@ -53,20 +52,20 @@ _SUMMARY = names("""
     summary_type summary_use_proj
 """)
 
-# Settings of poolers, of heads that are left out, and of initial values.
+# Poolers, heads that are left out, and initial values.
 BERT: Neutral = _ENCODER | _SUMMARY | {"use_task_id": False} | names("""
     directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
     pooler_size_per_head pooler_type sbert_ce_default_activation_function sentence_transformers
     sinusoidal_pos_embds task_type_vocab_size tie_weights_
 """)  # fmt: skip
-# Settings of a head for words, of initial values and kernels, and keys of BERT that are never read.
+# A head for words, initial values, kernels, and unread keys of BERT.
 MODERNBERT: Neutral = _ENCODER | names("""
     decoder_bias deterministic_flash_attn embedding_dropout initializer_cutoff_factor layer_norm_eps
     max_position_embeddings mlp_dropout position_embedding_type reference_compile
     repad_logits_with_grad sparse_pred_ignore_index sparse_prediction
 """)  # fmt: skip
 VIT: Neutral = _ENCODER | names("encoder_stride pooler_act pooler_output_size")
-# Settings of training, of a backbone's features, and of images of another size.
+# Training, a backbone's features, and images of another size.
 DINO: Neutral = _ENCODER | names("""
     apply_layernorm interpolate_antialias interpolate_offset out_features out_indices
     pos_embed_jitter pos_embed_rescale pos_embed_shift reshape_hidden_states stage_names
@@ -93,11 +92,11 @@ LLAMA: Neutral = (
 QWEN: Neutral = DECODER | {"use_mrope": False} | names("attention_bias")
 # `hidden_act` is the old key of `hidden_activation`.
 GEMMA: Neutral = DECODER | {"use_bidirectional_attention": False} | names("hidden_act")
-# Sizes of parts that are refused, and of images' tokens, which are not in a text model.
+# Sizes of parts that are refused, and images' tokens.
 GEMMA4: Neutral = DECODER | {"use_bidirectional_attention": "vision"} | names("""
     moe_intermediate_size num_experts top_k_experts use_double_wide_mlp vocab_size_per_layer_input
 """)  # fmt: skip
-# Settings of losses, and second keys that gpt-oss has for the same settings.
+# Losses, and second keys of gpt-oss for the same settings.
 EXPERTS: Neutral = DECODER | names("""
     experts_per_token initial_context_length output_router_logits router_aux_loss_coef
     router_jitter_noise
@@ -110,7 +109,7 @@ GPT2: Neutral = (
     DECODER | _SUMMARY | names("n_ctx n_special predict_special_tokens reorder_and_upcast_attn")
 )
 T5: Neutral = names("n_positions")
-# Settings of augmentation, of the classifier and of time stamps, and a scale that is never applied.
+# Augmentation, classifier, time stamps, and a scale that is never applied.
 WHISPER: Neutral = {"use_weighted_layer_sum": False} | names("""
     apply_spec_augment classifier_proj_size mask_feature_length mask_feature_min_masks
     mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob median_filter_width
@@ -129,7 +128,7 @@ def among(known: Neutral) -> Callable[[str, Any], bool]:
 
 
 def checked(make: Callable[[Config], Result], neutral: Neutral) -> Callable[[Config], Result]:
-    """Wrap a function of a config, to refuse settings that it does not read unless neutral."""
+    """Wrap a family's function to refuse settings that it does not read, unless neutral."""
     is_neutral = among(ALWAYS | neutral)
 
     @functools.wraps(make)

@@ -1,7 +1,7 @@
-"""Memory-mapped safetensors files.
+"""Files of a Hugging Face folder: safetensors and JSON.
 
-The library `safetensors` copies from a mapped file, so that loading takes twice the file's memory.
-This module gives views instead, which can be transposed and sliced before anything is read.
+The writer is ours: `safetensors` 0.8.0 ignores the strides of a NumPy view, so it writes other
+numbers, and it needs all tensors in memory at once.
 
 Source of the format: https://github.com/huggingface/safetensors, "Format".
 """
@@ -13,7 +13,6 @@ import math
 import os
 import shutil
 import stat
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,14 +31,12 @@ _DTYPES: dict[str, Any] = {
 }  # fmt: skip
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# The format's limit of bytes of a header, and a limit for JSON files.
+# The limit of bytes of a JSON file, which safetensors has for its headers.
 _MAX_BYTES = 100_000_000
-# NumPy's limit of axes.
-_MAX_AXES = 32
 
 
 def read_folder(path: Path) -> dict[str, np.ndarray]:
-    """Return all tensors of a folder, from one file or from an index of several."""
+    """Return all tensors of a folder, from one file or several."""
     if (path / _FILE).is_file():
         return read(path / _FILE)
     if not (path / _INDEX).is_file():
@@ -64,7 +61,6 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor of a folder."""
     index = read_json(path / _INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
         raise ValueError(f"{path / _INDEX} must have a weight_map from tensors to files")
@@ -100,89 +96,57 @@ def write_folder(path: Path, tensors: Mapping[str, Any]) -> None:
 def read(path: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a file, as views of the mapped file.
 
+    The library `safetensors` checks the file. It can't read the tensors, as its arrays are copies
+    and it knows no bfloat16 or float8 in NumPy.
+
     Raises:
       ValueError: if the file is damaged, or no safetensors file.
     """
-    with _open(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_BYTES):
-            raise ValueError(
-                f"{path} must be a complete safetensors file, got {size} bytes; fetch it again"
-            )
-        header, offset = _parse(path, file.read(length)), 8 + length
-        data: Any = np.memmap(file, np.uint8, "r") if size > offset else np.zeros(offset, np.uint8)
-        if size > offset:
-            # Blocks are read through this descriptor, as long as there are views of the file.
-            data.descriptor = os.dup(file.fileno())
-            weakref.finalize(data, os.close, data.descriptor)
-    metadata = header.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata  # MLX writes null.
-    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
-        raise ValueError(
-            f"{path}: its __metadata__ must be an object of strings, got {shown(metadata)}; fetch "
-            f"it again"
-        )
-    entries = sorted((_read_entry(path, *item) for item in header.items()), key=lambda x: x[3:])
+    from safetensors import SafetensorError, safe_open  # Nothing else needs the library.
+
     tensors = {}
-    for name, dtype, shape, begin, end in entries:
-        # Tensors must be contiguous: each byte belongs to exactly one of them.
-        start, stop = offset, offset + math.prod(shape) * dtype.itemsize
-        offset += end - begin
-        if (begin + 8 + length, offset) != (start, stop) or stop > size:
+    with _open(path) as file:
+        try:
+            with safe_open(path, "np") as checked:
+                entries = [(name, checked.get_slice(name)) for name in checked.offset_keys()]
+            start = 8 + int.from_bytes(file.read(8), "little")
+            data = np.memmap(file, np.uint8, "r")
+            for name, entry in entries:
+                if not name.isprintable():
+                    raise ValueError(f"a tensor named {name!r}")
+                dtype, shape = np.dtype(_DTYPES[entry.get_dtype()]), entry.get_shape()
+                stop = start + math.prod(shape) * dtype.itemsize
+                tensors[name] = data[start:stop].view(dtype).reshape(shape)
+                start = stop
+        except (SafetensorError, KeyError, ValueError) as error:
+            reason = str(error).removeprefix("Error while deserializing header: ")
             raise ValueError(
-                f"{path}: tensor {name}, {dtype}{list(shape)}, must be at {start} … {stop} of the "
-                f"file's {size} bytes, after the previous tensor, got offsets {begin} … {end} "
-                f"after {8 + length}; fetch it again"
-            )
-        tensors[name] = data[start:stop].view(dtype).reshape(shape)
-    if offset != size:
-        raise ValueError(
-            f"{path} must end with its last tensor, after {offset} bytes, got {size}; fetch it "
-            f"again"
-        )
-    # In the order of the header.
-    return {name: tensors[name] for name in header}
-
-
-def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, Any, tuple[int, ...], int, int]:
-    """Return a tensor's name, dtype, shape, and the offsets of its begin and end."""
-    try:
-        dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        is_valid = name.isprintable() and len(shape) <= _MAX_AXES
-        is_valid &= all(type(x) is int and x >= 0 for x in (*shape, begin, end))
-        # NumPy limits the size without the axes of size 0.
-        if is_valid and math.prod(x for x in shape if x) < 2**48:
-            return name, dtype, shape, begin, end
-    except (KeyError, TypeError, ValueError):
-        pass
-    raise ValueError(
-        f"{path}: tensor {shown(name)} must have a valid dtype, shape and data_offsets, got "
-        f"{shown(entry)}; fetch it again"
-    )
+                f"{path} must be a complete safetensors file of dtypes that NumPy has, got: "
+                f"{shown(reason)}; fetch it again"
+            ) from None
+    return tensors
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write arrays or `table.StoredTensor` by name, and replace a file only when complete."""
+    """Write arrays, or the entries of `table.stored`, and replace a file only when complete."""
+    entries = {n: x if isinstance(x, tuple) else (x, lambda x=x: x) for n, x in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, x in tensors.items():
-        end = offset + x.nbytes
+    for name, (x, _) in entries.items():
+        end = offset + math.prod(x.shape) * x.dtype.itemsize
         entry = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [offset, end]}
         header[name], offset = entry, end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for x in tensors.values():
-            array = x if isinstance(x, np.ndarray) else x.make()
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        for _, make in entries.values():
+            file.write(np.ascontiguousarray(make()).reshape(-1).view(np.uint8))
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write, which takes the place of the old one, or of a link, when complete."""
+    """Open a file that replaces the old one, or a link, when it is complete."""
     temporary = path.with_name(path.name + ".part")
     with temporary.open("wb") as file:
         yield file
@@ -220,7 +184,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a regular file or a link to one, but no pipe or device, which may never end."""
+    """Open a file or a link to one. Refuse pipes and devices, which may never end."""
     now = getattr(os, "O_NONBLOCK", 0)  # A pipe would block until someone writes.
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | now))  # noqa: SIM115
@@ -247,7 +211,7 @@ def _parse(path: Path, text: bytes, kind: type = dict) -> Any:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object without repeated keys, as other readers may use another value."""
+    """Refuse repeated keys, as other readers may use another value."""
     result = dict(pairs)
     if len(result) < len(pairs):
         repeated, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]

@@ -1,18 +1,18 @@
 """Readers of settings that the configs of several families share."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flax_mha import positions
-from flax_mha.interop.checked_config import FULL, Config, filled, shown
+from flax_mha.interop.checked_config import FULL, REMEDY, Config, filled, shown
 from flax_mha.positions import Rotary
 
 Item = TypeVar("Item")
 
-# The most patches of one image: the example has all of them, and so has Axial's table.
+# The most patches of one image. The example and Axial's table have all of them.
 _MAX_PATCHES = 2**16
 
 ACTIVATIONS = {
@@ -41,11 +41,11 @@ def rotary(
 
     Args:
       config: the model's config.
-      layer_type: the entry of `rope_parameters` to read, if it has one for each type of layer.
+      layer_type: the entry of `rope_parameters`, if it has one for each type of layer.
       theta: the default base.
       partial: True if the family can rotate a part of the features.
-      local: True to read `rope_local_base_freq`, and no other key outside of `rope_parameters`, as
-        for Gemma 3's layers with a window.
+      local: True for Gemma 3's layers with a window, which read only `rope_local_base_freq` and
+        `rope_parameters`.
     """
     old: Config = {} if local else config.get("rope_scaling") or {}
     new: Config = config.get("rope_parameters") or {}
@@ -74,7 +74,6 @@ def rotary(
 
 
 def _original_length(rope: Config, config: Config) -> Any:
-    """Return the length of the training sequences."""
     name = "original_max_position_embeddings"
     lengths = {settings[name] for settings in (rope, config) if name in settings}
     if len(lengths) > 1:
@@ -126,20 +125,8 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
 }  # fmt: skip
 
 
-class Grid(NamedTuple):
-    """The rows and columns of an image's patches, and the height and width of a patch."""
-
-    rows: int
-    columns: int
-    patch: tuple[int, int]
-
-    def image(self, channels: int) -> np.ndarray:
-        """Return an example image."""
-        return blank(1, self.rows * self.patch[0], self.columns * self.patch[1], channels)
-
-
-def grid(config: Config, image: str = "image_size") -> Grid:
-    """Return the patch grid of a config, whose key of the image size is `image`."""
+def grid(config: Config, image: str = "image_size") -> tuple[list[int], list[int]]:
+    """Return the rows and columns of an image's patches, and the height and width of a patch."""
     (height, width), (h, w) = (
         np.broadcast_to(config[name], 2).tolist() for name in (image, "patch_size")
     )
@@ -149,7 +136,13 @@ def grid(config: Config, image: str = "image_size") -> Grid:
             f"the config's {image} must have 1 … {_MAX_PATCHES:,} patches of its patch_size, got "
             f"{height} × {width} of {h} × {w}; take both from one config.json"
         )
-    return Grid(rows, columns, (h, w))
+    return [rows, columns], [h, w]
+
+
+def example_image(config: Config, channels: int, image: str = "image_size") -> np.ndarray:
+    """Return an image of the patches of a config."""
+    (rows, columns), (h, w) = grid(config, image)
+    return blank(1, rows * h, columns * w, channels)
 
 
 def blank(*shape: int) -> np.ndarray:
@@ -163,6 +156,27 @@ def repeating_part(items: Sequence[Item]) -> Sequence[Item]:
         if all(item == items[i % n] for i, item in enumerate(items)):
             return items[:n]
     return items
+
+
+def by_layer(config: Config, name: str, default: Sequence[Any]) -> Sequence[Any]:
+    """Return a setting that is a list with an entry for each layer."""
+    entries = config.get(name, default)
+    if len(entries) != len(default):
+        raise ValueError(
+            f"the config's {name} must be one for each of num_hidden_layers={len(default)}, got "
+            f"{len(entries)}; take both from one config.json"
+        )
+    return entries
+
+
+def choice(config: Config, name: str, options: Mapping[str, Any], default: str) -> Any:
+    """Return the option that a setting names."""
+    value = config.get(name, default)
+    if value not in options:
+        raise ValueError(
+            f"the config's {name} must be one of {[*options]}, got {shown(value)}; {REMEDY}"
+        )
+    return options[value]
 
 
 def refuse(config: Config, **expected: Any) -> None:

@@ -24,31 +24,30 @@ Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 _FLAX_CALL, _CALL = (
     inspect.unwrap(cls.__call__) for cls in (nn.MultiHeadDotProductAttention, MultiHeadAttention)
 )
-# Keeps functions that `nn.jit` traced in a swapped model apart from those of others.
+# Keeps traces of `nn.jit` in a swapped model apart from other models' traces.
 _swapping = jax.make_user_context(None)
 
 
 def swap(model: Model, **fields: Any) -> Model:
     """Return a model whose Flax attention layers are computed by this package.
 
-    Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention`, also as the base of
-    `nn.SelfAttention` and of other classes, is computed by a `flax_mha.MultiHeadAttention` with
-    the same fields. Each `nnx.MultiHeadAttention`, but no subclass, becomes one of `flax_mha.nnx`.
-    So are those in `nnx.bridge`. Dropout draws other weights, and decoding uses this package's
-    cache, which `init` (in nnx `init_cache`) creates as before. A subclass with a `__call__` of its
-    own stays as it is, with a warning that names it. So do uses of Flax's `dot_product_attention`.
+    Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention` or subclass of it is
+    computed by a `flax_mha.MultiHeadAttention` with the same fields. Each `nnx.MultiHeadAttention`
+    becomes one of `flax_mha.nnx`. Layers in `nnx.bridge` are swapped too. Dropout draws other
+    weights, and decoding uses this package's cache. A warning names subclasses that stay, as they
+    have their own `__call__` or are of nnx. Calls of Flax's `dot_product_attention` stay too.
 
     Args:
       model: a linen or nnx module.
       **fields: more fields for each layer, such as `kernel="blockwise"`.
 
     Returns:
-      In linen, a module of a subclass of the model's class, with the same fields, equal for equal
-      models; in nnx, a model that shares its parameters with the given one.
+      In linen, an instance of a subclass of the model's class, which is equal for equal models. In
+      nnx, a model that shares the parameters.
 
     Raises:
-      TypeError: if the model is no module, or if a layer has user-defined matmuls or promotions
-        such as `qkv_dot_general` or `qkv_promote_dtype`. In linen the first call raises it.
+      TypeError: if the model is no module, or if a layer has its own matmuls or promotions, such
+        as `qkv_dot_general`. In linen the first call raises it.
     """
     _warn.cache_clear()
     if isinstance(model, nnx.Module):
@@ -62,7 +61,7 @@ def swap(model: Model, **fields: Any) -> Model:
 
 @contextlib.contextmanager
 def _swapped(cls: Any, *fields: tuple[str, Any]) -> Iterator[None]:
-    """Intercept calls of Flax's layer, in a context that JAX's caches know by its class."""
+    """Intercept calls of Flax's layer."""
     key = cls if fields else True
     if _swapping.value is key:  # A method that another one of the model calls.
         yield
@@ -72,10 +71,7 @@ def _swapped(cls: Any, *fields: tuple[str, Any]) -> Iterator[None]:
 
 
 def _call(fields: Any, swapped: list[Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Compute a call of a Flax layer by this package, and any other call as it is.
-
-    `swapped` collects the layers whose calls were computed by this package.
-    """
+    """Compute a call of a Flax layer, which is added to `swapped`, or run any other call."""
     module, method = context.module, inspect.unwrap(context.orig_method.func)
     if method is _FLAX_CALL:
         swapped.append(module)
@@ -91,7 +87,6 @@ def _call(fields: Any, swapped: list[Any], call: Any, args: Any, kwargs: Any, co
 
 
 def _make_nnx(fields: Any, make: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the nnx model that `make` returns, swapped."""
     return nnx.recursive_map(functools.partial(_convert_nnx, fields), make(*args, **kwargs))
 
 
@@ -135,7 +130,7 @@ def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:
 
 
 def _options(layer: Any, cls: Any) -> dict[str, Any]:
-    """Return a Flax layer's fields but those of the defaults of its class, which are ours too."""
+    """Return the fields of a Flax layer that differ from its class' defaults, which are ours."""
     parameters = inspect.signature(cls.__init__).parameters
     defaults = {name: p.default for name, p in parameters.items()}
     values = {name: getattr(layer, name, default) for name, default in defaults.items()}

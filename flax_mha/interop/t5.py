@@ -1,6 +1,6 @@
 """T5 and mT5: an encoder and a decoder of text with relative position biases."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config, filled
@@ -11,27 +11,12 @@ from flax_mha.models.blocks import DecoderBlock, EncoderBlock
 from flax_mha.scores import RelativeBias
 
 
-class T5Traits(NamedTuple):
-    """The properties of a model type.
-
-    Attributes:
-      form: the default of `feed_forward_proj`.
-      scales: True if the logits of a tied head are scaled by 1/√D.
-    """
-
-    form: str
-    scales: bool
-
-
-KINDS = {"t5": T5Traits("relu", True), "mt5": T5Traits("gated-gelu", False)}
-
-
 def t5(config: Config) -> table.Family:
     """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1, or of mT5."""
-    traits = KINDS[config["model_type"]]
+    is_mt5 = {"t5": False, "mt5": True}[config["model_type"]]
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
-    # "relu" or "gated-gelu". The first configs have no such key; later ones have only this one.
-    form = config.get("feed_forward_proj", traits.form)
+    # "relu" or "gated-gelu". The first configs lack this key.
+    form = config.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
     gated = config.get("is_gated_act", form.startswith("gated-"))
     form = form.removeprefix("gated-")
     act = {"dense_act_fn": "gelu_new" if gated and form == "gelu" else form}
@@ -48,7 +33,8 @@ def t5(config: Config) -> table.Family:
         max_distance = config.get("relative_attention_max_distance", 128)
         return (RelativeBias(None, bidirectional, max_distance, buckets),)
 
-    scaled = traits.scales and config.get("scale_decoder_outputs", tied)
+    # Only T5 scales the logits of a tied head.
+    scaled = not is_mt5 and config.get("scale_decoder_outputs", tied)
     encoder = EncoderBlock(layer, config["d_ff"], **options)
     decoder = DecoderBlock(layer, config["d_ff"], cross_attention=layer.copy(), **options)
     count = config.get("num_decoder_layers") or config["num_layers"]

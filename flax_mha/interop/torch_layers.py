@@ -15,7 +15,6 @@ from flax_mha.base import checks, trees
 from flax_mha.interop import table
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.layer.settings import has_bias, unhandled
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
@@ -25,9 +24,9 @@ from flax_mha.models.stacks import Stack
 Module: TypeAlias = MultiHeadAttention | Block | Stack
 
 _INPUTS = table.PROJECTIONS[:3]
-# The prefix of the first attention layer in a stack, in a block and alone.
+# The prefix of the first attention layer: in a stack, in a block, by itself.
 _FIRST = ("layers.0.self_attn.", "self_attn.", "")
-# The fields of blocks and stacks that torch.nn supports, or that no state dict has.
+# Fields of blocks and stacks that torch.nn supports or no state dict has.
 _BLOCK = (
     "attention", "mlp_dim", "norm", "activation", "dropout_rate", "remat", "norm_epsilon",
     "cross_attention",
@@ -41,23 +40,23 @@ def from_torch(
 ) -> tuple[Module, dict[str, Any]]:  # fmt: skip
     """Return a module and its variables from a state dict of `torch.nn`.
 
-    Supported are `MultiheadAttention` (with `kdim` and `vdim` too), `TransformerEncoderLayer`,
-    `TransformerEncoder`, `TransformerDecoderLayer` and `TransformerDecoder`. The modules take the
-    batch first. Masks are arguments of the call, where True lets a query see a key; decoders are
-    causal. A state dict has no options: give those that differ from the defaults below.
+    Supported are `MultiheadAttention`, `TransformerEncoderLayer`, `TransformerDecoderLayer` and
+    stacks of them. The batch comes first. Masks are arguments of the call, where True lets a query
+    see a key. Decoders are causal. A state dict has no options: give those that differ from the
+    defaults.
 
     Args:
       state_dict: the arrays by name, PyTorch's tensors or others.
       num_heads: N, the number of heads.
       norm_first: PyTorch's option of blocks.
-      activation: PyTorch's option of blocks, where "gelu" is exact (by erf); or a function.
+      activation: PyTorch's option of blocks, where "gelu" is exact; or a function.
       layer_norm_eps: PyTorch's option of blocks.
-      dropout: PyTorch's option of layers and blocks, whose default there is 0.1 in blocks.
+      dropout: PyTorch's option, whose default there is 0.1 in blocks.
 
     Raises:
       TypeError: if `state_dict` is no mapping, such as a module.
-      ValueError: if the state dict is of another layer, or has `bias_k` and `bias_v`. The option
-        `add_zero_attn` is not supported, but a state dict does not show it.
+      ValueError: if the state dict belongs to another layer, or has `bias_k` and `bias_v`. A state
+        dict does not show `add_zero_attn`, which is not supported.
     """
     checks.positive(num_heads=num_heads)
     if not isinstance(state_dict, Mapping):
@@ -102,7 +101,7 @@ def from_torch(
         features += [tensors[f"{name}_proj_weight"].shape[-1] for name in "kv"]
     example = tuple(np.zeros((1, 1, D), np.float32) for D in features)
     family = table.Family(module, example, _rows(module, separate))
-    if dropout:  # To find the shapes, a module is initialized without a key of dropout.
+    if dropout:  # `init` has no key for dropout.
         return module, from_torch(state_dict, num_heads, norm_first=norm_first)[1]
     return module, table.from_tensors(family, tensors)
 
@@ -125,17 +124,13 @@ def _blocks(
 
 
 def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the state dict of a module as a layer of `torch.nn`, the inverse of `from_torch`.
+    """Return the state dict of an attention layer, a block or a stack for `torch.nn`.
 
-    A state dict has no masks, dropout rates or other options such as `norm_first`.
-
-    Args:
-      module: an attention layer, a block or a stack.
-      variables: the module's variables.
+    This is the inverse of `from_torch`. A state dict has no masks, dropout rates or options.
 
     Raises:
-      ValueError: if `torch.nn` lacks an option of the module, such as rotary or grouped heads, or
-        if the variables are not the module's.
+      ValueError: if `torch.nn` lacks an option of the module, such as rotary, or if the variables
+        are not the module's.
       TypeError: if the module is of another type.
     """
     if not isinstance(module, MultiHeadAttention | Block | Stack):
@@ -190,7 +185,7 @@ def _check(module: Any) -> None:
 
 def check_layer(layer: Any, library: str = "torch.nn") -> None:
     """Check that a library has layers that compute the same as an attention layer."""
-    if type(layer).compute is not Attention.compute:
+    if type(layer).compute is not MultiHeadAttention.compute:
         raise ValueError(
             f"{library} has no {type(layer).__name__}; give a flax_mha.MultiHeadAttention"
         )
@@ -206,7 +201,7 @@ def refuse(module: Any, fields: Mapping[str, Any], library: str = "torch.nn") ->
 
 
 def _rows(module: Module, separate: bool) -> list[table.TensorRule]:
-    """Return the rules of a module, with separate kernels if q, k and v differ in features."""
+    """Return the rules of a module. Kernels are separate if q, k and v differ in features."""
     if isinstance(module, MultiHeadAttention):
         return _attention(module, "", "", separate)
     if isinstance(module, Block):

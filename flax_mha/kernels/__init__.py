@@ -135,7 +135,7 @@ def dot_product_attention(
     _, name = choose.parse_kernel(kernel)
     division = shards.Division.of(q, k)
     if division is None:
-        out, sums = choose.run(name, q, k, v, call_spec)
+        out, sums = choose.lower(name, q, k, v, call_spec).run()
     else:
         out, sums = shards.run(kernel, division, q, k, v, call_spec)
     lse = sums.lse if reads else None

@@ -4,15 +4,21 @@ A kernel is a module with a function `lower(q, k, v, spec)`. It returns a functi
 call, or raises `Unsupported` with the reason why it cannot.
 """
 
-import importlib
 import logging
 import math
 from typing import Any, NamedTuple
 
 import jax
 
-from flax_mha.base import private_jax, symbols
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Platform, Result, Unsupported
+from flax_mha.base import symbols
+from flax_mha.kernels.call.spec import (
+    AttentionSpec,
+    Lowered,
+    Platform,
+    Result,
+    Unsupported,
+    load,
+)  # fmt: skip
 from flax_mha.kernels.call.stored import Stored
 from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.chips.cpus import computes_in_bfloat16
@@ -106,9 +112,22 @@ class Explanation(NamedTuple):
 def run(
     kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, result: Result | None = None
 ) -> Result:
-    """Compute a call by the first kernel that supports it. See `decide` for the arguments.
+    """Compute a call by the first kernel that supports it. Arguments and errors are as in `lower`.
 
     Given a precomputed result of these and other keys, compute only its gradients.
+    """
+    lowered = lower(kernel, q, k, v, spec)
+    if result is None:
+        return lowered.run()
+    if lowered.takes_result:
+        return lowered.run(result)
+    return softmax.part_of_result(lowered.run(), result)
+
+
+def lower(kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
+    """Return a call by the first kernel that supports it, ready to run.
+
+    See `decide` for the arguments.
 
     Raises:
       ValueError: if the named kernel does not support the call.
@@ -121,11 +140,7 @@ def run(
             "%s computes attention of q %s and k %s on %s (see platform= of flax_mha.kernels.use)",
             explanation.chosen, q.shape, k.shape, spec.platform.name,
         )  # fmt: skip
-    if result is None:
-        return lowered.run()
-    if lowered.takes_result:
-        return lowered.run(result)
-    return softmax.part_of_result(lowered.run(), result)
+    return lowered
 
 
 def explain(kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Explanation:
@@ -171,14 +186,9 @@ def _lower(name: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowe
     if kernel.platforms and spec.platform.name not in kernel.platforms:
         called = " and ".join(_CALLED[platform] for platform in kernel.platforms)
         raise Unsupported(f"runs on {called} only, this is {spec.platform.name}")
-    if reason := private_jax.missing(name):
-        raise Unsupported(reason)
-    if kernel.platforms and not private_jax.missing("only_on"):
-        from flax_mha.kernels.call.only_on import only_on  # Uses names that a JAX may lack.
-
-        q = only_on.bind(q, platform=spec.platform.name)
-    module: Any = importlib.import_module(f"flax_mha.kernels.{kernel.module}")
-    lowered: Lowered = module.lower(q, k, v, spec)
+    if kernel.platforms:
+        q = load("call.only_on").only_on.bind(q, platform=spec.platform.name)
+    lowered: Lowered = load(kernel.module).lower(q, k, v, spec)
     return lowered
 
 

@@ -1,4 +1,4 @@
-"""Values of a call's softmax, computed beside the kernel that computes the output.
+"""Values of a call's softmax, computed next to the kernel that computes the output.
 
 With s the scores of one query (after `scores`, bias and mask) and p their softmax, or the weights
 of another of `normalizers`, which has no lse and no entropy:
@@ -9,11 +9,10 @@ of another of `normalizers`, which has no lse and no entropy:
     max_logit  max_j s_j
     scores     s_j before the mask
 
-A sink takes part in the sums, but has no weight of its own in the result. A fully masked query has
-weights and entropy 0, lse and max_logit −∞.
-
-The scores are recomputed from q and k, one block of queries at a time, so only weights and scores
-take memory of T·S. The output does not depend on the capture, and captured values have gradients.
+A sink takes part in the sums without a weight of its own. A fully masked query has weights and
+entropy 0, lse and max_logit −∞. Scores are computed again from q and k, one block of queries at a
+time, so only captured weights and scores take memory of T·S. The output does not depend on the
+capture, and captured values have gradients.
 
 Sources: Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse",
 2023, for the entropy; Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters",
@@ -60,8 +59,8 @@ def observe(
     """Return the captured values of a call, on any mesh, sharded by the compiler.
 
     q is [*B, T, N, H], k [*B, S, K, H], and a captured lse [*B, N, T] comes from any kernel.
-    Returns weights [*B, heads, queries, S] in the dtype of q, before dropout; scores of that shape,
-    and lse, entropy and max_logit [*B, heads, queries] in at least float32.
+    Returns weights in the dtype of q, before dropout, and scores, [*B, heads, queries, S]; and lse,
+    entropy and max_logit [*B, heads, queries] in at least float32.
 
     Raises:
       ValueError: if an index is out of range.

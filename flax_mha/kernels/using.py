@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
-from flax_mha.base import checks, private_jax
+from flax_mha.base import checks
 from flax_mha.kernels import choose
 from flax_mha.kernels.call.spec import TileSize
 from flax_mha.sharding import devices
@@ -21,10 +21,9 @@ def use(
 ) -> Iterator[None]:  # fmt: skip
     """Set the kernel, the blocks and the platform of all calls of attention in the context.
 
-    It applies to functions that JAX traces in it, in this thread, such as the calls of a whole
-    model. It is part of the key of JAX's caches. Calls that name a kernel keep it. Contexts do not
-    add up: the inner one holds, except that a platform holds until another is given. `explain`
-    shows the blocks that a kernel takes.
+    It holds for functions that JAX traces in it, in this thread, for example all calls of a model,
+    and is part of the key of JAX's caches. Calls that name a kernel keep it. An inner context
+    replaces an outer one, except for its platform. `explain` shows the blocks that a kernel takes.
 
     >>> with flax_mha.kernels.use("blockwise", block_q=256, block_k=512):
     ...     slope = jax.grad(loss)(params)
@@ -34,8 +33,7 @@ def use(
     >>> with flax_mha.kernels.use("checkpointed"):
     ...     product = jax.jvp(jax.grad(loss), (params,), (direction,))[1]
 
-    A program that is exported for another platform has the kernels of that one. Each platform needs
-    an export of its own:
+    Export a program for another platform under that platform, one export for each:
 
     >>> with flax_mha.kernels.use(platform=flax_mha.Platform("tpu", "TPU v5 lite")):
     ...     exported = jax.export.export(jax.jit(loss), platforms=["tpu"])(params)
@@ -43,10 +41,10 @@ def use(
     Args:
       kernel: the kernel or strategy of calls with kernel="auto", as in `dot_product_attention`.
       block_q: the queries of a tile, for `flex` on TPUs (a multiple of 128), `blockwise` and
-        `checkpointed`. Other kernels refuse a call that has it. By default the kernel chooses.
+        `checkpointed`; other kernels refuse the call. By default the kernel chooses.
       block_k: the keys of a tile.
-      platform: the devices that programs are compiled for (default: those of the ambient mesh, or
-        this process). Without a mesh it is one device.
+      platform: the devices that programs are compiled for (default: the ambient mesh's, or this
+        process's). Without a mesh it is one device.
 
     Raises:
       ValueError: if the kernel is unknown or a size is not positive; in a call, if the kernel can't
@@ -56,15 +54,15 @@ def use(
     """
     choose.parse_kernel(kernel)
     checks.optional(block_q=block_q, block_k=block_k)
-    if reason := private_jax.missing("use"):
-        raise RuntimeError(f"use() can't be used: {reason}; name kernel= in each call")
-    from jax.experimental import xla_metadata as metadata
-
+    try:
+        from jax.experimental.xla_metadata import set_xla_metadata
+    except ImportError as error:
+        raise RuntimeError(f"use() can't be used: {error}; name kernel= in each call") from None
     # Other metadata makes JAX trace functions again, and does not change the computation.
     value = f"{kernel}, {block_q}, {block_k}, {platform}"
     token = _set.set((kernel, TileSize(block_q, block_k)))
     try:
-        with devices.target(platform), metadata.set_xla_metadata(flax_mha_use=value):
+        with devices.target(platform), set_xla_metadata(flax_mha_use=value):
             yield
     finally:
         _set.reset(token)

@@ -1,1 +1,1 @@
-"""The attention layer without linen or nnx: parameters, projections, norms, the call."""
+"""The attention layer as functions of arrays: fields, parameters, projections, the call."""

@@ -1,4 +1,4 @@
-"""The layer as functions of arrays: project → norm → position → cache → kernel → merge.
+"""The layer as functions of arrays: project → norm → rotate → append → attend → gate → merge.
 
 Parameters are a dict, settings a dataclass, and the cache goes in and comes out. The layers of
 linen and nnx make the parameters, keep the cache between calls, and call these functions.
@@ -13,8 +13,9 @@ import jax
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, numerics
-from flax_mha.cache import KVCache, Memory, resolve
-from flax_mha.cache.sources import KeyValue, Shared, Source, Tokens
+from flax_mha.cache import Encoded, KeyValues, KVCache, resolve
+from flax_mha.cache.resolve import CacheLike
+from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer.exclusive import exclude_own
 from flax_mha.layer.heads import Heads as Heads
@@ -35,102 +36,115 @@ class Output(NamedTuple):
 
     Attributes:
       out: the output [*B, T, D_out].
-      weights: the weights [*B, N, T, S], as before dropout, or None if not asked for.
+      weights: the weights [*B, N, T, S], before dropout; None unless they were requested.
       cache: the cache with the tokens of this call, or a new one.
       kv: the keys and values of this call, for other layers to attend to.
     """
 
     out: jax.Array
     weights: jax.Array | None
-    cache: KVCache | Memory | None
-    kv: Shared | None
+    cache: KVCache | None
+    kv: KeyValues | None
 
 
 def attention(
     p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: Source | None = None,
+    x_v: jax.Array | None, call: Call, cache: CacheLike = None,
 ) -> Output:  # fmt: skip
     """Attend from x_q to x_k and x_v.
 
     Args:
-      p: the parameters by name, as `standard.Attention.table` lists them: `query`, `key`, `value`,
+      p: the parameters by name, as `Settings.table` lists them: `query`, `key`, `value`,
         `out` and `output_gate` as `Linear`, the norms `query_ln` and `key_ln` as functions, the
-        arrays `sinks` and `score_scale`. All but `query` may be missing.
+        arrays `sinks` and `score_scale`. All but `query` can be missing.
       settings: the settings of the layer.
       x_q: the inputs of the queries [*B, T, D].
-      x_k: the inputs of the keys [*B, S, D']; None for x_q, or if the source has keys.
-      x_v: the inputs of the values [*B, S, D''] (default: those of the keys).
+      x_k: the inputs of the keys [*B, S, D']; None for x_q, or if `cache` has the keys.
+      x_v: the inputs of the values [*B, S, D''] (default: x_k).
       call: the other arguments.
-      cache: the source, as `resolve.resolve_call` returns it: a cache, to which these tokens are
-        appended; the `CacheConfig` of an empty one to make, with room for as many tokens as these;
-        keys and values of an encoder, a `Memory`, without keys to keep these for later; keys and
-        values of another layer; or None.
+      cache: what `resolve.resolve_call` returns: the cache of earlier calls, to which these tokens
+        are appended; the `CacheConfig` of an empty one to make, with room for as many tokens as
+        these; `Encoded()` to keep the keys of x_k, or the cache that has them; another layer's keys
+        and values; or None.
     """
     heads = project_heads(p, settings, x_q, x_k, x_v, call, cache, in_kernel=True)
     return attend(p, settings, heads, call, cache)
 
 
 def attend(
-    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: Source | None
+    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: CacheLike
 ) -> Output:
-    """Run everything after the projections: cache, kernel, gate, head mask, output projection.
+    """Run everything after the projections: append, attend, gate, head mask, merge.
 
-    Arguments are as in `attention`, with `heads` in place of the inputs. Of the parameters
-    `sinks`, `score_scale` and `out` are read.
+    Arguments are as in `attention`, with `heads` in place of the inputs. It reads the parameters
+    `sinks`, `score_scale` and `out`.
     """
+    resolve.check_cache(cache)
     tap = call.tap
     q = numerics.scale_heads("score_scale", heads.q, p.get("score_scale"))
-    q = tap("q", sharding.constrain(q, sharding.HEADS), sharding.HEADS)
-    arguments = _arguments(p, settings, heads, call)
-    given = resolve.as_source(cache)
-    is_own = heads.same_tokens or given.is_shared
-    source, after = _open_source(p, settings, heads._replace(q=q), given, tap, arguments)
-    arguments = internals.edit_scores(tap, arguments, q, source)
-    asked: Any = q if heads.turns is None else Turned(q, heads.turns[0])
+    q = tap("q", sharding.constrain(q, sharding.HEADS))
+    places: Any = {
+        "mask": masks.combine(settings.mask, call.mask), "lengths": call.lengths,
+        "order": heads.order,
+    }  # fmt: skip
+    keys, after = _append(p, settings, heads._replace(q=q), call, cache, places["mask"])
+    options = internals.edit_scores(tap, _options(p, settings, call), q, keys)
+    queries: Any = q if heads.turns is None else Turned(q, heads.turns[0])
     with jax.named_scope("kernel"):
-        result = source.attend(asked, **arguments)
-    z, weights = internals.read_result(tap, result, q, source, is_own, arguments)
+        kernel = options.get("attention", dot_product_attention)
+        others = {name: x for name, x in options.items() if name != "attention"}
+        if keys.has_slots:
+            result = keys.attend(queries, kernel, **places, **others)
+        else:
+            result = kernel(queries, keys.key, keys.value, **keys.places(q, **places), **others)
+    has_pairs = heads.same_tokens or isinstance(cache, KeyValues)
+    z, weights = internals.read_result(tap, result, q, keys, has_pairs, options | places)
     chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
-    z = tap.change("z", z, sharding.HEADS)  # Kernels give it its name, beside the lse.
-    z = exclude_own(z, _own_values(source, heads.same_tokens)) if settings.exclusive else z
+    z = tap("z", z)
+    z = exclude_own(z, _own_values(keys, heads.same_tokens)) if settings.exclusive else z
     z = z if heads.gate is None else numerics.scaled(z, jax.nn.sigmoid(heads.gate))
     z = numerics.scale_heads("head_mask", z, call.head_mask)
     out = tap.last("out", _merge(p.get("out"), sharding.constrain(z, sharding.HEADS), tap))
     chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
-    return Output(out, weights, after, source)
+    return Output(out, weights, after, keys)
 
 
-def _open_source(
-    p: Mapping[str, Any], settings: Settings, heads: Heads, source: Source, tap: Tap,
-    arguments: Mapping[str, Any],
-) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
-    """Return the keys and values that a call attends to, as edited, and the cache after it."""
-    q, lengths = heads.q, arguments["lengths"]
-    if source.is_shared:
+def _append(
+    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: CacheLike,
+    mask: masks.Mask | None,
+) -> tuple[KeyValues, KVCache | None]:  # fmt: skip
+    """Return the keys and values that the queries attend to, and the cache after the call."""
+    q, T, tap, lengths = heads.q, heads.q.shape[-3], call.tap, call.lengths
+    after: KVCache | None
+    if isinstance(cache, KeyValues):
         kernel = p["out"].kernel if "out" in p else None
-        Hv = None if kernel is None else kernel.shape[-2]
-        resolve.check_shared(source, q, Hv, arguments["mask"], heads.order)
+        cache.check(q, None if kernel is None else kernel.shape[-2], mask, heads.order)
+        return internals.edit_given(tap, q, cache), None
+    if isinstance(cache, KVCache) and cache.queries is not None:
+        keys, after = cache.counted(T, lengths)
+        return internals.edit_given(tap, q, keys), after
     k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
-    if not source.is_given:
-        k = tap("k", k, sharding.KV_HEADS, q.shape[-2])
-        v = tap("v", v, sharding.KV_HEADS, q.shape[-2])
+    if isinstance(cache, Encoded):
+        dtype = None if settings.cache is None else settings.cache.dtype
+        keys, after = cache.keep(k, v, dtype or k.dtype, T, lengths)
+        return internals.edit_given(tap, q, keys), after
+    k, v = tap("k", k), tap("v", v)
+    if isinstance(cache, KVCache):
+        return cache.extended(*heads.kept(k, v), lengths)
+    after = None if cache is None else cache.empty(*heads.kept(k, v), settings.mask)
     k = k if heads.turns is None else Turned(k, heads.turns[1])
-    new = KeyValue(k, v, lengths if heads.same_tokens else None, heads.order is not None)
-    kept = heads.kept(k, v) if source.appends else new.own()
-    dtype = None if settings.cache is None else settings.cache.dtype
-    tokens = Tokens(new, kept, q.shape[-3], lengths, settings.mask, dtype)
-    opened, after = source.open(tokens)
-    return internals.edit_given(tap, q, opened) if source.is_given else opened, after
+    lengths = lengths if heads.same_tokens else None
+    return KeyValues(k, v, lengths, ordered=heads.order is not None), after
 
 
-def _own_values(source: Shared, same_tokens: bool) -> jax.Array:
+def _own_values(keys: KeyValues, same_tokens: bool) -> jax.Array:
     """Return the values [*B, T, K, Hv] of the queries' tokens, as a call attends to them."""
     if not same_tokens:
         raise ValueError(
             "exclusive=True takes each token's own value from its output, so it needs "
             "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
         )
-    return dequantize(source.own()[1])
+    return dequantize(keys.own()[1])
 
 
 def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
@@ -139,10 +153,8 @@ def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
         out = jax.lax.collapse(z, z.ndim - 2) if linear is None else linear(z)
     if linear is None or linear.kernel is None or not tap.needs("result"):
         return out
-    names = ("batch", "length", "heads", None)
-    shares = tap("result", linear.shares(z), names)
-    is_edited = tap.prefix + "result" in tap.edits
-    return linear.join(shares, out.dtype) if is_edited else out
+    shares = tap("result", linear.shares(z))
+    return linear.join(shares, out.dtype) if tap.is_edited("result") else out
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
@@ -158,33 +170,31 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
     return (output.out, *more) if more else output.out
 
 
-def _arguments(
-    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call
-) -> dict[str, Any]:
-    """Return the arguments of `attend` of a source, beside the queries."""
+def _options(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
+    """Return the arguments of `dot_product_attention` that say nothing of tokens.
+
+    `attention` is a function to call in its place, if there is one.
+    """
     reads = call.tap.reads
     scale = settings.scale if call.scale is None else call.scale
-    arguments: dict[str, Any] = {
-        "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
-        "scores": as_scores(call.scores), "sinks": p.get("sinks"), "kernel": settings.kernel,
-        "precision": settings.precision, "normalizer": settings.normalizer,
+    options: dict[str, Any] = {
+        "bias": call.bias, "scores": as_scores(call.scores), "sinks": p.get("sinks"),
+        "kernel": settings.kernel, "precision": settings.precision,
+        "normalizer": settings.normalizer,
         # A learned scale is in the queries.
         "scale": 1.0 if "score_scale" in p else scale,
         "capture": reads and reads.of_softmax(), "return_weights": call.return_weights,
-        "lengths": call.lengths,
     }  # fmt: skip
-    if heads.order is not None:
-        arguments["order"] = heads.order
     if call.dropout_rng is not None:
-        arguments |= {
+        options |= {
             "dropout_rng": call.dropout_rng, "dropout_rate": settings.dropout_rate,
             "broadcast_dropout": settings.broadcast_dropout,
         }  # fmt: skip
     if call.attention is not None:
-        arguments["attention"] = call.attention
+        options["attention"] = call.attention
     elif settings.custom_attention is not None:
-        arguments["attention"] = functools.partial(
+        options["attention"] = functools.partial(
             custom_attention.run, settings.custom_attention, dtype=settings.dtype,
             force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.tap.sower,
         )  # fmt: skip
-    return arguments
+    return options

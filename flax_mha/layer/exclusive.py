@@ -1,4 +1,4 @@
-"""Exclusive self-attention: the heads' outputs without their part along the token's own value."""
+"""Exclusive self-attention removes each head's output along the token's own value."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,7 @@ from flax_mha.base import shapes
 
 
 def exclude_own(z: jax.Array, v: jax.Array) -> jax.Array:
-    """Return z − (z·v / v·v)·v for each token and head, with its own value v.
-
-    A value of 0 takes nothing away.
+    """Return z − (z·v / v·v)·v for each token and head, with its own value v; z if v is 0.
 
     Args:
       z: the heads' outputs [*B, T, N, Hv].
@@ -25,7 +23,7 @@ def exclude_own(z: jax.Array, v: jax.Array) -> jax.Array:
             v = jnp.repeat(v, group, axis=-2)
             if sharding.platform() == "tpu":
                 # XLA:TPU writes the repeated values to memory. Without the barrier it converts them
-                # before, to twice the bytes.
+                # first, to twice the bytes.
                 v = jax.lax.optimization_barrier(v)
         y, v = z.astype(wide), v.astype(wide)
         size = (v * v).sum(-1, keepdims=True)

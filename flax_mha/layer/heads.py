@@ -10,8 +10,8 @@ import numpy as np
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array
-from flax_mha.cache.resolve import as_source, projected
-from flax_mha.cache.sources import Source
+from flax_mha.cache import resolve
+from flax_mha.cache.resolve import CacheLike
 from flax_mha.layer import padding
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions import Axial, MRope, Rotary, Rotation
@@ -48,23 +48,24 @@ class Heads(NamedTuple):
 
 def project_heads(
     p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: Source | None, in_kernel: bool = False,
+    x_v: jax.Array | None, call: Call, cache: CacheLike, in_kernel: bool = False,
 ) -> Heads:  # fmt: skip
     """Return queries, keys and values of the heads: the first half of `core.attention`.
 
     Arguments are as in `core.attention`. With `in_kernel`, the rotation is left to the kernel where
     nothing else reads queries and keys.
     """
-    source, T = as_source(cache), x_q.shape[-2]
-    order = call.order
+    resolve.check_cache(cache)
+    order, T, appends = call.order, x_q.shape[-2], resolve.appends(cache)
     if order is not None:
-        is_whole = x_k is None and not source.appends and source.next_positions(T) is None
+        is_whole = x_k is None and not appends and resolve.next_positions(cache, T) is None
         order = check_order(order, is_whole, T)
-    same_tokens = source.appends or (x_k is None and not source.is_given)
-    x_q = padding.cleared(x_q, call.lengths, order)
-    if same_tokens:
-        x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
-    x_k, x_v = projected(x_q, x_k, x_v, cache)
+    same_tokens = appends or (x_k is None and cache is None)
+    if call.lengths is not None:
+        x_q = padding.cleared(x_q, call.lengths, order)
+        if same_tokens:
+            x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
+    x_k, x_v = resolve.projected(x_q, x_k, x_v, cache)
     with jax.named_scope("project"):  # These names are what profiles show.
         has_gate, gate = "output_gate" in p, None
         q: Any = None if has_gate else p["query"](x_q)
@@ -83,7 +84,7 @@ def project_heads(
         places = turn_positions(
             settings.rotary, q, k, call.positions, order, cache, call.lengths, same_tokens
         )
-        if places and k is not None and in_kernel and _may_turn_later(p, settings, call, source):
+        if places and k is not None and in_kernel and _may_turn_later(p, settings, call, cache):
             rotary: Any = settings.rotary
             turns = rotary.turn(q, places[0]), rotary.turn(k, places[1])
         elif places is not None:
@@ -93,14 +94,14 @@ def project_heads(
     return Heads(q, k, v, gate, order, same_tokens, turns)
 
 
-def _may_turn_later(p: Mapping[str, Any], settings: Settings, call: Call, source: Source) -> bool:
+def _may_turn_later(p: Mapping[str, Any], settings: Settings, call: Call, cache: CacheLike) -> bool:
     """Return True if a kernel for TPUs may rotate, because it alone reads queries and keys."""
     return (
         sharding.platform() == "tpu"
         and type(settings.rotary) in _ROTATIONS
         and not (settings.qk_norm is not None and settings.qk_norm.after_rotary)
         and "score_scale" not in p
-        and type(source) is Source
+        and cache is None
         and not call.tap.is_active
         and call.attention is None
         and settings.custom_attention is None
@@ -133,7 +134,7 @@ def turn_positions(
     q_pos, k_pos = (symbols.count_up(x.shape[-3]) for x in (q, q if k is None else k))
     if order is not None:
         q_pos = jnp.asarray(order)
-    next_positions = as_source(cache).next_positions(q.shape[-3])
+    next_positions = resolve.next_positions(cache, q.shape[-3])
     q_pos = q_pos if next_positions is None else next_positions
     if positions is None and isinstance(rotary, Axial):
         # Positions may be traced, but T tokens need T places from any start.

@@ -22,8 +22,8 @@ from flax_mha.sharding import LogicalNames, products
 default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
 
-# By the numbers of contracted axes of x, and of axes that replace them. The letters of heads come
-# before the letters of features: einsum sorts contracted letters, and would copy the kernel.
+# By the numbers of contracted axes and of axes that replace them. Letters of heads come before
+# letters of features: einsum sorts contracted letters, and would copy the kernel otherwise.
 _SUMS = {(1, 1): "...d,df->...f", (1, 2): "...td,dnh->...tnh", (2, 1): "...tnv,nvd->...td"}
 
 
@@ -34,11 +34,11 @@ class Linear(struct.PyTreeNode):
       kernel: the kernel W [*in, *features]; None for a user-defined `module`, which is called.
       bias: the bias b [*features], or None.
       names: the logical names of W's axes.
-      contracted: the number of x's last axes that are contracted.
+      contracted: the number of contracted axes, the last ones of x.
       rows: the logical names of the other axes of y.
       dtype: the dtype of the computation (default: promoted from x, W and b).
       precision: the precision of the product, a `jax.lax.Precision`.
-      module: the submodule with these parameters, so that Flax's tools see its calls; or None.
+      module: the submodule with these parameters, or None. Flax's tools see its calls.
     """
 
     kernel: Any
@@ -82,10 +82,12 @@ class Linear(struct.PyTreeNode):
         multiply = Partial(_multiply, self.contracted, self.precision, flat)
         if jax.sharding.get_abstract_mesh().empty:
             return _plus(multiply(x, kernel), self.bias, flat)
+        between_layers = self.rows[-1] == "norm_length"
+        parallel = products.row_parallel if between_layers else products.column_parallel
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            y = products.product(multiply, self.names, self.rows, self.contracted, x, kernel)
-            return _plus(y, bias, flat)
+            form = self.names, self.rows, self.contracted
+            return _plus(products.product(parallel, multiply, *form, x, kernel), bias, flat)
 
         return sharding.auto(product, self.names_of_result, x, kernel, self.bias)
 
@@ -109,9 +111,9 @@ class Linear(struct.PyTreeNode):
 
 
 def _has_flat_heads(rows: Shape) -> bool:
-    """Return True if heads lie side by side, as the TPU kernel for short sequences reads them.
+    """Tell whether to write heads side by side, as the TPU kernel for short sequences reads them.
 
-    Else XLA chooses an order that other kernels read, and would transpose it for this one.
+    XLA would choose the order of other kernels, and transpose it for this one.
     """
     length = rows[-1] if rows else 1
     is_short = symbols.at_most(length, SHORT) and not symbols.at_most(length, SHORTEST - 1)
@@ -121,14 +123,14 @@ def _has_flat_heads(rows: Shape) -> bool:
 def _multiply(
     contracted: int, precision: PrecisionLike, flat: bool, x: jax.Array, kernel: jax.Array
 ) -> jax.Array:
-    """Return x·W. If `flat`, heads and their features are one axis of the product."""
+    """Return x·W. With `flat`, heads and their features are one axis of the product."""
     rows, features = x.shape[:-contracted], kernel.shape[contracted:]
     sums = _SUMS[contracted, len(features)]
     if flat:
         x, sums = x.reshape(*rows, -1), _SUMS[1, 1]
         kernel = kernel.reshape(x.shape[-1], -1)
     elif sums == _SUMS[1, 1] and x.dtype.itemsize < 4 and sharding.platform() == "cpu":
-        # JAX 0.12 for CPUs adds up the gradient of the kernel in bfloat16 if x has more axes.
+        # With more axes of x, JAX 0.12 on CPUs would sum the gradient of the kernel in bfloat16.
         x = x.reshape(-1, x.shape[-1])
     return numerics.einsum(sums, x, kernel, precision=precision).reshape(*rows, *features)
 
@@ -167,9 +169,9 @@ class Projection(nn.Module):
 
     @nn.nowrap
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Flax freezes all but the einsum of a LoRA, which qwix writes down."""
+        """Set an attribute. Flax freezes all; qwix notes the einsum of a LoRA in one of its own."""
         if name.endswith("_lora_einsum_str"):
-            object.__setattr__(self, name, value)
+            vars(self)[name] = value
         else:
             super().__setattr__(name, value)
 
@@ -179,10 +181,7 @@ class Projection(nn.Module):
 
     @nn.nowrap
     def weights(self, inputs: Shape) -> Linear:
-        """Return W [*inputs, *features] and b [*features], without the product.
-
-        Interceptors do not see it as a call.
-        """
+        """Return W [*inputs, *features] and b [*features]. Interceptors see no call."""
 
         def param(name: str, init: Initializer, inputs: Shape, names: LogicalNames) -> jax.Array:
             shape = (*inputs, *self.features)
@@ -215,7 +214,7 @@ def make_parameter(
 def projection(
     like: nn.Module, name: str, features: Shape, names: LogicalNames, biased: bool, **fields: Any
 ) -> Projection:
-    """Return a `Projection` with the other fields as given, or else as in a module."""
+    """Return a `Projection`. Fields that are not passed are those of the module `like`."""
     same = ("kernel_init", "bias_init", "dtype", "param_dtype", "precision", "partitioned")
     fields = {field: getattr(like, field) for field in same} | fields
     if not biased:
@@ -224,7 +223,7 @@ def projection(
 
 
 def for_shape(init: Initializer, contracted: int) -> Initializer:
-    """Return an initializer that calls init with the shape [in, out], for its fan-in and -out."""
+    """Return an initializer that calls init with the shape [in, out], whose fans it reads."""
 
     def initialize(rng: jax.Array, shape: Shape, dtype: Dtype) -> Any:
         ins, outs = shape[:contracted], shape[contracted:]

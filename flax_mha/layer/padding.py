@@ -1,4 +1,4 @@
-"""Padding: clears the tokens beyond the length of each example."""
+"""Padding: the tokens beyond the length of each example."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from flax_mha.base import shapes
 
 
 def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
-    """Return features with 0 in place of padding.
+    """Return features x [*B, T, D] with 0 in place of padding.
 
-    A mask would keep padding from outputs, but not from gradients: the gradient of a projection
+    A mask keeps padding from outputs, but not from gradients: the gradient of a projection
     multiplies all its inputs, and 0·NaN is NaN.
 
     Args:
-      x: the features [*B, T, D], or None.
+      x: the features, or None.
       lengths: the number of real tokens of each example, int [*B], or None for all.
       order: the place of each token in the sequence, int [T], or None for 0 … T−1.
     """
@@ -27,7 +27,7 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
 
 
 def _cleared(x: Any, lengths: Any, order: Any) -> Any:
-    """Return numbers [*B, T, ·] with 0 in place of padding."""
+    """Clear the padding of numbers [*B, T, ·]."""
     lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
     tokens = x.shape[-2]
     order = jnp.arange(tokens) if order is None else shapes.check_order(order, tokens)
@@ -36,7 +36,7 @@ def _cleared(x: Any, lengths: Any, order: Any) -> Any:
         real = shapes.lead(order, x.ndim - 1) < lengths[..., None]
         return jnp.where(real[..., None], x, jnp.zeros_like(x))
 
-    # Without names the result is sharded as x is.
+    # Without names the result is sharded like x.
     return sharding.auto(clear, (), x, lengths, jnp.asarray(order, jnp.int32))
 
 
@@ -45,7 +45,7 @@ def cleared_positions(
 ) -> jax.Array:
     """Return the positions [*B, T] of tokens, with 0 in place of padding.
 
-    The greatest position of a row is then that of a real token, as in the row without padding.
+    The greatest position of a row then belongs to a real token.
     """
     positions = jnp.broadcast_to(shapes.per_token("positions", positions, tokens), tokens)
     return _cleared(positions[..., None], lengths, order)[..., 0]

@@ -1,4 +1,4 @@
-"""The parameters of a kind of attention as a table, from which linen and nnx layers make them."""
+"""Entries of a table of parameters, from which linen and nnx layers make them."""
 
 import dataclasses
 from typing import TypeAlias
@@ -12,13 +12,13 @@ from flax_mha.sharding import LogicalNames
 
 @dataclasses.dataclass(frozen=True)
 class LinearEntry:
-    """A linear map, the parameters `name/kernel` and `name/bias`.
+    """A linear map: the parameters `name/kernel` [*inputs, *features] and `name/bias` [*features].
 
     Attributes:
-      inputs: the sizes of the axes of x that are contracted.
+      inputs: the sizes of the contracted axes of x.
       features: the sizes of the axes that replace them.
-      names: the logical names of the kernel's axes, [*inputs, *features].
-      has_bias: True for a bias [*features].
+      names: the logical names of the kernel's axes.
+      has_bias: True for a bias.
       rows: the logical names of the other axes of the result.
       is_out: True for the initializers of the output projection.
     """
@@ -33,7 +33,7 @@ class LinearEntry:
 
 @dataclasses.dataclass(frozen=True)
 class NormEntry:
-    """A norm over the last axis, of size `features`: the parameter `name/scale`.
+    """A norm: the parameter `name/scale`.
 
     Attributes:
       features: the size of the last axis.
@@ -59,8 +59,8 @@ class ArrayEntry:
       shape: the shape of the array.
       names: the logical names of its axes.
       init: the initializer, of a key, the shape and the dtype.
-      is_random: False if init ignores its key. Then nnx draws none, so that layers made of the
-        same `rngs` later begin as they would without this array.
+      is_random: False if init ignores its key. nnx then draws none, so that later layers made of
+        the same `rngs` start as they would without this array.
     """
 
     shape: Shape

@@ -11,9 +11,9 @@ _KINDS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
 def layer_norm(epsilon: float = 1e-6, **fields: Any) -> nn.LayerNorm:
-    """Return Flax's layer norm, with the exact variance.
+    """Return Flax's layer norm with the exact variance.
 
-    Its default, E[x²] − E[x]², loses all digits in float32 if the mean is 3,000 deviations.
+    Flax's default, E[x²] − E[x]², loses all float32 digits if the mean is 3,000 deviations.
     """
     return nn.LayerNorm(epsilon=epsilon, use_fast_variance=False, **fields)
 
@@ -29,12 +29,11 @@ class QKNorm:
 
     Attributes:
       kind: "rmsnorm" (Qwen3, Gemma 3) or "layernorm" (ViT-22B).
-      scale: True for a learned scale [H], shared by all heads; with `over_heads` it is [N, H] for
-        queries, [K, H] for keys.
+      scale: True for a learned scale [H] for all heads, or [N, H] and [K, H] with `over_heads`.
       epsilon: ε.
       after_rotary: True to apply the norm after `rotary`.
-      over_heads: True for one norm over the features of all heads (OLMo 2). On a mesh that shards
-        heads, devices then exchange a number for each token.
+      over_heads: True for one norm over the features of all heads (OLMo 2). If heads are sharded,
+        devices exchange a number for each token.
 
     Sources: Henry et al., "Query-Key Normalization for Transformers", 2020; Dehghani et al.,
     "Scaling Vision Transformers to 22 Billion Parameters", 2023; OLMo Team, "2 OLMo 2 Furious",
@@ -60,8 +59,8 @@ class QKNorm:
         fields |= {"epsilon": self.epsilon, "use_scale": self.scale}
         fields |= {"reduction_axes": axes, "feature_axes": axes}
         if self.kind == "layernorm":
-            # With Flax's fast variance: a head's mean is rarely many deviations, and for a v5e the
-            # exact one takes a layer 27% more cycles forward and 22% with gradients.
+            # Keep Flax's fast variance: a head's mean is rarely many deviations, and on a v5e the
+            # exact one costs a layer 27% more cycles forward and 22% with gradients.
             fields["use_bias"] = False
         return getattr(library, _KINDS[self.kind])(*args, **fields)
 

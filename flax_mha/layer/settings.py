@@ -1,8 +1,9 @@
-"""The settings of a layer, and the arguments of a call, as values."""
+"""A layer's fields and its table of parameters, and the arguments of a call."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import flax.linen as nn
 import jax
@@ -10,21 +11,26 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import masks
-from flax_mha.base import checks
+from flax_mha.base import checks, shapes
+from flax_mha.base.arguments import check_given, hidden_field
 from flax_mha.base.coordinates import Array
-from flax_mha.cache import CacheConfig
-from flax_mha.cache.resolve import Given
+from flax_mha.cache import CacheConfig, as_cache_config
 from flax_mha.kernels import Capture
+from flax_mha.kernels.call.capture import as_capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
-from flax_mha.layer.qk_norm import QKNorm
+from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
+from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
 from flax_mha.signatures.attention_fn import attention_fn
+from flax_mha.taps.contexts import capture_of
 from flax_mha.taps.tap import Tap
 
 ZEROS = nn.initializers.zeros_init()
-# Fields of linen and nnx layers that do not change the function of the parameters that is read. A
-# function that reads a layer adds those that it handles.
+# One function for equal values, so that layers with equal fields are equal.
+_constant = functools.cache(nn.initializers.constant)
+# Fields that do not change what a layer computes from its parameters. A function that reads a layer
+# adds the fields that it handles.
 NEUTRAL = (
     "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
     "head_dim", "v_head_dim", "mask", "kernel", "dropout_rate", "broadcast_dropout",
@@ -36,7 +42,7 @@ PROJECTIONS = ("query", "key", "value", "out", "output_gate")
 
 
 def has_bias(use_bias: bool | Sequence[str], name: str) -> bool:
-    """Return True if a layer's field `use_bias` gives a bias to the projection `name`."""
+    """Return whether the projection `name` has a bias, by a layer's field `use_bias`."""
     if not isinstance(use_bias, list | tuple):
         return checks.flag("use_bias", use_bias)
     if not set(use_bias) <= {*PROJECTIONS}:
@@ -48,7 +54,7 @@ def has_bias(use_bias: bool | Sequence[str], name: str) -> bool:
 
 
 def unhandled(layer: Any, handled: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the fields that a function which handles `NEUTRAL` and `handled` must refuse."""
+    """Return the fields that a function must refuse if it handles only `NEUTRAL` and `handled`."""
     default = ("attention_fn",) if layer.custom_attention is None else ()
     return checks.unhandled(layer, (*NEUTRAL, *handled, *default))
 
@@ -64,13 +70,17 @@ def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Settings:
-    """The fields that the layers of linen and nnx share, in the order in which they are shown.
+    """The fields of a layer, and the table of its parameters.
 
-    They are described in `MultiHeadAttention`. The functions of `core` read a part of them.
+    `MultiHeadAttention` inherits and describes the fields. The functions of `core` read them, and
+    need no module: `Settings(8)` is enough.
     """
 
-    # First, so that a subclass may give any later field another default.
+    # First, so that a subclass can give any later field another default.
     num_heads: int = dataclasses.field(kw_only=False)
+    qkv_features: int | None = None
+    out_features: int | None = None
+    num_kv_heads: int | None = None
     head_dim: int | None = None
     v_head_dim: int | None = None
     mask: masks.MaskLike | None = None
@@ -98,11 +108,12 @@ class Settings:
     out_kernel_init: Initializer | None = None
     bias_init: Initializer = ZEROS
     out_bias_init: Initializer | None = None
-    # Fields that are here for models of Flax's layers.
+    # Fields for models that were written for Flax's layers.
     normalize_qk: bool = False
     attention_fn: Callable[..., Any] | None = attention_fn
     force_fp32_for_softmax: bool = False
-    # None alone, see `base.arguments`.
+    partitioned: bool = False
+    # Only None is accepted, see `base.arguments`.
     qkv_dot_general: None = dataclasses.field(default=None, repr=False)
     out_dot_general: None = dataclasses.field(default=None, repr=False)
     qkv_dot_general_cls: None = dataclasses.field(default=None, repr=False)
@@ -110,39 +121,137 @@ class Settings:
     qk_attn_weights_einsum_cls: None = dataclasses.field(default=None, repr=False)
     attn_weights_value_einsum_cls: None = dataclasses.field(default=None, repr=False)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse attributes that `__init__` would replace by the values of fields."""
+        inherited = {x for base in cls.__mro__ for x in getattr(base, "__dataclass_fields__", ())}
+        for name in vars(cls).keys() & inherited - vars(cls).get("__annotations__", {}).keys():
+            raise hidden_field(cls, name)
+        super().__init_subclass__(**kwargs)
+
+    if not TYPE_CHECKING:  # Type checkers and editors show the fields.
+
+        def __new__(cls, *args: Any, **fields: Any) -> Self:
+            """Refuse values that only Flax's layers take."""
+            check_given(cls.__name__, fields)
+            return super().__new__(cls)
+
     @property
     def custom_attention(self) -> Callable[..., Any] | None:
         """The function that computes attention instead of the kernels, or None."""
         return None if self.attention_fn is attention_fn else self.attention_fn
 
+    @property
+    def mixes_heads(self) -> bool:
+        """True if a head's output depends on other heads, so that none can be removed by itself."""
+        return self.qk_norm is not None and self.qk_norm.over_heads
 
-class CallOptions(TypedDict, total=False):
-    """The arguments that calls of linen and nnx layers share.
+    @property
+    def score_heads(self) -> int:
+        """The number of heads of scores and weights."""
+        return self.num_heads
 
-    They are described in `MultiHeadAttention.__call__`. The type of the result depends on
-    `return_weights` and `return_kv`, which are not here.
+    def check_fields(self) -> None:
+        """Check the fields as far as no inputs are needed."""
+        checks.fields(self)
+        if self.rotary is not None:
+            remedy = "give positions.Rotary(), with its parentheses"
+            checks.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
+        as_capture(self.capture, in_layer=True)
+        cache = as_cache_config(self.cache)
+        if self.decode:
+            cache.window(self.mask)
+
+    def sizes(self, features: int) -> tuple[int, int, int, int]:
+        """Return N, K, H and Hv, for inputs_q with this number of features."""
+        return shapes.head_sizes(
+            features, self.num_heads, self.num_kv_heads, self.qkv_features, self.head_dim,
+            self.v_head_dim,
+        )  # fmt: skip
+
+    def table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return the parameters, in the order in which they are drawn.
+
+        Args:
+          D: the features of inputs_q.
+          Dk: the features of inputs_k; 0 where no keys are projected.
+          Dv: the features of inputs_v; 0 where no values are projected.
+        """
+        N, K, H, Hv = self.sizes(D)
+        entries: Table = {"query": self.to_heads("query", D, (N, H))}
+        if Dk and Dv:
+            entries["key"] = self.to_heads("key", Dk, (K, H), "kv_heads")
+            entries["value"] = self.to_heads("value", Dv, (K, Hv), "kv_heads")
+        norm = as_qk_norm(self.qk_norm, self.normalize_qk)
+        if norm is not None:
+            entries["query_ln"] = NormEntry(H, norm, N if norm.over_heads else None)
+        if norm is not None and Dk:
+            entries["key_ln"] = NormEntry(H, norm, K if norm.over_heads else None)
+        if self.gate is not None:
+            gate = checks.choice("gate", self.gate, {"head": (N, 1), "feature": (N, Hv)})
+            entries["output_gate"] = self.to_heads("output_gate", D, gate)
+        return entries | self.out_table(N, Hv, D) | self.score_table(H)
+
+    def to_heads(
+        self, name: str, features: int, heads: shapes.Shape, axis: str = "heads"
+    ) -> LinearEntry:
+        """Return the entry of a projection [D] to heads [N, H]."""
+        names = ("embed", axis, "head_dim")
+        return LinearEntry((features,), heads, names, has_bias(self.use_bias, name))
+
+    def out_table(self, N: int, Hv: int, D: int) -> Table:
+        """Return the table of the output projection from heads [N, Hv]."""
+        checks.optional(out_features=self.out_features)
+        if not self.project_out:
+            return {}
+        features, names = (self.out_features or D,), ("heads", "head_dim", "embed")
+        biased = has_bias(self.use_bias, "out")
+        rows = ("batch", "norm_length")
+        return {"out": LinearEntry((N, Hv), features, names, biased, rows, is_out=True)}
+
+    def score_table(self, H: int) -> Table:
+        """Return the table of learned sinks and scales of the scores."""
+        inits = {"sinks": ZEROS} if self.sinks else {}
+        if isinstance(self.scale, str):
+            if self.scale != "learned":
+                raise ValueError(f"scale must be a number or 'learned', got {self.scale!r}")
+            inits["score_scale"] = _constant(H**-0.5)
+        shape = (self.num_heads,)
+        return {
+            name: ArrayEntry(shape, ("heads",), x, is_random=False) for name, x in inits.items()
+        }
+
+    def initializers(self, entry: LinearEntry) -> tuple[Initializer, Initializer]:
+        """Return the initializers of an entry's kernel and bias."""
+        if not entry.is_out:
+            return self.kernel_init, self.bias_init
+        return self.out_kernel_init or self.kernel_init, self.out_bias_init or self.bias_init
+
+
+def reading(settings: Settings, tap: Tap, sow_weights: bool, is_captured: bool) -> Tap:
+    """Return the tap of a call, with the reads that a layer's fields and `sow_weights` ask for.
+
+    `is_captured` is True if intermediates are collected.
     """
-
-    mask: masks.MaskLike | None
-    bias: jax.Array | None
-    scores: Sequence[ScoreMod]
-    positions: jax.Array | tuple[jax.Array | None, jax.Array | None] | None
-    head_mask: jax.Array | None
-    lengths: jax.Array | None
-    order: Array | None
-    kv: Given | None
-    deterministic: bool | None
-    sow_weights: bool
+    sow_weights = checks.flag("sow_weights", sow_weights)
+    reads, is_custom = capture_of(settings.capture), settings.custom_attention is not None
+    if sow_weights and not is_custom:  # A custom function sows them itself.
+        names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
+        reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
+    tap.reads = reads if is_captured or is_custom else None
+    if (reads or sow_weights) and not is_captured and isinstance(tap.module, nn.Module):
+        tap.warn_if_lost()
+    tap.sower = tap.module if sow_weights else None
+    return tap
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of one call beside its inputs, described in `MultiHeadAttention.__call__`.
+    """The arguments of one call, besides its inputs. `MultiHeadAttention.__call__` describes them.
 
     Attributes:
-      scores: the scores of the layer, with their parameters, and those of the call.
-      attention: a function in place of `dot_product_attention`, called as that is, with keys and
-        values of a cache as `Stored`.
+      scores: the scores of the layer, with their parameters, then the scores of the call.
+      attention: a function in place of `dot_product_attention`, with the same arguments. Keys and
+        values of a cache are `Stored`.
       scale: the scale of the scores, in place of the layer's.
       dropout_rng: a key for dropout, or None for no dropout.
       return_weights: True to return the weights.

@@ -1,15 +1,15 @@
-"""Masks, which select the keys that a query may see.
+"""Masks, which say what keys each query may attend to.
 
-A mask is a value. You build it once, combine it with `&`, `|` and `~`, and pass it to the layer or
-to `dot_product_attention`. Kernels evaluate it block by block.
+A mask is a value that you build once, combine with `&`, `|` and `~`, and pass to the layer or to
+`dot_product_attention`. Kernels evaluate it block by block.
 
 >>> mask = Causal() & Window(left=128) & Segments(ids)
 
-| mask | the query at position i sees the key at position j when |
+| mask | the query at position i may attend to position j if |
 |---|---|
 | `Causal()` | j ≤ i |
 | `Window(left, right)` | i − left ≤ j ≤ i + right |
-| `Lengths(kv, q=None)` | j < kv (and, if q is given, i < q) |
+| `Lengths(kv, q=None)` | j < kv and i < q |
 | `Keys(real)` | real[row, j] |
 | `Segments(q, kv=None)` | their segment ids are equal |
 | `Segments(ids, runs=True, at_most=n)` | they are in one run of equal ids |
@@ -24,20 +24,19 @@ to `dot_product_attention`. Kernels evaluate it block by block.
 | `Predicate(fn, *args)` | fn(row, head, i, j, *args) |
 | `PerHead(masks)` | the head's mask allows it |
 
-Positions count from 0 at the first query and at the first key (top-left aligned when T ≠ S),
-unless the caller gives them: `q_positions=S - T` aligns the ends. Arrays (segment ids, lengths
-for each query, tables) are in the order of the given queries and keys.
+Positions count from 0 at the first query and at the first key, unless the caller gives them:
+`q_positions=S - T` aligns the ends. Segment ids, lengths for each query and tables are in the order
+of the queries and keys of the call.
 
-You can pass a bool array as a mask, which stands for `Dense`: True lets a query see a key (in
-PyTorch's layer, True hides it). It broadcasts to [*B, N, T, S] as in NumPy: two axes are [T, S],
-three are [N, T, S]. Write a mask of keys [*B, S] as `Keys(array)`, and one of examples [B, T, S] as
-`array[:, None]`; a warning tells you if the sizes fit both readings. An array of 1 and 0, as from
-Flax's `nn.make_causal_mask`, counts as bools. Other numbers, such as additive masks of 0 and −1e9,
-raise an error, or give NaN if they are traced.
+A bool array stands for `Dense`: True lets a query attend to a key (in PyTorch's layer, True hides
+it). It broadcasts to [*B, N, T, S] as in NumPy, so that two axes are [T, S] and three [N, T, S].
+Write a mask of keys [*B, S] as `Keys(array)`, and one of examples [B, T, S] as `array[:, None]`. A
+warning tells you if the sizes fit both. An array of 1 and 0, as from Flax's `nn.make_causal_mask`,
+counts as bools. Other numbers, as in additive masks, are an error, or give NaN if they are traced.
 
-Masks are pytrees with arrays as leaves, so they pass through jit, grad, vmap and scan. To write
-your own, define a subclass with an `allowed` method. Add a `tiles` method to let kernels skip
-blocks, and a `block_shape` method to align the kernels' blocks with the mask's.
+Masks are pytrees, so they pass through jit, grad, vmap and scan. To write your own, define a
+subclass with a method `allowed`. A method `tiles` lets kernels skip blocks, and `block_shape`
+aligns their blocks with the mask.
 """
 
 from flax_mha.base.coordinates import At as At

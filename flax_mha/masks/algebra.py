@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, At, PairRule, ScoreArray, Tiles, whole, with_jax_arrays
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import tree_nodes
+from flax_mha.base.trees import Struct, tree_nodes
 from flax_mha.masks.arrays import read_table
 from flax_mha.masks.states import EMPTY, FULL, PARTIAL, both, either, tile_state
 from flax_mha.masks.static_pairs import static_pairs
@@ -21,36 +21,34 @@ from flax_mha.masks.static_pairs import static_pairs
 _OF_ARRAYS = ("shape", "ndim", "dtype", "size", "astype", "reshape", "at")
 
 
-class Mask(PairRule):
+class Mask(Struct):
     """The base class of all masks."""
 
     # Makes `ndarray & mask` call the mask's `__rand__` instead of NumPy's operator.
     __array_ufunc__ = None
 
     def bind(self, dims: Dims) -> "Mask":
-        """Check the mask's arrays against a call's sizes, and reshape them for its scores.
+        """Check the mask's arrays against the sizes of a call, and reshape them for its scores.
 
-        A bound mask's arrays have shape [*B|1, N|1, T|1, S|1] and broadcast.
+        The arrays of a bound mask have the shape [*B|1, N|1, T|1, S|1], and broadcast.
         """
         del dims
         return self
 
     def check_positions(self, at: At) -> None:
-        """Refuse a bound mask that must be a mistake at the coordinates of all scores."""
+        """Raise an error if a bound mask must be a mistake at the coordinates of all scores."""
 
     def allowed(self, at: At) -> Array:
-        """Return True for pairs that may attend: bool, broadcastable to the scores at `at`."""
+        """Return True where a query may see a key: bool, broadcastable to the scores at `at`."""
         raise NotImplementedError(f"{type(self).__name__} must define allowed(at)")
 
     def tiles(self, tiles: Tiles) -> Array:
-        """Return for each tile if no pair (EMPTY), all (FULL) or some (PARTIAL) may attend.
+        """Return the state of each tile, int, broadcastable to [*B, N, nq, nk].
 
-        PARTIAL is always correct, but lets kernels skip nothing. By default it is the answer for
-        masks that read traced values, the row or the head, or that have more than 2²⁶ pairs. Others
-        are evaluated.
-
-        Returns:
-          int, broadcastable to [*B, N, nq, nk]; a NumPy array if it is static.
+        EMPTY means that no pair may attend, FULL that all may, PARTIAL that some may. PARTIAL is
+        always correct, but lets kernels skip nothing. The states are a NumPy array if they are
+        static. By default, a mask that reads traced values, the row or the head is PARTIAL, and so
+        is one of more than 2²⁶ pairs. Other masks are evaluated while JAX traces.
         """
         pairs = None
         if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
@@ -60,11 +58,11 @@ class Mask(PairRule):
         return tile_state(tiles.greatest(pairs), tiles.least(pairs))
 
     def max_lookback(self) -> int | None:
-        """Return the maximum of i − j over the pairs that may attend, or None if unknown."""
+        """Return the greatest i − j of a pair that may attend, or None if it is not known."""
         return None
 
     def block_shape(self) -> tuple[int, int] | None:
-        """Return the block size (queries, keys) of a block-sparse mask, or None."""
+        """Return the queries and keys of a block of a block-sparse mask, or None."""
         return None
 
     def dense(
@@ -78,10 +76,9 @@ class Mask(PairRule):
           S: the number of keys (default: T).
           batch: the sizes of the batch axes.
           num_heads: the number of heads.
-          q_positions: int [T] or [*batch, T], the positions of the queries, or the position of the
-            first: `S - T` aligns the last query with the last key, as in decoding (default: 0).
-          kv_positions: int [S] or [*batch, S], the positions of the keys, or of the first (default:
-            0).
+          q_positions: the positions of the queries, int [T] or [*batch, T], or the position of the
+            first one (default: 0). `S - T` aligns the last query with the last key.
+          kv_positions: the positions of the keys, int [S] or [*batch, S], or of the first one.
         """
         S = T if S is None else S
         for name, size in (("T", T), ("S", S), ("num_heads", num_heads)):
@@ -101,9 +98,9 @@ class Mask(PairRule):
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,
         q_positions: Array | int | None = None, kv_positions: Array | int | None = None,
     ) -> str:  # fmt: skip
-        """Draw the mask of the first example and head, a line for each query, █ for True.
+        """Return a drawing of the mask of the first example and head: a row per query, █ for True.
 
-        The arguments are those of `dense`.
+        The arguments are the same as for `dense`.
         """
         positions = {"q_positions": q_positions, "kv_positions": kv_positions}
         table = np.asarray(self.dense(T, S, batch, num_heads, **positions))
@@ -154,7 +151,7 @@ MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
 
 
 class _Joined(Mask):
-    """The base class of masks that join several by an operator on pairs and one on tiles."""
+    """The base class of masks that join others by an operator on pairs and one on tile states."""
 
     masks: tuple[Mask, ...]
     _join_pairs: ClassVar[Any]
@@ -209,13 +206,13 @@ class Not(Mask):
 
 
 class Dense(Mask):
-    """An explicit table, True where the query may see the key.
+    """A table, True where the query may see the key.
 
     Attributes:
       array: bools, or the numbers 1 and 0 (as from `nn.make_causal_mask`), broadcastable to
-        [*B, N, T, S]. If the array is static, kernels skip blocks that it masks, and other numbers
-        are an error. If it is traced, other numbers make the scores of their pairs NaN, whatever
-        masks it is joined with.
+        [*B, N, T, S]. Kernels skip the blocks that a static array masks. Another number is an error
+        in a static array. In a traced one it makes the score of its pair NaN, even if another mask
+        hides the pair.
     """
 
     array: Any
@@ -236,15 +233,15 @@ class Dense(Mask):
 
 
 class TracedNumbers(Mask):
-    """A bound mask with tables of traced numbers: scores are NaN where one is not 0 or 1.
+    """A bound mask that holds tables of traced numbers.
 
-    Such a pair is not hidden by any other mask.
+    The score of a pair is NaN if its number is not 0 or 1, even if another mask hides the pair.
     """
 
     mask: Mask
 
     def others(self) -> Array:
-        """Return True for pairs with another number, [*B|1, N|1, T|1, S|1]."""
+        """Return True for pairs whose number is not 0 or 1, [*B|1, N|1, T|1, S|1]."""
         return functools.reduce(operator.or_, [x == PARTIAL for x in _number_tables(self)])
 
     def allowed(self, at: At) -> Array:
@@ -255,7 +252,7 @@ class TracedNumbers(Mask):
 
 
 def nan_at_others(mask: Mask | None, score: jax.Array) -> jax.Array:
-    """Make scores NaN for the other numbers of `TracedNumbers`."""
+    """Make scores NaN where `TracedNumbers` has a number other than 0 and 1."""
     if not isinstance(mask, TracedNumbers):
         return score
     return score + jnp.where(mask.others(), jnp.asarray(jnp.nan, score.dtype), 0)
@@ -266,36 +263,25 @@ def _number_tables(mask: Mask) -> list[Array]:
     return [x.array for x in tables if isinstance(x, ScoreArray) and x.array.dtype != bool]
 
 
-class PositionDependent(Mask):
-    """A mask that depends on the positions of all queries and keys of a call."""
-
-    def resolve(self, at: At) -> Mask:
-        """Return the bound mask for the coordinates of all scores of a call."""
-        raise NotImplementedError(f"{type(self).__name__} must define resolve(at)")
-
-    def tiles(self, tiles: Tiles) -> Array:
-        del tiles
-        return tile_state(np.True_, np.False_)
-
-    def allowed(self, at: At) -> Array:
-        return self.resolve(at).allowed(at)
-
-
 def resolve(mask: Mask, at: At) -> Mask:
-    """Return a bound mask as kernels read it: `TracedNumbers`, and no `PositionDependent` part."""
+    """Return a bound mask in the form that kernels read, given the coordinates of all scores.
 
-    def is_dependent(x: Any) -> bool:
-        return isinstance(x, PositionDependent)
+    Masks with a method `resolve(at)` depend on all positions of the call, and are replaced by its
+    result. Tables of traced numbers make it a `TracedNumbers`.
+    """
+
+    def depends_on_positions(x: Any) -> bool:
+        return hasattr(x, "resolve")
 
     def replace(x: Any) -> Any:
-        return x.resolve(at) if is_dependent(x) else x
+        return x.resolve(at) if depends_on_positions(x) else x
 
-    resolved: Mask = jax.tree.map(replace, mask, is_leaf=is_dependent)
+    resolved: Mask = jax.tree.map(replace, mask, is_leaf=depends_on_positions)
     return TracedNumbers(resolved) if _number_tables(resolved) else resolved
 
 
 def evaluate(mask: Mask, at: At) -> Array:
-    """Return the pairs that a mask allows, and check that a user-defined mask returns bools."""
+    """Return `mask.allowed(at)` with all axes, and check that a user's mask returns bools."""
     allowed: Any = with_jax_arrays(mask).allowed(at)
     if isinstance(allowed, bool):
         allowed = np.asarray(allowed)
@@ -308,12 +294,11 @@ def evaluate(mask: Mask, at: At) -> Array:
     shape = jnp.broadcast_shapes(*(x.shape for x in at))
     remedy = "compute it from the given coordinates, pair by pair"
     shapes.check_broadcasts(f"{name}'s result", allowed.shape, shape, "the coordinates", remedy)
-    # The result may be a scalar for all pairs, but kernels need all axes.
     return shapes.lead(allowed, len(shape))
 
 
 def as_mask(mask: MaskLike) -> Mask:
-    """Return a mask unchanged, and an array as `Dense`."""
+    """Return a mask unchanged, or an array as `Dense`."""
     if isinstance(mask, Mask):
         return mask
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
@@ -334,17 +319,13 @@ def as_mask(mask: MaskLike) -> Mask:
 
 
 def combine(*masks: MaskLike | None) -> Mask | None:
-    """Join masks by `&`, skipping None.
-
-    Returns:
-      The mask, or None if all are None.
-    """
+    """Join masks by `&`, and skip None. Return None if all are None."""
     joined = tuple(as_mask(mask) for mask in masks if mask is not None)
     return And(joined) if len(joined) > 1 else next(iter(joined), None)
 
 
 def greatest_lookback(masks: Sequence[Mask]) -> int | None:
-    """Return the maximum lookback of several masks, or None if one of them is unknown."""
+    """Return the greatest lookback of several masks, or None if one of them is not known."""
     lookbacks = [mask.max_lookback() for mask in masks]
     known = [x for x in lookbacks if x is not None]
     return max(known) if len(known) == len(masks) else None

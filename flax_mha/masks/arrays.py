@@ -15,7 +15,7 @@ from flax_mha.masks.states import tile_state
 def read_table(array: Array, dims: Dims) -> Array:
     """Return a table that broadcasts to [*B, N, T, S] as bools [*B|1, N|1, T|1, S|1].
 
-    Traced numbers become int8: 0 is EMPTY, 1 is FULL, and others are PARTIAL.
+    Traced numbers become tile states: 0 is EMPTY, 1 is FULL, and others are PARTIAL.
 
     Raises:
       ValueError: if the shape does not fit, or the table has another static number.
@@ -27,7 +27,7 @@ def read_table(array: Array, dims: Dims) -> Array:
         remedy = "a mask of keys [*B, S] is masks.Keys(mask), or mask[..., None, None, :]"
     shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
     _warn_of_rows(array.shape, dims)
-    # Convert before reshaping, which would trace the array inside of `jit`.
+    # Convert first: inside jit, reshaping would trace the array.
     return shapes.lead(_as_bools(checks.as_numpy(array)), len(dims.logits))
 
 
@@ -50,7 +50,7 @@ def _as_bools(array: Array) -> Array:
 
 
 def lengths_as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
-    """Reshape lengths [], [*B], or per query [*B, T], to [*B|1, 1, 1|T, 1]."""
+    """Reshape lengths [], [*B] or, per query, [*B, T] to [*B|1, 1, 1|T, 1]."""
     lengths = checks.integers(name, lengths)
     if not lengths.ndim:
         return ScoreArray(shapes.lead(lengths, len(dims.logits)))
@@ -62,7 +62,7 @@ def lengths_as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = Fal
 
 
 def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:
-    """Warn about a shape that could also be meant for the examples of the batch."""
+    """Warn if a shape could also be meant for the examples of the batch."""
     other = {
         (*dims.B, dims.S): "masks.Keys(mask)",
         (*dims.B, dims.T, dims.S): "mask[..., None, :, :]",

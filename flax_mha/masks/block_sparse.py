@@ -19,26 +19,26 @@ from flax_mha.masks.algebra import Mask
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.states import is_static, tile_state
 
-# The most blocks of keys for a block of queries: each needs an array and a comparison per score.
+# The most blocks of keys per block of queries. Each costs a comparison per score.
 MAX_BLOCKS = 128
 # An index of a block that has no keys.
 NO_BLOCK = np.int32(np.iinfo(np.int32).min)
 
 
 class BlockSparse(Mask):
-    """A mask in which each block of queries sees selected blocks of keys.
+    """A mask in which each block of queries may attend to selected blocks of keys.
 
-    The i-th query of the call sees the key at position j when ⌊j / key_block⌋ is one of
-    blocks[row, head, ⌊i / query_block⌋]. Write `Causal() & BlockSparse(...)` for causal attention.
-    The blocks may be traced; kernels with tiles compute only these, forward and backward.
+    The i-th query of the call may attend to position j if ⌊j / key_block⌋ is one of
+    blocks[row, head, ⌊i / query_block⌋]. For causal attention, write `Causal() & BlockSparse(...)`.
+    The blocks can be traced. Kernels with tiles compute only these blocks, forward and backward.
 
     Attributes:
-      blocks: int, broadcastable to [*B, N, nq, k]: for each of nq = ⌈T / query_block⌉ blocks of
-        queries, in the order of the call, the indices of k ≤ 128 blocks of keys. Indices that are
-        negative or beyond the last key select nothing, and repeated ones count once. Repeat the
-        blocks of each key/value head for its query heads: `jnp.repeat(blocks, N // K, axis=-3)`.
-      query_block: the number of queries in a block; the last may have fewer.
-      key_block: the number of keys in a block; the first begins at position 0.
+      blocks: int, broadcastable to [*B, N, nq, k], the indices of k ≤ 128 blocks of keys for each
+        of nq = ⌈T / query_block⌉ blocks of queries. Indices that are negative or beyond the last
+        key select nothing, and repeated ones count once. Repeat the blocks of each key/value head
+        for its query heads: `jnp.repeat(blocks, N // K, axis=-3)`.
+      query_block: the queries of a block. The last block may have fewer.
+      key_block: the keys of a block. The first block begins at position 0.
 
     Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; Yuan et al.,
     "Native Sparse Attention", 2025.
@@ -83,7 +83,7 @@ class BlockSparse(Mask):
         first, last = (x[..., None, :] // self.key_block for x in (tiles.k_min, tiles.k_max))
         count: Any = 0
         for x in self.blocks:
-            # Take one of the queries with the same blocks. All shards have the same length.
+            # Take one query of those with the same blocks. All shards have the same length.
             T = x.array.shape[-2]
             step = 1 if symbols.is_symbolic(T) else math.gcd(self.query_block, tiles.block_q, T)
             indices = blocks(x.array[..., ::step, :], -2, tiles.block_q // step)
@@ -100,21 +100,21 @@ def top_blocks(
 ) -> Mask:  # fmt: skip
     """Select for each block of queries the `count` blocks of keys with the highest scores.
 
-    If causal, a block of queries always has its local blocks, which hold keys at its positions.
-    The others are selected among the blocks that end before its first query. The selection then
-    depends on no later key, as long as the scores depend on no later query.
+    If `causal`, a block of queries always gets its local blocks, which hold keys at its positions.
+    Other blocks are chosen among those that end before its first query, so that the choice depends
+    on no later key if the scores don't.
 
     Args:
-      scores: floating [*B, N|1, nq, nk], for each block of queries and of keys. A block with a
-        score of −∞ is not selected. The scores get no gradient.
-      count: the number of blocks to select, including local ones; all if there are fewer.
-      query_block: the number of queries in a block.
-      key_block: the number of keys in a block; the first begins at position 0.
-      causal: True if a query sees no later key.
+      scores: floating [*B, N|1, nq, nk], one per block of queries and block of keys. A score of −∞
+        is never selected. They get no gradient.
+      count: the number of blocks to select, local ones included.
+      query_block: the queries of a block.
+      key_block: the keys of a block. The first block begins at position 0.
+      causal: True if a query may not attend to later keys.
       positions: int [nq] or [*B, nq], the first position of each block of queries (default:
         consecutive blocks from 0).
-      visible: bool, broadcastable to the scores, False for a block of keys that another mask hides
-        from all queries of a block. Such a block is never selected (default: all True).
+      visible: bool, broadcastable to the scores, False for blocks that another mask hides from all
+        queries of a block. They are never selected (default: all True).
 
     Returns:
       `Causal() & BlockSparse(...)` if causal, else `BlockSparse(...)`.
@@ -142,7 +142,7 @@ def top_blocks(
         at = shapes.lead(at[..., None, :, None], scores.ndim)
         first, last = at // key_block, (at + query_block - 1) // key_block
         block = shapes.lead(symbols.count_up(nk), scores.ndim)
-        # Local blocks get the maximum, so that they come before scores of +∞ and NaN.
+        # Local blocks get the maximum, which sorts before +∞ and NaN.
         scores = jnp.where(scores < most / 2, scores, most / 2)
         scores = jnp.where(block < first, scores, -most)
         scores = jnp.where((block >= first) & (block <= last), most, scores)
@@ -161,7 +161,7 @@ def top_blocks(
 
 
 def _check_count(count: int, query_block: int, key_block: int, consecutive: bool) -> None:
-    """Check that `count` is at least the number of local blocks of a block of queries."""
+    """Check that `count` includes all local blocks of a block of queries."""
     if consecutive and not (query_block % key_block and key_block % query_block):
         local = -(-query_block // key_block)
     else:
@@ -176,9 +176,9 @@ def _check_count(count: int, query_block: int, key_block: int, consecutive: bool
 def _top_k(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, jax.Array]:
     """Return the highest scores on the last axis of [*B, N|1, nq, nk], and their indices.
 
-    Each device computes its shard, as XLA would gather the scores of all devices.
+    Each device computes its own shard. XLA would gather the scores of all devices.
     """
-    # The mesh axis of the queries need not divide the number of blocks.
+    # Blocks of several queries need not divide over the mesh axis of the queries.
     axes = ("batch", "heads", "length" if query_block == 1 else None, None)
     names = tuple(
         None if n == 1 else x for n, x in zip(scores.shape[-4:], axes[-scores.ndim :], strict=False)

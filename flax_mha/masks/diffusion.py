@@ -8,15 +8,15 @@ from flax_mha.masks.per_token import AtLeast, Segments
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """Return the mask that trains a language model to denoise a block after the clean ones before.
+    """Return the mask for training a language model by block diffusion.
 
-    The sequence has `length` noisy tokens, then the same tokens clean, in blocks of `block`. A
-    noisy token sees its own noisy block and the earlier clean blocks. A clean token sees its own
-    clean block and the earlier ones.
+    The sequence has `length` noisy tokens, then the same tokens clean, both in blocks. A noisy
+    token may attend to its own noisy block and to earlier clean blocks. A clean token may attend to
+    its own clean block and to earlier ones.
 
     Args:
-      length: the number of noisy tokens, n, half of the tokens T = S = 2·n.
-      block: the number of tokens of a block. The last block may have fewer.
+      length: n, the number of noisy tokens, so that T = S = 2·n.
+      block: the tokens of a block. The last block may have fewer.
 
     Raises:
       ValueError: if a number is not positive, or, in a call, if T or S is not 2·n.
@@ -28,7 +28,7 @@ def block_diffusion(length: int, block: int) -> Mask:
     at = np.arange(length, dtype=np.int32) // block
     none = np.full_like(at, -1)
     own_noise = Segments(np.concatenate([at, none]), np.concatenate([at, none - 1]))
-    # No query has a number as high as a noisy key's.
+    # Noisy keys have a number above that of any query.
     hidden = np.full_like(at, length)
     clean = AtLeast(np.concatenate([at - 1, at]), np.concatenate([hidden, at]))
     return own_noise | clean

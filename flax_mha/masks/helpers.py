@@ -1,4 +1,4 @@
-"""Flax's helpers for masks, whose results are rules that kernels evaluate block by block.
+"""Flax's helpers for masks. Their results are rules that kernels evaluate block by block.
 
 >>> mask = combine_masks(make_attention_mask(tokens > 0, tokens > 0), make_causal_mask(tokens))
 """
@@ -38,7 +38,7 @@ def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.flo
 
     Args:
       x: [*B, T]. Its values are not used.
-      extra_batch_dims: the number of axes of the batch before those of x. A rule holds for all.
+      extra_batch_dims: not used, because a rule holds for any axes of the batch.
       dtype: not used, because a rule has none.
     """
     checks.array("x", x)
@@ -65,7 +65,7 @@ def make_attention_mask(
       query_input: [*B, T], a bool or number for each query.
       key_input: [*B, S], a bool or number for each key.
       pairwise_fn: a function of [*B, T, 1] and [*B, 1, S].
-      extra_batch_dims: the number of axes of the batch before those of the inputs.
+      extra_batch_dims: the number of batch axes before the axes of the inputs.
       dtype: the dtype of an array. A rule has none.
     """
     inputs = {"query_input": query_input, "key_input": key_input}
@@ -85,11 +85,11 @@ def combine_masks(*masks: MaskLike | None, dtype: Dtype = jnp.float32) -> Any:
     """Join masks by `&`, skipping None, with the signature of `flax.linen.combine_masks`.
 
     Args:
-      *masks: masks, or arrays with as many axes as each other.
+      *masks: masks, or arrays of one rank.
       dtype: the dtype of an array. A mask has none.
 
     Returns:
-      A mask, an array if all are arrays, or None if all are None.
+      A mask, or an array if all are arrays, or None if all are None.
     """
     if any(isinstance(mask, Mask) for mask in masks):
         return combine(*masks)
@@ -97,6 +97,6 @@ def combine_masks(*masks: MaskLike | None, dtype: Dtype = jnp.float32) -> Any:
 
 
 def _fits_int32(dtype: Any) -> bool:
-    """Return True for integers that masks can hold without a change."""
+    """Tell if a dtype of integers fits into int32."""
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jnp.issubdtype(dtype, jnp.integer) and np.can_cast(dtype, np.int32)

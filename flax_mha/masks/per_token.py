@@ -9,21 +9,21 @@ from flax import struct
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.algebra import Dense, Mask, PositionDependent
+from flax_mha.masks.algebra import Dense, Mask
 from flax_mha.masks.arrays import lengths_as_scores
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.states import both, either, is_static, tile_state
 
 
 class Lengths(Mask):
-    """A mask of padding by position: the keys before position `kv` are real, j < kv.
+    """A mask of padding at the end: a query may attend to the keys j < kv.
 
     Attributes:
-      kv: int or int [*B], the number of real keys; or [*B, T], for each query (the `valid_lens` of
+      kv: the number of real keys, int, int [*B], or int [*B, T] for each query (`valid_lens` of
         d2l).
-      q: int or int [*B], the number of real queries (default: all). The others are fully masked, so
-        their output is 0. It counts from position 0: a call at `q_positions=8` with 4 real queries
-        has q=12.
+      q: the number of real queries, int or int [*B] (default: all). Other queries are fully masked,
+        so that their output is 0. It counts from position 0: a call of 4 real queries at
+        `q_positions=8` has q=12.
 
     Raises:
       ValueError: if a static `q` above 0 leaves none of a call's queries, at static positions.
@@ -59,11 +59,11 @@ class Lengths(Mask):
 
 
 class Keys(Mask):
-    """A mask of keys, such as a padding mask.
+    """A mask of keys, for padding in any place.
 
     Attributes:
-      real: bool [*B, S] (or [S]), True where a key may be seen. (PyTorch's `key_padding_mask` is
-        True where it may not: give `~key_padding_mask`.)
+      real: bool [*B, S] or [S], True where queries may attend to the key. PyTorch's
+        `key_padding_mask` is the opposite: give `~key_padding_mask`.
     """
 
     real: Any
@@ -76,16 +76,16 @@ class Keys(Mask):
 
 
 class Segments(Mask):
-    """A mask in which tokens see their own segment, such as a packed document or an image.
+    """A mask in which a query may attend to the keys of its own segment, as in packed documents.
 
     Attributes:
-      q: int [*B, T] (or [T]), the segment id of each query.
-      kv: int [*B, S] (or [S]), the segment id of each key (default: q).
-      runs: True if segments are contiguous runs of equal ids; an id that reappears later starts a
-        new segment, and `kv` must be None. Some kernels need runs; they recognize them in static
-        ids without this flag.
-      at_most: the most runs of an example, for kernels whose memory grows with it. More runs are
-        an error; if the ids are traced, queries of the runs beyond it are fully masked.
+      q: int [*B, T] or [T], the segment id of each query.
+      kv: int [*B, S] or [S], the segment id of each key (default: q).
+      runs: True if each segment is a contiguous run of equal ids, so that an id that reappears
+        starts a new segment. `kv` must then be None. Some kernels need runs. In static ids they are
+        recognized without this flag.
+      at_most: the most runs of an example, for kernels whose memory grows with their number. More
+        runs are an error in static ids. Queries of runs beyond it are fully masked in traced ones.
     """
 
     q: Any
@@ -94,45 +94,31 @@ class Segments(Mask):
     at_most: int | None = struct.field(pytree_node=False, default=None)
 
     def bind(self, dims: Dims) -> Self:
-        q, kv = _per_token(self, dims)
-        if self.runs or self.at_most is not None:
-            self._check()
-            q = kv = _runs(q)
-            bound, kv = self._limit_runs(q)
-        elif count := _count_runs(q, kv):
-            q = kv = _runs(q)
-            bound = self.replace(runs=True, at_most=count)
-        else:
-            bound = self
-        return bound.replace(**_over_scores(q, kv))
-
-    def _check(self) -> None:
-        if self.at_most is not None:
-            checks.positive(**{"Segments.at_most": self.at_most})
-        if not self.runs:
+        checks.flag("Segments.runs", self.runs)
+        checks.optional(**{"Segments.at_most": self.at_most})
+        if self.at_most is not None and not self.runs:
             raise ValueError("Segments.at_most counts runs, got runs=False; give runs=True")
-        if self.kv is not None:
+        if self.runs and self.kv is not None:
             raise ValueError(
                 "Segments.kv must be None with runs=True, where queries and keys are the same "
                 "tokens, got an array; leave kv out"
             )
-
-    def _limit_runs(self, index: Array) -> tuple[Self, Array]:
-        """Return the mask with the static number of runs as `at_most`, and the runs of the keys.
-
-        A traced run beyond `at_most` is −1, so that no query sees it.
-        """
-        if not is_static(index):
-            most = self.at_most
-            return self, index if most is None else jnp.where(index < most, index, -1)
-        count = int(index.max(initial=0)) + 1
-        limit = self.at_most or count
-        if count > limit:
-            raise ValueError(
-                f"Segments.at_most must be at least the number of runs of each example, got "
-                f"{limit} for {count} runs; give at_most={count}"
-            )
-        return self.replace(at_most=count), index
+        q, kv = _per_token(self, dims)
+        if not (self.runs or _are_runs(q, kv)):
+            return self.replace(**_over_scores(q, kv))
+        most, q = self.at_most, _runs(q)
+        kv = q
+        if is_static(q):
+            count = int(q.max(initial=0)) + 1
+            if most is not None and count > most:
+                raise ValueError(
+                    f"Segments.at_most must be at least the number of runs of each example, got "
+                    f"{most} for {count} runs; give at_most={count}"
+                )
+            most = count
+        elif most is not None:
+            kv = jnp.where(q < most, q, -1)  # No query sees the runs beyond.
+        return self.replace(runs=True, at_most=most, **_over_scores(q, kv))
 
     def allowed(self, at: At) -> Array:
         return self.q.array == self.kv.array
@@ -146,13 +132,13 @@ class Segments(Mask):
 
 
 class AtLeast(Mask):
-    """A mask by numbers of tokens: a query sees the keys of its own number and of lower ones.
+    """A mask in which a query may attend to the keys of its own number and of lower ones.
 
     With the frames of a video as numbers, it is causal between frames and full within each.
 
     Attributes:
-      q: int [*B, T] (or [T]), the number of each query.
-      kv: int [*B, S] (or [S]), the number of each key (default: q).
+      q: int [*B, T] or [T], the number of each query.
+      kv: int [*B, S] or [S], the number of each key (default: q).
     """
 
     q: Any
@@ -170,15 +156,14 @@ class AtLeast(Mask):
         return tile_state(some, tiles.least(q) >= tiles.greatest(kv))
 
 
-class Documents(PositionDependent):
-    """A mask in which tokens see their own document, for several consecutive ones.
+class Documents(Mask):
+    """A mask in which a query may attend to the keys of its own document, by their lengths.
 
-    The first document starts at position 0. Tokens after the last one form another document; add
-    `Lengths` if they are padding.
+    Documents follow one another from position 0. Tokens after the last one form another document.
+    Add `Lengths` if they are padding.
 
     Attributes:
-      lengths: int [*B, documents] (or [documents]), the number of tokens of each document; 0 for
-        an empty one.
+      lengths: int [*B, documents] or [documents], the tokens of each document, 0 for an empty one.
     """
 
     lengths: Any
@@ -192,12 +177,18 @@ class Documents(PositionDependent):
             )
         checks.within("Documents.lengths", lengths, None, "a length counts tokens")
         xp: Any = np if is_static(lengths) else jnp
-        # A bound mask holds the positions where documents end.
+        # Once bound, the mask holds the positions where documents end.
         ends = xp.cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
 
+    def allowed(self, at: At) -> Array:
+        return self.resolve(at).allowed(at)
+
+    def tiles(self, tiles: Tiles) -> Array:
+        return tile_state(np.True_, np.False_)
+
     def resolve(self, at: At) -> Mask:
-        """Return `Segments`, whose ids are the number of documents that end before a token."""
+        """Return `Segments` whose ids count the documents that end before a token."""
         ends = self.lengths
         if len(ends) == 1:
             ends = shapes.lead(ends, at.q.ndim + 1)
@@ -209,10 +200,10 @@ class Documents(PositionDependent):
 
 
 class Prefix(Mask):
-    """A causal mask with a prefix that all queries see: j < length or j ≤ i.
+    """A causal mask with a prefix that all queries may attend to: j < length or j ≤ i.
 
     Attributes:
-      length: int or int [*B], the length of the prefix.
+      length: the length of the prefix, int or int [*B].
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020 (prefix LM).
     """
@@ -232,18 +223,18 @@ class Prefix(Mask):
 
 
 def _per_token(mask: Any, dims: Dims) -> tuple[Array, Array]:
-    """Return a mask's integers of queries [*B|1, T|1] and of keys [*B|1, S|1]."""
+    """Return the integers of queries [*B|1, T|1] and of keys [*B|1, S|1] of a mask."""
     numbers = {"q": (mask.q, "T", dims.T), "kv": (mask.kv, "S", dims.S)}
     if mask.kv is None:
         numbers["kv"] = (mask.q, "S", dims.S)
-    found = []
+    arrays = []
     for field, (x, letter, size) in numbers.items():
         name = f"{type(mask).__name__}.{field}"
         x = checks.integers(name, x)
         expected, remedy = (*dims.B, size), "give one number for each token"
         shapes.check_broadcasts(name, x.shape, expected, f"[*B, {letter}]", remedy)
-        found.append(shapes.lead(x, len(expected)))
-    return found[0], found[1]
+        arrays.append(shapes.lead(x, len(expected)))
+    return arrays[0], arrays[1]
 
 
 def _over_scores(q: Array, kv: Array) -> dict[str, ScoreArray]:
@@ -251,18 +242,17 @@ def _over_scores(q: Array, kv: Array) -> dict[str, ScoreArray]:
     return {"q": ScoreArray(q[..., None, :, None]), "kv": ScoreArray(kv[..., None, None, :])}
 
 
-def _count_runs(q: Array, kv: Array) -> int | None:
-    """Return the most runs of an example, or None if the ids are traced, unequal or no runs."""
+def _are_runs(q: Array, kv: Array) -> bool:
+    """Tell if the ids are static, the same for queries and keys, and all contiguous."""
     if not is_static(q, kv) or not q.size or not np.array_equal(q, kv):
-        return None
+        return False
     examples = q.reshape(-1, q.shape[-1])
     counts = _runs(examples)[:, -1] + 1
-    are_runs = [len(np.unique(ids)) for ids in examples] == counts.tolist()
-    return int(counts.max()) if are_runs else None
+    return [len(np.unique(ids)) for ids in examples] == counts.tolist()
 
 
 def _runs(ids: Array) -> Array:
-    """Return the index of each token's run, int32 in the shape of the ids."""
+    """Return the index of the run of each token, int32."""
     xp: Any = np if is_static(ids) else jnp
     new = ids[..., 1:] != ids[..., :-1]
     first = xp.zeros_like(new, shape=(*ids.shape[:-1], min(1, ids.shape[-1])))

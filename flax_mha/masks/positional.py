@@ -18,7 +18,7 @@ from flax_mha.masks.states import both, is_static, tile_state
 
 
 class Causal(Mask):
-    """A causal mask: a query sees its own and earlier positions, j ≤ i."""
+    """A mask in which a query may attend to its own and earlier positions, j ≤ i."""
 
     def allowed(self, at: At) -> Array:
         return at.k <= at.q
@@ -28,21 +28,21 @@ class Causal(Mask):
 
 
 class Window(Mask):
-    """A sliding window: a query sees the positions i − left ≤ j ≤ i + right.
+    """A sliding window: a query may attend to positions i − left ≤ j ≤ i + right.
 
-    A limit may be an array, perhaps traced, as for layers of one scan that differ. Kernels then
-    skip tiles by its value, but a cache makes no ring buffer.
+    A limit can be an array, also a traced one, so that the layers of a scan have different windows.
+    Kernels then skip tiles by its value, but a cache makes no ring buffer.
 
     Attributes:
-      left: the number of earlier positions, int or an array [] or [*B]; None for all.
-      right: the number of later positions; None for all.
+      left: the number of earlier positions, int or an array [] or [*B] (default: all).
+      right: the number of later positions (default: all).
     """
 
     left: int | Array | None = struct.field(pytree_node=False, default=None)
     right: int | Array | None = struct.field(pytree_node=False, default=None)
 
     def __new__(cls, left: int | Array | None = None, right: int | Array | None = None) -> Self:
-        """Make a window whose limits are leaves if one of them is an array."""
+        """Make an `ArrayWindow`, whose limits are leaves, if one of them is an array."""
         has_arrays = any(isinstance(x, jax.Array | np.ndarray) for x in (left, right))
         window: Any = super().__new__(ArrayWindow if has_arrays else cls)
         return cast(Self, window)
@@ -90,7 +90,7 @@ class Window(Mask):
 
 
 class ArrayWindow(Window):
-    """A window with limits that are arrays, leaves of the tree. `Window` makes it."""
+    """A window whose limits are arrays, as leaves of the tree. `Window` makes it."""
 
     left: Any = None
     right: Any = None
@@ -115,11 +115,12 @@ class ArrayWindow(Window):
 
 
 class Predicate(Mask):
-    """A user-defined mask: a pair is allowed where fn(row, head, i, j, *args) is True.
+    """A user-defined mask, fn(row, head, i, j, *args).
 
     Attributes:
-      fn: a function that returns bools. It takes four integer arrays that broadcast (the indices
-        of the example and the head, the positions of the query and the key), then args.
+      fn: a function that returns True where the query may attend to the key. It gets four integer
+        arrays that broadcast (the indices of row and head, the positions of query and key), then
+        args.
       args: arrays and numbers for fn. Pass traced arrays here, not in fn's closure.
     """
 
@@ -142,7 +143,7 @@ class PerHead(Mask):
     """A mask for each query head.
 
     Attributes:
-      masks: the N masks, one for each query head.
+      masks: N masks.
     """
 
     masks: Sequence[Mask]
@@ -191,12 +192,12 @@ class PerHead(Mask):
 
 
 class Dilated(Mask):
-    """A dilated mask: a query sees every n-th position, (i − j) mod n = 0.
+    """A mask in which a query may attend to every n-th position, (i − j) mod n = 0.
 
     >>> mask = Causal() & Window(left=7 * 4) & Dilated(4)  # 8 keys, every fourth
 
     Attributes:
-      step: n, the distance of neighbors.
+      step: n.
 
     Source: Child et al., "Generating Long Sequences with Sparse Transformers", 2019.
     """
@@ -217,14 +218,14 @@ class Dilated(Mask):
 
 
 class Neighborhood(Mask):
-    """A window on a grid: a query sees the tokens nearest to it, as many at the border as inside.
+    """A window on a grid of tokens, of the same size at the border as inside.
 
-    On an axis of n tokens, a query at coordinate c sees the w keys that start at
+    On an axis of n tokens, a query at coordinate c may attend to the w keys that start at
     min(max(c − ⌊w/2⌋, 0), n − w). Tokens are in row-major order.
 
     Attributes:
-      sizes: the number of tokens on each axis, such as (height, width) or (frames, height, width).
-      window: w for each axis, or one number for all axes.
+      sizes: the tokens on each axis: (height, width), or (frames, height, width).
+      window: w for each axis, or one number for all.
 
     Source: Hassani et al., "Neighborhood Attention Transformer", 2023.
     """
@@ -253,7 +254,7 @@ class Neighborhood(Mask):
         return self.replace(sizes=sizes, window=window)
 
     def _axes(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the size, the window and the stride of each axis."""
+        """Yield the size, window and stride of each axis."""
         window: Any = self.window  # Bound masks have one for each axis.
         for n, (size, w) in enumerate(zip(self.sizes, window, strict=True)):
             yield size, w, math.prod(self.sizes[n + 1 :])
@@ -278,12 +279,12 @@ class Neighborhood(Mask):
 
 
 def _first(c: Array, size: int, window: int) -> Array:
-    """Return the coordinate of the first key of a query's window."""
+    """Return the first coordinate of the window of a query at c."""
     return (c - window // 2).clip(0, size - window)
 
 
 def _span(first: Array, last: Array, stride: int, size: int) -> tuple[Array, Array]:
-    """Return the minimum and maximum coordinate on an axis for tokens first … last."""
+    """Return the least and greatest coordinate on an axis of tokens first … last."""
     xp: Any = np if is_static(first, last) else jnp
     first, last = first // stride, last // stride
     wraps = first // size != last // size

@@ -12,20 +12,20 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def tile_state(some: Any, every: Any) -> Array:
-    """Return EMPTY, PARTIAL or FULL, given bools: may some pairs attend, and may all."""
+    """Return EMPTY, PARTIAL or FULL from two bools: some pairs may attend, and all may."""
     return some.astype(np.int8) + every.astype(np.int8)
 
 
 def both(x: Array, y: Array) -> Array:
-    """Return the tile state of the conjunction of two masks, their minimum."""
+    """Return the tile state of x & y."""
     return np.minimum(x, y) if is_static(x, y) else jnp.minimum(x, y)
 
 
 def either(x: Array, y: Array) -> Array:
-    """Return the tile state of the disjunction of two masks, their maximum."""
+    """Return the tile state of x | y."""
     return np.maximum(x, y) if is_static(x, y) else jnp.maximum(x, y)
 
 
 def is_static(*arrays: Array) -> bool:
-    """Return True if all arrays are static, not traced."""
+    """Tell if all arrays are static, not traced."""
     return all(isinstance(x, np.ndarray | np.generic) for x in arrays)

@@ -1,8 +1,7 @@
-"""The pairs that a mask allows, computed while a call is traced.
+"""The pairs that a mask allows, computed while JAX traces a call.
 
-Masks without tiles of their own, such as functions of positions, may allow few pairs, which only
-their values tell. If nothing that they read is traced, the pairs are computed, so that kernels skip
-the tiles without pairs.
+A user's function of positions may allow few pairs. If nothing that it reads is traced, all pairs
+are computed, so that kernels skip the empty tiles.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import numpy as np
 from flax_mha.base.coordinates import Array, At
 from flax_mha.masks.states import is_static
 
-# The most pairs that are computed, a second of NumPy for each operation; and at once.
+# The most pairs that are computed, about a second of NumPy for each operation, and at once.
 MOST, _CHUNK = 2**26, 2**22
 
 
@@ -22,8 +21,7 @@ def static_pairs(
 ) -> np.ndarray | None:
     """Return allowed(at) for positions of queries [*B|1, 1, T, 1] and of keys [*B|1, 1, 1, S].
 
-    Returns None if the positions are traced, if the function reads the row or the head, or for too
-    many pairs.
+    Return None for traced positions, functions that read the row or the head, and too many pairs.
     """
     if q is None or k is None or not is_static(q, k) or q.size * k.size > MOST:
         return None
@@ -39,6 +37,6 @@ def static_pairs(
             rows = q[..., start : start + step, :]
             parts.append(np.asarray(allowed(At(first, first, rows, k))))
             if parts[0].shape[-2] < rows.shape[-2]:
-                # The same for all queries.
+                # All queries see the same keys.
                 return parts[0]
     return np.concatenate(parts, -2)

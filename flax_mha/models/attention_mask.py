@@ -1,7 +1,7 @@
 """The `attention_mask` of tokenizers, 1 for tokens and 0 for padding, as lengths or as a mask."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,74 +11,53 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array
 
 
-class Padding(NamedTuple):
-    """The arguments of layers that hide padding, each None if it is not needed.
-
-    Attributes:
-      lengths: int [*B], the number of tokens of each row, if padding follows them.
-      mask: the mask that hides padding from all queries, if it may be elsewhere.
-      positions: int [*B, T], the number of tokens before each one, and 0 for padding.
-    """
-
-    lengths: Array | None = None
-    mask: masks.Mask | None = None
-    positions: Array | None = None
-
-    def added_to(self, options: Any) -> Any:
-        """Return the arguments of a call with these."""
-        if self.lengths is None and self.mask is None:
-            return options
-        for name in ("lengths", "order"):
-            if options.get(name) is not None:
-                raise ValueError(
-                    f"attention_mask must be None with {name}, got both; give {name} and "
-                    f"mask=masks.Keys(attention_mask != 0)"
-                )
-        positions = options.get("positions")
-        return options | {
-            "lengths": self.lengths,
-            "mask": masks.combine(options.get("mask"), self.mask),
-            "positions": self.positions if positions is None else positions,
-        }
-
-
-def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, Padding]:
-    """Return tokens with 0 in place of padding, and the arguments that hide it.
+def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, Any]:
+    """Return tokens with 0 in place of padding, and the options of layers that hide the padding.
 
     Padding need not be an id of the vocabulary: Hugging Face's labels, for example, use −100.
 
     Args:
       tokens: int [*B, T].
-      attention_mask: bool or int [*B, T], False or 0 for padding, wherever it is; or None.
-      options: arguments of the layers, of which `lengths` and `order` show padding too.
+      attention_mask: bool or int [*B, T], False or 0 for padding anywhere in a row; or None.
+      options: arguments of the layers. Their `lengths` and `order` show padding too. Padding that
+        an `attention_mask` has after all tokens becomes `lengths`; elsewhere it becomes a `mask`
+        and `positions` that count tokens.
     """
     lengths, order = options.get("lengths"), options.get("order")
     if attention_mask is None and lengths is None:
-        return tokens, Padding()
+        return tokens, options
     tokens = shapes.check_tokens("tokens", tokens)
     if attention_mask is None:
         *B, T = tokens.shape
         shapes.per_row("lengths", lengths, tuple(B), T)
         order = symbols.count_up(T) if order is None else shapes.check_order(order, T)
         ends, order = map(checks.as_numpy, (checks.integers("lengths", lengths), order))
-        return _run(_clear, (), tokens, ends, order), Padding()
+        return _run(_clear, (), tokens, ends, order), options
     real = _check(tokens, attention_mask)
     is_static = isinstance(real, np.ndarray)
     if is_static and real.all():
-        return tokens, Padding()
+        return tokens, options
+    for name in ("lengths", "order"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"attention_mask must be None with {name}, got both; give {name} and "
+                f"mask=masks.Keys(attention_mask != 0)"
+            )
     tokens = _run(lambda xp, tokens, real: xp.where(real, tokens, 0), (), tokens, real)
     if is_static and (real[..., :-1] >= real[..., 1:]).all():
-        return tokens, Padding(lengths=real.sum(-1, dtype=np.int32))
-    return tokens, Padding(mask=masks.Keys(real), positions=_run(_count, (), real))
+        return tokens, options | {"lengths": real.sum(-1, dtype=np.int32)}
+    if options.get("positions") is None:
+        options = options | {"positions": _run(_count, (), real)}
+    return tokens, options | {"mask": masks.combine(options.get("mask"), masks.Keys(real))}
 
 
 def move_to_front(prompt: Any, attention_mask: Any, has_gaps: bool) -> list[Any]:
-    """Return a prompt with the tokens of each row before its padding, and their number.
+    """Move the tokens of each row before its padding. Return the prompt and their numbers [B].
 
     Args:
       prompt: int [B, T].
       attention_mask: bool or int [B, T], False or 0 for padding.
-      has_gaps: True if padding may be between tokens.
+      has_gaps: True if padding may stand between tokens.
     """
     real = _check(prompt, attention_mask)
     is_static = isinstance(real, np.ndarray)

@@ -81,14 +81,14 @@ def extend(
     tokens, lengths, _ = _take(live, parents)
     is_next = jnp.arange(most, dtype=jnp.int32)[None, None] == lengths[..., None]
     tokens = jnp.where(is_next, token[..., None], tokens)
-    found = Generated(tokens, lengths + 1, total)
-    stops = ends(token, eos) | (found.lengths == most)
+    extended = Generated(tokens, lengths + 1, total)
+    stops = ends(token, eos) | (extended.lengths == most)
 
     total, order = jax.lax.top_k(jnp.where(stops, -jnp.inf, total), beams)
-    parents, token, live = _take((parents, token, found), order)
+    parents, token, live = _take((parents, token, extended), order)
     live = live._replace(scores=total)
     # Only the first `beams` may end. The others are there to continue.
-    new = jax.tree.map(lambda x: x[:, :beams], found)
+    new = jax.tree.map(lambda x: x[:, :beams], extended)
     scores = jnp.where(stops[:, :beams] & ~over, rule.normalize(new.scores, new.lengths), -jnp.inf)
     every = jax.tree.map(lambda *x: jnp.concatenate(x, 1), ended, new._replace(scores=scores))
     ended = _take(every, jax.lax.top_k(every.scores, beams)[1])
@@ -105,7 +105,7 @@ def extend(
 
 def ends(tokens: jax.Array, eos: tuple[int, ...]) -> jax.Array:
     """Return True for each token that is one of `eos`."""
-    return functools.reduce(lambda found, end: found | (tokens == end), eos, tokens < 0)
+    return functools.reduce(lambda is_end, token: is_end | (tokens == token), eos, tokens < 0)
 
 
 # Take candidates [B, n, …] at the indices [B, m] of each prompt.

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, numerics, shapes
-from flax_mha.cache import Encoded
-from flax_mha.cache.sources import Shared
+from flax_mha.cache import Encoded, KeyValues
 from flax_mha.layer import padding, settings
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import LayerOptions, MultiHeadAttention
@@ -23,54 +22,52 @@ from flax_mha.taps.tap import Tap, tap_of
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": layer_norm, "rmsnorm": nn.RMSNorm}
 Calls: TypeAlias = dict[str, Any]  # the arguments of each layer's call, by the name of its field
 # A function of x to a branch's output, and the keys and values of a layer that returns them.
-Branch: TypeAlias = Callable[[jax.Array], tuple[jax.Array, Shared | None]]
+Branch: TypeAlias = Callable[[jax.Array], tuple[jax.Array, KeyValues | None]]
 # Options of self-attention that cross-attention gets too.
 _SHARED_OPTIONS = ("lengths", "dropout_rng", "sow_weights")
 _AXES = ("batch", "norm_length", None)
 
 
 class Block(nn.Module):
-    """The base class of blocks, whose branches (attention layers, an MLP) have residuals.
+    """The base class of blocks: attention layers and an MLP, each a branch with a residual.
 
         pre_norm            x ← x + branch(norm(x))
         pre and branch_norm x ← x + norm′(branch(norm(x)))
-        branch_norm alone   x ← x + norm′(branch(x))
+        branch_norm only    x ← x + norm′(branch(x))
         neither             x ← norm(x + branch(x))
 
-    With `parallel` all branches take the same x, and their outputs are summed. With `output_scale`,
-    x ← s·x follows, for a learned number s.
+    With `parallel` all branches read the same x, and their outputs are added. With `output_scale`
+    the result is multiplied by a learned number.
 
     Attributes:
-      attention: the self-attention layer. The MLP has the same dtypes, precision, initializers,
-        biases and partitioning, and the norms have the same dtypes. `use_bias` does not change the
-        norms.
+      attention: the self-attention layer. The MLP shares its dtypes, precision, initializers,
+        biases and partitioning; the norms share its dtypes.
       mlp_dim: the MLP's hidden features; None if `mlp` is given.
-      norm: "layernorm" (with the exact variance, as PyTorch's), "rmsnorm", or a module that each
-        norm copies, such as `nn.LayerNorm(use_bias=False, use_fast_variance=False)`.
-      pre_norm: True to normalize the input of each branch (see the equations), or the names of the
-        branches to normalize the input of, such as ("mlp",) in the first block of ModernBERT.
-      activation: the MLP's activation: "gelu", "gelu_exact", "silu", … (see `MLP`), or a function.
+      norm: "layernorm" (with PyTorch's exact variance), "rmsnorm", or a module to copy for each
+        norm, such as `nn.LayerNorm(use_bias=False, use_fast_variance=False)`.
+      pre_norm: True to normalize the input of each branch, or a tuple of branches to do so for:
+        ("mlp",) in the first block of ModernBERT.
+      activation: the MLP's activation, a name or a function (see `MLP`).
       gated: True for a gated MLP.
-      dropout_rate: the dropout rate of the MLP's hidden features and of each branch's output. The
-        rate of attention weights is the layer's `dropout_rate`.
-      remat: the activations that the backward pass finds in memory; it recomputes the rest. False:
-        all. True: the block's input alone. A tuple of names, such as ("z", "lse"), or a policy of
-        `jax.checkpoint_policies`: these too. None: ("products", "q", "k", "v", "z", "lse") under
-        `scan` of a stack that does not decode, because a scan writes and reads again all that it
-        stores; else all. A name after "offload:" waits in the host's memory. The names: q, k,
-        v (of the kernel), z and lse (its results, for each head), out (of the layer), mlp_pre,
-        mlp_hidden (before and after the activation), mlp_out, and products (results of matrix
-        products).
+      dropout_rate: the dropout rate of the MLP's hidden features and of each branch's output.
+        Attention weights have the layer's own `dropout_rate`.
+      remat: the activations to store for the backward pass, which recomputes all others. False:
+        every activation. True: only the block's input. A tuple of names such as ("z", "lse"), or a
+        policy of `jax.checkpoint_policies`: these too. "offload:" before a name stores it in the
+        host's memory. None: ("products", "q", "k", "v", "z", "lse") under the `scan` of a stack
+        that does not decode, because a scan copies all that it stores; else False. The names: q,
+        k, v (the kernel's inputs), z and lse (its results), out (the layer's output), mlp_pre and
+        mlp_hidden (before and after the activation), mlp_out, products (all matrix products).
       norm_epsilon: the epsilon of "layernorm" and "rmsnorm" (PyTorch's LayerNorm: 1e-5).
       mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
       branch_norm: True to normalize the output of each branch (Gemma 2; without `pre_norm`, OLMo
         2).
-      parallel: True for parallel branches with one norm (GPT-J, ViT-22B), "own_norms" for a norm
-        for each (GPT-NeoX), False for sequential branches.
+      parallel: True for parallel branches with one norm (GPT-J, ViT-22B), "own_norms" with a norm
+        each (GPT-NeoX), False for sequential branches.
       layer_scale: the initial value of a learned scale [D] of each branch's output (CaiT, DINOv2);
-        None for no scale.
-      mlp: a module to use as it is instead of the MLP, such as `Experts`.
-      output_scale: the initial value of s (Gemma 4); None for no s.
+        None for none.
+      mlp: a module in place of the MLP, such as `Experts`.
+      output_scale: the initial value of the output's learned factor (Gemma 4); None for none.
 
     Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
     Transformer Architecture", 2020 (pre-norm); Touvron et al., "Going deeper with Image
@@ -95,7 +92,7 @@ class Block(nn.Module):
 
     @property
     def post_norm(self) -> bool:
-        """True if the norms follow the residual sums, so that a stack needs no final norm."""
+        """True if norms follow the residual sums, so that a stack needs no final norm."""
         return not (self.pre_norm or self.branch_norm)
 
     @nn.nowrap
@@ -115,7 +112,7 @@ class Block(nn.Module):
         if checks.flag("return_kv", return_kv):
             options["return_kv"] = True
 
-        def add_branches(block: "Block", x: jax.Array) -> tuple[jax.Array, Shared | None]:
+        def add_branches(block: "Block", x: jax.Array) -> tuple[jax.Array, KeyValues | None]:
             return block._add_branches(x, deterministic, calls)
 
         with rules.undivided_tokens(getattr(self.attention, "decode", False)):
@@ -124,12 +121,12 @@ class Block(nn.Module):
 
     @nn.nowrap
     def make_norm(self, name: str, parent: nn.Module | None = None) -> nn.Module:
-        """Return a norm over features in the attention layer's dtypes, a child of `parent`."""
+        """Return a new norm over features, a child of `parent` or of this block."""
         return self.norm_module().copy(parent=self if parent is None else parent, name=name)
 
     @nn.nowrap
     def norm_module(self) -> nn.Module:
-        """Return the norm over features that the block's norms copy, without parent."""
+        """Return the norm that the block's norms copy. It has no parent."""
         if isinstance(self.norm, nn.Module):
             return self.norm
         if not isinstance(self.norm, str):
@@ -148,32 +145,45 @@ class Block(nn.Module):
     @nn.nowrap
     def _add_branches(
         self, x: jax.Array, deterministic: bool | None, calls: Calls
-    ) -> tuple[jax.Array, Shared | None]:
-        """Return x with all branches added, and keys and values if a call has `return_kv`."""
+    ) -> tuple[jax.Array, KeyValues | None]:
+        """Return x with all branches added, and the keys and values of self-attention or None."""
         for name in calls:
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
         tap = tap_of(self, self.attention.capture)
         branches = self._branches(x.shape, deterministic, calls, tap)
         normed = self._pre_normed([*branches])
-        x = tap("resid_pre", sharding.constrain(x, _AXES))
+        x = start = tap("resid_pre", sharding.constrain(x, _AXES))
+        # Branches in parallel have one norm, unless each has its own.
+        shared = self._norm("attention", x) if self.parallel is True and normed else None
+        kept = []
+        for name, branch in branches.items():
+            if not self.parallel:
+                x = start = tap("resid_mid", x) if name == "mlp" else x
+            own = self._norm(name, start) if shared is None and name in normed else start
+            y, kv = branch(own if shared is None else shared)
+            x = x + y
+            kept.append(kv)
+            if not self.parallel:
+                x = sharding.constrain(self._norm(name, x) if self.post_norm else x, _AXES)
         if self.parallel:
-            x, kv = self._in_parallel(x, branches, normed)
-        else:
-            x, kv = self._in_sequence(x, branches, normed, tap)
-        return tap.last("resid_post", self._scale_output(x)), kv
+            x = self._norm("attention", x) if self.post_norm else x
+            x = sharding.constrain(x, _AXES)
+        if self.output_scale is not None:
+            x = self._scaled("output_scale", x, self.output_scale, (1,), "output_scale")
+        return tap.last("resid_post", x), kept[0]
 
     @nn.nowrap
     def _branches(
         self, shape: shapes.Shape, deterministic: bool | None, calls: Calls, tap: Tap
     ) -> dict[str, Branch]:
-        """Return the branches by name, in their order: attention layers, and the MLP."""
+        """Return the branches by name, in their order: attention layers, then the MLP."""
 
         def of_layer(name: str, call: dict[str, Any]) -> Branch:
             layer = getattr(self, name)
             # The layer's field `deterministic`, if set, takes precedence.
             flag = deterministic if layer.deterministic is None else None
 
-            def branch(x: jax.Array) -> tuple[jax.Array, Shared | None]:
+            def branch(x: jax.Array) -> tuple[jax.Array, KeyValues | None]:
                 y = layer(x, deterministic=flag, **call)
                 y, kv = y if call.get("return_kv") else (y, None)
                 return self._scale(name, y, shape, deterministic), kv
@@ -189,64 +199,32 @@ class Block(nn.Module):
         return {name: of_layer(name, call) for name, call in calls.items()} | {"mlp": of_mlp}
 
     @nn.nowrap
-    def _in_sequence(
-        self, x: jax.Array, branches: dict[str, Branch], normed: Sequence[str], tap: Tap
-    ) -> tuple[jax.Array, Shared | None]:
-        """Add each branch to the sum of those before it."""
-        kept = []
-        for name, branch in branches.items():
-            x = tap("resid_mid", x) if name == "mlp" else x
-            y, kv = branch(self._norm(name, x) if name in normed else x)
-            x = x + y
-            x = sharding.constrain(self._norm(name, x) if self.post_norm else x, _AXES)
-            kept.append(kv)
-        return x, kept[0]
-
-    @nn.nowrap
-    def _in_parallel(
-        self, x: jax.Array, branches: dict[str, Branch], normed: Sequence[str]
-    ) -> tuple[jax.Array, Shared | None]:
-        """Add all branches of the same x, with one norm, or one for each."""
-        if self.parallel == "own_norms":
-            inputs = [self._norm(name, x) if name in normed else x for name in branches]
-        else:
-            inputs = [self._norm("attention", x) if normed else x] * len(branches)
-        kept = []
-        for branch, branch_input in zip(branches.values(), inputs, strict=True):
-            y, kv = branch(branch_input)
-            x = x + y
-            kept.append(kv)
-        x = self._norm("attention", x) if self.post_norm else x
-        return sharding.constrain(x, _AXES), kept[0]
-
-    @nn.nowrap
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         """Apply the norm of a branch."""
         return self.make_norm(f"{name}_norm")(x)
 
     @nn.nowrap
-    def _scale_output(self, x: jax.Array) -> jax.Array:
-        """Return x, times the learned number if there is one."""
-        if self.output_scale is None:
-            return x
-        init = nn.initializers.constant(checks.number("output_scale", self.output_scale))
-        scale = self.param("output_scale", init, (1,), self.attention.param_dtype)
+    def _scaled(
+        self, name: str, x: jax.Array, start: float, shape: shapes.Shape, field: str
+    ) -> jax.Array:
+        """Multiply x by a learned parameter, which starts at a number that a field has."""
+        init = nn.initializers.constant(checks.number(field, start))
+        scale = self.param(name, init, shape, self.attention.param_dtype)
         return numerics.scaled(x, shapes.lead(scale, x.ndim))
 
     @nn.nowrap
     def _pre_normed(self, names: Sequence[str]) -> Sequence[str]:
         """Return the names of the branches whose input is normalized."""
-        given = self.pre_norm
-        if isinstance(given, bool):
-            return names if given else ()
-        # Branches with one common norm have it all together.
-        is_valid = isinstance(given, tuple) and given and {*given} <= {*names}
+        normed = self.pre_norm
+        if isinstance(normed, bool):
+            return names if normed else ()
+        is_valid = isinstance(normed, tuple) and normed and {*normed} <= {*names}
         if not is_valid or self.parallel is True:
             raise ValueError(
                 f"pre_norm must be a bool, or without parallel=True a tuple of branches, of "
-                f"{names}, got {given!r}; give pre_norm=True for a norm in each"
+                f"{names}, got {normed!r}; give pre_norm=True for a norm in each"
             )
-        return given
+        return normed
 
     @nn.nowrap
     def _mlp(self) -> nn.Module:
@@ -279,9 +257,7 @@ class Block(nn.Module):
         if self.branch_norm:
             y = self.make_norm(f"{name}_branch_norm")(y)
         if self.layer_scale is not None:
-            init = nn.initializers.constant(checks.number("layer_scale", self.layer_scale))
-            scale = self.param(f"{name}_scale", init, shape[-1:], self.attention.param_dtype)
-            y = numerics.scaled(y, shapes.lead(scale, y.ndim))
+            y = self._scaled(f"{name}_scale", y, self.layer_scale, shape[-1:], "layer_scale")
         return Dropout(self.dropout_rate, name=f"{name}_dropout")(y, deterministic=deterministic)
 
 
@@ -300,8 +276,8 @@ class EncoderBlock(Block):
         Args:
           x: [*B, T, D].
           return_kv: True to also return the attention layer's keys and values.
-          **options: arguments of `MultiHeadAttention`. With dropout, `deterministic` must be given;
-            the attention layer's field of that name takes precedence for it.
+          **options: arguments of `MultiHeadAttention`. With dropout you must give `deterministic`,
+            unless the attention layer has the field.
 
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.
@@ -317,12 +293,12 @@ class DecoderBlock(Block):
         x ← x + mlp(norm(x))
 
     With `decode=True` in its layers, the block continues from the cached tokens (see
-    `MultiHeadAttention`). Pass the memory only to the call that creates the cache: its keys and
-    values are kept. A call without a cache, also of `apply`, only makes room.
+    `MultiHeadAttention`). Pass the memory only to the call that creates the cache, which keeps its
+    keys and values. A call that has no cache yet makes an empty one, in `apply` as in `init`.
 
     Attributes:
-      cross_attention: the layer that attends to the memory, an encoder's output (default: None, for
-        a decoder without memory).
+      cross_attention: the layer that attends to the memory, an encoder's output; None for a decoder
+        without one.
     """
 
     cross_attention: MultiHeadAttention | None = None
@@ -339,17 +315,16 @@ class DecoderBlock(Block):
           x: [*B, T, D].
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
           memory_mask: the mask of the memory's tokens.
-          memory_lengths: int [*B], the number of real tokens in the memory (default: all). The
-            others reach neither outputs nor gradients.
+          memory_lengths: int [*B], the number of real tokens in the memory (default: all).
           return_kv: True to also return self-attention's keys and values.
-          **options: arguments of self-attention (see `MultiHeadAttention`); the mask is combined
-            with a causal one. Cross-attention gets `lengths`, `dropout_rng` and `sow_weights` too.
-            With dropout, `deterministic` must be given; a layer's field of that name takes
-            precedence for it.
+          **options: arguments of self-attention (see `MultiHeadAttention`), whose mask becomes
+            causal too. Cross-attention gets `lengths`, `dropout_rng` and `sow_weights`. With
+            dropout you must give `deterministic`, unless the layer has the field.
 
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.
         """
+        settings.check_module("attention", self.attention, MultiHeadAttention)
         cross = self.cross_attention
         if cross is not None:
             settings.check_module("cross_attention", cross, MultiHeadAttention)

@@ -47,7 +47,7 @@ class State(struct.PyTreeNode):
 
     Attributes:
       step: the number of generated tokens.
-      found: the generated tokens; in a beam search the ended candidates.
+      results: the generated tokens; in a beam search the ended candidates.
       live: the other candidates of a beam search, which `last`, `at` and `cache` belong to; or
         None.
       last: [R], the newest token.
@@ -58,7 +58,7 @@ class State(struct.PyTreeNode):
     """
 
     step: jax.Array
-    found: Generated
+    results: Generated
     live: Generated | None
     last: jax.Array
     at: jax.Array
@@ -124,13 +124,14 @@ def begin(
         )
     R = len(at)
     texts = jnp.full((R, request.max_new_tokens), (request.eos or (0,))[0], jnp.int32)
-    found, live = Generated(texts, jnp.zeros_like(at), jnp.zeros(R, jnp.float32)), None
+    results, live = Generated(texts, jnp.zeros_like(at), jnp.zeros(R, jnp.float32)), None
     if beams > 1:
         # All beams of a prompt are equal at first, so there is only the first one.
-        live = found._replace(scores=jnp.where(jnp.arange(R) % beams == 0, found.scores, -jnp.inf))
-        found = found._replace(scores=found.scores - jnp.inf)
-    found, live = jax.tree.map(_constrain, (found, live))
-    state = State(jnp.int32(0), found, live, at, at, at < 0, cache, memory_lengths)
+        is_first = jnp.arange(R) % beams == 0
+        live = results._replace(scores=jnp.where(is_first, results.scores, -jnp.inf))
+        results = results._replace(scores=results.scores - jnp.inf)
+    results, live = jax.tree.map(_constrain, (results, live))
+    state = State(jnp.int32(0), results, live, at, at, at < 0, cache, memory_lengths)
     return _choose(request, state, logits, rule, rng)
 
 
@@ -150,9 +151,8 @@ def finish(request: Request, variables: Any, state: State, rule: Rule, rng: Any)
     """Advance until all sequences have ended."""
     return jax.lax.while_loop(
         lambda state: ~ended(request, state),
-        lambda state: advance(request, variables, state, rule, rng),
-        state,
-    )
+        lambda state: advance(request, variables, state, rule, rng), state,
+    )  # fmt: skip
 
 
 def ended(request: Request, state: State) -> jax.Array:
@@ -160,10 +160,10 @@ def ended(request: Request, state: State) -> jax.Array:
     return (state.step == request.max_new_tokens) | jnp.all(state.done)
 
 
-def best(request: Request, found: Generated) -> Generated:
+def best(request: Request, results: Generated) -> Generated:
     """Return the best candidate of each prompt, [B, …], from all candidates [R, …]."""
-    first = jnp.arange(0, len(found.scores), request.beams)
-    return found if request.beams == 1 else jax.tree.map(lambda x: _take(x, first), found)
+    first = jnp.arange(0, len(results.scores), request.beams)
+    return results if request.beams == 1 else jax.tree.map(lambda x: _take(x, first), results)
 
 
 def _read(
@@ -199,13 +199,13 @@ def _choose(
     chosen = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None] == token[:, None]
     gained = jnp.where(state.done, 0.0, jnp.sum(log_p, axis=-1, where=chosen))
     is_step = jnp.arange(request.max_new_tokens, dtype=jnp.int32)[None] == state.step
-    tokens, lengths, scores = state.found
-    found = Generated(
+    tokens, lengths, scores = state.results
+    results = Generated(
         jnp.where(is_step, token[:, None], tokens), lengths + (~state.done).astype(jnp.int32),
         scores + gained,
     )  # fmt: skip
     return state.replace(
-        step=state.step + 1, found=found, last=token, at=state.at + 1,
+        step=state.step + 1, results=results, last=token, at=state.at + 1,
         done=state.done | ends(token, eos),
     )  # fmt: skip
 
@@ -214,12 +214,12 @@ def _choose_beams(request: Request, state: State, log_p: jax.Array, rule: BeamSe
     """Choose the best continuations of a prompt's live candidates."""
     row, text = jax.tree.map(lambda n: ("batch",) + (None,) * n, (0, 1))
     candidates = Generated(text, row, row)
-    rows, token, live, found, done = sharding.auto(
+    rows, token, live, results, done = sharding.auto(
         functools.partial(extend, request.beams, request.eos or ()),
-        [row, row, candidates, candidates, row], log_p, state.live, state.found, state.done, rule,
+        [row, row, candidates, candidates, row], log_p, state.live, state.results, state.done, rule,
     )  # fmt: skip
     return state.replace(
-        step=state.step + 1, found=found, live=live, last=token, at=state.at + 1, done=done,
+        step=state.step + 1, results=results, live=live, last=token, at=state.at + 1, done=done,
         cache=caches.fork(state.cache, rows),
     )  # fmt: skip
 

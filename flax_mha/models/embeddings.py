@@ -94,8 +94,8 @@ class PatchEmbedding(nn.Module):
       param_dtype: the dtype of the parameters.
       partitioned: True to box the parameters with their logical axis names.
       use_bias: True if the projection has a bias.
-      norm_epsilon: the epsilon of two LayerNorms, before and after the projection, as in
-        vit-pytorch; None for no norms.
+      norm_epsilon: the epsilon of LayerNorms before and after the projection (vit-pytorch); None
+        for no norms.
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
     """

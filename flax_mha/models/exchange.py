@@ -23,10 +23,10 @@ Compute: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def in_parts(compute: Compute, parts: int, *args: jax.Array) -> jax.Array:
-    """Return compute(*args) for one part of the tokens after another, to need less memory.
+    """Return compute(*args) for one part of the tokens after another, to save memory.
 
-    All tokens may choose one device's experts, so its buffers have rows for all. The gradient
-    computes each part again.
+    All tokens can choose one device's experts, so its buffers have rows for all of them. The
+    gradient computes each part again.
     """
     if parts == 1:
         return compute(*args)
@@ -41,8 +41,8 @@ def exchanged(
 ) -> jax.Array:  # fmt: skip
     """Return compute(x, ids, p), where other devices compute their terms of each token's sum.
 
-    Tokens are sent to their experts if the platform can and if that sends fewer bytes. Otherwise
-    each device gathers all tokens, and the sums of outputs are scattered.
+    Tokens are sent to their experts if the platform can do so and that sends fewer bytes. Otherwise
+    each device gathers all tokens, and the sums are scattered.
 
     Args:
       compute: the computation of this device's experts.
@@ -50,7 +50,7 @@ def exchanged(
       experts: the mesh axes that shard the experts.
       num_experts: E, the number of experts on all devices.
       x: [n, D], this device's tokens.
-      ids: [n, top_k], the experts of each token.
+      ids: [n, top_k], their experts.
       p: [n, top_k], the weights of these experts.
     """
     can_send = sharding.platform() in SENDING and axes == experts

@@ -34,10 +34,11 @@ def expert_by_expert(
 ) -> jax.Array:  # fmt: skip
     """Compute one expert after another for all tokens, skipping experts without tokens.
 
-    On CPUs this is faster than `sorted_by_expert`, as `lax.ragged_dot` computes every expert for
-    every token there. For 1,024 tokens with 2 of 8 experts, the gradient of `sorted_by_expert`
-    takes 1.7 times as long and 7 times the memory; with 4 of 32 it takes 4 and 49 times (two cores,
-    256 features, 512 hidden).
+    On CPUs this beats `sorted_by_expert`, because `lax.ragged_dot` computes every expert for every
+    token
+    there: for 1,024 tokens and 2 of 8 experts, a gradient of `sorted_by_expert` takes 1.7 times the
+      time and 7 times the memory, with 4 of 32 it takes 4 and 49 times (two cores, 256 features,
+      512 hidden).
 
     Args:
       expert: a function of a linear layer's computation, tokens and layers, `Experts._expert`.
@@ -71,7 +72,7 @@ def sorted_by_expert(
     expert: Callable[..., jax.Array], x: jax.Array, ids: jax.Array, p: jax.Array, layers: Any,
     precision: PrecisionLike,
 ) -> jax.Array:  # fmt: skip
-    """Compute each token's experts alone, by ragged matmuls over tokens sorted by expert.
+    """Compute only each token's experts, by ragged matmuls over tokens sorted by expert.
 
     The arguments are those of `expert_by_expert`.
     """
@@ -103,34 +104,32 @@ class Experts(nn.Module):
 
         Σ_e p_e · (act(x W_gate,e) ⊙ (x W_up,e + offset)) W_down,e
 
-    Here p is the softmax of s = x W_router over all experts, divided by its sum over the token's.
+    Here p is the softmax of x W_router over all experts, divided by its sum over the token's.
     Experts have no capacity limit: no token is dropped, and tokens do not influence each other.
-    DeepSeek-V3 has other p, another choice of experts, and an MLP that is shared by all tokens:
+    DeepSeek-V3 chooses otherwise, and adds an MLP for all tokens:
 
-        p = σ(s),  p_e ← factor · p_e / Σ p of the token's experts          routing="sigmoid"
+        p = σ(x W_router),  p_e ← factor · p_e / Σ p of the token's experts     routing="sigmoid"
         e: the top_k of p + b, in the top_groups groups whose best two p + b have the largest sums
         out = Σ_e … + MLP(x)                                                shared
 
-    If `intermediates` are collected, a call sows `router_logits` x W_router [*B, T, E] and the
-    scalar `balance_loss`: E Σ_e f_e P_e, where expert e has the share f_e of the top_k choices of
-    all tokens, and the mean P_e of p, divided by its sum over all experts. At equal shares it is 1.
-    Padding counts as tokens.
+    If `intermediates` are collected, a call sows `router_logits` [*B, T, E] and the scalar
+    `balance_loss` E Σ_e f_e P_e, where f_e is expert e's share of all tokens' choices, and P_e its
+    mean p, divided by the sum over all experts. Equal shares give 1. Padding counts as tokens.
 
     Attributes:
       hidden: the hidden features of an expert.
       num_experts: E, the number of experts.
-      top_k: the number of experts for each token.
+      top_k: the number of experts of a token.
       activation: the gate's activation (see `MLP`).
       normalize: True to divide p by its sum over the token's experts.
       limit: the maximum of a gate, and of the absolute value of x W_up; None for no limit.
-      offset: a number that is added to x W_up (gpt-oss: 1, with limit=7.0 and
-        activation="quick_gelu").
+      offset: a number added to x W_up (gpt-oss: 1, with limit=7.0 and activation="quick_gelu").
       use_bias: True if router and experts have biases.
       routing: "softmax" or "sigmoid".
-      choice_bias: True for a parameter b [E], `choice_bias`, which counts where experts are chosen,
-        but not in p. It starts at 0 and gets no gradient: a training loop may raise it for experts
-        with few tokens.
-      groups: the number of groups of E / groups experts, in order.
+      choice_bias: True for a parameter `choice_bias` b [E], which counts only where experts are
+        chosen. It starts at 0 and gets no gradient; a training loop can raise it for experts with
+        few tokens.
+      groups: the number of groups that experts are in, in order.
       top_groups: the number of groups that a token's experts are in (default: all).
       factor: a factor of p.
       shared: the hidden features of the shared MLP, gated as the experts are; None for none.
@@ -171,7 +170,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Apply the experts to x [*B, T, D], without dropout for any `deterministic`."""
+        """Apply the experts to x [*B, T, D]. There is no dropout."""
         self._check()
         shapes.check_features("x", x)
         E, names = self.num_experts, ("embed", None)
@@ -221,7 +220,7 @@ class Experts(nn.Module):
 
     @nn.nowrap
     def _choice_bias(self) -> list[jax.Array]:
-        """Return the parameter b in a list, which is empty if there is none."""
+        """Return the parameter b in a list, or an empty list."""
         if not self.choice_bias:
             return []
         init = sharding.named(nn.initializers.zeros, (None,), self.partitioned)
@@ -260,7 +259,7 @@ class Experts(nn.Module):
         self, experts: tuple[str, ...], hidden: tuple[str, ...], shared: tuple[str, ...],
         x: jax.Array, logits: jax.Array, *arrays: jax.Array,
     ) -> jax.Array:  # fmt: skip
-        """Return the sum of a device's experts, which are sharded over these mesh axes.
+        """Return the sum of a device's experts, which these mesh axes shard.
 
         Along the axes `shared`, devices have other tokens too.
         """
@@ -302,7 +301,7 @@ class Experts(nn.Module):
 
     @nn.nowrap
     def _probabilities(self, logits: jax.Array) -> jax.Array:
-        """Return p of all experts, before any division by a sum over the token's."""
+        """Return p of all experts, before any division by their sum."""
         of_routing = jax.nn.sigmoid if self.routing == "sigmoid" else jax.nn.softmax
         return of_routing(logits.astype(shapes.wide(logits.dtype)))
 

@@ -28,8 +28,8 @@ class MLP(nn.Module):
 
     Attributes:
       hidden: the number of hidden features.
-      activation: "gelu" (by tanh, JAX's default), "gelu_exact" (by erf, the default of PyTorch and
-        of most checkpoints), "quick_gelu" (x·σ(1.702·x), of CLIP), "relu", "silu", or a function.
+      activation: "gelu" (by tanh, JAX's default), "gelu_exact" (by erf, PyTorch's default),
+        "quick_gelu" (x·σ(1.702·x), of CLIP), "relu", "silu", or a function.
       gated: True to multiply by an activated gate (GEGLU, SwiGLU).
       dropout_rate: the dropout rate of the hidden features.
       use_bias: True if the projections have biases.
@@ -39,8 +39,8 @@ class MLP(nn.Module):
       param_dtype: the dtype of the parameters.
       precision: the precision of matmuls (see `jax.lax.Precision`).
       partitioned: True to box the parameters with their logical axis names.
-      capture: the names of tensors to sow, of which the MLP has "mlp_pre", its hidden features
-        before the activation.
+      capture: the names of tensors to sow; the MLP has "mlp_pre", the hidden features before the
+        activation.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (gated).
     """
@@ -73,7 +73,7 @@ class MLP(nn.Module):
 
         up = to_hidden("up")
         pre = to_hidden("gate") if self.gated else up
-        pre = tap_of(self, self.capture).last("mlp_pre", pre, names)
+        pre = tap_of(self, self.capture).last("mlp_pre", pre)
         h = act(pre) * checkpoint_name(up, "mlp_pre") if self.gated else act(pre)
         h = checkpoint_name(sharding.constrain(h, names), "mlp_hidden")
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
@@ -90,7 +90,7 @@ def activation(act: str | Activation) -> Activation:
 
 
 class Dropout(nn.Module):
-    """A dropout layer with the same bits on any mesh, those of `nn.Dropout`.
+    """A dropout layer with the bits of `nn.Dropout`, on any mesh.
 
     Attributes:
       rate: the share of features to drop.
@@ -100,7 +100,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None) -> jax.Array:
-        """Drop a share of x, unless deterministic, and scale the others to keep the mean."""
+        """Drop a share of x unless deterministic, and scale the rest to keep the mean."""
         if self.rate and deterministic is None:
             raise ValueError(
                 f"deterministic must be a bool with dropout_rate={self.rate}, got None; give "

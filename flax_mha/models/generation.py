@@ -70,8 +70,8 @@ def generate(
         prompts of several lengths.
       callback: a function callback(step, tokens), called after each step with int32 [B], which are
         eos for sequences that have ended. The loop then runs on the host.
-      cache: a step's cache, with room for the prompt and the new tokens: a tree of `KVCache` and
-        `Memory`, such as the collection of a linen model or the state of an nnx one.
+      cache: a step's cache, with room for the prompt and the new tokens: a tree of `KVCache`,
+        such as the collection of a linen model or the state of an nnx one.
 
     Raises:
       ValueError: if sizes or settings do not fit; raised before compilation.
@@ -119,7 +119,7 @@ def generate(
         while not decoding.ended(request, state):
             state = decoding.advance(request, weights, state, rule, rng)
             callback(int(state.step) - 1, np.asarray(state.last))
-    return decoding.best(request, state.found)
+    return decoding.best(request, state.results)
 
 
 def _ids(name: str, ids: Any, vocabulary: int) -> tuple[int, ...] | None:

@@ -26,14 +26,14 @@ class Classifier(nn.Module):
     Attributes:
       embedding: `TokenEmbedding`, `PatchEmbedding` or any module that returns [*B, T, D].
       encoder: the stack.
-      num_classes: the number of classes; None to return the tokens' features instead.
-      positions: the kind of `PositionEmbedding`, such as "none" if the attention layers rotate.
+      num_classes: the number of classes; None to return the tokens' features.
+      positions: the kind of `PositionEmbedding`; "none" if the attention layers rotate.
       dropout_rate: the dropout rate of the embedded tokens.
       class_tokens: the number of learned tokens before the input's tokens.
-      pooling: "mean" over all tokens, "first" for the first one (ViT: with class_tokens=1), or
-        "first_and_mean" for the first one and the mean over the input's tokens, joined (DINOv2).
-      register_tokens: the number of learned tokens that follow the class tokens and get no
-        positions (DINOv2 with registers).
+      pooling: "mean" over all tokens, "first" for the first one (ViT, with class_tokens=1), or
+        "first_and_mean" for the first one joined with the mean over the input's tokens (DINOv2).
+      register_tokens: the number of learned tokens after the class tokens, without positions
+        (DINOv2 with registers).
 
     Source: Darcet et al., "Vision Transformers Need Registers", 2023 (register_tokens).
     """
@@ -52,9 +52,9 @@ class Classifier(nn.Module):
         """Classify each example of the batch.
 
         Args:
-          inputs: the embedding's input.
-          **options: arguments of the encoder (see `MultiHeadAttention`). Tokens beyond `lengths`
-            have no influence. With dropout, `deterministic` must be given.
+          inputs: the embedding's input. **options: arguments of the encoder (see
+            `MultiHeadAttention`). Tokens beyond `lengths` have no influence. With dropout you must
+            give `deterministic`.
 
         Returns:
           Logits [*B, num_classes], float32; or features [*B, T, D].
@@ -171,17 +171,17 @@ class LanguageModel(nn.Module):
 
         Args:
           tokens: int [*B, T].
-          attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding, on either side
-            or between tokens. Positions count tokens, as `generate` of `transformers` counts them.
-            Where padding follows the tokens, `lengths` does the same, and is faster under jit.
+          attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding anywhere.
+            Positions count tokens, as in `generate` of `transformers`. For padding after the
+            tokens, `lengths` does the same, and is faster under jit.
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
-          at: int [*B], in 0 … T−1, the index of the only token in each example to return logits for
-            (default: all tokens). An index out of range gives NaN.
+          at: int [*B], in 0 … T−1, the only token of each example to return logits for (default:
+            all). An index out of range gives NaN.
           memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
-          **options: arguments of the blocks (see `MultiHeadAttention`); the mask is combined with a
-            causal one. `position_embedding` gets `positions` or `order` too, and needs one of them
-            in decoding. With dropout, `deterministic` must be given.
+            **options: arguments of the blocks (see `MultiHeadAttention`), whose mask becomes causal
+            too. `position_embedding` gets `positions` or `order`, and needs one of them in
+            decoding. With dropout you must give `deterministic`.
 
         Returns:
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 or wider.
@@ -193,8 +193,7 @@ class LanguageModel(nn.Module):
                 f"attention_mask must be None in decoding, got {checks.describe(attention_mask)}; "
                 f"give lengths, or call flax_mha.generate, which takes it"
             )
-        tokens, padding = read_padding(tokens, attention_mask, options)
-        options = padding.added_to(options)
+        tokens, options = read_padding(tokens, attention_mask, options)
         positions, order = options.get("positions"), options.get("order")
         if order is not None:
             order = shapes.check_order(order, tokens.shape[-1])
@@ -249,7 +248,7 @@ class Translator(nn.Module):
     Attributes:
       encoder: the stack over the source.
       decoder: the model of the target, whose blocks have `cross_attention`.
-      embedding: the table of source tokens (default: share the decoder's).
+      embedding: the table of source tokens (default: the decoder's).
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
@@ -270,23 +269,27 @@ class Translator(nn.Module):
         Args:
           source: int [*B, S].
           target: int [*B, T].
-          attention_mask: bool or int [*B, S] of the source as tokenizers give it, 0 for padding, on
-            either side or between tokens.
-          source_lengths: int [*B], the number of real tokens in each source (default: all). The
-            others have no influence.
-          deterministic: False to apply dropout, which needs the rng `dropout`. With dropout it must
-            be given.
+          attention_mask: bool or int [*B, S] of the source as tokenizers give it, 0 for padding
+            anywhere.
+          source_lengths: int [*B], the number of real tokens in each source (default: all).
+          deterministic: False to apply dropout, which needs the rng `dropout`; you must give it if
+            the model has dropout.
           sow_weights: True to sow the attention weights (see `MultiHeadAttention`).
 
         Returns:
           Logits [*B, T, vocab_size], float32 or wider.
         """
         call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
-        given: dict[str, Any] = {"source_lengths": source_lengths, "attention_mask": attention_mask}
-        memory = self.encode(source, **given, **call)
-        _, padding = read_padding(source, attention_mask, {})
-        lengths = source_lengths if padding.lengths is None else padding.lengths
-        return self.decode(target, memory, memory_mask=padding.mask, memory_lengths=lengths, **call)
+        memory = self.encode(
+            source, source_lengths=source_lengths, attention_mask=attention_mask, **call
+        )
+        padding: dict[str, Any] = {"lengths": source_lengths}
+        if attention_mask is not None:
+            _, padding = read_padding(source, attention_mask, padding)
+        return self.decode(
+            target, memory, memory_mask=padding.get("mask"), memory_lengths=padding["lengths"],
+            **call,
+        )  # fmt: skip
 
     def encode(
         self, source: jax.Array, *, source_lengths: jax.Array | None = None,
@@ -299,9 +302,7 @@ class Translator(nn.Module):
         if self.embedding is not None:
             check_module("embedding", self.embedding, TokenEmbedding)
         table = self.embedding or self.decoder.embedding
-        options: Any = {"lengths": source_lengths}
-        source, padding = read_padding(source, attention_mask, options)
-        options = padding.added_to(options)
+        source, options = read_padding(source, attention_mask, {"lengths": source_lengths})
         positions = options.pop("positions", None)
         x = self.decoder.embed(source, table, positions=positions, deterministic=deterministic)
         if any(block.attention.rotary is not None for block in self.encoder.blocks):

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.cache import collection
-from flax_mha.cache.sources import Shared
+from flax_mha.cache import KeyValues, collection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions, MultiHeadAttention, with_parameters
 from flax_mha.models import remat
@@ -138,14 +137,14 @@ class Stack(nn.Module):
             # If only some layers rotate, the others get no positions.
             unrotated = {name: x for name, x in call.items() if name != "positions"}
             by_block = [call if has_rope or not any(rotates) else unrotated for has_rope in rotates]
-            done = sum(place.step is not None for place in self.places)
-            if done:
-                x = self._scan(x, inputs, by_block, by_layer[:done], offsets[: len(blocks)])
-            rest = self.places[done:]
+            scanned = sum(place.step is not None for place in self.places)
+            if scanned:
+                x = self._scan(x, inputs, by_block, by_layer[:scanned], offsets[: len(blocks)])
+            looped = self.places[scanned:]
             x = _run_blocks(
-                [blocks[place.block].copy(name=place.path[0]) for place in rest], x, inputs,
-                [by_block[place.block] | y for place, y in zip(rest, by_layer[done:], strict=True)],
-                offsets[done:],
+                [blocks[place.block].copy(name=place.path[0]) for place in looped], x, inputs,
+                [by_block[y.block] | z for y, z in zip(looped, by_layer[scanned:], strict=True)],
+                offsets[scanned:],
             )  # fmt: skip
             final = not self.first.post_norm if self.final_norm is None else self.final_norm
             return self.first.make_norm("norm", self)(x) if final else x
@@ -169,11 +168,11 @@ class Stack(nn.Module):
             return _run_blocks([module], x, inputs, options, offsets), None
 
         count = len(by_layer) // len(blocks)
-        held = self.variables.get("cache", {}).get("layers")
+        caches = self.variables.get("cache", {}).get("layers")
         # A call with an encoder's output makes memories, perhaps of another size.
         cross = [getattr(block, "cross_attention", None) for block in blocks]
         keeps = not (inputs and any(getattr(layer, "decode", False) for layer in cross))
-        in_place = keeps and held is not None and collection.has_slots(held)
+        in_place = keeps and caches is not None and collection.has_slots(caches)
         axes: dict[Any, Any] = {"params": 0, "intermediates": 0, COLLECTION: 0}
         scanned = nn.scan(
             _write_in_place(step) if in_place else step,
@@ -213,10 +212,9 @@ class Stack(nn.Module):
             checks.integer(f"kv_from[{i}]", source)
             legal = [n for n in range(i) if kv_from[n] is None]
             if source not in legal:
-                rule = f"None or an earlier layer with keys and values, one of {legal}"
-                rule = rule if legal else "None for the first layer"
                 raise ValueError(
-                    f"kv_from[{i}] must be {rule}, got {source} in {kv_from}; change it"
+                    f"kv_from[{i}] must be None or an earlier layer with keys and values, one of "
+                    f"{legal}, got {source} in {kv_from}; change it"
                 )
         offsets = [None if source is None else source - i for i, source in enumerate(kv_from)]
         size = len(self.blocks)
@@ -236,7 +234,7 @@ class Stack(nn.Module):
         These are dropout keys, so that layers drop different weights, and head masks in a list.
         """
         differing: dict[str, list[jax.Array]] = {}
-        if call.get("dropout_rng") is not None:
+        if "dropout_rng" in call:
             key = checks.key("dropout_rng", call.pop("dropout_rng"))
             differing["dropout_rng"] = [*jax.random.split(key, self.num_layers)]
         if isinstance(head_masks := call.get("head_mask"), list | tuple):
@@ -295,7 +293,7 @@ def _run_blocks(
     A block with an offset uses the keys and values of the block that far from it.
     """
     sources = [None if offset is None else i + offset for i, offset in enumerate(offsets)]
-    shared: dict[int, Shared] = {}
+    shared: dict[int, KeyValues] = {}
     for i, (block, call, source) in enumerate(zip(blocks, options, sources, strict=True)):
         call = call if source is None else call | {"kv": shared[source]}
         if i in sources:

@@ -14,24 +14,24 @@ from flax_mha.positions import rope
 
 @dataclasses.dataclass(frozen=True)
 class Axial(rope.PairRotation):
-    """Rotary embedding on a grid, where each axis rotates an equal share of the pairs.
+    """A rotary embedding on a grid. Each axis rotates the same number of pairs.
 
         θ = cₐ / base^(p / P),   p = 0 … P − 1, P = H / (2·axes)
 
-    for the coordinate cₐ on axis a; the axes' pairs follow one another. Tokens are in row-major
-    order: the token at position i ≥ prefix has the coordinates of i − prefix.
+    for the coordinate cₐ on axis a, with the pairs of one axis after those of another. Tokens are
+    in row-major order: the token at position i ≥ prefix has the coordinates of i − prefix.
 
     Attributes:
-      sizes: the number of tokens on each axis, such as (height, width) or (frames, height, width).
+      sizes: the tokens on each axis: (height, width), or (frames, height, width).
       base: the ratio of the slowest to the fastest wavelength.
       interleaved: True for pairs (0, 1), (2, 3), … (see `rotary`).
-      span: the range of coordinates: from −span to span, at the centers of tokens (DINOv3: 2π),
-        instead of 0 … n − 1.
-      prefix: the number of tokens before the grid that are not rotated, such as class tokens.
+      span: coordinates are the centers of tokens, from −span to span (DINOv3: 2π; default: 0 …
+        n − 1).
+      prefix: the tokens before the grid that are not rotated, such as class tokens.
 
     Raises:
-      ValueError: if fields do not fit, or a static position is beyond the grid. A traced one makes
-        its token NaN.
+      ValueError: if fields do not fit, or a static position is beyond the grid. A traced position
+        beyond it makes its token NaN.
 
     Sources: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024; Siméoni et al.,
     "DINOv3", 2025 (span).
@@ -58,7 +58,7 @@ class Axial(rope.PairRotation):
         return sizes
 
     def check(self, positions: checks.Integers) -> int:
-        """Check static positions, and return the number of positions of prefix and grid."""
+        """Return the number of positions of prefix and grid. Static ones must be below it."""
         sizes = self._sizes()
         end = self.prefix + math.prod(sizes)
         remedy = f"raise Axial.sizes, {sizes} after a prefix of {self.prefix}, or give positions="
@@ -71,8 +71,8 @@ class Axial(rope.PairRotation):
         positions = shapes.per_token("positions", positions, x.shape[:-2])
         end = self.check(positions)
         positions = jnp.asarray(positions)
-        pairs, rest = divmod(x.shape[-1], 2 * len(sizes))
-        if rest:
+        pairs, remainder = divmod(x.shape[-1], 2 * len(sizes))
+        if remainder:
             raise ValueError(
                 f"Axial turns pairs, the same number for each of {len(sizes)} axes, so H must be a "
                 f"multiple of {2 * len(sizes)}, got {x.shape[-1]}; choose another head_dim"
@@ -89,17 +89,17 @@ class Axial(rope.PairRotation):
         outside = (positions < 0) | (positions >= end)
         theta = jnp.where((positions < self.prefix)[..., None], 0.0, theta)
         theta = jnp.where(outside[..., None], jnp.nan, theta)
-        return rope.Angles(theta, self.interleaved)
+        return theta, self.interleaved, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class MRope(rope.PairRotation):
-    """Multimodal rotary embedding, where each section of the pairs has a separate coordinate.
+    """A multimodal rotary embedding. Each section of the pairs has its own coordinate.
 
         θ = c / base^(2p / H),   c the coordinate of pair p's section
 
-    The layer's `positions` are [T, sections] or [*B, T, sections], such as (time, row, column) of
-    each token. Positions [T] or [*B, T] are for text, where all coordinates are equal.
+    The `positions` of the layer are [T, sections] or [*B, T, sections]: the time, row and column of
+    each token, for example. Text has positions [T] or [*B, T], which are all of its coordinates.
 
     Attributes:
       sections: the number of pairs for each coordinate, H/2 in all: (16, 24, 24) in Qwen2-VL.
@@ -136,4 +136,4 @@ class MRope(rope.PairRotation):
         theta = rope.compute_angles(at, pairs, 1 / pairs, self.base)
         ends = [sum(sections[:n]) for n in range(len(sections) + 1)]
         by_section = [theta[..., n, ends[n] : ends[n + 1]] for n in range(len(sections))]
-        return rope.Angles(jnp.concatenate(by_section, -1), False)
+        return jnp.concatenate(by_section, -1), False, 1.0

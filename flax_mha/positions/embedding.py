@@ -17,21 +17,21 @@ def sinusoidal(
     positions: jax.Array | int, features: int, *, base: float = 10_000.0, halves: bool = False,
     dtype: Dtype = jnp.float32,
 ) -> jax.Array:  # fmt: skip
-    """Return the sinusoidal position encoding of the Transformer, [*P, D].
+    """Return the Transformer's sinusoidal position encoding, [*P, D].
 
         P[i, 2c] = sin(i / base^(2c/D)),   P[i, 2c+1] = cos(i / base^(2c/D))
 
-    With `halves`, as in tensor2tensor and Whisper, sines come first, and the slowest wavelength is
-    exactly base times the fastest:
+    With `halves`, sines come first, and the slowest wavelength is exactly base times the fastest
+    (tensor2tensor, Whisper):
 
         P[i, c] = sin(i / base^(c/(D/2−1))),   P[i, D/2+c] = cos(i / base^(c/(D/2−1)))
 
     Args:
       positions: int [*P], or a length T for 0 … T−1.
-      features: D; an odd D ends with a sine. With `halves`, D must be even and at least 4.
+      features: D. An odd D ends with a sine. With `halves`, D must be even and at least 4.
       base: the ratio of the slowest to the fastest wavelength.
       halves: True for sines first, then cosines.
-      dtype: the result's dtype; the angles are computed in float32.
+      dtype: the dtype of the result. Angles are computed in float32.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
@@ -60,14 +60,14 @@ def sinusoidal(
 
 
 class PositionEmbedding(nn.Module):
-    """A layer that adds a position encoding to token features.
+    """A layer that adds an encoding of the position to token features.
 
     Attributes:
       kind: "learned" (a table [max_length, D]), "sinusoidal", "sinusoidal_halves" (Whisper's, see
-        `sinusoidal`), or "none".
-      max_length: the length of the learned table; longer inputs are an error.
+        `sinusoidal`) or "none".
+      max_length: the rows of the learned table. Longer inputs are an error.
       embedding_init: the initializer of the learned table.
-      dtype: the result's dtype (default: the input's).
+      dtype: the dtype of the result (default: the input's).
       param_dtype: the dtype of the learned table.
     """
 
@@ -83,8 +83,8 @@ class PositionEmbedding(nn.Module):
 
         Args:
           x: [*B, T, D].
-          positions: int [T] or [*B, T] (default: 0 … T−1). A static position beyond a learned table
-            is an error; a traced one gives NaN.
+          positions: int [T] or [*B, T] (default: 0 … T−1). Beyond a learned table, a static
+            position is an error, and a traced one gives NaN.
         """
         checks.fields(self)
         shapes.check_features("x", x)
@@ -109,9 +109,6 @@ class PositionEmbedding(nn.Module):
             checks.within("positions", at, rows, remedy)
             init = sharding.named(self.embedding_init, ("length", "embed"))
             weights = self.param("embedding", init, (rows, D), self.param_dtype)
-
-            def look_up(weights: jax.Array, positions: jax.Array) -> jax.Array:
-                return numerics.look_up(weights, positions)
-
-            table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(at))
+            names = ("norm_length", None)
+            table = sharding.auto(numerics.look_up, names, weights, jnp.asarray(at))
         return numerics.plus(x.astype(dtype), table)

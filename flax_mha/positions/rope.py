@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from flax_mha.positions.turn import Turn
 def compute_angles(
     positions: Any, pairs: int, step: float, base: float, end: int | None = None
 ) -> jax.Array:
-    """Return the angles of pairs c, positions / base^(c·step), float32 or float64 [*P, pairs].
+    """Return the angles positions / base^(c·step) of pairs c, float32 or float64 [*P, pairs].
 
-    `end` is above all positions, if it is known.
+    `end` is a number above all positions, if one is known.
     """
     dtype = as_floats(positions).dtype
     rounded = jnp.asarray(base, dtype) ** (-step * jnp.arange(pairs, dtype=dtype))
@@ -28,45 +28,35 @@ def compute_angles(
     return Frequencies.of(theta, dtype)._replace(theta=rounded).angles(positions, end)
 
 
-class Angles(NamedTuple):
-    """The angles by which pairs of features are rotated.
-
-    Attributes:
-      theta: float32 or float64 [*B|1, T, P], for the first 2·P features.
-      interleaved: True for pairs (0, 1), (2, 3), …, else (0, P), (1, P + 1), …
-      size: the factor of the rotated features.
-    """
-
-    theta: jax.Array
-    interleaved: bool
-    size: float = 1.0
+# Angles float32 or float64 [*B|1, T, P] of the first 2·P features, True for the pairs (0, 1),
+# (2, 3), … and False for (0, P), (1, P + 1), …, and a factor of the rotated features.
+Angles: TypeAlias = tuple[jax.Array, bool, float]
 
 
 class PairRotation:
-    """A rotation of pairs of features, which a kernel may apply."""
+    """A rotation of pairs of features, which a kernel can apply."""
 
     def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
-        """Return the angles for x [*B, T, N, H] and its positions, checked."""
+        """Check x [*B, T, N, H] and its positions, and return its angles."""
         raise NotImplementedError(f"{type(self).__name__} must define angles(x, positions)")
 
     def turn(self, x: jax.Array, positions: jax.Array) -> Turn:
-        """Return the rotation of x, not applied."""
-        return _turn(x, self.angles(x, positions))
+        """Return the rotation of x, for a kernel to apply."""
+        return _turn(x, *self.angles(x, positions))
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotate x [*B, T, N, H] by its positions."""
-        return rotate_pairs(x, self.angles(x, positions))
+        return rotate_pairs(x, *self.angles(x, positions))
 
 
-def rotate_pairs(x: jax.Array, angles: Angles) -> jax.Array:
-    """Rotate pairs of features of x [*B, T, N, H], in the dtype of the angles."""
-    theta, interleaved, size = angles
+def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> jax.Array:
+    """Rotate pairs of features of x [*B, T, N, H], computed in the dtype of the angles."""
 
     def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:
         if sharding.platform() == "tpu":
-            # A TPU pads the halves of x to whole vectors, and writes them. A matrix that swaps them
-            # is part of the pass that rotates.
-            return _turn(x, Angles(theta, interleaved, size))(x)
+            # Swap the halves of x by a matrix, in the pass that rotates. A TPU would write the
+            # halves to memory, padded to whole vectors.
+            return _turn(x, theta, interleaved, size)(x)
         theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
         cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
         R = 2 * theta.shape[-1]
@@ -79,10 +69,8 @@ def rotate_pairs(x: jax.Array, angles: Angles) -> jax.Array:
     return sharding.auto(rotate, (), x, theta)
 
 
-def _turn(x: jax.Array, angles: Angles) -> Turn:
-    """Return the rotation of x [*B, T, N, H] by angles."""
-    theta = shapes.lead(angles.theta, x.ndim - 1)
-    return Turn.of(theta, x.shape[-1], angles.interleaved, angles.size)
+def _turn(x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> Turn:
+    return Turn.of(shapes.lead(theta, x.ndim - 1), x.shape[-1], interleaved, size)
 
 
 def check_base(base: float) -> None:
@@ -92,7 +80,7 @@ def check_base(base: float) -> None:
 
 
 def check_heads(x: jax.Array) -> jax.Array:
-    """Check that x has the shape [*B, T, N, H], and return it."""
+    """Return x, which must have the shape [*B, T, N, H]."""
     checks.floating("x", x)
     if x.ndim < 3:
         raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
@@ -106,25 +94,25 @@ def rotary(
     x: jax.Array, positions: jax.Array, *, base: float = 10_000.0, fraction: float = 1.0,
     interleaved: bool = False, scaling: Scaling | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Apply a rotary position embedding, which rotates pairs of features.
+    """Rotate pairs of features of x by angles proportional to the position (RoPE).
 
         (x₁, x₂) ← (x₁ cos θ − x₂ sin θ, x₂ cos θ + x₁ sin θ),   θ = i / base^(2c/R)
 
     for pair c of the first R = fraction·H features at position i. The score of a query at i and a
-    key at j then depends on the position only through i − j.
+    key at j then depends only on their distance, i − j.
 
     Args:
       x: queries or keys [*B, T, N, H].
       positions: int [T] or [*B, T].
       base: the ratio of the slowest to the fastest wavelength.
-      fraction: the share of the features that are rotated, so that R is even; others are unchanged.
+      fraction: the share of the features that is rotated. R must be even.
       interleaved: True for pairs (0, 1), (2, 3), … (RoFormer, GPT-J); False for (0, R/2),
         (1, R/2 + 1), … (GPT-NeoX, LLaMA).
-      scaling: the scaling of θ for longer sequences: `Interpolation`, `Ntk`, `Yarn`, `Llama3`,
-        `DynamicNtk`, `LongRope` or `Proportional`.
+      scaling: `Interpolation`, `Ntk`, `Yarn`, `Llama3`, `DynamicNtk`, `LongRope` or
+        `Proportional`, which change θ for longer sequences.
 
     Returns:
-      [*B, T, N, H] in the dtype of x; the rotation is computed in float32 or wider.
+      [*B, T, N, H] in the dtype of x, computed in float32 or wider.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
@@ -133,7 +121,7 @@ def rotary(
 
 @dataclasses.dataclass(frozen=True)
 class Rotary(PairRotation):
-    """A callable for the layer's `rotary` field: the function `rotary` with its options."""
+    """The function `rotary` with its options, for the field `rotary` of a layer."""
 
     base: float = 10_000.0
     fraction: float = 1.0
@@ -142,11 +130,11 @@ class Rotary(PairRotation):
 
     @property
     def reads_length(self) -> bool:
-        """True if the angles depend on the greatest position of a row, its length − 1."""
+        """True if the angles depend on the length of each row."""
         return isinstance(self.scaling, Growing)
 
     def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
-        """Return the angles θ for x [*B, T, N, H] and its positions."""
+        """Return the angles for x [*B, T, N, H] and its positions."""
         base, scaling, interleaved = self.base, self.scaling, self.interleaved
         check_heads(x)
         positions = shapes.per_token("positions", positions, x.shape[:-2])
@@ -159,7 +147,7 @@ class Rotary(PairRotation):
                 f"{self.fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
             )
         if scaling is None:
-            return Angles(compute_angles(positions, R // 2, 2 / R, base), interleaved)
+            return compute_angles(positions, R // 2, 2 / R, base), interleaved, 1.0
         if not isinstance(scaling, Scaling):
             raise TypeError(
                 f"scaling must be of flax_mha.positions, got {checks.describe(scaling)}; give "
@@ -167,9 +155,9 @@ class Rotary(PairRotation):
             )
         at = as_floats(positions)
         if isinstance(scaling, Growing):
-            # The length of each example, up to the newest of these tokens.
+            # The length of each row, up to its newest token.
             frequencies, size = scaling(R, base, jnp.max(at, -1, keepdims=True, initial=-1) + 1)
         else:
             theta, size = scaling(R, base)
             frequencies = Frequencies.of(theta, at.dtype)
-        return Angles(frequencies.angles(positions), interleaved, size)
+        return frequencies.angles(positions), interleaved, size

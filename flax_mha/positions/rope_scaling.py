@@ -1,7 +1,7 @@
 """Scalings of rotary embeddings, for sequences longer than in training.
 
-Pair c of R features is rotated by the angle i·θ_c at position i, with θ_c = base^(−2c/R). A scaling
-changes the frequencies θ_c, and some multiply queries and keys by a factor.
+At position i, pair c of R features is rotated by i·θ_c, with θ_c = base^(−2c/R). A scaling changes
+the frequencies θ_c. Some also multiply queries and keys by a factor.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ def frequencies(R: int, base: float) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Checked:
-    """The base class of scalings, which checks their fields."""
+    """The base class of scalings, which checks the fields by their types."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -52,15 +52,15 @@ class Interpolation(_Checked):
     factor: float
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """Return the scaled frequencies [R/2], and the factor of queries and keys."""
+        """Return the scaled frequencies, float64 [R/2], and the factor of queries and keys."""
         return frequencies(R, base) / self.factor, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Ntk(_Checked):
-    """NTK-aware scaling, which replaces the base by base·factor^(R / (R − 2)).
+    """NTK-aware scaling. The base becomes base·factor^(R / (R − 2)).
 
-    The fastest pair keeps its frequency, and the slowest one has that of `Interpolation`.
+    The fastest pair keeps its frequency. The slowest has the same as with `Interpolation`.
 
     Attributes:
       factor: the divisor of the slowest frequency.
@@ -76,16 +76,15 @@ class Ntk(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class Yarn(_Checked):
-    """YaRN, where fast pairs keep θ and slow pairs have θ/factor, with a ramp between them.
+    """YaRN. Fast pairs keep θ, slow pairs get θ/factor, with a ramp between them.
 
     Attributes:
       factor: the divisor of θ of slow pairs.
       original_length: the length of training sequences in tokens.
-      beta_fast: the rotations in `original_length` tokens where the ramp starts; faster pairs keep
-        θ.
-      beta_slow: the rotations where the ramp ends; slower pairs have θ/factor.
+      beta_fast: pairs that rotate more often in `original_length` tokens are fast.
+      beta_slow: pairs that rotate less often are slow.
       attention_factor: the factor of queries and keys (default: 0.1·ln(factor) + 1).
-      truncate: True to round the ramp's ends to integer indices of pairs, as in the paper's code.
+      truncate: True to round the ends of the ramp to whole pairs, as the paper's code does.
 
     Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023.
     """
@@ -117,13 +116,12 @@ class Yarn(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class Proportional(_Checked):
-    """A rotation of the fastest pairs alone, θ_c / factor for c < share·R/2, and 0 for all others.
+    """A rotation of only the fastest pairs: θ_c / factor for c < share·R/2, and 0 for the others.
 
-    Pairs are those of all R features. With `fraction` of `Rotary` instead, they are pairs of fewer
-    features.
+    The frequencies do not depend on the share. With `fraction` of `Rotary` they would.
 
     Attributes:
-      share: the share of the pairs that are rotated, up to 1.
+      share: the share of the pairs that is rotated, at most 1.
       factor: the divisor of θ.
 
     Source: Google DeepMind, Gemma 4, 2026 ("proportional" in checkpoints).
@@ -144,15 +142,13 @@ class Proportional(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class Llama3(_Checked):
-    """The scaling of Llama 3, where fast pairs keep θ and slow pairs have θ/factor.
-
-    Between `low` and `high` rotations the two are averaged, with linear weights.
+    """Llama 3's scaling. Fast pairs keep θ, slow pairs get θ/factor, others a mean of both.
 
     Attributes:
       factor: the divisor of θ of slow pairs.
       original_length: the length of training sequences in tokens.
-      low: the rotations in `original_length` tokens up to which a pair is slow.
-      high: the rotations from which a pair is fast.
+      low: pairs that rotate less often in `original_length` tokens are slow.
+      high: pairs that rotate more often are fast.
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024, and its code.
     """
@@ -179,13 +175,13 @@ class Llama3(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicNtk(_Checked):
-    """`Ntk` with a factor that grows with the length L of an example ("dynamic" in checkpoints).
+    """`Ntk` with a factor that grows with the length L of each row ("dynamic" in checkpoints).
 
     The base is multiplied by max(factor·L/original_length − factor + 1, 1)^(R / (R − 2)). L is the
-    greatest position of the row's tokens in the call, plus 1; padding by `lengths` does not count.
+    greatest position of the row's tokens in the call, plus 1. Padding by `lengths` does not count.
 
     Attributes:
-      factor: the growth of the equation above.
+      factor: the growth of the factor with L.
       original_length: the length of training sequences in tokens.
 
     Source: emozilla, "Dynamically Scaled RoPE", 2023; Peng et al., "YaRN", 2023, section 3.3.
@@ -195,7 +191,7 @@ class DynamicNtk(_Checked):
     original_length: int
 
     def __call__(self, R: int, base: float, length: jax.Array) -> tuple[Frequencies, float]:
-        """Return frequencies [*L, R/2] for examples of length [*L], and the factor of q and k."""
+        """Return frequencies [*L, R/2] for rows of length [*L], and the factor of q and k."""
         factor = jnp.maximum(length / self.original_length, 1.0) * self.factor - (self.factor - 1)
         theta, power = (
             shapes.lead(jnp.asarray(x, factor.dtype), factor.ndim + 1)
@@ -206,14 +202,13 @@ class DynamicNtk(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class LongRope(_Checked):
-    """LongRoPE, where θ_c is divided by short_c in short examples and by long_c in long ones.
+    """LongRoPE. θ_c is divided by short_c in short rows and by long_c in long ones.
 
-    The length is the greatest position of the row's tokens in the call, plus 1; padding by
-    `lengths` does not count.
+    The length of a row is defined as for `DynamicNtk`.
 
     Attributes:
-      short: the R/2 divisors for examples up to the original length.
-      long: the R/2 divisors for longer examples.
+      short: the R/2 divisors for rows up to the original length.
+      long: the R/2 divisors for longer rows.
       original_length: the length of training sequences in tokens.
       attention_factor: the factor of queries and keys.
 
@@ -244,6 +239,6 @@ class LongRope(_Checked):
         return jax.tree.map(choose, short, long), self.attention_factor
 
 
-# Scalings that depend on the length of each example.
+# Scalings that depend on the length of each row.
 Growing: TypeAlias = DynamicNtk | LongRope
 Scaling: TypeAlias = Interpolation | Ntk | Yarn | Proportional | Llama3 | Growing

@@ -1,4 +1,4 @@
-"""Rotations of pairs of features, computed before they are applied, perhaps inside a kernel."""
+"""Rotations of pairs of features that a kernel can apply."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from flax_mha.base.trees import Struct
 
 
 class Turn(Struct):
-    """The rotation of the first 2·P features of some tokens, by an angle for each pair.
+    """A rotation of the first 2·P features of each token by an angle for each pair.
 
         y = x·cos + partner(x)·sin
 
-    where partner(x) has the two features of each pair in each other's place. Other features have a
-    cosine of 1 and a sine of 0.
+    partner(x) swaps the two features of each pair. Other features have a cosine of 1 and a sine of
+    0.
 
     Attributes:
       cos: float [*B|1, 1, T, H].
@@ -35,32 +35,32 @@ class Turn(Struct):
 
     @classmethod
     def of(cls, theta: jax.Array, features: int, interleaved: bool, size: float = 1.0) -> "Turn":
-        """Return the rotation by angles theta [*B|1, T, P], times a size."""
+        """Return the rotation by angles theta [*B|1, T, P], multiplied by `size`."""
         P = theta.shape[-1]
         is_second = np.arange(2 * P) % 2 == 1 if interleaved else np.arange(2 * P) >= P
 
         def tables(theta: jax.Array) -> list[jax.Array]:
-            found = []
-            for function, rest in ((jnp.cos, 1), (jnp.sin, 0)):
+            by_function = []
+            for function, unrotated in ((jnp.cos, 1), (jnp.sin, 0)):
                 x = function(theta) if size == 1 else size * function(theta)
                 x = jnp.repeat(x, 2, -1) if interleaved else jnp.concatenate([x, x], -1)
-                x = x if rest else jnp.where(is_second, x, -x)
+                x = x if function is jnp.cos else jnp.where(is_second, x, -x)
                 missing = [(0, 0)] * (x.ndim - 1) + [(0, features - 2 * P)]
-                found.append(jnp.pad(x, missing, constant_values=rest)[..., None, :, :])
-            return found
+                by_function.append(jnp.pad(x, missing, constant_values=unrotated)[..., None, :, :])
+            return by_function
 
         cos, sin = sharding.auto(tables, [(), ()], theta)
         return cls(ScoreArray(cos), ScoreArray(sin), P, interleaved)
 
     def swap(self, dtype: Any) -> jax.Array:
-        """Return the matrix [H, H] of partner(x). The product with it is exact in float32."""
+        """Return the matrix [H, H] of partner(x). A product with it is exact."""
         partner = np.arange(self.cos.array.shape[-1])
         first = partner[: 2 * self.pairs]
         partner[: 2 * self.pairs] = first ^ 1 if self.interleaved else np.roll(first, self.pairs)
         return jnp.asarray(np.eye(len(partner), dtype=np.float32)[partner], dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Rotate x [*B, T, N, H], in the dtype of the angles."""
+        """Rotate x [*B, T, N, H], computed in the dtype of the angles."""
         cos, sin = (
             lead(jnp.swapaxes(table.array, -3, -2), x.ndim) for table in (self.cos, self.sin)
         )
@@ -72,8 +72,8 @@ class Turn(Struct):
 class Turned(Struct):
     """Queries or keys x [*B, T, N, H] that are not rotated yet.
 
-    The kernel `flex` for TPUs rotates them; other kernels get them rotated. The type is not that of
-    an array, so that no function takes x for the rotated one.
+    `flex` rotates them on TPUs. Other kernels get them rotated. They are no array, so that no
+    function mistakes x for the rotated one.
     """
 
     x: jax.Array
@@ -86,17 +86,17 @@ class Turned(Struct):
 
 
 def split(q: Any, k: Any) -> tuple[Any, Any, tuple[Turn, Turn] | None]:
-    """Return queries and keys as arrays, and the rotations of both if they are `Turned`."""
+    """Return q and k as arrays, and their rotations if they are `Turned`, or else None."""
     if isinstance(q, Turned) and isinstance(k, Turned):
         return q.x, k.x, (q.turn, k.turn)
     return q, k, None
 
 
 def is_turned(x: Any) -> bool:
-    """Return True if x is `Turned`."""
+    """Tell if x is `Turned`."""
     return isinstance(x, Turned)
 
 
 def settle(tree: Any) -> Any:
-    """Return a tree whose `Turned` arrays are rotated."""
+    """Rotate the `Turned` arrays of a tree."""
     return jax.tree.map(lambda x: x.turn(x.x) if is_turned(x) else x, tree, is_leaf=is_turned)

@@ -1,8 +1,8 @@
-"""Score functions, which change the scores q·kᵀ·scale before the mask.
+"""Score functions, which change the scores q·kᵀ·scale before the mask applies.
 
 >>> layer = MultiHeadAttention(8, scores=(SoftCap(50.0), Alibi()))
 
-Score functions run in the given order. Like masks they are pytrees; their arrays get gradients.
+They run in the order of the sequence. Like masks they are pytrees, and their arrays get gradients.
 
 | function | the new score, from the score s of query i and key j |
 |---|---|

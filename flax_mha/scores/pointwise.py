@@ -1,4 +1,4 @@
-"""Score functions without vectors: biases, caps, slopes, and user-defined functions."""
+"""Biases, caps, slopes, and user-defined functions of scores."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -15,10 +15,10 @@ from flax_mha.scores.score_mod import ScoreMod
 
 
 class Bias(ScoreMod):
-    """An additive bias: score + array.
+    """An additive bias, score + array.
 
     Attributes:
-      array: the bias, broadcastable to [*B, N, T, S].
+      array: floating, broadcastable to [*B, N, T, S].
     """
 
     array: Any
@@ -39,7 +39,7 @@ class SoftCap(ScoreMod):
     """A soft cap, c·tanh(score / c), which keeps scores within ±c.
 
     Attributes:
-      cap: c, a positive number.
+      cap: c, above 0.
 
     Source: Gemma Team, "Gemma 2", 2024.
     """
@@ -57,10 +57,10 @@ class SoftCap(ScoreMod):
 
 
 class Alibi(ScoreMod):
-    """A linear bias of the distance: score − slope[head]·|i − j|.
+    """A linear bias by distance, score − slope[head]·|i − j|.
 
     Attributes:
-      slopes: [N], a slope for each head (default: `alibi_slopes`, the paper's).
+      slopes: [N], a slope for each head (default: the paper's, `alibi_slopes`).
 
     Source: Press et al., "Train Short, Test Long: Attention with Linear Biases", 2022.
     """
@@ -69,7 +69,9 @@ class Alibi(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         slopes = alibi_slopes(dims.N) if self.slopes is None else self.slopes
-        slopes = _per_head("Alibi.slopes", slopes, dims)
+        slopes = jnp.asarray(checks.floating("Alibi.slopes", slopes))
+        expected = {"[N]": (dims.N,)}
+        shapes.check_shape("Alibi.slopes", slopes, expected, "give one for each query head")
         return self.replace(slopes=ScoreArray(shapes.lead(slopes[:, None, None], len(dims.logits))))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
@@ -81,12 +83,12 @@ class Score(ScoreMod):
     """A user-defined function, fn(score, row, head, i, j, *args).
 
     Attributes:
-      fn: a function that returns the new score. It takes the score, then four integer arrays that
-        broadcast to it (the indices of the example and the head, the positions of the query and
-        the key), then q and k if `vectors`, then args.
-      args: arrays and numbers for fn; floating arrays get gradients. Pass traced arrays here, not
+      fn: a function that returns the new score. It gets the score, four integer arrays that
+        broadcast to it (the indices of row and head, the positions of query and key), q and k if
+        `vectors`, then args.
+      args: arrays and numbers for fn. Floating arrays get gradients. Pass traced arrays here, not
         in fn's closure.
-      vectors: True if fn takes the query and key vectors (see `ScoreMod.of_vectors`).
+      vectors: True if fn reads the query and key vectors (see `ScoreMod.of_vectors`).
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
@@ -114,16 +116,9 @@ class Score(ScoreMod):
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """Return ALiBi's slopes, float32 [N]: 2^(−8/N), 2^(−16/N), … if N is a power of two.
 
-    For other N, the slopes for the power of two below are followed by every second slope for the
-    power above.
+    Otherwise, every second slope for the next power of two follows those for the power below N.
     """
     n = 2 ** (num_heads.bit_length() - 1)
     first = 2.0 ** (-8.0 * np.arange(1, n + 1) / n)
     between = 2.0 ** (-8.0 * np.arange(1, 2 * n + 1, 2) / (2 * n))
     return np.concatenate([first, between])[:num_heads].astype(np.float32)
-
-
-def _per_head(name: str, x: Any, dims: Dims) -> jax.Array:
-    x = jnp.asarray(checks.floating(name, x))
-    shapes.check_shape(name, x, {"[N]": (dims.N,)}, "give one for each query head")
-    return x

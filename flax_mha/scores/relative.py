@@ -17,19 +17,19 @@ from flax_mha.scores.score_mod import Make, ScoreMod, Vectors
 
 
 class RelativeBias(ScoreMod):
-    """The relative position bias of T5, score + table[head, bucket(j − i)].
+    """T5's relative position bias, score + table[head, bucket(j − i)].
 
-    Half of the buckets are exact distances; the others grow logarithmically up to max_distance.
+    Half of the buckets are exact distances. The others grow logarithmically up to max_distance.
 
     >>> encoder = Encoder(6, block, scores=(RelativeBias(),))  # T5: one table for all layers
 
     Attributes:
-      table: [N, buckets]; None in the field `scores` of a layer or a stack, which then creates the
-        parameter `relative_bias`.
-      bidirectional: True for separate buckets before and after the query; if False, keys after the
+      table: [N, buckets]. If it is None, a layer or a stack with this in its field `scores` creates
+        the parameter `relative_bias`.
+      bidirectional: True for separate buckets before and after the query. If False, keys after the
         query share the bucket of distance 0.
-      max_distance: the distance from which all keys share the last bucket.
-      buckets: the number of buckets of a created table.
+      max_distance: from this distance on, keys share the last bucket.
+      buckets: the buckets of a created table.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020.
     """
@@ -69,18 +69,18 @@ class RelativeBias(ScoreMod):
 
 
 class Relative(ScoreMod):
-    """Relative positions as keys, score + scale·q_i·r[d], for d = j − i clipped to ±L.
+    """Relative positions as keys, score + scale·q_i·r[d], with d = j − i clipped to ±L.
 
     >>> layer = MultiHeadAttention(8, scores=(Relative(max_distance=16),))
 
     Attributes:
-      table: r, [2·L + 1, H] for all heads or [N, 2·L + 1, H], starting with distance −L; None in
-        the field `scores` of a layer or a stack, which then creates the parameter `relative_keys`.
+      table: r, [2·L + 1, H] for all heads or [N, 2·L + 1, H], starting with distance −L. If it is
+        None, a layer or a stack with this in its field `scores` creates `relative_keys`.
       max_distance: L of a created table.
       per_head: True if a created table has an axis of heads.
 
     Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
-    2018, equation 5; the paper's representations of values are not supported.
+    2018, equation 5, without the paper's representations of values.
     """
 
     table: Any = None
@@ -117,13 +117,13 @@ class Relative(ScoreMod):
 
 
 class TransformerXL(ScoreMod):
-    """The relative positions of Transformer-XL: projected sinusoids as keys, and two biases.
+    """Transformer-XL's relative positions: projected sinusoids as keys, and two biases.
 
         score + q_i·r_d·scale + (u·k_j + v·r_d) / √H,   r_d = W [sin(d·w), cos(d·w)],   d = i − j
 
-    with w = base^(−2c/D) for c = 0 … D/2 − 1, and u, v and W for each head. In the field `scores`
-    of a layer or a stack, arrays that are None are created as the parameters
-    `relative_content_bias`, `relative_position_bias` and `relative_kernel`.
+    with w = base^(−2c/D) for c = 0 … D/2 − 1, and u, v and W for each head. A layer or a stack with
+    this in its field `scores` creates the arrays that are None: `relative_content_bias`,
+    `relative_position_bias` and `relative_kernel`.
 
     >>> decoder = Decoder(6, block, scores=(TransformerXL(features=512),))  # shared by all layers
 
@@ -180,8 +180,8 @@ class TransformerXL(ScoreMod):
         return self.replace(content_bias=u, position_bias=v, kernel=jnp.moveaxis(kernel, 1, 0))
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        # Avoid an array of r_d for all pairs: as sin(d·w) = sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w),
-        # the products with r_d are a matmul with sinusoids of the keys' positions.
+        # Multiply by sinusoids of the keys' positions instead of r_d of all pairs, which sin(d·w) =
+        # sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w) allows.
         u, v, kernel = (
             take_heads(x.astype(score.dtype), at)
             for x in (self.content_bias, self.position_bias, self.kernel)
@@ -190,7 +190,7 @@ class TransformerXL(ScoreMod):
         content = jnp.einsum("...h,...sh->...s", scale * u, k)[..., None, :]
         q = jnp.einsum("...th,...dh->...td", q + scale * v[..., None, :], kernel)
         sin_part, cos_part = jnp.split(q, 2, -1)
-        # Count from the first query, as angles near 0 are the most exact.
+        # Count from the first query: angles near 0 are the most exact.
         first = at.q[..., :1, :]
         (sin_i, cos_i), (sin_j, cos_j) = (
             self._waves(x - first, kernel.shape[-2], score.dtype)
@@ -203,7 +203,7 @@ class TransformerXL(ScoreMod):
         return score + content + jnp.einsum("...td,...sd->...ts", q, waves)
 
     def _waves(self, positions: Array, features: int, dtype: jnp.dtype) -> Vectors:
-        """Return sines and cosines [..., T, D/2] of positions [..., T, 1]."""
+        """Return the sines and cosines [..., T, D/2] of positions [..., T, 1]."""
         theta = float(self.base) ** (-2 * np.arange(features // 2) / features)
         at = jnp.asarray(positions)[..., 0]
         at = at.astype(dtype) if dtype == jnp.float64 else at
@@ -212,7 +212,7 @@ class TransformerXL(ScoreMod):
 
 
 def take_heads(x: jax.Array, at: At) -> jax.Array:
-    """Take the entries of x [N, ...] for the heads of scores, without their axes [T, S]."""
+    """Take the entries of x [N, ...] for the heads of the scores at `at`."""
     return jnp.take(x, jnp.asarray(at.head)[..., 0, 0], axis=0, mode="clip")
 
 
@@ -234,7 +234,7 @@ def relative_bucket(
       distance: j − i, integers of any shape.
       buckets: the number of buckets.
       bidirectional: True for separate buckets before and after the query.
-      max_distance: the distance from which all keys share the last bucket.
+      max_distance: from this distance on, keys share the last bucket.
     """
     _check_distance(buckets, bidirectional, max_distance)
     distance = jnp.asarray(distance)
@@ -246,7 +246,7 @@ def relative_bucket(
     else:
         distance = jnp.maximum(-distance, 0)
     exact = buckets // 2
-    # Compare integers, as a float32 logarithm puts some boundaries one bucket too low.
+    # Compare integers: a float32 logarithm puts some boundaries one bucket too low.
     starts = _bucket_starts(exact, buckets - exact, max_distance)
     return sum(((distance >= start).astype(jnp.int32) for start in starts), first) + jnp.minimum(
         distance, exact
@@ -255,14 +255,14 @@ def relative_bucket(
 
 @functools.cache
 def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]:
-    """Return the first distance of each of `count` logarithmic buckets except the first.
+    """Return where logarithmic buckets 1 … count − 1 start.
 
-    Bucket m starts at the smallest integer d ≥ exact·(max_distance/exact)^(m/count).
+    Bucket m starts at the least integer d ≥ exact·(max_distance/exact)^(m/count).
     """
     starts = []
     for m in range(1, count):
         d = math.floor(exact * (max_distance / exact) ** (m / count))
-        # Compare exact integer powers instead of d and the rounded boundary.
+        # Compare exact powers of integers, not d and a rounded boundary.
         while d**count < max_distance**m * exact ** (count - m):
             d += 1
         starts.append(d)
@@ -270,7 +270,7 @@ def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]
 
 
 def _check_distance(buckets: int, bidirectional: bool, max_distance: int) -> None:
-    """Check that max_distance is greater than the exact distances."""
+    """Check that max_distance is beyond the exact distances."""
     exact = (buckets // 2 if bidirectional else buckets) // 2
     checks.positive(max_distance=max_distance)
     if max_distance <= exact:

@@ -1,16 +1,17 @@
 """The base class of score functions, and helpers to read and apply them."""
 
 import collections
-from collections.abc import Sequence
-from typing import Any, Protocol, Self, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import At, Node, with_jax_arrays
+from flax_mha.base.coordinates import At, with_jax_arrays
 from flax_mha.base.shapes import Dims
+from flax_mha.base.trees import Struct
 
 # Scaled queries [..., T, H] and keys [..., S, H] of the scores [..., T, S].
 Vectors: TypeAlias = tuple[jax.Array, jax.Array]
@@ -19,27 +20,22 @@ Names: TypeAlias = tuple[str | None, ...]
 INIT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
 
-class Make(Protocol):
-    """A function that creates a parameter of a module."""
-
-    def __call__(
-        self, name: str, shape: shapes.Shape, names: Names, init: Initializer = ..., /
-    ) -> jax.Array:
-        """Create a parameter with a name, a shape, and logical names of its axes."""
-        ...
+# Creates a parameter of a module from its name, its shape, the logical names of its axes, and
+# perhaps an initializer.
+Make: TypeAlias = Callable[..., jax.Array]
 
 
-class ScoreMod(Node):
-    """The base class of score functions, which map a score and its coordinates to a new score.
+class ScoreMod(Struct):
+    """The base class of score functions, which compute a new score from a score and its place.
 
-    A subclass with `vectors = True` also takes the query and key vectors, and defines `of_vectors`
-    instead of `__call__`.
+    A subclass that also reads the query and key vectors sets `vectors = True`, and defines
+    `of_vectors` instead of `__call__`.
     """
 
     vectors = False
 
     def bind(self, dims: Dims) -> Self:
-        """Check the arrays against a call's sizes, and wrap score-shaped ones in `ScoreArray`."""
+        """Check the arrays against the sizes of a call, and wrap those over scores."""
         del dims
         return self
 
@@ -48,34 +44,30 @@ class ScoreMod(Node):
         raise NotImplementedError(f"{type(self).__name__} must define __call__(score, at)")
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return the new score from the query and key vectors too, if `vectors` is True.
+        """Return the new score, of the same shape and dtype. Called if `vectors` is True.
 
         Args:
           score: [..., T, S], the scores of a call or of a tile, float32 or wider.
-          at: the coordinates of the scores; `at.head[..., 0, 0]` has the leading axes alone.
+          at: the coordinates of the scores. `at.head[..., 0, 0]` has only the leading axes.
           q: [..., T, H], the scaled queries in the score's dtype.
-          k: [..., S, H], the keys in the score's dtype. Under a mask, entries of q and k that are
-            not finite are replaced by 0; the score still has them.
+          k: [..., S, H], the keys in the score's dtype.
         """
         raise NotImplementedError(f"{type(self).__name__} must define of_vectors(score, at, q, k)")
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """Return the function with its missing arrays created as parameters of a module.
+        """Return the function with its missing arrays, which `make` creates as parameters.
 
         Args:
-          num_heads: the module's number of query heads.
-          head_dim: the number of features per head.
-          make: the function that creates a parameter.
+          num_heads: the number of query heads.
+          head_dim: the features of a head.
+          make: make(name, shape, names, init=INIT) creates a parameter of a layer or a stack.
         """
         del num_heads, head_dim, make
         return self
 
 
 def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[ScoreMod, ...]:
-    """Return a module's score functions, with their missing arrays created as its parameters.
-
-    See `ScoreMod.learned` for the arguments. Repeated names get a suffix `_1`, `_2`, …
-    """
+    """Call `ScoreMod.learned` of several functions. A repeated name gets a suffix `_1`, `_2`, …"""
     count: collections.Counter[str] = collections.Counter()
 
     def numbered(
@@ -89,12 +81,12 @@ def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[Sco
 
 
 def without_vectors(name: str, *fields: Sequence[ScoreMod]) -> None:
-    """Check that a layer has no scores with vectors, if its products are not of its heads alone."""
+    """Check that a layer has no scores of vectors, if its products are not only q·kᵀ of heads."""
     names = [type(mod).__name__ for scores in fields for mod in as_scores(scores) if mod.vectors]
     if names:
         raise ValueError(
             f"{name} must have no scores of query and key vectors, because its products are not of "
-            f"its heads' queries and keys alone, got {', '.join(names)}; leave it out"
+            f"only its heads' queries and keys, got {', '.join(names)}; leave it out"
         )
 
 
@@ -123,7 +115,7 @@ def as_scores(scores: Any) -> tuple[ScoreMod, ...]:
 
 
 def changed(mod: ScoreMod, score: jax.Array, at: At, vectors: Vectors | None = None) -> jax.Array:
-    """Apply a score function, check its result, and keep the score's shape and dtype."""
+    """Apply a score function, check its result, and restore the score's shape and dtype."""
     mod = with_jax_arrays(mod)
     new = mod.of_vectors(score, at, *vectors) if vectors and mod.vectors else mod(score, at)
     name = type(mod).__name__

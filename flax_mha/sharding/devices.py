@@ -1,4 +1,4 @@
-"""The devices that a traced program will run on."""
+"""The devices that a traced program is for."""
 
 import contextlib
 import contextvars
@@ -18,8 +18,8 @@ class Platform(NamedTuple):
       name: JAX's name of the platform: "cpu", "gpu" or "tpu".
       device: JAX's name of the device kind, such as "NVIDIA H200".
       cudnn: the version of cuDNN, such as (9, 20, 0); None for the installed one.
-      not_partitionable: the reason against kernels that XLA cannot shard; None on one device, or if
-        each device runs its own shard.
+      not_partitionable: why kernels that XLA cannot shard refuse the call; None if each device runs
+        its own shard.
       auto_partitioned: True if XLA shards the call between several devices without a mesh.
     """
 
@@ -37,7 +37,7 @@ _target: contextvars.ContextVar[Platform | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def target(platform: Platform | None) -> Iterator[None]:
-    """Compile functions that are traced in the context for a platform; None keeps the outer one.
+    """Trace functions for a platform in the context. None keeps the outer one.
 
     Raises:
       TypeError: if it is not a `Platform`.
@@ -55,10 +55,10 @@ def target(platform: Platform | None) -> Iterator[None]:
 
 
 def platform() -> str:
-    """Return JAX's name of the platform that the traced program will run on.
+    """Return JAX's name of the platform that the traced program is for.
 
-    This is the platform of `flax_mha.kernels.use`, or that of the ambient mesh's devices, which may
-    be elsewhere, or JAX's default.
+    This is the platform of `flax_mha.kernels.use`, else the one of the ambient mesh's devices,
+    which may be elsewhere, else JAX's default.
     """
     if (known := _target.get()) is not None:
         return known.name
@@ -67,10 +67,10 @@ def platform() -> str:
 
 
 def current_platform(manual: Collection[str] = ()) -> Platform:
-    """Return the devices that the traced call will run on. See `platform`.
+    """Return the devices that the traced call is for. See `platform`.
 
-    `jax.shard_map` shards the call over the mesh axes in `manual`. A program for a platform that
-    `flax_mha.kernels.use` names runs on one device if there is no mesh.
+    `jax.shard_map` shards the call over the mesh axes in `manual`. Without a mesh, a program for a
+    platform of `flax_mha.kernels.use` runs on one device.
     """
     mesh, known = jax.sharding.get_abstract_mesh(), _target.get()
     if known is None:

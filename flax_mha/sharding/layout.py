@@ -14,20 +14,19 @@ from flax_mha.base import checks
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.sharding import rules, shard_map
 
-# True while `init` traces: activations are then not sharded, because they are not used.
+# True while `init` traces, which uses no activations, so that they need no sharding.
 initializing = jax.make_user_context(False)
 
 
 def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
     """Shard x by the logical axis rules.
 
-    Without a mesh or rules, and on Manual axes (inside `jax.shard_map`), x is returned unchanged.
-    On Auto axes this is a sharding constraint, on Explicit axes a reshard. Axes without a rule stay
-    as they are.
+    On Auto axes of the mesh this is a sharding constraint, on Explicit axes a reshard. Without a
+    mesh or rules, and on Manual axes (inside `jax.shard_map`), it does nothing.
 
     Args:
       x: an array.
-      names: the logical names, or None, of the last axes of x. Leading axes stay as they are.
+      names: a logical name or None for each of the last axes. Axes without a rule stay as they are.
 
     Raises:
       ValueError: if the rules do not fit the mesh or the sizes of x.
@@ -46,10 +45,10 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
 
 
 def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
-    """Return the `PartitionSpec` that the rules give an array.
+    """Return the `PartitionSpec` of an array by the logical axis rules.
 
-    Axes without a rule are `UNCONSTRAINED`. Without a mesh, on one device, and inside
-    `jax.shard_map`, all axes are.
+    Axes without a rule are `UNCONSTRAINED`. So are all axes without a mesh, on one device, and
+    inside `jax.shard_map`.
 
     Args:
       shape: the array's shape.
@@ -67,8 +66,8 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
 def manual_axes(specs: Iterable[PartitionSpec]) -> set[str]:
     """Return the mesh axes over which `jax.shard_map` shards arrays with these specs.
 
-    XLA may have sharded unconstrained axes over Auto mesh axes without an entry in a spec. They
-    stay Auto inside, except axes of size 1, because Mosaic kernels do not run under Auto axes.
+    Auto mesh axes without an entry stay Auto if an array has unconstrained axes, which XLA may have
+    sharded over them. Those of size 1 do not: Mosaic kernels do not run under Auto axes.
     """
     mesh, parts = shard_map.ambient_mesh(), [part for spec in specs for part in spec]
     named = {axis for part in parts for axis in rules.unpack_entry(part)}
@@ -80,15 +79,12 @@ def manual_axes(specs: Iterable[PartitionSpec]) -> set[str]:
 
 @functools.partial(jax.jit, static_argnames="spec", inline=True)
 def constrain_auto(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Constrain the sharding of x over Auto axes.
-
-    Outside `jax.jit`, JAX constrains only arrays that are already on the mesh's devices.
-    """
+    """Constrain x over Auto axes. Outside jit, JAX would need x on the devices of the mesh."""
     return jax.lax.with_sharding_constraint(x, spec)
 
 
 def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Reshard x over Explicit axes, as `jax.shard_map` requires of its inputs."""
+    """Reshard x over Explicit axes, as `jax.shard_map` requires."""
     explicit = shard_map.ambient_mesh().explicit_axes
     if not explicit:
         return x
@@ -97,7 +93,7 @@ def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def spec_of(x: jax.Array) -> PartitionSpec:
-    """Return the `PartitionSpec` of x over Explicit axes, with an entry for each axis."""
+    """Return how x is sharded over Explicit axes, with an entry for each of its axes."""
     explicit = shard_map.ambient_mesh().explicit_axes
     spec = rules.keep_axes(jax.typeof(x).sharding.spec, explicit)
     return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
@@ -110,18 +106,18 @@ def local(
     """Return fn(*args), computed by each device on its shards.
 
     Args:
-      fn: a function of arrays, run on Manual axes: a function of a module, or a `Partial` of one.
-      names: the logical names of each argument's axes.
+      fn: a module's function, or a `Partial` of one, that runs on Manual axes.
+      names: the logical names of the axes of each argument.
       outs: a pair (shape, names) for the result, or a list of pairs.
       *args: the arrays.
       over: more mesh axes, along which all devices compute the same.
     """
-    several = isinstance(outs, list)
+    has_many = isinstance(outs, list)
     inputs = [(x.shape, n) for x, n in zip(args, names, strict=True)]
     # An array without batch axes has fewer axes than names.
     arrays = [
         (shape, n[max(len(n) - len(shape), 0) :])
-        for shape, n in [*inputs, *(outs if several else [outs])]
+        for shape, n in [*inputs, *(outs if has_many else [outs])]
     ]
     specs = [spec(shape, n) for shape, n in arrays]
     # An axis without a rule is sharded as the first axis with its name, or with its index.
@@ -134,27 +130,26 @@ def local(
         for spec, key in zip(specs, keys, strict=True)
     ]
     ins, out_specs = full[: len(args)], full[len(args) :]
-    outs = out_specs if several else out_specs[0]
+    outs = out_specs if has_many else out_specs[0]
     manual = manual_axes(specs) | {*over}
     return shard_map.run_on_shards(fn, manual, ins, outs, *map(reshard, args, ins))
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Reshard x over Explicit axes as another array of the same shape."""
+    """Reshard x over Explicit axes like another array of the same shape."""
     return reshard(x, spec_of(other))
 
 
 def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     """Return fn(*args), with the sharding inside left to the compiler on any mesh.
 
-    On Explicit axes, JAX requires output shardings of many operations, such as reshapes, gathers
-    and matmuls over a sharded axis. Inside fn these axes are Auto, and `constrain` guides the
-    compiler.
+    Explicit axes are Auto inside fn, because JAX would require output shardings of many operations
+    (reshapes, gathers, matmuls over a sharded axis).
 
     Args:
       fn: a function that closes over no JAX array.
-      names: the result's logical names, in a tree like the result. An axis without a rule is
-        sharded as that axis of the first array.
+      names: the logical names of the result, in a tree like the result. An axis without a rule is
+        sharded like the same axis of the first array.
       *args: trees of arrays.
     """
     mesh = shard_map.ambient_mesh()
@@ -199,9 +194,9 @@ def _is_names(x: Any) -> bool:
 
 
 def warn_of_unseen_mesh() -> None:
-    """Warn about `with mesh:`, which sets a mesh that logical axis rules cannot use."""
+    """Warn under `with mesh:`, which sets a mesh that logical axis rules do not see."""
     try:
-        # JAX has no public way to read this mesh, but accepts a PartitionSpec only under a mesh.
+        # JAX has no public way to read this mesh, but accepts a PartitionSpec only under one.
         jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
     except (RuntimeError, ValueError):
         return

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mha.base import shapes
 from flax_mha.sharding import layout, rules
 
-# True while `of` traces: parameters are then boxed with their names, whatever `partitioned` is.
-# It is a JAX context, because JAX caches traced functions by their contexts.
+# True while `of` traces, so that parameters are boxed with their names whatever `partitioned` is.
+# A JAX context is part of the key of JAX's caches.
 _naming = jax.make_user_context(False)
 
 
@@ -21,13 +21,14 @@ class Named(nn.LogicallyPartitioned):
     """A parameter's value with its logical axis names."""
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """Return the value without a sharding constraint, which JAX rejects on Explicit axes."""
+        """Return the value. JAX rejects Flax's sharding constraint on Explicit axes."""
         del apply_constraint
         return self.value
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
-        """Add the axis of a Flax transformation, with no name if `metadata_params` have none."""
-        index %= len(self.names) + 1  # Flax inserts names at a negative index one place too early.
+        """Add the axis of a Flax transformation, without a name by default."""
+        # Flax inserts names at a negative index one place too early.
+        index %= len(self.names) + 1
         return super().add_axis(index, {nn.PARTITION_NAME: None} | params)
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Any:
@@ -36,10 +37,10 @@ class Named(nn.LogicallyPartitioned):
 
 
 def named(init: Initializer, names: rules.LogicalNames, partitioned: bool = False) -> Initializer:
-    """Return an initializer of parameters with logical axis names, one or None for each axis.
+    """Return an initializer of parameters with a logical name, or None, for each axis.
 
-    The parameters are boxed, as by `nn.with_logical_partitioning`, if `partitioned`, and while
-    `sharding.of` reads the names. Otherwise they are plain arrays. Boxes that `init` makes stay.
+    Parameters are plain arrays, unless `partitioned` boxes them as `nn.with_logical_partitioning`
+    does. They are also boxed while `sharding.of` reads the names.
     """
 
     def initialize(rng: jax.Array, shape: Sequence[int], dtype: Dtype) -> Any:
@@ -56,14 +57,14 @@ def name(x: Any, names: rules.LogicalNames) -> Any:
 
 
 def of(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return the shardings of a function's result, by the logical names of its parameters.
+    """Return the shardings of the parameters that a function creates.
 
     Args:
-      fn: a function that initializes Flax modules, and perhaps an optimizer. It is traced, not run.
+      fn: a function that initializes Flax modules, and perhaps an optimizer. It is only traced.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`.
 
     Returns:
-      The result's tree, without boxes, with a `NamedSharding` over the ambient mesh for each leaf.
+      The tree of its result, with a `NamedSharding` over the ambient mesh for each leaf.
 
     Raises:
       ValueError: without an ambient mesh.

@@ -1,4 +1,4 @@
-"""Orders of tokens that balance the work of a ring of devices. Each device gets a slice of them."""
+"""Orders of tokens that balance the work of the devices of a ring."""
 
 import functools
 import math
@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from flax_mha.base import checks
-from flax_mha.base.coordinates import Array, PairRule, tiles_of, whole
+from flax_mha.base.coordinates import Array, tiles_of, whole
 from flax_mha.base.shapes import Dims
+from flax_mha.base.trees import Struct
 
 # The swaps that are compared at once, and the most table entries of all swaps: some seconds.
 _SWAPS, _ENTRIES = 32, 2**29
@@ -18,8 +19,8 @@ _SWAPS, _ENTRIES = 32, 2**29
 def zigzag(length: int, devices: int) -> np.ndarray:
     """Return an order of tokens that balances causal attention over devices.
 
-    Of 2n pieces of the sequence, device i of n gets pieces i and 2n − 1 − i: an early piece, which
-    sees few keys, and a late piece, which sees many.
+    Device i of n gets pieces i and 2n − 1 − i of 2n pieces: an early one, which sees few keys, and
+    a late one, which sees many.
 
     >>> order = sharding.zigzag(x.shape[1], 8)
     >>> y = layer.apply(variables, x[:, order], order=order)[:, np.argsort(order)]
@@ -58,23 +59,21 @@ def balanced(
 
         Σₛ (Σᵢ Wᵢₛ⁸)^(1/8)  ≈  Σₛ maxᵢ Wᵢₛ
 
-    Wᵢₛ is the work of device i in step s: the number of tiles between its queries and the keys of
-    device i − s that are not empty. The search is deterministic, and takes seconds. The ring takes
-    at most about 1.1 of the mean on up to 64 devices, more where Wᵢₛ are few tiles, as in a window.
+    where Wᵢₛ is the work of device i in step s: the number of tiles that are not empty between its
+    queries and the keys of device i − s. The search is deterministic and takes seconds. The slowest
+    device then takes about 1.1 of the mean on up to 64 devices, more where Wᵢₛ are few tiles.
 
     >>> lengths = [700, 1000, 348]
     >>> order = sharding.balanced(lengths, 8)
     >>> layer = MultiHeadAttention(8, mask=masks.Causal() & masks.Documents(lengths))
 
     Args:
-      lengths: int [documents], the numbers of tokens of the documents, T in all. Count padding as a
-        document. For several rows, which share the order: int [rows, documents], filled with 0.
-        Their work is added.
+      lengths: int [documents], the tokens of each document, T in all, with padding as a document.
+        Rows that share the order are [rows, documents], filled with 0.
       devices: n, the number of devices of the ring.
-      mask: the mask within documents, static and the same in all rows, such as
-        `masks.Causal() & masks.Window(1024)`; None for a causal one.
-      tile: the number of tokens of a piece (default: 512 or 256 if that leaves each device 16
-        pieces and 4·n, else 128). If the order is traced, kernels on a ring use the default.
+      mask: a static mask within documents, the same in all rows (default: causal).
+      tile: the tokens of a piece (default: 512 or 256 if that leaves each device 16 pieces and 4·n,
+        else 128). Kernels on a ring use the default if the order is traced.
 
     Returns:
       The positions of the tokens, int32 [T].
@@ -105,10 +104,10 @@ def balanced(
 
 
 def piece_size(length: int, devices: int, positions: Array | None = None) -> int:
-    """Return the number of tokens in a piece, if each device has `length` tokens.
+    """Return the tokens of a piece, if each device has `length` tokens.
 
-    `positions` are those of all tokens, as in `AttentionSpec`. If they are traced, or None, it is
-    the default of `balanced`.
+    `positions` are all tokens' positions, as in `AttentionSpec`. If they are traced or None, the
+    result is the default of `balanced`.
     """
     if positions is None or isinstance(positions, jax.Array):
         least = max(16, 4 * devices)
@@ -119,19 +118,19 @@ def piece_size(length: int, devices: int, positions: Array | None = None) -> int
 
 
 def _count_work(rows: np.ndarray, mask: Any, tile: int) -> np.ndarray:
-    """Return how many rows see a key in each tile, float32 [pieces, pieces]."""
+    """Return how many rows may attend in each tile, float32 [pieces, pieces]."""
     length = int(rows[0].sum())
     dims = Dims((), length, length, 1, 1, 1, 1)
     tiles = tiles_of(*whole(dims)[2:], tile, tile)
+    rule: Any = mask
     if mask is None:
         visible = tiles.k_min <= tiles.q_max
-    elif isinstance(mask, PairRule):
+    elif isinstance(mask, Struct):
         jax.tree.map(functools.partial(checks.static, "mask"), mask)
-        visible = np.asarray(mask.bind(dims).tiles(tiles)) > 0
+        visible = np.asarray(rule.bind(dims).tiles(tiles)) > 0
     else:
-        found = checks.describe(mask)
         raise TypeError(
-            f"mask must be a flax_mha.masks.Mask, got {found}; give masks.Causal(), say"
+            f"mask must be a flax_mha.masks.Mask, got {checks.describe(mask)}; give masks.Causal()"
         )
     work = np.zeros((length // tile,) * 2, np.float32)
     for row in rows:
@@ -143,7 +142,7 @@ def _count_work(rows: np.ndarray, mask: Any, tile: int) -> np.ndarray:
 
 
 def _deal(work: np.ndarray, n: int) -> np.ndarray:
-    """Return the device of each piece, with equally many on each, int [pieces]."""
+    """Return the device of each piece, int [pieces], with equally many on each device."""
     m, devices = len(work), np.arange(n)
     device = np.arange(m) % n
     if n == 1:
@@ -152,7 +151,7 @@ def _deal(work: np.ndarray, n: int) -> np.ndarray:
     work = work * (n * n / max(float(work.sum()), 1.0))
     one_hot = np.eye(n, dtype=np.float32)
     by_query, by_key = work @ one_hot[device], work.T @ one_hot[device]
-    # The work between the queries of each device and the keys of each.
+    # The work of the queries of each device on the keys of each other one.
     table = one_hot[device].T @ by_query
     keys_of_step = (devices - devices[:, None]) % n
 

@@ -1,7 +1,6 @@
-"""Products of arrays and kernels that a mesh shards, with fewer transfers than XLA plans by itself.
+"""Products with kernels that a mesh shards, with fewer transfers than XLA plans by itself.
 
-With FSDP, a device holds a part of each kernel. With sequence parallelism, positions are sharded
-between layers.
+FSDP shards each kernel. Sequence parallelism shards positions between layers.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
@@ -10,28 +9,32 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jaxlib.version
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from flax_mha.base import private_jax
 from flax_mha.sharding import devices, layout, rules
 from flax_mha.sharding.rules import LogicalNames, unpack_entry
 from flax_mha.sharding.shard_map import run_on_shards
 
 Shape = tuple[int, ...]
 Multiply = Callable[[jax.Array, jax.Array], Any]
+# Before jaxlib 0.11.2, XLA aborts at the gradients of two `jax.shard_map`s in a row that leave
+# axes of several devices Auto.
+SHARDED_SUBGROUPS = jaxlib.version.__version_info__ >= (0, 11, 2)
 
 
 def product(
-    multiply: Multiply, names: LogicalNames, rows: LogicalNames, contracted: int, x: jax.Array,
-    kernel: jax.Array,
+    parallel: Callable[..., Any], multiply: Multiply, names: LogicalNames, rows: LogicalNames,
+    contracted: int, x: jax.Array, kernel: jax.Array,
 ) -> Any:  # fmt: skip
     """Return multiply(x, kernel) [*rows, *features].
 
     A kernel sharded by FSDP is gathered on Manual axes, so that its gradient is reduce-scattered.
-    XLA by itself would all-reduce it, and then slice.
+    XLA would all-reduce it and then slice.
 
     Args:
+      parallel: `column_parallel` or `row_parallel`.
       multiply: a function of a module, or a `Partial` of one.
       names: the logical names of the kernel's axes.
       rows: the logical names of the other axes of the result.
@@ -44,12 +47,12 @@ def product(
     axes = unpack_entry(layout.spec(shape, rows)[at]) if at >= 0 else ()
     spec = rules.fill_unconstrained(layout.spec(kernel.shape, names))
     spec = rules.keep_axes(spec, axes)
-    # XLA:CPU aborts at sums of half precision over devices that a `jax.shard_map` transposes to.
+    # XLA:CPU aborts at sums of half precision over devices, which this would transpose to.
     aborts = x.dtype.itemsize < 4 and devices.platform() == "cpu"
-    if not private_jax.SHARDED_SUBGROUPS:
+    if not SHARDED_SUBGROUPS:
         sizes = jax.sharding.get_abstract_mesh().shape
         aborts |= any(size > 1 for axis, size in sizes.items() if axis not in axes)
-    compute = Partial(_tensor_parallel, multiply, names, rows, contracted)
+    compute = Partial(parallel, multiply, names, rows, contracted)
     if aborts or not any(spec):
         return compute(x, layout.constrain(kernel, whole))
     on_shard = Partial(_with_shard, compute, whole, spec, kernel.shape)
@@ -61,8 +64,8 @@ def _with_shard(
     compute: Multiply, names: LogicalNames, spec: PartitionSpec, shape: Shape, x: jax.Array,
     shard: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Multiply by a kernel that the devices of a `jax.shard_map` gather."""
-    # XLA would gather axes left Auto, too.
+    """Gather a kernel over the devices of a `jax.shard_map`, and multiply by it."""
+    # Not by `all_gather` directly: XLA would also gather axes left Auto.
     kernel = layout.local(Partial(_gather, spec), [names], (shape, names), shard)
     return compute(x, layout.constrain(kernel, names))
 
@@ -73,36 +76,26 @@ def _gather(spec: PartitionSpec, shard: jax.Array) -> jax.Array:
     return shard
 
 
-def _tensor_parallel(
+def column_parallel(
     multiply: Multiply, names: LogicalNames, rows: LogicalNames, contracted: int, x: jax.Array,
     kernel: jax.Array,
 ) -> Any:  # fmt: skip
-    """Multiply by a kernel that is whole along the axes of FSDP."""
-    of_result = (*x.shape[: x.ndim - contracted], *kernel.shape[contracted:])
-    out = (of_result, rows + gathered(names[contracted:]))
-    if contracted == 1 and rows == ("batch", "length") and x.ndim >= 2:
-        return _column_parallel(multiply, names, out, x, kernel)
-    if rows[-1] == "norm_length":
-        return _row_parallel(multiply, names[:contracted], gathered(names), out, x, kernel)
-    return multiply(x, kernel)
-
-
-def _column_parallel(
-    multiply: Multiply, names: LogicalNames, out: Any, x: jax.Array, kernel: jax.Array
-) -> Any:
-    """Multiply by a kernel whose features are sharded.
+    """Multiply by a kernel whose features are sharded, and whole along the axes of FSDP.
 
     If positions of x are sharded between layers, each device gathers all of them before the
     product, and keeps the gradient of its own: one all-gather forward and one reduce-scatter
     backward. If devices share key/value heads, the gradient of x is a sum over all devices, which
-    XLA joins with that of the queries.
+    XLA joins with the sum for the queries.
     """
     at = x.ndim - 2
+    if contracted > 1 or rows != ("batch", "length") or at < 0:
+        return multiply(x, kernel)
     axes, over = _sequence_axes(x.shape, at), _sharing_axes(kernel.shape, names)
     if not axes and not over:
         return multiply(x, kernel)
     of_x = ("batch", "norm_length" if axes else "length", None)
     on_device = Partial(_gather_positions, multiply, axes, at)
+    out = (*x.shape[:-1], *kernel.shape[1:]), rows + gathered(names[1:])
     return layout.local(on_device, [of_x, gathered(names)], out, x, kernel, over=over)
 
 
@@ -112,22 +105,23 @@ def _gather_positions(
     return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True) if axes else x, kernel)
 
 
-def _row_parallel(
-    multiply: Multiply, contracted: LogicalNames, names: LogicalNames, out: Any, x: jax.Array,
+def row_parallel(
+    multiply: Multiply, names: LogicalNames, rows: LogicalNames, contracted: int, x: jax.Array,
     kernel: jax.Array,
 ) -> Any:  # fmt: skip
-    """Multiply by a kernel whose contracted axes are sharded.
+    """Multiply by a kernel whose contracted axes are sharded, and whole along the axes of FSDP.
 
     If the devices that sum a product also shard its positions, each keeps the sums of its own: one
     reduce-scatter forward, one all-gather backward.
     """
-    at = x.ndim - len(contracted) - 1
-    axes = _sequence_axes(out[0], at)
-    if not axes or axes != unpack_entry(layout.spec(kernel.shape, names)[0]):
+    at, whole = x.ndim - contracted - 1, gathered(names)
+    shape = (*x.shape[: at + 1], *kernel.shape[contracted:])
+    axes = _sequence_axes(shape, at)
+    if not axes or axes != unpack_entry(layout.spec(kernel.shape, whole)[0]):
         return multiply(x, kernel)
-    of_x = ("batch", "length", *contracted)
+    of_x = ("batch", "length", *names[:contracted])
     on_device = Partial(_scatter_positions, multiply, axes, at)
-    return layout.local(on_device, [of_x, names], out, x, kernel)
+    return layout.local(on_device, [of_x, whole], (shape, rows + whole[contracted:]), x, kernel)
 
 
 def _scatter_positions(
@@ -137,18 +131,17 @@ def _scatter_positions(
 
 
 def _sharing_axes(shape: Shape, names: LogicalNames) -> tuple[str, ...]:
-    """Return the mesh axes of query heads along which devices share a kernel's key/value heads."""
+    """Return the mesh axes along which devices share the key/value heads of a kernel."""
     if "kv_heads" not in names:
         return ()
     own = unpack_entry(layout.spec(shape, gathered(names))[names.index("kv_heads")])
-    # As many heads as devices, so that they divide.
     count = jax.sharding.get_abstract_mesh().size
     (of_queries,) = layout.spec((count,), ("heads",))
     return tuple(axis for axis in unpack_entry(of_queries) if axis not in own) if own else ()
 
 
 def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:
-    """Return the mesh axes that shard positions between layers but not inside them."""
+    """Return the mesh axes that shard positions between layers, but not inside them."""
     everywhere, between = (
         unpack_entry(layout.spec(shape[: at + 1], (name,))[at])
         for name in ("length", "norm_length")
@@ -157,6 +150,6 @@ def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:
 
 
 def gathered(names: LogicalNames) -> LogicalNames:
-    """Return a parameter's logical names without the axis that FSDP shards, as products need it."""
+    """Return the logical names of a parameter without the one that FSDP shards."""
     fsdp = "embed" if rules.has_rule("embed") else None
     return tuple(None if name == fsdp else name for name in names)

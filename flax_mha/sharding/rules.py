@@ -1,4 +1,4 @@
-"""The logical axis rules: the mesh axes that they give to arrays, and checks of these."""
+"""The logical axis rules, applied to arrays and checked."""
 
 import contextlib
 import itertools
@@ -19,10 +19,10 @@ _TOKENS = ("batch", "length", "norm_length")
 
 
 def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
-    """Return the `PartitionSpec` that the rules give an array, and check that they fit.
+    """Return the `PartitionSpec` of an array by the rules, which must fit its shape and the mesh.
 
-    `names` are the logical names of its last axes. Axes without a rule, and axes before the named
-    ones, are `UNCONSTRAINED`.
+    `names` are the logical names of its last axes. Axes without a rule or a name are
+    `UNCONSTRAINED`.
     """
     if not isinstance(names, tuple | list) or not all(isinstance(n, str | None) for n in names):
         raise TypeError(
@@ -43,7 +43,7 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
 def _resolve_axis(
     size: int, name: Any, axes: Any, names: LogicalNames, rules: Rules, mesh: AbstractMesh
 ) -> Any:
-    """Return the entry of an axis of this size and name, given the mesh axes that Flax resolves."""
+    """Return the entry of one axis. `axes` are the mesh axes that Flax has resolved for it."""
     targets = [target for rule, target in rules if rule == name]
     if name is not None and not targets:
         return UNCONSTRAINED
@@ -58,7 +58,7 @@ def _resolve_axis(
     if size % devices == 0:
         return axes
     if name == "kv_heads":
-        # A device's queries pick the key/value heads that they need.
+        # Devices share heads, and their queries pick the ones that they need.
         return leading_axes(axes, size, mesh)
     if size == 1 and name in _TOKENS:
         return None
@@ -70,7 +70,7 @@ def _resolve_axis(
 
 
 def _check_rule(name: Any, targets: Sequence[Any], rules: Rules, sizes: dict[str, int]) -> None:
-    """Check that the mesh has the axes to which the rules map a name."""
+    """Check that the mesh has the axes of the rules of a name."""
     unknown = {axis for target in targets for axis in unpack_entry(target)} - set(sizes)
     if unknown:
         named = {axis for _, target in rules for axis in unpack_entry(target)}
@@ -83,7 +83,7 @@ def _check_rule(name: Any, targets: Sequence[Any], rules: Rules, sizes: dict[str
 
 
 def suggest(inputs: PartitionSpec, specs: Iterable[PartitionSpec]) -> str:
-    """Return code of rules that fit inputs [*B, T, ·] and parameters with these specs."""
+    """Return code of rules that fit the specs of inputs [*B, T, ·] and of parameters."""
     batch = unpack_entry(inputs[0] if len(inputs) > 1 else None)
     used = {axis: None for spec in specs for part in spec for axis in unpack_entry(part)}
     model = [axis for axis in used if axis not in batch]
@@ -92,7 +92,7 @@ def suggest(inputs: PartitionSpec, specs: Iterable[PartitionSpec]) -> str:
 
 
 def _rules() -> Rules:
-    """Return Flax's rules, with defaults for key/value heads (as query heads) and slots (whole)."""
+    """Return Flax's rules. By default, key/value heads follow query heads, and slots are whole."""
     rules = (*nn.get_logical_axis_rules(), ("cache_length", None))
     if not has_rule("kv_heads"):
         rules += tuple(("kv_heads", axes) for name, axes in rules if name == "heads")
@@ -100,12 +100,12 @@ def _rules() -> Rules:
 
 
 def has_rule(name: str) -> bool:
-    """Return True if there is a rule for a logical name."""
+    """Tell if there is a rule for a logical name."""
     return any(rule == name for rule, _ in nn.get_logical_axis_rules())
 
 
 def unpack_entry(axes: Any) -> tuple[str, ...]:
-    """Return the mesh axes of an entry of a PartitionSpec, none for `UNCONSTRAINED`."""
+    """Return the mesh axes of an entry of a PartitionSpec."""
     if axes is None or axes is UNCONSTRAINED:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
@@ -117,24 +117,24 @@ def pack_entry(axes: Sequence[str]) -> Any:
 
 
 def leading_axes(axes: Any, size: int, mesh: AbstractMesh) -> Any:
-    """Return the longest leading part of an entry that divides `size`, or None."""
+    """Return the most leading mesh axes of an entry that divide `size`, or None."""
     sizes, leading = dict(mesh.shape), unpack_entry(axes)
     while size % math.prod(sizes[axis] for axis in leading if axis not in mesh.manual_axes):
         leading = leading[:-1]
     return pack_entry(leading)
 
 
-def keep_axes(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:
-    """Return a spec with only the mesh axes in `kept`."""
+def keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """Return a spec with only the mesh axes in `axes`."""
 
     def keep(part: Any) -> Any:
-        return pack_entry([axis for axis in unpack_entry(part) if axis in kept])
+        return pack_entry([axis for axis in unpack_entry(part) if axis in axes])
 
     return PartitionSpec(*(part if part is UNCONSTRAINED else keep(part) for part in spec))
 
 
 def fill_unconstrained(spec: PartitionSpec, default: Iterable[Any] = ()) -> PartitionSpec:
-    """Return a spec with unconstrained entries from `default`, where their mesh axes are free."""
+    """Replace the unconstrained entries of a spec by `default`, without mesh axes in use."""
     taken = {axis for part in spec for axis in unpack_entry(part)}
 
     def fill(axes: Any) -> Any:
@@ -145,9 +145,9 @@ def fill_unconstrained(spec: PartitionSpec, default: Iterable[Any] = ()) -> Part
 
 
 def undivided_tokens(decode: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose rules do not shard tokens, if `decode` is True.
+    """Return a context in which the rules do not shard tokens, if `decode` is True.
 
-    A decoding step has one token, and a prompt any number, so the rules of training do not fit.
+    A decoding step has one token and a prompt any number, which need not divide over devices.
     """
     rules = nn.get_logical_axis_rules()
     if not rules or not decode:

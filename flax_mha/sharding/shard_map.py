@@ -8,37 +8,36 @@ import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from flax_mha.base import private_jax
 from flax_mha.base.trees import Static, is_traced
 from flax_mha.sharding.rules import keep_axes
 
 
 def mapped_axes() -> tuple[set[str], set[str]]:
-    """Return the axes that `jax.vmap` maps over: Explicit ones, and those of `spmd_axis_name`."""
-    if private_jax.missing("vmap"):
+    """Return the mesh axes that `jax.vmap` maps over: Explicit ones, and `spmd_axis_name`."""
+    try:
+        from jax._src.core import get_axis_env
+    except ImportError:  # JAX has no public name for this. No axis then counts as mapped.
         return set(), set()
-    from jax._src import core as tracing
-
-    env, mesh = tracing.get_axis_env(), jax.sharding.get_abstract_mesh()
+    env, mesh = get_axis_env(), jax.sharding.get_abstract_mesh()
     free = {*mesh.auto_axes, *mesh.explicit_axes}
     return free & env.explicit_mesh_axis_names, free & env.spmd_axis_names
 
 
 def ambient_mesh() -> AbstractMesh:
-    """Return the ambient mesh. Axes that `jax.vmap` maps over are Manual, as in `jax.shard_map`."""
+    """Return the ambient mesh, where axes that `jax.vmap` maps over are Manual."""
     mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
     return mesh.update_axis_types(dict.fromkeys(explicit | spmd, AxisType.Manual))
 
 
 def put_on_mesh(x: jax.Array) -> jax.Array:
-    """Return x on the ambient mesh. JAX transposes no reshard to it inside `jax.vmap`."""
+    """Put x on the ambient mesh inside `jax.vmap`, where JAX can't transpose a reshard to it."""
     if mapped_axes()[0] and jax.typeof(x).sharding.mesh.empty:
         x = jax.lax.squeeze(jax.lax.broadcast(x, (1,), out_sharding=PartitionSpec()), (0,))
     return x
 
 
 def run_auto(fn: Callable[..., Any], specs: Any, *args: Any) -> Any:
-    """Return fn(*args) sharded by `specs`. Inside, all axes are Auto: JAX supports more there."""
+    """Return fn(*args) sharded by `specs`. Inside fn, all axes are Auto."""
     mesh = jax.sharding.get_abstract_mesh()
     specs = jax.tree.map(lambda spec: keep_axes(spec, mesh.explicit_axes), specs)
     inside = jax.sharding.auto_axes(fn, axes=mesh.explicit_axes, out_sharding=specs)
@@ -50,15 +49,15 @@ def run_auto(fn: Callable[..., Any], specs: Any, *args: Any) -> Any:
 
 def varying(x: Any) -> frozenset[str]:
     """Return the mesh axes over which x varies, inside a `jax.shard_map` with check_vma."""
-    # JAX has no public name for this, and has changed the private one once.
+    # JAX has renamed this attribute once.
     aval = jax.typeof(x)
     return getattr(getattr(aval, "mat", None), "varying", getattr(aval, "vma", frozenset()))
 
 
 def vary(x: Any, like: Any) -> Any:
-    """Mark x as varying over every mesh axis that `like` varies over.
+    """Mark x as varying over the mesh axes that `like` varies over.
 
-    Inside `jax.shard_map`, a loop's initial carry must vary over the same axes as its final carry.
+    Inside `jax.shard_map`, the first carry of a loop must vary over the same axes as the last.
     """
     missing = frozenset().union(*map(varying, jax.tree.leaves(like))) - varying(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
@@ -69,10 +68,14 @@ def run_on_shards(
 ) -> Any:
     """Return fn(*args), computed on shards along the `manual` mesh axes.
 
-    `ins` and `outs` are the PartitionSpecs of the arrays and of the result. On Explicit axes, the
-    arrays are already sharded by `ins`. fn is a function of a module or a `Partial` of one and
-    static values: outside jit, calls of equal functions share a program. It is not `pure` if it
-    calls functions of the user, which may read mutable state.
+    Args:
+      fn: a module's function, or a `Partial` of one and static values, so that outside jit equal
+        calls share a program.
+      manual: mesh axes.
+      ins: the PartitionSpecs of the arrays, which are sharded by them on Explicit axes.
+      outs: the PartitionSpecs of the result.
+      *args: the arrays.
+      pure: False if fn calls functions of the user, which may read mutable state.
     """
     mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
     if (explicit | spmd).intersection(mesh.explicit_axes):

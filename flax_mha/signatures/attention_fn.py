@@ -36,28 +36,29 @@ def attention_fn(
 ) -> jax.Array:  # fmt: skip
     """Compute `dot_product_attention`, with the signature that Flax's layers expect.
 
+    `flax_mha.dot_product_attention` describes the arguments that are not here.
+
     Args:
       query: the queries [*B, T, N, H].
       key: the keys [*B, S, K, H].
       value: the values [*B, S, K, Hv].
       bias: an array that broadcasts to [*B, N, T, S], added to the scores.
-      mask: an array as Flax's helpers make it, or a `flax_mha.masks.Mask`.
+      mask: an array from Flax's helpers, or a `flax_mha.masks.Mask`.
       broadcast_dropout: True for one dropout pattern for all batch rows and heads.
       dropout_rng: a JAX key, needed if dropout_rate > 0.
-      dropout_rate: the share of weights set to 0. The others are scaled to keep the expectation.
+      dropout_rate: the share of weights set to 0.
       deterministic: True for no dropout.
       dtype: the dtype of the computation (default: promoted from the arrays).
       precision: the precision of matmuls. See `jax.lax.Precision`.
-      module: a linen or nnx module that sows the weights, as before dropout, under the name
-        `attention_weights`.
-      force_fp32_for_softmax: ignored. The softmax is always in float32 at least, and sown weights
+      module: a linen or nnx module that sows the weights, before dropout, as `attention_weights`.
+      force_fp32_for_softmax: ignored. The softmax is always in at least float32, and sown weights
         are in the dtype of the query.
       einsum_dot_general: None; kernels have no einsum to replace.
       qk_attn_weights_einsum: None.
       attn_weights_value_einsum: None.
-      promote_dtype: the function of nnx that promotes the arrays to `dtype`.
-      is_causal: True if a query sees no later position.
-      **call: more arguments of `dot_product_attention`, such as `kernel` and `scores`. Set them
+      promote_dtype: nnx's function that promotes the arrays to `dtype`.
+      is_causal: True to hide later positions.
+      **call: other arguments of `dot_product_attention`, such as `kernel` and `scores`. Set them
         with `functools.partial`.
 
     Returns:
@@ -87,7 +88,7 @@ def attention_fn(
     return out
 
 
-def dot_product_attention_weights(
+def dot_product_attention_weights(  # noqa: D417
     query: jax.Array, key: jax.Array, bias: jax.Array | None = None,
     mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
@@ -99,25 +100,13 @@ def dot_product_attention_weights(
 
         weights = dropout(softmax(scores(q·kᵀ·scale) + bias, over the keys that the mask allows))
 
-    A query that may see no key has weights of 0. A module sows the weights as before dropout.
+    A fully masked query has weights of 0. `attention_fn` describes the other arguments.
 
     Args:
       query: the queries [*B, T, N, H].
       key: the keys [*B, S, K, H].
-      bias: an array that broadcasts to [*B, N, T, S], added to the scores.
-      mask: an array or a `flax_mha.masks.Mask`.
-      broadcast_dropout: True for one dropout pattern for all batch rows and heads.
-      dropout_rng: a JAX key, needed if dropout_rate > 0.
-      dropout_rate: the share of weights set to 0.
-      deterministic: True for no dropout.
-      dtype: the dtype of the computation.
-      precision: the precision of matmuls.
-      module: a module that sows the weights.
-      force_fp32_for_softmax: ignored.
-      einsum_dot_general: None.
       einsum: None.
-      is_causal: True if a query sees no later position.
-      **call: more arguments of `dot_product_attention`, such as `scores` and `sinks`.
+      **call: other arguments of `dot_product_attention`, such as `scores` and `sinks`.
 
     Returns:
       [*B, N, T, S], in the promoted dtype of query and key.
@@ -146,7 +135,7 @@ def dot_product_attention_weights(
 
 
 def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array) -> Any:
-    """Promote arrays to one dtype, as Flax's linen or nnx does."""
+    """Promote arrays to one dtype, by nnx's function or linen's."""
     checked = tuple(checks.array(name, x) for name, x in arrays.items())
     return promote(*checked, dtype=dtype) if function is None else function(checked, dtype=dtype)
 
@@ -155,6 +144,6 @@ def _intermediates(module: Any) -> Any:
     """Return a module's collection of sown values."""
     if isinstance(module, nn.Module):
         return "intermediates"
-    from flax import nnx  # Slow to import; who has such a module has imported it.
+    from flax import nnx  # Slow to import. Whoever has an nnx module has imported it.
 
     return nnx.Intermediate

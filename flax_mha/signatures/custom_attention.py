@@ -19,7 +19,7 @@ from flax_mha.masks.algebra import TracedNumbers, evaluate
 
 Function = Callable[..., Any]
 
-# Arguments of Flax's function, beside the mask.
+# Arguments of Flax's function, besides the mask.
 _OPTIONS = (
     "bias", "broadcast_dropout", "dropout_rng", "dropout_rate", "dtype", "precision", "module",
     "force_fp32_for_softmax",
@@ -30,11 +30,11 @@ def run(
     fn: Function, q: jax.Array, k: Any, v: Any, *, mask: masks.MaskLike | None = None,
     q_positions: Array | None = None, kv_positions: Array | None = None, **options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Compute (out,) by a function with the signature of Flax's, as Flax's layer calls it.
+    """Compute (out,) by a function, called as Flax's layer calls its `attention_fn`.
 
-    The mask becomes an array of bools [*B, N|1, T, S]; keys and values, perhaps `Stored`, are
-    repeated to N heads. An option that the function has no parameter for is left out if it changes
-    nothing. Arguments are as in `dot_product_attention`, and those of Flax's function.
+    The mask becomes an array of bools [*B, N|1, T, S]; keys and values, which can be `Stored`, are
+    repeated to N heads. Options that change nothing are left out if the function has no parameter
+    for them. Arguments are those of `dot_product_attention` and of Flax's function.
     """
     call = {name: options.pop(name, None) for name in _OPTIONS}
     for name, value in options.items():
@@ -79,7 +79,7 @@ def run(
 
 
 def _taken(fn: Function, call: dict[str, Any], needed: set[str]) -> dict[str, Any]:
-    """Return the arguments that a function has parameters for, all that are needed among them."""
+    """Select the arguments that a function has parameters for. It must have all that are needed."""
     parameters = inspect.signature(fn).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     missing = set() if anything else needed - parameters.keys()
@@ -88,7 +88,8 @@ def _taken(fn: Function, call: dict[str, Any], needed: set[str]) -> dict[str, An
             f"attention_fn must take {' and '.join(sorted(missing))}, which this call has, got a "
             f"function of {', '.join(parameters)}; give it those parameters"
         )
-    # Flax's layer gives no `bias`, and `module` only to sow: a partial function may hold them.
+    # A partial function can hold `bias` and `module`: Flax's layer never passes the first, and the
+    # second only to sow.
     names = needed | (parameters.keys() & call.keys() - {"bias", "module"})
-    # Flax's layer gives nothing to **kwargs: a mask would be dropped in silence.
+    # Pass nothing to **kwargs, like Flax's layer: a mask would be dropped in silence.
     return {name: call[name] for name in names}

@@ -1,84 +1,60 @@
-"""Contexts that give layers called in them values to read, and other fields."""
+"""The context in which modules show their named tensors."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import flax.linen as nn
 import jax
 
 from flax_mha.kernels import Capture
 
-# A function that is called with each point: the module, the name, the tensor, and True if edited.
-visitor = jax.make_user_context(None)
-
-
-@dataclasses.dataclass(eq=False)
-class _Pairs:
-    """Masks of pairs by name. It equals itself alone, so that JAX traces anew for other masks."""
-
-    masks: Mapping[str, Any]
-
-
-reader = jax.make_user_context(None)
+# The classes of watched models whose calls could capture values.
+WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
-    """The capture of all modules in a context, None for none, and who has asked for it."""
+class Looking:
+    """The values that modules in a context capture, and functions that they call.
 
-    capture: Capture | None
-    modules: list[str] = dataclasses.field(default_factory=list, compare=False)
+    JAX shares traces between equal values. Functions are equal only to themselves.
 
-
-_asked = jax.make_user_context(None)
-
-
-@dataclasses.dataclass(eq=False)
-class Fields:
-    """Fields of linen layers by their path, in place of their own. It equals itself alone."""
-
-    by_path: Mapping[tuple[str, ...], Mapping[str, Any]]
-
-    def give(self, layer: nn.Module) -> None:
-        """Set the fields of a layer that is called."""
-        for name, value in self.by_path.get(layer.path, {}).items():
-            object.__setattr__(layer, name, value)
-
-
-replaced = jax.make_user_context(None)
-
-
-@contextlib.contextmanager
-def capturing(capture: Capture | None) -> Iterator[list[str] | None]:
-    """Let modules called in this context capture these values, in place of those of their own.
-
-    Yields the names of the classes of the modules so far, or None inside of an equal context.
+    Attributes:
+      capture: the values to capture (default: those in the modules' fields).
+      watched: the class of a watched model.
+      at_layer: a function of a linen layer to the layer that runs in its place.
+      at_tensor: a function of a module, a tensor's name, the tensor, and True if it is edited.
+      at_softmax: a function of a tap, queries, their keys and values, and a call's arguments.
     """
-    value = _Asked(capture)
-    if _asked.value == value:
-        yield None
-        return
-    with _asked(value):
-        yield value.modules
+
+    capture: Capture | None = None
+    watched: type = object
+    at_layer: Callable[[Any], Any] | None = None
+    at_tensor: Callable[..., None] | None = None
+    at_softmax: Callable[..., None] | None = None
 
 
-def asked(module: Any, own: Capture | None) -> Capture | None:
-    """Return the capture of a module's call, given that of its fields."""
-    if _asked.value is None:
-        return own
-    _asked.value.modules.append(type(module).__name__)
-    capture: Capture | None = _asked.value.capture
-    return capture
+_NOBODY = Looking()
+_context = jax.make_user_context(None)  # JAX compares None faster than a `Looking`.
+
+
+def current() -> Looking:
+    """Return the values and functions of this context."""
+    return _context.value or _NOBODY
 
 
 @contextlib.contextmanager
-def reading_pairs(pairs: Mapping[str, Any]) -> Iterator[None]:
-    """Let layers called in this context read the mean weights on pairs, as `attention_pairs`."""
-    value = _Pairs(pairs)
-    try:
-        with reader(value):
-            yield
-    finally:
-        value.masks = {}  # JAX's caches keep the value, and must keep no arrays.
+def looking(**fields: Any) -> Iterator[None]:
+    """Set fields of `Looking` for all modules that run in this context."""
+    with _context(dataclasses.replace(current(), **fields)):
+        yield
+
+
+def capture_of(own: Capture | None) -> Capture | None:
+    """Return the capture of a module that has a capture of its own."""
+    context = current()
+    if context.capture is None:
+        return own
+    WATCHED.add(context.watched)
+    return context.capture if context.capture.what else None

@@ -21,21 +21,20 @@ from flax_mha.scores import ScoreMod
 class Edit(ScoreMod):
     """A change of a named tensor: x ← fn(keep·x + add).
 
-    `keep` and `add` are numbers or arrays that broadcast to x. They have gradients, and are used in
-    float32 at least. A `keep` of 0 removes x even where it is NaN.
+    A `keep` of 0 removes x even where it is NaN. `keep` and `add` are used in at least float32.
 
     >>> Edit(keep=0)  # removes a tensor
     >>> Edit(fn=lambda x: jnp.clip(x, -1, 1))
     >>> Edit(fn=splice, args=(encoder, decoder))  # a sparse autoencoder
 
     Attributes:
-      keep: the factor (default: 1).
-      add: the summand (default: 0).
+      keep: a number or an array that broadcasts to x, with gradients (default: 1).
+      add: the same (default: 0).
       heads: for `attention_weights`, the indices of the heads to change (default: all). Only these
-        leave the fused kernel. The arrays' axis of heads has only these.
-      fn: a function fn(x, *args) to a tensor of x's shape, for any point but `attention_scores`
-        (default: x itself). Reuse the same function, or each edit compiles a new program.
-      args: the function's arrays, which have gradients.
+        leave the fused kernel, and the arrays' axis of heads has only these.
+      fn: a function fn(x, *args) to a tensor of x's shape, for any tensor but `attention_scores`
+        (default: x). Reuse it: another function compiles a new program.
+      args: the function's arrays, with gradients.
     """
 
     keep: Any = 1.0
@@ -45,7 +44,7 @@ class Edit(ScoreMod):
     args: Any = ()
 
     def check(self, path: str, x: Any) -> None:
-        """Check that the edit fits the tensor of the point at a path, or one like it."""
+        """Check that the edit fits the tensor at a path, which is like x."""
         shape = x.shape
         if self.heads is not None:
             if not path.endswith("attention_weights"):
@@ -54,9 +53,9 @@ class Edit(ScoreMod):
                     f"for {path}; give a `keep` of 1 for the other heads"
                 )
             shape = (*shape[:-3], len(self.heads), *shape[-2:])
-        for name, given in (("keep", self.keep), ("add", self.add)):
+        for name, array in (("keep", self.keep), ("add", self.add)):
             shapes.check_broadcasts(
-                f"`{name}` of the edit {path}", np.shape(given), shape, "the tensor",
+                f"`{name}` of the edit {path}", np.shape(array), shape, "the tensor",
                 "give one number, or an array that broadcasts to it",
             )  # fmt: skip
         if self.fn is None:
@@ -76,7 +75,7 @@ class Edit(ScoreMod):
             )
 
     def bind(self, dims: shapes.Dims) -> Self:
-        """Return the edit for scores of these sizes."""
+        """Return the edit for scores."""
 
         def over_scores(x: Any) -> ScoreArray:
             return ScoreArray(shapes.lead(jnp.asarray(x, jnp.float32), len(dims.logits)))
@@ -87,10 +86,10 @@ class Edit(ScoreMod):
     def __call__(self, x: jax.Array, at: At | None = None) -> jax.Array:
         """Return fn(keep·x + add), in the dtype of x."""
         dtype = shapes.wide(x.dtype)
-        # Of scores, both are in a `ScoreArray`.
+        # For scores, both arrays are wrapped in a `ScoreArray`.
         arrays = (jnp.asarray(y, dtype) for y in jax.tree.leaves((self.keep, self.add)))
         keep, add = (shapes.lead(y, x.ndim) for y in arrays)
-        # A choice by `keep` alone would have no gradient at 0.
+        # Choosing x or 0 by `keep`, without the product, would have no gradient at 0.
         kept = jnp.where((keep == 0) & ~jnp.isfinite(x), 0, x).astype(dtype)
         y = (keep * kept + add).astype(x.dtype)
         return y if self.fn is None else self.fn(y, *self.args).astype(x.dtype)

@@ -1,18 +1,31 @@
-"""The values of each layer, found in a tree of all that a model sowed."""
+"""The values that a model sowed, by path."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+
+def by_path(sown: Any) -> dict[str, Any]:
+    """Return sown values by path; of several calls of a module a tuple."""
+    tree = nnx.to_pure_dict(sown) if isinstance(sown, nnx.State) else sown
+    flat = flatten_dict(tree.get("intermediates", tree))
+    return {
+        "/".join(map(str, path)): x[0] if isinstance(x, tuple) and len(x) == 1 else x
+        for path, x in flat.items()
+    }
 
 
 def find_weights(tree: Any) -> dict[str, np.ndarray]:
-    """Return the weights [N, T, S] of each layer, by the layer's path and in the model's order.
+    """Return the weights [N, T, S] of each layer by its path, in the model's order.
 
     Args:
-      tree: the weights of one example, [*B, N, T, S] with every B = 1, or a tree of such arrays
-        such as all `intermediates`, whose `attention_weights` are taken.
+      tree: the weights of one example, [*B, N, T, S] with every B = 1, or a tree of such arrays,
+        such as all `intermediates`, from which `attention_weights` are taken.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if len(leaves) == 1 and "attention_" not in jax.tree_util.keystr(leaves[0][0]):
@@ -29,44 +42,38 @@ def find_weights(tree: Any) -> dict[str, np.ndarray]:
 def find(tree: Any, name: str, axes: int) -> dict[str, np.ndarray]:
     """Return sown arrays of one example by the path of their layer, in the model's order.
 
-    With `nn.scan` an array has a leading axis of layers: `layers[0]/attention`, and so on. The
-    calls of a module that is called several times are `path, call 0`, and so on.
+    With `nn.scan` an array has a leading axis of layers: `layers[0]/attention`, and so on. If a
+    module is called several times, its calls are `path, call 0`, and so on.
 
     Args:
       tree: a tree of arrays.
       name: the name of the arrays, such as "attention_entropy".
       axes: the number of their axes after the batch.
     """
-    leaves = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    leaves = [(path, leaf) for path, leaf in leaves if name in path]
-    places = [path.partition(name)[0].removeprefix("intermediates/") for path, _ in leaves]
     layers: dict[str, np.ndarray] = {}
-    for place, (path, leaf) in zip(places, leaves, strict=True):
-        shape = leaf.shape[-axes:]
-        is_scanned = leaf.ndim > axes + 1 and leaf.size == leaf.shape[0] * np.prod(shape)
-        if leaf.ndim < axes or (not is_scanned and leaf.size != np.prod(shape)):
-            raise ValueError(
-                f"weights must be [heads, queries, keys] of one example, got {leaf.shape}; choose "
-                f"an example, such as weights[:1]"
-            )
-        call = f", call {path.rpartition('/')[2]}" if places.count(place) > 1 else ""
-        each = np.asarray(leaf, np.float32).reshape(-1, *shape)
-        for step, values in enumerate(each):
-            numbered = _number(place, step) if len(each) > 1 else place
-            layers[numbered.rstrip("/") + call] = values
-    return dict(sorted(layers.items(), key=lambda item: _natural(item[0])))
+    for path, values in (by_path(tree) if isinstance(tree, Mapping) else {}).items():
+        if not f"/{path}".endswith(f"/{name}"):
+            continue
+        place = path.removesuffix(name).strip("/")
+        calls = values if isinstance(values, tuple) else (values,)
+        # The index of a scan's step follows `layers` in a stack.
+        before, is_in_stack, after = f"/{place}/".partition("/layers/")
+        for call, x in enumerate(calls):
+            shape = x.shape[-axes:]
+            is_scanned = x.ndim > axes + 1 and x.size == x.shape[0] * np.prod(shape)
+            if x.ndim < axes or (not is_scanned and x.size != np.prod(shape)):
+                raise ValueError(
+                    f"weights must be [heads, queries, keys] of one example, got {x.shape}; choose "
+                    f"an example, such as weights[:1]"
+                )
+            each = np.asarray(x, np.float32).reshape(-1, *shape)
+            for step, layer in enumerate(each):
+                numbered = f"{before}/layers[{step}]/{after}" if is_in_stack else f"{place}[{step}]"
+                key = numbered.strip("/") if len(each) > 1 else place
+                layers[key + (f", call {call}" if len(calls) > 1 else "")] = layer
 
+    def in_order(item: tuple[str, np.ndarray]) -> list[str | int]:
+        # Numbers are compared as numbers, so that `layers_2` is before `layers_10`.
+        return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0])]
 
-def _number(place: str, step: int) -> str:
-    """Return the path of a layer with its step of the scan, which is over `layers` in a stack."""
-    found = re.search(r"(?<![^/])layers/", place)
-    end = found.end() - 1 if found else len(place.rstrip("/"))
-    return f"{place[:end]}[{step}]{place[end:]}"
-
-
-def _natural(name: str) -> list[str | int]:
-    """Return the words and numbers of a name, by which `layers_2` is before `layers_10`."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return dict(sorted(layers.items(), key=in_order))

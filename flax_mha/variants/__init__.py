@@ -1,4 +1,4 @@
-"""Layers that project or combine otherwise than `MultiHeadAttention`, on the same core."""
+"""Layers with other projections or weights than `MultiHeadAttention`."""
 
 from flax_mha.variants.chosen_blocks import ChosenBlocksAttention as ChosenBlocksAttention
 from flax_mha.variants.differential import DifferentialAttention as DifferentialAttention

@@ -4,31 +4,52 @@ import dataclasses
 import math
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, loops, shapes, symbols
 from flax_mha.base.coordinates import Array, At, tiles_of, whole
-from flax_mha.cache.resolve import as_source
+from flax_mha.cache.resolve import appends
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer.core import Output
 from flax_mha.layer.settings import Call
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.masks.algebra import resolve
 from flax_mha.masks.states import is_static
 from flax_mha.variants import common
 
-# The number of single keys' scores in memory at a time: 8 MiB in float32.
+# The scores of single keys in memory at a time: 8 MiB in float32.
 _SCORES = 2**21
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class ChosenBlocks(Attention):
-    """The fields and computation of attention to chosen blocks of keys, for linen and nnx."""
+class ChosenBlocksAttention(MultiHeadAttention):
+    """Causal self-attention of each query to a few blocks of keys, chosen by their means.
 
+        score of block c = q · mean of the keys of block c that the mask lets it see
+        out = attention to the query's own block, and the `count` − 1 before it of the highest score
+
+    A query never chooses a fully masked block. Everything else is as in `MultiHeadAttention`, but
+    there is no cross-attention, `order`, `attention_fn` or cache with a window. The choice has no
+    gradient: queries learn to find a block as they learn to find keys in it. Neighboring queries
+    are computed together, which is faster if they choose the same blocks, as in a `query_block`.
+
+    Attributes:
+      block: the number of keys in a block.
+      count: the number of blocks that a query sees, its own block included.
+      share: True if the query heads of a key/value head choose together, by the sum of the
+        softmaxes of their scores.
+      query_block: the number of queries that choose together, by the first of their tokens that any
+        of them sees: a later token would leak the future. Means are over the keys that any of them
+        may attend to. Decoding needs 1.
+
+    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
+    as in the selection of Yuan et al., "Native Sparse Attention", 2025.
+    """
+
+    _: dataclasses.KW_ONLY
     block: int = 64
     count: int = 8
     share: bool = False
@@ -36,18 +57,20 @@ class ChosenBlocks(Attention):
 
     @property
     def mixes_heads(self) -> bool:
-        """True if heads choose blocks together, or have a norm over all heads."""
+        """True if heads choose together or share a norm."""
         return self.share or super().mixes_heads
 
+    @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         common.check_inputs("attention to chosen blocks", x_k, cache)
         self._check_call(call, cache)
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(p, x_q, x_k, x_v, call, cache)
 
+    @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         checks.positive(block=self.block, count=self.count, query_block=self.query_block)
         if self.share and isinstance(self.scale, str):
@@ -61,8 +84,9 @@ class ChosenBlocks(Attention):
                 "leave it out"
             )
 
+    @nn.nowrap
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-        """Compute `dot_product_attention` to the chosen blocks."""
+        """Attend to the chosen blocks."""
         at = call.get("q_positions")
         mask = masks.combine(masks.Causal(), call.get("mask"))
         if not (q.size and k.shape[-3]):
@@ -78,12 +102,13 @@ class ChosenBlocks(Attention):
         call["mask"] = masks.combine(chosen, call.get("mask"))
         return dot_product_attention(q, k, v, **call)
 
+    @nn.nowrap
     def _scores(
         self, q: jax.Array, k: jax.Array, positions: Array | None, mask: masks.Mask
     ) -> list[jax.Array]:
-        """Return scores of blocks of queries with past blocks of keys, and a mask of visible ones.
+        """Return scores of past blocks [*B, N, nq, nk], and a mask of the visible ones.
 
-        Both are [*B, N, nq, nk]. Scores of other blocks have no meaning.
+        Scores of other blocks have no meaning.
         """
         q, k = jax.lax.stop_gradient((q, k.astype(shapes.wide(q.dtype))))
         dims = shapes.Dims.of(q, k, k)
@@ -103,11 +128,9 @@ class ChosenBlocks(Attention):
         scale: Any = dims.H**-0.5 if self.scale is None else self.scale
         return _shared(dims.K, scores * scale, visible, jnp.broadcast_to(past, scores.shape))
 
+    @nn.nowrap
     def _choosing(self, q: jax.Array, mask: masks.Mask, at: At) -> jax.Array:
-        """Return the query that chooses for each block of queries, [*B, nq, N, H].
-
-        It is the first one with a token that any of them sees.
-        """
+        """Return the query that chooses for each block of queries, [*B, nq, N, H]."""
         size = self.query_block
         if size == 1:
             return q
@@ -119,18 +142,20 @@ class ChosenBlocks(Attention):
         index = jax.vmap(choose, out_axes=-2)(jnp.arange(0, q.shape[-3], size))
         return jnp.take_along_axis(q, index[..., None], -3)
 
+    @nn.nowrap
     def _by_means(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return scores with the means of all keys of each block, [*B, N, nq, nk]."""
+        """Return scores of the means of whole blocks, [*B, N, nq, nk]."""
         *B, nq, N, H = q.shape
         K = k.shape[-2]
         means = self._sums(jnp.moveaxis(k, -3, -1)) / self.block
         scores = jnp.einsum("...tkgh,...khc->...kgtc", q.reshape(*B, nq, K, N // K, H), means)
         return scores.reshape(*B, N, nq, -1)
 
+    @nn.nowrap
     def _by_visible_keys(
         self, q: jax.Array, k: jax.Array, mask: masks.Mask, at: At
     ) -> tuple[jax.Array, jax.Array]:
-        """Return scores with the means of visible keys, and a mask of blocks that have some."""
+        """Return scores of the means of visible keys, and a mask of blocks that have any."""
         *B, nq, N, H = q.shape
         S, K = k.shape[-3:-1]
 
@@ -151,60 +176,35 @@ class ChosenBlocks(Attention):
         scores, visible = (jnp.moveaxis(x, 0, -2) for x in results)
         return scores, visible
 
+    @nn.nowrap
     def _sums(self, x: jax.Array) -> jax.Array:
-        """Return the sum of each block of keys, of x [..., S]: [..., nk]."""
+        """Sum x [..., S] over each block of keys: [..., nk]."""
         S, nk = x.shape[-1], -(-x.shape[-1] // self.block)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, nk * self.block - S)])
         return x.reshape(*x.shape[:-1], nk, self.block).sum(-1)
 
+    @nn.nowrap
     def _check_call(self, call: Call, cache: Any) -> None:
         if call.order is not None:
             raise ValueError(
                 "order cannot be used with chosen blocks, which hold consecutive keys; leave it out"
             )
-        source = as_source(cache)
-        if source.appends:
+        if appends(cache):
             if self.query_block > 1:
                 raise ValueError(
                     f"decoding chooses for each token, got query_block={self.query_block}; give 1"
                 )
-            if source.is_ring:
+            if cache.is_ring:
                 raise ValueError(
                     "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
                     "slots or a window; leave them out"
                 )
 
 
-class ChosenBlocksAttention(ChosenBlocks, MultiHeadAttention):
-    """Causal self-attention of each query to a few blocks of keys, chosen by their means.
-
-        score of block c = q · mean of the keys of block c that the mask lets it see
-        out = attention to the query's own block, and the `count` − 1 before it of the highest score
-
-    A query never chooses a fully masked block. Parameters, fields and arguments are as in
-    `MultiHeadAttention`, without cross-attention, `order`, `attention_fn` and a cache with a
-    window. The choice takes no gradient: queries learn to find a block as they learn to find keys
-    in it. Neighboring queries are computed together, which saves time where they choose the same
-    blocks, as in one `query_block`.
-
-    Attributes:
-      block: the number of keys in a block.
-      count: the number of blocks that a query sees, its own block included.
-      share: True if the query heads of each key/value head choose together, by the sum of their
-        softmaxes over the scores; False if each head chooses.
-      query_block: the number of queries that choose together, by the first of their tokens that any
-        of them sees; a later token would tell earlier queries of the future. Means are over the
-        keys that any of them may see. Decoding needs 1.
-
-    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
-    as in the selection of Yuan et al., "Native Sparse Attention", 2025.
-    """
-
-
 def _shared(K: int, scores: jax.Array, visible: jax.Array, past: jax.Array) -> list[jax.Array]:
-    """Return the sums over each group's heads of softmaxes over past blocks, for all heads.
+    """Sum the softmaxes over past blocks [*B, N, nq, nk] over the heads of each group.
 
-    All are [*B, N, nq, nk]. A block is visible for a group if it is for one of its heads.
+    A block is visible to a group if it is visible to one of its heads.
     """
 
     def grouped(x: jax.Array) -> jax.Array:

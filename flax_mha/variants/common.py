@@ -1,4 +1,4 @@
-"""Checks, parts of masks, and attention with a changed output, for several variants."""
+"""Checks, parts of masks, and a change of the output, which several variants share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,13 @@ import jax.numpy as jnp
 
 from flax_mha.base.coordinates import Array, At, map_score_arrays, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.cache.resolve import as_source
-from flax_mha.cache.sources import Source
+from flax_mha.cache.resolve import CacheLike, has_own_keys
 from flax_mha.kernels import dot_product_attention
 from flax_mha.masks.algebra import Mask, evaluate, resolve
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:
-    """Check that the fields `absent` are not set, and `scale` is not learned unless it may be."""
+    """Refuse the fields `absent`, and a learned scale unless the variant has one."""
     if isinstance(layer.scale, str) and not learns_scale:
         raise ValueError(
             f"scale must be a number in {what}, got {layer.scale!r}; leave it out, or give a number"
@@ -25,27 +24,23 @@ def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = F
             raise ValueError(f"{what} has no {name}, got {getattr(layer, name)!r}; leave it out")
 
 
-def check_inputs(what: str, x_k: jax.Array | None, cache: Source | None) -> None:
+def check_inputs(what: str, x_k: jax.Array | None, cache: CacheLike) -> None:
     """Check that keys and values are of the inputs of the queries."""
-    if x_k is not None or as_source(cache).is_given:
+    if x_k is not None or has_own_keys(cache):
         raise ValueError(f"{what} is self-attention, got inputs_k or kv; leave it out")
 
 
 def attend(change: Callable[[jax.Array], jax.Array], q: Any, k: Any, v: Any, **call: Any) -> Any:
-    """Compute `dot_product_attention` with `change` applied to its output."""
+    """Return `dot_product_attention`, its output after `change`."""
     result = dot_product_attention(q, k, v, **call)
     out, *more = result if isinstance(result, tuple) else (result,)
     return (change(out), *more) if more else change(out)
 
 
 def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
-    """Return a mask for some queries and keys, bool [*B|1, N|1, n|1, m|1].
+    """Evaluate a bound mask for queries q [n] and keys k [m]: bool [*B|1, N|1, n|1, m|1].
 
-    Args:
-      mask: the mask, bound to the call.
-      at: the coordinates of all scores.
-      q: the indices of the queries, int [n]; an index beyond the last is the last.
-      k: the indices of the keys, int [m] (default: all).
+    `at` has the coordinates of all scores. An index beyond the last query is the last.
     """
 
     def pick(x: Array) -> Array:
@@ -56,14 +51,10 @@ def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
 
 
 def sees_itself(mask: Mask, dims: Dims, positions: Array | None, cached: bool) -> Array:
-    """Return True for queries that may see the key of their own token, bool [*B|1, N|1, T].
+    """Evaluate a mask for each query and the key of its own token: bool [*B|1, N|1, T].
 
-    Args:
-      mask: the mask of the call.
-      dims: the sizes of the call.
-      positions: the positions of the tokens, int [T] or [*B, T] (default: 0 … T−1).
-      cached: True if keys are the slots of a cache, slot j of position j; False if they are the
-        queries' tokens.
+    `positions`, int [T] or [*B, T], default to 0 … T−1. If `cached`, keys are slots of a cache, and
+    slot j has position j; otherwise they are the queries' tokens.
     """
     at = whole(dims, positions)
     at = at._replace(k=at.q)

@@ -15,7 +15,6 @@ from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import Call
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.variants import common
 
@@ -23,15 +22,34 @@ from flax_mha.variants import common
 _LAMBDA = ("lambda_a1", "lambda_b1", "lambda_a2", "lambda_b2")
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Differential(Attention):
-    """The fields, parameters and computation of differential attention, for linen and nnx."""
+class DifferentialAttention(MultiHeadAttention):
+    """Self-attention by the difference of two softmax maps, each head with two queries and keys.
 
+        out = (1 − λ₀) · norm((softmax(q₁ k₁ᵀ / √H) − λ softmax(q₂ k₂ᵀ / √H)) v) W_o
+        λ = exp(a₁·b₁) − exp(a₂·b₂) + λ₀
+
+    with 2·H features of v in each head, an RMSNorm with a scale over them, and learned a, b [H].
+    Each head has two maps, so use half as many as in other layers. Everything else is as in
+    `MultiHeadAttention`, but there is no cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
+    `gate`, `sinks`, `exclusive`, `attention_fn` or learned `scale`. Scores and weights have 2·N
+    heads: for each key/value head all of the first map, then all of the second. A cache holds the
+    values of a head with each of its two keys, 6·H numbers for each token and key/value head, so
+    that a step neither copies them nor sends them between devices.
+
+    Attributes:
+      offset: the initial λ, λ₀. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
+      norm_epsilon: the epsilon of the norm.
+
+    Source: Ye et al., "Differential Transformer", 2024.
+    """
+
+    _: dataclasses.KW_ONLY
     offset: float = 0.8
     norm_epsilon: float = 1e-5
 
+    @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         common.check_inputs("differential attention", x_k, cache)
         K = self.num_kv_heads or self.num_heads
         heads = core.project_heads(p, self, x_q, None, None, call, cache)
@@ -48,11 +66,12 @@ class Differential(Attention):
 
     @property
     def score_heads(self) -> int:
-        """The number of heads that scores and weights have: two maps for each head."""
+        """The number of heads of scores and weights: two maps for each head."""
         return 2 * self.num_heads
 
+    @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         checks.number("offset", self.offset)
         absent = (
@@ -60,8 +79,9 @@ class Differential(Attention):
         )  # fmt: skip
         common.check("differential attention", self, absent)
 
+    @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the table of parameters."""
+        """Return the parameters."""
         N, K, H, _ = self.sizes(D)
         # Values of 2·H are two heads of H, so that they share a product with queries and keys.
         entries: Table = {
@@ -74,45 +94,24 @@ class Differential(Attention):
         entries |= dict.fromkeys(_LAMBDA, vectors)
         return entries | {"norm": NormEntry(2 * H, QKNorm(epsilon=self.norm_epsilon))}
 
+    @nn.nowrap
     def sizes(self, features: int) -> tuple[int, int, int, int]:
-        """Return N, K, H and Hv, of one map."""
+        """Return N, K, H and Hv of one map."""
         return shapes.head_sizes(
             features, self.num_heads, self.num_kv_heads, self.qkv_features,
             self.head_dim or (self.qkv_features or features) // (2 * self.num_heads), None,
         )  # fmt: skip
 
 
-class DifferentialAttention(Differential, MultiHeadAttention):
-    """Self-attention by the difference of two softmax maps, each head with two queries and keys.
-
-        out = (1 − λ₀) · norm((softmax(q₁ k₁ᵀ / √H) − λ softmax(q₂ k₂ᵀ / √H)) v) W_o
-        λ = exp(a₁·b₁) − exp(a₂·b₂) + λ₀
-
-    with 2·H features of v in each head, an RMSNorm with a scale over them, and learned a, b [H].
-    Each head has two maps, so `num_heads` is half that of other layers. Fields and arguments are
-    as in `MultiHeadAttention`, without cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
-    `gate`, `sinks`, `exclusive` and `attention_fn`. `scale` is a number. Scores, and weights
-    returned or captured, have 2·N heads: of each key/value head all of the first map, then of the
-    second. A cache holds the values of a head with each of its two keys, 6·H numbers for each token
-    and key/value head, so that a step neither copies them nor sends them between devices.
-
-    Attributes:
-      offset: the initial λ, λ₀. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
-      norm_epsilon: the epsilon of the norm.
-
-    Source: Ye et al., "Differential Transformer", 2024.
-    """
-
-
 def _of_both(K: int, v: jax.Array) -> jax.Array:
-    """Return values [*B, T, 2·K, H] as 2·H features, which both maps of a head share."""
+    """Repeat values [*B, T, 2·K, H] as 2·H features for both maps of each head."""
     *tokens, heads, H = v.shape
     size = heads // K * H
     return jnp.repeat(v.reshape(*tokens, K, 1, size), 2, -2).reshape(*tokens, heads, size)
 
 
 def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-    """Return the difference of both maps: 2·N heads in, N out."""
+    """Subtract the second map from the first: 2·N heads in, N out."""
 
     def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
         *rows, heads, features = out.shape

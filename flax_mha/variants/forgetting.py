@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any, Self, TypeAlias
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,20 +13,19 @@ from flax_mha import masks, sharding
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray
 from flax_mha.base.shapes import Dims
-from flax_mha.cache.resolve import as_source
+from flax_mha.cache import KVCache
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import Stored, read
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.layer.settings import ZEROS, Call
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.score_mod import ScoreMod, without_vectors
 from flax_mha.variants import common
 
-# The parts of 8 significant bits in which a cache keeps a sum: of its float32 value, and of the
-# remainder. And the dtypes that hold a part.
+# A cache keeps a sum in parts of 8 significant bits: 3 of its float32 value, 2 of the remainder.
+# These dtypes hold a part.
 PARTS = (3, 2)
 _EXACT = (jnp.bfloat16, jnp.float32, jnp.float64)
 _OF_TOKENS = ("batch", "length", "heads")
@@ -33,12 +33,26 @@ _OF_TOKENS = ("batch", "length", "heads")
 _Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Forgetting(Attention):
-    """The fields, parameters and computation of forgetting attention, for linen and nnx."""
+class ForgettingAttention(MultiHeadAttention):
+    """Causal self-attention whose tokens have gates on the scores of earlier tokens.
 
+        f_t = σ(x_t W_f + b_f),    c_t = Σ_{l ≤ t} log f_l             of each head
+        out = softmax(q kᵀ / √H + c_i − c_j, over j ≤ i) v W_o
+
+    with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
+    positions. A token that the mask hides from itself, such as padding, has f = 1. NaN in a token
+    reaches the outputs of all later ones, unless it is padding by `lengths`. Everything else is as
+    in `MultiHeadAttention`, but there is no cross-attention, `attention_fn`, or score that reads
+    queries and keys. A float32 sum c would lose the digits of c_i − c_j far from the start, so its
+    rounding error is kept too. A cache stores 40 bits of c in 5·N/K extra features of each key; its
+    dtype is bfloat16, float32 or float64.
+
+    Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
+    """
+
+    @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         without_vectors("forgetting attention", call.scores)
         common.check_inputs("forgetting attention", x_k, cache)
         # A sum over tokens would carry NaN of padding to all later ones.
@@ -47,13 +61,13 @@ class Forgetting(Attention):
         z = p["forget_gate"](x)
         q, k, v, order = heads.q, heads.k, heads.v, heads.order
         dims, positions, last = shapes.Dims.of(q, k, v), order, None
-        source = as_source(cache)
-        if source.has_slots:
+        has_slots = isinstance(cache, KVCache)
+        if has_slots:
             dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
             names = ("batch", None, "heads")
             last = sharding.auto(_last, (names, names), read(cache.key), cache.length, z)
         mask = masks.combine(self.mask, call.mask)
-        of_tokens = functools.partial(_gates, dims, source.has_slots)
+        of_tokens = functools.partial(_gates, dims, has_slots)
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], mask, positions)
         c = sharding.auto(_summed, (_OF_TOKENS, _OF_TOKENS), gates, order, last)
         if self.scale is None:  # Padded queries have more features.
@@ -63,25 +77,27 @@ class Forgetting(Attention):
             return sharding.auto(_joined, sharding.KV_HEADS, k, *c), v
 
         forget = _Forget(c, c)
-        if source.has_slots:
+        if has_slots:
             _check_dtype(cache.key.dtype)
             forget = _Forget(c)
             call = dataclasses.replace(call, attention=functools.partial(_attend, c))
         else:
             call = dataclasses.replace(call, mask=masks.combine(masks.Causal(), call.mask))
-            if source.appends:
+            if cache is not None:
                 _check_dtype(cache.dtype or k.dtype)
         heads = heads._replace(kept=kept)
         call = dataclasses.replace(call, scores=(*call.scores, forget))
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
+    @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
 
+    @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the table of parameters."""
+        """Return the parameters."""
         N = self.num_heads
         return super().table(D, Dk, Dv) | {
             "forget_gate": LinearEntry((D,), (N,), ("embed", "heads"), has_bias=False),
@@ -89,29 +105,8 @@ class Forgetting(Attention):
         }
 
 
-class ForgettingAttention(Forgetting, MultiHeadAttention):
-    """Causal self-attention with forget gates, each a bias of all pairs across it.
-
-        f_t = σ(x_t W_f + b_f),    c_t = Σ_{l ≤ t} log f_l             of each head
-        out = softmax(q kᵀ / √H + c_i − c_j, over j ≤ i) v W_o
-
-    with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
-    positions. A token that the mask hides from itself, such as padding, has f = 1. NaN in a token
-    reaches the outputs of all later ones, but not in padding, which `lengths` clears. Fields and
-    arguments are as in `MultiHeadAttention`, without cross-attention, `attention_fn` and scores
-    that see queries and keys. A float32 sum c would lose the digits of c_i − c_j far from the
-    start, so its rounding error is kept as well. A cache has 40 bits of c in 5·N/K more features of
-    each key; its dtype is bfloat16, float32 or float64.
-
-    Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
-    """
-
-
 class _Forget(ScoreMod):
-    """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N], None in a cache.
-
-    Each is a pair: the float32 sum, and its rounding error.
-    """
+    """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N], None in a cache."""
 
     q: Any
     k: Any = None
@@ -124,13 +119,13 @@ class _Forget(ScoreMod):
         )
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        # Subtract first: the score plus a large sum would lose digits.
+        # Subtract the sums first: the score would lose digits next to a large one.
         sums, errors = (q.array - k.array for q, k in zip(self.q, self.k, strict=True))
         return score + (sums + errors).astype(score.dtype)
 
 
 def _attend(of_q: Any, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
-    """Compute attention to keys with c in their last features."""
+    """Attend to keys of a cache, with c in their last features."""
     names = ("batch", k.slots, "kv_heads")
     of_k = sharding.auto(_kept, (names, names), read(k.values), of_q[0])
     scores = [x.replace(k=of_k) if isinstance(x, _Forget) else x for x in call.pop("scores")]
@@ -151,7 +146,7 @@ def _gates(
     dims: Dims, cached: bool, z: jax.Array, bias: jax.Array, mask: masks.Mask | None,
     positions: Array | None,
 ) -> jax.Array:  # fmt: skip
-    """Return log f [*B, T, N] of gates before the sigmoid, 0 for hidden tokens."""
+    """Return log f [*B, T, N], 0 for hidden tokens."""
     gates = jax.nn.log_sigmoid(z.astype(jnp.float32) + shapes.lead(bias, z.ndim))
     if mask is None:
         return gates
@@ -161,7 +156,7 @@ def _gates(
 
 
 def _summed(gates: jax.Array, order: Array | None, last: _Pair | None) -> _Pair:
-    """Return c [*B, T, N], the sums of log f, on top of c of the last earlier token."""
+    """Return c [*B, T, N], the sums of log f, from c of the last earlier token on."""
     if order is not None:
         gates = jnp.take(gates, jnp.argsort(jnp.asarray(order)), -2)
     c = lax.associative_scan(_add, (gates, jnp.zeros_like(gates)), axis=gates.ndim - 2)
@@ -180,7 +175,7 @@ def _add(a: _Pair, b: _Pair) -> _Pair:
 
 
 def _joined(k: jax.Array, c: jax.Array, error: jax.Array) -> jax.Array:
-    """Return keys [*B, T, K, H] with c as parts of 8 bits: [*B, T, K, H + 5·G]."""
+    """Join keys [*B, T, K, H] and c in parts of 8 bits: [*B, T, K, H + 5·G]."""
     parts = []
     for x, count in zip((c, error), PARTS, strict=True):
         remainder = x.reshape(*k.shape[:-1], x.shape[-1] // k.shape[-2])
@@ -191,7 +186,7 @@ def _joined(k: jax.Array, c: jax.Array, error: jax.Array) -> jax.Array:
 
 
 def _kept(k: jax.Array, like: jax.Array) -> _Pair:
-    """Return c [*B, S, N] from keys of a cache, with as many heads as `like` has."""
+    """Read c [*B, S, N] from keys of a cache, for the heads of `like`."""
     *tokens, K, features = k.shape
     G, count = like.shape[-1] // K, sum(PARTS)
     parts = k[..., features - count * G :].astype(jnp.float32).reshape(*tokens, K, count, G)
@@ -202,7 +197,7 @@ def _kept(k: jax.Array, like: jax.Array) -> _Pair:
 
 
 def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> _Pair:
-    """Return c [*B, 1, N] of the last token in a cache of keys [*B, K, S, ·], or 0."""
+    """Read c [*B, 1, N] of the last token from keys [*B, K, S, ·], 0 if there is none."""
     slot = (length - 1)[..., None, None, None] % k.shape[-2]
     c, error = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
     empty = length[..., None, None] == 0

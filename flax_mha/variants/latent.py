@@ -4,13 +4,14 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.base.shapes import Shape
-from flax_mha.cache.resolve import as_source
+from flax_mha.cache import KVCache
 from flax_mha.kernels.call.stored import Stored, cast, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
@@ -19,23 +20,46 @@ from flax_mha.layer.linear import Linear
 from flax_mha.layer.parameters import LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import Call, has_bias
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.score_mod import without_vectors
 from flax_mha.variants import common
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Latent(Attention):
-    """The fields, parameters and computation of latent attention, for linen and nnx."""
+class MultiHeadLatentAttention(MultiHeadAttention):
+    """Self-attention whose keys and values are projections of a latent c of each token.
 
+        c = norm(x W_c),   r = rotate(x W_r)                    one for all heads
+        k = [c W_k, r],    v = c W_v                            of each head
+        q = [x W_q, rotate(x W_q′)],  or of norm(x W_d) in place of x
+        out = softmax(q kᵀ / √(H + R)) v W_o
+
+    with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps only
+    c and r, `kv_rank` + R numbers for each token, and computes neither k nor v: (q W_kᵀ) cᵀ is
+    q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v become a row of W_k and W_v, and c
+    gets a 1.
+
+    `rotary` is required, and `qkv_features` is N·H without R. Everything else is as in
+    `MultiHeadAttention`, but there is no cross-attention, `num_kv_heads`, `qk_norm`,
+    `normalize_qk`, `gate`, `exclusive`, `attention_fn` or learned `scale`.
+
+    Attributes:
+      kv_rank: the features of c.
+      rope_dim: the features of queries and keys that `rotary` rotates, R.
+      q_rank: the features W_d projects to; None to project queries from x.
+      norm_epsilon: the epsilon of the norms.
+
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
+    """
+
+    _: dataclasses.KW_ONLY
     kv_rank: int = 512
     rope_dim: int = 64
     q_rank: int | None = None
     norm_epsilon: float = 1e-6
 
+    @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         common.check_inputs("latent attention", x_k, cache)
         without_vectors("latent attention", call.scores)
         order = core.check_order(call.order, cache is None, x_q.shape[-2])
@@ -52,17 +76,18 @@ class Latent(Attention):
             call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]
         heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
-        has_slots = as_source(cache).has_slots
+        has_slots = isinstance(cache, KVCache)
         if call.tap.is_active or not has_slots:
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if has_slots:
-            call.tap.refuse("kv", "a cache, which has latents alone; edit `z` or `out`")
+            call.tap.refuse("kv", "a cache, which has only latents; edit `z` or `out`")
             absorbed = functools.partial(_absorbed, p["key"], p["value"])
             call = dataclasses.replace(call, attention=absorbed)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
+    @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         checks.optional(q_rank=self.q_rank)
@@ -71,8 +96,9 @@ class Latent(Attention):
         absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn", "exclusive")
         common.check("latent attention", self, absent)
 
+    @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the table of parameters."""
+        """Return the parameters."""
         (N, _, H, Hv), R, rank = self.sizes(D), self.rope_dim, self.kv_rank
         norm = QKNorm(epsilon=self.norm_epsilon)
         entries: Table = {}
@@ -92,35 +118,8 @@ class Latent(Attention):
         return entries | self.out_table(N, Hv, D) | self.score_table(H)
 
 
-class MultiHeadLatentAttention(Latent, MultiHeadAttention):
-    """Self-attention with keys and values that are projected from a latent c of each token.
-
-        c = norm(x W_c),   r = rotate(x W_r)                    one for all heads
-        k = [c W_k, r],    v = c W_v                            of each head
-        q = [x W_q, rotate(x W_q′)],  or of norm(x W_d) in place of x
-        out = softmax(q kᵀ / √(H + R)) v W_o
-
-    with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps only
-    c and r, `kv_rank` + R numbers for each token and any number of heads, and computes no k and v:
-    (q W_kᵀ) cᵀ is q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v are added to W_k
-    and W_v as a row, and c gets a 1.
-
-    Fields and arguments are as in `MultiHeadAttention`, without cross-attention, `num_kv_heads`,
-    `qk_norm`, `normalize_qk`, `gate`, `exclusive` and `attention_fn`. `scale` is a number,
-    `qkv_features` is N·H without R, and `rotary` must be given.
-
-    Attributes:
-      kv_rank: the features of c.
-      rope_dim: the features of queries and keys that `rotary` rotates, R.
-      q_rank: the features W_d projects to; None to project queries from x.
-      norm_epsilon: the epsilon of the norms.
-
-    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
-    """
-
-
 def _absorbed(key: Linear, value: Linear, q: jax.Array, r: Stored, c: Stored, **call: Any) -> Any:
-    """Compute attention to latents in a cache: keys [c, r] and values c, of one head for all."""
+    """Attend to latents in a cache: one head of keys [c, r] and values c for all queries."""
     rotated, latent = dequantize(r), dequantize(c)
     q, q_rope = jnp.split(q, [q.shape[-1] - r.shape[-1]], -1)
     q = _product("...tnh,rnh->...tnr", key, q)
@@ -133,12 +132,12 @@ def _absorbed(key: Linear, value: Linear, q: jax.Array, r: Stored, c: Stored, **
 
 
 def _with_bias(linear: Linear, c: jax.Array) -> jax.Array:
-    """Return latents [*B, S, 1, rank], each with a 1 if the map from them has a bias."""
+    """Append a 1 to latents [*B, S, 1, rank] if the map from them has a bias."""
     return c if linear.bias is None else jnp.concatenate([c, jnp.ones_like(c[..., :1])], -1)
 
 
 def _product(sums: str, linear: Linear, x: jax.Array) -> jax.Array:
-    """Return the product with a kernel [rank, N, ·], with the bias as one more row."""
+    """Multiply by a kernel [rank, N, ·], whose bias is one more row."""
 
     def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         kernel = kernel if bias is None else jnp.concatenate([kernel, bias[None]])
@@ -148,7 +147,7 @@ def _product(sums: str, linear: Linear, x: jax.Array) -> jax.Array:
 
 
 def _joined(x: jax.Array, rotated: jax.Array) -> jax.Array:
-    """Return features of heads [*B, T, N, ·] and rotated ones [*B, T, N|1, R], joined."""
+    """Join features of heads [*B, T, N, ·] and rotated ones [*B, T, N|1, R]."""
 
     def join(x: jax.Array, rotated: jax.Array) -> jax.Array:
         rotated = jnp.broadcast_to(rotated, (*x.shape[:-1], rotated.shape[-1]))

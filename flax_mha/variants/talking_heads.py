@@ -5,34 +5,49 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import PrecisionLike
 from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.cache.resolve import as_source
+from flax_mha.cache import KeyValues
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, Table
 from flax_mha.layer.settings import Call
-from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.score_mod import without_vectors
 from flax_mha.sharding import rules
 from flax_mha.variants import common
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class TalkingHeads(Attention):
-    """The fields, parameters and computation of talking-heads attention, for linen and nnx."""
+class TalkingHeadsAttention(MultiHeadAttention):
+    """Attention whose heads mix their scores before the softmax and their weights after it.
+
+        s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
+
+    with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks,
+    dropout and the weights returned or captured belong to a mixed head n. Everything else is as in
+    `MultiHeadAttention`, but there is no `attention_fn`, `exclusive`, learned `scale`, or score
+    that reads queries and keys.
+
+    Longer vectors compute the sums, so any kernel works: query n holds all P_mn q_m, and each key
+    and value holds all heads. Memory is the kernel's, and both products take K times as long as in
+    `MultiHeadAttention`. If heads are sharded, each device receives the queries, keys and values of
+    all, and outputs are summed on the device of their head (see docs/communication.md).
+
+    Source: Shazeer et al., "Talking-Heads Attention", 2020.
+    """
 
     mixes_heads = True  # By learned matrices.
 
+    @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
-        """Return the output of the layer."""
+        """Compute the layer."""
         without_vectors("talking-heads attention", call.scores)
-        if as_source(cache).is_shared:
+        if isinstance(cache, KeyValues):
             raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
         K = self.num_kv_heads or self.num_heads
@@ -50,42 +65,25 @@ class TalkingHeads(Attention):
         # Other layers cannot read these keys and values.
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
+    @nn.nowrap
     def check_fields(self) -> None:
-        """Check the fields as far as it needs no inputs."""
+        """Check the fields."""
         super().check_fields()
         common.check("talking-heads attention", self, ("attention_fn", "exclusive"))
 
+    @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return the table of parameters."""
+        """Return the parameters."""
         mixing = ArrayEntry(
             (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
         )
         return super().table(D, Dk, Dv) | {"mix_scores": mixing, "mix_weights": mixing}
 
 
-class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
-    """Attention with heads that mix their scores before the softmax, and their weights after it.
-
-        s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
-
-    with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks
-    and dropout apply to a mixed head n, and the weights returned or captured are those of mixed
-    heads. Fields and arguments are as in `MultiHeadAttention`, without `attention_fn`, `exclusive`
-    and scores that see queries and keys. `scale` is a number.
-
-    Longer vectors compute the sums, so that any kernel can: query n holds all P_mn q_m, key and
-    value hold those of all heads. Memory stays that of the kernel; both products take K times those
-    of `MultiHeadAttention`. Where heads are sharded, each device receives the queries, keys and
-    values of all, and outputs are summed on the device of their head (see docs/communication.md).
-
-    Source: Shazeer et al., "Talking-Heads Attention", 2020.
-    """
-
-
 def _mix(fn: Callable[..., jax.Array], gathers: bool, x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Return fn(x, mixing) over the heads of x [*B, T, N, ·], on each device for its heads.
+    """Return fn(x, mixing) over the heads of x [*B, T, N, ·]. Each device computes its heads.
 
-    A device gathers the heads of all, or the results of all devices are summed.
+    If it `gathers`, a device reads all heads; otherwise the results of all devices are summed.
     """
     axes = rules.unpack_entry(sharding.spec(x.shape, sharding.HEADS)[-2])
     if not axes:
@@ -108,7 +106,7 @@ def _mix_shard(
 
 
 def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Return n mixed queries [*B, T, n, K·H] of q [*B, T, N, H], for keys of all heads."""
+    """Mix queries [*B, T, N, H] to [*B, T, n, K·H], for keys of all heads."""
     *tokens, N, H = q.shape
     n = mixing.shape[-1]
     mixing = mixing.astype(q.dtype).reshape(K, N // K, n)
@@ -118,7 +116,7 @@ def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.A
 
 
 def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Return values of each head [*B, T, N, Hv], mixed from those of all K, [*B, T, n, K·Hv]."""
+    """Mix values of all K heads [*B, T, n, K·Hv] to [*B, T, N, Hv]."""
     *tokens, n, features = x.shape
     mixing = mixing.astype(x.dtype).reshape(n, K, -1)
     x = x.reshape(*tokens, n, K, features // K)
@@ -127,7 +125,7 @@ def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Arra
 
 
 def _as_one(x: jax.Array) -> jax.Array:
-    """Return heads [*B, S, K, H] as one [*B, S, 1, K·H]."""
+    """Join heads [*B, S, K, H] to one [*B, S, 1, K·H]."""
     return jax.lax.collapse(x, x.ndim - 2)[..., None, :]
 
 

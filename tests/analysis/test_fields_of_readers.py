@@ -23,6 +23,7 @@ from flax_mha import (
     scores,
 )
 from flax_mha.layer.qk_norm import QKNorm
+from tests.support.layer_parts import PARTS
 from tests.support.oracle import error, random_like
 
 X, D = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 16)), jnp.float32), 16
@@ -30,9 +31,11 @@ TOKENS = jnp.arange(6)[None]
 LAYER = MultiHeadAttention(4)
 # Values that change what a layer computes. All other fields are in `SAME`.
 OF_LAYER: dict[str, Any] = {
+    name: value for part in PARTS.values() for name, value in part.fields.items() if name != "mask"
+} | {
     "num_kv_heads": 2, "head_dim": 3, "v_head_dim": 3, "rotary": positions.Rotary(),
-    "scores": (scores.SoftCap(0.1),), "scale": 2.0, "sinks": True, "normalizer": "sigmoid",
-    "qk_norm": QKNorm("rmsnorm"), "gate": "head", "exclusive": True, "use_bias": ("query",),
+    "scores": (scores.SoftCap(0.1),), "scale": 2.0, "normalizer": "sigmoid",
+    "qk_norm": QKNorm("rmsnorm"), "gate": "head", "use_bias": ("query",),
     "project_out": False, "normalize_qk": True, "qkv_features": 8, "out_features": 24,
     "attention_fn": lambda query, key, value, **_: 2 * value,
 }  # fmt: skip

@@ -103,32 +103,19 @@ def test_layers_are_in_the_order_of_the_model_also_under_scan() -> None:
 
 def test_tokens_cannot_end_the_script_that_holds_them(tmp_path: Path) -> None:
     tokens = ["</script>", "<!--", "\"'&", "%DATA%", "\u2028", "\udc80", "\\"]
-    report(tmp_path / "page.html", {"</script>": draw(1, 7, 7)}, tokens, title="<b>")
+    report(tmp_path / "page.html", {"</script><b>": draw(1, 7, 7)}, tokens)
     data, _ = read(tmp_path / "page.html")
-    assert data["tokens"] == [[tokens, tokens]]
-    assert data["runs"] == ["</script>"]
+    assert data["tokens"] == [tokens]
+    assert data["runs"] == ["</script><b>"]
     template = Path(reporting.__file__).with_name("report.html").read_text()
     page = (tmp_path / "page.html").read_text()
     for mark in ("<script", "</script", "<!--", "<b>"):
         assert page.count(mark) == template.count(mark)
 
 
-def test_queries_and_keys_of_each_layer_get_their_names(tmp_path: Path) -> None:
-    layers = tree(draw(1, 3, 3), draw(1, 3, 4), draw(1, 4, 4))
-    names = {"tokens": "abc", "kv_tokens": {"x": "defg", "y": "hijk"}}
-    report(tmp_path / "page.html", {"x": layers, "y": layers}, **names)
-    data, _ = read(tmp_path / "page.html")
-    found = [
-        ["".join(data["tokens"][run][side][0] for side in layer["sides"][run]) for run in (0, 1)]
-        for layer in data["layers"]
-    ]
-    assert found == [["aa", "aa"], ["ad", "ah"], ["dd", "hh"]]
-
-
-@pytest.mark.parametrize("runs", [1, 2])
-def test_twelve_layers_of_twelve_heads_and_64_tokens_fit(runs: int, tmp_path: Path) -> None:
+def test_twelve_layers_of_twelve_heads_and_64_tokens_fit(tmp_path: Path) -> None:
     """The weights are dense and random, which compress badly."""
-    models = {f"run {i}": tree(*(draw(12, 64, 64) for _ in range(12))) for i in range(runs)}
+    models = {f"run {i}": tree(*(draw(12, 64, 64) for _ in range(12))) for i in range(2)}
     report(tmp_path / "page.html", models, ["token"] * 64)
     assert (tmp_path / "page.html").stat().st_size < 2_000_000
 
@@ -140,8 +127,12 @@ def test_twelve_layers_of_twelve_heads_and_64_tokens_fit(runs: int, tmp_path: Pa
         ({"a": np.ones((2, 1, 3, 3))}, {}, r"one example, got \(2, 1, 3, 3\); choose an example"),
         ({}, {}, r"runs must be one, or two .*, got \{\}"),
         ({"a": draw(1, 3, 3), "b": draw(1, 4, 4)}, {}, r"got .*'b': .*4.*; choose prompts"),
-        ({"a": draw(1, 3, 3)}, {"tokens": "ab"}, r"name the 3 queries and 3 keys of .*\[2, 2\]"),
-        ({"a": draw(1, 3, 4)}, {"tokens": "abc"}, r"3 queries and 4 keys of the layer, got"),
+        (
+            {"a": draw(1, 3, 3)},
+            {"tokens": "ab"},
+            "the 3 queries or 3 keys of the layer, got 2",
+        ),
+        ({"a": draw(1, 3, 4)}, {"tokens": {"a": "ab"}}, "3 queries or 4 keys of the layer, got"),
         (
             {"a": draw(2, 3, 3)},
             {"scores": {"attribution": [[1.0]]}},

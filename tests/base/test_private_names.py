@@ -1,82 +1,64 @@
-"""JAX's private names: the files that use them, when they load, and the behavior without them."""
+"""JAX's private names: the files that import them, when they load, and calls with and without."""
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_mha import explain, kernels, sharding
-from flax_mha.base import private_jax
-from flax_mha.kernels.choose import KERNELS
-from flax_mha.kernels.cudnn import primitives
-from tests.support.platforms import pretend
+from flax_mha import Platform, dot_product_attention, explain, kernels, sharding
+from flax_mha.kernels.flex.hopper import LACKING
+from flax_mha.masks import Causal
 
-ROOT = Path(__file__).parent.parent.parent
-# The one file that uses each private module; only its kernel loads it.
+ROOT = Path(__file__).parent.parent.parent / "flax_mha"
+USE, VMAP = "kernels/using.py", "sharding/shard_map.py"
+# The files that import private names. The names of Pallas in `kernels/flex` are documented.
 HOMES = {
-    "jax._src.cudnn": "kernels/cudnn/primitives.py",
-    "splash_attention_kernel": "kernels/splash/__init__.py",
-    "splash_attention_mask": "kernels/splash/computed_mask.py",
-    "jax.interpreters": "kernels/call/only_on.py",
-    "jax._src.core": "sharding/shard_map.py",
-    "xla_metadata": "kernels/using.py",
+    "kernels/cudnn/primitives.py", "kernels/splash/__init__.py", "kernels/splash/computed_mask.py",
+    "kernels/call/only_on.py", USE, VMAP,
+}  # fmt: skip
+PRIVATE = ("jax._src", "jax.interpreters", "jax.experimental")
+GPU, TPU = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), Platform("tpu", "TPU v5 lite")
+# The platform of each kernel with names of its own, and the tokens of a call.
+CALLS = {
+    "cudnn": (GPU, 1024),
+    "splash": (TPU, 1024),
+    "flex on GPUs": (GPU, 1024),
+    "flex on TPUs": (TPU, 1024),
+    "short": (TPU, 256),
 }
-PALLAS = "kernels/flex/"
 
 
-def imported(path: Path) -> set[str]:
-    """Return the names that a file imports, with their modules."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+def private_names() -> Iterator[tuple[str, str, str]]:
+    """Return each imported private name, with its file and its module."""
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PRIVATE):
+                for alias in node.names:
+                    yield path.relative_to(ROOT).as_posix(), str(node.module), alias.name
+            assert not (isinstance(node, ast.Attribute) and node.attr == "_src"), path
+            if isinstance(node, ast.Import):
+                assert not [x for x in node.names if x.name.startswith(PRIVATE)], path
+
+
+NAMES = sorted(private_names())
 
 
 def test_private_imports_stay_in_their_files() -> None:
-    seen = set()
-    for path in (ROOT / "flax_mha").rglob("*.py"):
-        here = path.relative_to(ROOT / "flax_mha").as_posix()
-        for name in imported(path):
-            if not name.startswith(("jax._src", "jax.interpreters", "jax.experimental")):
-                continue
-            dotted = f".{name}."
-            home = next((home for part, home in HOMES.items() if f".{part}." in dotted), PALLAS)
-            assert here.startswith(home), f"{here} imports {name}"
-            seen.add(home)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                assert node.attr != "_src", here
-    assert seen == {PALLAS, *HOMES.values()}
-
-
-def test_private_jax_lists_every_used_attribute() -> None:
-    """Every attribute of a private module that a kernel uses is listed in `private_jax.NAMES`."""
-    modules = {"fused": "cudnn", "kernels": "splash",
-               "splash": "splash", "pltpu": "flex.tpu", "plgpu": "flex.hopper", "ad": "only_on",
-               "batching": "only_on", "mlir": "only_on", "metadata": "use",
-               "tracing": "vmap"}  # fmt: skip
-    listed = {
-        part: {name.name.split(".")[0] for name in names}
-        for part, names in private_jax.NAMES.items()
-    }
-    files = [ROOT / "flax_mha" / path for path in {*HOMES.values()}]
-    for path in [*files, *(ROOT / "flax_mha" / PALLAS).rglob("*.py")]:
-        if PALLAS in path.as_posix():
-            modules["pl"] = f"flex.{path.parent.name}"
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                part = modules.get(node.value.id)
-                assert part is None or node.attr in listed[part], f"{path}: {ast.unparse(node)}"
+    pallas = {file for file, *_ in NAMES} - HOMES
+    assert {file for file, *_ in NAMES} >= HOMES
+    assert all(file.startswith("kernels/flex/") for file in pallas)
+    modules = {f"{module}.{name}" for file, module, name in NAMES if file in pallas}
+    pallas_names = ("pallas", "pallas.tpu", "pallas.mosaic_gpu")
+    assert modules == {f"jax.experimental.{name}" for name in pallas_names}
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
@@ -96,7 +78,7 @@ assert "splash" in flax_mha.explain(x, x, x).refused
 print(*plain, "|", *set(sys.modules) - before)
 """
     out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent,
     ).stdout  # fmt: skip
     imports, calls = (set(part.split()) for part in out.split("|"))
     assert not [name for name in imports if name.startswith(("jax._src", "jax.experimental"))]
@@ -104,80 +86,61 @@ print(*plain, "|", *set(sys.modules) - before)
     assert not {f"flax_mha.kernels.{name}" for name in ("cudnn", "flex", "splash")} & calls
 
 
-# Old versions of JAX have not what the part of flex for Hopper needs.
-KERNEL_PARTS = [
-    part for part in private_jax.NAMES
-    if part.partition(".")[0] in KERNELS
-    and (part != "flex.hopper" or private_jax.missing(part) is None)
-]  # fmt: skip
-PARTS = [(part, name) for part in KERNEL_PARTS for name in private_jax.NAMES[part]]
+@pytest.mark.parametrize("kernel", CALLS)
+def test_each_private_name_is_called_as_this_jax_has_it(kernel: str) -> None:
+    """Attention and its gradients are lowered for the kernel's platform, without a chip."""
+    if kernel == "flex on GPUs" and LACKING:
+        pytest.skip(LACKING)
+    platform, T = CALLS[kernel]
+    x = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)
+
+    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = dot_product_attention(q, k, v, mask=Causal(), kernel=kernel.split()[0])
+        return out.sum(dtype=jnp.float32)
+
+    with kernels.use(platform=platform):
+        program = jax.jit(loss).trace(x, x, x)
+        text = program.lower(lowering_platforms=({"gpu": "cuda"}.get(platform.name, "tpu"),))
+    assert text.as_text().count("stablehlo.custom_call") >= 2
 
 
 @pytest.fixture
-def fresh_check() -> Iterator[None]:
-    """Clear the cached check of JAX's names before and after the test."""
-    private_jax.missing.cache_clear()
-    yield
-    private_jax.missing.cache_clear()
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that removes a name from a module of JAX."""
 
+    def remove(module: str, name: str) -> None:
+        monkeypatch.delattr(import_module(module), name)
+        if f"{module}.{name}" in sys.modules:
+            monkeypatch.setitem(sys.modules, f"{module}.{name}", None)
 
-def _owner(name: private_jax.Name) -> tuple[object, str]:
-    owner = import_module(name.module)
-    *path, last = name.name.split(".")
-    if path:
-        # For a member of an enumeration or a method of a primitive, remove its owner.
-        return owner, path[0]
-    return owner, last
-
-
-def _refusal(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
-    """Return the part's refusal, and check which kernel auto chooses instead."""
-    kernel = part.partition(".")[0]
-    platform = "gpu" if part == "flex.hopper" else KERNELS[kernel].platforms[0]
-    pretend(monkeypatch, platform)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
-    x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
-    found = explain(x, x, x)
-    others = {"cudnn": "blockwise", "splash": "flex", "flex": "blockwise", "flex.tpu": "blockwise"}
-    assert found.chosen == others.get(part, "cudnn")
-    return found.refused[kernel]
-
-
-@pytest.mark.parametrize(("part", "name"), PARTS, ids=lambda x: getattr(x, "name", x))
-def test_kernel_refuses_without_its_private_name(monkeypatch, fresh_check, part, name) -> None:
-    owner, attribute = _owner(name)
-    monkeypatch.delattr(owner, attribute)
-    assert f"has no {name.module}." in _refusal(monkeypatch, part)
+    return remove
 
 
 @pytest.mark.parametrize(
-    ("part", "name"), [(p, n) for p, n in PARTS if n.arguments], ids=lambda x: getattr(x, "name", x)
-)
-def test_kernel_refuses_if_private_function_changed_arguments(
-    monkeypatch, fresh_check, part, name
+    ("file", "module", "name"), [row for row in NAMES if row[0] in HOMES - {USE, VMAP}],
+    ids=lambda x: x.rpartition(".")[2],
+)  # fmt: skip
+def test_kernel_refuses_without_a_private_name(
+    monkeypatch: pytest.MonkeyPatch, without: Any, file: str, module: str, name: str
 ) -> None:
-    owner, attribute = _owner(name)
-    old = getattr(owner, attribute)
-
-    def changed(*args, new, **kwargs):
-        return old(*args, **kwargs)
-
-    monkeypatch.setattr(owner, attribute, changed)
-    assert "takes other arguments" in _refusal(monkeypatch, part)
-
-
-@pytest.mark.parametrize("part", KERNEL_PARTS)
-def test_kernel_refuses_without_its_private_module(monkeypatch, fresh_check, part) -> None:
-    monkeypatch.setitem(sys.modules, private_jax.NAMES[part][0].module, None)
-    assert "has no" in _refusal(monkeypatch, part)
-    assert all(private_jax.missing(other) is None for other in ("blockwise", "reference", "decode"))
+    kernel = "splash" if "splash" in file else "cudnn"
+    platform, T = CALLS[kernel]
+    x = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)
+    explain(x, x, x, platform=platform)
+    user = "flax_mha." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for loaded in {user, f"flax_mha.kernels.{kernel}"}:
+        monkeypatch.delitem(sys.modules, loaded)
+    without(module, name)
+    told = explain(x, x, x, platform=platform)
+    assert "lacks what it needs" in told.refused[kernel]
+    assert name in told.refused[kernel]
+    assert told.chosen not in (kernel, None)
 
 
-def test_use_without_metadata_names_remedy(monkeypatch, fresh_check) -> None:
-    (name,) = private_jax.NAMES["use"]
-    monkeypatch.delattr(*_owner(name))
-    with pytest.raises(RuntimeError, match=r"has no .*set_xla_metadata.*; name kernel= in each"):
+def test_use_without_metadata_names_remedy(without: Any) -> None:
+    without("jax.experimental.xla_metadata", "set_xla_metadata")
+    with pytest.raises(RuntimeError, match=r"set_xla_metadata.*; name kernel= in each"):
         kernels.use().__enter__()
 
 

@@ -17,7 +17,7 @@ IDS = np.arange(4, dtype=np.int32)
 X = ones((2, 4, 8))  # [B, T, D]
 Q = ones((2, 4, 6, 8))  # [B, T, N, H]
 HELD = KVCache.empty((2,), 4, 6, 8)
-MEMORY = cache.Memory(HELD.key, HELD.value)
+MEMORY = KVCache.of_encoder(Q, Q, jnp.float32)
 STATE = {"layer": {"kv": HELD}}
 
 Case = tuple[str, Callable[[], Any], type[Exception], str]
@@ -96,7 +96,6 @@ LENGTHS: list[tuple[str, type[Exception], str, Any]] = [
 SOURCES: list[tuple[str, str, Any]] = [
     ("a pair", ".* of tuple", (Q, Q)),
     ("a class", ".* of type", cache.KVCache),
-    ("inputs", ".* of Encoded", cache.Encoded(X)),
     ("an array", r"float32 \(2, 4, 8\)", X),
     ("a flag", "False of bool", False),
 ]

@@ -111,20 +111,6 @@ def test_truncated_overflowed_row_is_valid_again(layers: int, scan: bool, cross:
 
 
 @pytest.mark.slow
-def test_single_steps_past_end_leave_row_unchanged() -> None:
-    step, held, whole = built(3)
-    expected = whole(X)
-    outs = []
-    for t in range(8):
-        out, held = step(held, X[:, t : t + 1])
-        outs.append(out)
-    close(jnp.concatenate(outs[:6], 1), expected[:, :6])
-    assert np.isnan(jnp.concatenate(outs[6:], 1)).all()
-    out, _ = step(cache.truncate(held, 5), X[:, 5:6])
-    close(out, expected[:, 5:6])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_wrapped_ring_can_be_emptied(scan: bool) -> None:
     step, held, whole = built(2, scan, ring=True)
@@ -233,18 +219,6 @@ def test_nonexistent_rows_are_lost_until_emptied(window: int | None) -> None:
     np.testing.assert_array_equal(cut.reset().overflowed, [False] * 3)
     below = jax.jit(KVCache.truncate)(held, -1)
     np.testing.assert_array_equal(below.overflowed, [True])
-
-
-@pytest.mark.slow
-def test_truncate_accepts_all_variables_of_model() -> None:
-    layer = MultiHeadAttention(2, decode=True)
-    variables = layer.init(KEY, X[:, :SLOTS])
-    _, new = layer.apply(variables, X[:, :4], mutable=["cache"])
-    variables = {**variables, **new}
-    back = cache.truncate(variables, 3)
-    np.testing.assert_array_equal(cache.free(back), [3, 3])
-    assert back["params"] is not None
-    jax.tree.map(np.testing.assert_array_equal, back["params"], variables["params"])
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from flax import nnx
 import flax_mha
 from flax_mha import CacheConfig, Decoder, DecoderBlock, MultiHeadAttention, cache, masks, scores
 from flax_mha.cache import Encoded
-from flax_mha.cache.sources import KeyValue, Tokens
 from flax_mha.positions import Rotary
 from tests.support.oracle import random_like
 
@@ -82,29 +81,15 @@ def test_decoding_appends_inputs_k(name: str) -> None:
     wanted = plain.apply(v, X)
     held = {**v, "cache": layer.init(KEY, X, X)["cache"]}
     assert [*held["cache"]] == ["kv"]
+    bad = X.copy()
+    bad[1, 3:] = np.nan
+    out, ragged = run(layer, held, bad, bad.copy(), lengths=LENGTHS)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(ragged["cache"]["kv"].length, LENGTHS)
     for t in range(6):
         token = X[:, t : t + 1]
         out, held = run(layer, held, token, 1 * token)
         close(out[:, 0], wanted[:, t])
-
-
-@pytest.mark.sampled(0.25, slow=0.2)
-@pytest.mark.parametrize("name", LAYERS)
-def test_decoding_counts_lengths_of_inputs_k(name: str) -> None:
-    layer = LAYERS[name](2, decode=True)
-    v = layer.init(KEY, X)
-    bad = X.copy()
-    bad[1, 3:] = np.nan
-    out, held = run(layer, v, bad, bad.copy(), lengths=LENGTHS)
-    assert np.isfinite(out).all()
-    np.testing.assert_array_equal(held["cache"]["kv"].length, LENGTHS)
-
-
-def test_nnx_decoding_counts_lengths_of_inputs_k() -> None:
-    layer = flax_mha.nnx.MultiHeadAttention(2, 16, rngs=nnx.Rngs(0))
-    layer.init_cache(X.shape)
-    nnx.jit(lambda layer, q, k: layer(q, k, decode=True, lengths=LENGTHS))(layer, X, X)
-    np.testing.assert_array_equal(layer.cache_index, LENGTHS)
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
@@ -115,7 +100,7 @@ def test_queries_to_kept_keys_continue(name: str) -> None:
     wanted = layer.apply(v, X, MEMORY)
     cached = layer.clone(decode=True)
     # `init` only makes room, and every other call counts.
-    assert not cached.init(KEY, X, kv=Encoded(MEMORY))["cache"]["memory"].length.any()
+    assert not cached.init(KEY, X, kv=Encoded(MEMORY))["cache"]["memory"].queries.any()
     call = jax.jit(functools.partial(run, cached, kv=Encoded(MEMORY)))
     out, counted = call(v, X[:, :3], lengths=np.array([3, 1]))
     close(out[0], wanted[0, :3])
@@ -128,8 +113,8 @@ def test_queries_to_kept_keys_continue(name: str) -> None:
     out, _ = run(cached, counted, following, kv=Encoded(MEMORY))
     close(out[0], wanted[0, 3:5])
     kept = cache.truncate(counted["cache"], 2)["memory"]
-    np.testing.assert_array_equal(kept.length, [2, 1])
-    np.testing.assert_array_equal(cache.reset(counted["cache"])["memory"].length, 0)
+    np.testing.assert_array_equal(kept.queries, [2, 1])
+    np.testing.assert_array_equal(cache.reset(counted["cache"])["memory"].queries, 0)
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
@@ -212,7 +197,7 @@ def test_a_cache_says_which_calls_it_takes() -> None:
 JUNK: dict[str, Any] = {
     "none": {"kv": None}, "flax": {"cached_key": X, "cached_value": X, "cache_index": 0},
     "two": {"kv": None, "memory": None}, "array": {"kv": X}, "name": {"keys": X},
-    "memory": {"kv": cache.Memory(X[:, None], X[:, None], length=jnp.asarray(LENGTHS, jnp.int32))},
+    "memory": {"kv": cache.KVCache.of_encoder(X[:, None], X[:, None], jnp.float32)},
 }  # fmt: skip
 
 
@@ -237,20 +222,3 @@ def test_a_plain_dict_of_a_cache_continues(fields: dict[str, Any]) -> None:
         flax.serialization.to_state_dict(held), raw,
     ):  # fmt: skip
         np.testing.assert_array_equal(*(run(layer, w, X[:, 3:4])[0] for w in (plain, held)))
-
-
-def test_memory_counts_queries_if_it_has_a_length() -> None:
-    """A memory without a length counts none, in any call. One that is made begins at 0."""
-    k = X[..., None, :]
-    tokens = Tokens(KeyValue(k, k), (k, k), T=3, lengths=None, mask=None, dtype=None)
-    kept = cache.Memory.of(k, k, jnp.float32)
-    source, after = kept.open(tokens)
-    assert source.q_positions is after.length is None
-
-    source, made = cache.Memory(None, None).open(tokens)
-    assert source.q_positions is None
-    np.testing.assert_array_equal(made.length, [0, 0])
-    source, after = made.open(tokens)
-    np.testing.assert_array_equal(source.q_positions, [[0, 1, 2]] * 2)
-    np.testing.assert_array_equal(after.length, [3, 3])
-    np.testing.assert_array_equal(after.key, kept.key)

@@ -12,7 +12,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import MultiHeadAttention, QKNorm, masks, sharding
-from flax_mha.cache.sources import KeyValue
+from flax_mha.cache import KeyValues
 from flax_mha.positions import Rotary
 from tests.support import oracle
 from tests.support.oracle import error, float64, random_like
@@ -120,7 +120,7 @@ def test_kv_may_be_a_plain_pair_of_arrays() -> None:
     variables = {"params": pair()["params"]["giver"]}
     give = jax.jit(functools.partial(GIVER.apply, return_weights=True, return_kv=True))
     out, weights, kv = give(variables, X)
-    assert isinstance(kv, KeyValue)
+    assert isinstance(kv, KeyValues)
     assert kv.key.shape == (2, T, K, H)
     assert weights.shape == (2, N, T, T)
     again = jax.jit(GIVER.apply)(variables, X, kv=(kv.key, kv.value))

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha.cache import KVCache, Memory
+from flax_mha.cache import KVCache
 from flax_mha.cache.collection import restore
 
 PLAIN = KVCache.empty((2,), 6, 2, 4)
-CACHES: dict[str, KVCache | Memory] = {
+CACHES: dict[str, KVCache] = {
     "plain": PLAIN,
     "int8": KVCache.empty((2,), 6, 2, 4, 3, dtype=jnp.int8),
     "float8": KVCache.empty((2,), 6, 2, 4, dtype="float8_e5m2"),
     "ring": KVCache.empty((), 6, 2, 4, window=3),
-    "memory": Memory.of(jnp.ones((2, 6, 2, 4)), jnp.ones((2, 6, 2, 4)), jnp.dtype(jnp.bfloat16)),
+    "memory": KVCache.of_encoder(*[jnp.ones((2, 6, 2, 4))] * 2, "bfloat16"),
 }  # fmt: skip
 
 
@@ -67,12 +67,13 @@ WRONG: dict[str, tuple[Any, int | None]] = {
     "a ring": (saved("ring"), None),
     "no ring": (saved(), 3),
     "a small ring": (saved("ring"), 6),
+    "queries of floats": (saved("memory", queries=np.zeros(2, np.float32)), None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NOT_A_CACHE)
 def test_other_values_are_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=r"must be a flax_mha.cache.KVCache or.*got .*start from"):
+    with pytest.raises(TypeError, match=r"must be a flax_mha.cache.KVCache, or.*got .*start from"):
         restore(NOT_A_CACHE[name])
 
 

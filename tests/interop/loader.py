@@ -1,22 +1,25 @@
-"""Load a folder onto devices in its own process, and print the memory that it took.
+"""Load a folder in a process of its own, and print the memory that it took.
 
-python -m tests.interop.loader FOLDER CAST DIVIDED [ADDRESS PROCESS], with the number of devices in
-XLA_FLAGS. CAST is a dtype or "", DIVIDED the sharded axis or "". Two processes each read the part
-of their own devices.
+python -m tests.interop.loader FOLDER CAST AXIS [ADDRESS PROCESS], with the number of devices in
+XLA_FLAGS. CAST is a dtype or "", AXIS the sharded axis or "".
 """
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.measure.peers.fresh import growth
 from flax_mha import interop
-from flax_mha.interop import device_put
+
+
+def anonymous() -> int:
+    """Return the bytes of memory of this process, without the pages of mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def shardings(folder: Path, axis: str) -> Any:
@@ -31,12 +34,12 @@ def shardings(folder: Path, axis: str) -> Any:
             names[at] = "all"
         return NamedSharding(mesh, PartitionSpec(*names))
 
-    found = interop.family(json.loads((folder / "config.json").read_text()))
-    return jax.tree.map(one, jax.eval_shape(found.module.init, jax.random.key(0), *found.example))
+    family = interop.family(json.loads((folder / "config.json").read_text()))
+    return jax.tree.map(one, jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
 
 
 def main(folder: str, cast: str, axis: str, address: str = "", process: str = "") -> None:
-    """Print the memory beyond the result, the largest slice, the bytes read, and sums."""
+    """Print the bytes of the result and of the memory beyond it, and sums over both processes."""
     if address:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(address, 2, int(process))
@@ -44,29 +47,25 @@ def main(folder: str, cast: str, axis: str, address: str = "", process: str = ""
     # Loads code, whose memory would otherwise count.
     small = Path(folder) / "small"
     interop.load(small, dtype=cast or None, shardings=shardings(small, axis))
-    read, given = list[int](), device_put.in_memory
+    start, peaks, is_loaded = anonymous(), [0], threading.Event()
 
-    def counted(x: np.ndarray) -> np.ndarray:
-        read.append(x.nbytes)
-        return given(x)
+    def watch() -> None:
+        while not is_loaded.wait(1e-3):
+            peaks.append(anonymous())
 
-    device_put.in_memory = counted
-    kept: list[Any] = []
-    grown = growth(
-        lambda: kept.append(interop.load(folder, dtype=cast or None, shardings=places)[1])
-    )
-    arrays = jax.tree.leaves(kept)
-    parts = [
-        [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
-        for x in arrays
-    ]
-    slices = [x.nbytes for of_one in parts for x in of_one]
-    says = {"beyond": grown - sum(slices), "largest": max(slices), "read": sum(read)}
+    thread = threading.Thread(target=watch)
+    thread.start()
+    arrays = jax.tree.leaves(interop.load(folder, dtype=cast or None, shardings=places)[1])
+    is_loaded.set()
+    thread.join()
+    held = sum(
+        shard.data.nbytes for x in arrays for shard in getattr(x, "addressable_shards", ())
+    ) or sum(x.nbytes for x in arrays)
+    report = {"held": held, "beyond": max(peaks) - start - held}
     if address:
-        # The sums over the shards of both processes.
         sums = jax.jit(lambda xs: [(x.astype("float32") ** 2).sum() for x in xs])(arrays)
-        says["sums"] = [float(x) for x in sums]
-    print(json.dumps(says))
+        report["sums"] = [float(x) for x in sums]
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

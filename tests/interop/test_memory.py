@@ -1,4 +1,4 @@
-"""The memory and the file reads of loading, in fresh processes."""
+"""The memory of loading, in fresh processes: the pages of mapped files don't count."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ from flax_mha import interop
 from tests.interop.test_files import CONFIG
 
 ROOT = Path(__file__).parent.parent.parent
-DEVICES = 4
+DEVICES = 8
 PATIENCE = 240  # seconds
 LARGE = CONFIG | {"vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 8192}
 EXPERTS = CONFIG | {
@@ -89,22 +89,22 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.mark.sampled(0, slow=0.16)
-@pytest.mark.skipif(sys.platform != "linux", reason="reads a high-water mark of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", CASES)
-def test_loading_holds_little_beyond_the_shards(
+def test_loading_holds_little_beyond_the_result(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:
     folder, *arguments = CASES[name]
-    (found,) = results(start(str(folder_of(folder)), *arguments))
-    print(name, found["beyond"] / found["largest"])
-    assert found["largest"] >= 2**25
-    assert found["beyond"] <= 1.2 * found["largest"]
+    (memory,) = results(start(str(folder_of(folder)), *arguments))
+    print(name, memory["held"] / 2**20, memory["beyond"] / 2**20)
+    assert memory["held"] >= 2**27
+    assert memory["beyond"] <= (2**25 if arguments[1] else 0.05 * memory["held"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["0", "1"])
-def test_two_hosts_read_half_each(axis: str, tmp_path: Path) -> None:
-    """Over a mesh of both, straight into shards. Unsharded arrays are read by every device."""
+def test_two_hosts_get_half_each(axis: str, tmp_path: Path) -> None:
+    """Over a mesh of both, straight into shards. Every device has the unsharded arrays."""
     config = CONFIG | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
     folder = written(tmp_path, config, np.float32)
     with socket.socket() as free:
@@ -112,14 +112,13 @@ def test_two_hosts_read_half_each(axis: str, tmp_path: Path) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     both = results(*(start(str(folder), "", axis, address, str(i)) for i in range(2)))
     variables = jax.tree.leaves(interop.load(folder)[1])
-    count = 2 * DEVICES
-    divided = [x.ndim > 1 and x.shape[int(axis)] % count == 0 for x in variables]
-    assert sum(x.nbytes for x, d in zip(variables, divided, strict=True) if d) > 2**18
-    expected = sum(
-        x.nbytes // 2 if d else DEVICES * x.nbytes for x, d in zip(variables, divided, strict=True)
-    )
-    for actual in both:
-        assert actual["read"] == expected
+    is_sharded = [x.ndim > 1 and x.shape[int(axis)] % (2 * DEVICES) == 0 for x in variables]
+    held = [
+        x.nbytes // 2 if sharded else DEVICES * x.nbytes
+        for x, sharded in zip(variables, is_sharded, strict=True)
+    ]
+    for report in both:
+        assert report["held"] == sum(held)
         np.testing.assert_allclose(
-            actual["sums"], [np.square(x.astype(np.float64)).sum() for x in variables], rtol=1e-5
+            report["sums"], [np.square(x.astype(np.float64)).sum() for x in variables], rtol=1e-5
         )

@@ -137,5 +137,5 @@ def test_image_sizes_may_be_pairs() -> None:
 
 def test_tensor_names_are_printed_in_one_line(tmp_path: Path) -> None:
     written(tmp_path, CONFIG, {"a\nb": np.zeros(3, np.float32)})
-    with pytest.raises(ValueError, match=r"tensor 'a\\nb' must have a valid dtype, shape"):
+    with pytest.raises(ValueError, match=r"got: .a tensor named 'a\\+nb'"):
         safetensors.read_folder(tmp_path)

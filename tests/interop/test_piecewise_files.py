@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mha import interop
 from flax_mha.interop import device_put, safetensors
@@ -54,12 +55,7 @@ def test_saving_needs_memory_for_one_tensor(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, interop.load(tmp_path)[1], given)
 
 
-def test_transposed_reads_in_pieces_are_exact(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Small pieces of a file with several tiles, read by several threads."""
-    monkeypatch.setattr(device_put, "_BLOCK_BYTES", 2**12)
-    monkeypatch.setattr(device_put, "_TILE", 8)
+def test_transposed_reads_are_exact(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for dtype in (np.float32, ml_dtypes.bfloat16):
         x = rng.normal(size=(40, 60, 30)).astype(dtype)
@@ -70,3 +66,18 @@ def test_transposed_reads_in_pieces_are_exact(
             np.testing.assert_array_equal(got, x.transpose(axes))
             cast = device_put.place(np.dtype(np.float32), view.transpose(axes)[3:], None)
             np.testing.assert_array_equal(cast, x.transpose(axes)[3:].astype(np.float32))
+            assert cast.flags.c_contiguous
+            assert cast.ctypes.data % 64 == 0
+
+
+def test_views_of_several_tensors_are_concatenated(tmp_path: Path) -> None:
+    """Sharded by any axis over devices."""
+    parts = [np.arange(24.0, dtype=np.float32).reshape(n, -1, 4) for n in (1, 2, 1)]
+    parts = [x[:, :3] for x in parts]
+    safetensors.write(tmp_path / "model.safetensors", {str(i): x for i, x in enumerate(parts)})
+    views = [*safetensors.read(tmp_path / "model.safetensors").values()]
+    mesh = jax.make_mesh((4,), ("all",), devices=jax.devices()[:4])
+    for spec in (None, ("all",), (None, None, "all")):
+        sharding = None if spec is None else NamedSharding(mesh, PartitionSpec(*spec))
+        got = device_put.place(np.dtype(np.float16), views, sharding)
+        np.testing.assert_array_equal(got, np.concatenate(parts).astype(np.float16))

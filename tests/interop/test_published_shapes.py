@@ -126,8 +126,8 @@ def test_published_config_has_the_tensors_of_transformers(name: str) -> None:
     ).items() if key not in UNREAD}  # fmt: skip
     family = interop.family(given)
     variables = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
-    ours = {key: x.shape for key, x in stored(family, variables).items()}
-    matched, _, errors = family.match(dict.fromkeys(theirs))
+    ours = {key: x.shape for key, (x, _) in stored(family, variables).items()}
+    matched, errors = family.match(dict.fromkeys(theirs))
     assert not [x for x in errors if not x.endswith("ties it to")]
     bare = {key.removeprefix(family.prefix): x for key, x in theirs.items()}
     assert matched.keys() == ours.keys()

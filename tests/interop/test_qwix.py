@@ -13,8 +13,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import flax_mha.nnx
-from flax_mha import generate, interop, sharding
-from flax_mha.models import LanguageModel
+from flax_mha import interop, sharding
 from tests.interop.odd_configs import CONFIGS
 from tests.interop.test_files import CONFIG, variables
 
@@ -98,35 +97,6 @@ def test_lora_is_a_product_added_to_each_kernel(loaded: Any) -> None:
     found = jax.jit(jax.grad(functools.partial(loss, lora.apply, joined)))(added)
     grads = jax.jit(jax.grad(functools.partial(loss, model.apply, merged)))(added)
     jax.tree.map(close, found, grads)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loaded", ["qwen3"], indirect=True)
-def test_lora_generates_as_the_merged_model(loaded: Any) -> None:
-    model, params = loaded[0], loaded[1]["params"]
-    lora, added = with_lora(model, params, PROVIDER())
-    call: Any = {"max_new_tokens": 4}
-    wanted = generate(model, {"params": merged(params, added)}, TOKENS, **call)
-    found = generate(lora, {"params": joined(params, added)}, TOKENS, **call)
-    np.testing.assert_array_equal(found.tokens, wanted.tokens)
-    plain = generate(model, {"params": params}, TOKENS, **call)
-    assert not np.array_equal(plain.tokens, wanted.tokens)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loaded", ["qwen3"], indirect=True)
-def test_lora_starts_at_zero_and_has_dropout(loaded: Any) -> None:
-    model, params = loaded[0], loaded[1]["params"]
-    lora = qwix.apply_lora_to_model(model, PROVIDER(dropout=0.5))
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    fresh = flatten_dict(lora.init(keys, TOKENS)["params"], sep="/")
-    added = {name: x for name, x in fresh.items() if "_lora_" in name}
-    given, plain = {"params": joined(params, added)}, model.apply({"params": params}, TOKENS)
-    first = lora.apply(given, TOKENS, rngs={"dropout": jax.random.key(2)})
-    np.testing.assert_array_equal(first, plain)
-    moved = {"params": joined(params, jax.tree.map(lambda x: x + 0.1, added))}
-    one, two = (lora.apply(moved, TOKENS, rngs={"dropout": jax.random.key(i)}) for i in (2, 3))
-    assert not np.array_equal(one, two)
 
 
 @pytest.mark.slow
@@ -224,15 +194,3 @@ def test_nnx_layers_take_lora_and_quantized_kernels(group: str | None) -> None:
         rule = qwix.QuantizationRule(module_path=PLACES, **options)
         small = qwix.quantize_model(model, qwix.PtqProvider([rule]), X)
         assert 0.2 > np.abs(small(X) - plain).mean() / np.abs(plain).mean() > 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loaded", ["qwen3"], indirect=True)
-def test_loaded_models_in_nnx_take_lora(loaded: Any) -> None:
-    """With LoRA in linen first, then the bridge."""
-    model, params = loaded[0], loaded[1]["params"]
-    assert isinstance(model, LanguageModel)
-    lora, added = with_lora(model, params, PROVIDER())
-    in_nnx = nnx.bridge.ToNNX(lora, rngs=nnx.Rngs(0)).lazy_init(TOKENS)
-    nnx.update(in_nnx, nnx.State(joined(params, added)))
-    close(in_nnx(TOKENS), model.apply({"params": merged(params, added)}, TOKENS))

@@ -371,7 +371,7 @@ def product(*args: Any, **kwargs: Any) -> Any:
         (lambda: interop.swap(3), "a module of linen or nnx, got 3"),
         (lambda: interop.swap(Model), "a module of linen or nnx, got <class"),
         (lambda: interop.swap(nn.MultiHeadDotProductAttention(2, qkv_dot_general=product))
-         .init(KEY, X), "takes qkv_dot_general=None alone"),
+         .init(KEY, X), "takes only qkv_dot_general=None"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, out_dot_general=product,
                                                      rngs=nnx.Rngs(0))), "out_dot_general=None al"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, qkv_promote_dtype=product,

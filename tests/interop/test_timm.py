@@ -1,4 +1,4 @@
-"""Vision Transformers of timm: logits, features, and state dicts that convert back bitwise."""
+"""Vision Transformers of timm and vit-pytorch: outputs, gradients, and state dicts both ways."""
 
 from typing import Any
 
@@ -14,50 +14,58 @@ from flax_mha.interop.table import from_tensors, to_tensors  # noqa: E402
 from tests.interop.test_torch_layers import arrays, seeded  # noqa: E402
 from tests.support.oracle import error  # noqa: E402
 
-SIZE: dict[str, Any] = {
-    "img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 5
-}  # fmt: skip
 IMAGES = np.random.default_rng(0).normal(size=(2, 3, 16, 16)).astype(np.float32)
-OURS = IMAGES.transpose(0, 2, 3, 1)
+TIMM: dict[str, Any] = {
+    "model_type": "timm_vit", "img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2,
+    "num_heads": 4, "num_classes": 5,
+}  # fmt: skip
+VIT_PYTORCH: dict[str, Any] = {
+    "model_type": "vit_pytorch", "image_size": 16, "patch_size": 4, "num_classes": 5, "dim": 16,
+    "depth": 2, "heads": 4, "mlp_dim": 24,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "registers and scales": {"reg_tokens": 2, "init_values": 0.1},
-    "norm before": {"pre_norm": True, "act_layer": "quick_gelu", "qkv_bias": False},
-    "features": {"num_classes": 0, "mlp_ratio": 2.5},
-    "not square": {"patch_size": (4, 2), "img_size": (16, 8)},
+    "timm": TIMM,
+    "timm, registers and scales": TIMM | {"reg_tokens": 2, "init_values": 0.1},
+    "timm, norm before": TIMM | {"pre_norm": True, "act_layer": "quick_gelu", "qkv_bias": False},
+    "timm, features": TIMM | {"num_classes": 0, "mlp_ratio": 2.5},
+    "timm, not square": TIMM | {"patch_size": (4, 2), "img_size": (16, 8)},
+    "vit-pytorch": VIT_PYTORCH,
+    "vit-pytorch, mean": VIT_PYTORCH | {"pool": "mean"},
+    "vit-pytorch, features": VIT_PYTORCH | {"num_classes": 0, "dim_head": 6},
+    "vit-pytorch, one head": VIT_PYTORCH | {"heads": 1, "dim_head": 16},
+    "vit-pytorch, not square": VIT_PYTORCH | {"patch_size": (4, 2), "image_size": (16, 8)},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_vit_matches_timm(name: str, tmp_path: Any) -> None:
-    options = SIZE | CASES[name]
-    theirs = seeded(lambda: timm.VisionTransformer(**options))
-    config = {"model_type": "timm_vit", **options}
-    family = interop.family(config)
+def test_vit_matches_library(name: str, tmp_path: Any) -> None:
+    options = {key: x for key, x in CASES[name].items() if key != "model_type"}
+    is_timm = "timm" in name
+    library = timm.VisionTransformer if is_timm else pytest.importorskip("vit_pytorch").ViT
+    theirs = seeded(lambda: library(**options))
+    family = interop.family(CASES[name])
     height, width = family.example[0].shape[1:3]
-    with torch.no_grad():
-        given = torch.tensor(IMAGES[..., :height, :width])
-        want = (theirs if options["num_classes"] else theirs.forward_features)(given).numpy()
+    images = torch.tensor(IMAGES[..., :height, :width], requires_grad=True)
+    run = theirs.forward_features if is_timm and not options["num_classes"] else theirs
+    want = run(images)
+    want.square().sum().backward()
     variables = from_tensors(family, arrays(theirs))
-    got = jax.jit(family.module.apply)(variables, OURS[:, :height, :width])
-    assert error(got, want) < 2e-6
+
+    def loss(x: Any) -> Any:
+        y = family.module.apply(variables, x)
+        return (y**2).sum(), y
+
+    x = images.detach().numpy().transpose(0, 2, 3, 1)
+    gradient, got = jax.jit(jax.grad(loss, has_aux=True))(x)
+    assert error(got, want.detach().numpy()) < 1e-5
+    assert error(gradient.transpose(0, 3, 1, 2), images.grad.numpy()) < 1e-4
     actual = to_tensors(family, variables)
     assert actual.keys() == theirs.state_dict().keys()
     for key, x in arrays(theirs).items():
         np.testing.assert_array_equal(actual[key], x)
-    interop.save(config, variables, tmp_path)
+    interop.save(CASES[name], variables, tmp_path)
     _, loaded = interop.load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, loaded, variables)
-
-
-def test_input_gradients_match_timm() -> None:
-    theirs = seeded(lambda: timm.VisionTransformer(**SIZE))
-    family = interop.family({"model_type": "timm_vit", **SIZE})
-    images = torch.tensor(IMAGES, requires_grad=True)
-    theirs(images).square().sum().backward()
-    variables = from_tensors(family, arrays(theirs))
-    got = jax.jit(jax.grad(lambda x: (family.module.apply(variables, x) ** 2).sum()))(OURS)
-    assert error(got.transpose(0, 3, 1, 2), images.grad.numpy()) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -74,13 +82,19 @@ def test_input_gradients_match_timm() -> None:
 def test_unsupported_options_raise(name: str, value: Any) -> None:
     told = "activation" if name == "act_layer" else name
     with pytest.raises(ValueError, match=f"the config's {told} must be"):
-        interop.family({"model_type": "timm_vit", **SIZE, name: value})
+        interop.family(TIMM | {name: value})
 
 
 def test_wrong_tensors_raise() -> None:
-    theirs = timm.VisionTransformer(**SIZE, qk_norm=True)
+    options = {key: x for key, x in TIMM.items() if key != "model_type"}
+    theirs = timm.VisionTransformer(**options, qk_norm=True)
     tensors = {k: x for k, x in arrays(theirs).items() if k != "cls_token"}
     tensors["pos_embed"] = np.zeros((1, 3, 16), np.float32)
     told = "surplus blocks.0.attn.k_norm.weight.*missing cls_token; pos_embed must be"
     with pytest.raises(ValueError, match=told):
-        from_tensors(interop.family({"model_type": "timm_vit", **SIZE}), tensors)
+        from_tensors(interop.family(TIMM), tensors)
+
+
+def test_unsupported_pools_raise() -> None:
+    with pytest.raises(ValueError, match="the config's pool"):
+        interop.family(VIT_PYTORCH | {"pool": "max"})

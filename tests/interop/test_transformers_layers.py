@@ -1,10 +1,9 @@
-"""Attention of models with experts, one layer each, against `transformers`."""
+"""Layers of Gemma 3n that share keys and values, against `transformers`."""
 
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra families")
@@ -12,44 +11,14 @@ pytest.importorskip("transformers", reason="needs the extra families")
 
 import transformers as hf  # noqa: E402
 
-from flax_mha import MultiHeadAttention, QKNorm, masks, positions  # noqa: E402
+from flax_mha import MultiHeadAttention, QKNorm, masks  # noqa: E402
 from flax_mha.layer import core  # noqa: E402
 from flax_mha.positions import Rotary  # noqa: E402
-from tests.interop.by_hand import LAYERS, QKVO, H, K, N, Tensors, projections  # noqa: E402
+from tests.interop.by_hand import QKVO, H, K, N, Tensors, projections  # noqa: E402
 from tests.interop.families import DECODER, IDS, Case, make  # noqa: E402
 from tests.support.oracle import error  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_matches_transformers(name: str) -> None:
-    ours, model, config = LAYERS[name]
-    theirs = make(Case(model, config, {}, ()))
-    attention = theirs.model.layers[1].self_attn
-    seen: dict[str, Any] = {}
-
-    def hook(_: Any, args: Any, kwargs: Any, out: Any) -> None:
-        seen["x"], seen["y"] = (args or (kwargs["hidden_states"],))[0], out[0]
-
-    attention.register_forward_hook(hook, with_kwargs=True)
-    with torch.no_grad():
-        theirs(torch.tensor(IDS))
-    tensors = {key: x.numpy() for key, x in attention.state_dict().items()}
-    layer, params = ours(config, tensors)
-    x = seen["x"].numpy()
-    assert error(layer.apply({"params": params}, x), seen["y"].numpy()) < 1e-5
-    cached = layer.clone(decode=True)
-    held = cached.init(jax.random.key(0), x)["cache"]
-    out, _ = cached.apply({"params": params, "cache": held}, x, mutable="cache")
-    assert error(out, seen["y"].numpy()) < 1e-5
-
-
-def test_sinusoidal_halves_match_whisper() -> None:
-    from transformers.models.whisper.modeling_whisper import sinusoids
-
-    table = positions.sinusoidal(1500, 384, halves=True)
-    np.testing.assert_allclose(table, sinusoids(1500, 384).numpy(), atol=2e-4)
 
 
 class Gemma3n(MultiHeadAttention):

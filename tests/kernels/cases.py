@@ -15,26 +15,23 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import explain, kernels
+from tests.masks.catalogue import MASKS
+from tests.scores.catalogue import SCORES
 
 _PLAIN = (jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.float32),) * 3
 # The kernels that run here; the ones for other devices have their own tests.
 KERNELS = tuple(name for name in kernels.KERNELS if name not in explain(*_PLAIN).refused)
 
 FACTORS: dict[str, tuple[str, ...]] = {
-    "mask": (
-        "none", "causal", "window", "window_left", "window_of_rows", "length", "lengths",
-        "lengths_of_both", "lengths_per_query", "segments", "packed", "prefix", "prefix_per_row",
-        "dense", "dense_of_keys", "dense_in_blocks", "predicate", "per_head", "mixed", "dilated",
-        "neighborhood", "documents", "chosen",
-    ),
+    "mask": ("none", *MASKS),
     # Batch, then T and S.
     "size": (
         "2x1x1", "2x7x7", "2x64x64", "2x129x129", "2x257x257", "1x600x600",
         "2x257x129", "2x100x300", "2x1x300", "x300x7", "2x2x64x129",
     ),
     "score": (
-        "plain", "bias", "bias_of_keys", "bias_of_heads", "bias_of_rows", "alibi", "t5", "cap",
-        "sinks", "user", "all_scores",
+        "plain", "bias", "bias_of_keys", "bias_of_rows", "sinks",
+        *(name for name, row in SCORES.items() if row.pullback), "all_scores",
     ),
     # Scores of a few units, or up to ±50: then most queries give all weight to one key.
     "spread": ("soft", "sharp"),

@@ -15,11 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
-from flax_mha.base import private_jax
 from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.chips import tpus as blocks
 from flax_mha.kernels.cudnn import edge_cases, primitives
 from flax_mha.kernels.flex import passes
+from flax_mha.kernels.flex.hopper import LACKING
 from flax_mha.kernels.flex.tpu import whole_rows
 from tests.kernels import cudnn_model
 from tests.support.platforms import pretend
@@ -92,8 +92,8 @@ def hopper_memory(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> Iterato
 
     A race raises an error.
     """
-    if reason := private_jax.missing("flex.hopper"):
-        pytest.skip(reason)
+    if LACKING:
+        pytest.skip(LACKING)
     mosaic = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     how = mosaic.InterpretGPUParams(detect_races=True, on_race="raise")
     monkeypatch.setattr(mosaic, "kernel", functools.partial(mosaic.kernel, interpret=how))
@@ -129,13 +129,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch, traced_anew: None) -> None:
     """
     pretend(monkeypatch, "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
+    monkeypatch.setattr(primitives, "gpu", lambda platform: ((9, 0), (9, 20, 0)))
 
 
 @pytest.fixture
 def nvidia(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     """Run as `hopper` with a model in place of cuDNN."""
-    # Checked once per process, before the model with its other arguments is in place.
-    assert private_jax.missing("cudnn") is None
-    monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", cudnn_model.forward)
-    monkeypatch.setattr(primitives.fused, "_dot_product_attention_bwd_impl", cudnn_model.backward)
+    monkeypatch.setattr(primitives, "_dot_product_attention_fwd_impl", cudnn_model.forward)
+    monkeypatch.setattr(primitives, "_dot_product_attention_bwd_impl", cudnn_model.backward)

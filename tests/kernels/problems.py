@@ -1,6 +1,6 @@
 """The call that a case describes, and its results by the float64 oracle.
 
-Scores are written twice, like the masks of `scenes`: as the library's, and in NumPy.
+Masks and scores are rows of the catalogues, each as the library's and in NumPy.
 """
 
 import functools
@@ -14,14 +14,15 @@ import numpy as np
 
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.masks import Mask
-from flax_mha.scores import Alibi, Bias, RelativeBias, Score, ScoreMod, SoftCap
+from flax_mha.scores import ScoreMod
 from tests.kernels.cases import Case
-from tests.kernels.scenes import MASKS, N, Scene
+from tests.masks.catalogue import MASKS, Scene
+from tests.scores.catalogue import SCORES, Row
 from tests.support import oracle, plain_attention
 
-H = 8
+N, H = 4, 8
 HEADS = {"mha": (4, H), "gqa": (2, H), "mqa": (1, H), "dv": (2, 5)}
-CAP, RATE, KEY, SCALE = 1.5, 0.3, 7, 0.25
+RATE, KEY, SCALE = 0.3, 7, 0.25
 # This times scores of variance 1: the largest of a few thousand are near 50.
 SHARP = 15
 # Where few numbers make up a result, or nearly cancel, the error of plain attention is luck: one
@@ -34,85 +35,59 @@ STEP = 1e-5
 SINKS = np.array([0.0, 1.0, -2.0, 5.0], np.float32)
 
 
-def bucket_of(distance: np.ndarray) -> np.ndarray:
-    """Return T5's bucket of j − i (32 buckets up to 128): 8 exact ones, then two per octave."""
-    size = np.abs(distance)
-    far = sum((size * size >= 64 * 2**k).astype(int) for k in range(1, 8))
-    return np.where(distance > 0, 16, 0) + np.where(size < 8, size, 8 + far)
-
-
 def learned_of(score: str, at: Scene, dtype: str) -> dict[str, np.ndarray]:
-    """Return the arrays of a case's scores, by the names used here."""
+    """Return the arrays of a case's bias, sinks and score functions by name."""
     shapes = {
         "bias": (*at.batch, N, at.T, at.S), "bias_of_keys": (at.S,),
-        "bias_of_heads": (N, 1, at.S), "bias_of_rows": (*at.batch, 1, 1, at.S),
-        "all_scores": (at.T, at.S),
+        "bias_of_rows": (*at.batch, 1, 1, at.S), "all_scores": (at.T, at.S),
     }  # fmt: skip
     learned: dict[str, Any] = {}
     if score in shapes:
-        kind = dtype if score == "bias_of_heads" else "float32"
-        learned["bias"] = jnp.asarray(at.rng.normal(size=shapes[score]), kind)
-    if score in ("alibi", "all_scores"):
-        learned["slopes"] = np.array([0.5, 0.25, 0.1, 0.0], np.float32)
-    if score in ("t5", "all_scores"):
-        learned["biases"] = at.rng.normal(size=(N, 32)).astype(np.float32)
+        learned["bias"] = jnp.asarray(at.rng.normal(size=shapes[score]), jnp.float32)
+    for name in functions_of(score):
+        learned |= {array: make(at) for array, make in SCORES[name].arrays.items()}
+    if score == "bias_of_heads":
+        learned["array"] = jnp.asarray(learned["array"], dtype)
     if score in ("sinks", "all_scores"):
         learned["sinks"] = SINKS
-    if score == "user":
-        learned["w"] = np.float32(0.5)
     return learned
 
 
-def wave(row: Any, head: Any, i: Any, j: Any) -> Any:
-    return (i - 2 * j + head + row) % 5 - 2
-
-
-def user_score(s: Any, row: Any, head: Any, i: Any, j: Any, w: Any) -> Any:
-    return s + w * wave(row, head, i, j).astype(w.dtype)
+def functions_of(score: str) -> tuple[str, ...]:
+    """Return the names of a case's score functions, in their order."""
+    return ("cap", "alibi", "t5") if score == "all_scores" else (score,) if score in SCORES else ()
 
 
 def mods_of(score: str, learned: dict[str, jax.Array]) -> tuple[ScoreMod, ...]:
-    mods: list[ScoreMod] = [SoftCap(CAP)] if score in ("cap", "all_scores") else []
-    mods += [Alibi(learned["slopes"])] if "slopes" in learned else []
-    mods += [RelativeBias(learned["biases"])] if "biases" in learned else []
-    mods += [Score(user_score, (learned["w"],))] if "w" in learned else []
-    mods += [Bias(learned["bias"])] if score == "bias_of_heads" else []
-    return tuple(mods)
+    return tuple(row.make(**arrays) for row, arrays in _rows(score, learned))
 
 
-def bias_of(at: Scene, learned: dict[str, np.ndarray]) -> np.ndarray | None:
-    """Return the sum of the scores' biases, over all rows, heads, queries and keys."""
-    total = at.table(np.zeros((1, 1, 1, 1)))
-    if "bias" in learned:
-        total = total + oracle.float64(learned["bias"])
-    if "slopes" in learned:
-        total = total - at.table(learned["slopes"][:, None, None] * np.abs(at.i - at.j))
-    if "biases" in learned:
-        total = total + at.table(learned["biases"][at.head, bucket_of(at.j - at.i)])
-    if "w" in learned:
-        total = total + at.table(learned["w"] * wave(at.row, at.head, at.i, at.j))
-    return total if learned.keys() - {"sinks"} else None
+def rules_of(score: str, at: Scene, learned: dict[str, Any]) -> tuple[oracle.ScoreRule, ...]:
+    """Return a case's score functions in NumPy, for arrays of scores [*batch, N, T, S]."""
+
+    def rule(row: Row, arrays: dict[str, Any]) -> oracle.ScoreRule:
+        def flat(s: np.ndarray) -> np.ndarray:
+            return s.reshape(at.rows, N, at.T, at.S)
+
+        def pullback(ds: np.ndarray, s: np.ndarray, sign: int) -> Any:
+            assert row.pullback is not None
+            before, gradients = row.pullback(flat(ds), flat(s), at, sign, **arrays)
+            return before.reshape(s.shape), gradients
+
+        return oracle.ScoreRule(
+            lambda s: np.broadcast_to(row.value(flat(s), at, **arrays), flat(s).shape).reshape(
+                s.shape
+            ),
+            pullback,
+        )
+
+    return tuple(rule(*row) for row in _rows(score, oracle.float64(learned)))
 
 
-def learned_gradients(
-    at: Scene, learned: dict[str, np.ndarray], exact: oracle.Gradients
-) -> dict[str, np.ndarray]:
-    """Compute the gradients of the scores' arrays from the gradient of their sum."""
-    found = {} if exact.sinks is None else {"sinks": exact.sinks}
-    if exact.bias is None:
-        return found
-    rows = exact.bias.reshape(at.rows, N, at.T, at.S)
-    if "bias" in learned:
-        found["bias"] = oracle.summed_to(exact.bias, learned["bias"].shape)
-    if "w" in learned:
-        found["w"] = (rows * wave(at.row, at.head, at.i, at.j)).sum()
-    if "slopes" in learned:
-        found["slopes"] = -(rows * np.abs(at.i - at.j)).sum((0, 2, 3))
-    if "biases" in learned:
-        place = np.broadcast_to(32 * at.head + bucket_of(at.j - at.i), rows.shape)
-        sums = np.bincount(place.ravel(), rows.ravel(), 32 * N)
-        found["biases"] = sums.reshape(N, 32)
-    return found
+def _rows(score: str, learned: dict[str, Any]) -> list[tuple[Row, dict[str, Any]]]:
+    """Return the catalogue's rows of a case, each with its arrays."""
+    rows = [SCORES[name] for name in functions_of(score)]
+    return [(row, {name: learned[name] for name in row.arrays}) for row in rows]
 
 
 class Problem(NamedTuple):
@@ -130,7 +105,8 @@ class Problem(NamedTuple):
       as_cudnn: in half precision, the same values with the mean of a rounded output.
       sizes: the sizes of the gradients if nothing cancelled.
       at: the coordinates.
-      known: the oracle's arguments beside q, k and v.
+      known: the oracle's arguments after q, k and v.
+      score: the case's value of this factor.
     """
 
     qkv: tuple[jax.Array, ...]
@@ -144,6 +120,7 @@ class Problem(NamedTuple):
     sizes: dict[str, float]
     at: Scene
     known: dict[str, Any]
+    score: str
 
 
 @functools.lru_cache(maxsize=4)
@@ -165,9 +142,7 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
     dlse = jnp.asarray(at.rng.normal(size=(*at.batch, N, at.T)), jnp.float32)
     learned = learned_of(case.score, at, case.dtype)
 
-    known: dict[str, Any] = {"allowed": allowed, "bias": bias_of(at, learned)}
-    known |= {"sinks": learned.get("sinks")}
-    known |= {"cap": CAP} if case.score in ("cap", "all_scores") else {}
+    known: dict[str, Any] = {"allowed": allowed} | of_arrays(case.score, at, learned)
     of_case: dict[str, Any] = {}
     if case.scale != "default":
         known |= {"scale": SCALE}
@@ -180,27 +155,26 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
 
     def call(learned: dict[str, jax.Array]) -> dict[str, Any]:
         arrays = {"sinks": learned.get("sinks"), "scores": mods_of(case.score, learned)}
-        plain = "bias" in learned and case.score != "bias_of_heads"
         if case.scale == "array":
             # Traced, also without arguments that are.
             arrays["scale"] = jax.lax.optimization_barrier(jnp.float32(SCALE))
-        return of_case | arrays | ({"bias": learned["bias"]} if plain else {})
+        return of_case | arrays | ({"bias": learned["bias"]} if "bias" in learned else {})
 
     known |= {"cotangent": operands[3], "lse_cotangent": dlse}
-    truth = by_name(at, learned, *exact(*operands[:3], **known))
+    truth = by_name(learned, *exact(*operands[:3], **known))
     plain = []
     for seed in (None, *range(0 if case.dtype == "float32" else ROUNDINGS)):
         shifts = None if seed is None else np.random.default_rng(seed)
         found = plain_attention.attention(*operands[:3], **known, shifts=shifts)
-        plain.append(by_name(at, learned, *found))
+        plain.append(by_name(learned, *found))
     plain.append(plain[0])
     if case.dtype != "float32":
         # Sums over all scores, such as the gradient of a slope, nearly cancel: see `mean_of`.
         found = plain_attention.attention(*operands[:3], **known, mean_of="out")
-        values = by_name(at, learned, *found)
+        values = by_name(learned, *found)
         plain[-1] = plain[0] | {name: values[name] for name in learned}
         found = plain_attention.attention(*operands[:3], **known, mean_of="rounded out")
-        plain.append(by_name(at, learned, *found))
+        plain.append(by_name(learned, *found))
     rounded = {name: x.dtype for name, x in learned.items()}
     *plain, as_cudnn = (
         x | {name: x[name].astype(dtype) for name, dtype in rounded.items()} for x in plain
@@ -208,7 +182,7 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
     positive = oracle.attention_gradients(*operands[:3], **known, cancelling=False)
     sizes = {
         name: float(np.linalg.norm(x))
-        for name, x in by_name(at, learned, truth["out"], truth["lse"], positive).items()
+        for name, x in by_name(learned, truth["out"], truth["lse"], positive).items()
         if name not in ("out", "lse")
     }
     # A number means that positions count from it.
@@ -227,6 +201,7 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
         sizes,
         at,
         known,
+        case.score,
     )
 
 
@@ -240,14 +215,11 @@ def derivative(problem: Problem, x: Any, t: Any, of_gradients: bool) -> Any:
     def moved(step: float) -> Any:
         at = jax.tree.map(lambda a, b: oracle.float64(a) + step * oracle.float64(b), x, t)
         learned = at["learned"]
-        known = problem.known | {"bias": bias_of(problem.at, learned)}
-        known |= {"sinks": learned.get("sinks")}
+        known = problem.known | of_arrays(problem.score, problem.at, learned)
         out, lse, found = exact(*at["qkv"], **known)
         if not of_gradients:
             return out, np.where(np.isneginf(lse), 0.0, lse)
-        return {
-            "qkv": tuple(found[:3]), "learned": learned_gradients(problem.at, learned, found)
-        }  # fmt: skip
+        return {"qkv": tuple(found[:3]), "learned": learned_gradients(learned, found)}
 
     return jax.tree.map(lambda a, b: (a - b) / (2 * STEP), moved(STEP), moved(-STEP))
 
@@ -259,12 +231,28 @@ def exact(*qkv: Any, **known: Any) -> tuple[np.ndarray, np.ndarray, oracle.Gradi
     return out, lse, oracle.attention_gradients(*qkv, **known)
 
 
+def of_arrays(score: str, at: Scene, learned: dict[str, Any]) -> dict[str, Any]:
+    """Return the oracle's arguments that hold arrays which take gradients."""
+    arguments = {name: learned.get(name) for name in ("bias", "sinks")}
+    return arguments | {"scores": rules_of(score, at, learned)}
+
+
+def learned_gradients(learned: dict[str, Any], found: oracle.Gradients) -> dict[str, np.ndarray]:
+    """Return the gradients of the arrays that take them."""
+    gradients = dict(found.scores)
+    if found.sinks is not None:
+        gradients["sinks"] = found.sinks
+    if "bias" in learned:
+        gradients["bias"] = oracle.summed_to(found.bias, learned["bias"].shape)
+    return gradients
+
+
 def by_name(
-    at: Scene, learned: dict[str, Any], out: np.ndarray, lse: np.ndarray, found: oracle.Gradients
+    learned: dict[str, Any], out: np.ndarray, lse: np.ndarray, found: oracle.Gradients
 ) -> dict[str, np.ndarray]:
     """Return results, and gradients of operands and learned arrays, by name."""
     named = {"out": out, "lse": lse, "q": found.q, "k": found.k, "v": found.v}
-    return named | learned_gradients(at, learned, found)
+    return named | learned_gradients(learned, found)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -16,7 +16,7 @@ from tests.kernels import cases, contract
 from tests.kernels.cases import Case
 from tests.kernels.contract import EVERY, KernelContract
 from tests.kernels.problems import exact, pose, problem_of
-from tests.kernels.scenes import MASKS, Scene
+from tests.masks.catalogue import MASKS, Scene
 from tests.support import oracle, plain_attention
 from tests.support.algebra import Expression, Meant, evaluate, expressions
 
@@ -205,7 +205,7 @@ def test_plain_attention_has_the_errors_of_jax_nn(dtype: str, spread: str) -> No
     row = ("causal", "2x129x129", "bias_of_heads", spread, "gqa", dtype)
     problem = problem_of(Case(*row, "no_dropout", "from_0", "known"))
     q, k, v = problem.qkv
-    bias = problem.learned["bias"]
+    bias = problem.learned["array"]
 
     def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
         return jax.nn.dot_product_attention(

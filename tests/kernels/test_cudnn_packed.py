@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import AxisType
 
 from flax_mha import MultiHeadAttention, sharding
-from flax_mha.base import private_jax
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
+from flax_mha.kernels import cudnn
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.bands import Runs
 from flax_mha.kernels.mesh import shards
@@ -27,7 +28,7 @@ from tests.support.oracle import random_like
 T = 40
 LENGTHS = np.array([[13, 1, 20, 6], [40, 0, 0, 0]])
 IDS = np.stack([np.repeat(np.arange(5), n) for n in ([13, 1, 20, 4, 2], [7, 0, 30, 3, 0])])
-GROUPS = pytest.mark.skipif(not private_jax.PACKED_GROUPS, reason="this JAX has no such groups")
+GROUPS = pytest.mark.skipif(not cudnn.PACKED_GROUPS, reason="this JAX has no such groups")
 
 MASKS: dict[str, Mask] = {
     "known ids": Segments(IDS),
@@ -59,7 +60,7 @@ def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_on_gpu_match_definition(name: str) -> None:
     """Below Hopper cuDNN refuses them."""
-    capability = primitives.gpu(shards.current_platform()).capability
+    capability, _ = primitives.gpu(shards.current_platform())
     if capability < (9, 0):
         pytest.skip("packed documents need compute capability 9.0")
     known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
@@ -200,9 +201,9 @@ HIDDEN = {
 def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
     mask, call = HIDDEN[name]
     call = {"capability": (9, 0), "groups": True, "H": 64, "K": 4} | call
-    gpu = primitives.Gpu(call.pop("capability"), (9, 20, 0))
+    gpu = call.pop("capability"), (9, 20, 0)
     monkeypatch.setattr(primitives, "gpu", lambda platform: gpu)
-    monkeypatch.setattr(private_jax, "PACKED_GROUPS", call.pop("groups"))
+    monkeypatch.setattr(cudnn, "PACKED_GROUPS", call.pop("groups"))
     features, heads = (call.pop(x) for x in "HK")
     rng = np.random.default_rng(0)
     sizes = [(B, T, n, features) for n in (N, heads, heads)]
@@ -223,7 +224,7 @@ def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
         biases.append(bias.shape)
         return cudnn_model.forward(q, k, v, bias, *args, **settings)
 
-    monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", forward)
+    monkeypatch.setattr(primitives, "_dot_product_attention_fwd_impl", forward)
     jax.tree.map(close, both("cudnn"), both("reference"))
     assert {shape[-2:] for shape in biases} == {(T, T)}
 
@@ -298,7 +299,7 @@ def test_jax_converts_offsets_as_cudnn_counts_them() -> None:
     runs = Runs(jnp.asarray(ids).reshape(2, 10), 3, rest=False)
     lengths, offsets = runs.lengths(jnp.array([10, 10])), runs.offsets()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = primitives.fused._fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)
+        found = fused._fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)
     tokens = np.array([0, 3, 10, 10, 20, 20])
     for x, heads in zip(found[2:], (4, 2), strict=True):
         np.testing.assert_array_equal(np.ravel(x)[:6], tokens * heads * 8)

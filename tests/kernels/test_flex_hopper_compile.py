@@ -13,12 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.plan import gpus
 from flax_mha import dot_product_attention
-from flax_mha.base import private_jax
+from flax_mha.kernels.flex import hopper
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, Score, SoftCap
 from tests.kernels.test_flex_hopper_leaves import user_score
 
-LACKING = gpus.lacking() or private_jax.missing("flex.hopper")
+LACKING = gpus.lacking() or hopper.LACKING
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu_compile,

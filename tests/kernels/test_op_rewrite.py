@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha.kernels.flex.function import Function
+from flax_mha.kernels.flex.function import trace
 from flax_mha.kernels.flex.operand import flat
 from flax_mha.kernels.flex.tpu import mosaic
 
@@ -37,7 +37,7 @@ def test_rewritten_functions_match_in_value_and_gradient(name: str) -> None:
     s, t, x = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((T, S), (N, 8), (N,)))
     positions = jnp.array([[1]]), jnp.arange(T)[:, None], jnp.arange(S)[None]
     with jax.numpy_dtype_promotion("standard"):
-        function, consts = Function.of(fn, s, *positions, t, x)
+        function, consts = trace(fn, s, *positions, t, x)
         assert mosaic.missing_operation(function) is None
 
         def lowered(s, t, x):

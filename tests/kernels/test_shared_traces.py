@@ -76,7 +76,7 @@ def on(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     """Trace for one device of a platform."""
     pretend(monkeypatch, platform)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
+    monkeypatch.setattr(primitives, "gpu", lambda platform: ((9, 0), (9, 20, 0)))
 
 
 WRAPS: dict[str, Callable[..., Any]] = {

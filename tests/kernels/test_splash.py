@@ -24,6 +24,7 @@ from flax_mha.masks import (
 )
 from flax_mha.scores import SoftCap
 from tests.kernels.oracle_check import B, H, N, arrays, check, table
+from tests.support import oracle
 
 T, S = 280, 300
 RNG = np.random.default_rng(0)
@@ -69,7 +70,7 @@ def test_splash_masks_match_oracle(tpu, mask: str, K: int) -> None:
 @pytest.mark.parametrize(("mask", "K"), [("none", 4), ("packed", 1), ("lengths", 4)])
 def test_splash_soft_cap_matches_oracle(tpu, mask: str, K: int) -> None:
     q, *others = arrays(T, S, K)
-    known = {"allowed": table(MASKS[mask], T, S), "cap": 1.5}
+    known = {"allowed": table(MASKS[mask], T, S), "scores": (oracle.ScoreRule.soft_cap(1.5),)}
     check_splash([4 * q, *others], known, {"mask": MASKS[mask], "scores": (SoftCap(1.5),)})
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from experiments.measure.features import traced
 from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.masks import (
     Causal,
@@ -22,6 +21,7 @@ from flax_mha.masks import (
 )
 from flax_mha.scores import SoftCap
 from tests.kernels.oracle_check import B, H, N
+from tests.repository.test_kernel_table import traced
 from tests.support.arrays import zeros
 
 T, S = 280, 300

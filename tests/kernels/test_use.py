@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, Platform, dot_product_attention, explain, kernels
-from flax_mha.base import private_jax
+from flax_mha.kernels.flex.hopper import LACKING
 from flax_mha.kernels.using import resolve
 from flax_mha.masks import BlockSparse, Causal, Segments
 from flax_mha.scores import Alibi
@@ -100,7 +100,7 @@ def test_named_kernels_keep_their_name_and_refuse_blocks() -> None:
     told = explain(x, x, x, platform=on, kernel="flex", mask=BlockSparse(blocks, 128, 128))
     assert told[3:] == ((128, 128), "for the mask's blocks")
     gpu = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
-    if private_jax.missing("flex.hopper") is None:
+    if LACKING is None:
         with kernels.use("flex", block_q=256):
             assert "tiles of one size" in explain(x, x, x, platform=gpu).refused["flex"]
 

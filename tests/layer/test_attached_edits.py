@@ -91,7 +91,7 @@ def test_a_sweep_is_a_loop() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_zz": Edit()}, r"must be of points of the model, got \['attention_zz'\]"),
+        ({"attention_zz": Edit()}, r"must be of tensors of the model, got \['attention_zz'\]"),
         ({"layer/attention_z": Edit()}, "got .*'layer/attention_z'"),
         ({"attention_z": Edit(np.ones(3))}, r"`keep` of the edit attention_z must broadcast"),
         ({"attention_z": Edit(add=np.ones((3, B, T, N, H)))}, "`add` of the edit"),
@@ -124,7 +124,7 @@ def test_a_value_that_is_no_edit_is_an_error(value: Any) -> None:
 def test_edits_that_find_no_point_in_a_call_are_an_error() -> None:
     layer = LAYERS["grouped"]
     values = variables(layer, X)
-    with pytest.raises(ValueError, match=r"edits must be of points that the call .*attention_y"):
+    with pytest.raises(ValueError, match=r"edits must be of tensors that the call .*attention_y"):
         layer.apply({**values, "edits": {"attention_y": Edit()}}, X)
     dropout = LAYERS["grouped"].clone(dropout_rate=0.5, deterministic=False)
     attached = {**values, "edits": named({"weights": Edit(keep=0)})}

@@ -119,7 +119,7 @@ def test_weights_of_a_variant_with_its_own_attention_are_no_point() -> None:
     layer = VARIANTS["differential"]
     values = random_variables(layer, X)
     assert "attention_weights" not in edits.names(layer, values, X)
-    with pytest.raises(ValueError, match=r"points of the model, got .*attention_weights"):
+    with pytest.raises(ValueError, match=r"tensors of the model, got .*attention_weights"):
         edits.attach(layer, values, {"attention_weights": Edit(keep=0)}, X)
 
 

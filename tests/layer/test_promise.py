@@ -44,11 +44,12 @@ CLASSES: dict[Any, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_fields_keep_names_and_defaults(cls: Any) -> None:
-    fields = inspect.signature(cls).parameters
+    fields = inspect.signature(cls.__init__).parameters
     promised, *_ = CLASSES[cls]
     assert {name: fields[name].default for name in promised} == promised
     assert {*INITIALIZERS} <= fields.keys()
-    required = [n for n, p in fields.items() if p.default is p.empty and n != "rngs"]
+    required = [n for n, p in fields.items() if p.default is p.empty
+                and n not in ("self", "rngs", "fields")]  # fmt: skip
     assert required == (["num_heads", "in_features"] if cls.__module__.endswith("nnx") else
                         ["num_heads"])  # fmt: skip
 
@@ -72,7 +73,7 @@ def test_calls_keep_arguments_and_the_order_of_inputs(cls: Any) -> None:
 def test_fields_of_flax_have_its_defaults(ours: Any, theirs: Any) -> None:
     """Initializers have tests of their values."""
     given = inspect.signature(theirs.__init__).parameters
-    mine = inspect.signature(ours).parameters
+    mine = inspect.signature(ours.__init__).parameters
     others = ("attention_fn", *INITIALIZERS)
     names = [n for n, p in given.items() if p.default not in (None, p.empty) and n not in others]
     shared = [name for name in names if name in mine]

@@ -1,7 +1,9 @@
 """Flax's tools see and change the calls of a layer's submodules."""
 
 import contextlib
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import chex
@@ -231,6 +233,7 @@ def test_projections_call_an_einsum_that_a_library_has_replaced(
     plain = call(x)
     jitted = jax.jit(lambda x: call(x))(x)
     with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "qwix", ModuleType("qwix"))
         patch.setattr(jnp.einsum, "__code__", doubled.__code__)
         np.testing.assert_allclose(call(x), 2 * plain, rtol=1e-6)
         np.testing.assert_allclose(jax.jit(lambda x: call(x))(x), 2 * plain, rtol=1e-6)

@@ -19,7 +19,6 @@ from flax_mha.base.shapes import Dims
 from flax_mha.masks import (
     EMPTY,
     FULL,
-    AtLeast,
     BlockSparse,
     Causal,
     Dense,
@@ -29,90 +28,21 @@ from flax_mha.masks import (
     Lengths,
     Mask,
     Neighborhood,
-    PerHead,
     Predicate,
     Prefix,
     Segments,
     Window,
 )
 from flax_mha.masks.algebra import resolve
-from tests.support.algebra import Expression, evaluate, expressions, near, same_document
+from tests.masks.catalogue import MASKS, Scene
+from tests.support.algebra import Expression, evaluate, expressions
 
 B, N, T, S = 2, 3, 5, 6
 DIMS = Dims((B,), T, S, N, N, 4, 4)
 Rule = Callable[[int, int, int, int], bool]
 
 KV = np.array([3, 0])
-KV_PER_QUERY = np.array([[1, 2, 3, 4, 6], [0, 6, 2, 2, 1]])
-Q = np.array([4, 5])
-SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 0, 0]])
-CHOSEN = np.random.default_rng(1).integers(-1, 4, (B, N, 3, 2))
-PREFIX = np.array([2, 4])
 TABLE = np.random.default_rng(0).random((B, N, T, S)) < 0.5
-
-
-ATOMS: dict[str, tuple[Mask, Rule]] = {
-    "causal": (Causal(), lambda b, n, i, j: j <= i),
-    "window": (Window(2, 1), lambda b, n, i, j: i - 2 <= j <= i + 1),
-    "window_left": (Window(left=1), lambda b, n, i, j: j >= i - 1),
-    "window_of_rows": (Window(KV, 1), lambda b, n, i, j: i - KV[b] <= j <= i + 1),
-    "window_right": (Window(right=0), lambda b, n, i, j: j <= i),
-    "segments": (
-        Segments(SEGMENTS[:, :T], SEGMENTS),
-        lambda b, n, i, j: SEGMENTS[b, i] == SEGMENTS[b, j],
-    ),
-    "segments_traced": (
-        Segments(jnp.asarray(SEGMENTS[0, :T]), jnp.asarray(SEGMENTS[1])),
-        lambda b, n, i, j: SEGMENTS[0, i] == SEGMENTS[1, j],
-    ),
-    "at_least": (
-        AtLeast(SEGMENTS[:, :T], SEGMENTS),
-        lambda b, n, i, j: SEGMENTS[b, i] >= SEGMENTS[b, j],
-    ),
-    "at_least_of_one_row": (
-        AtLeast(jnp.asarray(SEGMENTS[1:, :T]), jnp.asarray(SEGMENTS[1:])),
-        lambda b, n, i, j: SEGMENTS[1, i] >= SEGMENTS[1, j],
-    ),
-    "segments_of_one_row": (
-        Segments(SEGMENTS[:1, :T], SEGMENTS),
-        lambda b, n, i, j: SEGMENTS[0, i] == SEGMENTS[b, j],
-    ),
-    "documents": (Documents(np.array([[2, 1, 1], [4, 0, 2]])), same_document),
-    "documents_traced": (
-        Documents(jnp.array([2, 3])),
-        lambda b, n, i, j: (i >= 2) + (i >= 5) == (j >= 2) + (j >= 5),
-    ),
-    "dilated": (Dilated(3), lambda b, n, i, j: (i - j) % 3 == 0),
-    "neighborhood": (Neighborhood((2, 3), (1, 2)), lambda b, n, i, j: near((2, 3), (1, 2), i, j)),
-    "neighborhood_of_3": (
-        Neighborhood((2, 2, 3), (2, 1, 2)),
-        lambda b, n, i, j: near((2, 2, 3), (2, 1, 2), i, j),
-    ),
-    "prefix": (Prefix(2), lambda b, n, i, j: j < 2 or j <= i),
-    "prefix_per_row": (Prefix(PREFIX), lambda b, n, i, j: j < PREFIX[b] or j <= i),
-    "predicate": (
-        Predicate(lambda b, n, i, j, m: (i + j + n + b) % m == 0, (jnp.array(3),)),
-        lambda b, n, i, j: (i + j + n + b) % 3 == 0,
-    ),
-    "per_head": (
-        PerHead([Causal(), Window(1, 1), ~Causal()]),
-        lambda b, n, i, j: (j <= i, abs(i - j) <= 1, j > i)[n],
-    ),
-    "lengths": (Lengths(KV), lambda b, n, i, j: j < KV[b]),
-    "lengths_of_all": (Lengths(3, q=np.int32(4)), lambda b, n, i, j: j < 3 and i < 4),
-    "lengths_per_query": (Lengths(KV_PER_QUERY), lambda b, n, i, j: j < KV_PER_QUERY[b, i]),
-    "lengths_of_both": (Lengths(KV, q=Q), lambda b, n, i, j: j < KV[b] and i < Q[b]),
-    "chosen": (BlockSparse(CHOSEN, 2, 2), lambda b, n, i, j: j // 2 in CHOSEN[b, n, i // 2]),
-    "chosen_traced": (
-        BlockSparse(jnp.asarray(CHOSEN[0, :, :1]), 5, 3),
-        lambda b, n, i, j: j // 3 in CHOSEN[0, n, 0],
-    ),
-    "dense": (Dense(TABLE), lambda b, n, i, j: TABLE[b, n, i, j]),
-    "dense_of_keys": (Dense(TABLE[:, :1, :1]), lambda b, n, i, j: TABLE[b, 0, 0, j]),
-    "keys": (Keys(TABLE[:, 0, 0]), lambda b, n, i, j: TABLE[b, 0, 0, j]),
-    "keys_of_all": (Keys(TABLE[0, 0, 0]), lambda b, n, i, j: TABLE[0, 0, 0, j]),
-    "dense_without_batch": (Dense(TABLE[0, 0]), lambda b, n, i, j: TABLE[0, 0, i, j]),
-}
 
 
 def table(mask: Mask, dims: Dims = DIMS) -> np.ndarray:
@@ -129,18 +59,37 @@ def definition(rule: Rule) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("name", ATOMS)
-def test_mask_matches_its_definition(name: str) -> None:
-    mask, rule = ATOMS[name]
-    np.testing.assert_array_equal(table(mask), definition(rule))
+@pytest.mark.parametrize("place", ["from_0", "aligned", "scattered"])
+@pytest.mark.parametrize("batch", [(), (B,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_matches_its_definition(name: str, batch: tuple[int, ...], place: str) -> None:
+    scene, dims = Scene(batch, T, S, place, N=N), DIMS._replace(B=batch)
+    mask, allowed = MASKS[name](scene)
+    at = whole(dims, scene.q_positions, scene.kv_positions)
+    for same in (mask, jax.tree.map(jnp.asarray, mask)):
+        found = np.broadcast_to(same.bind(dims).allowed(at), dims.logits)
+        np.testing.assert_array_equal(found, scene.table(allowed))
 
 
-random_masks = expressions(ATOMS)
+@pytest.mark.parametrize("kind", [Segments, masks.AtLeast])
+def test_numbers_of_one_row_are_for_all_rows(kind: Any) -> None:
+    q, kv = np.array([[0, 0, 1, 1, 1]]), np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 0, 0]])
+    both = kind(np.repeat(q, B, 0), kv)
+    np.testing.assert_array_equal(table(kind(q, kv)), table(both))
+
+
+random_masks = expressions(MASKS)
 
 
 def meant(expression: Expression) -> tuple[Mask, np.ndarray]:
     """Return the mask that an expression builds with operators, and its table."""
-    return evaluate(expression, lambda name: (ATOMS[name][0], definition(ATOMS[name][1])))
+
+    def atom(name: str) -> tuple[Mask, np.ndarray]:
+        scene = Scene((B,), T, S, N=N)
+        mask, allowed = MASKS[name](scene)
+        return mask, scene.table(allowed)
+
+    return evaluate(expression, atom)
 
 
 @pytest.mark.slow
@@ -221,16 +170,6 @@ def test_arrays_combine_with_masks_on_either_side(array: np.ndarray | jax.Array)
     np.testing.assert_array_equal(table(Causal() | array), causal | TABLE)
 
 
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
-def test_masks_take_any_number_of_batch_dimensions(batch: tuple[int, ...]) -> None:
-    dims = Dims(batch, T, S, N, N, 4, 4)
-    lengths = np.arange(np.prod(batch, dtype=int)).reshape(batch) % S
-    expected = np.arange(S) < lengths[..., None, None, None]
-    np.testing.assert_array_equal(
-        table(Lengths(lengths), dims), np.broadcast_to(expected, dims.logits)
-    )
-
-
 def test_masks_pass_through_transformations() -> None:
     mask = Causal() & Lengths(jnp.asarray(KV))
     np.testing.assert_array_equal(jax.jit(table_of)(mask), table(mask))
@@ -246,13 +185,6 @@ def test_masks_pass_through_transformations() -> None:
 def table_of(mask: Mask, dims: Dims = DIMS) -> jax.Array:
     allowed = mask.bind(dims).allowed(whole(dims))
     return jnp.broadcast_to(allowed, dims.logits)
-
-
-def test_causal_mask_follows_query_positions() -> None:
-    """Queries at positions 7 and 8 see the keys up to there."""
-    dims = Dims((), 2, 10, 1, 1, 4, 4)
-    allowed = Causal().allowed(whole(dims, jnp.array([7, 8])))
-    np.testing.assert_array_equal(allowed[0].sum(-1), [8, 9])
 
 
 @pytest.mark.parametrize("kind", [int, np.int64, np.array, jnp.int32, jnp.array])

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -184,13 +183,6 @@ def test_numeric_masks_work_wherever_masks_do(name: str) -> None:
     assert error(traced, expected) < 2e-6
     additive = jax.jit(lambda mask: module.apply(params, X, mask=of(mask)))(ADDITIVE)
     assert np.isnan(additive[:, 0]).all()
-
-
-def test_numeric_masks_work_in_nnx() -> None:
-    layer = nnx.bridge.ToNNX(MultiHeadAttention(2), rngs=nnx.Rngs(0)).lazy_init(X)
-    run = nnx.jit(lambda layer, m: (layer(X, mask=m), layer(X, mask=m > 0)))
-    assert error(*run(layer, TABLE)) < 2e-6
-    assert np.isnan(run(layer, ADDITIVE)[0][:, 0]).all()
 
 
 @pytest.mark.sampled(0.5)

@@ -33,12 +33,12 @@ def test_defaults_of_nnx_variants_are_those_of_linen() -> None:
     for name in FIELDS:
         linen, ours = (
             {field.name: field.default for field in dataclasses.fields(kind)}
-            for kind in (getattr(variants, name), getattr(flax_mha.nnx, name).Config)
+            for kind in (getattr(variants, name), getattr(flax_mha.nnx, name).kind)
         )
         shared = linen.keys() & ours.keys() - {"decode"}  # None in nnx: given by the call
         assert {key: linen[key] for key in shared} == {key: ours[key] for key in shared}, name
         assert ours["broadcast_dropout"] is False
-    replaced = (flax_mha.MultiHeadDotProductAttention, flax_mha.nnx.MultiHeadAttention.Config)
+    replaced = (flax_mha.MultiHeadDotProductAttention, flax_mha.nnx.MultiHeadAttention.kind)
     assert all(layer.broadcast_dropout for layer in (*replaced, flax_mha.SelfAttention))
     assert not flax_mha.MultiHeadAttention.broadcast_dropout
 

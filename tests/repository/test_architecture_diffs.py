@@ -18,10 +18,19 @@ first = np.arange(T) < 37
 np.testing.assert_array_equal(Global(37).dense(T)[0], first | first[:, None])
 same(mask=Global(37)), same(mask=Global(1000)), same(mask=~Global(64))
 same(mask=Global(1) & Causal())
+from tests.masks.catalogue import MASKS, Scene
+scene = Scene((2,), T, T)
+mask, allowed = MASKS["global"](scene)
+np.testing.assert_array_equal(mask.dense(T), scene.table(allowed)[0, :1])
 """,
     "score": """
 from flax_mha.scores import Kerple
 same(lambda a, b: {"scores": (Kerple(a, b),)}, jnp.array([1.0, 0.5]), jnp.array([2.0, 0.1]))
+from tests.kernels.cases import Case
+from tests.kernels.problems import problem_of
+from tests.kernels.test_contract import TestReference
+case = "causal", "2x7x7", "kerple", "soft", "gqa", "float32", "no_dropout", "from_0", "known"
+TestReference().check(problem_of(Case(*case)), traced=False)
 """,
     "kernel": """
 assert flax_mha.explain(*qkv, kernel="plain").chosen == "plain"
@@ -57,6 +66,13 @@ np.testing.assert_allclose(out, 3 * plain, rtol=1e-5, atol=1e-6)
 ours = flax_mha.nnx.MultiHeadAttention(2, 8, value_scale=3.0, use_bias=False, rngs=nnx.Rngs(0))
 nnx.update(ours, nnx.State(variables["params"]))
 np.testing.assert_allclose(ours(x), out, rtol=1e-6, atol=1e-6)
+from tests.support import layer_model
+from tests.support.layer_parts import PARTS
+part = PARTS["scaled values"]
+layer = flax_mha.MultiHeadAttention(2, **part.fields)
+variables = jax.jit(layer.init)(jax.random.key(0), x)
+want, _ = layer_model.layer(variables["params"], x[0], layer_model.Model(**part.model))
+np.testing.assert_allclose(jax.jit(layer.apply)(variables, x)[0], want, rtol=1e-4, atol=1e-5)
 """,
     "layer": """
 from flax_mha import plain
@@ -115,7 +131,7 @@ sys.exit(f"failed: {failed}" if failed else 0)
 
 def test_documented_changes_are_short() -> None:
     assert len(DIFFS) == len(TRIED)
-    assert all(diff.count("\n") <= 60 for diff in DIFFS)
+    assert all(diff.count("\n") <= 65 for diff in DIFFS)
 
 
 @pytest.mark.slow
@@ -124,7 +140,8 @@ def test_documented_changes_apply_and_work(tmp_path: Path) -> None:
     cases = []
     for (name, tried), diff in zip(TRIED.items(), DIFFS, strict=True):
         folder = tmp_path / name
-        shutil.copytree(ROOT / "flax_mha", folder / "flax_mha")
+        for part in ("flax_mha", "tests"):
+            shutil.copytree(ROOT / part, folder / part)
         subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, check=True)
         code = f"{BEFORE}\n{tried}\nassert flax_mha.__file__.startswith({str(folder)!r})"
         cases.append((name, str(folder), code))

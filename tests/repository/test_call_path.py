@@ -3,7 +3,9 @@
 import ast
 import contextlib
 import dataclasses
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -12,31 +14,33 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
-import flax_mha
+import flax_mha.nnx
 from flax_mha import MultiHeadAttention, masks, sharding
 from flax_mha.kernels.xla.reference import scores
 
 ROOT = Path(flax_mha.__file__).parent
 
 
-def test_call_path_passes_these_files() -> None:
-    layer, x = MultiHeadAttention(8), jnp.ones((2, 17, 64))
-    variables = layer.init(jax.random.key(0), x)
-
-    def call(x: jax.Array) -> jax.Array:
-        return layer.apply(variables, x, mask=masks.Causal())
-
-    jax.make_jaxpr(call)(x[:, 1:])  # Load the modules that the call imports.
-    stays = _stays(call, x)
-    assert stays[0] == "linen.py"
-    assert {
-        "layer/core.py",
-        "layer/linear.py",
-        "kernels/choose.py",
-        "kernels/xla/reference.py",
-    } <= set(stays)
+@pytest.mark.parametrize(("library", "T"), [("linen", 23), ("nnx", 27)])
+def test_a_call_passes_few_frames_and_files(library: str, T: int) -> None:
+    """Frames and files from the call to the product q·kᵀ, and files that the inputs enter."""
+    H, x = 16, jnp.ones((2, T, 64))  # No other product has these sizes.
+    if library == "nnx":
+        call: Any = flax_mha.nnx.MultiHeadAttention(4, 64, mask=masks.Causal(), rngs=nnx.Rngs(0))
+    else:
+        layer = MultiHeadAttention(4, mask=masks.Causal())
+        call = functools.partial(layer.apply, layer.init(jax.random.key(0), x[:, 1:]))
+    jax.make_jaxpr(call)(x[:, 2:])  # Load the modules that the call imports.
+    path, *_ = _products(lambda: jax.make_jaxpr(lambda x: call(x))(x), T, H)
+    entered = _entered(call, x)
+    files = [frame.partition(": ")[0] for frame in path]
+    assert {f"{library}.py", "kernels/xla/reference.py"} <= {*files} <= {*entered}
+    assert len(path) <= 8, path
+    assert len({*files}) <= 6, files
+    assert len({*entered}) <= 25, sorted({*entered})
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -62,12 +66,11 @@ def test_few_frames_between_call_and_matmul(devices: int) -> None:
             jax.eval_shape(call, q)
         finally:
             sys.setprofile(None)
-    on_mesh = ["run", "run_on_shards", "_inside"] if devices > 1 else []
-    product = ["run", "attend", "scores"]
-    assert path == ["dot_product_attention", *on_mesh, *product]
+    on_mesh = ["run", "run_on_shards", "_inside", "run"] if devices > 1 else []
+    assert path == ["dot_product_attention", *on_mesh, "attend", "scores"]
 
 
-def _stays(call: Any, x: jax.Array) -> list[str]:
+def _entered(call: Any, x: jax.Array) -> list[str]:
     """Return the files, in order, with functions that receive x or a value computed from it."""
     files: list[str] = []
     inside: list[FrameType] = []
@@ -122,12 +125,12 @@ def test_the_arguments_of_a_call_have_four_lists() -> None:
                 named = {x.arg for x in (*node.args.args, *node.args.kwonlyargs)}
             if {"bias", "lengths"} <= named:
                 lists.append((path.name, node.name))
-    values = [("settings.py", name) for name in ("Call", "CallOptions")]
-    assert sorted(lists) == [("linen.py", "__call__"), ("nnx.py", "__call__"), *values]
+    lines = [("linen.py", "LayerOptions"), ("linen.py", "__call__"), ("nnx.py", "__call__")]
+    assert sorted(lists) == [*lines, ("settings.py", "Call")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "most", "T"), [(None, 10, 29), (AxisType.Auto, 12, 31), (AxisType.Explicit, 12, 37)]
+    ("kind", "most", "T"), [(None, 9, 29), (AxisType.Auto, 11, 31), (AxisType.Explicit, 11, 37)]
 )
 def test_few_frames_between_layer_and_score_matmul(
     kind: AxisType | None, most: int, T: int
@@ -141,27 +144,33 @@ def test_few_frames_between_layer_and_score_matmul(
             stack.enter_context(jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2)))
             stack.enter_context(nn.logical_axis_rules(sharding.RULES))
         variables = sharding.init(layer, jax.random.key(0), x[:, :2])
-        depths: list[list[str]] = []
+        path, *_ = _products(lambda: jax.eval_shape(layer.apply, variables, x), T, H)
+    assert 5 <= len(path) <= most, path
 
-        def look(frame: FrameType, event: str, _: Any) -> None:
-            if event != "call" or frame.f_code.co_name != "dot_general":
-                return
-            sides = [getattr(frame.f_locals.get(side), "shape", ()) for side in ("lhs", "rhs")]
-            if all(T in shape and H in shape for shape in sides):
-                depths.append(_ours(frame))
 
-        sys.setprofile(look)
-        try:
-            jax.eval_shape(layer.apply, variables, x)
-        finally:
-            sys.setprofile(None)
-    assert 5 <= len(depths[0]) <= most, depths[0]
+def _products(trace: Callable[[], Any], *sizes: int) -> list[list[str]]:
+    """Return the frames of this package at each product of arrays with all these sizes."""
+    paths: list[list[str]] = []
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "dot_general":
+            shapes = [getattr(frame.f_locals.get(side), "shape", ()) for side in ("lhs", "rhs")]
+            if all({*sizes} <= {*shape} for shape in shapes):
+                paths.append(_ours(frame)[::-1])
+
+    sys.setprofile(look)
+    try:
+        trace()
+    finally:
+        sys.setprofile(None)
+    return paths
 
 
 def _ours(frame: FrameType | None) -> list[str]:
     names = []
     while frame is not None:
         if frame.f_code.co_filename.startswith(str(ROOT)):
-            names.append(f"{frame.f_code.co_filename}: {frame.f_code.co_name}")
+            file = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix()
+            names.append(f"{file}: {frame.f_code.co_name}")
         frame = frame.f_back
     return names

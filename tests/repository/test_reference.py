@@ -27,9 +27,17 @@ def directives() -> Iterator[tuple[str, str]]:
     """Yield each autodoc directive with its full name."""
     for page in sorted((DOCS / "api").glob("*.rst")):
         module = ""
-        for kind, name in re.findall(r"^\.\. (\w+):: (\S+)$", page.read_text(), re.MULTILINE):
+        pattern = r"^\.\. (\w+):: (\S+)$((?:\n   :.*)*)"
+        for kind, name, options in re.findall(pattern, page.read_text(), re.MULTILINE):
             if kind in ("module", "currentmodule"):
                 module = name
+            elif kind == "automodule" and ":no-members:" not in options:
+                yield kind, name
+                of_module = vars(importlib.import_module(name))
+                for member in {*of_module["__all__"]} - {*options.split()}:
+                    # Constants have no text of their own.
+                    if inspect.isroutine(of_module[member]) or inspect.isclass(of_module[member]):
+                        yield "autoobject", f"{name}.{member}"
             elif kind == "automodule" or name.startswith("flax_mha."):
                 yield kind, name
             else:

@@ -54,7 +54,13 @@ def test_wheel_holds_package_types_and_license(dist: Path) -> None:
     # On a package's page relative links lead nowhere.
     assert not re.search(r"\]\((?!https?:)", metadata.get_payload())
     core = [x for x in metadata.get_all("Requires-Dist") if "extra ==" not in x]
-    assert sorted(x.partition(">")[0] for x in core) == ["chex", "flax", "jax", "typing-extensions"]
+    assert sorted(x.partition(">")[0] for x in core) == [
+        "chex",
+        "flax",
+        "jax",
+        "safetensors",
+        "typing-extensions",
+    ]
 
 
 def test_sdist_holds_sources_and_no_stray_files(dist: Path) -> None:

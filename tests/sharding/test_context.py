@@ -127,13 +127,6 @@ def test_explicit_mask_ids_are_sharded_like_their_tokens(way: str) -> None:
     compare(attend, args, "Explicit", rules, [over] * 4)
 
 
-@pytest.mark.slow
-def test_long_ring_matches_one_device() -> None:
-    S, K, call = CALLS["causal, dropout"]
-    specs = [P(None, "model")] * 3 + [P()] * 4
-    compare(attention("ring", call), operands(S, K), "Auto", EIGHT, specs, shape=(1, 8))
-
-
 @pytest.mark.parametrize(
     ("rules", "over", "ways"),
     [

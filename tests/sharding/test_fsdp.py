@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from experiments.plan.collectives import read
 from flax_mha import MLP, Encoder, EncoderBlock, MultiHeadAttention, sharding
 from flax_mha import nnx as flax_mha_nnx
-from flax_mha.base.private_jax import SHARDED_SUBGROUPS
 from flax_mha.positions import Rotary
 from flax_mha.sharding import products
 from tests.support.meshes import (
@@ -40,7 +39,9 @@ ROWS = ("data", "group")
 FSDP = changed(batch=ROWS, embed="group")
 # Without rotation, the softmax cancels the key bias: its gradient would be 0.
 LAYER = MultiHeadAttention(8, num_kv_heads=2, gate="head", rotary=Rotary())
-_GATHERED = pytest.mark.skipif(not SHARDED_SUBGROUPS, reason="left to XLA before jaxlib 0.11.2")
+_GATHERED = pytest.mark.skipif(
+    not products.SHARDED_SUBGROUPS, reason="left to XLA before jaxlib 0.11.2"
+)
 BLOCK = EncoderBlock(MultiHeadAttention(8, rotary=Rotary()), 64, gated=True)
 CASES: dict[str, tuple[nn.Module, Any]] = {
     "layer": (LAYER, FSDP),
@@ -172,9 +173,11 @@ def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
 def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> None:
     """The rule for `embed` is missing, or names an axis of devices with the same rows."""
 
-    def plain(multiply: Any, names: Any, rows: Any, contracted: int, x: Any, kernel: Any) -> Any:
+    def plain(
+        parallel: Any, multiply: Any, names: Any, rows: Any, contracted: int, x: Any, kernel: Any
+    ) -> Any:
         kernel = sharding.constrain(kernel, products.gathered(names))
-        return products._tensor_parallel(multiply, names, rows, contracted, x, kernel)
+        return parallel(multiply, names, rows, contracted, x, kernel)
 
     lowered: dict[bool, list[str]] = {}
     for is_plain in (False, True):
@@ -189,7 +192,7 @@ def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> Non
                 leave()
             lowered[is_plain].append(text)
     same = [a == b for a, b in zip(lowered[False], lowered[True], strict=True)]
-    assert same == [True, True, True, not SHARDED_SUBGROUPS]
+    assert same == [True, True, True, not products.SHARDED_SUBGROUPS]
 
 
 @_GATHERED

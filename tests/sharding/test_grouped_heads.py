@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-import flax_mha.nnx
 from experiments.plan.collectives import read
 from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, scores, sharding
 from flax_mha.positions import Rotary
@@ -211,17 +209,3 @@ def test_key_value_heads_over_other_axes_are_refused() -> None:
             dot_product_attention(q, k, k)
     finally:
         leave()
-
-
-@pytest.mark.slow
-def test_nnx_layer_with_shared_heads_matches_one_device() -> None:
-    layer = flax_mha.nnx.MultiHeadAttention(
-        8, 32, num_kv_heads=4, mask=masks.Causal(), rngs=nnx.Rngs(0)
-    )
-    expected = layer(X)
-    _, leave = on("Auto", GROUPED, (1, 4, 2))
-    try:
-        actual = jax.device_get(nnx.jit(lambda layer, x: layer(x))(layer, X))
-    finally:
-        leave()
-    np.testing.assert_allclose(actual, expected, atol=1e-5)

@@ -50,20 +50,6 @@ def check(got: Any, wanted: Any) -> None:
         assert error(a, b) < BACKWARD
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.parametrize("kind", MIXED)
-@pytest.mark.parametrize("name", CASES)
-def test_auto_and_explicit_axes_trace(name: str, kind: str) -> None:
-    model, rules = CASES[name]
-    _, leave = on(kind, rules)
-    try:
-        params = jax.eval_shape(functools.partial(model.init, deterministic=True), KEY, X)
-        (_, dx), y = jax.eval_shape(functools.partial(gradients, model), params, X)
-    finally:
-        leave()
-    assert dx.shape == y.shape == X.shape
-
-
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("name", CASES)

@@ -5,13 +5,12 @@ import warnings
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, interop, sharding
+from flax_mha import MultiHeadAttention, interop, sharding
 from tests.support.meshes import KINDS, collectives
 
 X = jax.device_put(np.random.default_rng(0).normal(size=(4, 6, 32)).astype(np.float32))
@@ -99,32 +98,6 @@ def test_initial_values_do_not_depend_on_the_mesh(kind: str) -> None:
         for x in (X, jax.device_put(X, P("data"))):
             sharded = sharding.init(layer, jax.random.key(1), x)
             jax.tree.map(np.testing.assert_array_equal, sharded, plain)
-
-
-def encoder(**options) -> Encoder:
-    layer = MultiHeadAttention(8, num_kv_heads=4)
-    return Encoder(2, EncoderBlock(layer, mlp_dim=64, gated=True), **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
-def test_sharded_encoder_matches_one_device(scan: bool) -> None:
-    model = encoder(scan=scan)
-    plain = sharding.init(model, jax.random.key(1), X)
-
-    def loss(variables, x):
-        return jnp.sum(jnp.sin(model.apply(variables, x)))
-
-    expected = jax.jit(jax.value_and_grad(loss))(plain, X)
-    mesh = make_mesh()
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        variables = sharding.init(model, jax.random.key(1), X)
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        value, grads = jax.jit(jax.value_and_grad(loss))(variables, x)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, expected[1])
-    mlp = grads["params"]["layers" if scan else "layers_0"]["mlp"]["up"]["kernel"]
-    assert mlp.sharding.spec[-1] == "model"
 
 
 @pytest.mark.sampled(0.13, slow=0.2)

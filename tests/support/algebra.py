@@ -36,19 +36,3 @@ def evaluate(expression: Expression, atom: Callable[[str], Meant]) -> Meant:
     return (mask & other, table & other_table) if operator == "&" else (
         mask | other, table | other_table
     )  # fmt: skip
-
-
-def same_document(b: int, n: int, i: int, j: int) -> bool:
-    return (0, 0, 1, 2, 3, 3)[i] == (0, 0, 1, 2, 3, 3)[j] if b == 0 else (i >= 4) == (j >= 4)
-
-
-def near(sizes: tuple[int, ...], window: tuple[int, ...], i: int, j: int) -> bool:
-    """Return True if j is in the window of i, axis by axis, as NATTEN defines it."""
-    places = [np.unravel_index(x, sizes) for x in (i, j)]
-    starts = [
-        min(max(int(c) - w // 2, 0), n - w)
-        for c, n, w in zip(places[0], sizes, window, strict=True)
-    ]
-    return all(
-        start <= c < start + w for start, c, w in zip(starts, places[1], window, strict=True)
-    )

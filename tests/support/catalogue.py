@@ -1,7 +1,7 @@
 """All public layers, blocks, models, masks, scores and samplers, for laws that hold for each."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -32,9 +32,10 @@ from flax_mha import (
     variants,
 )  # fmt: skip
 from flax_mha.positions import PositionEmbedding, Rotary
+from tests.masks.catalogue import MASKS, Scene
+from tests.scores.catalogue import SCORES
 
 T, D, N = 16, 16, 2
-IDS = np.arange(T, dtype=np.int32) // 3
 # Token 0 is more than half of the text.
 TOKENS = np.arange(T, dtype=np.int32) % 5 * (np.arange(T) > 9)
 _RNG = np.random.default_rng(0)
@@ -128,34 +129,25 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     },
     "TalkingHeadsAttention": {},
 }  # fmt: skip
-_MASKS: tuple[masks.Mask, ...] = (
-    masks.Causal() & masks.Window(3, 0),
-    masks.Causal() | masks.Prefix(np.int32(4)),
-    ~masks.Causal(),
-    masks.AtLeast(IDS),
-    masks.BlockSparse(np.array([[0], [1]]), 8, 8),
-    masks.Causal(),
-    masks.Dense(IDS[:, None] >= IDS),
-    masks.Dilated(2),
-    masks.Documents(np.array([6, 10])),
-    masks.Keys(TOKENS == 0),
-    masks.Lengths(np.array(9)),
-    masks.Neighborhood((4, 4), (3, 3)),
-    masks.PerHead((masks.Causal(), masks.Window(2, 2))),
-    masks.Predicate(lambda row, head, i, j: i >= j),
-    masks.Prefix(np.int32(4)),
-    masks.Segments(IDS),
-    masks.Window(2, 2),
-)
-_SCORES: tuple[scores.ScoreMod, ...] = (
-    scores.Alibi(),
-    scores.Bias(np.ones((N, T, T), np.float32)),
-    scores.Relative(max_distance=3),
-    scores.RelativeBias(),
-    scores.Score(lambda score, row, head, i, j: score + 1),
-    scores.SoftCap(2.0),
-    scores.TransformerXL(features=6),
-)
+
+
+def parts_of(mask: masks.Mask) -> Iterator[masks.Mask]:
+    """Yield a mask, and the masks that it is made of."""
+    yield mask
+    inner = getattr(mask, "masks", ()) or [getattr(mask, "mask", None)]
+    for part in inner:
+        if isinstance(part, masks.Mask):
+            yield from parts_of(part)
+
+
+def examples(at: Scene) -> dict[str, Any]:
+    """Return an instance of each public class of masks and scores, from their catalogues."""
+    every: list[Any] = [row.of_layer(at) for row in SCORES.values()]
+    every += [part for make in MASKS.values() for part in parts_of(make(at)[0])]
+    public = {*masks.__all__, *scores.__all__}
+    return {name: x for x in every if (name := type(x).__name__) in public}
+
+
 CATALOGUE: dict[str, Entry] = {
     "layer": _of(MultiHeadAttention, N),
     "head mask": Entry(MultiHeadAttention, lambda **dtypes: _Masked(_layer()(**dtypes))),
@@ -199,7 +191,9 @@ CATALOGUE: dict[str, Entry] = {
     "nnx layer": _nnx("MultiHeadAttention", gate="feature", sinks=True),
     **{name: _of(getattr(variants, name), N, **fields) for name, fields in _VARIANTS.items()},
     **{f"nnx {name}": _nnx(name, **fields) for name, fields in _VARIANTS.items()},
-    **{type(x).__name__: Entry(type(x), _layer(mask=x)) for x in _MASKS},
-    **{type(x).__name__: Entry(type(x), _layer(scores=(x,))) for x in _SCORES},
+    **{
+        name: Entry(type(x), _layer(mask=x) if hasattr(masks, name) else _layer(scores=(x,)))
+        for name, x in examples(Scene((), T, T, N=N)).items()
+    },
     **{x.__name__: Entry(x, None) for x in (sampling.top_k, sampling.top_p, sampling.min_p)},
 }  # fmt: skip

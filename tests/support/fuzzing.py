@@ -1,5 +1,6 @@
 """A grammar of calls of the public API, with valid and odd values for every argument."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ from flax_mha import (
 )
 from flax_mha.models.embeddings import PatchEmbedding, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
+from tests.masks.catalogue import Scene
+from tests.support.catalogue import examples
+from tests.support.layer_parts import PARTS
 
 KEY = np.zeros(2, np.uint32)
 B, T, N, H = 2, 4, 2, 4
@@ -85,12 +89,20 @@ def run(build: Callable[..., Any], *names: str) -> Callable[..., Any]:
     return call
 
 
-def of_mask(kind: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda **given: dot_product_attention(*QKV.values(), mask=kind(**given))
+def of_example(kind: Any) -> Callable[..., Any]:
+    """Call a layer with a mask or a score function of this class."""
+
+    def call(**fields: Any) -> Any:
+        x = kind(**fields)
+        call: Any = {"mask": x} if isinstance(x, masks.Mask) else {"scores": (x,)}
+        return layer(**call).init_with_output(KEY, X)
+
+    return call
 
 
-def of_score(kind: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda **given: dot_product_attention(*QKV.values(), scores=(kind(**given),))
+def fields_of(x: Any) -> dict[str, Any]:
+    """Return the arguments that make a mask or a score function."""
+    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
 
 
 def of_cache(name: str) -> Callable[..., Any]:
@@ -122,10 +134,6 @@ def on_a_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def rule(row: Any, head: Any, i: Any, j: Any) -> Any:
-    return j <= i
-
-
 X = np.ones((B, T, D), np.float32)
 TOKENS = np.ones((B, T), np.int32)
 QKV = {name: np.ones((B, T, N, H), np.float32) for name in "qkv"}
@@ -152,17 +160,14 @@ MODULE = {"dtype": ("bfloat16",), "param_dtype": ("float32",), "precision": ("hi
 FIELDS = MODULE | CAPTURED | {
     "num_heads": (4,), "qkv_features": (16,), "out_features": (8,), "broadcast_dropout": (True,),
     "dropout_rate": (0.5,), "deterministic": (True,),
-    "out_kernel_init": (jax.nn.initializers.ones,),
-    "bias_init": (jax.nn.initializers.zeros,), "use_bias": (False, ("query", "out")),
-    "decode": (True,), "scale": (0.5, "learned"),
-    "cache": (CacheConfig("int8"), CacheConfig(slots=3)), "normalize_qk": (True,),
-    "num_kv_heads": (1,), "head_dim": (6,), "v_head_dim": (3,),
-    "project_out": (False,), "kernel": ("blockwise",),
-    "mask": (masks.Causal(),), "scores": ((scores.Alibi(),),), "sinks": (True,),
-    "rotary": (Rotary(),), "qk_norm": (flax_mha.QKNorm(),), "gate": ("head", "feature"),
-    "exclusive": (True,),
-    "normalizer": ("sigmoid", "softpick"),
+    "out_kernel_init": (jax.nn.initializers.ones,), "bias_init": (jax.nn.initializers.zeros,),
+    "decode": (True,), "cache": (CacheConfig("int8"), CacheConfig(slots=3)),
+    "normalize_qk": (True,), "num_kv_heads": (1,), "head_dim": (6,), "project_out": (False,),
+    "kernel": ("blockwise",),
 }  # fmt: skip
+for _part in PARTS.values():
+    for _name, _value in _part.fields.items():
+        FIELDS[_name] = (*FIELDS.get(_name, ()), _value)
 BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),
          "pre_norm": (False,), "activation": ("silu", "gelu_exact"), "norm_epsilon": (1e-5,),
          "mlp_bias": (False,), "gated": (True,), "dropout_rate": (0.5,),
@@ -174,35 +179,22 @@ RULES = {"eos": (0,), "rng": (KEY,), "temperature": (1.0,), "top_k": (2,), "top_
          "capacity": (12,), "lengths": (np.array([1, 4]), [2, 2])}  # fmt: skip
 NEW = {"q": QKV["q"], "key": QKV["k"], "value": QKV["v"]}
 
+# The operators of masks are called as such.
+EXAMPLES = {
+    name: x for name, x in examples(Scene((B,), T, T, N=N)).items()
+    if not isinstance(x, masks.And | masks.Or | masks.Not)
+}  # fmt: skip
+
 # By name: the frequency, the function, its required arguments, and its optional ones.
 Target = tuple[int, Callable[..., Any], dict[str, Any], dict[str, tuple[Any, ...]]]
 TARGETS: dict[str, Target] = {
     "dot_product_attention": (9, dot_product_attention, QKV, CALL),
     "explain": (4, explain, QKV, CALL),
-    "Window": (2, of_mask(masks.Window), {}, {"left": (3,), "right": (2,)}),
-    "Lengths": (2, of_mask(masks.Lengths), {"kv": np.array([1, 4])}, {"q": (np.array([1, 4]),)}),
-    "Keys": (1, of_mask(masks.Keys), {"real": TOKENS > 0}, {}),
-    "Segments": (2, of_mask(masks.Segments), {"q": TOKENS}, {"kv": (TOKENS,)}),
-    "Prefix": (1, of_mask(masks.Prefix), {"length": 2}, {}),
-    "Dense": (1, of_mask(masks.Dense), {"array": np.ones((1, T, T), bool)}, {}),
-    "Documents": (1, of_mask(masks.Documents), {"lengths": np.array([[2, 3]] * B)}, {}),
-    "Dilated": (1, of_mask(masks.Dilated), {"step": 2}, {}),
-    "Neighborhood": (1, of_mask(masks.Neighborhood), {"sizes": (3, 4), "window": (1, 2)},
-                     {"window": (3,)}),
-    "BlockSparse": (1, of_mask(masks.BlockSparse),
-               {"blocks": [[0, 1]], "query_block": T, "key_block": 2}, {}),
-    "Predicate": (2, of_mask(masks.Predicate), {"fn": rule}, {"args": ((), (3,))}),
-    "PerHead": (1, of_mask(masks.PerHead), {"masks": [masks.Causal()] * N}, {}),
+    **{name: (1, of_example(type(x)), fields_of(x), {}) for name, x in EXAMPLES.items()},
     "&": (1, lambda a, left: a & masks.Causal() if left is True else masks.Causal() & a,
           {"a": masks.Causal(), "left": True}, {"left": (False,)}),
     "|": (1, lambda a, b: masks.Causal() | b, {"a": 0, "b": masks.Causal()}, {}),
     "dense": (1, masks.Causal().dense, {"T": T}, {"S": (5,), "batch": ((2,),), "num_heads": (3,)}),
-    "SoftCap": (1, of_score(scores.SoftCap), {"cap": 3.0}, {}),
-    "Bias": (1, of_score(scores.Bias), {"array": np.ones(T, np.float32)}, {}),
-    "Alibi": (1, of_score(scores.Alibi), {"slopes": np.ones(N, np.float32)}, {}),
-    "RelativeBias": (2, of_score(scores.RelativeBias), {"table": np.ones((N, 8), np.float32)},
-                     {"bidirectional": (False,), "max_distance": (9,)}),
-    "Score": (2, of_score(scores.Score), {"fn": lambda s, *_: s}, {"args": ((), (0.1,))}),
     "sinusoidal": (2, positions.sinusoidal, {"positions": T, "features": 6},
                    {"base": (9.0,), "dtype": ("bfloat16",), "halves": (True,)}),
     "rotary": (3, positions.rotary, {"x": QKV["q"], "positions": ROW},

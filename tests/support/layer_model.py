@@ -23,6 +23,7 @@ class Model(NamedTuple):
       norm: the norm of queries and keys, (params, x) -> x.
       after: True if the norm follows the rotation.
       turn: the rotation, (x [T, ·, H], positions [T]) -> x.
+      value: a change of the values, x -> x.
       score: score functions in order, (params, s [N, T, T], j − i, q [T, N, H], k) -> s.
       weigh: "softmax", "sigmoid" or "softpick".
       keys: the number of keys in a sigmoid's bias.
@@ -35,6 +36,7 @@ class Model(NamedTuple):
     norm: Callable[..., Array] | None = None
     after: bool = False
     turn: Callable[..., Array] | None = None
+    value: Callable[[Array], Array] | None = None
     score: tuple[Callable[..., Array], ...] = ()
     weigh: str = "softmax"
     keys: int = 0
@@ -59,6 +61,7 @@ def layer(
     q = rotated("query")
     own = taken or (rotated("key"), oracle.project(params["value"], x))
     k, v = (np.repeat(each, q.shape[-2] // each.shape[-2], -2) for each in own)
+    v = v if model.value is None else model.value(v)
     scale = 1 / math.sqrt(q.shape[-1]) if model.scale is None else model.scale
     scale = params["score_scale"][:, None, None] if "score_scale" in params else scale
     s = np.einsum("tnh,snh->nts", q, k) * scale

@@ -2,24 +2,21 @@
 
 import types
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from flax_mha import QKNorm, masks
 from flax_mha.positions import Axial, Interpolation, Llama3, MRope, Ntk, Proportional, Rotary, Yarn
-from flax_mha.scores import Alibi, Relative, RelativeBias, SoftCap, TransformerXL
-from tests.kernels.problems import bucket_of
+from tests.masks.catalogue import MASKS, Scene
 from tests.positions.test_rope_scaling import llama, theta, yarn
+from tests.scores.catalogue import BASE, SCORES
 from tests.support import oracle
-from tests.support.algebra import near
 
-# Heads, their features, tokens, and the base of rotations.
-N, H, T, BASE = 8, 8, 12, 50.0
+# Heads, their features, and tokens. Rotations and relative positions have the same base.
+N, H, T = 8, 8, 12
 NONE: Mapping[str, Any] = types.MappingProxyType({})
-# The blocks of 3 keys that each block of 4 queries sees.
-CHOSEN = np.array([[0, 1], [1, 2], [3, 2]])
 
 
 def angles(of: Any, size: float = 1.0) -> Any:
@@ -42,13 +39,6 @@ def on_image(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.concatenate([z.real, z.imag], -1)
 
 
-def document(i: np.ndarray) -> np.ndarray:
-    """Return the document of each token: the first has 3 tokens, the second 5, the third the
-    rest.
-    """
-    return (i >= 3).astype(int) + (i >= 8)
-
-
 def normed(name: str, epsilon: float) -> Any:
     """Return a norm of oracle, with a scale or without."""
     function = getattr(oracle, name)
@@ -58,23 +48,6 @@ def normed(name: str, epsilon: float) -> Any:
 def over_heads(params: Any, x: np.ndarray) -> np.ndarray:
     flat = x.reshape(*x.shape[:-2], -1)
     return oracle.rms_norm({"scale": params["scale"].reshape(-1)}, flat).reshape(x.shape)
-
-
-def shaw(params: Any, s: np.ndarray, d: np.ndarray, q: np.ndarray, _: Any) -> np.ndarray:
-    keys = params["relative_keys"][np.clip(d, -3, 3) + 3]
-    return s + np.einsum("tnh,tsh->nts", q, keys) / np.sqrt(H)
-
-
-def transformer_xl(
-    params: Any, s: np.ndarray, d: np.ndarray, q: np.ndarray, k: np.ndarray
-) -> np.ndarray:
-    u, v, kernel = (
-        params[f"relative_{name}"] for name in ("content_bias", "position_bias", "kernel")
-    )
-    angles = -d[..., None] * BASE ** (-2 * np.arange(3) / 6)
-    r = np.einsum("tsd,dnh->tsnh", np.concatenate([np.sin(angles), np.cos(angles)], -1), kernel)
-    moved = np.einsum("tnh,tsnh->nts", q + v, r) + np.einsum("nh,snh->ns", u, k)[:, None]
-    return s + moved / np.sqrt(H)
 
 
 class Part(NamedTuple):
@@ -102,8 +75,33 @@ def normalized(name: str, **model: Any) -> Part:
     return Part({"normalizer": name}, {"weigh": name} | model, refuses={"blockwise": words})
 
 
-def masked(mask: Any, allowed: Any) -> Part:
-    return Part({"mask": masks.Causal() & mask}, {"allowed": (allowed,)})
+def masked(name: str) -> Part:
+    """Return the part of a row of the masks' catalogue, under a causal mask.
+
+    Arrays of all tokens do not fit the tokens of a step of decoding.
+    """
+    mask, allowed = MASKS[name](Scene((), T, T, N=N))
+    table = np.broadcast_to(allowed, (1, N, T, T))[0]
+    model = {"allowed": (lambda i, j: table[:, i, j],)}
+    sizes = [leaf.shape for leaf in jax.tree.leaves(mask) if isinstance(leaf, np.ndarray)]
+    is_of_tokens = any(T in shape or len(shape) > 1 for shape in sizes)
+    refuses = {"steps": r"must (broadcast to|have shape) \["} if is_of_tokens else NONE
+    return Part({"mask": masks.Causal() & mask}, model, refuses=refuses)
+
+
+def scored(name: str) -> Part:
+    """Return the part of a row of the scores' catalogue."""
+    row = SCORES[name]
+
+    def score(params: Any, s: np.ndarray, _: Any, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        at = Scene((), *s.shape[1:], N=N)
+        arrays = {array: params[name] for array, name in row.params.items()}
+        if not row.params:
+            arrays = {array: make(at) for array, make in row.arrays.items()}
+        vectors = {} if row.pullback else {"q": q, "k": k}
+        return np.broadcast_to(row.value(s[None], at, **vectors, **arrays), s[None].shape)[0]
+
+    return Part({"scores": (row.of_layer(Scene((), T, T, N=N)),)}, {"score": (score,)})
 
 
 PARTS: dict[str, Part] = {
@@ -129,21 +127,6 @@ PARTS: dict[str, Part] = {
     "sinks": Part({"sinks": True}),
     "sigmoid": normalized("sigmoid", keys=T),
     "softpick": normalized("softpick"),
-    "a soft cap": Part(
-        {"scores": (SoftCap(2.0),)}, {"score": (lambda _, s, *more: 2 * np.tanh(s / 2),)}
-    ),
-    "ALiBi": Part(
-        {"scores": (Alibi(),)},
-        {"score": (lambda _, s, d, *more: s - 2.0 ** -np.arange(1, 9)[:, None, None] * np.abs(d),)},
-    ),
-    "T5's bias": Part(
-        {"scores": (RelativeBias(),)},
-        {"score": (lambda params, s, d, *more: s + params["relative_bias"][:, bucket_of(d)],)},
-    ),
-    "Shaw's positions": Part({"scores": (Relative(max_distance=3),)}, {"score": (shaw,)}),
-    "Transformer-XL": Part(
-        {"scores": (TransformerXL(features=6, base=BASE),)}, {"score": (transformer_xl,)}
-    ),
     "interpolation": rotary(Interpolation(4.0), lambda c: theta(c, BASE, H) / 4),
     "NTK": rotary(Ntk(8.0), lambda c: theta(c, BASE * 8 ** (H / (H - 2)), H)),
     "YaRN": rotary(
@@ -157,13 +140,8 @@ PARTS: dict[str, Part] = {
     "sections": Part(
         {"rotary": MRope((1, 1, 2), BASE)}, {"turn": angles(lambda c: theta(c, BASE, H))}
     ),
-    "neighborhood": masked(
-        masks.Neighborhood((3, 4), (2, 3)), np.vectorize(partial(near, (3, 4), (2, 3)))
-    ),
-    "dilated": masked(masks.Dilated(2), lambda i, j: (i - j) % 2 == 0),
-    "chosen blocks": masked(
-        masks.BlockSparse(CHOSEN, 4, 3), lambda i, j: (CHOSEN[i // 4] == j[..., None] // 3).any(-1)
-    )._replace(refuses={"steps": r"BlockSparse.blocks .* give 2 blocks of 4 of the 7 queries"}),
     "shared keys": Part({}, {"shared": True}, {"kv_from": (None, 0)}),
-    "documents": masked(masks.Documents(np.array([3, 5])), lambda i, j: document(i) == document(j)),
+    **{name: scored(name) for name in SCORES},
+    # The model computes one row, and a predicate knows which.
+    **{name: masked(name) for name in MASKS if name != "predicate"},
 }  # fmt: skip

@@ -7,7 +7,7 @@ D model features.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,27 @@ def random_like(tree: Any, seed: int = 0) -> Any:
     return fill(tree)
 
 
+class ScoreRule(NamedTuple):
+    """A function of the scores, with its arrays.
+
+    Attributes:
+      value: the new scores [*B, N, T, S] of the scores.
+      pullback: (ds, scores, sign) -> the cotangent of the scores, and gradients of arrays by name.
+        A sign of −1 asks for the size of each sum instead: no summand may cancel another.
+    """
+
+    value: Callable[[Array], Array]
+    pullback: Callable[[Array, Array, int], tuple[Array, dict[str, Array]]]
+
+    @classmethod
+    def soft_cap(cls, cap: float) -> "ScoreRule":
+        """Return c·tanh(score/c)."""
+        return cls(
+            lambda s: cap * np.tanh(s / cap),
+            lambda ds, s, sign: (ds * (1 - sign * np.tanh(s / cap) ** 2), {}),
+        )
+
+
 def attention(
     q: Array,
     k: Array,
@@ -53,7 +74,7 @@ def attention(
     *,
     allowed: Array | None = None,
     bias: Array | None = None,
-    cap: float | None = None,
+    scores: Sequence[ScoreRule] = (),
     sinks: Array | None = None,
     scale: float | None = None,
     keep: Array | None = None,
@@ -67,7 +88,7 @@ def attention(
       v: the values [*B, S, K, Hv].
       allowed: the mask, bool, broadcastable to [*B, N, T, S].
       bias: a term of the scores, broadcastable to [*B, N, T, S].
-      cap: the c in c·tanh(score/c), before the bias.
+      scores: functions of the scores, before the bias.
       sinks: an extra score [N] for each head; its weight is dropped.
       scale: the scale of the scores, 1/√H by default.
       keep: the weights that dropout keeps, bool [*B, N, T, S].
@@ -75,19 +96,19 @@ def attention(
     """
     q, k, v = float64(q), float64(k), float64(v)
     k, v = (np.repeat(x, q.shape[-2] // x.shape[-2], axis=-2) for x in (k, v))
-    scores = einsum("...tnh,...snh->...nts", q, k)
-    scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if cap is not None:
-        scores = cap * np.tanh(scores / cap)
+    s = einsum("...tnh,...snh->...nts", q, k)
+    s = s * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    for rule in scores:
+        s = rule.value(s)
     if bias is not None:
-        scores = scores + float64(bias)
+        s = s + float64(bias)
     if allowed is not None:
-        scores = np.where(allowed, scores, -np.inf)
-    top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+        s = np.where(allowed, s, -np.inf)
+    top = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
         top = np.maximum(top, float64(sinks)[:, None, None])
     top = np.where(np.isneginf(top), 0.0, top)
-    exponentials = np.exp(scores - top)
+    exponentials = np.exp(s - top)
     total = exponentials.sum(-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(float64(sinks)[:, None, None] - top)
@@ -108,6 +129,7 @@ class Gradients(NamedTuple):
     v: Array
     bias: Array | None
     sinks: Array | None
+    scores: dict[str, Array]
 
 
 def attention_gradients(
@@ -119,7 +141,7 @@ def attention_gradients(
     lse_cotangent: Array | None = None,
     allowed: Array | None = None,
     bias: Array | None = None,
-    cap: float | None = None,
+    scores: Sequence[ScoreRule] = (),
     sinks: Array | None = None,
     scale: float | None = None,
     keep: Array | None = None,
@@ -132,14 +154,15 @@ def attention_gradients(
     cancelling=False every summand is taken positive. The result is the size of the gradients if
     nothing cancelled, which rounding errors are proportional to.
     """
-    _, lse, p = attention(q, k, v, allowed=allowed, bias=bias, cap=cap, sinks=sinks, scale=scale)
+    _, lse, p = attention(
+        q, k, v, allowed=allowed, bias=bias, scores=scores, sinks=sinks, scale=scale
+    )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     group = q.shape[-2] // k.shape[-2]
     dlse = np.zeros_like(lse) if lse_cotangent is None else float64(lse_cotangent)
     q, k, v, cotangent = float64(q), float64(k), float64(v), float64(cotangent)
-    raw = einsum("...tnh,...snh->...nts", q, np.repeat(k, group, axis=-2)) * scale
+    s = einsum("...tnh,...snh->...nts", q, np.repeat(k, group, axis=-2)) * scale
     sign = 1 if cancelling else -1
-    slope = 1.0 if cap is None else 1 - sign * np.tanh(raw / cap) ** 2
     if not cancelling:
         q, k, v, cotangent, dlse = map(np.abs, (q, k, v, cotangent, dlse))
     k_all, v_all = (np.repeat(x, group, axis=-2) for x in (k, v))
@@ -153,10 +176,25 @@ def attention_gradients(
     if sinks is not None:
         weight = np.exp(float64(sinks)[:, None] - lse)
         dsinks = -(weight * mean[..., 0]).sum(-1).reshape(-1, len(sinks)).sum(0)
-    ds = ds * slope
+    ds, dscores = pulled_back(scores, s, ds, sign)
     dq = einsum("...nts,...snh->...tnh", ds, k_all) * scale
     dk = einsum("...nts,...tnh->...snh", ds, q) * scale
-    return Gradients(dq, grouped(dk, group), grouped(dv, group), dbias, dsinks)
+    return Gradients(dq, grouped(dk, group), grouped(dv, group), dbias, dsinks, dscores)
+
+
+def pulled_back(
+    scores: Sequence[ScoreRule], s: Array, ds: Array, sign: int = 1
+) -> tuple[Array, dict[str, Array]]:
+    """Return the cotangent of the scores s before all functions, and the gradients of arrays."""
+    gradients: dict[str, Array] = {}
+    steps = []
+    for rule in scores:
+        steps.append((rule, s))
+        s = rule.value(s)
+    for rule, before in reversed(steps):
+        ds, of_arrays = rule.pullback(ds, before, sign)
+        gradients |= of_arrays
+    return ds, gradients
 
 
 def grouped(x: Array, group: int) -> Array:

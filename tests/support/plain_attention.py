@@ -7,6 +7,7 @@ the errors of `jax.nn`.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ def attention(
     lse_cotangent: Any = None,
     allowed: Array | None = None,
     bias: Any = None,
-    cap: float | None = None,
+    scores: Sequence[oracle.ScoreRule] = (),
     sinks: Any = None,
     scale: float | None = None,
     keep: Array | None = None,
@@ -56,15 +57,16 @@ def attention(
     scale = Float(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     q, k, v, dout = (np.swapaxes(np.asarray(x, Float), -3, -2) for x in (q, k, v, cotangent))
     k, v = (np.repeat(x, group, axis=-3) for x in (k, v))
-    raw = q @ k.mT * scale
-    scores = raw if cap is None else Float(cap) * np.tanh(raw / Float(cap))
-    scores = scores if bias is None else scores + np.asarray(bias, Float)
-    scores = scores if allowed is None else np.where(allowed, scores, -np.inf)
-    top = scores.max(-1, keepdims=True)
+    raw = s = q @ k.mT * scale
+    for rule in scores:
+        s = rule.value(s).astype(Float)
+    s = s if bias is None else s + np.asarray(bias, Float)
+    s = s if allowed is None else np.where(allowed, s, -np.inf)
+    top = s.max(-1, keepdims=True)
     sink = None if sinks is None else np.asarray(sinks, Float)[:, None, None]
     top = top if sink is None else np.maximum(top, sink)
     top = np.where(np.isneginf(top), Float(0), top)
-    p = np.exp(scores - top)
+    p = np.exp(s - top)
     total = p.sum(-1, keepdims=True) + (0 if sink is None else np.exp(sink - top))
     with np.errstate(divide="ignore"):
         lse = top + np.log(total)
@@ -82,9 +84,9 @@ def attention(
     if sinks is not None:
         weight = np.exp(sink - np.where(total == 0, Float(0), lse))
         dsinks = -(weight * mean)[..., 0].sum(-1).reshape(-1, len(sinks)).sum(0)
-    draw = ds if cap is None else ds * (1 - np.tanh(raw / Float(cap)) ** 2)
+    draw, dscores = oracle.pulled_back(scores, raw, ds)
     dq, dk, dv = draw @ k * scale, draw.mT @ q * scale, weights.mT @ dout
     dq, dk, dv = (np.swapaxes(x, -3, -2) for x in (dq, dk, dv))
     dk, dv = (oracle.grouped(x, group) for x in (dk, dv))
     gradients = [rounded(x) for x in (dq, dk, dv)]
-    return np.swapaxes(rounded_out, -3, -2), lse[..., 0], Gradients(*gradients, ds, dsinks)
+    return np.swapaxes(rounded_out, -3, -2), lse[..., 0], Gradients(*gradients, ds, dsinks, dscores)

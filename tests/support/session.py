@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
-from flax_mha.cache import storage
+from flax_mha.cache import slots
 from flax_mha.kernels.call import stored
 from flax_mha.kernels.xla import decode
 from tests.support.draw import draw
@@ -133,6 +133,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_ROWS", {"cpu": 8})
     monkeypatch.setattr(decode, "_MANY_ROWS", {"cpu": 16})
     # Calls of more tokens write a window of slots.
-    monkeypatch.setattr(storage, "_FEW", 3)
+    monkeypatch.setattr(slots, "_FEW", 3)
     # Longer calls are prompts, which take the other kernels.
     monkeypatch.setattr(stored, "QUERIES", 5)

@@ -2,18 +2,17 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import CacheConfig, masks, sharding
+from flax_mha import masks
 from flax_mha.positions import Rotary
 from flax_mha.variants import ChosenBlocksAttention
 from tests.support import oracle
 from tests.support.decoding import decoded
-from tests.support.layer_checks import check_on_mesh, check_under_scan, drawn
+from tests.support.layer_checks import drawn
 from tests.support.oracle import error, float64
 
 N, K, H, D, T, BLOCK = 4, 2, 6, 16, 22, 4
@@ -117,45 +116,6 @@ def test_document_does_not_affect_others(fields: dict[str, Any], lengths: list[i
         assert error(actual, wanted[:, ids != n]) < 5e-6
 
 
-@pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 8}])
-def test_no_query_depends_on_later_tokens(fields: dict[str, Any]) -> None:
-    """The choice of blocks does not either."""
-    module = layer(**fields)
-    params = drawn(module, X)
-    apply = jax.jit(module.apply)
-    out = apply(params, X)
-    for t in range(1, T, 5):
-        changed = np.where(np.arange(T)[:, None] < t, X, X[::-1] + 1)
-        np.testing.assert_allclose(apply(params, changed)[:, :t], out[:, :t], atol=1e-5)
-
-
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("steps", [(1,) * T, (9, 4, 9)])
-@pytest.mark.parametrize("share", [False, True])
-def test_decoding_matches_full_forward(steps: tuple[int, ...], share: bool) -> None:
-    cached = layer(decode=True, share=share)
-    params = drawn(layer(), X)
-    whole = jax.jit(layer(share=share).apply)(params, X)
-    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
-
-
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("over", ["heads", "length"])
-def test_sharded_layer_matches_one_device(kind: str, over: str) -> None:
-    x = np.concatenate([X, X[:, :2]], 1)
-    names = {"heads": None, "kv_heads": None, "length": None} | {over: "model"}
-    names |= {"kv_heads": "model"} if over == "heads" else {}
-    rules = [(name, names.get(name, axis)) for name, axis in sharding.RULES]
-    check_on_mesh(layer(num_kv_heads=4), x, kind, rules, decodes=False)
-
-
-@pytest.mark.slow
-def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
-    """With lengths."""
-    check_under_scan(layer(), X, lengths=np.array([T, 5]))
-
-
 def test_top_blocks_are_the_best_and_the_query_block() -> None:
     """By hand: earlier and later blocks, forced and forbidden ones, and positions."""
     inf = np.inf
@@ -176,25 +136,6 @@ def test_top_blocks_are_the_best_and_the_query_block() -> None:
     later = masks.top_blocks(scores[:2], 2, query_block=1, key_block=1, positions=np.array([2, 3]))
     assert isinstance(later, masks.And)
     np.testing.assert_array_equal(np.sort(later.masks[1].blocks)[0], [[0, 2], [2, 3]])
-
-
-@pytest.mark.parametrize(
-    ("fields", "call", "words"),
-    [
-        ({"block": 0}, {}, "block must be at least 1"),
-        ({"count": 1.5}, {}, "count must be an int"),
-        ({"query_block": 13}, {}, r"at least 4, the blocks of 4 keys that 13 queries"),
-        ({}, {"inputs_k": X + 1}, "self-attention, got inputs_k"),
-        ({"attention_fn": nn.dot_product_attention}, {}, "attention_fn cannot be used with chosen"),
-        ({"share": True, "scale": "learned"}, {}, "a number with share=True, got"),
-        ({}, {"order": np.arange(T)}, "order cannot be used with chosen blocks"),
-        ({"decode": True, "query_block": 2}, {}, "chooses for each token, got query_block=2"),
-        ({"decode": True, "cache": CacheConfig(slots=8), "mask": masks.Window(3, 0)}, {}, "ring"),
-    ],
-)  # fmt: skip
-def test_invalid_fields_raise(fields: dict[str, Any], call: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        jax.eval_shape(lambda: layer(**fields).init(KEY, X, **call))
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import flax_mha
 from flax_mha import Encoder, EncoderBlock, masks, scores
 from flax_mha.analysis import prune
 from flax_mha.positions import Rotary
 from flax_mha.variants import DifferentialAttention
 from tests.support import oracle
-from tests.support.decoding import decoded
-from tests.support.layer_checks import check_on_mesh, check_under_scan, drawn
+from tests.support.layer_checks import drawn
 from tests.support.oracle import error, float64, random_like
 
 N, K, H, D, T = 4, 2, 6, 16, 10
@@ -59,47 +56,6 @@ def test_differential_attention_matches_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("steps", [(1,) * T, (4, 6)])
-def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
-    cached = layer(decode=True)
-    params = drawn(layer(), X)
-    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
-    assert cache["kv"].key.shape == (2, 2 * K, T, H)
-    assert cache["kv"].value.shape == (2, 2 * K, T, 2 * H)
-    whole = jax.jit(layer().apply)(params, X)
-    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
-
-
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_heads_match_one_device(kind: str) -> None:
-    check_on_mesh(layer(num_kv_heads=4), X, kind, decodes=False)
-
-
-@pytest.mark.slow
-def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
-    """With lengths and a head_mask."""
-    head_mask = np.array([1.0, 0.0, 0.5, 1.0], np.float32)
-    whole, params = check_under_scan(layer(), X, lengths=np.array([T, 4]), head_mask=head_mask)
-    bad = np.where(np.arange(T)[:, None] < 4, X, np.nan)
-    assert np.isfinite(whole(params, bad, lengths=np.array([4, 4]))).all()
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"sinks": True}, "has no sinks"),
-        ({"v_head_dim": 3}, "has no v_head_dim"),
-        ({"scale": "learned"}, "scale must be a number"),
-        ({"offset": "0.8"}, "offset must be a number"),
-    ],
-)
-def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        jax.eval_shape(layer(**fields).init, KEY, X)
-
-
 @pytest.mark.parametrize("K", [4, 2])
 def test_learned_scores_have_a_row_for_each_map(K: int, rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(2, 6, 16)), jnp.float32)
@@ -109,12 +65,6 @@ def test_learned_scores_have_a_row_for_each_map(K: int, rng: np.random.Generator
     given = scores.RelativeBias(params["relative_bias"])
     expected = layer.clone(scores=()).apply({"params": rest}, x, scores=(given,))
     np.testing.assert_array_equal(layer.apply({"params": params}, x), expected)
-    fields: Any = {"num_kv_heads": K, "head_dim": 4, "scores": layer.scores}
-    in_nnx = flax_mha.nnx.DifferentialAttention(4, 16, **fields, rngs=nnx.Rngs(0))
-    state = nnx.state(in_nnx, nnx.Param)
-    nnx.replace_by_pure_dict(state, params)
-    nnx.update(in_nnx, state)
-    np.testing.assert_array_equal(in_nnx(x), expected)
 
 
 def test_layers_with_learned_scores_lose_heads() -> None:

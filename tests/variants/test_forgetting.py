@@ -3,19 +3,16 @@
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import CacheConfig, masks, sharding
-from flax_mha.scores import Relative
+from flax_mha import CacheConfig, masks
 from flax_mha.variants import ForgettingAttention
 from tests.support import oracle
 from tests.support.decoding import cache_of, decoded
-from tests.support.layer_checks import check_generation, check_gradients, check_on_mesh, drawn
-from tests.support.meshes import EIGHT
+from tests.support.layer_checks import check_gradients, drawn
 from tests.support.oracle import einsum, error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10
@@ -53,29 +50,6 @@ def test_forgetting_attention_matches_formula(kernel: str) -> None:
 def test_gate_gradients_match_differences() -> None:
     groups = ("forget_gate",), ("forget_bias",), ("query", "key", "value", "out")
     check_gradients(layer(kernel="blockwise"), X, expected, *groups)
-
-
-def test_open_gates_give_multi_head_attention() -> None:
-    """At f = 1 nothing is forgotten."""
-    module = layer()
-    params = drawn(module, X)
-    params["params"]["forget_bias"] = np.full(N, 40.0, np.float32)
-    plain = {k: v for k, v in params["params"].items() if not k.startswith("forget")}
-    x, causal = float64(X), np.tri(T, dtype=bool)
-    wanted = oracle.multi_head(float64(plain), x, allowed=causal)[0]
-    assert error(jax.jit(module.apply)(params, X), wanted) < 5e-6
-
-
-@pytest.mark.sampled(0.165)
-@pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (1, 9)])
-def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
-    cached = layer(decode=True)
-    params = drawn(layer(), X)
-    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
-    assert cache["kv"].key.shape == (2, K, T, H + 5 * N // K)
-    assert cache["kv"].value.shape == (2, K, T, H)
-    whole = jax.jit(layer().apply)(params, X)
-    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 2e-6
 
 
 @pytest.mark.sampled(0.16)
@@ -156,23 +130,6 @@ def test_hidden_tokens_change_nothing() -> None:
     assert error(steps[REAL], wanted[REAL]) < 5e-6
 
 
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("steps", [None, (3, 1, 6)])
-def test_document_does_not_affect_others(steps: Any) -> None:
-    """Tokens of other documents are unchanged."""
-    module = layer(mask=masks.Documents(np.array([5, 3])))
-    params = drawn(module, X)
-    bad = X.copy()
-    bad[:, [2, 9]] = 9
-    out = jax.jit(module.apply)(params, X)
-    if steps:
-        found = decoded(module.clone(decode=True), params, bad, steps)
-    else:
-        found = jax.jit(module.apply)(params, bad)
-    others = [i for i in range(T) if i not in (2, 3, 4, 9)]
-    assert error(found[:, others], out[:, others]) < 5e-6
-
-
 @pytest.mark.slow
 def test_nan_gate_gives_nan_output() -> None:
     params = drawn(layer(), X)
@@ -203,36 +160,3 @@ def test_lengths_order_norms_and_gates() -> None:
     second, _ = step({**params, **cache}, X[:, [8, 6]][:, :1], lengths=np.array([1, 1]))
     assert error(first[1, :6], whole[1, :6]) < 1e-5
     assert error(second[0, 0], whole[0, 8]) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_layer_matches_one_device(kind: str, rules: Any) -> None:
-    x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
-    check_on_mesh(layer(num_kv_heads=4), x, kind, rules)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
-def test_model_generates_like_full_forward(scan: bool) -> None:
-    check_generation(layer(), D, scan, norm="rmsnorm", gated=True)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"attention_fn": nn.dot_product_attention}, "has no attention_fn"),
-        ({"scores": (Relative(max_distance=2),)}, "no scores of query .* got Relative"),
-        ({"decode": True, "cache": CacheConfig(dtype="int8")}, "all digits .* got int8"),
-        ({"decode": True, "dtype": jnp.float16}, "all digits .* got float16"),
-    ],
-)
-def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(layer(**fields).init, KEY, X)
-
-
-def test_cross_attention_raises() -> None:
-    with pytest.raises(ValueError, match="is self-attention"):
-        layer().init(KEY, X, X[:, :3])

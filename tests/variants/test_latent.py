@@ -7,13 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from flax_mha import CacheConfig, QKNorm, masks
+from flax_mha import CacheConfig, masks
 from flax_mha.positions import Rotary
-from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
 from tests.support import oracle
-from tests.support.decoding import cache_of, decoded
-from tests.support.layer_checks import check_generation, check_on_mesh, drawn
+from tests.support.decoding import cache_of
+from tests.support.layer_checks import drawn
 from tests.support.oracle import error, float64
 
 N, H, R, HV, RANK, D, T = 4, 6, 4, 5, 7, 16, 11
@@ -57,19 +56,6 @@ def test_latent_attention_matches_formula(q_rank: int | None, kernel: str) -> No
     assert error(out, expected(params["params"], X)) < 2e-6
 
 
-@pytest.mark.sampled(0.34)
-@pytest.mark.parametrize("steps", [(1,) * T, (5, 1, 5), (T,)])
-def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
-    """In the absorbed form, from a cache that holds each latent once."""
-    cached = layer(decode=True)
-    params = drawn(layer(), X)
-    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
-    assert cache["kv"].key.shape == (2, 1, T, R)
-    assert cache["kv"].value.shape == (2, 1, T, RANK)
-    whole = jax.jit(layer().apply)(params, X)
-    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
-
-
 @pytest.mark.sampled(0.17)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_options_and_cache_dtypes(cache: str) -> None:
@@ -91,37 +77,6 @@ def test_options_and_cache_dtypes(cache: str) -> None:
     assert error(found, out) < {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.03}[cache]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_heads_match_one_device(kind: str) -> None:
-    check_on_mesh(layer(), X, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
-def test_model_generates_like_full_forward(scan: bool) -> None:
-    check_generation(layer(mask=None), D, scan, norm="rmsnorm", gated=True)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"rotary": None}, "needs rotary, got None"),
-        ({"num_kv_heads": 2}, "has no num_kv_heads, got 2"),
-        ({"qk_norm": QKNorm()}, "has no qk_norm"),
-        ({"gate": "head"}, "has no gate"),
-        ({"scale": "learned"}, "scale must be a number"),
-        ({"scores": (Relative(max_distance=2),)}, "no scores of query .* got Relative"),
-        ({"kv_rank": 0}, "kv_rank must be at least 1"),
-        ({"qkv_features": 7}, r"qkv_features must be num_heads \* head_dim = 4 \* 6"),
-        ({"head_dim": 0}, "head_dim must be at least 1"),
-    ],
-)
-def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        jax.eval_shape(layer(**fields).init, KEY, X)
-
-
 def test_qkv_features_are_divided_over_heads() -> None:
     """Rotated features do not count. The default is the number of input features."""
     wanted = jax.eval_shape(layer().init, KEY, X)
@@ -129,8 +84,3 @@ def test_qkv_features_are_divided_over_heads() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), actual, wanted)
     kernel = jax.eval_shape(layer(head_dim=None).init, KEY, X)["params"]["key"]["kernel"]
     assert kernel.shape == (RANK, N, D // N)
-
-
-def test_cross_attention_raises() -> None:
-    with pytest.raises(ValueError, match="is self-attention"):
-        layer().init(KEY, X, X[:, :3])

@@ -3,19 +3,16 @@
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 
-from flax_mha import CacheConfig, MultiHeadAttention, masks, sharding
+from flax_mha import MultiHeadAttention, masks
 from flax_mha.positions import Rotary
-from flax_mha.scores import Relative
 from flax_mha.variants import TalkingHeadsAttention
 from tests.support import oracle
 from tests.support.decoding import decoded
-from tests.support.layer_checks import check_generation, check_gradients, check_on_mesh, drawn
-from tests.support.meshes import EIGHT
+from tests.support.layer_checks import check_gradients, drawn
 from tests.support.oracle import einsum, error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10
@@ -88,42 +85,3 @@ def test_initial_layer_equals_multi_head_attention(across: bool) -> None:
     )
     assert error(actual[0], wanted[0]) < 5e-6
     assert error(actual[1], wanted[1]) < 5e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_decoding_matches_full_forward(dtype: str) -> None:
-    cached = layer(decode=True, cache=CacheConfig(dtype=dtype))
-    params = drawn(layer(), X)
-    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
-    assert cache["kv"].key.shape == (2, 1, T, K * H)
-    whole = jax.jit(functools.partial(layer().apply, mask=masks.Causal()))(params, X)
-    bound = {"float32": 5e-6, "bfloat16": 0.02, "int8": 0.05}[dtype]
-    assert error(decoded(cached, params, X, (3, 1, 6)), np.asarray(whole)) < bound
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_layer_matches_one_device(kind: str, rules: Any) -> None:
-    x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
-    check_on_mesh(layer(num_kv_heads=4), x, kind, rules)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
-def test_model_generates_like_full_forward(scan: bool) -> None:
-    check_generation(layer(rotary=Rotary()), D, scan)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"attention_fn": nn.dot_product_attention}, "has no attention_fn"),
-        ({"scores": (Relative(max_distance=2),)}, "no scores of query .* got Relative"),
-        ({"scale": "learned"}, "scale must be a number"),
-    ],
-)
-def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(layer(**fields).init, KEY, X)

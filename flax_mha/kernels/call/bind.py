@@ -1,27 +1,22 @@
 """The arguments of an attention call, checked and converted to an `AttentionSpec`."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
-from jax.sharding import AbstractMesh
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, ScoreArray, whole
-from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels.call.dropout import WeightDropout
-from flax_mha.kernels.call.mask_parts import conjuncts
-from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
+from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX, count_keys
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored
 from flax_mha.masks.algebra import resolve
 from flax_mha.positions import turn
-from flax_mha.scores import Bias, ScoreMod, Vectors, as_scores
+from flax_mha.scores import Bias, ScoreMod, as_scores
 from flax_mha.sharding.devices import current_platform
 
 Keyed: TypeAlias = Array | Stored
@@ -67,65 +62,47 @@ def bind_call(
     q = jnp.asarray(checks.floating("q", q))
     if isinstance(k, Stored) and isinstance(v, Stored):
         k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
-        dims = shapes.attention_dims(q, k, v)
     else:
         k, v = (jnp.asarray(checks.floating(name, x)) for name, x in (("k", k), ("v", v)))
-        dims = shapes.attention_dims(q, k, v)
-        promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
-        q, k, v = promoted
-    scores = as_scores(scores)
-    if bias is not None:
-        scores = (*scores, Bias(bias))
     if sinks is not None:
-        checks.floating("sinks", sinks)
-        shapes.check_shape("sinks", sinks, {"[N]": (dims.N,)}, "give one for each query head")
-        sinks = jnp.asarray(sinks)
+        sinks = jnp.asarray(checks.floating("sinks", sinks))
     if precision is not None:
         checks.precision("precision", precision)
     checks.choice("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
     if sinks is not None and normalizer != SOFTMAX:
         raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")
+    dropout = _make_dropout(dropout_rate, dropout_rng, broadcast_dropout)
+    scale = None if scale is None else _check_scale(scale)
+    dims = shapes.attention_dims(q, k, v)
+    if sinks is not None:
+        shapes.check_shape("sinks", sinks, {"[N]": (dims.N,)}, "give one for each query head")
     q_pos = shapes.positions("q_positions", q_positions, (*dims.B, dims.T), "T")
     k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, dims.S), "S")
+    if not isinstance(k, Stored):
+        promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
+        q, k, v = promoted
     at = whole(dims, q_pos, k_pos)
-    bound = None if mask is None else masks.as_mask(mask).bind(dims)
+    mask = None if mask is None else masks.as_mask(mask)
+    bound = None if mask is None else mask.bind(dims)
     if bound is not None:
         bound.check_positions(at)
+    scores = as_scores(scores) if bias is None else (*as_scores(scores), Bias(bias))
     spec = AttentionSpec(
         mask=None if bound is None else resolve(bound, at),
         scores=tuple(mod.bind(dims) for mod in scores),
         sinks=sinks,
-        dropout=_make_dropout(dropout_rate, dropout_rng, broadcast_dropout),
+        dropout=dropout,
         q_pos=None if q_pos is None else ScoreArray(at.q),
         k_pos=None if k_pos is None else ScoreArray(at.k),
-        scale=dims.H**-0.5 if scale is None else _check_scale(scale),
+        scale=dims.H**-0.5 if scale is None else scale,
         precision=precision,
         normalizer=normalizer,
-        count=None if normalizer == SOFTMAX else _count_keys(mask, dims, k_pos is None),
+        count=None if normalizer == SOFTMAX else count_keys(mask, dims, k_pos is None),
         turns=turns,
         platform=current_platform(),
     )
-    _trace_user_functions(spec, dims, q.dtype)
+    spec.check_user_functions(dims, q.dtype)
     return q, k, v, spec
-
-
-def _count_keys(mask: masks.MaskLike | None, dims: Dims, is_whole: bool) -> ScoreArray | None:
-    """Return the number of keys without padding [*B|1, 1, 1, 1], None for all.
-
-    It is at most S if `is_whole`. A row of a ring buffer is longer than its slots.
-    """
-    parts = conjuncts(None if mask is None else masks.as_mask(mask))
-    # By type, before they are bound: for one query, tables of pairs have the shape of these too.
-    lengths = [x for x in parts if type(x) is masks.Lengths and jnp.ndim(x.kv) <= len(dims.B)]
-    ends = [jnp.asarray(x.bind(dims).kv.array) for x in lengths]
-    at = whole(dims)
-    tables = [x.bind(dims).allowed(at) for x in parts if type(x) is masks.Keys]
-    if tables:
-        real = functools.reduce(jnp.logical_and, tables + [at.k < n for n in ends])
-        return ScoreArray(real.sum(-1, keepdims=True))
-    if not ends:
-        return None
-    return ScoreArray(functools.reduce(jnp.minimum, ends + [jnp.asarray(dims.S)] * is_whole))
 
 
 def _make_dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:
@@ -140,40 +117,6 @@ def _make_dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> Weight
             f"give a jax.random.key, or dropout_rate=0"
         )
     return WeightDropout.from_key(checks.key("dropout_rng", rng), rate, broadcast)
-
-
-def _trace_user_functions(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
-    """Trace user-defined masks and scores, to find their errors at any length.
-
-    Raises:
-      TypeError: if a function closes over traced arrays, because it would lose their gradients.
-    """
-    if not (types := spec.user_types()):
-        return
-    arrays, static = partition((spec, spec.at(dims)), is_array)
-
-    def apply(score: jax.Array, vectors: Vectors, arrays: Any) -> jax.Array:
-        spec, at = combine(arrays, static)
-        return spec.apply(score, at, vectors=vectors)[0]
-
-    def struct_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-        aval = jax.typeof(x)  # Without the mesh.
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-    score, *vectors = (
-        jax.ShapeDtypeStruct((*dims.B, dims.N, *sizes), shapes.wide(dtype))
-        for sizes in ((dims.T, dims.S), (dims.T, dims.H), (dims.S, dims.H))
-    )
-    # User functions do not see the mesh.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        program = jax.make_jaxpr(apply)(score, tuple(vectors), jax.tree.map(struct_of, arrays))
-    traced = [x for x in program.consts if isinstance(x, jax.core.Tracer)]
-    if traced:
-        names = " or ".join(sorted({cls.__name__ for cls in types}))
-        raise TypeError(
-            f"a function of {names} must be given traced arrays as its args, got one that closes "
-            f"over {checks.describe(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"
-        )
 
 
 def _check_scale(scale: Any) -> float | jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_mha.base import checks
 from flax_mha.base.shapes import Dims
-from flax_mha.base.tensors import OF_SOFTMAX, POINTS
+from flax_mha.base.tensors import OF_SOFTMAX, TENSORS
 
 # The values with an axis of keys, which are the slots of a cache.
 SQUARE = frozenset({"weights", "scores"})
@@ -41,9 +41,8 @@ class Capture:
     def __post_init__(self) -> None:
         names = self.what
         is_collection = isinstance(names, Sequence | Set) and not isinstance(names, str)
-        known = (*OF_SOFTMAX, *POINTS)
-        if not is_collection or not all(isinstance(x, str) and x in known for x in names):
-            raise ValueError(f"Capture takes a tuple of names out of {known}, got {names!r}")
+        if not is_collection or not all(isinstance(x, str) and x in TENSORS for x in names):
+            raise ValueError(f"Capture takes a tuple of names out of {(*TENSORS,)}, got {names!r}")
         # Tuples, because a capture must be hashable.
         object.__setattr__(self, "what", tuple(names))
         for name in ("heads", "queries"):

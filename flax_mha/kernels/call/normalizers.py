@@ -15,12 +15,16 @@ Sources: Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Sel
 Zuhri et al., "Softpick: No Attention Sink, No Massive Activations with Rectified Softmax", 2025.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from flax_mha.base.coordinates import ScoreArray
+from flax_mha import masks
+from flax_mha.base.coordinates import ScoreArray, whole
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels.call.mask_parts import conjuncts
 
 
 def sigmoid(s: jax.Array, allowed: jax.Array | None, count: ScoreArray | None = None) -> jax.Array:
@@ -48,3 +52,22 @@ OTHERS: dict[str, Callable[[jax.Array, jax.Array | None, ScoreArray | None], jax
     "sigmoid": sigmoid,
     "softpick": softpick,
 }
+
+
+def count_keys(mask: masks.Mask | None, dims: Dims, is_whole: bool) -> ScoreArray | None:
+    """Return the number of keys without padding [*B|1, 1, 1, 1], or None for all S keys.
+
+    With `is_whole` it is at most S. Without, a row can be longer than the slots of its ring buffer.
+    """
+    parts = conjuncts(mask)
+    # By type, before they are bound: for one query, tables of pairs have the shape of these too.
+    lengths = [x for x in parts if type(x) is masks.Lengths and jnp.ndim(x.kv) <= len(dims.B)]
+    ends = [jnp.asarray(x.bind(dims).kv.array) for x in lengths]
+    at = whole(dims)
+    tables = [x.bind(dims).allowed(at) for x in parts if type(x) is masks.Keys]
+    if tables:
+        real = functools.reduce(jnp.logical_and, tables + [at.k < n for n in ends])
+        return ScoreArray(real.sum(-1, keepdims=True))
+    if not ends:
+        return None
+    return ScoreArray(functools.reduce(jnp.minimum, ends + [jnp.asarray(dims.S)] * is_whole))

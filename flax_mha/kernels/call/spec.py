@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh
 
+from flax_mha.base import checks
 from flax_mha.base.coordinates import Array, At, ScoreArray, is_user_defined, whole
 from flax_mha.base.loops import select
 from flax_mha.base.shapes import Dims, wide
-from flax_mha.base.trees import tree_nodes
+from flax_mha.base.trees import combine, is_array, partition, tree_nodes
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
@@ -97,6 +100,14 @@ class Unsupported(Exception):  # noqa: N818 — it names the reason, and is no e
     """The reason why a kernel can't run a call."""
 
 
+def load(module: str) -> Any:
+    """Import a kernel's module, or refuse if this JAX lacks a private name that the kernel uses."""
+    try:
+        return importlib.import_module(f"flax_mha.kernels.{module}")
+    except ImportError as error:
+        raise Unsupported(f"JAX {jax.__version__} lacks what it needs: {error}") from None
+
+
 class AttentionSpec(struct.PyTreeNode):
     """One attention call without q, k and v. Its arrays have been checked against them.
 
@@ -178,6 +189,40 @@ class AttentionSpec(struct.PyTreeNode):
         """Return the types of masks and scores with user-defined functions."""
         nodes = tree_nodes((self.mask, self.scores))
         return [type(x) for x in nodes if isinstance(x, Mask | ScoreMod) and is_user_defined(x)]
+
+    def check_user_functions(self, dims: Dims, dtype: jnp.dtype) -> None:
+        """Trace user-defined masks and scores, to find their errors at any length.
+
+        Raises:
+          TypeError: if a function closes over traced arrays, because it would lose their gradients.
+        """
+        if not (types := self.user_types()):
+            return
+        arrays, static = partition((self, self.at(dims)), is_array)
+
+        def apply(score: jax.Array, vectors: Vectors, arrays: Any) -> jax.Array:
+            spec, at = combine(arrays, static)
+            return spec.apply(score, at, vectors=vectors)[0]
+
+        def struct_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+            aval = jax.typeof(x)  # Without the mesh.
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+        score, *vectors = (
+            jax.ShapeDtypeStruct((*dims.B, dims.N, *sizes), wide(dtype))
+            for sizes in ((dims.T, dims.S), (dims.T, dims.H), (dims.S, dims.H))
+        )
+        # User functions do not see the mesh.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            program = jax.make_jaxpr(apply)(score, tuple(vectors), jax.tree.map(struct_of, arrays))
+        traced = [x for x in program.consts if isinstance(x, jax.core.Tracer)]
+        if traced:
+            names = " or ".join(sorted({cls.__name__ for cls in types}))
+            raise TypeError(
+                f"a function of {names} must be given traced arrays as its args, got one that "
+                f"closes over {checks.describe(traced[0])}; write Score(fn, (x,)) or "
+                f"Predicate(fn, (x,))"
+            )
 
     def apply(
         self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None

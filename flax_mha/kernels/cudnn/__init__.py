@@ -2,26 +2,23 @@
 
     out = softmax(q·kᵀ·scale + bias, over a band of keys, and the sink)·v
 
-This is `reference` without score functions and dropout. It differs in half precision: weights
-are rounded before their matmul with the values, and gradients read the rounded output.
+It is `reference` without score functions and dropout. In half precision it rounds the weights
+before their matmul with the values, and its gradients read the rounded output.
 
-Memory is O(T + S), except for a bias, and times the number of packed documents for the lse.
-Causality, windows that end at the query, lengths (see `bands`) and packed documents are cuDNN's
-own. Other masks hide pairs by a bias of bfloat16, [rows|1, N|1, T, S].
+Memory is O(T + S), plus a bias, times the packed documents for the lse. Causality, windows that end
+at the query, lengths and packed documents run in cuDNN (see `bands`). Other masks become a bfloat16
+bias [rows|1, N|1, T, S]. Around cuDNN, this package defines three cases:
 
-The wrapper handles the cases that cuDNN does not define:
+- Fully masked rows, where cuDNN may return NaN, have an output of 0, and weights of 0 backward.
+- A second backward pass, only if needed, computes the gradient of the lse, which cuDNN ignores.
+- A sink multiplies the output by σ(lse − sink). From the scaled out and lse, cuDNN's backward pass
+  computes the right gradients.
 
-- For a fully masked row, cuDNN may return NaN. Its output becomes 0, and its weights backward.
-- cuDNN ignores the lse's cotangent. A second backward pass computes its gradient, only if needed.
-- A sink scales cuDNN's output by out·σ(lse − sink). Given the scaled out and lse, cuDNN's backward
-  pass computes the right gradients.
+It was checked against a model of cuDNN, and on an H100 against the oracle, except for the layout of
+a cache.
 
-The wrapper was checked against a model of cuDNN, and against the oracle on an H100; the layout of a
-cache, heads before tokens, against the model only.
-
-Source: `jax._src.cudnn.fused_attention_stablehlo`. Its primitives are called directly, because
-`jax.nn` rounds the lse to half precision and needs value heads as wide as key heads. Dao,
-"FlashAttention-2", 2023.
+Source: `jax._src.cudnn.fused_attention_stablehlo`, called directly because `jax.nn` rounds the lse
+to half precision and needs value heads as wide as key heads. Dao, "FlashAttention-2", 2023.
 """
 
 import functools
@@ -31,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import numerics, private_jax, shapes
+from flax_mha.base import numerics, shapes
 from flax_mha.base.coordinates import At, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call import limits
@@ -50,6 +47,9 @@ from flax_mha.sharding.shard_map import varying
 MOST_HIDDEN = 2**29
 # Before 9.10.2, windows allow no bias, and single queries no mask. 9.10.0 and 9.10.1 are broken.
 OLDEST = (9, 10, 2)
+# Before JAX 0.12, the offsets of packed keys counted query heads instead of key/value heads, which
+# is wrong for grouped queries (JAX's issue 39521).
+PACKED_GROUPS = jax.__version_info__ >= (0, 12)
 
 
 def lower(
@@ -80,14 +80,16 @@ def _check_call(
     q: jax.Array, spec: AttentionSpec, dims: Dims, device: primitives.Gpu, platform: Platform
 ) -> str | None:
     """Return the reason against a call, apart from its mask and scores, or None."""
-    if device.capability < (8, 0) or device.cudnn < OLDEST:
-        return f"needs compute capability 8.0 and cuDNN {OLDEST}, got {device}"
+    capability, version = device
+    if capability < (8, 0) or version < OLDEST:
+        return f"needs compute capability 8.0 and cuDNN {OLDEST}, got {capability} and {version}"
     if not (dims.T and dims.S and math.prod(dims.B)):
         return "there are no rows, queries or keys"
     if dims.T == dims.S == 1:
         return "has no gradient of one query and one key"
-    if _features(dims) > device.features:
-        return f"takes heads of at most {device.features} features here, got {_features(dims)}"
+    most = 256 if capability[0] == 9 else 128  # in the backward pass
+    if _features(dims) > most:
+        return f"takes heads of at most {most} features here, got {_features(dims)}"
     if spec.dropout is not None:
         return "has no dropout that is a function of positions"
     if spec.precision is not None:
@@ -138,8 +140,8 @@ def _allowed(mask: Mask, spec: AttentionSpec, dims: Dims) -> jax.Array:
 def _takes_runs(spec: AttentionSpec, dims: Dims, device: primitives.Gpu, is_divided: bool) -> bool:
     """Return True if packed documents can be sequences of their own."""
     return (
-        device.capability >= (9, 0)
-        and (dims.N == dims.K or private_jax.PACKED_GROUPS)
+        device[0] >= (9, 0)
+        and (dims.N == dims.K or PACKED_GROUPS)
         and _features(dims) <= 128
         and not spec.scores
         and not is_divided
@@ -152,11 +154,10 @@ def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, band: Band, hidden: Mask | None,
     static: dict[str, bool], result: Result | None = None,
 ) -> Result:  # fmt: skip
-    """Compute attention. Given a precomputed result, compute only its first derivatives.
+    """Compute attention, or only the first derivatives of a precomputed result.
 
-    Heads are padded with zeros to a multiple of 8 features, with values as wide as keys, and with a
-    bias, tokens to an even number. A scale that is an array multiplies the queries in their dtype.
-    A bias below −2⁴¹ counts as −∞.
+    Heads are padded to a multiple of 8 features with values as wide as keys, and with a bias,
+    tokens to an even number. A traced scale multiplies the queries. A bias below −2⁴¹ counts as −∞.
     """
     dims = shapes.Dims.of(q, k, v)
     rows, features = math.prod(dims.B), _features(dims)

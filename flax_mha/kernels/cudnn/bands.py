@@ -25,9 +25,9 @@ class Band(struct.PyTreeNode):
     """A band: query i < q sees keys j < k of its run with i − left ≤ j ≤ i.
 
     Attributes:
-      q: the number of queries, int32 [rows|1], 0 … T.
-      k: the number of keys, int32 [rows|1], 0 … S.
-      causal: True if the rule j ≤ i applies.
+      q: the number of queries, int32 [rows|1].
+      k: the number of keys, int32 [rows|1].
+      causal: True if j ≤ i holds.
       left: the number of earlier keys that a query sees, only with `causal`; None for all.
       full: True if q is T and k is S, and each query sees a key of its run.
       runs: the packed documents; None for one document per row.
@@ -151,12 +151,12 @@ def _min_length(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
 
 
 class Runs(struct.PyTreeNode):
-    """The runs of consecutive tokens in rows of T tokens, for queries and keys alike.
+    """The runs of consecutive tokens in rows of T tokens, the same for queries and keys.
 
     Attributes:
       index: the run of each token, int32 [rows|1, T], 0 … most − 1.
-      most: the maximum number of runs of a row, at least 2. JAX uses no ragged layout for 1.
-      rest: True if the last run holds the tokens of runs beyond `at_most`, which see no key. cuDNN
+      most: the maximum number of runs of a row, at least 2, because JAX has no ragged layout for 1.
+      rest: True if the last run holds the tokens beyond `at_most` runs. They see no key, but cuDNN
         writes results only for tokens of runs.
     """
 

@@ -1,8 +1,7 @@
 """cuDNN's attention with defined results for fully masked rows, the lse, and sinks.
 
-With p = exp(scores − lse), cuDNN's backward pass computes d score = p·(dout·v − Σ dout·out) from
-the given lse and out. So with a sink, where out′ = out·σ(lse − sink) and
-lse′ = log(exp(lse) + exp(sink)), it computes the right gradients from out′ and lse′.
+With p = exp(scores − lse), cuDNN's backward pass computes d score = p·(dout·v − Σ dout·out). So it
+is right for a sink if it reads out′ = out·σ(lse − sink) and lse′ = log(exp(lse) + exp(sink)).
 """
 
 import functools
@@ -32,12 +31,11 @@ def attend(
     call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None,
     sinks: jax.Array | None, band: Band, result: Result | None,
 ) -> Result:  # fmt: skip
-    """Attend within rows.
+    """Return out [rows, T, N, F] and lse [rows, N, T], −∞ for fully masked rows without a sink.
 
     q is [rows, T, N, F], k and v are [rows, S, K, F], bias is [rows|1, N|1, T, S], finite or NaN,
-    and sinks are float32 [N]. Without mask and bias, every row sees all keys. Given a precomputed
-    `result` of these and other keys, without sinks, only its gradients are computed. Returns out
-    [rows, T, N, F], and lse [rows, N, T], −∞ for fully masked rows without a sink.
+    and sinks are float32 [N]. If a `result` of these and other keys is given, without sinks, only
+    its gradients are computed.
     """
     return _attend(call, q, k, v, bias, sinks, band, result)[0]
 

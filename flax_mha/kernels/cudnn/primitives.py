@@ -5,49 +5,39 @@ JAX's own batching rule, before 0.11, supports no operand that the batch shares.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.cudnn import fused_attention_stablehlo
+from jax._src.cudnn.fused_attention_stablehlo import (
+    AttentionLayout,
+    MaskType,
+    _dot_product_attention_bwd_impl,
+    _dot_product_attention_bwd_p_wrapper,
+    _dot_product_attention_fwd_impl,
+    _dot_product_attention_fwd_p_wrapper,
+    cuda_versions,
+)
 
-from flax_mha.base import private_jax
 from flax_mha.kernels.call.spec import Platform
 from flax_mha.kernels.chips import gpus
 
-# Private. `private_jax.NAMES` lists the names used here.
-fused: Any = fused_attention_stablehlo
-
-
-class Gpu(NamedTuple):
-    """The properties of a GPU that decide which calls run.
-
-    Attributes:
-      capability: the compute capability, (9, 0) for Hopper.
-      cudnn: the version of cuDNN.
-    """
-
-    capability: tuple[int, int]
-    cudnn: tuple[int, int, int]
-
-    @property
-    def features(self) -> int:
-        """The maximum number of features of a head, in the backward pass."""
-        return 256 if self.capability[0] == 9 else 128
+# A GPU's compute capability, (9, 0) for Hopper, and its version of cuDNN.
+Gpu: TypeAlias = tuple[tuple[int, int], tuple[int, int, int]]
 
 
 def gpu(platform: Platform) -> Gpu | str:
-    """Return the GPU that a call will run on, local or not, or the reason against cuDNN."""
+    """Return the GPU that a call will run on, present or not, or the reason against cuDNN."""
     capability = gpus.capability(platform.device)
     if isinstance(capability, str):
         return capability
     if platform.cudnn is not None:
-        return Gpu(capability, platform.cudnn)
-    if fused.cuda_versions is None:
+        return capability, platform.cudnn
+    if cuda_versions is None:
         return "cuDNN is not detected"
-    version = fused.cuda_versions.cudnn_get_version()
-    return Gpu(capability, (version // 10000, version // 100 % 100, version % 100))
+    version = cuda_versions.cudnn_get_version()
+    return capability, (version // 10000, version // 100 % 100, version % 100)
 
 
 class CudnnCall(NamedTuple):
@@ -57,9 +47,9 @@ class CudnnCall(NamedTuple):
       scale: the factor of the scores.
       causal: True if query i sees only keys j ≤ i.
       left: the number of earlier keys that a query sees; None for all.
-      divisible: True if XLA may shard the call between devices.
+      divisible: True if XLA may shard the call.
       learned: True if the bias has a gradient.
-      heads_first: True if heads come before tokens in memory, as in a cache.
+      heads_first: True if heads come before tokens, as in a cache.
     """
 
     scale: float
@@ -75,15 +65,15 @@ class CudnnCall(NamedTuple):
         Lengths are always given. Without them, cuDNN's backward kernels for Hopper use a score of 0
         beyond the last key, and exp(0 − lse) is infinite for lse < −88.
         """
-        mask = fused.MaskType.PADDING_CAUSAL if self.causal else fused.MaskType.PADDING
-        layouts = fused.AttentionLayout
+        mask = MaskType.PADDING_CAUSAL if self.causal else MaskType.PADDING
+        layout = AttentionLayout.BNTH if self.heads_first else AttentionLayout.BTNH
         return {
             "scale": self.scale,
             "seed": 0,
             "dropout_rate": 0.0,
             "variadic_args": (has_bias, self.learned),
             "mask_type": mask,
-            "layout": (layouts.BNTH if self.heads_first else layouts.BTNH).value,
+            "layout": layout.value,
             "sliding_window_length": None if self.left is None else self.left + 1,
         }
 
@@ -92,9 +82,8 @@ def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
     """Return out [rows, T, N, F] and lse, float32 [rows, N, T], with vmapped axes first.
 
     The arguments are q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None,
-    the lengths of queries and keys, int32 [rows], at least 1, and None. With packed documents, they
-    are lengths [rows, runs], and offsets [rows, runs + 1] instead of None. The lse is then [rows,
-    runs, N, T].
+    the lengths of queries and keys, int32 [rows], at least 1, and None. For packed documents they
+    are lengths [rows, runs] and offsets [rows, runs + 1], and the lse is [rows, runs, N, T].
     """
 
     def run(*args: Any) -> Any:
@@ -149,15 +138,18 @@ def _by_rows(call: CudnnCall, run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _bind(phase: str, call: CudnnCall, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
     """Call a cuDNN primitive directly, or in the form that XLA may shard between devices."""
-    function = getattr(fused, f"_dot_product_attention_{phase}_impl")
-    if private_jax.takes(function, "score_mod"):
-        # From JAX 0.11 on.
-        # cuDNN has no functions of the scores beside a mask or lengths.
+    function: Any
+    if phase == "fwd":
+        function, divisible = _dot_product_attention_fwd_impl, _dot_product_attention_fwd_p_wrapper
+    else:
+        function, divisible = _dot_product_attention_bwd_impl, _dot_product_attention_bwd_p_wrapper
+    if jax.__version_info__ >= (0, 11):
+        # cuDNN has no functions of the scores together with a mask or lengths.
         settings = settings | {"score_mod": None}
         if not call.divisible:
             settings = settings | {"score_mod_args": ()}
     if call.divisible:
-        function = getattr(fused, f"_dot_product_attention_{phase}_p_wrapper").bind
+        function = divisible.bind
     if not call.heads_first:
         return function(*operands, **settings)
 

@@ -2,23 +2,19 @@
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
-This is `reference`, with the exponentials rounded to the dtype of the values before their
-matmul, and divided by their sum after it.
+It is `reference`, except that exponentials are rounded to the dtype of the values before their
+matmul and divided by their sum after it. Memory is O(T + S), plus the arrays of masks and scores.
 
-Memory is O(T + S), except for the arrays of masks and scores. Empty tiles are skipped, forward and
-backward, and the mask is evaluated only in partial tiles. Masks and score functions, user-defined
-ones included, run in the kernel, and so do the derivatives of scores. The backward pass recomputes
-the scores from the saved maximum and sum: on TPUs once for dq, dk and dv together, and in passes of
-their own for learned arrays, in memory of their size. XLA removes passes that are not needed.
-
-On TPUs the kernel rotates queries and keys, if their rotation is left to it.
+Empty tiles are skipped, and only partial tiles evaluate the mask. Masks and score functions run in
+the kernel, also a user's own, and so do their derivatives. The backward pass computes scores again:
+on TPUs once for dq, dk and dv, and once more for each learned array, whose memory it takes. On TPUs
+the kernel can also rotate queries and keys.
 
 Sources: Dao, "FlashAttention-2", 2023; Dong et al., "Flex Attention", 2024, for the idea; Milakov
 and Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
 
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import private_jax, shapes
+from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call import limits
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported, load
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.chips.tpus import heads_first
 from flax_mha.kernels.flex.passes import Arrays, Tables, core
@@ -42,17 +38,14 @@ from flax_mha.masks.states import is_static
 from flax_mha.positions.turn import Turn
 
 # The module of each platform's part, loaded when a call asks for it.
-_MACHINES = {"tpu": "tpu", "gpu": "hopper"}
+_MACHINES = {"tpu": "flex.tpu", "gpu": "flex.hopper"}
 
 
 def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     """Prepare the call, or raise the reason why this kernel does not support it."""
     limits.check(spec, q, k, blocks=True)
     k, v, platform = dequantize(k), dequantize(v), spec.platform
-    folder = _MACHINES[platform.name]
-    if reason := private_jax.missing(f"flex.{folder}"):
-        raise Unsupported(reason)
-    machine: Machine = importlib.import_module(f"{__name__}.{folder}").MACHINE
+    machine: Machine = load(_MACHINES[platform.name]).MACHINE
     if reason := machine.check(q, k, v, platform):
         raise Unsupported(reason)
     if any(spec.blocks):
@@ -106,11 +99,11 @@ def _attend(
         [y.store(x, call.plan) for y, x in zip(call.leaves, leaves, strict=True)],
         sinks,
         first,
+        flat_batch(at.row, dims).reshape(-1),
+        at.head.reshape(-1),
         second,
         jnp.asarray(states, jnp.int32),
         call.machine.visits(call, states, q.dtype),
-        flat_batch(at.row, dims).reshape(-1),
-        at.head.reshape(-1),
         _tables(spec, q, (T, S)),
     )  # fmt: skip
     if result is not None:

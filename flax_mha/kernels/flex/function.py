@@ -1,7 +1,7 @@
 """Traced functions of masks and scores, which each machine runs in operations of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,38 +12,24 @@ DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32", "uint32", "bo
 CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "remat2"))
 
 
-class Function(NamedTuple):
-    """A traced function with one result."""
+def trace(fn: Callable, *args: Any, num_static: int = 0) -> tuple[core.Jaxpr, list[Any]]:
+    """Trace a function with one result. Return it and its closed-over arrays, its first arguments.
 
-    jaxpr: Any
-
-    @classmethod
-    def of(cls, fn: Callable, *args: Any, num_static: int = 0) -> "tuple[Function, list[Any]]":
-        """Trace fn, and return the function and its closed-over arrays, its first arguments.
-
-        The first arguments are static. Calls with one fn and equal arguments share a trace.
-        """
-        closed = jax.make_jaxpr(fn, static_argnums=tuple(range(num_static)))(*args)
-        return cls(closed.jaxpr), list(closed.consts)
-
-    @property
-    def variables(self) -> list[Any]:
-        """The closed-over arrays, and the arguments."""
-        return [*self.jaxpr.constvars, *self.jaxpr.invars]
-
-    @property
-    def operations(self) -> int:
-        """The number of operations."""
-        return _operations(self.jaxpr)
+    The first `num_static` arguments are static. Equal calls of one fn share a trace.
+    """
+    closed = jax.make_jaxpr(fn, static_argnums=tuple(range(num_static)))(*args)
+    return closed.jaxpr, list(closed.consts)
 
 
-def _operations(jaxpr: Any) -> int:
+def variables(jaxpr: core.Jaxpr) -> list[Any]:
+    """Return the closed-over arrays, and the arguments."""
+    return [*jaxpr.constvars, *jaxpr.invars]
+
+
+def count_operations(jaxpr: core.Jaxpr) -> int:
+    """Return the number of operations, also in inner functions."""
     calls = (eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name in CALLS)
-    return len(jaxpr.eqns) + sum(_operations(open_jaxpr(x)[0]) for x in calls)
-
-
-class UnsupportedPrimitive(Exception):  # noqa: N818 — it names the operation
-    """An operation that cannot run in a kernel."""
+    return len(jaxpr.eqns) + sum(count_operations(open_jaxpr(x)[0]) for x in calls)
 
 
 def open_jaxpr(x: Any) -> tuple[Any, list[Any]]:

@@ -22,9 +22,9 @@ class Operand(NamedTuple):
     """The layout of an array of the mask or the scores in a kernel.
 
     Attributes:
-      layout: `tile` of queries × keys, `column` of queries, `row` of keys, `one` for one number per
-        row and head, or `whole`.
-      shape: the shape in a tile, of two axes.
+      layout: `tile` (queries × keys), `column` (queries), `row` (keys), `one` (a number for each
+        row and head) or `whole`.
+      shape: the two axes in a tile.
       dtype: the dtype that functions see.
     """
 

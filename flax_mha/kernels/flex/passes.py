@@ -31,17 +31,18 @@ class Arrays(NamedTuple):
     """The arrays of a call on one device, or their gradients.
 
     Attributes:
-      q: [R, N, T′, H]; T′ and S′ are T and S rounded up to whole blocks.
-      k: [R, K, S′, H].
-      v: [R, K, S′, Hv].
+      q: [R, N, T′, H], where T′ and S′ are T and S rounded up to whole blocks. In the kernel of
+        whole rows, which needs none of the last four, it is [R, T, N·H].
+      k: [R, K, S′, H], or [R, S, K·H].
+      v: [R, K, S′, Hv], or [R, S, K·Hv].
       leaves: the spec's leaves.
       sinks: float32 [1, N, 1, 1], or None.
       closed: the arrays that the call's functions close over.
-      swapped: those of `FlexCall.swapped`.
-      states: the states of the tiles, int32 [R|1, N|1, nq, nk].
-      visits: the machine's lists of visited tiles, or None.
       rows: the rows' indices, int32 [R].
       heads: the query heads' indices, int32 [N].
+      swapped: the arrays that the functions of `FlexCall.swapped` close over.
+      states: the states of the tiles, int32 [R|1, N|1, nq, nk].
+      visits: the machine's lists of visited tiles, or None.
       tables: the rotation of q and k, or None.
     """
 
@@ -50,12 +51,12 @@ class Arrays(NamedTuple):
     v: Any
     leaves: list[Any]
     sinks: Any
-    closed: Any
-    swapped: Any
-    states: Any
-    visits: Any
-    rows: Any
-    heads: Any
+    closed: Any = None
+    rows: Any = None
+    heads: Any = None
+    swapped: Any = None
+    states: Any = None
+    visits: Any = None
     tables: Tables | None = None
 
 
@@ -83,10 +84,10 @@ def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, 
 
 
 def split(out: jax.Array, dtype: Any, exact: bool) -> list[jax.Array]:
-    """Return float32 numbers in a dtype and, if they are to be exact, the rest that it leaves.
+    """Return float32 numbers in a dtype, and if they must be exact, the bits that it loses.
 
-    The rest of bfloat16 is the next 8 bits, as int8: rounded to 16 bits, δ cancels with products of
-    weights that are not rounded, at 3 bytes a number. Other dtypes have float32 alone.
+    For bfloat16 these are the next 8 bits, as int8. Without them, δ would cancel against products
+    of unrounded weights.
     """
     if not exact or dtype not in (jnp.float32, jnp.bfloat16):
         return [out.astype(jnp.float32 if exact else dtype)]
@@ -129,7 +130,7 @@ def _gradients(
     if x.sinks is not None:
         by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
         sinks = by_row.sum((0, 2))[None, :, None, None]
-    return Arrays(dq, dk, dv, leaves, sinks, *[None] * 6)
+    return Arrays(dq, dk, dv, leaves, sinks)
 
 
 core.defvjp(_forward, _backward)

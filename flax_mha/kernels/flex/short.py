@@ -2,12 +2,10 @@
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
-A step of the kernel computes some heads of one row. It reads q, k and v as the projections write
-them, [T, N·H], so nothing is transposed, and small heads are not padded to 128 features. Scores
-stay in fast memory. The backward pass computes the softmax again, with its δ from the weights, so
-that only q, k and v are kept for it. Masks and scores run as in `flex`.
-
-This is `reference`, with the weights rounded to the dtype of the values before their matmul.
+A step computes some heads of one row, with all scores in fast memory. It reads q, k and v as the
+projections write them, [T, N·H], so nothing is transposed, and small heads are not padded to 128
+features. The backward pass keeps only q, k and v, and computes the softmax again. Masks and scores
+run as in `flex`. Weights are rounded to the dtype of the values before their matmul.
 
 Source: Dao et al., "FlashAttention", 2022, for the recomputation.
 """
@@ -20,13 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha.base import private_jax
 from flax_mha.base.coordinates import flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call import limits
-from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported
+from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, Unsupported, load
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.kernels.chips import tpus
+from flax_mha.kernels.flex.passes import Arrays
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.traced import trace
 from flax_mha.kernels.xla.tile_plan import Plan
@@ -40,15 +38,13 @@ def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
     limits.check(spec, q, k)
     k, v, platform = dequantize(k), dequantize(v), spec.platform
     dims = Dims.of(q, k, v)
-    if reason := private_jax.missing("flex.tpu") or tpus.check(q, k, v):
+    if reason := tpus.check(q, k, v):
         raise Unsupported(reason)
     # Pallas is loaded only when a call asks for it.
-    from flax_mha.kernels.flex.tpu import MACHINE
-    from flax_mha.kernels.flex.tpu import whole_rows as kernel
-
+    machine, kernel = load("flex.tpu").MACHINE, load("flex.tpu.whole_rows")
     if max(dims.T, dims.S) > tpus.SHORT:
         raise Unsupported(f"takes at most {tpus.SHORT} queries and keys, got {dims.T} and {dims.S}")
-    traced = trace(spec, Plan(dims, dims.T, dims.S), MACHINE, platform.device)
+    traced = trace(spec, Plan(dims, dims.T, dims.S), machine, platform.device)
     if isinstance(traced, str):
         raise Unsupported(traced)
     call, (_, closed), leaves = traced
@@ -99,7 +95,7 @@ def _attend(
     flat_q, flat_k, flat_v = (
         x.reshape(-1, x.shape[-3], math.prod(x.shape[-2:])) for x in (q, k, v)
     )
-    x = kernel.FlatArrays(flat_q, flat_k, flat_v, of_leaves, of_functions, sinks, rows, numbers)
+    x = Arrays(flat_q, flat_k, flat_v, of_leaves, sinks, of_functions, rows, numbers)
     out, sums = kernel.core(call, heads, x)
     by_query = (sums[:, :, n].reshape(*dims.B, dims.N, dims.T) for n in range(2))
     return out.reshape(*dims.B, dims.T, dims.N, dims.Hv), Sums(*by_query)

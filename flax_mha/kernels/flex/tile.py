@@ -1,38 +1,37 @@
 """The static part of a call, and a tile of its scores, for any machine."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from flax_mha.base.coordinates import Array, At
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import AttentionSpec, Platform
-from flax_mha.kernels.flex.function import Function
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.xla.tile_plan import Plan
 
 
 class Machine(NamedTuple):
-    """The part of the kernel that each kind of device has of its own.
+    """The functions of a kind of device.
 
     Attributes:
-      check: the reason why no call with these q, k and v can run on a platform, or None.
-      blocks: choices of the most queries and keys of a tile on a device kind, with the relative
-        cost of a score; the first is for masks that are traced.
+      check: returns why no call of these q, k and v can run on a platform, or None.
+      blocks: returns the possible largest tiles (queries, keys) of a device kind, with the relative
+        cost of a score; the first is for traced masks.
       table: the most entries of a table of tiles.
-      whole_tiles: True if functions see whole tiles, of queries × keys and of keys × queries; False
-        if they must be elementwise.
-      visits: the lists of visited tiles, given the states of all and the dtype of q, or None.
-      turns: True if the kernels can rotate queries and keys of a dtype.
-      missing: the operation that a `Function` needs and kernels lack, or None, given the layouts of
-        its first arguments.
-      run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
-      forward: out, with the rest that its dtype leaves if asked for as `exact`, see `split`; and
-        each query's maximum and sum of exponentials, [R, N, 2, T′].
-      gradients: the gradients of q, k, v and leaves, from `Arrays`, the cotangent of out, and
-        [R, N, 3, T′]: the maximum, 1/sum, and δ of `softmax.gradient_inputs`.
+      whole_tiles: True if functions see whole tiles, of both orders of axes; False if they must be
+        elementwise.
+      visits: returns the lists of visited tiles from all states and the dtype of q, or None.
+      turns: returns True if the kernels can rotate queries and keys of a dtype.
+      missing: returns the operation that a function needs and the compiler lacks, or None.
+      run: returns a function's result in a kernel, for closed-over arrays and arguments.
+      forward: returns out, if `exact` with the bits that its dtype loses (see `split`), and each
+        query's maximum and sum of exponentials, [R, N, 2, T′].
+      gradients: returns the gradients of q, k, v and leaves from `Arrays`, dout, and [R, N, 3, T′]:
+        the maximum, 1/sum, and δ of `softmax.gradient_inputs`.
     """
 
     check: Callable[[jax.Array, jax.Array, jax.Array, Platform], str | None]
@@ -41,31 +40,23 @@ class Machine(NamedTuple):
     whole_tiles: bool
     visits: Callable[["FlexCall", Array, Any], Any]
     turns: Callable[["FlexCall", Any], bool]
-    missing: Callable[[Function, Sequence[Operand]], str | None]
+    missing: Callable[[core.Jaxpr, Sequence[Operand]], str | None]
     run: Callable[..., Any]
     forward: Callable[..., tuple[list[jax.Array], jax.Array]]
     gradients: Callable[..., tuple[Any, Any, Any, list[Any]]]
 
 
-class SpecForm(NamedTuple):
-    """A spec without its arrays.
+# A spec without its arrays: its tree, and the leaves that are Python's numbers, each with its type
+# because 1 equals 1.0, or None for arrays.
+SpecForm: TypeAlias = tuple[Any, tuple[tuple[type, float] | None, ...]]
 
-    Attributes:
-      tree: the tree structure.
-      constants: the leaves that are Python's numbers, each with its type, because 1 equals 1.0;
-        None for arrays.
-      pure: False if it holds user-defined functions. See `trees.trace_once`.
-    """
 
-    tree: Any
-    constants: tuple[tuple[type, float] | None, ...]
-    pure: bool
-
-    def fill(self, arrays: Sequence[Any]) -> AttentionSpec:
-        """Return the spec with these arrays."""
-        rest = iter(arrays)
-        leaves = [next(rest) if x is None else x[1] for x in self.constants]
-        return jax.tree.unflatten(self.tree, leaves)
+def fill(form: SpecForm, arrays: Sequence[Any]) -> AttentionSpec:
+    """Return the spec of a form with these arrays."""
+    tree, constants = form
+    remaining = iter(arrays)
+    leaves = [next(remaining) if x is None else x[1] for x in constants]
+    return jax.tree.unflatten(tree, leaves)
 
 
 class FlexCall(NamedTuple):
@@ -75,17 +66,17 @@ class FlexCall(NamedTuple):
       machine: the kind of device that runs it.
       plan: the division into tiles.
       device: JAX's name of the device kind.
-      states: True if there may be full tiles, and partial ones.
-      plain: a tile's scores, a function of the arrays it closes over, the spec's leaves, the
-        coordinates of `At`, and q·kᵀ.
-      masked: the same function under the mask. If T or S is not a multiple of the blocks, its last
-        argument tells which scores exist.
-      closed: the arrays that `plain` closes over, and those of `masked`.
+      states: True if there can be full tiles, and partial ones.
+      plain: a tile's scores, a function of closed-over arrays, the spec's leaves, `At`, and q·kᵀ.
+      masked: the same under the mask. If T or S is no multiple of the blocks, a last argument says
+        which scores exist.
+      closed: the arrays that `plain` closes over, then those of `masked`.
       leaves: the spec's arrays. Dropout has two seeds of one number each.
       form: the spec without its arrays.
+      pure: False if it holds user-defined functions. See `trees.trace_once`.
       precision: the precision of float32 matmuls.
-      reads_sums: False if only the output is read, and the sums may be 0.
-      keys_first: True if the functions are of tiles of keys × queries.
+      reads_sums: False if only the output is read, and the sums can be 0.
+      keys_first: True if tiles are of keys × queries.
       swapped: the call with keys first, or None.
     """
 
@@ -93,24 +84,20 @@ class FlexCall(NamedTuple):
     plan: Plan
     device: str
     states: tuple[bool, bool]
-    plain: Function
-    masked: Function
+    plain: core.Jaxpr
+    masked: core.Jaxpr
     closed: tuple[Operand, ...]
     leaves: tuple[Operand, ...]
     form: SpecForm
+    pure: bool
     precision: Any
     reads_sums: bool
     keys_first: bool
     swapped: Any = None
 
-    @property
-    def pure(self) -> bool:
-        """False if it holds user-defined functions. See `trees.trace_once`."""
-        return self.form.pure
-
     def gain(self, x: jax.Array) -> jax.Array:
         """Scale a product of kept weights, as `AttentionSpec.scale_kept`."""
-        return self.form.fill(self.leaves).scale_kept(x)
+        return fill(self.form, self.leaves).scale_kept(x)
 
 
 class Tile(NamedTuple):
@@ -128,7 +115,7 @@ class Tile(NamedTuple):
     def of(cls, call: FlexCall, masked: bool, values: Sequence[Any], at: At) -> "Tile":
         """Return a tile from the arrays of `closed` and `leaves`, and the indices of its scores."""
         closed, leaves = list(values[: len(call.closed)]), list(values[len(call.closed) :])
-        dims, spec = call.plan.dims, call.form.fill(leaves)
+        dims, spec = call.plan.dims, fill(call.form, leaves)
         inside = (at.q < dims.T) & (at.k < dims.S)
         # Clamp indices to the last query and key, so that user functions see no padding index.
         q, k = jnp.minimum(at.q, dims.T - 1), jnp.minimum(at.k, dims.S - 1)
@@ -141,10 +128,10 @@ class Tile(NamedTuple):
         function, args = self.function(s, leaves)
         return self.call.machine.run(function, *args)
 
-    def function(self, s: jax.Array, leaves: Sequence[Any]) -> tuple[Function, list[Any]]:
+    def function(self, s: jax.Array, leaves: Sequence[Any]) -> tuple[core.Jaxpr, list[Any]]:
         """Return the function of the scores, and its arguments."""
         call, args = self.call, [*leaves, *self.at, s]
-        split = len(call.plain.jaxpr.constvars)
+        split = len(call.plain.constvars)
         if not self.masked:
             return call.plain, [*self.closed[:split], *args]
         inside = [self.inside] if call.plan.ragged else []

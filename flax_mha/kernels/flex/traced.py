@@ -6,14 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from flax_mha.base.coordinates import At, is_score_array
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.chips import tpus
-from flax_mha.kernels.flex.function import DTYPES, Function
+from flax_mha.kernels.flex.function import DTYPES
+from flax_mha.kernels.flex.function import trace as trace_function
 from flax_mha.kernels.flex.operand import Operand
-from flax_mha.kernels.flex.tile import FlexCall, Machine, SpecForm
+from flax_mha.kernels.flex.tile import FlexCall, Machine, SpecForm, fill
 from flax_mha.kernels.xla.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY
 from flax_mha.masks.algebra import evaluate, nan_at_others
@@ -26,10 +28,9 @@ WHOLE = 2**17
 def trace(
     spec: AttentionSpec, plan: Plan, machine: Machine, device: str
 ) -> tuple[FlexCall, list[list[Any]], list[Any]] | str:
-    """Return the functions of a call, or the reason why they cannot run in a kernel.
+    """Return the static part of a call, or the reason why its functions cannot run in a kernel.
 
-    The functions are in the static part of the call, with `states` for an unknown mask. The arrays
-    that they close over, for both orders of a tile's axes, and the spec's leaves, follow.
+    After it come the closed-over arrays for both orders of a tile's axes, and the spec's leaves.
     """
     precision = tpus.precision(spec.precision)
     if isinstance(precision, str):
@@ -53,21 +54,21 @@ def trace(
                 f"got {jnp.shape(x)}"
             )
 
-    form = SpecForm(tree, constants, not spec.user_types())
+    form, pure = (tree, constants), not spec.user_types()
     calls, closed = list[FlexCall](), list[list[Any]]()
     for step in (1, -1) if machine.whole_tiles else (1,):
         blocks = [
             jax.ShapeDtypeStruct(jnp.shape(x) if y.layout == "whole" else y.shape[::step], y.dtype)
             for x, y in zip(arrays, leaves, strict=True)
         ]
-        traced = _trace_functions(form, blocks, tile, plan.ragged, machine, leaves, step)
+        traced = _trace_functions(form, pure, blocks, tile, plan.ragged, machine, leaves, step)
         if isinstance(traced, str):
             return traced
         plain, masked, consts = traced
         closed.append(consts)
         calls.append(FlexCall(
             machine, plan, device, (True, True), plain, masked,
-            tuple(Operand.of(x, plan) for x in consts), tuple(leaves), form,
+            tuple(Operand.of(x, plan) for x in consts), tuple(leaves), form, pure,
             precision, spec.reads_lse, step < 0,
         ))  # fmt: skip
     call, *swapped = calls
@@ -112,7 +113,7 @@ def _score(
     form: SpecForm, masked: bool, arrays: list[Any], at: At, s: jax.Array, *inside: jax.Array
 ) -> jax.Array:
     """Return the scores of a tile from q·kᵀ, for the spec's arrays: −∞ where masked, if asked."""
-    tile = form.fill(arrays)
+    tile = fill(form, arrays)
     s = s * tile.scale
     if not masked:
         return tile.replace(mask=None).apply(s, at)[0]
@@ -127,9 +128,9 @@ def _score(
 
 
 def _trace_functions(
-    form: SpecForm, arrays: list[Any], plan: Plan, ragged: bool, machine: Machine,
+    form: SpecForm, pure: bool, arrays: list[Any], plan: Plan, ragged: bool, machine: Machine,
     leaves: list[Operand], step: int,
-) -> tuple[Function, Function, list[Any]] | str:  # fmt: skip
+) -> tuple[core.Jaxpr, core.Jaxpr, list[Any]] | str:  # fmt: skip
     """Trace the scores of a tile, without and with the mask, and return the closed-over arrays.
 
     A step of −1 reverses the axes of the tile, to keys × queries.
@@ -139,14 +140,14 @@ def _trace_functions(
         return jax.ShapeDtypeStruct(shape[::step], dtype)
 
     bq, bk = plan.block_q, plan.block_k
-    at = form.fill(arrays).override(At(aval(1, 1), aval(1, 1), aval(bq, 1), aval(1, bk)))
+    at = fill(form, arrays).override(At(aval(1, 1), aval(1, 1), aval(bq, 1), aval(1, bk)))
     s, inside = aval(bq, bk, dtype=jnp.float32), [aval(bq, bk, dtype=jnp.bool_)] if ragged else []
-    functions, closed = list[Function](), list[Any]()
+    functions, closed = list[core.Jaxpr](), list[Any]()
     for masked, more in ((False, []), (True, inside)):
         # A user's function may compute something else in the next call, so it is traced anew.
-        static = (form, masked) if form.pure else ()
-        fn = _score if form.pure else functools.partial(_score, form, masked)
-        function, consts = Function.of(fn, *static, arrays, at, s, *more, num_static=len(static))
+        static = (form, masked) if pure else ()
+        fn = _score if pure else functools.partial(_score, form, masked)
+        function, consts = trace_function(fn, *static, arrays, at, s, *more, num_static=len(static))
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"

@@ -1,7 +1,7 @@
 """The passes around a ring, and their legs: steps that one compiled loop can run."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,12 @@ _PARTS = 2
 
 
 def split(reach: Mapping[int, tuple[int, int]], size: int, n: int) -> tuple[Pass, ...]:
-    """Return the passes around n devices for blocks of `size` keys, first that of whole blocks.
+    """Return the passes around n devices for blocks of `size` keys, the pass of whole blocks first.
 
     `reach` has the first key and the end of the keys that any device sees in a step, by offset. A
-    part of a block goes from its owner straight to its device, if less then crosses the links
-    between neighbors. So it does not if the whole block passes by on its way to others.
+    part of a block goes from its owner straight to its device, if less data then crosses the links
+    between
+    neighbors: not if the whole block passes by on its way to others.
     """
 
     def crossing(parts: Sequence[int]) -> int:
@@ -58,29 +59,19 @@ def split(reach: Mapping[int, tuple[int, int]], size: int, n: int) -> tuple[Pass
     return Pass(whole, 0, size), *(Pass((step,), *reach[step]) for step in parts)
 
 
-class Leg(NamedTuple):
-    """Consecutive steps with equal hops: one step, or the steps of a loop.
-
-    Attributes:
-      steps: the ring offsets.
-      hop: the devices that sums move forward before a step of the leg.
-      following: the devices that blocks move forward after a step of the leg.
-    """
-
-    steps: tuple[int, ...]
-    hop: int
-    following: int
+# Consecutive steps with equal hops, which one loop can run: their ring offsets, how many devices
+# sums move forward before a step, and how many devices blocks move forward after it.
+Leg: TypeAlias = tuple[tuple[int, ...], int, int]
 
 
 def schedule(steps: Sequence[int], n: int) -> list[Leg]:
-    """Return the legs of a pass around n devices, in order. Only the first step may be 0."""
+    """Return the legs of a pass around n devices, in order. Only the first step can be 0."""
     # A loop's carry has fixed arrays, so a loop starts when sums already pass around.
     hops = (np.diff([0, *steps, *steps[-1:]]) % n).tolist()
     travelling = 2 if 0 in steps else 1
     legs: list[Leg] = []
     for t, step in enumerate(steps):
-        leg = Leg((step,), hops[t], hops[t + 1])
-        if t > travelling and legs[-1][1:] == leg[1:]:
-            leg = leg._replace(steps=(*legs.pop().steps, step))
-        legs.append(leg)
+        hop, following = hops[t], hops[t + 1]
+        together = legs.pop()[0] if t > travelling and legs[-1][1:] == (hop, following) else ()
+        legs.append(((*together, step), hop, following))
     return legs

@@ -1,15 +1,13 @@
 """Ring attention: queries stay on their device, keys and values pass around the devices.
 
-Each of n devices holds a block of the queries and a block of the keys. In step s, device i attends
-to the keys of device i − s, while it sends them to the next device. Then it merges the results,
-each with the maximum score and the sum of exponentials of its keys (see `softmax.merge`).
+Each of n devices holds a block of queries and a block of keys. In step s, device i attends to the
+keys of device i − s while it sends them on, and merges the results by their maximum scores and sums
+of exponentials (see `softmax.merge`). So it holds one block and its neighbor at a time.
 
-A step is skipped, without transfers, if the static parts of the mask let no device see a key in it.
-If the last step of a window sees a part of each block, only this part is sent, see `legs.split`. A
-device computes nothing in a step if all tiles of its mask are empty, static or traced. The backward
-pass goes around again, from the merged out and sums. The gradients of a block follow it, and return
-home at the end. They are summed in float32, because in bfloat16 each device would round the sum
-once more. So a device holds one block and its neighbor at a time, forward and backward.
+Steps in which the static mask lets no device see a key are left out. A device computes nothing in a
+step whose tiles are all empty. If the last step of a window sees only a part of each block, only
+this part is sent (see `legs.split`). The backward pass goes around again from the merged out and
+sums. The gradients of a block travel with it and return home, summed in float32.
 
 Sources: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merge is
 from Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
@@ -31,7 +29,7 @@ from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels.call.mask_parts import conjuncts
 from flax_mha.kernels.call.spec import AttentionSpec, Result, Sums, name_result
 from flax_mha.kernels.choose import Explanation
-from flax_mha.kernels.mesh.legs import Leg, Pass, schedule, split
+from flax_mha.kernels.mesh.legs import Pass, schedule, split
 from flax_mha.kernels.xla import softmax
 from flax_mha.kernels.xla.tile_plan import visible_tiles
 from flax_mha.kernels.xla.tiles import empty_result
@@ -46,18 +44,16 @@ class Ring(NamedTuple):
     """The devices of a ring, and the steps that need work.
 
     Attributes:
-      axes: the mesh axes that queries and keys are sharded over.
-      seen: bool [n, n], True if the queries of a device may see the keys of another.
-      steps: the ring offsets that need work, ascending. In step s, device i attends to the keys of
-        device i − s.
-      passes: the steps by the keys that they need: those of whole blocks, and those of a part.
+      axes: the mesh axes that shard queries and keys.
+      seen: bool [n, n], True if queries of a device can see keys of another.
+      steps: the ring offsets that need work, ascending.
+      passes: the steps by the keys that they need: whole blocks, or a part.
       block: the number of keys of a device.
-      traced: True if a device must look for empty steps itself, because the mask or the positions
-        are traced.
-      plain: True if the blocks of other devices are full or empty, as under a causal mask. Then a
-        step needs no positions, so that cuDNN can compute it.
-      serial: True if transfers must wait for a loop of others, because XLA:CPU takes the data of
-        one for that of another.
+      traced: True if a device must find empty steps itself, because the mask or positions are
+        traced.
+      plain: True if the blocks of other devices are full or empty, as under a causal mask. A step
+        then needs no positions, so that cuDNN can compute it.
+      serial: True if transfers must wait for a loop of others, because XLA:CPU mixes up their data.
     """
 
     axes: Any
@@ -93,7 +89,7 @@ class Ring(NamedTuple):
                 reach[step] = int(tiles[0]) * tile, int(tiles[-1] + 1) * tile
         passes, is_partly_traced = split(reach, block, n), len(static) < len(parts)
         seen = per_device.any((1, 3))
-        loops = any(len(leg.steps) > 1 for part in passes for leg in schedule(part.steps, n))
+        loops = any(len(steps) > 1 for part in passes for steps, *_ in schedule(part.steps, n))
         serial = loops and spec.platform.name == "cpu"
         return cls(axes, seen, tuple(reach), passes, block, is_partly_traced, plain, serial)
 
@@ -159,8 +155,8 @@ class Ring(NamedTuple):
     ) -> tuple[Any, Any]:
         """Run state, sums = visit(part, step, state, blocks) in all steps of all passes.
 
-        The backward order is the opposite one. In the forward order, XLA would reuse the forward
-        pass's transfers, and keep every block in memory until now, as it keeps parts of blocks.
+        The backward order is the opposite one: in the forward order XLA would reuse the forward
+        pass's transfers, and keep every block in memory.
 
         Returns:
           The last state, and for each device's own blocks the sums over the steps, if any.
@@ -182,11 +178,11 @@ class Ring(NamedTuple):
         """Run the steps of one pass, as `run` does, while the blocks pass around."""
         add = functools.partial(jax.tree.map, jnp.add)
 
-        def run_step(leg: Leg, carry: Any, step: Any) -> tuple[Any, None]:
+        def run_step(hop: int, following: int, carry: Any, step: Any) -> tuple[Any, None]:
             state, blocks, sums = carry
             # Send before computing, so that both can overlap.
-            next_blocks = self.send(blocks, leg.following)
-            sums = self.send(sums, leg.hop)
+            next_blocks = self.send(blocks, following)
+            sums = self.send(sums, hop)
             state, new = visit(step, state, blocks)
             # Else XLA may send all blocks before the first step, and keep all of them.
             state, next_blocks, new = lax.optimization_barrier((state, next_blocks, new))
@@ -196,14 +192,14 @@ class Ring(NamedTuple):
         own_sums: Any = None
         sums: Any = None
         blocks = self.send(self.wait(blocks, state), steps[0] if steps else 0)
-        for leg in schedule(steps, len(self.seen)):
-            carry = state, blocks, sums
-            if len(leg.steps) > 1:
-                carry, _ = lax.scan(functools.partial(run_step, leg), carry, np.array(leg.steps))
+        for leg, *hops in schedule(steps, len(self.seen)):
+            carry, run_leg = (state, blocks, sums), functools.partial(run_step, *hops)
+            if len(leg) > 1:
+                carry, _ = lax.scan(run_leg, carry, np.array(leg))
             else:
-                carry, _ = run_step(leg, carry, leg.steps[0])
+                carry, _ = run_leg(carry, leg[0])
             state, blocks, sums = carry
-            if leg.steps[0] == 0:
+            if leg[0] == 0:
                 own_sums, sums = sums, None
         if sums is not None:
             sums = self.send(sums, -steps[-1])
@@ -217,8 +213,8 @@ def attend(
     """Attend from this device's queries to the keys of all devices, inside `jax.shard_map`.
 
     q is [*B, T/n, N, H], k and v are [*B, S/n, K, ·]. `local` attends to one block of keys. The
-    spec covers this device's queries and all S keys, with all coordinates. Returns out [*B, T/n, N,
-    Hv] and sums [*B, N, T/n].
+    spec is of this device's queries and all S keys. Returns out [*B, T/n, N, Hv] and sums [*B, N,
+    T/n].
     """
     arrays, static = partition(spec.replace(sinks=None), is_array)
     result = _core(ring, local, static, q, k, v, arrays)

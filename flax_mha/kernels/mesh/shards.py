@@ -1,8 +1,8 @@
 """Attention on shards: each device of the ambient mesh runs a kernel on its part of a call.
 
-Batch rows and heads are sharded by the logical axis rules (see `flax_mha.sharding`). Inside
-`jax.shard_map`, each device runs a kernel on its own arrays, as without a mesh. If `length` is
-sharded, a call uses one of the context-parallel `STRATEGIES`, see `strategies`.
+The logical axis rules shard batch rows and heads (see `flax_mha.sharding`), and `jax.shard_map`
+gives each device's arrays to a kernel. If `length` is sharded, a call uses one of the
+context-parallel `STRATEGIES` (see `strategies`).
 """
 
 import math
@@ -40,9 +40,9 @@ class Division(NamedTuple):
       batch: the entries of the batch axes.
       length: the entry of the queries.
       heads: the entry of the query heads.
-      kv_heads: the entry of the key/value heads, a leading part of `heads`. Devices along the other
-        axes of `heads` share their key/value heads.
-      slots: the entry of the keys, if they are the slots of a cache.
+      kv_heads: the entry of the key/value heads, a leading part of `heads`, which devices along the
+        remaining axes of `heads` share.
+      slots: the entry of the keys, if they are a cache's slots.
       manual: all mesh axes of `jax.shard_map`. XLA shards over the others.
     """
 

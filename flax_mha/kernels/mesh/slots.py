@@ -4,9 +4,9 @@ With outᵢ, topᵢ and totalᵢ of the slots of device i (see `Sums`), and top 
 
     cᵢ = totalᵢ·exp(topᵢ − top);   total = Σ cᵢ;   out = Σ cᵢ·outᵢ / total
 
-The devices send B·T·N·(Hv + 2) numbers, whatever the size of the cache.
+The devices send B·T·N·(Hv + 2) numbers for a cache of any size.
 
-Source: Dao et al., "Flash-Decoding for long-context inference", 2023, whose parts are devices here.
+Source: Dao et al., "Flash-Decoding for long-context inference", 2023, with devices as its parts.
 """
 
 from collections.abc import Callable

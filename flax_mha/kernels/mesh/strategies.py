@@ -1,8 +1,8 @@
 """The choice between context-parallel strategies, for a sequence sharded over devices.
 
-Inside attention, `ulysses` shards heads instead of positions over all mesh axes of `length`, `usp`
-over the last ones, `ring` and `all_gather` over none. Over the remaining axes, `usp` and `ring`
-pass keys around, and `all_gather` gathers them.
+Inside attention, `ulysses` shards heads in place of positions over all mesh axes of `length`, `usp`
+over its last ones. Over the other axes, `usp` and `ring` pass keys around, `all_gather` gathers
+them.
 
 Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative
 AI", 2024.
@@ -49,11 +49,11 @@ def refusals(kernel: str, normalizer: str, division: Any, dims: Dims) -> dict[st
 def pick_strategy(kernel: str, normalizer: str, division: Any, dims: Dims) -> str | None:
     """Return the named strategy or the best one, or None if the sequence is not sharded.
 
-    1. `ulysses`: every device has equal work under any mask, in any order of the tokens.
+    1. `ulysses`: every device has equal work under any mask and order of tokens.
     2. `all_gather`, if all keys and values take no more memory than a device's queries. It then
-       sends less than the others, but under a causal mask the last device computes twice the mean.
-    3. `usp`. On r devices of the ring and u of the heads it takes r steps, and sends (r − 1)/(r·u)
-       of k and v and (u − 1)/(r·u²) of q, k, v and out. If T = S, `ring` sends at least as much.
+       sends least, but under a causal mask the last device computes twice the mean.
+    3. `usp`: r steps on r devices of the ring and u of the heads, which send (r − 1)/(r·u) of k and
+       v and (u − 1)/(r·u²) of q, k, v and out. If T = S, `ring` sends at least as much.
     4. `ring`, which also shards the memory of keys and values.
 
     Raises:

@@ -2,13 +2,11 @@
 
     out = softmax(softcap(q·kᵀ·scale), over the keys that the mask allows)·v
 
-This is `reference` without other score functions, sinks, dropout and lse. In half precision
-the scale rounds q once more.
+It is `reference` without other score functions, sinks, dropout and lse, and rounds q once more in
+half precision, by the scale. Memory is O(T + S). It skips blocks that are empty under a static
+mask. In other blocks the mask is a function of positions and segment ids (see `computed_mask`).
 
-Memory is O(T + S). Blocks that are empty under a static mask are skipped, forward and backward. In
-other blocks the mask is a function of positions and segment ids (see `computed_mask`).
-
-`auto` takes `flex` first, which has more features. This kernel is for plain attention, by its name:
+`auto` prefers `flex`, which has more features. By its name, this kernel computes plain attention:
 one static mask for all rows and heads, one array of segment ids or lengths, and a soft cap.
 
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`, with its own gradients. Dao,
@@ -20,7 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
+    DEFAULT_MASK_VALUE,
+    BlockSizes,
+    SegmentIds,
+    make_splash_mha,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
 from flax_mha.base import shapes
 from flax_mha.kernels.call import limits
@@ -30,9 +34,6 @@ from flax_mha.kernels.splash import computed_mask
 from flax_mha.kernels.splash.computed_mask import ComputedMask, Ids
 from flax_mha.kernels.xla.tile_plan import Plan
 from flax_mha.scores import SoftCap
-
-# `private_jax.NAMES` lists the names used here.
-kernels: Any = splash_attention_kernel
 
 
 def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
@@ -83,11 +84,11 @@ def _attend(
         padded = (
             jnp.pad(x, ((0, 0), (0, to - x.shape[1]))) for x, to in zip(ids, (T, S), strict=True)
         )
-        ids = kernels.SegmentIds(*(jnp.broadcast_to(x, (len(q), x.shape[1])) for x in padded))
+        ids = SegmentIds(*(jnp.broadcast_to(x, (len(q), x.shape[1])) for x in padded))
     block_q, block_k = plan.block_q, plan.block_k
-    kernel = kernels.make_splash_mha(
-        computed_mask.splash.MultiHeadMask([mask] * dims.N),
-        block_sizes=kernels.BlockSizes(
+    kernel = make_splash_mha(
+        MultiHeadMask([mask] * dims.N),
+        block_sizes=BlockSizes(
             block_q, block_k, block_q_dkv=block_q, block_kv_dkv=block_k, block_q_dq=block_q,
             block_kv_dq=block_k,
         ),
@@ -99,7 +100,7 @@ def _attend(
     # Sinks with no weight beside a visible score, but all weight beside masked ones. With them, a
     # fully masked query has an output and gradients of exactly 0. Without them, splash averages
     # masked values.
-    sinks = jnp.full(dims.N, kernels.DEFAULT_MASK_VALUE / 2, jnp.float32)
+    sinks = jnp.full(dims.N, DEFAULT_MASK_VALUE / 2, jnp.float32)
     out = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids, sinks))(q, k, v, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     unread = jnp.zeros_like(jnp.swapaxes(out[..., 0], -1, -2), jnp.float32)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 
 from flax_mha.base.coordinates import At, flat_batch, map_score_arrays, whole
 from flax_mha.base.shapes import Dims
@@ -26,7 +26,7 @@ Ids: TypeAlias = tuple[jax.Array, jax.Array]
 _IDS = "Segments, Lengths, or a table of keys, joined by &"
 
 
-class ComputedMask(splash.Mask):
+class ComputedMask(splash_attention_mask.Mask):
     """A mask in splash's form, computed from positions in all blocks that are not empty.
 
     Splash reads whether any and whether all entries of a block are True, so one entry represents

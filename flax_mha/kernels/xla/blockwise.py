@@ -1,13 +1,12 @@
 """Flash attention in O(T + S) memory on any platform, forward and backward.
 
-The mask gives the state of each tile of scores first (see `tile_plan`). If the states are static
-and the keys that a block of queries sees are adjacent, one matmul covers all of them. Otherwise the
-kernel visits tiles one by one, with an online softmax. Empty tiles are skipped, and the mask is
-evaluated only in partial tiles. The backward pass recomputes the scores, from the saved maximum and
-sum. `checkpointed` is the same forward loops without this backward pass.
+The mask first gives the state of each tile of scores (see `tile_plan`). If the states are static
+and a block of queries sees adjacent keys, one matmul covers them all. Otherwise the kernel visits
+tiles one by one, with an online softmax. It skips empty tiles, and evaluates the mask only in
+partial ones. The backward pass computes scores again from the saved maximum and sum.
 
-It differs from `reference` in half precision, unless a CPU computes in float32: the
-exponentials are rounded before their matmul with the values, and q may be rounded by the scale.
+In half precision, except on CPUs that compute in float32, exponentials are rounded before their
+matmul with the values, and the scale may round q.
 
 The loops, from outer to inner: batch rows and key/value heads, several at once if matmuls would be
 small; query heads of the group and blocks of queries; tiles of keys, full ones before partial ones.
@@ -50,9 +49,9 @@ def attend(
 ) -> Result:  # fmt: skip
     """Compute attention of q [*B, T, N, H] to k [*B, S, K, H] and v [*B, S, K, Hv].
 
-    Given a precomputed `result` over these and other keys, compute only its gradients. With
-    `remat`, JAX derives the loops. Otherwise the call has a custom derivative rule: forward mode
-    works only over gradients, and gradients of gradients only without visit lists.
+    If a `result` over these and other keys is given, only its gradients are computed. With `remat`,
+    JAX derives the loops. Otherwise there is a custom derivative rule: forward mode works only over
+    gradients, and gradients of gradients only without visit lists.
     """
     dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
@@ -140,12 +139,11 @@ def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
     tables: VisitLists | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Compute attention in loops over rows and heads, blocks of queries, and tiles of keys.
+    """Return out [R, G·nq·bq, Hv], maximum scores and sums of exponentials [R, G·nq·bq], in loops.
 
     q, scaled, is [R, G·nq·bq, H] for R rows × key/value heads; k and v are [R, nk·bk, ·]. `leaves`
-    are the spec's learned leaves, `others` the rest. `tables` are None for the plan's ranges of
-    keys. Returns out [R, G·nq·bq, Hv], and the maximum score and the sum of exponentials of scores
-    minus the maximum, [R, G·nq·bq].
+    are the spec's learned leaves, `others` the remaining ones. `tables` are None for the plan's
+    ranges of keys. Exponentials are of scores minus their maximum.
     """
     plan, spec = static.plan, combine(leaves, others)
     acc = shapes.wide(q.dtype)

@@ -1,12 +1,10 @@
 """Attention with derivatives of every order and mode, in O(T + S) memory on any platform.
 
-The loops are those of `blockwise`. Each block of queries is computed under `jax.checkpoint`, so
-derivatives save only its inputs. Without a custom derivative rule, forward mode, reverse mode and
-their mixtures work at any order. With visit lists, the loop over tiles has a fixed length, because
-JAX reverses no other loop, and `jax.lax.cond` skips empty tiles.
-
-The kernel computes in at least float32, because higher derivatives add rounding errors. Only the
-order of its sums differs.
+These are the loops of `blockwise`, with each block of queries under `jax.checkpoint`, so that
+derivatives save only its inputs. There is no custom derivative rule, so forward mode, reverse mode
+and their mixtures work. With visit lists, the loop over tiles has a fixed length, because JAX
+reverses no other loop, and `jax.lax.cond` skips empty tiles. The computation is in at least
+float32, because higher derivatives add rounding errors.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Rabe and Staats,
 "Self-attention Does Not Need O(n²) Memory", 2021.

@@ -1,16 +1,14 @@
 """Attention of few queries to many keys, as in decoding.
 
 The queries of a key/value head are rows of one matmul with its keys, heads first. This is the
-layout of a `KVCache`, so that keys are read once, without a copy or transposition. If the mask
-leaves few blocks of keys, they are visited one by one, and empty slots of a cache cost nothing (on
-GPUs, from 1 GiB of keys and values on). Otherwise one matmul covers all keys. Stored keys and
-values are converted on the way. For 8 bits, the scores and weights are scaled instead. On GPUs, the
-matmuls of few rows with a layer's part of a stacked cache are sums of products (`_FEW_ROWS`).
+layout of a `KVCache`, whose keys are read once, without a copy. If the mask leaves few blocks of
+keys, they are visited one by one, so that empty slots cost nothing (on GPUs from 1 GiB of keys and
+values on). Otherwise one matmul covers all keys. Stored keys and values are converted on the way;
+8-bit ones are scaled through the scores and weights. On GPUs, matmuls of few rows with a layer's
+part of a stacked cache are sums of products (`_FEW_ROWS`).
 
-It differs from `reference` in half precision: elsewhere than on CPUs, the exponentials are
-rounded before their matmul with the values. Gradients are those of `reference`.
-
-Source: the online softmax of `blockwise`.
+In half precision, except on CPUs, exponentials are rounded before their matmul with the values.
+Gradients are computed by `reference`.
 """
 
 import functools

@@ -2,25 +2,24 @@
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
-Every kernel computes this function. The docstrings of the others say how they differ in memory, the
-order of sums, and where they round. Conventions:
+Every kernel computes this function, and says where its memory, sums or rounding differ:
 
 - B batch axes, T queries, S keys, N query heads, K key/value heads, H and Hv features. Query head n
   reads key/value head n // (N/K).
-- The score functions change q·kᵀ·scale in order, a bias last. Then the mask hides scores. Functions
-  and masks read positions, which need not count from 0.
+- Score functions change q·kᵀ·scale in order, a bias last. Then the mask hides scores. Both read
+  positions, which need not count from 0.
 - A sink is one more score of each head, which takes weight and has no value.
-- A fully masked query has the weights, the output and the sum of exponentials 0.
-- Dropout sets weights to 0 after the softmax, and scales the others to keep the expectation.
+- A fully masked query has weights, output and sum of exponentials 0.
+- Dropout clears weights after the softmax, and scales the others to keep the expectation.
 - The computation is in float32, or float64 for float64. Only the output is rounded, to q's dtype.
 - Another normalizer takes the place of the softmax. It has no sums.
 
-The kernel has derivatives of any mode and order by JAX, and memory of T·S. Compilers need care:
+JAX derives all modes and orders, in memory of T·S. Some care keeps the compiled program exact:
 
 - Matmuls read half precision. The weights are divided by their sum before they are rounded, and the
   scores are scaled after q·kᵀ, so that nothing is rounded twice.
 - On CPUs, the output is divided by the sum in place of the weights, in float32.
-- Barriers keep XLA from computing the pairs of static positions while it compiles, and from sharing
+- Barriers keep XLA from computing the pairs of static positions at compile time, and from sharing
   the output's scores with those of the lse.
 """
 
@@ -51,8 +50,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
     """Compute softmax(q·kᵀ·scale + bias, where the mask allows)·v.
 
     q is [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv]. Returns out [*B, T, N, Hv] in the
-    dtype of q, and float32 sums [*B, N, T]. Fully masked queries have outputs and gradients of
-    exactly 0. Without a softmax the sums are 0.
+    dtype of q, and float32 sums [*B, N, T], which are 0 without a softmax. Fully masked queries
+    have outputs and gradients of exactly 0.
     """
     at = spec.at(shapes.Dims.of(q, k, v))
     if isinstance(q, jax.core.Tracer):

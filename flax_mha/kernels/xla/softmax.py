@@ -6,12 +6,10 @@ Each query keeps two numbers while its scores come tile by tile: the maximum `to
     top′ = max(top, s);   total′ = total·exp(top − top′) + Σ exp(s − top′)
     out′ = out·exp(top − top′) + exp(s − top′)·v
 
-and at the end out/total, lse = top + log(total). The backward pass needs only one tile at a time:
-with p = exp(s − top)/total and dp = dout·vᵀ,
+and at the end out/total, lse = top + log(total). The backward pass needs one tile at a time: with
+p = exp(s − top)/total and dp = dout·vᵀ,
 
     δ = Σ dout·out − dlse;   ds = p·(dp − δ)
-
-Kernels choose the tiles, their order, and where they are stored.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao,
 "FlashAttention-2", 2023, for the gradient.
@@ -69,7 +67,7 @@ def step(
 
     `top` and `total` are the maximum and the sum of exponentials so far; `total` is None for the
     first tile. Masked scores are −∞, or finfo.min if the mask is given as `allowed`. Returns the
-    new top and total, the exponentials of s, and the factor that rescales earlier sums, or None.
+    new top and total, the exponentials of s, and the factor of earlier sums or None.
     """
     # The weights do not depend on the shift, so it needs no derivative.
     last = s.ndim - 1
@@ -142,9 +140,9 @@ def gradient_inputs(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the arguments of `weights` and `gradient` for each query: dout, top, 1/total and δ.
 
-    out and its cotangent dout are [..., Hv], the others [...]. `has_keys` is False for fully masked
-    queries, whose dout becomes 0. `top` and `total`, the maximum and the sum of exponentials,
-    include the sinks. `dsums` are their cotangents. A maximum needs none, as a shift of the scores.
+    out and its cotangent dout are [..., Hv], the others [...]. Fully masked queries have no
+    `has_keys`, and a dout of 0. `top` and `total` include the sinks, and `dsums` are their
+    cotangents. A maximum needs none, because it shifts all scores.
     """
     # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
     dout = jnp.where(has_keys[..., None], dout, 0.0)

@@ -19,11 +19,11 @@ from flax_mha.masks.states import is_static
 
 
 class KeyRange(NamedTuple):
-    """Consecutive blocks of queries. Each block visits adjacent tiles of keys in one matmul.
+    """Consecutive blocks of queries, each of which visits adjacent tiles of keys in one matmul.
 
     Attributes:
       first: the first block of queries.
-      starts: the first tile of keys of each block; empty if `VisitLists` hold the tiles.
+      starts: the first tile of keys of each block; empty with `VisitLists`.
       width: the number of tiles of keys.
       masked: True if any of the tiles needs the mask.
     """
@@ -234,10 +234,10 @@ def _bound_states(spec: AttentionSpec, at: At, plan: Plan) -> np.ndarray:
 
 
 def visible_tiles(spec: AttentionSpec, dims: Dims, n: int) -> Array:
-    """Return True for tiles in which any row or head may see a key, bool [n·tiles, n·tiles].
+    """Return True for tiles in which any row or head can see a key, bool [n·tiles, n·tiles].
 
-    Each of n devices has up to `_TILES` tiles of queries, and of keys. The tiles are finer than a
-    device's block, because in an order such as `sharding.balanced` a device has several pieces.
+    Each of n devices has up to `_TILES` tiles of queries, and of keys, because in an order such as
+    `sharding.balanced` it has several pieces.
     """
     block_q, block_k = (size // n // math.gcd(size // n, _TILES) for size in (dims.T, dims.S))
     states = tile_states(spec, spec.at(dims), Plan(dims, block_q, block_k))

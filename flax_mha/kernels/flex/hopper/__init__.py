@@ -14,14 +14,19 @@ from flax_mha.kernels.flex.hopper.kernels import FORWARD, forward, gradients
 from flax_mha.kernels.flex.tile import Machine
 from flax_mha.sharding.shard_map import varying
 
+# Why this JAX can't run it, or None.
+LACKING = (
+    None if jax.__version_info__ >= (0, 12)
+    else f"needs JAX 0.12 for NVIDIA GPUs, this is {jax.__version__}"
+)  # fmt: skip
 # Its compute capability, whose matmuls (`wgmma`) no later generation has.
 HOPPER = (9, 0)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str | None:
     dims, capability = shapes.Dims.of(q, k, v), gpus.capability(platform.device)
-    if isinstance(capability, str):
-        return capability
+    if LACKING or isinstance(capability, str):
+        return LACKING or str(capability)
     if capability != HOPPER:
         return f"runs on NVIDIA GPUs of the Hopper generation only, this is {platform.device}"
     if q.dtype not in (jnp.float16, jnp.bfloat16):

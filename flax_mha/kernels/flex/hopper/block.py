@@ -74,13 +74,13 @@ class BlockTiles(NamedTuple):
     Attributes:
       call: the static part of the call.
       size: the kernel's sizes.
-      by_query: True if the own side is queries.
+      by_query: True if the block is of queries, False if of keys.
       r: the row of the batch.
-      h: the own head: a query head, or a key/value head.
-      i: the own block.
-      lists: the references to the tables of `_lists`.
-      indices: the references to the indices of rows and heads in the whole call.
-      refs: the references to the arrays of masks and scores.
+      h: the block's head: a query head, or a key/value head.
+      i: the block.
+      lists: references to the tables of `_lists`.
+      indices: references to the indices of rows and heads in the whole call.
+      refs: references to the arrays of masks and scores.
     """
 
     call: FlexCall

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from flax_mha.kernels.call.spec import Unsupported
 from flax_mha.kernels.flex import function as functions
-from flax_mha.kernels.flex.function import Function, UnsupportedPrimitive, open_jaxpr
+from flax_mha.kernels.flex.function import open_jaxpr, variables
 from flax_mha.kernels.flex.hopper.composed import COMPOSED
 from flax_mha.kernels.flex.operand import Operand
 
@@ -29,33 +30,33 @@ _ELEMENTWISE = frozenset(_NAMES.split())
 _DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "float16", "int32", "uint32", "bool")))
 
 
-def call(function: Function, *args: Any) -> Any:
+def call(function: core.Jaxpr, *args: Any) -> Any:
     """Return the scores for closed-over arrays and arguments: tiles and numbers."""
-    return _run(function.jaxpr, args)[0]
+    return _run(function, args)[0]
 
 
-def call_with_slope(function: Function, args: Sequence[Any], at: int) -> tuple[Any, Any]:
+def call_with_slope(function: core.Jaxpr, args: Sequence[Any], at: int) -> tuple[Any, Any]:
     """Return the scores, and their derivative by the argument of this number.
 
     JAX differentiates the function as it was traced. In a kernel it would emit operations that
     Mosaic GPU lacks.
     """
-    consts = len(function.jaxpr.constvars)
+    consts = len(function.constvars)
 
     def both(values: list[Any]) -> Any:
         def score(x: Any) -> Any:
             changed = [*values[:at], x, *values[at + 1 :]]
-            closed = core.ClosedJaxpr(function.jaxpr, changed[:consts])
+            closed = core.ClosedJaxpr(function, changed[:consts])
             return core.jaxpr_as_fun(closed)(*changed[consts:])[0]
 
         return jax.jvp(score, (values[at],), (jnp.ones_like(values[at]),))
 
-    traced = jax.make_jaxpr(both)([x.aval for x in function.variables])
+    traced = jax.make_jaxpr(both)([x.aval for x in variables(function)])
     out, slope = _run(traced.jaxpr, [*traced.consts, *args])
     return out, slope
 
 
-def missing(function: Function, operands: Sequence[Operand]) -> str | None:
+def missing(function: core.Jaxpr, operands: Sequence[Operand]) -> str | None:
     """Return an operation that kernels lack, for the function or its derivatives, or None.
 
     `operands` are the layouts of its first arguments.
@@ -63,13 +64,13 @@ def missing(function: Function, operands: Sequence[Operand]) -> str | None:
     for operand in operands:
         if operand.layout == "whole" and math.prod(operand.shape) > 1:
             return f"a look-up in an array {operand.dtype}{list(operand.shape)}"
-    numbers = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in function.variables]
+    numbers = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in variables(function)]
     try:
         jax.eval_shape(functools.partial(call, function), *numbers)
         for at, x in enumerate(numbers):
             if jnp.issubdtype(x.dtype, jnp.floating):
                 jax.eval_shape(lambda *args, at=at: call_with_slope(function, args, at), *numbers)
-    except UnsupportedPrimitive as error:
+    except Unsupported as error:
         return str(error)
     return None
 
@@ -82,9 +83,9 @@ def _elementwise(eqn: Any, *inputs: Any) -> Any:
     """Apply an operation to each number of tiles."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name not in _ELEMENTWISE and name not in COMPOSED:
-        raise UnsupportedPrimitive(name)
+        raise Unsupported(name)
     if out.dtype not in _DTYPES:
-        raise UnsupportedPrimitive(f"{name} to {out.dtype}")
+        raise Unsupported(f"{name} to {out.dtype}")
     values = [_number(x) for x in inputs]
     if name in COMPOSED:
         return COMPOSED[name](*values)

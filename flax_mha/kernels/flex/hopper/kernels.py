@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from flax_mha.kernels.flex.function import count_operations
 from flax_mha.kernels.flex.hopper.block import BLOCK, ROW, BlockTiles, Size, spread, zeros
 from flax_mha.kernels.flex.hopper.fragments import call_with_slope
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import ROWS, add_product, multiply
 from flax_mha.kernels.flex.passes import Arrays
-from flax_mha.kernels.flex.tile import FlexCall, Tile
+from flax_mha.kernels.flex.tile import FlexCall, Tile, fill
 from flax_mha.kernels.xla import softmax
 from flax_mha.masks import EMPTY
 
@@ -36,8 +37,8 @@ def size_of(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
     A tile takes registers in proportion to the step. The registers of a score are an estimate.
     """
     size = sizes[features]
-    more = max(0, call.masked.operations - SIMPLE)
-    more += 0 if call.form.fill(call.leaves).dropout is None else DROPOUT
+    more = max(0, count_operations(call.masked) - SIMPLE)
+    more += 0 if fill(call.form, call.leaves).dropout is None else DROPOUT
     most = size.step * DOUBLE // (DOUBLE + more)
     return size._replace(step=max(LEAST, 1 << most.bit_length() - 1))
 
@@ -94,17 +95,9 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
     return [out[..., : x.v.shape[-1]]], stats
 
 
-class Operands(NamedTuple):
-    """The matrices that gradients are computed from, padded, and [R, N, 3, T′] numbers of queries.
-
-    The numbers are those of `Machine.gradients`, the maximum in base 2.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    dout: jax.Array
-    stats: jax.Array
+# The padded matrices that gradients are computed from, q, k, v and the cotangent of out, and the
+# numbers of queries [R, N, 3, T′] of `Machine.gradients`, with the maximum in base 2.
+Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def _gradient(
@@ -117,7 +110,7 @@ def _gradient(
     top, share, delta = stats
     function, args = tile.function(dot, tile.leaves)
     # The product follows the leaves and the coordinates.
-    at = len(function.jaxpr.constvars) + (len(tile.leaves) + len(tile.at) if leaf is None else leaf)
+    at = len(function.constvars) + (len(tile.leaves) + len(tile.at) if leaf is None else leaf)
     s, slope = call_with_slope(function, args, at)
     p = jnp.exp2(jnp.broadcast_to(s, dot.shape) * LOG2E - top) * share
     return p, softmax.gradient(p, tile.call.gain(tile.drop(dp)), delta) * slope
@@ -226,8 +219,8 @@ def _leaf_gradient(call: FlexCall, x: Arrays, operands: Operands, n: int) -> jax
     leaf, layout, dims = x.leaves[n], call.leaves[n].layout, call.plan.dims
     shared = [axis for axis in (0, 1) if leaf.shape[axis] == 1]
     # Repeat keys for each query head, so that each has its own sums.
-    k, v = (jnp.repeat(y, dims.G, 1) for y in (operands.k, operands.v))
-    operands = operands._replace(k=k, v=v)
+    q, k, v, dout, stats = operands
+    operands = q, jnp.repeat(k, dims.G, 1), jnp.repeat(v, dims.G, 1), dout, stats
     call = call._replace(plan=call.plan._replace(dims=dims._replace(K=dims.N)))
     if layout != "tile":
         if layout == "row":
@@ -236,7 +229,7 @@ def _leaf_gradient(call: FlexCall, x: Arrays, operands: Operands, n: int) -> jax
             found = _query_pass(call, x, operands, n)
         found = found[:, :, None] if layout in ("row", "column") else found.sum(-1)
         return found.sum(shared).reshape(leaf.shape)
-    rows, heads = (operands.q.shape[axis] if axis in shared else 1 for axis in (0, 1))
+    rows, heads = (q.shape[axis] if axis in shared else 1 for axis in (0, 1))
     x = x._replace(rows=x.rows[:, None], heads=x.heads[None])
 
     def add(number: Any, total: jax.Array) -> jax.Array:
@@ -265,8 +258,9 @@ def gradients(
     # Exponentials are of base 2 here. The maximum of a fully masked query must stay finite.
     top = jnp.maximum(stats[:, :, :1] * LOG2E, softmax.finfo_min(stats.dtype))
     stats = jnp.concatenate([top, stats[:, :, 1:]], 2)
-    operands = Operands(padded(x.q), padded(x.k), padded(x.v), padded(dout), stats)
-    together = max(operands.q.shape[-1], operands.v.shape[-1]) <= TOGETHER
+    q, k, v, dout = map(padded, (x.q, x.k, x.v, dout))
+    operands = q, k, v, dout, stats
+    together = max(q.shape[-1], v.shape[-1]) <= TOGETHER
     found = [_query_pass(call, x, operands)]
     for of in ("kv",) if together else ("k", "v"):
         found += _key_pass(call, x, operands, of)

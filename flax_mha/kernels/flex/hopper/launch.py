@@ -1,9 +1,8 @@
 """The frame of a kernel for Hopper: its grid, its lists of tiles, and the arrays that tiles read.
 
-A block of the grid has one block of queries of a head, and visits tiles of keys; or one block of
-keys of a key/value head, and visits tiles of queries of each of its query heads. `own` is the side
-of the block, `other` the side that is visited. Blocks with the most tiles come first, because a
-long one that begins last would run alone.
+A block of the grid is a block of queries of a head, which visits tiles of keys, or a block of keys
+of a key/value head, which visits tiles of queries. `own` is the side of the block, `other` the side
+that it visits. The longest blocks come first, because one that begins last would run alone.
 """
 
 import functools

@@ -1,11 +1,11 @@
 """The synchronisation of the kernels for Hopper: buffers that a producer fills, and matmuls.
 
-Nobody else waits, commits, arrives at a barrier or starts a matmul. The order is always
+Only this file waits, commits, arrives at barriers and starts matmuls, always in the order
 
     wait for a buffer; store the weights; commit; wgmma; wait for it; release the buffer
 
-because the tensor cores read shared memory behind the program's back: they see only committed
-stores, and a buffer that is released too early is overwritten while they read it.
+Tensor cores read shared memory asynchronously: they see only committed stores, and would read a
+buffer that is released too early while it is overwritten.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,9 +1,9 @@
 """The kernels of flex for TPUs: forward, and the gradients of queries, keys, values and leaves.
 
-The running maximum and sum of a query are kept in 128 equal lanes, because numbers in one lane
-would be spread over a tile again and again. The gradients of q, k and v come from one pass: those
-of a stretch of keys stay in fast memory, in float32, until all queries have added to them. Its
-tiles are of keys × queries, so that numbers of queries are rows, which are spread for free.
+The running maximum and sum of a query fill 128 equal lanes, so that no number is spread over a tile
+again and again. One pass computes the gradients of q, k and v. It keeps those of a stretch of keys
+in fast memory, in float32, until all queries have added to them. Its tiles are of keys × queries,
+because numbers of queries are then rows, which spread for free.
 """
 
 import functools
@@ -97,18 +97,16 @@ def launch(
 ) -> Any:  # fmt: skip
     """Run body(prefetched, inputs, outputs, scratch) at every step of a grid.
 
-    Inputs and outputs are trees of `Blocked`, and the body gets trees of references.
-
     Args:
       call: the call.
       name: the name of the kernel.
-      body: the kernel.
+      body: the kernel, which gets trees of references.
       grid: the sizes of the grid's axes.
       inner: the number of last axes that results are summed over.
       scores: the scores that a step computes.
       prefetched: arrays in scalar memory.
-      inputs: the arrays that the kernel reads.
-      outputs: the shapes of its results.
+      inputs: a tree of `Blocked` arrays to read.
+      outputs: a tree of `Blocked` shapes of results.
       scratch: the shapes of its memory.
       aliases: the inputs that outputs replace, by number.
     """
@@ -292,7 +290,7 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
     """Return the gradients of q, k, v and the learned leaves. See `Machine`."""
     visits, (K, S), f32 = x.visits[1], x.k.shape[1:3], jnp.float32
-    if len(visits.tables) == 1:
+    if len(visits[0]) == 1:
         first = jax.tree.map(lambda y: y[0], visits)
         dq, dk, dv = _stretch_gradients(call, x, dout, stats, first)
     else:
@@ -304,7 +302,7 @@ def gradients(
             dq, dk, dv = _stretch_gradients(call, x, dout, stats, one, start, dq)
             return dq, (dk, dv)
 
-        starts = width * jnp.arange(len(visits.tables), dtype=jnp.int32)
+        starts = width * jnp.arange(len(visits[0]), dtype=jnp.int32)
         wide, parts = lax.scan(add, jnp.zeros(x.q.shape, f32), (visits, starts))
         dq = wide.astype(x.q.dtype)
         dk, dv = (
@@ -323,7 +321,7 @@ def _stretch_gradients(
     """
     (R, N, _, H), (K, Hv), f32 = x.q.shape, x.v.shape[1::2], jnp.float32
     bq, bk = call.plan.block_q, call.plan.block_k
-    order = TileOrder.of("rhgt", 2, visits.tables, call.plan, (R, N), visits.counts, start)
+    order = TileOrder.of("rhgt", 2, visits[0], call.plan, (R, N), visits[1], start)
     rows = _stretch(call, x.q.dtype) * bk
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, memory: Any) -> None:

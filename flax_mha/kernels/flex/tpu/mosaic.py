@@ -1,26 +1,25 @@
 """Functions of scores in operations of Mosaic, Pallas' compiler for TPUs.
 
-A mask or score function is traced once, for one tile. In a kernel it is evaluated with these
-changes:
+A mask or score function is traced once, for one tile. A kernel evaluates it with these changes:
 
-- Arrays of one element are [1, 1], and vectors [1, n], because Mosaic needs two axes.
-- Look-ups in small tables, which Mosaic lacks, are selections among their entries, with exact
-  gradients. Their indices, of three axes, are one array for each axis of the table.
-- Branches on an index are selections too.
+- Arrays have two axes: one element is [1, 1], a vector [1, n].
+- Look-ups in small tables, which Mosaic lacks, select among their entries, with exact gradients.
+- Branches on an index become selections too.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from flax_mha.kernels.call.spec import Unsupported
 from flax_mha.kernels.flex import function as functions
-from flax_mha.kernels.flex.function import DTYPES, Function, UnsupportedPrimitive
+from flax_mha.kernels.flex.function import DTYPES, variables
 from flax_mha.kernels.flex.operand import flat
 
 # The maximum entries of a look-up table, because each entry is an unrolled selection.
@@ -37,26 +36,20 @@ _NAMES = """
 _ALLOWED = frozenset(_NAMES.split())
 
 
-class IndexColumns(NamedTuple):
-    """An array [..., n] of indices into a table, as one array for each of its axes."""
-
-    columns: list[Any]
-
-
-def call(function: Function, *args: Any) -> Any:
+def call(function: core.Jaxpr, *args: Any) -> Any:
     """Return the result for closed-over arrays and arguments, of `flat` shapes as the result."""
-    (out,) = _run(function.jaxpr, args)
-    return _broadcast(out, function.jaxpr.outvars[0])
+    (out,) = _run(function, args)
+    return _broadcast(out, function.outvars[0])
 
 
-@functools.lru_cache(256)  # Equal layers share a `Function`.
-def missing_operation(function: Function) -> str | None:
+@functools.lru_cache(256)  # Equal layers share a function.
+def missing_operation(function: core.Jaxpr) -> str | None:
     """Return the name of an operation that Mosaic lacks, or None."""
-    avals = (x.aval for x in function.variables)
+    avals = (x.aval for x in variables(function))
     args = [jax.ShapeDtypeStruct(flat(x.shape), x.dtype) for x in avals]
     try:
         return _missing_operation(jax.make_jaxpr(lambda *x: call(function, *x))(*args).jaxpr)
-    except UnsupportedPrimitive as error:
+    except Unsupported as error:
         return str(error)
 
 
@@ -79,14 +72,17 @@ def _missing_operation(jaxpr: Any) -> str | None:
 
 
 def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr. A broadcast array stays small until it is read."""
+    """Run a jaxpr. A broadcast array stays small until it is read.
+
+    An array [..., n] of indices into a table is a list of n arrays, one for each of its axes.
+    """
     return functions.run(jaxpr, args, _RULES, _bind)
 
 
 def _broadcast(x: Any, var: Any) -> Any:
     """Broadcast an array to the `flat` shape of a variable. Numbers stay numbers."""
-    if isinstance(x, IndexColumns):
-        raise UnsupportedPrimitive(f"arrays of {len(var.aval.shape)} axes")
+    if isinstance(x, list):
+        raise Unsupported(f"arrays of {len(var.aval.shape)} axes")
     return x if jnp.ndim(x) == 0 else jnp.broadcast_to(x, flat(var.aval.shape))
 
 
@@ -106,9 +102,9 @@ def _fill(eqn: Any, x: Any) -> Any:
     """Apply a broadcast, which keeps an array that broadcasts implicitly."""
     shape, axes = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     if len(shape) == 3 and shape[-1] == 1 and (jnp.size(x) == 1 or axes == (0, 1)):
-        return IndexColumns([x])
+        return [x]
     if len(shape) > 2:
-        raise UnsupportedPrimitive(eqn.primitive.name)
+        raise Unsupported(eqn.primitive.name)
     if jnp.size(x) == 1:
         return jnp.broadcast_to(x, (1, 1))
     if len(axes) == 2:
@@ -141,7 +137,7 @@ def _gather(eqn: Any, table: Any, index: Any) -> Any:
     shape, to, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
     numbers, mode = params["dimension_numbers"], params["mode"]
     if sorted(numbers.start_index_map) != list(range(len(shape))) or numbers.offset_dims:
-        raise UnsupportedPrimitive("gather")
+        raise Unsupported("gather")
     indices, inside = list[tuple[int, Any]](), jnp.bool_(True)
     for axis, x in zip(numbers.start_index_map, _columns(index, eqn.invars[1]), strict=True):
         clipped = mode == lax.GatherScatterMode.CLIP
@@ -152,7 +148,7 @@ def _gather(eqn: Any, table: Any, index: Any) -> Any:
     indices.sort(key=lambda pair: jnp.size(pair[1]))
     count = math.prod(shape[axis + len(shape) - 2] for axis, x in indices if jnp.size(x) > 1)
     if count > ENTRIES:
-        raise UnsupportedPrimitive(f"gather from {count} entries, of more than {ENTRIES},")
+        raise Unsupported(f"gather from {count} entries, of more than {ENTRIES},")
     out = _lookup(_broadcast(table, eqn.invars[0]), indices)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
@@ -162,19 +158,19 @@ def _gather(eqn: Any, table: Any, index: Any) -> Any:
 
 def _columns(x: Any, var: Any) -> list[Any]:
     """Return the index of each axis, from a variable's array [..., n] of indices."""
-    if isinstance(x, IndexColumns):
-        return x.columns
+    if isinstance(x, list):
+        return x
     if var.aval.shape[-1:] != (1,):
-        raise UnsupportedPrimitive("gather")
+        raise Unsupported("gather")
     return [jnp.reshape(x, flat(var.aval.shape[:-1]))]
 
 
-def _join(eqn: Any, *inputs: Any) -> IndexColumns:
+def _join(eqn: Any, *inputs: Any) -> list[Any]:
     """Join the indices of several axes."""
     if eqn.params["dimension"] != eqn.outvars[0].aval.ndim - 1:
-        raise UnsupportedPrimitive("concatenate")
+        raise Unsupported("concatenate")
     pairs = zip(inputs, eqn.invars, strict=True)
-    return IndexColumns([x for part, var in pairs for x in _columns(part, var)])
+    return [x for part, var in pairs for x in _columns(part, var)]
 
 
 def _lookup(table: Any, indices: Sequence[tuple[int, Any]]) -> Any:
@@ -206,7 +202,7 @@ def _slice(eqn: Any, x: Any, *indices: Any) -> Any:
         if new_size == size:
             continue
         if new_size != 1 or len(shape) > 2:
-            raise UnsupportedPrimitive(eqn.primitive.name)
+            raise Unsupported(eqn.primitive.name)
         x = _select_entry(x, axis + 2 - len(shape), jnp.clip(start, 0, size - 1))
     return jnp.reshape(x, flat(to))
 

@@ -42,7 +42,7 @@ class Rotated(NamedTuple):
     Attributes:
       plan: the division into tiles.
       tables: references to the tables.
-      queries: fast memory for the rotated queries of a block.
+      queries: fast memory for a block of rotated queries.
       keys: fast memory for all rotated keys.
       met: 1 for each block of keys that is rotated, in scalar memory.
     """

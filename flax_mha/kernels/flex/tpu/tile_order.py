@@ -1,6 +1,6 @@
 """The order in which a TPU's kernel visits the tiles of scores, and the blocks that it loads.
 
-A kernel's grid has an axis for each of these letters. The last axis is the fastest:
+A grid has an axis for each of these letters, the last one the fastest:
 
 | letter | axis |
 |---|---|
@@ -9,12 +9,12 @@ A kernel's grid has an axis for each of these letters. The last axis is the fast
 | `t` | visits of a list: the blocks of queries in order, each with its blocks of keys |
 | `i`, `j` | instead of `t`: all blocks of queries, all blocks of keys |
 
-Results are summed over the `inner` axes. They are the fastest, because a block of results may only
-be visited again in consecutive steps.
+The `inner` axes, which results are summed over, are last, because only consecutive steps can visit
+a block of results again.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,10 @@ class Step(NamedTuple):
     Attributes:
       near: the block of keys, counted from the first of its stretch.
       state: the state of the tile under the mask.
-      begin: true at the first visit of a block of queries in its list.
-      end: true at the last one.
-      first: true at the first step of a sum over the inner axes, in a running kernel.
-      last: true at the last one.
+      begin: True at the first visit of a block of queries.
+      end: True at its last visit.
+      first: True at the first step of a sum over the inner axes, in a running kernel.
+      last: True at its last step.
     """
 
     r: Any
@@ -65,24 +65,16 @@ class Blocked(NamedTuple):
     block: pl.BlockSpec
 
 
-class Visits(NamedTuple):
-    """The lists of visits of stretches of keys.
-
-    Attributes:
-      tables: int32 [stretches, rows|1, heads|1, steps].
-      counts: the steps to take in each stretch, int32 [stretches]; None for all.
-    """
-
-    tables: jax.Array
-    counts: jax.Array | None
+# The lists of visits of stretches of keys, int32 [stretches, rows|1, heads|1, steps], and the steps
+# to take in each stretch, int32 [stretches], or None for all.
+Visits: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
 def list_visits(states: Array, plan: Plan, width: int) -> Visits:
-    """Return the lists of visits of stretches of keys.
+    """List the visits of stretches of `width` blocks of keys, by states [rows|1, heads|1, nq, nk].
 
-    The states of tiles are [rows|1, heads|1, nq, nk], and a stretch has `width` blocks of keys. A
-    block of queries that sees no key of it has one visit, of an empty tile. Shorter lists end in
-    empty visits of their last tile, which load nothing.
+    A block of queries that sees no key of a stretch has one visit, of an empty tile. Shorter lists
+    end in empty visits of their last tile, which load nothing.
     """
     xp: Any = np if is_static(states) else jnp
     *lines, nq, nk = states.shape
@@ -107,7 +99,7 @@ def list_visits(states: Array, plan: Plan, width: int) -> Visits:
         words = words | xp.where(is_set, np.int32(flag), np.int32(0))
     is_known = count == 1 and is_static(states)
     counts = None if is_known else jnp.asarray(xp.max(some, (1, 2, 3)), jnp.int32)
-    return Visits(jnp.asarray(words, jnp.int32), counts)
+    return jnp.asarray(words, jnp.int32), counts
 
 
 def _bits(plan: Plan) -> int:
@@ -120,7 +112,7 @@ class TileOrder(NamedTuple):
 
     Attributes:
       axes: the letters of the grid's axes.
-      sizes: the sizes of the grid's axes; the last may be traced.
+      sizes: their sizes; the last can be traced.
       inner: the number of last axes that a result is summed over.
       table: visits, int32 [rows|1, heads|1, steps], or states, int32 [rows|1, heads|1, nq, nk].
       start: the first block of keys of the stretch.

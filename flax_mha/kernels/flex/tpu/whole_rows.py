@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax_mha.base import trees
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import name_result
 from flax_mha.kernels.flex.operand import Operand
+from flax_mha.kernels.flex.passes import Arrays
 from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.flex.tpu.kernels import (
     dot,
@@ -25,37 +26,13 @@ from flax_mha.kernels.xla import softmax
 Shape = jax.ShapeDtypeStruct
 
 
-class FlatArrays(NamedTuple):
-    """The arrays of a call, or their gradients.
-
-    Attributes:
-      q: [R, T, N·H].
-      k: [R, S, K·H].
-      v: [R, S, K·Hv].
-      leaves: the spec's leaves.
-      closed: the arrays that the call's functions close over.
-      sinks: float32 [1, N, 1, 1], or None.
-      rows: the rows' indices, int32 [R].
-      heads: the query heads' indices, int32 [N].
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    leaves: list[Any]
-    closed: Any
-    sinks: Any
-    rows: Any
-    heads: Any
-
-
 def scores_of(dims: Dims) -> int:
     """Return the scores of a head in registers of 128 numbers."""
     return -(-dims.T // 128) * -(-dims.S // 128) * 128**2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def core(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.Array]:
+def core(call: FlexCall, heads: int, x: Arrays) -> tuple[jax.Array, jax.Array]:
     """Return out [R, T, N·Hv] and sums [R, N, 2, T], for q [R, T, N·H], and k and v alike.
 
     The sums are the maximum and the sum of exponentials, or 0 if nothing reads them.
@@ -63,11 +40,11 @@ def core(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.Arra
     return _forward(call, heads, x)
 
 
-def _core_forward(call: FlexCall, heads: int, x: FlatArrays) -> tuple[Any, FlatArrays]:
+def _core_forward(call: FlexCall, heads: int, x: Arrays) -> tuple[Any, Arrays]:
     return name_result(*_forward(call, heads, x)), x
 
 
-def _core_backward(call: FlexCall, heads: int, x: FlatArrays, cotangents: Any) -> tuple[FlatArrays]:
+def _core_backward(call: FlexCall, heads: int, x: Arrays, cotangents: Any) -> tuple[Arrays]:
     dout, dsums = cotangents
     return (_backward(call, heads, x, dout.astype(x.q.dtype), dsums[:, :, 1:]),)
 
@@ -76,7 +53,7 @@ core.defvjp(_core_forward, _core_backward)
 
 
 def _run(
-    call: FlexCall, heads: int, x: FlatArrays, inputs: Any, outputs: Any, name: str, body: Callable
+    call: FlexCall, heads: int, x: Arrays, inputs: Any, outputs: Any, name: str, body: Callable
 ) -> Any:
     """Run body(first, tiles, inputs, outputs) for some heads of a row at each step.
 
@@ -149,7 +126,7 @@ def _exponentials(s: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array, 
 
 
 @functools.partial(trees.trace_once, num_static=2)
-def _forward(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.Array]:
+def _forward(call: FlexCall, heads: int, x: Arrays) -> tuple[jax.Array, jax.Array]:
     """Return out and sums. Arguments and results are those of `core`."""
     dims, (R, T) = call.plan.dims, x.q.shape[:2]
 
@@ -177,9 +154,7 @@ def _forward(call: FlexCall, heads: int, x: FlatArrays) -> tuple[jax.Array, jax.
 
 
 @functools.partial(trees.trace_once, num_static=2)
-def _backward(
-    call: FlexCall, heads: int, x: FlatArrays, dout: jax.Array, dtotal: jax.Array
-) -> FlatArrays:
+def _backward(call: FlexCall, heads: int, x: Arrays, dout: jax.Array, dtotal: jax.Array) -> Arrays:
     """Return the gradients of q, k, v, of learned leaves, and of sinks.
 
     dtotal is the cotangent of the sums of exponentials, [R, N, 1, T].
@@ -250,4 +225,4 @@ def _backward(
     outputs = *like, [*map(of_heads, call.leaves, x.leaves)]
     dq, dk, dv, dsinks, dleaves = _run(call, heads, x, inputs, outputs, "short_backward", body)
     leaves = [*map(sum_shared, call.leaves, dleaves, x.leaves)]
-    return FlatArrays(dq, dk, dv, leaves, None, dsinks, None, None)
+    return Arrays(dq, dk, dv, leaves, dsinks)

@@ -1,6 +1,8 @@
-"""Coordinates for the contract's calls, and masks by name.
+"""Every mask with its rule in NumPy, at any coordinates: the one table of masks for all tests.
 
-Each mask is written twice: as the library's value, and in NumPy from its definition.
+A row is a function of a `Scene` that returns a mask and the pairs that it allows, written from the
+definition. All else follows from the rows: the kernels' contract and random expressions of masks,
+laws of dtypes, layers in every mode, odd calls, and docs/kernels.md.
 """
 
 import math
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flax_mha.masks import (
+    AtLeast,
     BlockSparse,
     Causal,
     Dense,
@@ -26,15 +29,20 @@ from flax_mha.masks import (
 )
 from flax_mha.masks import Window as Near
 
-N = 4
-
 
 class Scene:
-    """Coordinates of the scores of R batch rows, [R|1, N|1, T|1, S|1], and arrays over them."""
+    """Coordinates of the scores of R batch rows, [R|1, N|1, T|1, S|1], and arrays over them.
 
-    def __init__(self, batch: tuple[int, ...], T: int, S: int, place: str, seed: int) -> None:
+    Attributes:
+      place: where queries and keys stand: "from_0", "aligned" at their ends, or "scattered".
+    """
+
+    def __init__(
+        self, batch: tuple[int, ...], T: int, S: int, place: str = "from_0", seed: int = 0,
+        N: int = 4,
+    ) -> None:  # fmt: skip
         self.rng = np.random.default_rng(seed)
-        self.batch, self.T, self.S, self.rows = batch, T, S, math.prod(batch)
+        self.batch, self.N, self.T, self.S, self.rows = batch, N, T, S, math.prod(batch)
         self.row = np.arange(self.rows)[:, None, None, None]
         self.head = np.arange(N)[:, None, None]
         self.q_positions, self.kv_positions = self._positions(place)
@@ -59,14 +67,18 @@ class Scene:
 
     def table(self, allowed: np.ndarray) -> np.ndarray:
         """Return the table [*batch, N, T, S]."""
-        whole = np.broadcast_to(allowed, (self.rows, N, self.T, self.S))
-        return whole.reshape(*self.batch, N, self.T, self.S)
+        whole = np.broadcast_to(allowed, (self.rows, self.N, self.T, self.S))
+        return whole.reshape(*self.batch, self.N, self.T, self.S)
 
     def lengths(self, most: int, shape: tuple[int, ...] = ()) -> np.ndarray:
         """Return numbers up to most, [*batch, *shape]. The last is 0 if there are several."""
         x = np.asarray(self.rng.integers(0, most + 1, (*self.batch, *shape)))
         x.flat[x.size - 1 :] = 0 if x.size > 1 else x
         return x
+
+    def reach(self, most: int) -> int:
+        """Return a distance for windows, shorter where there are few keys."""
+        return min(most, self.S // 3 + 1)
 
     def ids(self, length: int) -> np.ndarray:
         """Return sorted segment ids [*batch, length]."""
@@ -78,9 +90,19 @@ def lengths(at: Scene) -> tuple[Mask, np.ndarray]:
     return Lengths(kv), at.j < at.over(kv, 0)
 
 
+def window(at: Scene) -> tuple[Mask, np.ndarray]:
+    left, right = at.reach(20), at.reach(3)
+    return Near(left, right), (at.i - left <= at.j) & (at.j <= at.i + right)
+
+
+def window_left(at: Scene) -> tuple[Mask, np.ndarray]:
+    left = at.reach(100)
+    return Near(left=left), at.i - left <= at.j
+
+
 def window_of_rows(at: Scene) -> tuple[Mask, np.ndarray]:
-    left = at.lengths(at.S)
-    return Near(left, 5), (at.i - at.over(left, 0) <= at.j) & (at.j <= at.i + 5)
+    left, right = at.lengths(at.S), at.reach(5)
+    return Near(left, right), (at.i - at.over(left, 0) <= at.j) & (at.j <= at.i + right)
 
 
 def lengths_of_both(at: Scene) -> tuple[Mask, np.ndarray]:
@@ -104,6 +126,11 @@ def segments(at: Scene) -> tuple[Mask, np.ndarray]:
     return Segments(q, kv), at.over(q, 3) == at.over(kv, 2)
 
 
+def at_least(at: Scene) -> tuple[Mask, np.ndarray]:
+    q, kv = at.ids(at.T), at.ids(at.S)
+    return AtLeast(q, kv), at.over(q, 3) >= at.over(kv, 2)
+
+
 def packed(at: Scene) -> tuple[Mask, np.ndarray]:
     mask, allowed = segments(at)
     return Causal() & mask, allowed & (at.j <= at.i)
@@ -120,7 +147,7 @@ def prefix_per_row(at: Scene) -> tuple[Mask, np.ndarray]:
 
 
 def dense(at: Scene) -> tuple[Mask, np.ndarray]:
-    table = at.rng.random((*at.batch, N, at.T, at.S)) < 0.2
+    table = at.rng.random((*at.batch, at.N, at.T, at.S)) < 0.2
     return Dense(table), table.reshape(-1, *table.shape[-3:])
 
 
@@ -144,21 +171,26 @@ def predicate(at: Scene) -> tuple[Mask, np.ndarray]:
 
 
 def dilated(at: Scene) -> tuple[Mask, np.ndarray]:
-    return Near(90, 0) & Dilated(7), ((at.i - at.j) % 7 == 0) & (at.i - 90 <= at.j) & (at.j <= at.i)
+    left, step = at.reach(90), 3 if at.S < 16 else 7
+    near = (at.i - left <= at.j) & (at.j <= at.i)
+    return Near(left, 0) & Dilated(step), near & ((at.i - at.j) % step == 0)
 
 
 def neighborhood(at: Scene) -> tuple[Mask, np.ndarray]:
-    """Return a neighborhood mask on an image of 20 × 30 tokens."""
-    mask, allowed = Neighborhood((20, 30), (3, 8)), True
-    for size, window, stride in ((20, 3, 30), (30, 8, 1)):
+    """Return a neighborhood mask of a small video, or of an image of 20 × 30 tokens."""
+    is_small = max(at.T, at.S) <= 16
+    sizes, window = ((2, 2, 4), (2, 1, 2)) if is_small else ((20, 30), (3, 8))
+    allowed, stride = np.array(True), math.prod(sizes)
+    for size, width in zip(sizes, window, strict=True):
+        stride //= size
         q, k = (x // stride % size for x in (at.i, at.j))
-        first = np.minimum(np.maximum(q - window // 2, 0), size - window)
-        allowed = allowed & (first <= k) & (k < first + window)
-    return mask, allowed
+        first = np.minimum(np.maximum(q - width // 2, 0), size - width)
+        allowed = allowed & (first <= k) & (k < first + width)
+    return Neighborhood(sizes, window), allowed
 
 
 def documents(at: Scene) -> tuple[Mask, np.ndarray]:
-    lengths = at.rng.integers(0, 60, (*at.batch, 5))
+    lengths = at.rng.integers(0, min(60, at.S), (*at.batch, 5))
     ends = np.cumsum(lengths, -1).reshape(-1, 1, 1, 1, 5)
     q, k = ((x[..., None] >= ends).sum(-1) for x in (at.i, at.j))
     return Documents(lengths), q == k
@@ -167,33 +199,36 @@ def documents(at: Scene) -> tuple[Mask, np.ndarray]:
 def chosen(at: Scene) -> tuple[Mask, np.ndarray]:
     """Return a mask with some blocks of keys for each block of queries, repeated and beyond."""
     q, k = (int(n) for n in at.rng.choice([(24, 40), (64, 128), (1, 5)]))
-    blocks = at.rng.integers(-1, at.S // k + 2, (*at.batch, N, -(-at.T // q), 3))
-    each = np.repeat(blocks.reshape(at.rows, N, -1, 3), q, 2)[:, :, : at.T]
+    blocks = at.rng.integers(-1, at.S // k + 2, (*at.batch, at.N, -(-at.T // q), 3))
+    each = np.repeat(blocks.reshape(at.rows, at.N, -1, 3), q, 2)[:, :, : at.T]
     return BlockSparse(blocks, q, k), (at.j[..., None] // k == each[:, :, :, None]).any(-1)
 
 
 def per_head(at: Scene) -> tuple[Mask, np.ndarray]:
-    near, far = np.abs(at.i - at.j) <= 4, at.j > at.i
-    mask, table = dense(at)
-    choices = [at.table(x).reshape(at.rows, N, at.T, at.S) for x in (~far, near, far, table)]
-    allowed = np.stack([choice[:, n] for n, choice in enumerate(choices)], 1)
-    return PerHead([Causal(), Near(4, 4), ~Causal(), mask]), allowed
+    """Return one of four masks for each head in turn."""
+    size, (mask, table) = at.reach(4), dense(at)
+    near, future = np.abs(at.i - at.j) <= size, at.j > at.i
+    pairs = (Causal(), ~future), (Near(size, size), near), (~Causal(), future), (mask, table)
+    each = [pairs[n % len(pairs)] for n in range(at.N)]
+    tables = [at.table(x).reshape(at.rows, at.N, at.T, at.S)[:, n] for n, (_, x) in enumerate(each)]
+    return PerHead([mask for mask, _ in each]), np.stack(tables, 1)
 
 
 def mixed(at: Scene) -> tuple[Mask, np.ndarray]:
     mask, same = segments(at)
     other, short = lengths(at)
-    near = (at.i <= at.j) & (at.j <= at.i + 9)
-    return (Causal() | Near(0, 9)) & ~(mask & other), ((at.j <= at.i) | near) & ~(same & short)
+    right = at.reach(9)
+    near = (at.i <= at.j) & (at.j <= at.i + right)
+    return (Causal() | Near(0, right)) & ~(mask & other), ((at.j <= at.i) | near) & ~(same & short)
 
 
 MASKS: dict[str, Callable[[Scene], tuple[Mask, np.ndarray]]] = {
     "causal": lambda at: (Causal(), at.j <= at.i),
-    "window": lambda at: (Near(20, 3), (at.i - 20 <= at.j) & (at.j <= at.i + 3)),
-    "window_left": lambda at: (Near(left=100), at.i - 100 <= at.j),
+    "window": window, "window_left": window_left,
     "window_of_rows": window_of_rows, "lengths": lengths, "length": length,
     "lengths_of_both": lengths_of_both,
-    "lengths_per_query": lengths_per_query, "segments": segments, "packed": packed,
+    "lengths_per_query": lengths_per_query, "segments": segments, "at_least": at_least,
+    "packed": packed,
     "prefix": prefix, "prefix_per_row": prefix_per_row, "dense": dense,
     "dense_of_keys": dense_of_keys, "dense_in_blocks": dense_in_blocks, "predicate": predicate,
     "per_head": per_head, "mixed": mixed, "dilated": dilated, "neighborhood": neighborhood,
