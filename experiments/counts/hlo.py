@@ -7,7 +7,7 @@ compiler kept it (CPU, GPU), or the constant that the loop's condition compares 
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
@@ -214,11 +214,11 @@ class Module:
 def _frames(text: str) -> dict[int, str]:
     """Return the innermost place of each stack frame in the tables before the computations."""
 
-    def rows(table: str, line: str) -> list[tuple[str, ...]]:
+    def rows(table: str, line: str) -> list[Any]:
         found = re.search(rf"^{table}\n(.*?)\n\n", text, re.M | re.S)
         return re.findall(line, found[1], re.M) if found else []
 
-    files = dict(rows("FileNames", r'^(\d+) "(.*)"$'))
+    files: dict[str, str] = dict(rows("FileNames", r'^(\d+) "(.*)"$'))
     lines = rows("FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
     places = {number: _place(files[file], line) for number, file, line in lines}
     frames = rows("StackFrames", r"^(\d+) \{file_location_id=(\d+)")
