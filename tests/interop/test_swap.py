@@ -373,9 +373,9 @@ def product(*args: Any, **kwargs: Any) -> Any:
         (lambda: interop.swap(nn.MultiHeadDotProductAttention(2, qkv_dot_general=product))
          .init(KEY, X), "takes only qkv_dot_general=None"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, out_dot_general=product,
-                                                     rngs=nnx.Rngs(0))), "takes only out_dot_general=None"),
+                                                     rngs=nnx.Rngs(0))), "out_dot_general=None,"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, qkv_promote_dtype=product,
-                                                     rngs=nnx.Rngs(0))), "takes only qkv_promote_dtype=None"),
+                                                     rngs=nnx.Rngs(0))), "qkv_promote_dtype=None"),
         (lambda: interop.swap(nn.MultiHeadDotProductAttention(2)).init(KEY, X, X, inputs_kv=X),
          "inputs_kv must be given alone, got inputs_k or inputs_v too; leave"),
     ],
