@@ -124,8 +124,11 @@ class Watch:
         rate = (step - self._shown) / (now - self._then)
         self._then, self._shown = now, step
         parts = [f"loss {trained['loss'].mean():.4f}"]
-        parts += [f"test {name} {x.mean():.4f}" for name, x in tested.items()]
-        parts += self._speed(rate, self._steps - step)
+        # A test stays on the screen, in a line of 80 columns without the speed.
+        if tested:
+            parts += [f"test {name} {x.mean():.4f}" for name, x in tested.items()]
+        else:
+            parts += self._speed(rate, self._steps - step)
         line = f"step {step}/{self._steps}: {', '.join(parts)}"
         if self._progress:
             self._progress.update(self._bar, description=", ".join(parts))
