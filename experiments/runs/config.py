@@ -61,9 +61,10 @@ def flatten(config: ConfigDict) -> dict[str, Any]:
 def check(config: ConfigDict) -> None:
     """Check what neither the model nor the optimizer checks."""
     values = flatten(config)
-    for key in _COUNTS:
-        if values[key] < 1:
-            raise RunError(f"config.{key} must be a whole number from 1, got {values[key]}")
+    for key in (*_COUNTS, "keep_best", "mesh.force_host_devices"):
+        least = int(key in _COUNTS)
+        if values[key] < least:
+            raise RunError(f"config.{key} must be a whole number from {least}, got {values[key]}")
     seed, seeds = config.seed, config.seeds
     if not 0 <= seed <= SEEDS - seeds:
         raise RunError(
