@@ -3,10 +3,8 @@
 import sys
 
 from experiments import libtpu, phases
-from experiments.runs import failures
 
 if sys.argv[0] == "-m":  # The value while Python looks for the module of `python -m`.
-    failures.install()
     phases.begin(sys.argv[1:])
 
 libtpu.compiler_only()

@@ -8,8 +8,6 @@ safetensors in the former and `variables` in the latter.
 Any program restores these with `orbax.checkpoint.StandardCheckpointer().restore(path)`.
 """
 
-import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import app, flags
+from absl import flags
 
-from experiments.runs import command, files, folders
+from experiments import command
+from experiments.outputs import result_folder
 from experiments.runs.failures import RunError
 from flax_mha import interop
 from flax_mha.base import checks
@@ -32,7 +31,7 @@ DTYPE = flags.DEFINE_string("dtype", None, "The dtype of floating parameters (de
 _WEIGHTS = "variables"
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: list[str]) -> None:
     """Convert the first folder into the second."""
     source, target = argv[1:]
     print(convert(source, target, dtype=DTYPE.value))
@@ -48,13 +47,12 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
     """
     source = Path(source).expanduser().absolute()
     config = safetensors.read_json(source / CONFIG)
-    files.check_tree(source / _WEIGHTS)
-    target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")
+    target = result_folder(Path(target).expanduser(), "converted", "the second folder")
     if (source / _WEIGHTS).is_dir():
         try:
             variables = ocp.StandardCheckpointer().restore(source / _WEIGHTS)
         except Exception as error:
-            place, words = source / _WEIGHTS, f"{type(error).__name__}: {command.line(error)}"
+            place, words = source / _WEIGHTS, f"{type(error).__name__}: {error}".splitlines()[0]
             raise RunError(f"{place} must be a checkpoint of Orbax, got {words:.200}") from error
         if dtype is not None:
             dtype = checks.dtype("dtype", dtype)
@@ -83,5 +81,4 @@ def _cast(variables: Any, dtype: Any) -> Any:
 
 
 if __name__ == "__main__":
-    rule = "the arguments must be two folders, SRC DST"
-    app.run(main, flags_parser=functools.partial(command.parse, words=2, rule=rule))
+    command.run(main, words=("SRC", "DST"))

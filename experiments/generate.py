@@ -5,38 +5,50 @@
     python -m experiments.generate --workdir=runs/text-… --data=FILE --prompt="To be"
     python -m experiments.generate --model=path/to/Qwen3-0.6B --prompt="The capital of France is"
 
-Of a run its own config and its latest checkpoint are used, on one device. The file that it was
-trained on, if it was one, is read if --data names it, and the file of its tokenizer if --tokenizer
-does. Of a model the `config.json`, safetensors and `tokenizer.json` of a Hugging Face folder are
-used.
+A run is opened with its own config and its latest checkpoint, on one device. --data and --tokenizer
+say where the files that it was trained on are now, if they have moved. A model is the folder of a
+Hugging Face model: `config.json`, safetensors and `tokenizer.json`.
 """
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import flags
 
-from experiments import finished, pretrained, responses
-from experiments.runs import command
+from experiments import command
 from experiments.runs.failures import RunError
+from experiments.trained import pretrained, responses
+from experiments.trained import run as trained
 
-WORKDIR, MODEL = finished.define_models()
-PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translate.", required=True)
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
-TOP_K = flags.DEFINE_integer("top_k", None, "Draw from so many most likely tokens only.")
-TOP_P = flags.DEFINE_float("top_p", None, "Draw from the most likely that have this probability.")
-MIN_P = flags.DEFINE_float("min_p", None, "Draw from those with this share of the highest one.")
-SEED = flags.DEFINE_integer("seed", 0, "Of the draws.", lower_bound=0, upper_bound=2**32 - 1)
-NEW = flags.DEFINE_integer("max_new_tokens", None, "How many at most (default: the task's).")
-BEAMS = flags.DEFINE_integer("beams", 1, "Candidates that a beam search follows.")
-PENALTY = flags.DEFINE_float("length_penalty", 0.0, "Beams count log-probability / length ** this.")
-EARLY = flags.DEFINE_enum("early_stopping", "false", ["false", "true", "never"], "End of a search.")
+WORKDIR, MODEL = trained.define_models()
+flags.adopt_module_key_flags(trained)
+PROMPT = flags.DEFINE_string("prompt", None, "The text to go on with or translate.", required=True)
+TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.0, "How random the choice of tokens is; 0 always takes the most likely one."
+)
+TOP_K = flags.DEFINE_integer("top_k", None, "Draw only from this many most likely tokens.")
+TOP_P = flags.DEFINE_float(
+    "top_p", None, "Draw only from the most likely tokens whose probabilities add up to this."
+)
+MIN_P = flags.DEFINE_float(
+    "min_p", None, "Draw only from tokens with at least this share of the highest probability."
+)
+SEED = flags.DEFINE_integer("seed", 0, "The seed of random draws.", 0, 2**32 - 1)
+NEW = flags.DEFINE_integer(
+    "max_new_tokens", None, "The maximum number of new tokens (default: what fits; 64 for a model)."
+)
+BEAMS = flags.DEFINE_integer("beams", 1, "The number of candidates that a beam search follows.")
+PENALTY = flags.DEFINE_float(
+    "length_penalty", 0.0, "Beams are ranked by log-probability / length ** this."
+)
+EARLY = flags.DEFINE_enum(
+    "early_stopping", "false", ["false", "true", "never"], "When a beam search ends."
+)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: list[str]) -> None:
     """Print the answer of the model, piece by piece."""
     del argv
     given: dict[str, Any] = {
@@ -47,8 +59,7 @@ def main(argv: Sequence[str]) -> None:
     }  # fmt: skip
     options = {name: value for name, value in given.items() if value is not None}
     if WORKDIR.value is not None:
-        files = finished.DATA.value, finished.TOKENIZER.value
-        speak(WORKDIR.value, PROMPT.value, *files, **options)
+        speak(WORKDIR.value, PROMPT.value, trained.DATA.value, trained.TOKENIZER.value, **options)
     elif MODEL.value is not None:
         pretrained.respond(MODEL.value, PROMPT.value, _say, **options)
         print(flush=True)
@@ -60,17 +71,20 @@ def speak(
 ) -> None:  # fmt: skip
     """Restore the run in a folder, and print its answer to a prompt.
 
-    `path` is the file that the run was trained on, and `tokenizer` that of its tokenizer, if there
-    are such files. Options are those of `flax_mha.generate`.
+    Args:
+      workdir: the folder.
+      prompt: the text.
+      path: where the file that the run was trained on is now, if that has moved.
+      tokenizer: where the file of its tokenizer is now, if that has moved.
+      **options: options of `flax_mha.generate`.
     """
-    run, task = finished.open_run(workdir, path, tokenizer)
+    run, task, params = trained.open_run(workdir, path, tokenizer)
     respond = responses.RESPOND.get(run.config.task)
     if respond is None:
         raise RunError(
             f"{run.path} was trained on {run.config.task!r}, which makes no text; give a run of "
             f"configs/pydoc_lm.py or configs/dates.py"
         )
-    params = finished.load(run, task).params
     respond(task, params, prompt, _say, options)
     print(flush=True)
 
@@ -82,4 +96,4 @@ def _say(piece: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=command.parse_prompt)
+    command.run(main)

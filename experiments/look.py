@@ -11,35 +11,36 @@ on the head's output: to first order, the logit falls by it if the head is remov
 kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt of a language model.
 """
 
-from collections.abc import Sequence
+from absl import flags
 
-from absl import app, flags
+from experiments import command
+from experiments.outputs import try_output
+from experiments.trained import heads
+from experiments.trained import run as trained
 
-from experiments import finished, heads
-from experiments.runs import command, files
-
-WORKDIR, MODEL = finished.define_models()
+WORKDIR, MODEL = trained.define_models()
+flags.adopt_module_key_flags(trained)
 PROMPT = flags.DEFINE_string(
-    "prompt", None, "The text, or the number of the image, to look at.", required=True
+    "prompt", None, "The text to look at, or the number of a test image.", required=True
 )
 BESIDE = flags.DEFINE_string(
-    "beside", None, "Another text of as many tokens, or another image, shown beside it."
+    "beside", None, "Another text with as many tokens, or another image, to compare it with."
 )
 OUT = flags.DEFINE_string("out", "look.html", "The page to write.")
 PNG = flags.DEFINE_string("png", None, "A picture of all heads to write.")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: list[str]) -> None:
     """Write the page, and the picture."""
     del argv
-    out = files.try_output(OUT.value, "--out")
-    png = None if PNG.value is None else files.try_output(PNG.value, "--png")
+    out = try_output(OUT.value, "--out")
+    png = None if PNG.value is None else try_output(PNG.value, "--png")
     if WORKDIR.value is not None:
-        reader = heads.open_run(WORKDIR.value, finished.DATA.value, finished.TOKENIZER.value)
+        reader = heads.open_run(WORKDIR.value, trained.DATA.value, trained.TOKENIZER.value)
     else:
         reader = heads.open_folder(MODEL.value or "")
     heads.write(reader, PROMPT.value, BESIDE.value, out, png)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=command.parse_prompt)
+    command.run(main)

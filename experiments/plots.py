@@ -19,8 +19,6 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
-from experiments.runs import files
-
 COLORS = {"train": "tab:blue", "test": "tab:orange"}
 SHARES = ("accuracy", "exact", "exact_unseen")  # metrics from 0 to 1
 
@@ -66,8 +64,7 @@ def curves(path: Path, rows: Sequence[dict[str, Any]], training: str, objective:
 
 def save(figure: Figure, path: Path, dpi: int) -> None:
     """Write a picture, in place of one that may be there."""
-    with files.replacing(path) as file:
-        figure.savefig(file, dpi=dpi, format="png")
+    figure.savefig(path, dpi=dpi, format="png")
 
 
 def _curve(axes: Axes, rows: Sequence[dict[str, Any]], name: str, color: str, label: str) -> None:

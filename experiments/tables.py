@@ -33,3 +33,12 @@ def duration(seconds: float | None) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1e3 else f"{seconds:.0f} s"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as people say them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -4,45 +4,81 @@
     python -m experiments.train --config=configs/pydoc_lm.py --config.data.path=FILE
     python -m experiments.train --config.seeds=5 --config.optimizer.learning_rate=0.001
     python -m experiments.train --workdir=runs/mine    # again: resumes
-    python -m experiments.train --profile=10:15         # a trace of these steps, for xprof
+    python -m experiments.train --weights=runs/mine    # a new run, which starts from its weights
+    python -m experiments.train --profile=10:15    # a trace of these steps, for xprof
 
 Without --workdir, results go to a new folder under runs/. Several processes (--distributed) share a
---workdir on a file system that all see. Where JAX does not find the others (SLURM, Cloud TPU), add
---coordinator_address=HOST:PORT --num_processes=N --process_id=I.
+--workdir on a file system that all of them mount. Where JAX doesn't find the others (it does on
+SLURM and Cloud TPU), add --coordinator_address=HOST:PORT --num_processes=N --process_id=I.
 
-The exit status is 0 of a finished run, 75 (EX_TEMPFAIL) of one that SIGTERM or SIGINT stopped after
-a checkpoint, to be resumed by the same command, and another of one that failed.
+The exit status is 0 for a finished run, 75 (EX_TEMPFAIL) for one that SIGTERM or Ctrl-C stopped
+after a checkpoint, to be resumed by the same command, and 1 for one that failed.
 """
 
-import functools
 from pathlib import Path
 
-from absl import app, flags
+import jax
+from absl import flags
 
-from experiments import tasks
+from experiments import command, phases, tasks
+from experiments.counts.memory import check_fits
+from experiments.devices import force_host_devices
+from experiments.phases import Phase
 from experiments.reports import summary
-from experiments.runs import hosts, settings, start
+from experiments.runs import config, folders, hosts, progress
+from experiments.runs.failures import RunError
+from experiments.tasks.task import fingerprint
+from experiments.trained import run as trained
 from experiments.trainer import loop
 
-DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
-WORKDIR = flags.DEFINE_string("workdir", None, "Where results go; a run's own folder resumes it.")
+CONFIG = config.define(Path(__file__).parent.parent / "configs" / "digits.py")
+flags.declare_key_flag("config")
+WORKDIR = flags.DEFINE_string("workdir", None, "The folder of results; a run's own resumes it.")
+WEIGHTS = flags.DEFINE_string("weights", None, "The folder of a run whose parameters start this.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Train over several processes.")
-PROFILE = flags.DEFINE_string("profile", None, "The steps to trace: a number, or FIRST:LAST.")
+PROFILE = flags.DEFINE_string("profile", None, "The steps to trace, FIRST:LAST.")
 ADDRESS = flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 listens.")
 PROCESSES = flags.DEFINE_integer("num_processes", None, "The number of processes.")
 PROCESS = flags.DEFINE_integer("process_id", None, "The number of this process, from 0.")
 START = flags.DEFINE_integer("start_timeout", 300, "Seconds until all have started.", 1)
-HEARTBEAT = flags.DEFINE_integer("heartbeat_timeout", 100, "Seconds until it is dead.", 1)
+HEARTBEAT = flags.DEFINE_integer("heartbeat_timeout", 100, "Seconds until one counts as dead.", 1)
 
 
-def main(asked: settings.Asked) -> None:
+def main(argv: list[str]) -> None:
     """Train, then report; the last line is the score."""
-    cluster = (ADDRESS.value, PROCESSES.value, PROCESS.value, START.value, HEARTBEAT.value)
-    with start.joined(DISTRIBUTED.value, hosts.Cluster(*cluster)):
-        run, program = start.begin(asked, WORKDIR.value, PROFILE.value, tasks.make, loop.build)
-        result = loop.train(program, run.path, PROFILE.value)
-        summary.finish(program, run.path, result)
+    del argv
+    asked = config.asked(CONFIG)
+    if PROFILE.value is not None:
+        progress.parse_steps(PROFILE.value)
+    if DISTRIBUTED.value:
+        timeouts = START.value, HEARTBEAT.value
+        with Phase("waiting for the other processes"):
+            hosts.start(ADDRESS.value, PROCESSES.value, PROCESS.value, *timeouts)
+    elif (ADDRESS.value, PROCESSES.value, PROCESS.value) != (None, None, None):
+        raise RunError("--coordinator_address, --num_processes and --process_id need --distributed")
+
+    def prepare() -> tuple[folders.Run, loop.Program, str]:
+        run = folders.open_run(WORKDIR.value, asked)
+        if forced := force_host_devices(run.config.mesh.force_host_devices):
+            phases.say(f"config.mesh.force_host_devices: the cores serve as {forced} devices")
+        program = loop.build(run.config, tasks.make(run.config))
+        check_fits(program)
+        return run, program, fingerprint(program.task)
+
+    with Phase("reading the data"):
+        run, program, data = hosts.all_or_none(prepare)
+    run.begin(data, WEIGHTS.value)
+    phases.quiet = jax.process_index() > 0
+    phases.say(f"{'resuming' if run.began else 'training'} {run.path}")
+    weights = run.began["weights"] if run.began else WEIGHTS.value
+    result = loop.train(
+        program,
+        run.path,
+        PROFILE.value,
+        lambda: trained.open_run(weights).params if weights else None,
+    )
+    summary.finish(program, run.path, result)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=functools.partial(settings.parse, default=DEFAULT))
+    command.run(main)

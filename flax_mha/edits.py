@@ -272,7 +272,7 @@ def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
 def attention_layers(model: Any, *args: Any, **kwargs: Any) -> list[tuple[tuple[str, ...], Any]]:
     """Return the attention layers of a model, each with its path.
 
-    >>> for path, layer in attention_layers(nnx_model):
+    >>> for path, layer in attention_layers(model):
     ...     layer.capture = flax_mha.Capture(("weights",))
 
     Args:

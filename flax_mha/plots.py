@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax_mha.taps.sown import find_weights
 
-__all__ = ["heads"]
+__all__ = ["class_token", "heads"]
 __dir__ = __all__.copy
 
 if TYPE_CHECKING:
@@ -16,35 +16,30 @@ _COLUMNS = 8  # panels side by side
 _LABELS = 40  # tokens whose names still fit along a panel
 
 
-def heads(weights: Any, tokens: Sequence[str] | None = None) -> "Figure":
+def heads(
+    weights: Any, tokens: Sequence[str] | None = None, *, vmax: float | None = None
+) -> "Figure":
     """Draw a panel of attention weights for every head, with queries as rows and keys as columns.
 
-    White is 0 and dark blue is 1. `figure.savefig("heads.png")` writes the figure.
+    White is 0. `figure.savefig("heads.png")` writes the figure.
 
     Args:
       weights: the weights [*B, N, T, S] of one example (every B = 1), or a tree of them, such as
         all `intermediates`.
       tokens: names of the tokens. Queries or keys of another number have no names.
+      vmax: the weight that is drawn in the darkest blue (default: the largest weight of each
+        panel, which stands above it). With 1, panels of all heads and models compare.
 
     Raises:
       ValueError: if there are no weights, they are of several examples, or names do not fit.
       ImportError: if Matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need Matplotlib; pip install matplotlib") from error
-    layers = find_weights(weights)
-    panels = [(layer, i, head) for layer, each in layers.items() for i, head in enumerate(each)]
-    columns = min(_COLUMNS, max(len(each) for each in layers.values()))
-    rows = -(-len(panels) // columns)
-    size = 3.2 if tokens is not None else 2.2
-    figure: Any = Figure(figsize=(size * columns, size * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, (layer, i, head) in zip(axes, panels, strict=False):
-        axis.imshow(head, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        title = f"{layer}, head {i}" if layer else f"head {i}"
-        axis.set_title(title, fontsize=9, parse_math=False)
+    figure, panels = _panels(weights, 3.2 if tokens is not None else 2.2)
+    for axis, title, head in panels:
+        largest = float(head.max()) if vmax is None else vmax
+        axis.imshow(head, cmap="Blues", vmin=0, vmax=largest, aspect="auto")
+        shown = f"{title}, up to {largest:.2g}" if vmax is None else title
+        axis.set_title(shown, fontsize=9, parse_math=False)
         if tokens is not None and len(tokens) not in head.shape:
             raise ValueError(
                 f"tokens must name the {head.shape[0]} queries or {head.shape[1]} keys, got "
@@ -54,6 +49,56 @@ def heads(weights: Any, tokens: Sequence[str] | None = None) -> "Figure":
             set_ticks([])
             if tokens is not None and len(tokens) == count <= _LABELS:
                 set_ticks(range(count), tokens, parse_math=False)  # Dollars are no mathematics.
+    return figure
+
+
+def class_token(weights: Any, image: Any) -> "Figure":
+    """Draw for every head, over an image, how much its class token attends to each patch.
+
+    Args:
+      weights: as in `heads`, of a vision transformer whose first token is the class token and
+        whose last ones are the patches, row by row.
+      image: the image [height, width] or [height, width, 3], for example from 0 to 1.
+
+    Raises:
+      ValueError: if there are no weights, or the patches do not form a grid like the image.
+      ImportError: if Matplotlib is not installed.
+    """
+    height, width = image.shape[:2]
+    figure, panels = _panels(weights, 2.2)
+    for axis, title, head in panels:
+        side = round(((head.shape[1] - 1) * height / width) ** 0.5)
+        columns = round(side * width / height)
+        if not 0 < side * columns < head.shape[1]:
+            raise ValueError(
+                f"the keys must be a class token and a grid of patches, got {head.shape[1]} keys "
+                f"for an image of {height}×{width}"
+            )
+        patches = head[0, -side * columns :].reshape(side, columns)
+        extent = (0, width, height, 0)
+        axis.imshow(image, cmap="gray", extent=extent)
+        axis.imshow(patches, cmap="Reds", vmin=0, extent=extent, alpha=patches / patches.max())
+        axis.set_title(f"{title}, up to {patches.max():.2g}", fontsize=9, parse_math=False)
+        axis.set(xticks=[], yticks=[])
+    return figure
+
+
+def _panels(weights: Any, size: float) -> tuple["Figure", list[tuple[Any, str, Any]]]:
+    """Return a figure, and for each head its axes, its title and its weights [T, S]."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need Matplotlib; pip install matplotlib") from error
+    layers = find_weights(weights)
+    panels = [
+        (f"{layer}, head {i}" if layer else f"head {i}", head)
+        for layer, each in layers.items()
+        for i, head in enumerate(each)
+    ]
+    columns = min(_COLUMNS, max(len(each) for each in layers.values()))
+    rows = -(-len(panels) // columns)
+    figure: Any = Figure(figsize=(size * columns, size * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
 
@@ -62,4 +107,4 @@ def heads(weights: Any, tokens: Sequence[str] | None = None) -> "Figure":
         return buffer.getvalue()
 
     figure._repr_png_ = as_png  # Shows it in a notebook that never used pyplot.
-    return figure
+    return figure, [(axis, *panel) for axis, panel in zip(axes, panels, strict=False)]

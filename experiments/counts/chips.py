@@ -7,7 +7,7 @@
 | `flops` | operations per second of bfloat16 matmuls |
 | `link` | bytes per second through one link between chips, one way |
 | `network` | bytes per second from a chip to other slices (DCN), one way; 0 if unknown |
-| `wraps` | returns True for a size at which an axis of the torus is a ring |
+| `ring` | an axis of the torus is a ring if its size is a multiple of this; 0 for never |
 
 Sources, read in November 2026: cloud.google.com/tpu/docs, the page of each generation. `link` is
 the page's bidirectional bandwidth of a chip (v5e 400, v5p 1200, v6e 800, TPU7x 1200 GB/s) divided
@@ -31,22 +31,9 @@ that the driver reports, from XLA's descriptions (see `gpus`).
 A device of JAX is a chip, or on v4 and TPU7x one of a chip's two cores, which share all of these.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 GIB = 2**30
-
-
-def _never(size: int) -> bool:
-    return False
-
-
-def _whole_pod(size: int) -> bool:
-    return size == 16
-
-
-def _cubes(size: int) -> bool:
-    return size % 4 == 0
 
 
 class Chip(NamedTuple):
@@ -57,16 +44,16 @@ class Chip(NamedTuple):
     flops: float
     link: float
     network: float
-    wraps: Callable[[int], bool] = _never
+    ring: int = 0
 
 
 # By JAX's `device_kind`.
 CHIPS = {
-    "TPU v4": Chip(32 * GIB, 1200e9, 275e12, 50e9, 0.0, _cubes),
-    "TPU v5 lite": Chip(16 * GIB, 819e9, 197e12, 50e9, 3.125e9, _whole_pod),
-    "TPU v5": Chip(95 * GIB, 2765e9, 459e12, 100e9, 6.25e9, _cubes),
-    "TPU v6 lite": Chip(32 * GIB, 1600e9, 918e12, 100e9, 12.5e9, _whole_pod),
-    "TPU7x": Chip(192 * GIB, 7380e9, 2307e12, 100e9, 12.5e9, _cubes),
+    "TPU v4": Chip(32 * GIB, 1200e9, 275e12, 50e9, 0.0, 4),
+    "TPU v5 lite": Chip(16 * GIB, 819e9, 197e12, 50e9, 3.125e9, 16),
+    "TPU v5": Chip(95 * GIB, 2765e9, 459e12, 100e9, 6.25e9, 4),
+    "TPU v6 lite": Chip(32 * GIB, 1600e9, 918e12, 100e9, 12.5e9, 16),
+    "TPU7x": Chip(192 * GIB, 7380e9, 2307e12, 100e9, 12.5e9, 4),
 }
 GPUS = {
     "NVIDIA A100-SXM4-80GB": Chip(85100068864, 2039.04e9, 312e12, 300e9, 25e9),

@@ -1,13 +1,13 @@
-"""Compiled programs as XLA prints them, with the number of runs of each instruction.
+"""Read compiled programs as XLA prints them, with the number of runs of each instruction.
 
 A loop's body is in the text once, and runs as often as its trip count: `known_trip_count` if the
-compiler kept it (CPU, GPU), or the constant that the loop's condition compares with.
+compiler kept it (CPU, GPU), or the constant that the loop's condition compares with (TPU).
 """
 
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
@@ -16,14 +16,19 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
 )
 _WORD = re.compile(r"%([^\s,(){}]+)")
+# Their computation combines two numbers, and is no part of the program's work.
+_SCALAR = (
+    "reduce", "reduce-window", "sort", "scatter", "select-and-scatter", "map", "all-reduce",
+    "all-reduce-start", "reduce-scatter",
+)  # fmt: skip
 
 
 class Array(NamedTuple):
-    """An array in a type: its dtype, its shape, and True if it lies in the chip's main memory."""
+    """An array in a type."""
 
     dtype: str
     shape: tuple[int, ...]
-    main: bool
+    main: bool  # in the chip's main memory
 
     @property
     def size(self) -> int:
@@ -70,25 +75,33 @@ class Instruction(NamedTuple):
     rest: str  # literals, attributes, metadata
     is_root: bool = False
 
+    @property
+    def number(self) -> int:
+        """The index of a parameter, or the value of an integer constant."""
+        return int(self.rest.split(")")[0])
+
+    @property
+    def fusion(self) -> str | None:
+        """The computation of a fusion, or None for other instructions."""
+        return self.attribute("calls") if "fusion" in self.opcode else None
+
+    def attribute(self, name: str) -> str | None:
+        """Return the word of an attribute, or None if the instruction lacks it."""
+        found = re.search(rf"\b{name}=%?([^\s,]+)", self.rest)
+        return found[1] if found else None
+
 
 class Run(NamedTuple):
-    """An instruction with its number of runs.
-
-    Attributes:
-      instruction: the instruction.
-      computation: the computation that contains it.
-      times: the number of times it runs in a run of the program.
-      fused: True if it is part of a fusion, so that its operands and result touch no memory.
-    """
+    """An instruction with its number of runs."""
 
     instruction: Instruction
-    computation: str
-    times: int
-    fused: bool
+    computation: str  # the one that contains it
+    times: int  # in a run of the program
+    fused: bool  # part of a fusion, so that its operands and result touch no memory
 
 
 class Module:
-    """A program's computations by name, from `compiled.as_text()` or a dump of the compiler's.
+    """A program, from `compiled.as_text()` or a dump of the compiler's.
 
     Attributes:
       computations: instructions by computation.
@@ -106,15 +119,21 @@ class Module:
                 here = self.computations[head[2]] = []
                 self.entry = head[2] if head[1] else self.entry
             elif found := _LINE.match(line):
-                here.append(_instruction(found[2], found[3])._replace(is_root=bool(found[1])))
-        self._types = {
-            name: {x.name: x.type for x in lines} for name, lines in self.computations.items()
-        }
+                here.append(_instruction(found[2], found[3], is_root=bool(found[1])))
+        self._named = {name: {x.name: x for x in xs} for name, xs in self.computations.items()}
+
+    def find(self, computation: str, name: str) -> Instruction:
+        """Return an instruction of a computation."""
+        return self._named[computation][name]
+
+    def root(self, computation: str) -> Instruction:
+        """Return the instruction whose result is a computation's."""
+        return next(x for x in self.computations[computation] if x.is_root)
 
     def type_of(self, computation: str, name: str) -> str:
         """Return the type of an operand. Newer XLA writes `name#2` for that part of a tuple."""
         whole, *path = name.split("#")
-        found = self._types[computation][whole]
+        found = self.find(computation, whole).type
         for place in path:
             found = parts(found)[int(place)]
         return found
@@ -123,7 +142,7 @@ class Module:
         """Yield every instruction that the program runs, with its number of runs.
 
         All branches of a conditional count, although only one of them runs at a time, so that
-        counts are upper bounds; or if `usual`, its first branch alone, `lax.cond`'s for False.
+        counts are upper bounds. With `usual` only the first branch counts, `lax.cond`'s for False.
         """
         self.unknown.clear()
         yield from self._runs(self.entry, 1, False, usual)
@@ -135,103 +154,82 @@ class Module:
         found = re.search(r'source_file="([^"]*)" source_line=(\d+)', x.rest)
         return _place(*found.groups()) if found else ""
 
-    def root(self, computation: str) -> Instruction:
-        """Return the instruction whose result is a computation's."""
-        return next(x for x in self.computations[computation] if x.is_root)
-
     def _runs(self, name: str, times: int, fused: bool, usual: bool) -> Iterator[Run]:
         for x in self.computations[name]:
             yield Run(x, name, times, fused)
+            called, trips = [] if x.opcode in _SCALAR else self._called(x), 1
             if x.opcode == "while":
-                trips = self._trips(name, x)
-                yield from self._runs(_attribute(x.rest, "body"), times * trips, fused, usual)
-                continue
-            # In reductions and sorts it is the function of two numbers.
-            called = [] if x.opcode in _SCALAR else self._called(x)
-            for inner in called[:1] if usual and x.opcode == "conditional" else called:
-                yield from self._runs(inner, times, fused or "fusion" in x.opcode, usual)
+                called, trips = [str(x.attribute("body"))], self._trips(name, x)
+            elif x.opcode == "conditional" and usual:
+                called = called[:1]
+            for inner in called:
+                yield from self._runs(inner, times * trips, fused or "fusion" in x.opcode, usual)
 
     def _called(self, x: Instruction) -> list[str]:
         """Return the computations that an instruction calls, a conditional's for False first."""
         found = [
-            (word.strip(" %"), attribute == "true_computation")
+            (attribute == "true_computation", word.strip(" %"))
             for attribute, several, one in _CALLED.findall(x.rest)
             for word in (several or one).split(",")
         ]
-        found = [pair for pair in found if pair[0] in self.computations]
-        return [name for name, _ in sorted(found, key=lambda pair: pair[1])]
+        found.sort(key=lambda pair: pair[0])
+        return [name for _, name in found if name in self.computations]
 
     def _trips(self, computation: str, loop: Instruction) -> int:
         if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
             return int(known[1])
-        condition = {x.name: x for x in self.computations[_attribute(loop.rest, "condition")]}
-        root = [x for x in condition.values() if x.opcode == "compare"]
-        limits = [x for x in condition.values() if x.opcode == "constant"]
-        start = self._start(computation, loop, condition, root)
-        if len(root) == len(limits) == 1 and start is not None and "direction=LT" in root[0].rest:
-            return max(0, int(limits[0].rest.split(")")[0]) - start)
+        condition = str(loop.attribute("condition"))
+        compares, limits = (
+            [x for x in self.computations[condition] if x.opcode == opcode]
+            for opcode in ("compare", "constant")
+        )
+        if len(compares) == len(limits) == 1 and "direction=LT" in compares[0].rest:
+            places = [self._counter(condition, name) for name in compares[0].operands]
+            counters = [place for place in places if place is not None]
+            start = self._start(computation, loop, counters[0]) if len(counters) == 1 else None
+            if start is not None:
+                return max(0, limits[0].number - start)
         self.unknown.append(loop.name)
         return 1
 
-    def _start(
-        self, computation: str, loop: Instruction, condition: dict[str, Instruction],
-        root: list[Instruction],
-    ) -> int | None:  # fmt: skip
-        """Return the counter's initial value: a constant in the tuple that the loop takes."""
-        lines = {x.name: x for x in self.computations[computation]}
-        places = [_tuple_index(condition, name) for x in root for name in x.operands]
-        counters = [place for place in places if place is not None]
-        given = lines.get(loop.operands[0])
-        if len(counters) != 1 or given is None or given.opcode != "tuple":
-            return None
-        first = lines.get(given.operands[counters[0]])
-        if first is None:
-            return None
-        while first.opcode in ("copy", "bitcast") and first.operands[0] in lines:
-            first = lines[first.operands[0]]
-        return int(first.rest.split(")")[0]) if first.opcode == "constant" else None
+    def _counter(self, condition: str, name: str) -> int | None:
+        """Return the index of a condition's operand in the loop's tuple, or None."""
+        whole, *path = name.split("#")
+        x = self.find(condition, whole)
+        index = path[0] if path else None
+        if x.opcode == "get-tuple-element":
+            index = x.attribute("index")
+        return None if index is None else int(index)
+
+    def _start(self, computation: str, loop: Instruction, counter: int) -> int | None:
+        """Return the constant that a loop's counter starts from, or None."""
+        lines = self._named[computation]
+        x = lines.get(loop.operands[0])
+        x = lines.get(x.operands[counter]) if x and x.opcode == "tuple" else None
+        while x and x.opcode in ("copy", "bitcast"):
+            x = lines.get(x.operands[0])
+        return x.number if x and x.opcode == "constant" else None
 
 
 def _frames(text: str) -> dict[int, str]:
     """Return the innermost place of each stack frame in the tables before the computations."""
-    files = {
-        int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.M)
-    }
-    line = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
-    places = {
-        int(n): _place(files[int(file)], row)
-        for n, file, row in re.findall(line, _table(text, "FileLocations"), re.M)
-    }
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackFrames"), re.M)
-    return {int(n): places[int(place)] for n, place in frames}
 
+    def rows(table: str, line: str) -> list[Any]:
+        found = re.search(rf"^{table}\n(.*?)\n\n", text, re.M | re.S)
+        return re.findall(line, found[1], re.M) if found else []
 
-def _table(text: str, name: str) -> str:
-    """Return the lines of a table, up to the next empty line."""
-    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
-    return found[1] if found else ""
+    files: dict[str, str] = dict(rows("FileNames", r'^(\d+) "(.*)"$'))
+    lines = rows("FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
+    places = {number: _place(files[file], line) for number, file, line in lines}
+    frames = rows("StackFrames", r"^(\d+) \{file_location_id=(\d+)")
+    return {int(number): places[place] for number, place in frames}
 
 
 def _place(file: str, line: str) -> str:
     return f"{'/'.join(file.split('/')[-2:])}:{line}"
 
 
-def _tuple_index(condition: dict[str, Instruction], name: str) -> int | None:
-    """Return the index of an operand in the loop's tuple, or None."""
-    whole, *path = name.split("#")
-    if path:
-        return int(path[0])
-    found = condition[whole]
-    return int(_attribute(found.rest, "index")) if found.opcode == "get-tuple-element" else None
-
-
-_SCALAR = (
-    "reduce", "reduce-window", "sort", "scatter", "select-and-scatter", "map", "all-reduce",
-    "all-reduce-start", "reduce-scatter",
-)  # fmt: skip
-
-
-def _instruction(name: str, text: str) -> Instruction:
+def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     """Parse the text after `name = `: a type, an opcode, operands in parentheses, the rest."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     opened = text.index("(", end)
@@ -240,7 +238,7 @@ def _instruction(name: str, text: str) -> Instruction:
     # Literals have no operands.
     operands = () if opcode == "constant" else tuple(_WORD.findall(inside))
     rest = text[opened + 1 :] if opcode in ("constant", "parameter") else text[closed + 1 :]
-    return Instruction(name, text[:end], opcode, operands, rest)
+    return Instruction(name, text[:end], opcode, operands, rest, is_root)
 
 
 def _closing(text: str, start: int) -> int:
@@ -250,10 +248,3 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return i
     raise ValueError(f"no closing parenthesis in {text[:80]!r}")
-
-
-def _attribute(rest: str, name: str) -> str:
-    found = re.search(rf"\b{name}=%?([^\s,]+)", rest)
-    if found is None:
-        raise ValueError(f"no {name}= in {rest[:80]!r}")
-    return found[1]

@@ -5,12 +5,12 @@ with these exceptions:
 
 | instruction | bytes |
 |---|---|
-| slices and gathers, alone or as the only use of a fusion's operand | those of the slice |
-| updates in place (`dynamic-update-slice`, `scatter`), alone or in a fusion | those of the update |
-| copies between main memory and the memory on a TPU's chip | those on one side |
+| slices and gathers, as instructions or as the only use of a fusion's operand | the slice |
+| updates in place (`dynamic-update-slice`, `scatter`), fused or not | the update |
+| copies between main memory and the memory on a TPU's chip | one side |
 | cuDNN's calls | without their workspace |
 
-A Pallas kernel or a call of cuDNN may read its operands again, block by block, which is not here.
+A Pallas kernel or a call of cuDNN can read its operands again, block by block: this is not counted.
 """
 
 import re
@@ -29,6 +29,7 @@ _FREE_CALLS = re.compile(
     r'custom_call_target="(?:ConcatBitcast|AllocateBuffer|Sharding|Assume\w+)"'
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the place of the operand with the update
 
 
 class Moved(NamedTuple):
@@ -42,7 +43,7 @@ class Moved(NamedTuple):
 def walk(module: Module, usual: bool = False) -> Iterator[Moved]:
     """Yield the instructions that a program runs, which on GPUs are its kernel launches.
 
-    If `usual`, each conditional runs its first branch alone, `lax.cond`'s for False.
+    With `usual` only the first branch of each conditional runs, `lax.cond`'s for False.
     """
     for run in module.runs(usual):
         x = run.instruction
@@ -77,17 +78,15 @@ def _bytes(module: Module, computation: str, x: Instruction) -> int:
         return operands[1] + 3 * operands[2]  # reads and writes the rows that it updates
     if x.opcode == "custom-call" and "__cudnn" in x.rest:
         result -= sum(array.bytes for array in arrays(x.type) if array.dtype == "u8")
-    called = _called(x)
-    if called is None:
+    if x.fusion is None:
         return distinct + result
-    reads = _reads(module, called)
+    reads, root = _reads(module, x.fusion), module.root(x.fusion)
     taken: dict[str, int] = {}
     for number, (name, size) in enumerate(zip(x.operands, operands, strict=True)):
         taken[name] = max(taken.get(name, 0), min(size, reads.get(number, 0)))
-    root = module.root(called)
     # The type of an asynchronous fusion has its operands too.
     type_ = x.type if x.opcode == "fusion" else root.type
-    return sum(taken.values()) + _written(module, called, root, type_)
+    return sum(taken.values()) + _written(module, x.fusion, root, type_)
 
 
 def _reads(module: Module, computation: str) -> dict[int, int]:
@@ -97,8 +96,8 @@ def _reads(module: Module, computation: str) -> dict[int, int]:
     reads: dict[int, int] = {}
     for x in module.computations[computation]:
         if x.opcode == "parameter":
-            parameters[x.name] = number = _number(x)
-            whole[number] = _size(x.type, anywhere=True)
+            parameters[x.name] = x.number
+            whole[x.number] = _size(x.type, anywhere=True)
             continue
         same = _same(module, x)
         if same is not None and x.operands[same] in parameters:
@@ -113,54 +112,43 @@ def _reads(module: Module, computation: str) -> dict[int, int]:
 
 def _read(module: Module, computation: str, x: Instruction, place: int, whole: int) -> int:
     """Return the bytes that an instruction of a fusion reads of an operand of `whole` bytes."""
-    if x.opcode in _SLICES and place == 0:
+    if x.fusion:
+        return _reads(module, x.fusion).get(place, 0)
+    if place == 0 and x.opcode in _SLICES:
         return _size(x.type, anywhere=True)
-    if x.opcode == "dynamic-update-slice" and place == 0:
-        return 0
-    if x.opcode == "scatter" and place == 0:
-        return _size(module.type_of(computation, x.operands[2]), anywhere=True)
-    called = _called(x)
-    return whole if called is None else _reads(module, called).get(place, 0)
+    if place == 0 and x.opcode in _UPDATES:
+        update = module.type_of(computation, x.operands[_UPDATES[x.opcode]])
+        return _size(update, anywhere=True) if x.opcode == "scatter" else 0
+    return whole
 
 
 def _written(module: Module, computation: str, x: Instruction, type_: str) -> int:
     """Return the bytes that a fusion writes to main memory, of the part of this type."""
-    inside = {y.name: y for y in module.computations[computation]}
     if x.opcode == "tuple":
         each = zip(x.operands, parts(type_), strict=True)
-        return sum(_written(module, computation, inside[name], part) for name, part in each)
-    size = _size(type_)
+        return sum(
+            _written(module, computation, module.find(computation, y), part) for y, part in each
+        )
     while (same := _same(module, x)) is not None or x.opcode in ("copy", "convert"):
-        x = inside[x.operands[same or 0]]
-    if x.opcode in ("dynamic-update-slice", "scatter"):
-        update = x.operands[1 if x.opcode == "dynamic-update-slice" else 2]
-        return min(size, _size(module.type_of(computation, update), anywhere=True))
-    called = _called(x)
-    return size if called is None else _written(module, called, module.root(called), type_)
+        x = module.find(computation, x.operands[same or 0])
+    if x.opcode in _UPDATES:
+        update = module.type_of(computation, x.operands[_UPDATES[x.opcode]])
+        return min(_size(type_), _size(update, anywhere=True))
+    if x.fusion:
+        return _written(module, x.fusion, module.root(x.fusion), type_)
+    return _size(type_)
 
 
 def _same(module: Module, x: Instruction) -> int | None:
     """Return the place of the operand whose reshaped form an instruction is, or None."""
     if x.opcode in ("bitcast", "reshape"):
         return 0
-    called = _called(x)
-    if called is None:
+    if x.fusion is None:
         return None
-    inside = {y.name: y for y in module.computations[called]}
-    root = module.root(called)
+    root = module.root(x.fusion)
     while (same := _same(module, root)) is not None:
-        root = inside[root.operands[same]]
-    return _number(root) if root.opcode == "parameter" else None
-
-
-def _called(x: Instruction) -> str | None:
-    """Return the computation of a fusion, or None."""
-    found = re.search(r"calls=%?([^\s,]+)", x.rest) if "fusion" in x.opcode else None
-    return found[1] if found else None
-
-
-def _number(parameter: Instruction) -> int:
-    return int(parameter.rest.split(")")[0])
+        root = module.find(x.fusion, root.operands[same])
+    return root.number if root.opcode == "parameter" else None
 
 
 def _size(type_: str, anywhere: bool = False) -> int:

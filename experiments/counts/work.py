@@ -1,9 +1,8 @@
 """The operations of one device of a compiled program.
 
-They are the ones of matmuls, two for each multiplication and addition: `dot`, `convolution`
-(the TPU compiler's form of matmuls), the GPU libraries' own, and the matmuls inside Pallas kernels,
-which the compiler does not count. XLA's own count (`cost_analysis`) has each loop's body once, and
-no Pallas kernel.
+Only matmuls count, two operations for each multiplication and addition: `dot`, `convolution` (the
+TPU compiler's form of matmuls), calls of GPU libraries, and matmuls inside Pallas kernels. XLA's
+own count (`cost_analysis`) has each loop's body once, and no Pallas kernel.
 """
 
 import math
@@ -34,23 +33,22 @@ def pallas_flops(jaxpr: Any) -> int:
 def _walk(jaxpr: Any, times: int, inside: bool) -> int:
     total = 0
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+        name, params = eqn.primitive.name, eqn.params
         if name == "dot_general" and inside:
-            ((contracted, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
+            ((contracted, _), _), left = params["dimension_numbers"], eqn.invars[0].aval
             size = math.prod(left.shape[axis] for axis in contracted)
             total += 2 * times * size * eqn.outvars[0].aval.size
         elif name == "cond":
-            total += max(_walk(b.jaxpr, times, inside) for b in eqn.params["branches"])
+            total += max(_walk(b.jaxpr, times, inside) for b in params["branches"])
         else:
-            n, within = times, inside or name == "pallas_call"
-            if name == "scan":
-                n *= eqn.params["length"]
-            elif name == "pallas_call":
-                # Bounds that are arrays are unknown here.
-                grid = eqn.params["grid_mapping"].grid
-                n *= math.prod(size for size in grid if isinstance(size, int))
-            for inner in core.jaxprs_in_params(eqn.params):
-                total += _walk(inner, n, within)
+            is_kernel, turns = name == "pallas_call", 1
+            if is_kernel:  # Bounds of the grid that are arrays are unknown here.
+                grid = params["grid_mapping"].grid
+                turns = math.prod(size for size in grid if isinstance(size, int))
+            elif name == "scan":
+                turns = params["length"]
+            for inner in core.jaxprs_in_params(params):
+                total += _walk(inner, times * turns, inside or is_kernel)
     return total
 
 
@@ -92,23 +90,18 @@ def _convolution(module: Module, computation: str, x: Instruction) -> int:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.rest)
     if labels is None:
         raise ValueError(f"a convolution without dim_labels: {x.rest[:200]}")
-    of_left, of_kernel, of_out = (labels[i] for i in (1, 2, 3))
+    of_left, of_kernel, of_out = labels.groups()
     total = 2 * out.shape[of_out.index("b")] * out.shape[of_out.index("f")]
     total *= kernel.shape[of_kernel.index("i")]
-    window = _window(x.rest)
+    window = re.search(r"window=\{([^}]*)\}", x.rest)
+    pairs = [word.split("=") for word in window[1].split()] if window else []
     for axis in sorted(set(of_out) - set("bf")):
-        i = int(axis)
         total *= _meetings(
             left.shape[of_left.index(axis)], kernel.shape[of_kernel.index(axis)],
-            out.shape[of_out.index(axis)], {name: value[i] for name, value in window.items()},
+            out.shape[of_out.index(axis)],
+            {name: value.split("x")[int(axis)] for name, value in pairs},
         )  # fmt: skip
     return total
-
-
-def _window(rest: str) -> dict[str, list[str]]:
-    found = re.search(r"window=\{([^}]*)\}", rest)
-    pairs = [word.split("=") for word in found[1].split()] if found else []
-    return {name: value.split("x") for name, value in pairs}
 
 
 def _meetings(size: int, kernel: int, out: int, window: dict[str, str]) -> int:

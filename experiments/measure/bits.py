@@ -18,11 +18,12 @@ row has the same bits
     heads      if the heads are on several devices
 
 and otherwise the largest difference, in units of the last place. "attention" is
-`dot_product_attention`, "layer" has the projections too. The table goes to --workdir.
+`dot_product_attention`, "layer" has the projections too.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -30,10 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import tables
+from experiments import command
 from experiments.measure import machine
-from experiments.phases import Phase
-from experiments.runs import command, folders
+from experiments.measure.results import Table, counted
 from flax_mha import MultiHeadAttention, dot_product_attention, masks, sharding
 from flax_mha.kernels import KERNELS
 from flax_mha.positions import Rotary
@@ -46,26 +46,26 @@ Pair = tuple[Any, Any]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("--kernels", type=command.among([*KERNELS]), help="default: all there are")
-    parser.add_argument("--dtypes", type=command.among(DTYPES), default=",".join(DTYPES))
-    parser.add_argument("--devices", type=int, default=1, help="for rows and heads (default: 1)")
-    parser.add_argument("--workdir", metavar="FOLDER")
+    add, among = parser.add_argument, command.among
+    add("--kernels", type=among([*KERNELS]), help="kernels to take (default: all here)")
+    add("--dtypes", type=among(DTYPES), default=DTYPES, help="float32, bfloat16")
+    add("--devices", type=command.count, default=1, help="devices for rows and heads (default: 1)")
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Compare kernel by kernel, and print and write the table."""
-    folder = folders.result_folder(flags.workdir, f"bits-{sharding.platform()}")
-    columns: dict[str, dict[str, str]] = {}
-    for name in flags.kernels or machine.kernels():
-        for dtype in flags.dtypes:
-            with Phase(f"comparing {name} in {dtype}"):
-                pairs = cases(name, dtype, flags.devices)
-                columns[f"{name}, {dtype}"] = {case: shown(*pair) for case, pair in pairs}
-    rows = dict.fromkeys(case for column in columns.values() for case in column)
-    lines = [tables.head(jax.devices()[0].device_kind, *columns)]
-    lines += [tables.line(row, *(found[row] for found in columns.values())) for row in rows]
-    table = "\n".join(lines)
-    print(table, tables.write(folder, table, columns), sep="\n\n")
+    """Compare kernel by kernel."""
+    both = itertools.product(flags.kernels or machine.kernels(), flags.dtypes)
+    columns = {f"{name}, {dtype}": (name, dtype) for name, dtype in both}
+    found: dict[str, dict[str, str]] = {}
+    for column, (name, dtype) in counted("comparing", columns):
+        for case, pair in cases(name, dtype, flags.devices):
+            found.setdefault(case, {})[column] = shown(*pair)
+    facts = machine.describe()
+    name = f"bits-{facts['platform']}"
+    table = Table(flags.workdir, name, facts["device"], *columns, **facts)
+    for case, row in found.items():
+        table.add({"case": case, **row}, case, *row.values())
+    table.end()
 
 
 def shown(got: Any, wanted: Any) -> str:
@@ -86,11 +86,11 @@ def cases(kernel: Any, dtype: str, devices: int) -> Iterator[tuple[str, Pair]]:
     q, k, v = (jnp.asarray(rng.normal(size=(B, T, N, H)), dtype) for _ in range(3))
     short = jnp.full(B, T).at[-1].set(T // 2)
 
+    @jax.jit
     def attend(q: Any, k: Any, v: Any, lengths: Any = None) -> jax.Array:
         mask = masks.Causal() if lengths is None else masks.Causal() & masks.Lengths(lengths)
         return dot_product_attention(q, k, v, mask=mask, kernel=kernel)
 
-    attend = jax.jit(attend)
     whole = attend(q, k, v)[0]
     others = [x.at[1:].set(x[1:] * 2) for x in (q, k, v)]
     yield "attention, neighbors", (attend(*others)[0], whole)
@@ -121,14 +121,12 @@ def decoded(
     """Return the outputs of a cache that gets x in pieces of these lengths."""
     layer = layer.clone(decode=True, kernel="auto")
     cache = jax.eval_shape(layer.init, jax.random.key(0), x)["cache"]
-    cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache)
-    step: Callable[..., Any] = jax.jit(
-        lambda cache, x: layer.apply({**variables, "cache": cache}, x, mutable=["cache"])
-    )
-    outputs, start = [], 0
-    for n in pieces:
-        out, new = step(cache, x[:, start : start + n])
-        cache, start = new["cache"], start + n
+    held = {**variables, "cache": jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache)}
+    step = jax.jit(lambda held, x: layer.apply(held, x, mutable=["cache"]))
+    outputs = []
+    for piece in jnp.split(x, np.cumsum(pieces)[:-1], axis=1):
+        out, new = step(held, piece)
+        held = {**held, **new}
         outputs.append(out)
     return jnp.concatenate(outputs, 1)
 

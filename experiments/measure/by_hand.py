@@ -55,26 +55,27 @@ def splash(T: int, N: int, H: int) -> Attend:
     return attend
 
 
-def tokamax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Compute causal attention of [B, T, N, H] by tokamax's TPU kernel, with its own blocks."""
-    import tokamax as library
+def tokamax_library() -> Any:
+    """Return the module tokamax, which may not parse this program's flags."""
+    import tokamax
+    from absl import flags
 
-    out: jax.Array = library.dot_product_attention(
-        q, k, v, is_causal=True, implementation="mosaic_tpu"
-    )
-    return out
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["measure"])
+    return tokamax
+
+
+def tokamax(*qkv: jax.Array) -> Any:
+    """Compute causal attention of [B, T, N, H] by tokamax's TPU kernel, with its own blocks."""
+    attend = tokamax_library().dot_product_attention
+    return attend(*qkv, is_causal=True, implementation="mosaic_tpu")
 
 
 def cross_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls tokamax, for a chip that is not there."""
-    import tokamax as library
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["measure"])  # Otherwise tokamax would parse this program's flags.
 
     def run(*arguments: Any) -> Any:
-        with library.config.cross_compile(True):
+        with tokamax_library().config.cross_compile(True):
             return function(*arguments)
 
     return run
@@ -86,21 +87,20 @@ def cudnn(H: int, bias: jax.Array | None = None) -> Attend:
 
     call = CudnnCall(H**-0.5, bias is None, None, False)
 
-    def operands(q: jax.Array, k: jax.Array) -> tuple[Any, ...]:
-        return bias, *(jnp.full(len(x), x.shape[1], jnp.int32) for x in (q, k)), None
+    def operands(*qkv: jax.Array) -> tuple[Any, ...]:
+        return *qkv, bias, *(jnp.full(len(x), x.shape[1], jnp.int32) for x in qkv[:2]), None
 
     @jax.custom_vjp
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return forward(call, q, k, v, *operands(q, k))[0]
+    def attend(*qkv: jax.Array) -> jax.Array:
+        return forward(call, *operands(*qkv))[0]
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        out, lse = forward(call, q, k, v, *operands(q, k))
-        return out, (q, k, v, out, lse)
+    def run(*qkv: jax.Array) -> tuple[jax.Array, Any]:
+        out, lse = forward(call, *operands(*qkv))
+        return out, (qkv, lse, out)
 
     def pull(saved: Any, dout: jax.Array) -> tuple[jax.Array, ...]:
-        q, k, v, out, lse = saved
-        dq, dk, dv, _ = backward(call, q, k, v, *operands(q, k), lse, out, dout)
-        return dq, dk, dv
+        qkv, *results = saved
+        return backward(call, *operands(*qkv), *results, dout)[:3]
 
     attend.defvjp(run, pull)
     return attend

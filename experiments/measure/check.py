@@ -4,22 +4,21 @@
     python -m experiments.measure check --kernels=flex --calls=causal,packed
 
 Run it first on a kind of TPU or GPU that is new to you. Each call takes random queries, keys and
-values. `reference` computes its output and gradients in float32, with matmuls of the highest
-precision, and each kernel that takes the call has to agree. The table has
+values, shorter ones on a CPU. `reference` computes the output and the gradients in float32, with
+matmuls of the highest precision, and each kernel that takes the call has to agree. The table has
 
-    milliseconds  of the output and the gradients, the least of three runs
-    refused       if the kernel does not take the call
-    DIFFERS       with the error of the worst token or array, beyond the bound
-    FAILED        if the kernel does not compile or run; the reasons are below the table
+    ms       for the output and the gradients, the median of three runs, kernels in turns
+    refused  if the kernel does not take the call
+    DIFFERS  with the error of the worst token or array, beyond the bound
+    FAILED   with the reason, if the kernel does not compile or run
 
-A token's error is that of its vector, relative to a usual one of the array. The command ends with
-status 1 if a kernel differs or fails. The table, as table.md, and results.json go to --workdir.
+A token's error is the norm of its vector's error, relative to the norm of usual vectors of the
+array. The command ends with status 1 if a kernel differs or fails.
 """
 
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,10 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import tables
+from experiments import command
 from experiments.measure import machine, timing
-from experiments.phases import Phase
-from experiments.runs import command, folders
+from experiments.measure.results import Table, counted
 from experiments.runs.failures import RunError
 from flax_mha import KVCache, dot_product_attention, masks, positions, scores, sharding
 from flax_mha.kernels import KERNELS
@@ -39,8 +37,6 @@ from flax_mha.positions.turn import Turned
 # The worst token's error of half precision, and of float32.
 BOUNDS = {"bfloat16": 0.05, "float32": 0.002}
 RUNS = 3
-# The words of a kernel that does not take a call.
-REFUSAL = "can't run this call: "
 
 
 class Sizes(NamedTuple):
@@ -61,25 +57,29 @@ class Call(NamedTuple):
     """A call of attention.
 
     Attributes:
-      options: the arguments beside q, k and v, from the sizes and the learned arrays.
-      learned: the shapes of the learned arrays.
+      options: the arguments besides q, k and v, from the sizes and the learned array.
+      learned: the shape of the learned array, or None.
       change: the sizes of this call, from those of most calls.
       dtype: the dtype of q, k and v.
-      attend: the function that is called (default: `dot_product_attention`).
+      attend: the function that is called.
+      huge: True if later keys and values, which the mask hides, are huge. This must change nothing.
     """
 
     options: Callable[..., dict[str, Any]]
-    learned: Callable[[Sizes], tuple[tuple[int, ...], ...]] = lambda n: ()
+    learned: Callable[[Sizes], tuple[int, ...] | None] = lambda n: None
     change: Callable[[Sizes], Sizes] = lambda n: n
     dtype: str = "bfloat16"
-    attend: Callable[..., jax.Array] | None = None
+    attend: Callable[..., jax.Array] = lambda *qkv, **call: dot_product_attention(*qkv, **call)
+    huge: bool = False
 
 
 def _last_of_cache(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array:
     """Attend from the last tokens of a cache."""
     (*B, S, K, H), T = k.shape, q.shape[-3]
-    cache = KVCache.empty(tuple(B), S, K, H, v.shape[-1], dtype=k.dtype).append(k, v)
-    return cache.attend(q, jnp.broadcast_to(jnp.arange(S - T, S), (*B, T)), **call)
+    cache = KVCache.empty(tuple(B), S, K, H, v.shape[-1], dtype=k.dtype)
+    cache = cache.append(k[:, :-T], v[:, :-T])
+    out, _ = cache.extend(q, k[:, -T:], v[:, -T:], **call)
+    return out
 
 
 def _rotated(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array:
@@ -98,6 +98,7 @@ def _packed(n: Sizes) -> dict[str, Any]:
 
 
 CAUSAL = masks.Causal()
+# Those that compile fast come first.
 CALLS: dict[str, Call] = {
     "full": Call(lambda n: {}),
     "causal": Call(lambda n: {"mask": CAUSAL}),
@@ -115,114 +116,82 @@ CALLS: dict[str, Call] = {
     "cross": Call(lambda n: {}, change=lambda n: n._replace(S=3 * n.T // 4 + 40)),
     "wide values": Call(lambda n: {"mask": CAUSAL}, change=lambda n: n._replace(Hv=2 * n.H)),
     "soft cap": Call(lambda n: {"mask": CAUSAL, "scores": (scores.SoftCap(20.0),)}),
-    "slopes": Call(
-        lambda n, x: {"mask": CAUSAL, "scores": (scores.Alibi(x),)}, lambda n: ((n.N,),)
-    ),
-    "bias": Call(lambda n, x: {"bias": x}, lambda n: ((n.N, n.T, n.S),)),
-    "table": Call(lambda n, x: {"scores": (scores.RelativeBias(x),)}, lambda n: ((n.N, 32),)),
-    "sinks": Call(lambda n, x: {"mask": CAUSAL, "sinks": x}, lambda n: ((n.N,),)),
+    "slopes": Call(lambda n, x: {"mask": CAUSAL, "scores": (scores.Alibi(x),)}, lambda n: (n.N,)),
+    "bias": Call(lambda n, x: {"bias": x}, lambda n: (n.N, n.T, n.S)),
+    "table": Call(lambda n, x: {"scores": (scores.RelativeBias(x),)}, lambda n: (n.N, 32)),
+    "sinks": Call(lambda n, x: {"mask": CAUSAL, "sinks": x}, lambda n: (n.N,)),
     "dropout": Call(
         lambda n: {"mask": CAUSAL, "dropout_rate": 0.2, "dropout_rng": jax.random.key(3)}
     ),
     "rotated": Call(lambda n: {"mask": CAUSAL}, attend=_rotated),
     "cache": Call(lambda n: {}, change=lambda n: n._replace(T=n.T // 32), attend=_last_of_cache),
-    # Masked keys and values are huge, which must change nothing.
-    "huge": Call(lambda n: {"mask": masks.Lengths(jnp.array([n.S // 3, n.S // 2]))}),
+    "huge": Call(lambda n: {"mask": masks.Lengths(jnp.array([n.S // 3, n.S // 2]))}, huge=True),
 }  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    every = ",".join(CALLS)
-    parser.add_argument("--kernels", type=command.among([*KERNELS]), help="default: all there are")
-    parser.add_argument("--calls", type=command.among([*CALLS]), default=every, help=every)
-    parser.add_argument("--total", type=command.seconds, default=300.0, help="the time limit")
-    parser.add_argument("--small", action="store_true", help="short calls, to try the command")
-    parser.add_argument("--workdir", metavar="FOLDER")
+    add, every = parser.add_argument, ",".join(CALLS)
+    add("--kernels", type=command.among([*KERNELS]), help="kernels to check (default: all here)")
+    add("--calls", type=command.among([*CALLS]), default=every, metavar="CALL,…",
+        help=f"calls to check (default: all): {', '.join(CALLS)}")  # fmt: skip
+    add("--total", type=command.seconds, default=300.0,
+        help="nothing new begins after this number of seconds (300)")  # fmt: skip
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Check call by call, and print and write the table."""
+    """Check call by call."""
     platform = sharding.platform()
     here = [name for name in machine.kernels() if name != "reference"]
-    names, calls = flags.kernels or here, flags.calls
+    names = flags.kernels or here
     if unknown := [name for name in names if name not in here]:
         raise RunError(f"--kernels must be some of {','.join(here)}, got {unknown[0]!r}")
-    folder = folders.result_folder(flags.workdir, f"check-{platform}")
-    end, sizes = time.perf_counter() + flags.total, SMALL if flags.small else LARGE
-    device = jax.devices()[0].device_kind
-    found: dict[str, dict[str, dict[str, Any]]] = {
-        name: {kernel: {"status": "no time"} for kernel in names} for name in calls
-    }
-    for name in calls:
-        expected: dict[str, Any] = {}
-        with Phase(f"checking {name}"):
-            for kernel in names:
-                if time.perf_counter() < end:
-                    found[name][kernel] = check(kernel, name, sizes, expected)
-        # After each call, for a command that is stopped.
-        table = page(device, names, found)
-        results = {"device": device, "jax": jax.__version__, "found": found}
-        place = tables.write(folder, table, results)
-    print(f"{table}\n\n{place}")
-    if any(x["status"] in ("DIFFERS", "FAILED") for row in found.values() for x in row.values()):
+    facts = machine.describe()
+    sizes = SMALL if facts["platform"] == "cpu" else LARGE
+    table = Table(flags.workdir, f"check-{platform}", facts["device"], *names, **facts)
+    for name, call in counted("checking", {name: CALLS[name] for name in flags.calls}, flags.total):
+        found = check(call, names, call.change(sizes))
+        table.add({"call": name, **found}, name, *map(cell, found.values()))
+    table.end()
+    statuses = {row[name]["status"] for row in table.rows for name in names}
+    if statuses & {"DIFFERS", "failed"}:
         sys.exit(1)
 
 
-def check(kernel: str, name: str, sizes: Sizes, expected: dict[str, Any]) -> dict[str, Any]:
-    """Return how a kernel does in a call: its status, and the error, time or reason.
-
-    `expected` keeps the reference's results for the next kernels.
-    """
-    call, arrays = CALLS[name], inputs(name, sizes)
-    options = functools.partial(call.options, call.change(sizes))
-    try:
-        function = _both(call.attend, kernel, options).lower(*arrays).compile()
-        if name not in expected:
-            wide = [x.astype(jnp.float32) for x in arrays]
-            expected[name] = jax.device_get(
-                _both(call.attend, "reference", options, "highest")(*wide)
-            )
-        got = jax.device_get(function(*arrays))
-        seconds = timing.fastest(lambda: function(*arrays), RUNS)
-    except Exception as failure:  # a compiler's, or a device's
-        said = str(failure)
-        if REFUSAL in said:
-            return {"status": "refused", "reason": said.split(REFUSAL)[1].split("; ")[0]}
-        reason = (said.splitlines() or [""])[0][:300]
-        return {"status": "FAILED", "reason": f"{type(failure).__name__}: {reason}"}
-    error = max(map(worst, got, expected[name]))
-    status = "holds" if error <= BOUNDS[call.dtype] else "DIFFERS"
-    return {"status": status, "error": float(error), "milliseconds": 1000 * seconds}
-
-
-def inputs(name: str, sizes: Sizes) -> list[jax.Array]:
-    """Return q, k, v, a cotangent and the learned arrays of a call."""
-    call = CALLS[name]
-    T, S, N, K, H, Hv = n = call.change(sizes)
+def check(call: Call, kernels: Any, n: Sizes) -> dict[str, Any]:
+    """Return how each kernel does in a call: its status, and the error, time or reason."""
     rng = np.random.default_rng(0)
-    shapes = [(2, T, N, H), (2, S, K, H), (2, S, K, Hv), (2, T, N, Hv)]
-    arrays = [jnp.asarray(rng.normal(size=shape), call.dtype) for shape in shapes]
-    if name == "huge":
-        arrays[1:3] = [x.at[:, S // 2 :].set(1e30) for x in arrays[1:3]]
-    return arrays + [jnp.asarray(rng.normal(size=shape), "float32") for shape in call.learned(n)]
+    shapes = (2, n.T, n.N, n.Hv), (2, n.T, n.N, n.H), (2, n.S, n.K, n.H), (2, n.S, n.K, n.Hv)
+    cotangent, q, *kv = (jnp.asarray(rng.normal(size=shape), call.dtype) for shape in shapes)
+    if call.huge:
+        kv = [x.at[:, n.S // 2 :].set(1e30) for x in kv]
+    arrays = [cotangent, q, *kv]
+    if shape := call.learned(n):
+        arrays.append(jnp.asarray(rng.normal(size=shape), "float32"))
 
-
-def _both(
-    function: Any, kernel: str, options: Callable[..., Any], precision: str | None = None
-) -> Any:
-    """Return a function of the arrays to the output and all gradients."""
-    function = function or dot_product_attention
-
-    def both(q: Any, k: Any, v: Any, cotangent: Any, *learned: Any) -> list[jax.Array]:
+    def both(kernel: str, **more: str) -> Callable[..., Any]:
         def attend(q: Any, k: Any, v: Any, *learned: Any) -> jax.Array:
-            given = options(*learned) | ({"precision": precision} if precision else {})
-            return function(q, k, v, kernel=kernel, **given)
+            options = call.options(n, *learned)
+            return call.attend(q, k, v, kernel=kernel, **{**options, **more})
 
-        out, pull = jax.vjp(attend, q, k, v, *learned)
-        return [out, *pull(cotangent.astype(out.dtype))]
+        return timing.with_gradients(attend)
 
-    return jax.jit(both)
+    wide = [x.astype(jnp.float32) for x in arrays]
+    expected = jax.jit(both("reference", precision="highest"))(*wide)
+    errors = {}
+
+    def build(kernel: str) -> timing.Work:
+        work = timing.program(both(kernel), arrays)
+        errors[kernel] = max(map(worst, work.call(), expected))
+        return work
+
+    builds = {kernel: functools.partial(build, kernel) for kernel in kernels}
+    rows = timing.race(builds, RUNS, 60.0)
+    for kernel, row in rows.items():
+        if row["status"] == "ok":
+            row["error"] = errors[kernel]
+            row["status"] = "holds" if row["error"] <= BOUNDS[call.dtype] else "DIFFERS"
+    return rows
 
 
 def worst(got: Any, expected: Any) -> float:
@@ -235,18 +204,10 @@ def worst(got: Any, expected: Any) -> float:
     return float(np.max(np.linalg.norm(a - b, axis=-1) / np.maximum(sizes, usual)))
 
 
-def page(device: str, names: list[str], found: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Return the table in Markdown, and the reasons of failures."""
-    lines = [tables.head(device, *names)]
-    reasons = []
-    for name, row in found.items():
-        cells = []
-        for kernel in names:
-            result = row[kernel]
-            status = result["status"]
-            if status == "FAILED":
-                reasons.append(f"- {kernel}, {name}: {result['reason']}")
-            more = f" {result['error']:.3g}" if status == "DIFFERS" else ""
-            cells.append(f"{result['milliseconds']:.2f} ms" if status == "holds" else status + more)
-        lines.append(tables.line(name, *cells))
-    return "\n".join([*lines, *([""] if reasons else []), *reasons])
+def cell(row: dict[str, Any]) -> str:
+    """Return a kernel's cell of the table."""
+    if row["status"] == "holds":
+        return f"{1000 * row['median']:.2f} ms"
+    if row["status"] == "DIFFERS":
+        return f"DIFFERS {row['error']:.3g}"
+    return "refused" if row["status"] == "refused" else f"FAILED: {row['reason']}"

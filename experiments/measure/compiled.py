@@ -5,42 +5,45 @@
 
 Nothing runs. The table has, for each program and contestant,
 
-    MiB      moved to and from the chip's main memory in a run, and the ratio to the one by hand;
-             "≥" if a loop's number of turns depends on values, which count as one turn
-    kernels  started in a run
-    Mcycles  estimated by the compiler; on TPUs, without Pallas kernels
-    held     MiB of temporaries, beside arguments and results
-    seconds  to trace and to compile on this machine
+    MiB        moved to and from the chip's main memory in a run; "≥" if the number of turns of a
+               loop depends on values, because such a loop counts as one turn
+    × by hand  the ratio to the program written by hand
+    kernels    started in a run
+    Mcycles    estimated by the compiler for TPUs, without Pallas kernels
+    held       MiB of temporaries, besides arguments and results
+    traced, compiled    the seconds that it took on this machine
 
---top=n prints the n instructions of each program that move most, with their lines of Python. The
-table, as table.md, and results.json go to --workdir (default: a new folder under runs/).
+--top=N also prints the N instructions of each program that move most, with their lines of Python.
+The programs are
+
 """
 
 import argparse
 import contextlib
 import re
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from experiments import libtpu, tables
+from experiments import libtpu
 from experiments.counts import traffic
 from experiments.counts.hlo import Module
 from experiments.measure import programs
 from experiments.measure.programs import Chip, Entry
-from experiments.measure.timing import reason
-from experiments.phases import Phase
+from experiments.measure.results import Table, counted
 from experiments.plan import devices, gpus
 from experiments.plan.compiled import dumped
-from experiments.runs import folders
 from experiments.runs.failures import RunError
 
 TPUS = {
     "v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1",
 }  # fmt: skip
+COLUMNS = (
+    "program", "pass", "", "MiB", "× by hand", "kernels", "Mcycles", "held", "traced", "compiled",
+)  # fmt: skip
 MIB = 2**20
+CYCLES = r'"estimated_cycles":"(\d+)"'
 Row = dict[str, Any]
 
 
@@ -48,41 +51,45 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_chip(parser)
     programs.add_names(parser)
-    parser.add_argument("--top", type=int, default=0, metavar="N")
-    parser.add_argument("--workdir", metavar="FOLDER")
+    parser.add_argument(
+        "--top", type=int, default=0, metavar="N", help="also print the N largest instructions"
+    )
 
 
 def add_chip(parser: argparse.ArgumentParser) -> None:
     """Add the flag of the chip to compile for."""
-    parser.add_argument("--chip", choices=[*TPUS, *sorted(gpus.TARGETS)], default="v5e")
+    names = [*TPUS, *sorted(gpus.TARGETS)]
+    parser.add_argument("--chip", choices=names, default="v5e", help="default: v5e")
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Compile the programs one by one, and print and write the table."""
-    folder = folders.result_folder(flags.workdir, f"compiled-{flags.chip}")
+    """Compile the programs one by one."""
     chip = chip_of(flags.chip)
-    rows: list[Row] = []
-    refused: list[str] = []
-    print(HEAD, flush=True)
-    for entry in programs.entries(chip, flags.programs):
-        with Phase(f"compiling {entry.program}, {entry.passes}, {entry.contestant}"):
+    table = Table(flags.workdir, f"compiled-{flags.chip}", *COLUMNS, chip=flags.chip)
+    for name, _ in counted("compiling", dict.fromkeys(flags.programs)):
+        hand = {}
+        for entry in programs.entries(chip, [name]):
+            cells = f"`{name}`", entry.passes, entry.contestant
             try:
                 row = measure(chip, entry, flags.top)
             except Exception as error:
                 if entry.contestant != "tokamax":
                     raise
-                # A library of others does not know every chip.
-                refused.append(f"`{entry.program}`, {entry.passes}, tokamax: {reason(error)}")
-                print(refused[-1], flush=True)
+                # Another library doesn't know every chip.
+                table.add({"program": name, "reason": str(error)}, *cells, repr(error)[:200])
                 continue
-        rows.append(row)
-        print(line(row, rows), flush=True)
-        for moved in row["top"]:
-            print(f"    {moved['MiB']:8.1f} MiB  {moved['times']:3d} × {moved['opcode']:22s} "
-                  f"{moved['source']:34s} {moved['name']}")  # fmt: skip
-    # With the ratios to contestants that came later.
-    table = "\n\n".join(["\n".join([HEAD, *(line(row, rows) for row in rows)]), *refused])
-    print(f"\n{table}\n\n{tables.write(folder, table, {'chip': flags.chip, 'rows': rows})}")
+            if entry.contestant == "hand":
+                hand[entry.passes] = row["MiB"]
+            ratio = hand and not row["least"] and f"{row['MiB'] / hand[entry.passes]:.2f}"
+            table.add(
+                row, *cells, f"{'≥ ' * row['least']}{row['MiB']:,.0f}", ratio or "", row["kernels"],
+                "" if chip.is_gpu else f"{row['Mcycles']:.2f}", f"{row['held']:,.0f}",
+                f"{row['traced']:.1f} s", f"{row['compiled']:.1f} s",
+            )  # fmt: skip
+            for moved in row["top"]:
+                print(f"    {moved['MiB']:8.1f} MiB  {moved['times']:3d} × {moved['opcode']:22s} "
+                      f"{moved['source']:34s} {moved['name']}")  # fmt: skip
+    table.end()
 
 
 def chip_of(name: str) -> Chip:
@@ -107,61 +114,34 @@ def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
                          donate_argnums=entry.donated)  # fmt: skip
         lowered = jitted.lower(*entry.arguments)
         traced = time.perf_counter()
-        text, found = dumped(lowered)
+        text, program = dumped(lowered)
     end = time.perf_counter()
     # Unlike the compiler's dump, it has estimates of cycles, if this jaxlib can read the program.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        text = found.as_text() or text
+        text = program.as_text() or text
     module = Module(text)
     moved = sorted(traffic.walk(module, usual=True), key=lambda one: -one.times * one.bytes)
-    stats: Any = found.memory_analysis()
+    stats: Any = program.memory_analysis()
     return {
         "program": entry.program, "passes": entry.passes, "contestant": entry.contestant,
         "MiB": sum(one.times * one.bytes for one in moved) / MIB,
         "least": bool(module.unknown),
         "kernels": sum(one.times for one in moved),
-        "Mcycles": None if chip.is_gpu else sum(one.times * _cycles(one) for one in moved) / 1e6,
+        "Mcycles": sum(one.times * int(_in(CYCLES, one) or 0) for one in moved) / 1e6,
         "held": stats.temp_size_in_bytes / MIB,
         "traced": traced - start, "compiled": end - traced,
         "top": [
             {
                 "MiB": one.times * one.bytes / MIB, "times": one.times,
                 "opcode": one.instruction.opcode, "source": module.source(one.instruction),
-                "name": _scope(one.instruction.rest),
+                # The end of its name in JAX, which names modules.
+                "name": _in(r'op_name="([^"]*)"', one)[-60:],
             }
             for one in moved[:top]
         ],
     }  # fmt: skip
 
 
-HEAD = tables.head(
-    "program", "pass", "", "MiB", "× by hand", "kernels", "Mcycles", "held", "traced", "compiled"
-)
-
-
-def line(row: Row, rows: Sequence[Row]) -> str:
-    """Return a row's line of the table in Markdown."""
-    hand = [
-        other["MiB"] for other in rows
-        if other["contestant"] == "hand"
-        and (other["program"], other["passes"]) == (row["program"], row["passes"])
-    ]  # fmt: skip
-    ratio = f"{row['MiB'] / hand[0]:.2f}" if hand and not row["least"] else ""
-    cycles = "" if row["Mcycles"] is None else f"{row['Mcycles']:.2f}"
-    return tables.line(
-        f"`{row['program']}`", row["passes"], row["contestant"],
-        f"{'≥ ' * row['least']}{row['MiB']:,.0f}", ratio, str(row["kernels"]), cycles,
-        f"{row['held']:,.0f}", f"{row['traced']:.1f} s",
-        f"{row['compiled']:.1f} s",
-    )  # fmt: skip
-
-
-def _cycles(moved: traffic.Moved) -> int:
-    found = re.search(r'"estimated_cycles":"(\d+)"', moved.instruction.rest)
-    return int(found[1]) if found else 0
-
-
-def _scope(rest: str) -> str:
-    """Return the end of an operation's name in JAX, which names modules."""
-    found = re.search(r'op_name="([^"]*)"', rest)
-    return found[1][-60:] if found else ""
+def _in(pattern: str, moved: traffic.Moved) -> str:
+    """Return what a pattern finds in an instruction, or nothing."""
+    return "".join(re.findall(pattern, moved.instruction.rest)[:1])

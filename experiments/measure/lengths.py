@@ -4,100 +4,78 @@
     python -m experiments.measure lengths --chip=h200    # needs the wheels of gpu-compile
 
 A causal layer of 8 heads of 128 features computes the gradients of its parameters and its input,
-for one row in bfloat16: by `auto`, by the other kernels of the chip, and by Flax's layer under its
-mask array. Programs are compiled, not run. The table has the MiB that a program holds for a time,
-beside its arguments and results, and the MiB that it moves. The table and lengths.png go to
---workdir.
+for one row in bfloat16: by `auto`, by other kernels of the chip, and by Flax's layer under its mask
+array. Programs are compiled, not run. The table has the MiB that a program holds for a time,
+besides its arguments and results, and the MiB that it moves. lengths.png shows both.
 """
 
 import argparse
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 import flax_mha
-from experiments import tables
-from experiments.measure import compiled, programs
-from experiments.phases import Phase
+from experiments.measure import compiled, programs, results
+from experiments.measure.results import Table
 from experiments.plan.compiled import TooLargeError
-from experiments.runs import folders
 from flax_mha import masks
 
 D, N = 1024, 8
 LENGTHS = (1024, 4096, 16384)
 KERNELS = {"tpu": ("auto", "splash", "reference"), "gpu": ("auto", "blockwise", "reference")}
+PANELS = {"held": "held", "MiB": "moved"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     compiled.add_chip(parser)
-    parser.add_argument("--workdir", metavar="FOLDER")
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Compile length by length, and print, write and draw the table."""
-    folder = folders.result_folder(flags.workdir, f"lengths-{flags.chip}")
+    """Compile length by length."""
     chip = compiled.chip_of(flags.chip)
     names = [*KERNELS["gpu" if chip.is_gpu else "tpu"], "Flax"]
-    columns = [f"{name}, {what}" for what in ("held", "moved") for name in names]
-    lines, found = [tables.head("tokens", *columns)], dict[int, dict[str, compiled.Row | None]]()
-    print(lines[0], flush=True)
-    for T in LENGTHS:
-        rows = {}
-        for name in names:
-            with Phase(f"compiling {T} tokens by {name}"):
-                rows[name] = measure(chip, name, T)
-        found[T] = rows
-        ordered = [(rows[name], what) for what in ("held", "MiB") for name in names]
-        cells = [f"{row[what]:,.0f}" if row else "too large" for row, what in ordered]
-        lines.append(tables.line(f"{T:,}", *cells))
-        print(lines[-1], flush=True)
-    draw(folder / "lengths.png", flags.chip, names, found)
-    print(tables.write(folder, "\n".join(lines), {str(T): rows for T, rows in found.items()}))
+    columns = [f"{name}, {what}" for what in PANELS.values() for name in names]
+    table = Table(flags.workdir, f"lengths-{flags.chip}", "tokens", *columns, chip=flags.chip)
+    found: dict[int, dict[str, Any]] = {}
+    for _, T in results.counted("compiling", {f"{T:,} tokens": T for T in LENGTHS}):
+        found[T] = rows = {name: measure(chip, name, T) for name in names}
+        sizes = [row and row[key] for key in PANELS for row in rows.values()]
+        cells = ["too large" if size is None else f"{size:,.0f}" for size in sizes]
+        table.add({"tokens": T, **rows}, f"{T:,}", *cells)
+
+    def line(name: str, key: str) -> Any:
+        fits = {T: rows[name] for T, rows in found.items() if rows[name]}
+        return [*fits], [max(row[key], 1) for row in fits.values()]
+
+    panels = {
+        f"{what}, MiB": {name: line(name, key) for name in names} for key, what in PANELS.items()
+    }
+    results.draw(table.folder / "lengths.png", "tokens", panels, "xx", sharey=True)
+    table.end()
 
 
 def measure(chip: programs.Chip, name: str, T: int) -> compiled.Row | None:
     """Return the costs of the gradient, or None if the program does not fit the chip."""
     x = chip.array(1, T, D)
-    theirs = nn.MultiHeadDotProductAttention(
-        N, dtype=programs.HALF, use_bias=False, force_fp32_for_softmax=True
-    )
-    weights = chip.place(jax.eval_shape(theirs.init, jax.random.key(0), x))
-    kernel: Any = name
-    ours = flax_mha.MultiHeadAttention(
-        N, dtype=programs.HALF, use_bias=False, mask=masks.Causal(), kernel=kernel
-    )
-
-    def apply(weights: Any, x: jax.Array) -> Any:
-        if name == "Flax":
-            return theirs.apply(weights, x, mask=nn.make_causal_mask(x[..., 0]))
-        return ours.apply(weights, x)
-
-    def loss(weights: Any, x: jax.Array) -> jax.Array:
-        return (apply(weights, x).astype(jnp.float32) ** 2).mean()
-
-    entry = programs.Entry("lengths", name, "gradient", jax.grad(loss, (0, 1)), (weights, x))
+    options: dict[str, Any] = {"dtype": programs.HALF, "use_bias": False}
+    if name == "Flax":
+        layer: Any = nn.MultiHeadDotProductAttention(N, force_fp32_for_softmax=True, **options)
+        apply = functools.partial(_causal, layer)
+    else:
+        options |= {"mask": masks.Causal(), "kernel": name}
+        layer = flax_mha.MultiHeadAttention(N, **options)
+        apply = layer.apply
+    weights = chip.initial(layer, x)
+    gradient = jax.grad(programs.loss(apply), (0, 1))
     try:
+        entry = programs.Entry("lengths", name, "gradient", gradient, (weights, x))
         return compiled.measure(chip, entry)
     except TooLargeError:
         return None
 
 
-def draw(path: Any, chip: str, names: list[str], found: dict[int, dict[str, Any]]) -> None:
-    """Draw the MiB that each way holds, and moves, by length, on one scale."""
-    from matplotlib.figure import Figure
-
-    from experiments import plots
-
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, what, title in zip(panels, ("held", "MiB"), ("held, MiB", "moved, MiB"), strict=True):
-        for name in names:
-            points = [(T, max(rows[name][what], 1)) for T, rows in found.items() if rows[name]]
-            axes.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name, base=2)
-        axes.set(xlabel="tokens", title=title)
-    panels[0].legend(frameon=False)
-    figure.suptitle(f"The gradient of a layer by length, compiled for {chip}, not run")
-    plots.save(figure, path, 110)
+def _causal(layer: Any, weights: Any, x: jax.Array) -> Any:
+    return layer.apply(weights, x, mask=nn.make_causal_mask(x[..., 0]))

@@ -7,25 +7,22 @@
 
 The run is that of configs/pydoc_lm.py, a language model on Python's documentation, with the same
 initial parameters and batches for all. The table has the loss of the last step, and the largest
-difference to the loss of `reference` on one device, in float32, over all steps. A difference grows
-with the steps, as that of any two orders of sums does. The table and losses.png go to --workdir.
+difference to the loss of `reference` on one device, in float32, over all steps. Differences grow
+with the steps, because training amplifies those between orders of sums. losses.png shows both.
 """
 
 import argparse
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from experiments import tables
-from experiments.measure import machine
-from experiments.phases import Phase
-from experiments.runs import command, folders
+from experiments import command
+from experiments.measure import machine, results
 from flax_mha import sharding
 
-FIRST = "reference, float32"
 MESHES = {
     "rows over devices": {"data": -1},
     "rows and parameters over 2": {"data": -1, "fsdp": 2},
@@ -36,37 +33,35 @@ MESHES = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("--steps", type=command.count, default=100)
-    parser.add_argument("--devices", type=command.count, default=1, help="for meshes (default: 1)")
-    parser.add_argument("--workdir", metavar="FOLDER")
+    parser.add_argument("--steps", type=command.count, default=100, help="of training (100)")
+    parser.add_argument("--devices", type=command.count, default=1, help="of the meshes (1: none)")
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Train way by way, and print, write and draw the losses."""
-    folder = folders.result_folder(flags.workdir, f"losses-{sharding.platform()}")
-    found: dict[str, np.ndarray] = {}
-    lines = [tables.head("computed by", "last loss", "largest difference")]
-    print(lines[0], flush=True)
-    for name, kernel, dtype, mesh in ways(flags.devices):
-        with Phase(f"training by {name}"):
-            found[name] = train(kernel, dtype, mesh, flags)
-        difference = np.abs(found[name] - found[FIRST]).max()
-        lines.append(tables.line(name, f"{found[name][-1]:.5f}", f"{difference:.1e}"))
-        print(lines[-1], flush=True)
-    draw(folder / "losses.png", found)
-    results = {name: losses.tolist() for name, losses in found.items()}
-    print(tables.write(folder, "\n".join(lines), results))
-
-
-def ways(devices: int) -> Iterator[tuple[str, str, str, dict[str, int]]]:
-    """Yield the name, the kernel, the dtype and the mesh of each way, the reference's first."""
-    kernels = ["reference", *(n for n in machine.kernels() if n != "reference")]
-    for dtype in ("float32", "bfloat16"):
-        for kernel in kernels:
-            yield f"{kernel}, {dtype}", kernel, dtype, {}
-    if devices > 1:
-        for name, mesh in MESHES.items():
-            yield name, "auto", "float32", mesh
+    """Train way by way, the reference's first."""
+    columns = "computed by", "last loss", "largest difference"
+    table = results.Table(flags.workdir, f"losses-{sharding.platform()}", *columns)
+    kernels = dict.fromkeys(["reference", *machine.kernels()])
+    ways: dict[str, Any] = {
+        f"{kernel}, {dtype}": (kernel, dtype, {})
+        for dtype in ("float32", "bfloat16") for kernel in kernels
+    }  # fmt: skip
+    if flags.devices > 1:
+        ways |= {name: ("auto", "float32", mesh) for name, mesh in MESHES.items()}
+    over: dict[str, Any] = {}
+    apart: dict[str, Any] = {}
+    steps, first = 1 + np.arange(flags.steps), None
+    for name, (kernel, dtype, mesh) in results.counted("training by", ways):
+        losses = train(kernel, dtype, mesh, flags)
+        first = losses if first is None else first
+        difference = np.abs(losses - first)
+        over[name] = steps, losses
+        apart[name] = steps, np.where(difference > 0, difference, np.nan)
+        table.add({"computed by": name, "losses": losses.tolist()},
+                  name, f"{losses[-1]:.5f}", f"{difference.max():.1e}")  # fmt: skip
+    panels = {"training loss, nats per byte": over, "difference to the first": apart}
+    results.draw(table.folder / "losses.png", "step", panels, "-y")
+    table.end()
 
 
 def train(kernel: str, dtype: str, mesh: dict[str, int], flags: argparse.Namespace) -> np.ndarray:
@@ -87,23 +82,3 @@ def train(kernel: str, dtype: str, mesh: dict[str, int], flags: argparse.Namespa
     with tempfile.TemporaryDirectory() as folder:
         rows = loop.train(program, Path(folder)).rows
     return np.array([row["loss"] for row in rows if row["split"] == "train"]).reshape(-1)
-
-
-def draw(path: Path, found: dict[str, np.ndarray]) -> None:
-    """Draw the losses of all ways, and their differences to the first."""
-    from matplotlib.figure import Figure
-
-    from experiments import plots
-
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    over, apart = figure.subplots(1, 2)
-    for n, (name, losses) in enumerate(found.items()):
-        style = {"linewidth": 1, "color": f"C{n}"}
-        steps = 1 + np.arange(len(losses))
-        over.plot(steps, losses, label=name, **style)
-        if name != FIRST:
-            apart.plot(steps, np.maximum(np.abs(losses - found[FIRST]), 1e-8), **style)
-    over.set(xlabel="step", ylabel="training loss, nats per byte")
-    apart.set(xlabel="step", ylabel=f"difference to {FIRST}", yscale="log")
-    over.legend(frameon=False, fontsize=7)
-    plots.save(figure, path, 110)

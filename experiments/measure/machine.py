@@ -1,6 +1,7 @@
 """The machine of the measurements."""
 
 import importlib.metadata
+import math
 import os
 import platform
 from pathlib import Path
@@ -18,20 +19,16 @@ PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Return CPU, load, device, memory and versions."""
-    device = jax.devices()[0]
+    """Return CPU, load, device and versions."""
+    device, installed = jax.devices()[0], importlib.metadata.distributions()
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": cores(),
         "load": os.getloadavg()[0],
-        "memory_bytes": _kibibytes("MemTotal"),
         "platform": device.platform,
         "device": device.device_kind,
         "devices": jax.device_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {one.name: one.version for one in installed if one.name in PACKAGES},
     }
 
 
@@ -42,36 +39,17 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def free_bytes() -> int | None:
-    """Return the memory that a computation may still take, or None if unknown."""
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        return _kibibytes("MemAvailable")
-    stats = device.memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    return None if limit is None else int(limit - stats.get("bytes_in_use", 0))
+def free_bytes() -> float:
+    """Return the memory that the system can still give, which is infinite if unknown."""
+    free = _field("/proc/meminfo", "MemAvailable")
+    return 1024 * int(free.split()[0]) if free else math.inf
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _kibibytes(key: str) -> int | None:
-    value = _field("/proc/meminfo", key)
-    return None if value is None else 1024 * int(value.split()[0])
-
-
-def _field(path: str, key: str) -> str | None:
-    if not Path(path).exists():
-        return None
-    for line in Path(path).read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return None
+def _field(path: str, key: str) -> Any:
+    """Return the first value of a key in a file of the kernel's, or None."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in pairs if name.strip() == key), None)
 
 
 def kernels() -> list[str]:

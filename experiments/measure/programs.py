@@ -34,13 +34,16 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_mha
+from experiments import command
 from experiments.measure import by_hand
-from experiments.runs import command
 from flax_mha import Decoder, DecoderBlock, LanguageModel, masks, positions
 from flax_mha.models import TokenEmbedding
 
 HALF = jnp.bfloat16
-PASSES = ("forward", "gradient")
+SLOTS = 8192  # of the caches
+# The contestants of a program by name: "hand", "ours", "flax", or "tokamax", which is by hand with
+# its kernel for TPUs. Each is a function and the shapes of its arguments.
+Contestants = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 class Entry(NamedTuple):
@@ -48,8 +51,7 @@ class Entry(NamedTuple):
 
     Attributes:
       program: its name in the table above.
-      contestant: "ours", "flax", "hand", or "tokamax", by hand with its kernel for TPUs, if it is
-        installed.
+      contestant: its name.
       passes: "forward", "gradient", or "step".
       function: the function, of `arguments`.
       arguments: the shapes of its arguments.
@@ -90,111 +92,148 @@ class Chip(NamedTuple):
         """Return the shapes of named arrays on the device."""
         return {name: self.array(*shape, dtype=dtype) for name, shape in shapes.items()}
 
-
-def entries(chip: Chip, names: Sequence[str]) -> Iterator[Entry]:
-    """Yield the programs of some names, contestant by contestant."""
-    for name in names:
-        yield from PROGRAMS[name](chip, name)
+    def initial(self, module: Any, *inputs: Any) -> Any:
+        """Return the shapes of a module's variables on the device."""
+        return self.place(jax.eval_shape(module.init, jax.random.key(0), *inputs))
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names programs."""
+    """Add the flag that names programs, and their table to the help."""
     every = ",".join(PROGRAMS)
-    parser.add_argument("--programs", type=command.among([*PROGRAMS]), default=every, help=every)
+    parser.add_argument("--programs", type=command.among([*PROGRAMS]), default=every,
+                        metavar="NAME,…", help="programs to take (default: all)")  # fmt: skip
+    parser.description = f"{parser.description}\n\n{(__doc__ or '').partition(chr(10))[2].strip()}"
 
 
-def _both(
-    name: str, contestant: str, apply: Callable[..., Any], *arguments: Any
-) -> Iterator[Entry]:
-    """Yield a layer's forward pass, and its gradient in the first two arguments."""
+def entries(chip: Chip, names: Sequence[str]) -> Iterator[Entry]:
+    """Yield the programs of some names, contestant by contestant, the one by hand first."""
+    for name in names:
+        for contestant, (function, arguments) in PROGRAMS[name](chip).items():
+            if name.startswith("decode"):
+                passes = {"step": function}
+            elif name in ("model", "unrolled"):
+                passes = {"gradient": function}
+            else:
+                passes = {"forward": function, "gradient": jax.grad(loss(function), (0, 1))}
+            for kind, each in passes.items():
+                run = by_hand.cross_compiled(each) if contestant == "tokamax" else each
+                donated = (0,) if kind == "step" else ()
+                yield Entry(name, contestant, kind, run, arguments, donated)
 
-    def loss(*arguments: Any) -> jax.Array:
+
+def fill(arguments: Sequence[Any], position: int = -1) -> list[Any]:
+    """Return random arguments of some shapes, on the device that is here.
+
+    Integers are tokens, and the last eighth of a sequence is padding. If a `position` is given, the
+    first argument is a cache, whose tokens end there.
+    """
+    leaves, tree = jax.tree.flatten(list(arguments))
+    cached = 0 if position < 0 else len(jax.tree.leaves(arguments[0]))
+
+    def filled(n: int, x: Any) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return (0.05 * jax.random.normal(jax.random.key(n), x.shape, HALF)).astype(x.dtype)
+        if n < cached:
+            return jnp.full(x.shape, position if x.ndim < 3 else 1, x.dtype)
+        tokens = jax.random.randint(jax.random.key(n), x.shape, 1, 1000, x.dtype)
+        return tokens.at[..., -(x.shape[-1] // 8) :].set(0)
+
+    return list(jax.tree.unflatten(tree, [filled(n, x) for n, x in enumerate(leaves)]))
+
+
+def loss(apply: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Return the function of the same arguments to the mean square of its result."""
+
+    def mean_square(*arguments: Any) -> jax.Array:
         return (apply(*arguments).astype(jnp.float32) ** 2).mean()
 
-    for passes, function in zip(PASSES, (apply, jax.grad(loss, (0, 1))), strict=True):
-        yield Entry(name, contestant, passes, function, arguments)
+    return mean_square
 
 
-def _long(
-    chip: Chip, name: str, K: int = 16, rotates: bool = False, normalizes: bool = False
-) -> Iterator[Entry]:
+def _long(chip: Chip, K: int = 16, rotates: bool = False, normalizes: bool = False) -> Contestants:
     B, T, D, N, H = 4, 4096, 2048, 16, 128
     x = chip.array(B, T, D)
-    layer = flax_mha.MultiHeadAttention(
+    ours = flax_mha.MultiHeadAttention(
         N, num_kv_heads=K, dtype=HALF, use_bias=False, mask=masks.Causal(),
         rotary=positions.Rotary() if rotates else None, normalize_qk=normalizes,
     )  # fmt: skip
-    yield from _both(name, "ours", layer.apply, _initial(chip, layer, x), x)
     w = chip.weights(q=(D, N, H), k=(D, K, H), v=(D, K, H), o=(N, H, D))
     if normalizes:
         w |= chip.weights(q_scale=(H,), k_scale=(H,))
-    attend = by_hand.cudnn(H) if chip.is_gpu else by_hand.splash(T, N, H)
-    hand = functools.partial(by_hand.layer, attend, not chip.is_gpu, rotates, normalizes)
-    yield from _both(name, "hand", hand, w, x)
+
+    def hand(attend: by_hand.Attend, heads_first: bool) -> Any:
+        return functools.partial(by_hand.layer, attend, heads_first, rotates, normalizes), (w, x)
+
+    best = hand(*((by_hand.cudnn(H), False) if chip.is_gpu else (by_hand.splash(T, N, H), True)))
+    found = {"hand": best, "ours": (ours.apply, (chip.initial(ours, x), x))}
     if not chip.is_gpu and importlib.util.find_spec("tokamax"):
-        hand = functools.partial(by_hand.layer, by_hand.tokamax, False, rotates, normalizes)
-        for entry in _both(name, "tokamax", hand, w, x):
-            yield entry._replace(function=by_hand.cross_compiled(entry.function))
+        found["tokamax"] = hand(by_hand.tokamax, False)
+    return found
 
 
-def _arrays(chip: Chip, name: str) -> Iterator[Entry]:
-    B, T, D, N = 8, 1024, 1024, 16
-    H = D // N
-    x, tokens = chip.array(B, T, D), chip.array(B, T, dtype=jnp.int32)
-
+def _arrays(chip: Chip) -> Contestants:
     def mask(tokens: jax.Array) -> Any:
         return nn.combine_masks(
             nn.make_causal_mask(tokens, dtype=bool),
             nn.make_attention_mask(tokens > 0, tokens > 0, dtype=bool), dtype=bool,
         )  # fmt: skip
 
-    for contestant, layer in _layers(N):
-
-        def apply(v: Any, x: jax.Array, tokens: jax.Array, layer: Any = layer) -> Any:
-            return layer.apply(v, x, mask=mask(tokens))
-
-        yield from _both(name, contestant, apply, _initial(chip, layer, x), x, tokens)
-
     def hand(w: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
         seen = mask(tokens)
         if chip.is_gpu:
-            attend = by_hand.cudnn(H, jnp.where(seen, 0, -1e30).astype(HALF))
+            attend = by_hand.cudnn(64, jnp.where(seen, 0, -1e30).astype(HALF))
         else:
             attend = by_hand.einsum(seen)
         return by_hand.layer(attend, False, False, False, w, x)
 
-    yield from _both(name, "hand", hand, _projections(chip, D, N, H), x, tokens)
+    x, tokens = chip.array(8, 1024, 1024), chip.array(8, 1024, dtype=jnp.int32)
+    return _layers(chip, 16, hand, mask, x, tokens)
 
 
-def _short(chip: Chip, name: str) -> Iterator[Entry]:
-    D, N = 768, 12
-    x = chip.array(64, 197, D)
-    for contestant, layer in _layers(N):
-        yield from _both(name, contestant, layer.apply, _initial(chip, layer, x), x)
+def _short(chip: Chip) -> Contestants:
     hand = functools.partial(by_hand.layer, by_hand.einsum(), False, False, False)
-    yield from _both(name, "hand", hand, _projections(chip, D, N, D // N), x)
+    return _layers(chip, 12, hand, lambda: None, chip.array(64, 197, 768))
 
 
-def _decode(chip: Chip, name: str, K: int = 16, T: int = 1) -> Iterator[Entry]:
-    B, S, D, N, H = 8, 8192, 2048, 16, 128
-    x = chip.array(B, T, D)
-    options: dict[str, Any] = {"dtype": HALF, "param_dtype": HALF, "use_bias": False}
-    ours = flax_mha.MultiHeadAttention(N, num_kv_heads=K, decode=True, **options)
-    layers: dict[str, nn.Module] = {"ours": ours}
-    if K == N and T == 1:
-        layers["flax"] = nn.MultiHeadDotProductAttention(N, decode=True, **options)
-    for contestant, layer in layers.items():
-        yield _step(chip, name, contestant, layer, chip.array(B, S, D), x)
+def _layers(
+    chip: Chip, N: int, hand: Callable[..., Any], mask: Callable[..., Any], x: Any, *more: Any
+) -> Contestants:
+    """Return a layer by hand, ours and Flax's, without biases, under a mask of some arguments."""
+    D = x.shape[-1]
+    w = chip.weights(**dict.fromkeys("qkv", (D, N, D // N)), o=(N, D // N, D))
+    found: Contestants = {"hand": (hand, (w, x, *more))}
+    options: dict[str, Any] = {"dtype": HALF, "use_bias": False}
+    layers: dict[str, nn.Module] = {
+        "ours": flax_mha.MultiHeadDotProductAttention(N, **options),
+        "flax": nn.MultiHeadDotProductAttention(N, force_fp32_for_softmax=True, **options),
+    }
+    for name, layer in layers.items():
+
+        def apply(v: Any, x: jax.Array, *more: Any, layer: nn.Module = layer) -> Any:
+            return layer.apply(v, x, mask=mask(*more))
+
+        found[name] = apply, (chip.initial(layer, x), x, *more)
+    return found
+
+
+def _decode(chip: Chip, K: int = 16, T: int = 1) -> Contestants:
+    B, S, D, N, H = 8, SLOTS, 2048, 16, 128
     w = chip.weights(HALF, q=(D, N, H), k=(D, K, H), v=(D, K, H), o=(N, H, D))
     cache = chip.weights(HALF, k=(B, K, S, H), v=(B, K, S, H))
     cache["length"] = chip.array(B, dtype=jnp.int32)
+    x, whole = chip.array(B, T, D), chip.array(B, S, D)
     hand = functools.partial(by_hand.decoding_step, not chip.is_gpu)
-    arguments = cache, w, x
-    yield Entry(name, "hand", "step", hand, arguments, (0,))
+    options: dict[str, Any] = {"dtype": HALF, "param_dtype": HALF, "use_bias": False}
+    ours = flax_mha.MultiHeadAttention(N, num_kv_heads=K, decode=True, **options)
+    found = {"hand": (hand, (cache, w, x)), "ours": step(chip, ours, whole, x)}
+    if K == N and T == 1:
+        flax = nn.MultiHeadDotProductAttention(N, decode=True, **options)
+        found["flax"] = step(chip, flax, whole, x)
+    return found
 
 
-def _decode_model(chip: Chip, name: str, scan: bool = False) -> Iterator[Entry]:
-    B, S, D, N = 8, 8192, 2048, 16
+def _decode_model(chip: Chip, scan: bool = False) -> Contestants:
+    B, S, D, N = 8, SLOTS, 2048, 16
     attention = flax_mha.MultiHeadAttention(
         N, num_kv_heads=8, dtype=HALF, param_dtype=HALF, use_bias=False,
         rotary=positions.Rotary(), decode=True,
@@ -202,37 +241,32 @@ def _decode_model(chip: Chip, name: str, scan: bool = False) -> Iterator[Entry]:
     embed = TokenEmbedding(32000, D, dtype=HALF, param_dtype=HALF)
     decoder = Decoder(4, DecoderBlock(attention, mlp_dim=4 * D), scan=scan)
     whole, one = (chip.array(B, T, dtype=jnp.int32) for T in (S, 1))
-    yield _step(chip, name, "ours", LanguageModel(embed, decoder), whole, one)
+    return {"ours": step(chip, LanguageModel(embed, decoder), whole, one)}
 
 
-def _step(chip: Chip, name: str, contestant: str, module: Any, whole: Any, x: Any) -> Entry:
-    """Return a step in which a module decodes x, with a cache for the tokens of `whole`."""
-    held = _initial(chip, module, whole)
+def step(chip: Chip, module: Any, whole: Any, x: Any) -> Any:
+    """Return a program in which a module decodes x, with a cache for the tokens of `whole`."""
+    held = chip.initial(module, whole)
 
-    def step(cache: Any, params: Any, x: jax.Array) -> Any:
+    def decode(cache: Any, params: Any, x: jax.Array) -> Any:
         y, new = module.apply({"params": params, "cache": cache}, x, mutable=["cache"])
         return y, new["cache"]
 
-    return Entry(name, contestant, "step", step, (held["cache"], held["params"], x), (0,))
+    return decode, (held["cache"], held["params"], x)
 
 
-def _model(chip: Chip, name: str, scan: bool = True) -> Iterator[Entry]:
+def _model(chip: Chip, scan: bool = True) -> Contestants:
     L, B, T, D, N, H, F, V = 12, 4, 2048, 1024, 16, 64, 4096, 32768
     tokens = chip.array(B, T + 1, dtype=jnp.int32)
 
-    def gradient(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(apply: Callable[..., Any], weights: Any) -> Any:
         def loss(weights: Any, tokens: jax.Array) -> jax.Array:
             logits = apply(weights, tokens[:, :-1])
             errors = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
             return errors.mean()
 
-        return jax.value_and_grad(loss)
+        return jax.value_and_grad(loss), (weights, tokens)
 
-    attention = flax_mha.MultiHeadAttention(N, dtype=HALF, use_bias=False)
-    block = DecoderBlock(attention, F, norm="rmsnorm")
-    ours = LanguageModel(TokenEmbedding(V, D, dtype=HALF), Decoder(L, block, scan=scan))
-    weights = _initial(chip, ours, chip.array(B, T, dtype=jnp.int32))
-    yield Entry(name, "ours", PASSES[1], gradient(ours.apply), (weights, tokens))
     w: dict[str, Any] = chip.weights(table=(V, D), norm=(D,))
     shapes = {"q": (D, N, H), "k": (D, N, H), "v": (D, N, H), "o": (N, H, D), "up": (D, F),
               "down": (F, D), "norm": (D,), "mlp_norm": (D,)}  # fmt: skip
@@ -240,28 +274,14 @@ def _model(chip: Chip, name: str, scan: bool = True) -> Iterator[Entry]:
     w["layers"] = chip.weights(**stacked) if scan else [chip.weights(**shapes)] * L
     attend = by_hand.cudnn(H) if chip.is_gpu else by_hand.splash(T, N, H)
     hand = functools.partial(by_hand.language_model, attend, not chip.is_gpu)
-    yield Entry(name, "hand", PASSES[1], gradient(hand), (w, tokens))
+    attention = flax_mha.MultiHeadAttention(N, dtype=HALF, use_bias=False)
+    block = DecoderBlock(attention, F, norm="rmsnorm")
+    ours = LanguageModel(TokenEmbedding(V, D, dtype=HALF), Decoder(L, block, scan=scan))
+    weights = chip.initial(ours, chip.array(B, T, dtype=jnp.int32))
+    return {"hand": gradient(hand, w), "ours": gradient(ours.apply, weights)}
 
 
-def _layers(N: int) -> Iterator[tuple[str, Any]]:
-    """Yield our layer and Flax's, without biases."""
-    yield "ours", flax_mha.MultiHeadDotProductAttention(N, dtype=HALF, use_bias=False)
-    yield (
-        "flax",
-        nn.MultiHeadDotProductAttention(N, dtype=HALF, use_bias=False, force_fp32_for_softmax=True),
-    )
-
-
-def _initial(chip: Chip, module: Any, *inputs: Any) -> Any:
-    """Return the shapes of a module's variables on the chip."""
-    return chip.place(jax.eval_shape(module.init, jax.random.key(0), *inputs))
-
-
-def _projections(chip: Chip, D: int, N: int, H: int) -> dict[str, Any]:
-    return chip.weights(q=(D, N, H), k=(D, N, H), v=(D, N, H), o=(N, H, D))
-
-
-PROGRAMS: dict[str, Callable[[Chip, str], Iterator[Entry]]] = {
+PROGRAMS: dict[str, Callable[[Chip], Contestants]] = {
     "layer": _long,
     "rotary": functools.partial(_long, rotates=True),
     "grouped": functools.partial(_long, K=4, rotates=True, normalizes=True),

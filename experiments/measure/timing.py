@@ -1,8 +1,9 @@
 """Times of several contestants in turns, so that a slow machine slows all of them."""
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from flax_mha import sharding
 
 TURN = 0.005  # the seconds of a turn, long enough for the clock and the scheduler
 WARM = 0.02  # calls shorter than this are preceded by one to warm caches and threads
+REFUSAL = "can't run this call: "  # the words of our kernels that do not take a call
 
 
 class Work(NamedTuple):
@@ -20,85 +22,103 @@ class Work(NamedTuple):
     Attributes:
       call: starts one computation; its result may still be pending.
       wait: waits for a result.
-      outcome: converts a result to a form that can be compared.
-      compile: traces and compiles again, and returns a `call`; None if nothing is compiled.
-      growth: measures a function's peak memory, if neither JAX nor the process size shows it.
+      compile: the seconds that it took to trace and compile; None if nothing is compiled.
+      amounts: what a computation does, by unit, such as {"GB": 1.5}.
     """
 
     call: Callable[[], Any]
-    wait: Callable[[Any], Any]
-    outcome: Callable[[Any], Any] = lambda result: result
-    compile: Callable[[], Callable[[], Any]] | None = None
-    growth: Callable[[Callable[[], Any]], int] | None = None
-
-
-class Timing(NamedTuple):
-    """The seconds per call: the median of the rounds, and the quartiles around it."""
-
-    median: float
-    q1: float
-    q3: float
-    rounds: int
-
-
-class Failure(NamedTuple):
-    """The reason for a missing time, and its kind: "failed" or "skipped"."""
-
-    reason: str
-    status: str = "failed"
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    compile: float | None = None
+    amounts: Mapping[str, float] = {}
 
 
 class RefusalError(Exception):
     """The reason why a contestant does not take part."""
 
 
-def interleave(
-    contestants: Mapping[str, Work | Failure], rounds: int, seconds: float
-) -> dict[str, Timing | Failure]:
-    """Call the work of each contestant in turn, many times.
+def race(
+    contestants: Mapping[str, Callable[[], Work]], rounds: int, seconds: float, baseline: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Build the works of contestants, and call each in turn, many times.
 
     Args:
-      contestants: their works, by name; a Failure is passed through.
+      contestants: functions that build the works, by name.
       rounds: the maximum number of rounds.
       seconds: the time for the rounds. Each work has an equal share, and stops once it is spent.
+      baseline: the contestant whose speed is 1 in the ratios; "" for ratios of times, where the
+        fastest is 1.
 
     Returns:
-      The time of each work, or its failure.
+      The results of each contestant: its "status" ("ok", "failed" or "refused"), and the "reason";
+      or the "median" seconds of a call and the quartiles "q1" and "q3", the number of "rounds", the
+      "ratio", its "rates" of amounts a second, and the seconds to "compile".
     """
     # A GPU runs the queued calls of a turn one after another; a CPU would run them side by side.
     queue = sharding.platform() != "cpu"
-    results: dict[str, Timing | Failure] = {}
+    rows: dict[str, dict[str, Any]] = {name: {} for name in contestants}
     works: dict[str, Work] = {}
     usual: dict[str, float] = {}
-    for name, work in contestants.items():
-        if isinstance(work, Failure):
-            results[name] = work
-            continue
-        try:
-            _turn(work, 1, queue)  # compiles
+    for name, build in contestants.items():
+        with noted(rows[name]):
+            work = build()
+            _turn(work, 1, queue)  # the first call may compile
             usual[name], works[name] = _turn(work, 1, queue), work
-        except Exception as error:  # a peer may raise anything
-            results[name] = Failure(reason(error))
     share = seconds / max(1, len(usual))
     # A call longer than its share is the only one there is time for, so it counts.
     samples = {name: [t] if t > share else [] for name, t in usual.items()}
     spent = {name: t if t > share else 0.0 for name, t in usual.items()}
     gc.collect()
     for done in range(rounds):
-        order = [name for name in samples if spent[name] < share]
+        order = [name for name in works if spent[name] < share]
         shift = done % max(1, len(order))  # each starts one round and ends another
         for name in order[shift:] + order[:shift]:
             calls = max(1, min(100, round(TURN / usual[name])))
             start = time.perf_counter()
-            try:
+            with noted(rows[name]):
                 if usual[name] < WARM:
                     _turn(works[name], 1, queue)
                 samples[name].append(_turn(works[name], calls, queue))
-            except Exception as error:
-                results[name] = Failure(reason(error))
-                del samples[name]
             spent[name] += time.perf_counter() - start
-    return results | {name: summary(times) for name, times in samples.items()}
+            if rows[name]["status"] != "ok":
+                del works[name]
+    for name, work in works.items():
+        q1, median, q3 = map(float, np.percentile(samples[name], [25, 50, 75]))
+        rates = {unit: amount / median for unit, amount in work.amounts.items()}
+        rows[name] |= {"median": median, "q1": q1, "q3": q3, "rounds": len(samples[name]),
+                       "compile": work.compile, "rates": rates}  # fmt: skip
+    best = min((rows[name]["median"] for name in works), default=0.0)
+    base = rows.get(baseline, {}).get("median", 0.0)
+    for name in works:
+        median = rows[name]["median"]
+        rows[name]["ratio"] = base / median if baseline else median / best
+    return rows
+
+
+@contextlib.contextmanager
+def noted(row: dict[str, Any]) -> Iterator[None]:
+    """Note the status of what the context does in a row, with the reason if it fails."""
+    row["status"] = "ok"
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        row |= {"status": "refused", "reason": f"{error.name} is not installed"}
+    except Exception as error:  # a peer may raise anything
+        lines = str(error).strip().splitlines()
+        if isinstance(error, RefusalError):
+            row |= {"status": "refused", "reason": str(error)}
+        elif REFUSAL in str(error):
+            row |= {"status": "refused", "reason": str(error).split(REFUSAL)[1].split("; ")[0]}
+        else:
+            name = type(error).__name__
+            row |= {"status": "failed", "reason": ": ".join([name, *lines[:1]])[:200]}
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a row: the median in ms, the middle half of the rounds, and the ratio."""
+    if row["status"] != "ok":
+        return [f"{row['status']}: {row['reason']}", "", ""]
+    median, q1, q3 = (f"{1000 * row[name]:.4g}" for name in ("median", "q1", "q3"))
+    return [median, f"{q1}–{q3}", f"{row['ratio']:.2f}" if row["ratio"] else ""]
 
 
 def _turn(work: Work, calls: int, queue: bool) -> float:
@@ -111,34 +131,43 @@ def _turn(work: Work, calls: int, queue: bool) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def fastest(call: Callable[[], Any], rounds: int) -> float:
-    """Return the least seconds of some calls of JAX, after one that compiles."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return min(times)
+def program(function: Callable[..., Any], arguments: Sequence[Any], donates: bool = False) -> Work:
+    """Compile a function for arguments, and return the work of calling it.
+
+    If it `donates`, its result is a pair, whose second part replaces the first argument, a cache.
+    Keys and values are donated. Positions stay, so that every call does the same.
+    """
+    leaves, tree = jax.tree.flatten(list(arguments))
+    cached = len(jax.tree.leaves(arguments[0])) if donates else 0
+    moves = [n < cached and x.ndim > 2 for n, x in enumerate(leaves)]
+
+    def split(leaves: Sequence[Any], moving: bool) -> list[Any]:
+        return [x for x, move in zip(leaves, moves, strict=False) if move == moving]
+
+    def call(moving: list[Any], still: list[Any]) -> Any:
+        sources = {True: iter(moving), False: iter(still)}
+        result = function(*jax.tree.unflatten(tree, [next(sources[move]) for move in moves]))
+        out, new = result if donates else (result, ())
+        return out, split(jax.tree.leaves(new), True)
+
+    moving, still = split(leaves, True), split(leaves, False)
+    start = time.perf_counter()
+    compiled = jax.jit(call, donate_argnums=0).lower(moving, still).compile()
+    seconds = time.perf_counter() - start
+
+    def step() -> Any:
+        nonlocal moving
+        out, moving = compiled(moving, still)
+        return out
+
+    return Work(step, compile=seconds)
 
 
-def summary(samples: list[float]) -> Timing:
-    """Return the quartiles."""
-    q1, median, q3 = (float(q) for q in np.percentile(samples, [25, 50, 75]))
-    return Timing(median, q1, q3, len(samples))
+def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of (cotangent, *arguments) to the output, and all gradients."""
 
+    def both(cotangent: jax.Array, *arguments: Any) -> Any:
+        out, pull = jax.vjp(function, *arguments)
+        return out, *pull(cotangent.astype(out.dtype))
 
-def reason(error: BaseException) -> str:
-    """Return an error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def attempt(make: Callable[[], Any]) -> Any:
-    """Return the result of make, or a Failure, skipped if it is a refusal."""
-    try:
-        return make()
-    except RefusalError as refusal:
-        return Failure(str(refusal), "skipped")
-    except Exception as error:  # a peer may raise anything
-        return Failure(reason(error))
+    return both

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.counts.hlo import Instruction, Module, Run, arrays, parts
+from experiments.counts.hlo import Instruction, Module, arrays, parts
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -20,8 +20,8 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: one of KINDS.
-      bytes: the size of its result on one device. Of a ragged all-to-all, its rows there before or
-        after, whichever are fewer.
+      bytes: the size of its result on one device. For a ragged all-to-all, the rows there before or
+        after it, whichever are fewer.
       times: the number of times that it runs.
       groups: the devices that take part together, as indices into the mesh, [groups, size]. For a
         permutation the pairs of sender and receiver.
@@ -82,26 +82,23 @@ def read(program: str | Module, devices: int, slices: int = 1) -> list[Collectiv
       slices: the number of slices.
     """
     module = Module(program) if isinstance(program, str) else program
-    found = []
-    for run in module.runs():
-        kind, rest = run.instruction.opcode.removesuffix("-start"), run.instruction.rest
-        if kind == "recv" and (name := re.search(r'_xla_megascale_transfer_type="(\w+)"', rest)):
-            size = arrays(run.instruction.type)[0].bytes
-            kind = "collective-permute" if "->" in rest else name[1].lower().replace("_", "-")
-            found.append(Collective(kind, size, run.times, _over_slices(rest, devices // slices)))
-            continue
-        if kind not in KINDS or _again(module, run):
-            continue
-        if run.computation.startswith("all-reduce-scatter"):
-            # The TPU compiler writes a reduce-scatter as a fusion with this name: an all-reduce
-            # after which each device keeps its part.
-            kind, last = "reduce-scatter", module.computations[run.computation][-1]
-            size = sum(x.bytes for x in arrays(last.type))
-        else:
-            size = _result(run.instruction)
-        groups = _groups(rest, devices // slices)
-        if groups.shape[1] > 1:
-            found.append(Collective(kind, size, run.times, groups))
+    found, own = [], devices // slices
+    for x, computation, times, _ in module.runs():
+        kind = x.opcode.removesuffix("-start")
+        if kind == "recv" and (name := re.search(r'_xla_megascale_transfer_type="(\w+)"', x.rest)):
+            size = arrays(x.type)[0].bytes
+            kind = "collective-permute" if "->" in x.rest else name[1].lower().replace("_", "-")
+            found.append(Collective(kind, size, times, _slice_groups(x.rest, own)))
+        elif kind in KINDS and not _is_later_part(module, computation):
+            size = _result(x)
+            if computation.startswith("all-reduce-scatter"):
+                # The TPU compiler writes a reduce-scatter as a fusion with this name: an all-reduce
+                # after which each device keeps its part.
+                kind = "reduce-scatter"
+                size = sum(array.bytes for array in arrays(module.root(computation).type))
+            groups = _groups(x.rest, own)
+            if groups.shape[1] > 1:
+                found.append(Collective(kind, size, times, groups))
     return found
 
 
@@ -114,15 +111,14 @@ def total(found: Iterable[Collective]) -> dict[str, tuple[int, int]]:
     return sums
 
 
-def _again(module: Module, run: Run) -> bool:
-    """Return True for a later part of a collective that the TPU compiler split.
+def _is_later_part(module: Module, computation: str) -> bool:
+    """Return True in the later fusions of a collective that the TPU compiler split.
 
     To overlap a collective with other work, fusions begin it, continue it and end it. Each of them
     contains the collective.
     """
-    here = module.computations[run.computation]
-    return run.computation.startswith("async_collective_fusion") or any(
-        "AsyncCollectiveDone" in x.rest for x in here
+    return computation.startswith("async_collective_fusion") or any(
+        "AsyncCollectiveDone" in x.rest for x in module.computations[computation]
     )
 
 
@@ -142,15 +138,13 @@ def _groups(rest: str, devices: int) -> np.ndarray:
     | form | example |
     |---|---|
     | lists | `{{0,1},{2,3}}`, or `{}` for all |
+    | pairs of a permutation | `source_target_pairs={{0,1},{1,0}}` |
     | a reshaped and transposed count | `[2,2]<=[2,2]T(1,0)` |
     | axes of a mesh | `mesh['a'=2,'b'=2] {'b'}` |
     | part of an axis, 2 after 4 | `mesh['a'=8] {'a':(4)2}` |
     | devices in another order | `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}` |
-    | pairs of a permutation | `source_target_pairs={{0,1},{1,0}}` |
     """
-    if pairs := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", rest):
-        return _lists(pairs[1])
-    if lists := re.search(r"replica_groups=\{([\d,{} ]*)\}", rest):
+    if lists := re.search(r"(?:source_target_pairs|replica_groups)=\{([\d,{} ]*)\}", rest):
         return _lists(lists[1]) if lists[1] else np.arange(devices)[None]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
         return _order(iota[2]).reshape(_numbers(iota[1]))
@@ -159,13 +153,21 @@ def _groups(rest: str, devices: int) -> np.ndarray:
     ):
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         order = _order(mesh[2]) if mesh[2] else np.arange(math.prod(axes.values()))
-        found = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[3])
-        over = [(name, int(m or 1), int(k or axes[name])) for name, m, k in found]
-        return _over(axes, order, over)
+        # Of an axis that is reshaped to [m, k, ·], the groups go along the second part.
+        split = {name: (1, size, 1) for name, size in axes.items()}
+        along = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[3])
+        for name, m, k in along:
+            if m:
+                split[name] = int(m), int(k), axes[name] // (int(m) * int(k))
+        inner = [3 * [*axes].index(name) + 1 for name, *_ in along]
+        outer = [i for i in range(3 * len(axes)) if i not in inner]
+        sizes = [size for parts in split.values() for size in parts]
+        count = math.prod(sizes[i] for i in inner)
+        return order.reshape(sizes).transpose(*outer, *inner).reshape(-1, count)
     raise ValueError(f"can't read the groups of a collective: {rest[:200]}")
 
 
-def _over_slices(rest: str, devices: int) -> np.ndarray:
+def _slice_groups(rest: str, devices: int) -> np.ndarray:
     """Parse the groups of a transfer between slices, as indices into the mesh.
 
     | form | example |
@@ -180,18 +182,6 @@ def _over_slices(rest: str, devices: int) -> np.ndarray:
         found = _lists(lists[1].replace("->", ","))
         return found // 100_000 * devices - devices + found % 100_000
     raise ValueError(f"can't read the slices of a transfer: {rest[:300]}")
-
-
-def _over(axes: dict[str, int], order: np.ndarray, over: list[tuple[str, int, int]]) -> np.ndarray:
-    """Return groups along parts (name, m, k) of a mesh's axes, with its devices in this order.
-
-    If an axis is reshaped to [m, k, ·], the part is the second.
-    """
-    parts = {name: (m, k, axes[name] // (m * k)) for name, m, k in over}
-    sizes = [size for name, n in axes.items() for size in parts.get(name, (n, 1, 1))]
-    inner = [3 * [*axes].index(name) + 1 for name in parts]
-    rest = [i for i in range(len(sizes)) if i not in inner]
-    return order.reshape(sizes).transpose(*rest, *inner).reshape(-1, math.prod(k for *_, k in over))
 
 
 def _order(text: str) -> np.ndarray:

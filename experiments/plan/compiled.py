@@ -1,5 +1,6 @@
-"""The trainer's own step, compiled for devices that may be absent, and read."""
+"""Compile the trainer's own step for devices that may be absent, and read its costs."""
 
+import math
 import re
 import tempfile
 import time
@@ -16,7 +17,6 @@ from experiments.counts.hlo import Module
 from experiments.phases import Phase
 from experiments.plan import collectives
 from experiments.plan.collectives import Collective
-from experiments.runs.checks import shard_bytes
 from experiments.trainer import loop, mesh
 
 # libtpu's errors: "the total memory required for … (27.97G) exceeds available HBM (15.75G)", or in
@@ -25,47 +25,26 @@ _TOO_LARGE = r"([\d.]+)([BKMGT])\)? (?:exceeds available HBM \(|of )([\d.]+)([BK
 
 
 class Memory(NamedTuple):
-    """The bytes on one device.
-
-    Attributes:
-      parameters: the model's parameters.
-      optimizer: moments and counts.
-      batch: a batch, keys, and the padding of all arguments' layouts.
-      activations: everything that lives within a step, including gradients and gathered parameters.
-      peak: arguments and everything alive beside them, by the compiler. Results replace arguments.
-    """
+    """The bytes on one device."""
 
     parameters: int
-    optimizer: int
-    batch: int
-    activations: int
-    peak: int
+    optimizer: int  # moments and counts
+    batch: int  # a batch, keys, and the padding of all arguments' layouts
+    activations: int  # all that lives within a step, with gradients and gathered parameters
+    peak: int  # arguments and everything alive with them; results replace arguments
 
 
 class Compiled(NamedTuple):
-    """A compiled step of one layout. Bytes and operations are per device.
+    """A compiled step. Bytes and operations are per device."""
 
-    Attributes:
-      sizes: the sizes of the mesh axes.
-      devices: the mesh's devices, in its order.
-      memory: the memory of a device, by kind.
-      flops: the operations of matmuls, see `work`.
-      moved: the bytes to and from memory, see `traffic`.
-      sent: the collectives.
-      unknown: loops of unknown trip count; they count as run once.
-      seconds: the compile time.
-      depths: the numbers of layers that were compiled, if the figures extrapolate from them.
-    """
-
-    sizes: dict[str, int]
-    devices: Sequence[jax.Device]
+    sizes: dict[str, int]  # of the mesh axes
+    devices: Sequence[jax.Device]  # in the mesh's order
     memory: Memory
-    flops: int
-    moved: int
+    flops: int  # of matmuls, see `work`
+    moved: int  # bytes to and from memory, see `traffic`
     sent: list[Collective]
-    unknown: list[str]
-    seconds: float
-    depths: tuple[int, ...] = ()
+    unknown: list[str]  # loops of unknown trip count; they count as run once
+    seconds: float  # to trace and compile
 
 
 class TooLargeError(ValueError):
@@ -84,35 +63,33 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     """
     start = time.perf_counter()
     built = loop.build(config, tasks.make(config), devices)
-    state, batch = built.abstract_state(), built.abstract_batch()
-    layers = config.model.get("num_layers")
-    with mesh.on(built.mesh):
-        with Phase("tracing the step", aloud=False):
-            traced = built.step.trace(state, batch)  # type: ignore[attr-defined]
-            lowered = traced.lower()
-        over = ", ".join(f"{axis}={n}" for axis, n in built.mesh.shape.items() if n > 1)
-        with Phase(f"compiling {layers or 'all'} layers, {over or 'one device'}", aloud=False):
-            text, found = dumped(lowered)
-    module = Module(text)
-    stats: Any = found.memory_analysis()
-    held = stats.argument_size_in_bytes
-    parameters, optimizer = map(shard_bytes, (state.params, state.opt_state))
+    state, sizes = built.abstract_state(), dict(built.mesh.shape)
+    with mesh.on(built.mesh), Phase(f"compiling {name(sizes)}"):
+        traced = built.step.trace(state, built.abstract_batch())  # type: ignore[attr-defined]
+        text, found = dumped(traced.lower())
+    module, stats = Module(text), found.memory_analysis()
+    parameters, optimizer = map(_shard_bytes, (state.params, state.opt_state))
+    arguments, activations = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     produced = stats.output_size_in_bytes - stats.alias_size_in_bytes
     memory = Memory(
-        parameters, optimizer, held - parameters - optimizer, stats.temp_size_in_bytes,
-        held + produced + stats.temp_size_in_bytes,
+        parameters, optimizer, arguments - parameters - optimizer, activations,
+        arguments + produced + activations,
     )  # fmt: skip
     return Compiled(
-        dict(built.mesh.shape), list(built.mesh.devices.flat), memory,
+        sizes, list(built.mesh.devices.flat), memory,
         work.flops(module) + work.pallas_flops(traced.jaxpr.jaxpr), traffic.moved(module),
-        collectives.read(module, built.mesh.size, built.mesh.shape.get("dcn", 1)),
-        list(module.unknown),
+        collectives.read(module, built.mesh.size, sizes.get("dcn", 1)), list(module.unknown),
         time.perf_counter() - start,
     )  # fmt: skip
 
 
-def dumped(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
-    """Compile a program, and return its text and the result.
+def name(sizes: dict[str, int]) -> str:
+    """Return the sizes of mesh axes in words."""
+    return ", ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
+
+
+def dumped(lowered: jax.stages.Lowered) -> tuple[str, Any]:
+    """Compile a program, and return its text and the `jax.stages.Compiled`.
 
     The text is the compiler's own dump, because `as_text` can't read the programs of a libtpu that
     is newer than jaxlib.
@@ -134,3 +111,9 @@ def dumped(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
 
 def _bytes(number: str, unit: str) -> float:
     return float(number) * 1024 ** "BKMGT".index(unit)
+
+
+def _shard_bytes(tree: Any) -> int:
+    """Return the bytes that one device holds of a tree of shapes with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import topologies
 
+from experiments.devices import force_host_devices
 from experiments.plan import gpus
-from experiments.runs import fields, hosts
 from experiments.runs.failures import RunError
 
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")  # libtpu's names
+SIMULATED = 512  # devices that a CPU can simulate: beyond, the threads of XLA run out
 
 
 def of(topology: str) -> Sequence[jax.Device]:
@@ -24,21 +25,19 @@ def of(topology: str) -> Sequence[jax.Device]:
     | `2xv5e:16x16` | two such slices, connected by the data center's network |
     | `a100:8`, `h100:8`, `h200:64`, `b200:8` | this number of NVIDIA GPUs, for the compiler only |
     | `cpu:8` | 8 devices simulated on the cores of this machine |
-    | `gpu:8` | 8 of the GPUs of this machine |
     """
     known = re.fullmatch(r"(?:(\d{1,9})x)?(\w+):(\d{1,9}(?:x\d{1,9})*)", topology, re.ASCII)
     chip, sizes = (known[2], [*map(int, known[3].split("x"))]) if known else ("", [])
     slices = int(known[1] or 1) if known else 1
-    one = len(sizes) == slices == 1
-    if one and chip in ("cpu", "gpu"):
-        return _local(chip, sizes[0])
-    if one and chip in gpus.TARGETS:
+    if len(sizes) == slices == 1 and chip == "cpu":
+        return _simulated(sizes[0])
+    if len(sizes) == slices == 1 and chip in gpus.TARGETS:
         return gpus.of(chip, sizes[0])
     if chip not in TPUS or not 0 < slices * math.prod(sizes) <= gpus.MOST:
         raise RunError(
             f"--topology must be a generation of TPUs and its sizes, such as v5e:16x16, GPUs and "
-            f"their number, such as h200:8, or cpu:8 or gpu:8, with at most {gpus.MOST:,} devices, "
-            f"got {topology!r:.100}; choose a TPU of {', '.join(TPUS)}, or slices: 2xv5e:16x16"
+            f"their number, such as h200:8, or cpu:8, with at most {gpus.MOST:,} devices, got "
+            f"{topology!r:.100}; choose a TPU of {', '.join(TPUS)}, or slices: 2xv5e:16x16"
         )
     if not importlib.util.find_spec("libtpu"):
         raise RunError(
@@ -57,24 +56,12 @@ def of(topology: str) -> Sequence[jax.Device]:
     return described.devices
 
 
-def _local(platform: str, count: int) -> Sequence[jax.Device]:
-    if platform == "cpu" and count:
-        hosts.force_host_devices(min(count, fields.DEVICES))
-    try:
-        found = jax.devices(platform)
-    except RuntimeError as error:
-        raise RunError(f"--topology={platform}:{count} needs a {platform.upper()}: {error}") from (
-            error
-        )
+def _simulated(count: int) -> Sequence[jax.Device]:
+    force_host_devices(min(count, SIMULATED))
+    found = jax.devices("cpu")
     if not 0 < count <= len(found):
         raise RunError(
-            f"--topology={platform}:{count} must be at least 1 device, and at most the "
-            f"{len(found)} available ones"
+            f"--topology=cpu:{count} must be at least 1 device, and at most the {len(found)} "
+            f"available ones"
         )
     return found[:count]
-
-
-def coordinates(device: jax.Device) -> tuple[int, ...] | None:
-    """Return the coordinates of a TPU chip in its torus, or None for other devices."""
-    coords = getattr(device, "coords", None)
-    return None if coords is None else tuple(coords)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that may be absent: devices to compile for, and the links between them.
+"""NVIDIA GPUs that may be absent, to compile for.
 
 XLA compiles for the description of a chip. The numbers are from XLA's own descriptions
 (`xla/backends/gpu/target_config/specs/*.txtpb` of openxla/xla, read in November 2026), except the
@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
-from experiments.counts.chips import GPUS, Chip
-from experiments.plan.collectives import Collective
+from experiments.counts.chips import GPUS
 from experiments.runs.failures import RunError
 
 MOST = 2**14  # the limit of devices in any topology: more than a pod has
@@ -22,25 +20,15 @@ HOST = 8  # GPUs of one machine, connected by NVLink
 
 
 class Target(NamedTuple):
-    """A chip in XLA's terms.
+    """A chip in XLA's terms."""
 
-    Attributes:
-      name: its name in NVIDIA's driver, and so in JAX.
-      major: the major number of its compute capability.
-      cores: the number of multiprocessors.
-      fpus: the float32 units per multiprocessor.
-      shared: the bytes of shared memory per multiprocessor.
-      cache: the bytes of its L2 cache.
-      clock: the clock rate in GHz.
-    """
-
-    name: str
-    major: int
-    cores: int
-    fpus: int
-    shared: int
-    cache: int
-    clock: float
+    name: str  # in NVIDIA's driver, and so in JAX
+    major: int  # of its compute capability
+    cores: int  # multiprocessors
+    fpus: int  # float32 units per multiprocessor
+    shared: int  # bytes of shared memory per multiprocessor
+    cache: int  # bytes of L2
+    clock: float  # GHz
 
     def text(self) -> str:
         """Return the text form of a `stream_executor.GpuTargetConfigProto`."""
@@ -86,11 +74,11 @@ NEEDED = ("jax_plugins.xla_cuda13", "nvidia.cudnn")
 
 def lacking() -> str | None:
     """Return the missing wheels for compiling to NVIDIA GPUs as a reason, or None."""
-    missing = [name for name in NEEDED if not _there(name)]
+    missing = [name for name in NEEDED if not _is_there(name)]
     return f"needs the wheels of the extra gpu-compile, without {missing}" if missing else None
 
 
-def _there(name: str) -> bool:
+def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
@@ -112,50 +100,3 @@ def of(chip: str, count: int) -> Sequence[jax.Device]:
         chip, "cuda", target_config=TARGETS[chip].text(), topology=f"1x{count // here}x{here}"
     )
     return described.devices
-
-
-class Machines(NamedTuple):
-    """GPUs and the links between them.
-
-    Attributes:
-      chip: the constants of one GPU.
-      hosts: the machine of each device of the mesh, in its order.
-      cores: the devices per GPU.
-    """
-
-    chip: Chip
-    hosts: np.ndarray
-    cores: int = 1
-
-    @classmethod
-    def of(cls, devices: Sequence[jax.Device]) -> "Machines | None":
-        """Return the machines of a mesh, or None if the table of chips lacks them."""
-        if devices[0].device_kind not in GPUS:
-            return None
-        hosts = np.array([device.id // HOST for device in devices])
-        return cls(GPUS[devices[0].device_kind], hosts)
-
-    @property
-    def memory(self) -> float:
-        """The bytes of a device's memory."""
-        return self.chip.memory
-
-    def by_link(self, one: Collective) -> dict[str, float]:
-        """Return the bytes that each device sends over each kind of link in one run."""
-        across = one.across(self.hosts)
-        alone = len(set(self.hosts[one.groups[0]])) == one.groups.shape[1]
-        inside = 0.0 if across and alone else one.sent
-        sent = {"NVLink": inside, "InfiniBand": across}
-        return {link: size for link, size in sent.items() if size}
-
-    def seconds(self, one: Collective) -> float:
-        """Return the minimum time of one run of a collective.
-
-        Every device has its own link to its machine's switch and its own to the network, and sends
-        over both at the same time.
-        """
-        return max((x / self.speed(link) for link, x in self.by_link(one).items()), default=0.0)
-
-    def speed(self, link: str) -> float:
-        """Return the bytes per second of a kind of link, one way."""
-        return self.chip.link if link == "NVLink" else self.chip.network

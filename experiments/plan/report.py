@@ -1,20 +1,15 @@
 """A plan as tables, and as JSON."""
 
 import importlib.metadata
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from experiments import tables
-from experiments.plan import collectives
-from experiments.plan.remedies import Remedy
-from experiments.plan.roofline import network
+from experiments.plan import roofline
+from experiments.plan.collectives import Collective
 from experiments.plan.search import Layout
-
-Row = dict[str, Any]
 
 
 def compiler(device: jax.Device) -> str:
@@ -26,124 +21,73 @@ def compiler(device: jax.Device) -> str:
         return f"jaxlib {importlib.metadata.version('jaxlib')}"
 
 
-def row(layout: Layout) -> Row:
+def row(layout: Layout) -> dict[str, Any]:
     """Return a layout as JSON values: bytes and operations per device, seconds per step."""
     found, times = layout.found, layout.times
-    numbers: Row = {"mesh": layout.sizes, "reason": layout.reason}
+    row = {"mesh": layout.sizes, "flags": layout.flags, "reason": layout.reason}
     if found is None:
-        return numbers
-    links = network(found.devices)
-    sent = [
-        {
-            "kind": one.kind, "times": one.times, "devices": one.groups.shape[1],
-            "bytes": one.bytes, "sent": one.sent, "seconds": links and links.seconds(one),
-        }
-        for one in found.sent
-    ]  # fmt: skip
-    return numbers | {
-        "bytes": found.memory._asdict() | {"chip": links and links.memory},
-        "flops": found.flops,
-        "moved": found.moved,
-        "collectives": sent,
+        return row
+    sent = [one._asdict() | {"groups": one.groups.shape, "sent": one.sent} for one in found.sent]
+    return row | {
+        "bytes": found.memory._asdict(), "chip": layout.has, "flops": found.flops,
+        "moved": found.moved, "collectives": sent, "unknown_loops": found.unknown,
         "seconds": times and times._asdict() | {"step": times.step, "binds": times.binds},
-        "links": {
-            link: {"sent": size, "seconds": seconds}
-            for link, (size, seconds) in by_link(layout).items()
-        },
-        "unknown_loops": found.unknown,
-        "compiled_layers": found.depths,
         "compiling": found.seconds,
-    }
-
-
-def write(path: Path, header: Row, layouts: Sequence[Layout]) -> None:
-    """Write all layouts as JSON."""
-    rows = [row(layout) for layout in layouts]
-    path.write_text(json.dumps(header | {"layouts": rows}, indent=2) + "\n")
+    }  # fmt: skip
 
 
 def memory(layouts: Sequence[Layout]) -> str:
-    """Return a table of compiled layouts with their use of a device in a step."""
+    """Return a table of layouts with their use of a device in a step."""
     lines = [tables.head(
         "layout", "parameters", "optimizer", "activations", "peak", "of", "10¹² operations",
         "compute, ms", "memory, ms", "network, ms", "binds",
     )]  # fmt: skip
     for layout in layouts:
-        found, times = layout.found, layout.times
+        found, times, has = layout.found, layout.times, _size(layout.has)
         if found is None:
+            lines.append(tables.line(layout, *"–––", _size(layout.needs), has, *"–––––"))
             continue
-        links, m = network(found.devices), found.memory
-        held = [m.parameters, m.optimizer, m.activations, m.peak]
-        spent = [f"{1e3 * x:.4g}" for x in times] if times else ["–"] * 3
+        m = found.memory
         lines.append(tables.line(
-            layout, *map(_size, held), _size(links.memory) if links else "–",
-            f"{found.flops / 1e12:.4g}", *spent,
-            layout.reason or (times.binds if times else "–"),
+            layout, *map(_size, (m.parameters, m.optimizer, m.activations, m.peak)), has,
+            f"{found.flops / 1e12:.4g}", *([f"{1e3 * x:.4g}" for x in times] if times else "–––"),
+            "too large" if layout.reason else times.binds if times else "–",
         ))  # fmt: skip
     return "\n".join(lines)
 
 
 def sent(layout: Layout) -> str:
-    """Return a table of the collectives of a step, by kind and number of devices."""
+    """Return a table of the collectives of a step, by kind, links and number of devices."""
     lines = [tables.head(f"sent in a step: {layout}", "links", "devices", "times", "results",
                          "sent by each", "ms")]  # fmt: skip
     found = layout.found.sent if layout.found else []
-    links = network(layout.found.devices) if layout.found else None
-    groups: dict[tuple[str, str, int], list[collectives.Collective]] = {}
+    links = roofline.network(layout.found.devices) if layout.found else None
+    groups: dict[tuple[str, str, int], list[Collective]] = {}
     for one in found:
         over = ", ".join(links.by_link(one)) if links else "–"
         groups.setdefault((one.kind, over, one.groups.shape[1]), []).append(one)
     for group, ones in sorted(groups.items(), key=lambda group: group[0]):
-        seconds = sum(x.times * links.seconds(x) for x in ones) if links else None
+        milliseconds = 1e3 * sum(x.times * links.seconds(x) for x in ones) if links else None
         lines.append(tables.line(
             *group, sum(x.times for x in ones), _size(sum(x.times * x.bytes for x in ones)),
             _size(sum(x.times * x.sent for x in ones)),
-            "–" if seconds is None else f"{1e3 * seconds:.4g}",
+            "–" if milliseconds is None else f"{milliseconds:.4g}",
         ))  # fmt: skip
     return "\n".join(lines)
 
 
-def by_link(layout: Layout) -> dict[str, tuple[float, float]]:
-    """Return the bytes that a device sends over each kind of link, and the seconds they take.
-
-    A collective over two kinds of links counts its seconds on the one that takes longer.
-    """
-    links = network(layout.found.devices) if layout.found else None
-    sums: dict[str, tuple[float, float]] = {}
-    if layout.found is None or links is None:
-        return sums
-    for one in layout.found.sent:
-        split = links.by_link(one)
-        for link, size in split.items():
-            sent, seconds = sums.get(link, (0.0, 0.0))
-            slow = link == max(split, key=lambda name: split[name] / links.speed(name))
-            sums[link] = sent + one.times * size, seconds + slow * one.times * links.seconds(one)
-    return sums
+def others(layouts: Sequence[Layout]) -> str:
+    """Return lines that count, by reason, the layouts that were not compiled."""
+    reasons: dict[str, list[Layout]] = {}
+    for layout in layouts:
+        if layout.reason and layout.needs is None:
+            reasons.setdefault(layout.reason, []).append(layout)
+    return "\n".join(f"{len(same)} × {why}, such as {same[0]}" for why, same in reasons.items())
 
 
-def link_line(layout: Layout) -> str:
-    """Return a line with the bytes and the minimum time of each kind of link."""
-    parts = [
-        f"{link} {_size(sent)}, {1e3 * seconds:.4g} ms"
-        for link, (sent, seconds) in sorted(by_link(layout).items())
-    ]
-    return "sent by each device over " + "; ".join(parts) if parts else ""
-
-
-def remedies(found: Sequence[Remedy], tight: Layout) -> str:
-    """Return a table of remedies for a layout that does not fit."""
-    title = f"remedies for {tight}, each on top of those above it"
-    lines = [tables.head(title, "needs", "of", "by", "ms")]
-    for one in found:
-        times = one.layout.times if one.layout else None
-        lines.append(tables.line(
-            one.name, _size(one.needs), _size(tight.has or 0),
-            "compiling" if one.layout else "estimate", f"{1e3 * times.step:.4g}" if times else "–",
-        ))  # fmt: skip
-    return "\n".join(lines)
-
-
-def _size(count: float) -> str:
+def _size(count: float | None) -> str:
+    if count is None:
+        return "–"
     unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
@@ -152,12 +96,18 @@ def _size(count: float) -> str:
     return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
 
 
-def others(layouts: Sequence[Layout]) -> str:
-    """Return a table of layouts that do not fit or were not compiled, counted by reason."""
-    reasons: dict[str, list[Layout]] = {}
-    for layout in layouts:
-        if layout.reason:
-            reasons.setdefault(layout.reason, []).append(layout)
-    lines = [tables.head("not compiled, or too large", "such as", "reason")]
-    lines += [tables.line(len(same), same[0], reason) for reason, same in reasons.items()]
-    return "\n".join(lines)
+def show(layouts: Sequence[Layout]) -> None:
+    """Print the tables of a plan, and say if nothing fits."""
+    fits = [layout for layout in layouts if not layout.reason]
+    tried = [layout for layout in layouts if layout.needs]
+    print(f"one device, one step\n\n{memory(tried)}\n")
+    if fits:
+        print(f"{sent(fits[0])}\n")
+        if fits[0].flags:
+            print("fits with", *fits[0].flags)
+    else:
+        print("nothing fits; take more devices, or a smaller model or config.length")
+    if left := others(layouts):
+        print(f"not compiled: {left}")
+    if unknown := [loop for layout in tried if layout.found for loop in layout.found.unknown]:
+        print(f"loops of unknown length, counted once: {unknown}")

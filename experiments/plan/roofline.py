@@ -15,11 +15,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.counts.chips import CHIPS, Chip
+from experiments.counts.chips import CHIPS, GPUS, Chip
 from experiments.plan.collectives import Collective
 from experiments.plan.compiled import Compiled
-from experiments.plan.devices import coordinates
-from experiments.plan.gpus import Machines
+from experiments.plan.gpus import HOST
 from experiments.trainer.mesh import count_slices
 
 
@@ -53,48 +52,38 @@ def times(found: Compiled) -> Times | None:
     )
 
 
-def network(devices: Sequence[jax.Device]) -> "Torus | Machines | None":
-    """Return the chips of a mesh and their links, or None if the tables lack them."""
-    return Torus.of(devices) or Machines.of(devices)
+class Machines(NamedTuple):
+    """GPUs and the links between them."""
+
+    chip: Chip
+    hosts: np.ndarray  # the machine of each device of the mesh, in its order
+    cores: int = 1  # devices per GPU
+
+    def by_link(self, one: Collective) -> dict[str, float]:
+        """Return the bytes that each device sends over each kind of link in one run."""
+        across = one.across(self.hosts)
+        alone = len(set(self.hosts[one.groups[0]])) == one.groups.shape[1]
+        inside = 0.0 if across and alone else one.sent
+        return {link: x for link, x in (("NVLink", inside), ("InfiniBand", across)) if x}
+
+    def seconds(self, one: Collective) -> float:
+        """Return the minimum time of one run of a collective.
+
+        Every device has its own link to its machine's switch and its own to the network, and sends
+        over both at the same time.
+        """
+        speed = {"NVLink": self.chip.link, "InfiniBand": self.chip.network}
+        return max((x / speed[link] for link, x in self.by_link(one).items()), default=0.0)
 
 
 class Torus(NamedTuple):
-    """Chips and the links between them.
-
-    Attributes:
-      chip: the constants of one chip.
-      cores: the devices per chip.
-      places: the coordinates of each device of the mesh, in its order, [devices, axes].
-      sizes: the size of the torus along each axis.
-      slices: the number of such tori, which the devices fill one after another.
-    """
+    """TPU chips and the links between them."""
 
     chip: Chip
-    cores: int
-    places: np.ndarray
-    sizes: tuple[int, ...]
-    slices: int = 1
-
-    @classmethod
-    def of(cls, devices: Sequence[jax.Device]) -> "Torus | None":
-        """Return the torus of all devices of a mesh, or None."""
-        places, slices = [coordinates(device) for device in devices], count_slices(devices)
-        chip = CHIPS.get(devices[0].device_kind)
-        if chip is None or None in places or (slices > 1 and not chip.network):
-            return None
-        array = np.array(places)
-        cores = max(Counter(map(tuple, array)).values()) // slices
-        sizes = tuple(int(n) for n in array.max(0) + 1)
-        return cls(chip, cores, array, sizes, slices)
-
-    @property
-    def memory(self) -> float:
-        """The bytes of a device's own memory."""
-        return self.chip.memory / self.cores
-
-    def speed(self, link: str) -> float:
-        """Return the bytes per second of a kind of link, one way."""
-        return self.chip.link if link == "ICI" else self.chip.network
+    cores: int  # devices per chip
+    places: np.ndarray  # coordinates of each device of the mesh, in its order, [devices, axes]
+    sizes: tuple[int, ...]  # of the torus along each axis
+    slices: int = 1  # such tori, which the devices fill one after another
 
     def by_link(self, one: Collective) -> dict[str, float]:
         """Return the bytes that each device sends over each kind of link in one run."""
@@ -118,7 +107,7 @@ class Torus(NamedTuple):
         if across := self.by_link(one).get("DCN"):
             return self.cores * across / self.chip.network
         if one.kind == "collective-permute":
-            return one.bytes * int(self._hops(one.groups).max(initial=0)) / self.chip.link
+            return one.bytes * self._hops(one.groups) / self.chip.link
         members = self.places[one.groups[0]]
         group = np.unique(members, axis=0)
         if len(group) == 1:
@@ -142,14 +131,27 @@ class Torus(NamedTuple):
         around = places == list(range(places[0], size, max(1, size // count)))
         if count == 1:
             return 1, 0
-        return (size, 2) if around and self._ring(axis) else (places[-1] - places[0] + 1, 1)
+        return (size, 2) if around and self._is_ring(axis) else (places[-1] - places[0] + 1, 1)
 
-    def _ring(self, axis: int) -> bool:
-        return self.chip.wraps(self.sizes[axis])
+    def _is_ring(self, axis: int) -> bool:
+        return self.chip.ring > 0 and self.sizes[axis] % self.chip.ring == 0
 
-    def _hops(self, pairs: np.ndarray) -> np.ndarray:
+    def _hops(self, pairs: np.ndarray) -> int:
+        """Return the links of the longest path."""
         apart = np.abs(self.places[pairs[:, 0]] - self.places[pairs[:, 1]])
         for axis, size in enumerate(self.sizes):
-            if self._ring(axis):
+            if self._is_ring(axis):
                 apart[:, axis] = np.minimum(apart[:, axis], size - apart[:, axis])
-        return apart.sum(1)
+        return int(apart.sum(1).max(initial=0))
+
+
+def network(devices: Sequence[jax.Device]) -> Torus | Machines | None:
+    """Return the chips of a mesh and their links, or None if the tables lack them."""
+    kind, slices = devices[0].device_kind, count_slices(devices)
+    if kind in GPUS:
+        return Machines(GPUS[kind], np.array([device.id // HOST for device in devices]))
+    if kind not in CHIPS or (slices > 1 and not CHIPS[kind].network):
+        return None
+    places = np.array([device.coords for device in devices])
+    cores = max(Counter(map(tuple, places)).values()) // slices
+    return Torus(CHIPS[kind], cores, places, tuple(int(n) for n in places.max(0) + 1), slices)

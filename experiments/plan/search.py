@@ -1,100 +1,84 @@
-"""All layouts of a run over devices, and the costs of the better ones."""
+"""Layouts of a run over devices: a given one, the best of all, or changes that make it fit."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.plan import depth, roofline
+from experiments.plan import compiled, roofline
 from experiments.plan.compiled import Compiled, TooLargeError
-from experiments.plan.roofline import Times, network
+from experiments.plan.roofline import Times
 from experiments.trainer import mesh
-from experiments.trainer.mesh import count_slices
 from experiments.trainer.optimizer import make_optimizer
+
+# Names of activations that a block stores, from less recomputation to less memory.
+POLICIES = ("q,k,v,z,lse,mlp_pre", "z,lse", True)
+Changes = dict[str, Any]  # values of a config by key
 
 
 class Layout(NamedTuple):
-    """A layout of a run, and its costs.
+    """A layout of a run, and its costs."""
 
-    Attributes:
-      sizes: the sizes of the mesh axes.
-      found: the compiled step, or None if it was not compiled.
-      times: the minimum time of a step, or None if the chips are unknown.
-      reason: why it was not compiled or does not fit; empty if it fits.
-      needs: the bytes on one device, if it was compiled.
-      has: the bytes of a device's memory, if known.
-    """
-
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # of the mesh axes
     found: Compiled | None = None
-    times: Times | None = None
-    reason: str = ""
-    needs: float | None = None
-    has: float | None = None
+    times: Times | None = None  # None if the chips are unknown
+    reason: str = ""  # why it was not compiled or does not fit
+    needs: float | None = None  # bytes on one device, if known
+    has: float | None = None  # bytes of a device's memory, if known
+    flags: tuple[str, ...] = ()  # of the command, for changes that make it fit
 
     def __str__(self) -> str:
-        return ", ".join(f"{axis}={n}" for axis, n in self.sizes.items() if n > 1) or "one device"
+        flags = [flag.removeprefix("--config.") for flag in self.flags if ".mesh." not in flag]
+        return ", ".join([compiled.name(self.sizes), *flags])
 
 
-def plan(config: ConfigDict, devices: Sequence[jax.Device], whole: bool = False) -> Layout:
-    """Compile the layout of a config, all layers of it if `whole`, and return its costs."""
+Tell = Callable[[Layout], None]
+
+
+def plan(config: ConfigDict, devices: Sequence[jax.Device]) -> Layout:
+    """Compile the layout of a config, and return its costs."""
+    links = roofline.network(devices)
+    has = links.chip.memory / links.cores if links else None
     try:
-        found = depth.step(config, devices, whole)
+        found = compiled.step(config, devices)
     except TooLargeError as error:
         sizes = dict(mesh.make_mesh(config, devices).shape)
         return Layout(sizes, reason=f"does not fit: {error}", needs=error.needs, has=error.has)
-    links, peak, reason = network(found.devices), found.memory.peak, ""
-    if links is not None and peak > links.memory:
-        reason = f"does not fit: {TooLargeError(peak, links.memory)}"
-    has = links.memory if links else None
+    peak, reason = found.memory.peak, ""
+    if has is not None and peak > has:
+        reason = f"does not fit: {TooLargeError(peak, has)}"
     return Layout(found.sizes, found, roofline.times(found), reason, peak, has)
 
 
-def splits(count: int) -> Iterator[dict[str, int]]:
+def splits(count: int) -> list[dict[str, int]]:
     """Return all sizes of the mesh axes with this product."""
-
-    def divide(n: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-        if len(axes) == 1:
-            yield {axes[0]: n}
-            return
-        for size in (k for k in range(1, n + 1) if n % k == 0):
-            for rest in divide(n // size, axes[1:]):
-                yield {axes[0]: size, **rest}
-
-    return divide(count, mesh.AXES)
+    factors = [n for n in range(1, count + 1) if count % n == 0]
+    sizes = itertools.product(factors, repeat=len(mesh.AXES))
+    return [dict(zip(mesh.AXES, x, strict=True)) for x in sizes if math.prod(x) == count]
 
 
 class Facts(NamedTuple):
-    """The inputs of an estimate without compiling.
+    """The inputs of an estimate without compiling."""
 
-    Attributes:
-      numbers: the number of parameters.
-      state: the bytes of all parameters and the optimizer state.
-      activation: the bytes of a layer's output for the whole batch, in bfloat16.
-      layers: the number of layers.
-    """
-
-    numbers: int
-    state: int
-    activation: int
-    layers: int
+    parameters: int  # their number
+    state: int  # bytes of all parameters and the optimizer state
+    activations: int  # bytes of the outputs of all layers for the whole batch, in bfloat16
 
     @classmethod
     def of(cls, config: ConfigDict) -> "Facts":
         """Return the facts of a run."""
-        task = tasks.make(config)
-        params = jax.eval_shape(lambda: task.init(jax.random.key(0)))
-        optimizer, _ = make_optimizer(config)
-        held = jax.tree.leaves((params, jax.eval_shape(optimizer.init, params)))
+        params = jax.eval_shape(tasks.make(config).init, jax.random.key(0))
+        state = params, jax.eval_shape(make_optimizer(config)[0].init, params)
         tokens = config.batch_size * config.get("length", 1)
         return cls(
             sum(x.size for x in jax.tree.leaves(params)),
-            sum(x.size * x.dtype.itemsize for x in held),
-            2 * tokens * config.model.features, config.model.num_layers,
-        )  # fmt: skip
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
+            2 * tokens * config.model.features * config.model.num_layers,
+        )
 
     def sent(self, data: int, fsdp: int, model: int, context: int) -> float:
         """Estimate the bytes that a device sends, to choose the layouts to compile first.
@@ -103,8 +87,7 @@ class Facts(NamedTuple):
         once; over data, reduced once. Each layer needs four sums of activations over model, and as
         many passes of keys and values over context.
         """
-        weights = 2 * self.numbers / model
-        here = self.layers * self.activation / (data * fsdp)
+        weights, here = 2 * self.parameters / model, self.activations / (data * fsdp)
         return (
             4 * weights * (1 - 1 / fsdp) + 2 * weights / fsdp * (1 - 1 / data)
             + 8 * here / context * (1 - 1 / model) + 6 * here / model * (1 - 1 / context)
@@ -112,41 +95,36 @@ class Facts(NamedTuple):
 
 
 def search(
-    config: ConfigDict,
-    devices: Sequence[jax.Device],
-    most: int,
-    tell: Callable[[Layout], None] = lambda layout: None,
-    whole: bool = False,
+    config: ConfigDict, devices: Sequence[jax.Device], most: int, tell: Tell
 ) -> list[Layout]:
-    """Compile the layouts that may fit, the most promising first.
+    """Compile the layouts over all devices that may fit, the most promising first.
 
     Args:
       config: the run's config; the sizes of its mesh do not matter.
-      devices: the devices; every layout uses all of them.
+      devices: the devices.
       most: the number of layouts to compile.
       tell: a function that is called with each compiled layout.
-      whole: True to compile all layers of any model, see `depth.step`.
 
     Returns:
       The layouts that fit, the fastest first if the chips are known, then all others with the
       reason.
     """
-    facts = Facts.of(config)
+    facts, links = Facts.of(config), roofline.network(devices)
     fits: list[Layout] = []
     others: list[Layout] = []
-    links = network(devices)
-    count = len(devices) // count_slices(devices)
+    count = len(devices) // mesh.count_slices(devices)
     for sizes in sorted(splits(count), key=lambda sizes: facts.sent(**sizes)):
         least = facts.state / (sizes["fsdp"] * sizes["model"])
-        if links is not None and least > links.memory:
+        if links is not None and least > links.chip.memory / links.cores:
             reason = f"parameters and optimizer alone take {least / 2**30:.1f} GiB"
             others.append(Layout(sizes, reason=reason))
             continue
         if most == 0:
             others.append(Layout(sizes, reason="left out; raise --most"))
             continue
+        changes = {f"mesh.{axis}": n for axis, n in sizes.items()}
         try:
-            layout = plan(divided(config, sizes), devices, whole)
+            layout = plan(changed(config, changes), devices)
         except ValueError as error:
             others.append(Layout(sizes, reason=f"refused: {error}"))
             continue
@@ -157,8 +135,57 @@ def search(
     return fits + others
 
 
-def divided(config: ConfigDict, sizes: dict[str, int]) -> ConfigDict:
-    """Return the config with a mesh of these sizes."""
+def remedies(
+    config: ConfigDict, devices: Sequence[jax.Device], tight: Layout, tell: Tell
+) -> list[Layout]:
+    """Compile changes of a layout that does not fit, in order of their cost, until one fits.
+
+    Each layout has the changes of those before it, too. docs/scaling.md lists the changes.
+    """
+    found: list[Layout] = []
+    total: Changes = {f"mesh.{axis}": tight.sizes[axis] for axis in mesh.AXES}
+    total["mesh.context"] *= tight.sizes.get("ulysses", 1)
+    config = changed(config, total)
+    for changes in _steps(config):
+        total = total | changes
+        try:
+            layout = plan(changed(config, total), devices)
+        except ValueError:
+            continue  # The model or the mesh refuses it.
+        layout = layout._replace(flags=tuple(f"--config.{key}={x}" for key, x in total.items()))
+        tell(layout)
+        saved = 1 - (layout.needs or 0) / ((found or [tight])[-1].needs or 1)
+        found.append(layout)
+        if not layout.reason or ("batch_size" in changes and saved < 0.01):
+            break  # If fewer rows bring nothing, it is the state that does not fit.
+    return found
+
+
+def _steps(config: ConfigDict) -> Iterator[Changes]:
+    """Yield changes that take less memory, the cheapest first, each on top of those before it."""
+    m, rows, averaged = config.mesh, config.batch_size, config.optimizer.accumulate
+    data, fsdp = m.data, m.fsdp
+    if data > 1:
+        data, fsdp = 1, data * fsdp
+        yield {"mesh.data": 1, "mesh.fsdp": fsdp}
+    remat = config.model.get("remat", True)
+    if remat is not True:
+        later = POLICIES[POLICIES.index(remat) + 1 :] if remat in POLICIES else POLICIES
+        yield from ({"model.remat": policy} for policy in later)
+    if "length" in config and fsdp % 2 == 0 and config.length % (2 * m.context) == 0:
+        fsdp, rows, averaged = fsdp // 2, rows // 2, 2 * averaged
+        yield {
+            "mesh.fsdp": fsdp, "mesh.context": 2 * m.context, "batch_size": rows,
+            "optimizer.accumulate": averaged,
+        }  # fmt: skip
+    while rows % (2 * data * fsdp) == 0:
+        rows, averaged = rows // 2, 2 * averaged
+        yield {"batch_size": rows, "optimizer.accumulate": averaged}
+
+
+def changed(config: ConfigDict, changes: Changes) -> ConfigDict:
+    """Return a copy of a config with these values."""
     config = config.copy_and_resolve_references()
-    config.mesh.update(sizes)
+    with config.ignore_type():  # `model.remat` is a bool or names.
+        config.update_from_flattened_dict(changes)
     return config

@@ -11,13 +11,13 @@ from jax.experimental import multihost_utils
 
 from experiments import phases, plots, reports
 from experiments.phases import Phase
-from experiments.runs.record import FOLDER
-from experiments.runs.rundir import METRICS
+from experiments.runs.log import EVENTS, METRICS
 from experiments.tasks.task import Params
+from experiments.trainer.checkpoints import FOLDER
 from experiments.trainer.loop import Result
 from experiments.trainer.mesh import Program
 
-EVENTS, TRACE = "tensorboard", "profile"
+TRACE = "profile"
 
 
 def finish(program: Program, workdir: Path, result: Result) -> None:

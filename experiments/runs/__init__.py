@@ -1,1 +1,1 @@
-"""Everything that keeps a run safe: locks, checksums, config checks, processes, signals, files."""
+"""What a run needs around its steps: a folder, a config, a log, signals, and other processes."""

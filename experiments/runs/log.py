@@ -1,118 +1,124 @@
-"""The log of a run: metrics of steps, and rows of them in files.
+"""The log of a run: rows of metrics in a file of JSON lines, TensorBoard, and other trackers."""
 
-All of it is part of each checkpoint too: a run that was cut off has the log of one that was not.
-"""
-
+import hashlib
+import importlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
+from tensorboardX import SummaryWriter
 
-from experiments.runs import files, hosts, record, writers
+from experiments import phases
 from experiments.runs.failures import RunError
-from experiments.runs.rundir import METRICS
 
+METRICS, EVENTS, PROJECT = "metrics.jsonl", "tensorboard", "flax_mha"
 Row = dict[str, Any]
+# Writes numbers by name, for a step.
+Write = Callable[[Mapping[str, float], int], object]
 
 
 class Log:
-    """The metrics of a run: JSON lines and TensorBoard events, written by process 0.
+    """The metrics of a run. Process 0 writes them.
 
     Args:
       path: the run's folder.
       config: the run's config.
-      saved: the checkpoint that it starts from, if any; rows beyond it, left by a run that was cut
-        off, are dropped.
+      step: the step that training goes on from; rows beyond it, left by a process that was killed,
+        are dropped.
+      pending: the metrics of steps since the last row, as `pending` returned them.
 
     Attributes:
       rows: the rows.
       skipping: True if the last step of a seed was left out, as not finite.
     """
 
-    def __init__(self, path: Path, config: ConfigDict, saved: record.Saved | None) -> None:
+    def __init__(
+        self, path: Path, config: ConfigDict, step: int = 0, pending: Iterable[Any] = ()
+    ) -> None:
         self._file, self._config, self.skipping = path / METRICS, config, False
-        log = saved.log if saved else {"rows": [], "pending": []}
-        self.rows: list[Row] = list(log["rows"])
-        self._pending: list[Any] = list(log["pending"])  # of each step since the last row
+        self.rows = [row for row in read(path) if row["step"] <= step]
+        self._pending: list[Any] = list(pending)
+        self._writers: list[Write] = []
+        self._closers: list[Callable[[], object]] = []
+        if jax.process_index() == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            self._open(path, step)
 
-        def open_writers() -> list[writers.Writer]:
-            text = "".join(_line(row) for row in self.rows)
-            record.check_log(self._file, text, config.checkpoint_every if not saved else 0)
-            others = writers.others(path, config)
-            files.write(self._file, text)
-            return [writers.TensorBoard(path / "tensorboard", saved.step if saved else 0), *others]
+    def _open(self, path: Path, step: int) -> None:
+        aside = self._file.with_name(f"{METRICS}.part")
+        aside.write_text("".join(map(_line, self.rows)))
+        aside.replace(self._file)
+        events = SummaryWriter(str(path / EVENTS), purge_step=step + 1)
 
-        self._writers = hosts.on_first(open_writers) or []
+        def write(values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                events.add_scalar(name, value, step)
+            events.flush()
+
+        opened = [
+            (write, events.close),
+            *(TRACKERS[x](path, self._config) for x in named(self._config)),
+        ]
+        self._writers, self._closers = map(list, zip(*opened, strict=True))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for writer in self._writers:
-            writer.close()
+        for close in self._closers:
+            close()
 
     def add(self, metrics: Any) -> None:
         """Take the metrics of a step, without waiting for the device."""
         self._pending.append(metrics)
 
-    def take(self, step: int) -> dict[str, np.ndarray]:
-        """Return the metrics [steps, seeds] since the last call, up to this step."""
-        series = self._series(step)
+    def pending(self) -> list[dict[str, list[float]]]:
+        """Return the metrics of steps since the last row, for a checkpoint."""
+        self._pending = [
+            {name: np.atleast_1d(x).astype(np.float64).tolist() for name, x in each.items()}
+            for each in jax.device_get(self._pending)
+        ]
+        return self._pending
+
+    def take(self) -> dict[str, np.ndarray]:
+        """Return the metrics [steps, seeds] since the last row."""
+        each = self.pending()
+        series = {name: np.stack([metrics[name] for metrics in each]) for name in each[0]}
         self._pending = []
+        self.skipping = bool(series["skipped"][-1].any())
         return series
 
     def write(self, step: int, split: str, metrics: Mapping[str, np.ndarray]) -> None:
         """Add a row of values [seeds], as numbers if there is a single seed."""
-        row = {"step": step, "split": split, **{name: _plain(x) for name, x in metrics.items()}}
-        self.rows.append(row)
+        self.rows.append(
+            {"step": step, "split": split, **{k: _plain(x) for k, x in metrics.items()}}
+        )
         if not self._writers:
             return
-        files.append(self._file, _line(row))
+        with self._file.open("a") as file:
+            file.write(_line(self.rows[-1]))
+        values = {f"{split}/{name}": float(x.mean()) for name, x in metrics.items()}
         for name, x in metrics.items():
-            each = [(f"{name}/{i}", value) for i, value in enumerate(x if x.size > 1 else ())]
-            for event, value in [(name, x.mean()), *each]:
-                for writer in self._writers:
-                    writer.log_scalar(f"{split}/{event}", float(value), step=step)
+            values |= {f"{split}/{name}/{i}": float(y) for i, y in enumerate(x) if x.size > 1}
+        for write in self._writers:
+            write(values, step)
 
-    def saved(self, step: int) -> Mapping[str, Any]:
-        """Return a checkpoint's part: the rows, then on the disk, and steps that are in none."""
-        if self._pending:
-            self._series(step)
-        if self._writers:
-            files.append(self._file, "")  # Waits until all lines are on the disk.
-        pending = [{name: x.tolist() for name, x in each.items()} for each in self._pending]
-        return {"rows": list(self.rows), "pending": pending}
 
-    def _series(self, step: int) -> dict[str, np.ndarray]:
-        """Return the metrics [steps, seeds] since the last row."""
-        self._pending = [
-            {name: np.atleast_1d(x).astype(np.float64) for name, x in each.items()}
-            for each in jax.device_get(self._pending)
-        ]
-        series = {name: np.stack([x[name] for x in self._pending]) for name in self._pending[0]}
-        self.skipping = bool(series["skipped"][-1].any())
-        self._check_skipped(series, step)
-        return series
-
-    def _check_skipped(self, series: Mapping[str, np.ndarray], step: int) -> None:
-        """Check that no seed left out too many steps in a row, up to this one."""
-        bad = np.argwhere(series["skipped"] >= self._config.max_skipped)
-        if len(bad):
-            at, seed = bad[0]
-            count = int(series["skipped"][at, seed])
-            first = step - len(series["skipped"]) + 1 + at - count + 1
-            raise RunError(
-                f"not finite at step {first} of seed {self._config.seed + seed}, nor at any of the "
-                f"{count} steps from there (config.max_skipped), which were left out: loss "
-                f"{series['loss'][at, seed]}, gradient norm {series['gradient_norm'][at, seed]}; "
-                f"nothing of them was saved; try a smaller config.optimizer.learning_rate or a "
-                f"longer config.optimizer.warmup"
-            )
+def read(path: Path) -> list[Row]:
+    """Return the rows in a run's folder, without those that a killed process left unfinished."""
+    file, rows = path / METRICS, []
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+        try:
+            row = json.loads(line)
+            rows.append({"step": int(row["step"]), "split": row["split"], **row})
+        except (ValueError, KeyError, TypeError):
+            phases.say(f"{file} has a damaged line, which is dropped: {line[:50]!r}")
+    return rows
 
 
 def _line(row: Row) -> str:
@@ -120,6 +126,49 @@ def _line(row: Row) -> str:
 
 
 def _plain(x: np.ndarray) -> Any:
-    """Return numbers for JSON, with None for a number that is not finite."""
-    values = [float(v) if math.isfinite(v) else None for v in x]
+    """Return a number, or a list of several; None for those that are not finite."""
+    values = [float(value) if math.isfinite(value) else None for value in x]
     return values[0] if len(values) == 1 else values
+
+
+def named(config: ConfigDict) -> list[str]:
+    """Return the trackers that config.report_to names, such as "wandb" or "wandb,mlflow"."""
+    return [name.strip() for name in config.report_to.split(",") if name.strip()]
+
+
+def _id(path: Path) -> str:
+    """Return the same id for each start of one run."""
+    return hashlib.sha256(str(path).encode()).hexdigest()[:16]
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise RunError(f"config.report_to={name} needs it: pip install {name} ({error})") from error
+
+
+def _wandb(path: Path, config: ConfigDict) -> tuple[Write, Callable[[], object]]:
+    """Open a run of Weights & Biases, the same again when a run is resumed."""
+    run = _import("wandb").init(
+        project=PROJECT, name=path.name, id=_id(path), resume="allow", config=config.to_dict()
+    )
+    return lambda values, step: run.log(dict(values), step=step), run.finish
+
+
+def _mlflow(path: Path, config: ConfigDict) -> tuple[Write, Callable[[], object]]:
+    """Open a run of MLflow, in the place that its environment variables name (default: a file)."""
+    mlflow = _import("mlflow")
+    mlflow.set_experiment(PROJECT)
+    before = mlflow.search_runs(filter_string=f"tags.workdir = '{_id(path)}'", output_format="list")
+    mlflow.start_run(
+        run_id=before[0].info.run_id if before else None, run_name=path.name,
+        tags={"workdir": _id(path)},
+    )  # fmt: skip
+    return lambda values, step: mlflow.log_metrics(dict(values), step=step), mlflow.end_run
+
+
+TRACKERS: dict[str, Callable[[Path, ConfigDict], tuple[Write, Callable[[], object]]]] = {
+    "mlflow": _mlflow,
+    "wandb": _wandb,
+}

@@ -1,184 +1,199 @@
-"""The progress of a run as a bar or as lines, its speed, and a trace of some steps."""
+"""Everything around the steps of a run: signals, a line of progress, its speed, and a trace."""
 
 import contextlib
-import os
 import re
+import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
-from experiments import phases
-from experiments.counts import work
-from experiments.counts.chips import CHIPS, GPUS
-from experiments.counts.hlo import Module
+from experiments import phases, tables
+from experiments.counts import mfu
 from experiments.runs.failures import RunError
 
-_WARM = 3  # the first step that a number of steps counts from: before it compiles
+STOPPED = 75  # the exit status: EX_TEMPFAIL of sysexits.h, "try again later"
+_QUIET = 4.0  # seconds between two lines of progress, where there is no bar
 
 
 @contextlib.contextmanager
-def shown(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
-    """Show a live bar on a terminal, and elsewhere lines.
+def stoppable() -> Iterator[Callable[[int], bool]]:
+    """Turn the first SIGINT or SIGTERM into a request that the loop can read; the second kills.
+
+    Of several processes, a signal to one stops all of them after the same step.
 
     Yields:
-      A function of the step, of a short text for the bar, and of a line (or "").
+      A function of a step, called after each, that returns True if the run is to stop.
     """
-    if jax.process_index() > 0:
-        yield lambda step, short, line: None
-    elif not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        with phases.Phase("training", aloud=False) as training:
+    asked, together = False, jax.distributed.is_initialized()
+    # JAX itself listens to SIGTERM where processes run together, and tells the others.
+    numbers = (signal.SIGINT,) if together else (signal.SIGINT, signal.SIGTERM)
 
-            def tell(step: int, short: str, line: str) -> None:
-                training.detail = f": step {step}/{steps}: {short}"
-                if line:
-                    phases.say(line)
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+        if together:
+            signal.raise_signal(signal.SIGTERM)
 
-            yield tell
-    else:
-        with bar(steps, start, Console(stderr=True)) as show:
-            yield show
+    def stop(step: int) -> bool:
+        return multihost_utils.reached_preemption_sync_point(step) if together else asked
 
-
-@contextlib.contextmanager
-def bar(steps: int, start: int, console: Console) -> Iterator[Callable[[int, str, str], None]]:
-    """Show a bar from the first step on, as wide as the terminal."""
-    text = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-    columns = (
-        SpinnerColumn(), BarColumn(20, table_column=Column(no_wrap=True)),
-        TextColumn("{task.completed}/{task.total}"),
-        TextColumn("{task.description}", table_column=text),
-    )  # fmt: skip
-    progress = Progress(*columns, console=console, expand=True)
-    task = progress.add_task("", total=steps, completed=start)
-
-    def show(step: int, short: str, line: str) -> None:
-        progress.update(task, completed=step, description=short)
-        progress.start()
-
+    before = [signal.signal(number, ask) for number in numbers]
     try:
-        yield show
+        yield stop
     finally:
-        progress.stop()
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
-class Speed:
-    """The speed of the steps, and the time until the last one.
-
-    The share of the chips' peak (MFU) counts the operations that the model needs, see `flops`. It
-    is left out where the table of chips lacks the devices, such as on CPUs.
+class Watch:
+    """What surrounds the steps of a run, open inside the context.
 
     Args:
       program: the run's `experiments.trainer.mesh.Program`.
-      state: a state of it, to compile its step for.
-      batch: a batch of it.
+      workdir: the run's folder.
+      start: the step that the run starts from.
+      profile: the steps to trace, see `tracing`.
+
+    Attributes:
+      is_stopped: a function that `stoppable` yields.
     """
 
-    def __init__(self, program: Any, state: Any, batch: Any) -> None:
-        self._program = program
-        self._peak = peak(program) if jax.process_index() == 0 else 0.0
-        self._flops = flops(program, state, batch) if self._peak else 0
+    def __init__(self, program: Any, workdir: Path, start: int, profile: str | None) -> None:
+        self._program, self._workdir, self._profile = program, workdir, profile
+        self._steps, self._flops, self._peak = program.config.steps, 0, 0.0
+        self._start = self._first = self._then = self._said = time.perf_counter()
+        self._shown = start  # the last step that was shown
+        self._progress: Progress | None = None
 
-    def text(self, rate: float, left: int) -> str:
-        """Return the speed in words.
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as opened:
+            self.is_stopped = opened.enter_context(stoppable())
+            folder = self._workdir / "profile"
+            self._trace = opened.enter_context(tracing(folder, self._profile))
+            if sys.stderr.isatty() and jax.process_index() == 0:
+                self._progress = bar(Console(stderr=True))
+                self._bar = self._progress.add_task("", total=self._steps, completed=self._shown)
+                opened.callback(self._progress.stop)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def step(self, step: int, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Run a step, compiled at the first call, and return its state and metrics."""
+        self._trace(step)
+        if self._first > self._start:
+            return self._program.step(state, batch)
+        with phases.Phase("compiling the step"):
+            self._peak = mfu.peak(self._program)
+            self._flops = mfu.flops(self._program, state, batch) if self._peak else 0
+            state, metrics = jax.block_until_ready(self._program.step(state, batch))
+        self._first = self._then = time.perf_counter()
+        self._shown = step
+        if self._progress:
+            self._progress.start()
+        return state, metrics
+
+    def show(
+        self, step: int, trained: Mapping[str, np.ndarray], tested: Mapping[str, np.ndarray]
+    ) -> None:
+        """Show the progress: a bar on a terminal, a line now and then elsewhere, and each test.
 
         Args:
-          rate: the steps a second; 0 for unknown.
-          left: the steps that are left.
+          step: the last step, done by the device if there are metrics.
+          trained: the metrics of the last steps, or none.
+          tested: the metrics of the test data, or none.
         """
+        if self._progress:
+            self._progress.update(self._bar, completed=step)
+        if not trained:
+            return
+        now = time.perf_counter()
+        rate = (step - self._shown) / (now - self._then)
+        self._then, self._shown = now, step
+        parts = [f"loss {trained['loss'].mean():.4f}"]
+        # A test stays on the screen, in a line of 80 columns without the speed.
+        if tested:
+            parts += [f"test {name} {x.mean():.4f}" for name, x in tested.items()]
+        else:
+            parts += self._speed(rate, self._steps - step)
+        line = f"step {step}/{self._steps}: {', '.join(parts)}"
+        if self._progress:
+            self._progress.update(self._bar, description=", ".join(parts))
+            if tested:
+                self._progress.console.print(line, highlight=False)
+        elif tested or now - self._said > _QUIET:
+            phases.say(line)
+            self._said = now
+
+    def _speed(self, rate: float, left: int) -> list[str]:
+        """Return the speed in words, from the steps per second and the steps that are left."""
         if not rate:
-            return ""
+            return []
         rows = self._program.config.batch_size * self._program.config.seeds * rate
-        # The end is cut off where there is no room.
-        parts = [f"{duration(left / rate)} left"] if left else []
+        parts = [f"{tables.clock(left / rate)} left"] if left else []
         parts.append(f"{rows:,.0f} examples/s")
-        if self._peak:
-            parts.append(f"MFU {self._flops * rate / self._peak:.1%}")
-        return ", ".join(["", *parts])
+        return [*parts, f"MFU {self._flops * rate / self._peak:.1%}"] if self._peak else parts
+
+    def finish(self, state: Any) -> tuple[float, float]:
+        """Wait for the last state, and return the seconds of the first step and of the others."""
+        jax.block_until_ready(state)
+        self._trace(self._steps + 1)
+        return self._first - self._start, time.perf_counter() - self._first
 
 
-def peak(program: Any) -> float:
-    """Return the peak of a device of the mesh in operations a second, 0 for unknown."""
-    devices = list(program.mesh.devices.flat)
-    chip = CHIPS.get(devices[0].device_kind) or GPUS.get(devices[0].device_kind)
-    if chip is None:
-        return 0.0
-    # Devices with the same coordinates are the cores of one chip.
-    places = Counter(tuple(getattr(device, "coords", None) or (device.id,)) for device in devices)
-    return chip.flops / max(places.values())
-
-
-def flops(program: Any, state: Any, batch: Any) -> int:
-    """Return the operations of matmuls that a training step needs, on one device.
-
-    These are three times the operations of the loss, because each matmul has two in the backward
-    pass. Recomputation, by `remat` or within a kernel, is left out.
-
-    Source: Chowdhery et al., "PaLM", 2022, appendix B.
-    """
-    loss = program.task.loss
-    loss = jax.vmap(loss) if program.config.seeds > 1 else loss
-    traced = jax.jit(loss).trace(state.params, batch, state.key)
-    text = traced.lower().compile().as_text()
-    return 3 * (work.flops(Module(text)) + work.pallas_flops(traced.jaxpr.jaxpr))
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as people say them."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+def bar(console: Console) -> Progress:
+    """Return a bar in one line as wide as the terminal, which begins at its `start()`."""
+    text = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    return Progress(
+        SpinnerColumn(), BarColumn(20, table_column=Column(no_wrap=True)),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.description}", table_column=text), console=console, expand=True,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def tracing(folder: Path, steps: str | None, start: int) -> Iterator[Callable[[int], None]]:
+def tracing(folder: Path, steps: str | None) -> Iterator[Callable[[int], None]]:
     """Trace some steps into a folder, for xprof and, as `perfetto_trace.json.gz`, for perfetto.
 
     Args:
       folder: the folder of the trace, written by process 0.
-      steps: FIRST:LAST, or a number of steps, from the third that runs; None for none.
-      start: the step that the run starts from.
+      steps: FIRST:LAST; None for no trace.
 
     Yields:
       A function to be called before each step and after the last.
     """
-    first, last = parse_steps(steps, start) if steps is not None else (0, 0)
-    tracing = False
+    first, last = parse_steps(steps) if steps is not None else (0, 0)
+    with contextlib.ExitStack() as opened:
 
-    def at(step: int) -> None:
-        nonlocal tracing
-        if tracing and not first <= step <= last:
-            jax.effects_barrier()
-            jax.profiler.stop_trace()
-            tracing = False
-            print(f"traced steps {first} to {step - 1}: {folder}", flush=True)
-        elif not tracing and first <= step <= last and jax.process_index() == 0:
-            jax.profiler.start_trace(str(folder), create_perfetto_trace=True)
-            tracing = True
+        def at(step: int) -> None:
+            if step == first and jax.process_index() == 0:
+                trace = jax.profiler.trace(str(folder), create_perfetto_trace=True)
+                opened.enter_context(trace)
+            elif first and step == last + 1:
+                jax.effects_barrier()
+                opened.close()
+                phases.say(f"traced steps {first} to {last}: {folder}")
 
-    try:
         yield at
-    finally:
-        if tracing:
-            jax.profiler.stop_trace()
 
 
-def parse_steps(steps: str, start: int) -> tuple[int, int]:
-    """Return the first and the last step of FIRST:LAST, or of a number of steps."""
-    if match := re.fullmatch(r"(\d{1,9}):(\d{1,9})", steps):
-        first, last = int(match[1]), int(match[2])
-    elif re.fullmatch(r"\d{1,9}", steps):
-        first, last = start + _WARM, start + _WARM + int(steps) - 1
-    else:
-        first, last = 0, 0
+def parse_steps(steps: str) -> tuple[int, int]:
+    """Return the first and the last step of FIRST:LAST."""
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", steps)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 0 < first <= last:
-        raise RunError(f"--profile must be a number of steps, or FIRST:LAST of them, got {steps!r}")
+        raise RunError(f"--profile must be FIRST:LAST, two steps, got {steps!r}; try 10:15")
     return first, last

@@ -1,13 +1,10 @@
-"""Heads needed: how many attention heads can a trained model lose, and in which order?
+"""Heads needed: how many can a trained model lose, and in which order?
 
     python -m experiments.studies.heads_needed --figure=docs/_static/studies/heads_needed.png
 
-Source: Michel et al., "Are Sixteen Heads Really Better than One?", arXiv 1905.10650.
-
-On digits, 12 of 16 heads chosen by importance have an accuracy of 0.94 (5 seeds; 0.98 with all),
-and 12 at random 0.93. With 8 left it is 0.81 and 0.70: most heads matter here. On dates two of 24
-heads cost 40 points by importance and 29 at random: the order does not help there. Models after
-`prune` have the accuracy of the mask. It takes 6 minutes of processor time.
+A classifier of digits and a translator of dates lose one head after another, the least important
+one first or in random order. It takes 6 minutes of processor time. The answer is in
+docs/studies/heads_needed.md. Source: Michel et al., arXiv 1905.10650.
 """
 
 from typing import Any
@@ -16,22 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.ticker import MaxNLocator
 
 from configs import dates, digits
-from experiments.studies import base
+from experiments.studies import base, heads
+from experiments.studies.figures import COLORS, draw_band, make_panels, save, spread
 from experiments.tasks import make
 from experiments.tasks.task import Batch
-from experiments.trainer.loop import one_model
-from flax_mha import analysis, edits
+from experiments.trainer.optimizer import make_optimizer
+from flax_mha import edits
 
-BATCH = 64
-PAIRS, WEIGHED, TESTED = 30_000, 512, 300  # rows to learn from, to weigh heads by, and to test
+CONFIGS, SHAPES = {"digits": digits, "dates": dates}, {"digits": (2, 8), "dates": (6, 4)}
+BATCH, PAIRS, WEIGHED, TESTED = 64, 30_000, 512, 300  # rows: also to weigh heads by, and to test
 
 
 def load(name: str, steps: int) -> tuple[Any, Any, Batch, Batch]:
     """Return a config, its task, and data to learn from and to test."""
-    config = {"digits": digits, "dates": dates}[name].get_config()
+    config = CONFIGS[name].get_config()
     config.steps, config.model.activation = steps, "relu"
     task: Any = make(config)
     if name == "digits":
@@ -43,14 +40,11 @@ def load(name: str, steps: int) -> tuple[Any, Any, Batch, Batch]:
 
 
 def evaluate(model: Any, variables: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each row, and 1 where greedy decoding would give the label, [rows].
-
-    It does if each character is the likeliest after the true ones before it.
-    """
+    """Return the loss of each row, and 1 where greedy decoding would give the label, [rows]."""
     if "image" in batch:
         images, labels = batch["image"][..., None], batch["label"][:, None]
         logits = model.apply(variables, images, deterministic=True)[:, None]
-    else:
+    else:  # Greedy decoding does if each character is the likeliest after the true ones before it.
         source, lengths, labels = batch["source"], batch["length"], batch["target"]
         begun = jnp.pad(labels[:, :-1], [(0, 0), (1, 0)])  # START is 0.
         call = {"source_lengths": lengths, "deterministic": True}
@@ -59,90 +53,57 @@ def evaluate(model: Any, variables: Any, batch: Batch) -> tuple[jax.Array, jax.A
     return losses.mean(-1), (logits.argmax(-1) == labels).all(-1).astype(jnp.float32)
 
 
-def weigh_heads(model: Any, params: Any, batch: Batch) -> np.ndarray:
+def weigh_heads(model: Any, params: Any, batch: Batch, shape: tuple[int, int]) -> np.ndarray:
     """Return the importance of each head [layers, N]: the mean over rows of |∂loss / ∂keep|.
 
-    Those of a layer are divided by their norm, as in the source. It takes one backward pass.
+    The values of a layer are divided by their norm, as in the source.
     """
-    heads, rows = base.find_layers(params).values(), len(jax.tree.leaves(batch)[0])
-
-    def loss(keep: jax.Array, params: Any) -> jax.Array:
-        return evaluate(model, base.mask_heads(params, keep), batch)[0].sum()
-
-    ones = jnp.ones((len(heads), rows, max(heads)))
-    found = np.abs(jax.jit(jax.grad(loss))(ones, params)).mean(1)
+    ones = jnp.ones((shape[0], len(jax.tree.leaves(batch)[0]), shape[1]))
+    slopes = jax.grad(lambda keep, p: evaluate(model, heads.mask_heads(p, keep), batch)[0].sum())
+    found = np.abs(jax.jit(slopes)(ones, params)).mean(1)
     return found / np.linalg.norm(found, axis=-1, keepdims=True)
 
 
-def make_masks(importance: np.ndarray) -> np.ndarray:
-    """Return masks [steps, layers, N] that remove one head after another, the least one first.
-
-    The most important head of each layer stays.
-    """
-    stays = importance == importance.max(-1, keepdims=True)
-    order = np.lexsort((importance.ravel(), stays.ravel()))
-    removed = np.arange(importance.size - len(importance) + 1)
-    return (np.argsort(order) >= removed[:, None]).reshape(-1, *importance.shape).astype("f4")
-
-
-def study(name: str, steps: int, seeds: int) -> tuple[np.ndarray, ...]:
-    """Train, remove heads and print results.
-
-    Returns:
-      The heads left [points], and the accuracy by importance and by chance [points, seeds].
-    """
+def study(name: str, steps: int, seeds: int) -> np.ndarray:
+    """Return accuracies [points, order, seeds], by importance and by chance, of fewer heads."""
     config, task, data, test = load(name, steps)
-    data, model, rng = jax.tree.map(jnp.asarray, data), task.model, np.random.default_rng(0)
+    data, rng, shape = jax.tree.map(jnp.asarray, data), np.random.default_rng(0), SHAPES[name]
 
     def draw(key: jax.Array) -> Batch:
         rows = jax.random.randint(key, (BATCH,), 0, len(jax.tree.leaves(data)[0]))
         return {name: x[rows] for name, x in data.items()}
 
     def score(keep: jax.Array, params: Any) -> jax.Array:
-        return evaluate(model, base.mask_heads(params, keep), test)[1].mean()
+        return evaluate(task.model, heads.mask_heads(params, keep), test)[1].mean()
 
-    out = base.train(*one_model(config, task), draw, steps=steps, seeds=seeds, points=10)
-    by_chance, by_importance = [], []
-    pruned: dict[int, list[tuple[float, float]]] = {}
+    made = base.make_steps(task.init, lambda *args: task.loss(*args)[0], make_optimizer(config)[0])
+    trained, curves = base.train(*made, draw, steps, seeds, points=10).params, list[Any]()
     for seed in range(seeds):
-        params = jax.tree.map(lambda x, seed=seed: x[seed], out.state.params)
-        importance = weigh_heads(model, params, {key: x[:WEIGHED] for key, x in data.items()})
-        by_chance.append(edits.sweep(score, make_masks(rng.random(importance.shape)), params))
-        masks = make_masks(importance)
-        by_importance.append(edits.sweep(score, masks, params))
-        for at in (importance.size // 2, len(masks) - 1):
-            rows = zip(base.find_layers(params), masks[at], strict=True)
-            gone = {path: tuple(np.flatnonzero(row == 0).tolist()) for path, row in rows}
-            small, fewer = analysis.prune(model, {"params": params}, gone)
-            error = abs(evaluate(small, fewer, test)[1].mean() - by_importance[-1][at])
-            part = optax.tree.size(fewer) / optax.tree.size(params)
-            pruned.setdefault(importance.size - at, []).append((error, part))
-    curves = masks.sum((1, 2)), np.stack(by_importance, -1), np.stack(by_chance, -1)
-    for left, *scores in list(zip(*curves, strict=True))[::2]:
-        print(f"  {left:3.0f} heads by importance, chance: {', '.join(map(base.spread, scores))}")
-    for count, pairs in pruned.items():
-        error, part = np.transpose(pairs)
-        print(f"  {count} heads after prune: accuracy off by ≤ {error.max():.4f}, ", end="")
-        print(f"parameters × {base.spread(part)}")
-    return curves
+        params = jax.tree.map(lambda x, seed=seed: x[seed], trained)
+        rows = {key: x[:WEIGHED] for key, x in data.items()}
+        orders = weigh_heads(task.model, params, rows, shape), rng.random(shape)
+        curves.append([edits.sweep(score, heads.make_masks(order), params) for order in orders])
+    return np.transpose(np.asarray(curves), (2, 1, 0))
 
 
 def main() -> None:
-    """Run the study."""
+    """Train, remove heads, draw the accuracies and print them."""
     flags = base.read_flags(__doc__, steps=600, seeds=5)
-    titles = {"digits": "Digits: 2 layers of 8 heads", "dates": "Dates: 6 layers of 4 heads"}
-    figure, panels = base.make_panels(*titles.values())
-    for name, axes in zip(titles, panels, strict=True):
-        print(name)
-        left, by_importance, by_chance = study(name, flags.steps, flags.seeds)
-        base.draw_band(axes, left, by_importance, "least important first", base.COLORS[0])
-        base.draw_band(axes, left, by_chance, "random order", base.COLORS[1])
-        axes.set(xlabel="attention heads left", xlim=(left[0], left[-1]), ylim=(0, 1.02))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0].set(ylabel="test accuracy")
-    panels[1].set(ylabel="exact match of held-out dates")
-    panels[0].legend(title="heads removed", fontsize=8, title_fontsize=8)
-    base.save(figure, flags.figure)
+    figure, panels = make_panels({
+        "Digits: 2 layers of 8 heads": ("attention heads left", "test accuracy"),
+        "Dates: 6 layers of 4 heads": ("attention heads left", "exact match of held-out dates"),
+    })  # fmt: skip
+    for (name, (layers, count)), axes in zip(SHAPES.items(), panels, strict=True):
+        left, curves = (
+            np.arange(layers * count, layers - 1, -1),
+            study(name, flags.steps, flags.seeds),
+        )
+        for i, order in enumerate(("least important first", "random order")):
+            draw_band(axes, left, curves[:, i], order, COLORS[i])
+        axes.set(xlim=(left[0], left[-1]), ylim=(0, 1.02), xticks=left[::2])
+        for number, scores in list(zip(left, curves, strict=True))[::2]:
+            print(f"{name}, {number} left by importance, chance: {[*map(spread, scores)]}")
+    save(figure, flags.figure)
 
 
 if __name__ == "__main__":

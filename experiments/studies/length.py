@@ -1,18 +1,13 @@
-"""The encoding of positions that carries a learned algorithm to longer inputs.
+"""Length: which encoding of positions carries a learned algorithm to longer inputs?
 
     python -m experiments.studies.length --figure=docs/_static/studies/length.png
 
-After Kazemnejad et al., "The Impact of Positional Encoding on Length Generalization in
-Transformers", https://arxiv.org/abs/2305.19466: decoders learn to copy or to sort n ≤ 8 tokens.
-They are tested with up to 32. An output is exact if the model predicts all of its tokens, and the
-end, from the true tokens before, which is when greedy decoding gives it.
-
-Sorting 16 tokens, models without positions are exact in 16% (3 seeds: 3 to 38), with ALiBi in 2%,
-with the T5 bias and RoPE in 0%: in the order of the source but for T5. None copies beyond 12, and
-those without positions have not learned 8. It takes about 4 minutes of CPU time.
+Decoders learn to copy or to sort n ≤ 8 tokens, and are tested with up to 32. An output is exact if
+the model predicts all of its tokens, and the end, from the true tokens before, which is when greedy
+decoding gives it. It takes 4 minutes of processor time. The answer is in docs/studies/length.md.
+Source: Kazemnejad et al., arXiv 2305.19466.
 """
 
-import argparse
 import functools
 from typing import Any
 
@@ -21,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.studies import base
+from experiments.studies.figures import COLORS, draw_band, make_panels, save, spread
 from experiments.tasks.task import Batch, Params
 from flax_mha import LanguageModel, MultiHeadAttention
 from flax_mha.positions import Rotary
 from flax_mha.scores import Alibi, RelativeBias
 
-TOKENS, LONGEST, FEATURES = 8, 8, 48
+TOKENS, LONGEST, FEATURES, TESTED = 8, 8, 48, 128
 START, END = TOKENS, TOKENS + 1  # the tokens before and after an output
 LENGTHS = (2, 4, 6, 8, 9, 10, 12, 14, 16, 20, 24, 32)
 ENCODINGS: dict[str, dict[str, Any]] = {
@@ -41,11 +37,7 @@ TASKS = ("copy", "sort")
 def make(task: str, key: jax.Array, n: jax.Array, longest: int) -> Batch:
     """Return rows x₁ … xₙ START y₁ … yₙ END END …, with weights at y and the first END.
 
-    Args:
-      task: "copy" or "sort".
-      key: the randomness of x.
-      n: the lengths [rows].
-      longest: the length that the rows have room for.
+    The lengths n are [rows], and the rows have room for the longest.
     """
     n = n[:, None]
     x = jax.random.randint(key, (len(n), longest), 0, TOKENS)
@@ -75,12 +67,12 @@ def make_model(encoding: str) -> LanguageModel:
     return base.decoder(2, layer, FEATURES, 2 * FEATURES, TOKENS + 2)
 
 
-def score(model: LanguageModel, task: str, rows: int, params: Params) -> jax.Array:
+def score(model: LanguageModel, task: str, params: Params) -> jax.Array:
     """Return the shares of exact outputs and of right tokens, [2, LENGTHS]."""
 
     def at(n: jax.Array) -> jax.Array:
         # All lengths have room for the longest, so that one program serves them.
-        batch = make(task, jax.random.key(n), jnp.full((rows,), n), max(LENGTHS))
+        batch = make(task, jax.random.key(n), jnp.full((TESTED,), n), max(LENGTHS))
         logits: Any = model.apply({"params": params}, batch["tokens"])
         right, weight = logits.argmax(-1) == batch["labels"], batch["weight"]
         return jnp.stack([(right | ~weight).all(-1).mean(), right.mean(where=weight)])
@@ -88,34 +80,28 @@ def score(model: LanguageModel, task: str, rows: int, params: Params) -> jax.Arr
     return jax.lax.map(at, jnp.asarray(LENGTHS)).T
 
 
-def study(task: str, encoding: str, flags: argparse.Namespace, rows: int) -> np.ndarray:
-    """Train the models of a task and an encoding, and return their scores [2, LENGTHS, seeds]."""
-    model = make_model(encoding)
-    labelled, get = base.Labelled(model, 2 * LONGEST + 1), functools.partial(draw, task)
-    trained = base.train_model(labelled, get, flags, points=2, learning_rate=5e-3)
-    scores = jax.jit(jax.vmap(functools.partial(score, model, task, rows)))
-    return np.moveaxis(np.asarray(scores(trained.state.params)), 0, -1)
-
-
 def main() -> None:
-    """Train all models, print their exact outputs by length, and draw them."""
+    """Train all models, draw their exact outputs by length, and print them."""
     flags = base.read_flags(__doc__, steps=1000, seeds=3)
-    titles = [f"{task}: trained on up to {LONGEST} tokens" for task in TASKS]
-    figure, panels = base.make_panels(*titles, width=4.4, height=3.4)
+    labels = "length of the input (tokens)", "exact outputs (%)"
+    titles = {f"{task}: trained on up to {LONGEST} tokens": labels for task in TASKS}
+    figure, panels = make_panels(titles, width=4.4, height=3.4)
+    optimizer = base.make_adam(flags.steps, 5e-3)
     for task, axes in zip(TASKS, panels, strict=True):
-        for encoding, color in zip(ENCODINGS, base.COLORS, strict=False):
-            exact, right = study(task, encoding, flags, rows=128)
-            base.draw_band(axes, LENGTHS, 100 * exact, encoding, color)
-            for n in (8, 10, 16, 32):
-                i = LENGTHS.index(n)
-                exact_n, right_n = base.spread(exact[i]), base.spread(right[i])
-                print(f"| {task} | {encoding} | {n} | {exact_n} | {right_n} |", flush=True)
+        for encoding, color in zip(ENCODINGS, COLORS, strict=False):
+            model, get = make_model(encoding), functools.partial(draw, task)
+            trained = base.train_model(model, get, flags, optimizer, points=2)
+            scores = jax.jit(jax.vmap(functools.partial(score, model, task)))
+            exact, right = np.moveaxis(np.asarray(scores(trained.params)), 0, -1)
+            draw_band(axes, LENGTHS, 100 * exact, encoding, color)
+            for i in map(LENGTHS.index, (8, 10, 16, 32)):
+                spreads = " | ".join(map(spread, (exact[i], right[i])))
+                print(f"| {task} | {encoding} | {LENGTHS[i]} | {spreads} |", flush=True)
         axes.axvspan(LENGTHS[0], LONGEST, color="0.92", zorder=0)
         axes.set_xscale("log", base=2)
         axes.set_xticks((2, 4, 8, 16, 32), ("2", "4", "8", "16", "32"))
-        axes.set(xlabel="length of the input (tokens)", ylabel="exact outputs (%)", ylim=(-3, 103))
-    panels[-1].legend(frameon=False, title="positions", fontsize=9)
-    base.save(figure, flags.figure)
+        axes.set_ylim(-3, 103)
+    save(figure, flags.figure)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""Attention sinks: when they form, and with which normalizers.
+"""When does a model learn to attend to the first token, and does the normalizer decide it?
 
     python -m experiments.studies.sinks --figure=docs/_static/studies/sinks.png
 
-Gu et al., "When Attention Sink Emerges in Language Models", https://arxiv.org/abs/2410.10781, on
-the task of Guo et al., "Active-Dormant Attention Heads", https://arxiv.org/abs/2410.13835: a row
-begins with one fixed token and follows a Markov chain, but after a trigger comes the token before
-the trigger. A head has to look back at triggers alone. Elsewhere it has nothing to read.
-
-There the softmax gives 0.26 of its weight to the first token after 800 steps (3 seeds: 0.18 to
-0.32), and 0.003 at triggers; a learned sink 0.07, a sink of 0 0.09 (one seed: 0.33), sigmoid 0.01,
-softpick 0.05. Losses and largest scores are alike. It takes about two minutes of CPU time.
+A row begins with one fixed token and follows a Markov chain, but after a trigger comes the token
+before the trigger. A head has something to read only there. It takes about two minutes of processor
+time. docs/studies/sinks.md has the answer. Sources: Gu et al., "When Attention Sink Emerges in
+Language Models", arXiv 2410.10781; the task: Guo et al., "Active-Dormant Attention Heads", arXiv
+2410.13835.
 """
 
 import functools
@@ -20,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.studies import base
+from experiments.studies.figures import COLORS, draw_band, make_panels, save, spread
 from experiments.tasks.task import Batch, Metrics, Params
 from flax_mha import Capture, LanguageModel, MultiHeadAttention
 from flax_mha.analysis import watch
@@ -27,25 +25,24 @@ from flax_mha.positions import Rotary
 
 TOKENS, TRIGGERS, LENGTH, FEATURES = 24, 3, 48, 32
 FIRST = TOKENS  # the token that every row begins with
-# The fields of the attention layer, and True if its sinks stay at 0.
-KINDS: dict[str, tuple[dict[str, Any], bool]] = {
-    "softmax": ({}, False),
-    "softmax, learned sink": ({"sinks": True}, False),
-    "softmax, off by one": ({"sinks": True}, True),
-    "sigmoid": ({"normalizer": "sigmoid"}, False),
-    "softpick": ({"normalizer": "softpick"}, False),
+OFF_BY_ONE = "softmax, off by one"  # its sinks stay at 0
+KINDS: dict[str, dict[str, Any]] = {  # the fields of the attention layer
+    "softmax": {},
+    "softmax, learned sink": {"sinks": True},
+    OFF_BY_ONE: {"sinks": True},
+    "sigmoid": {"normalizer": "sigmoid"},
+    "softpick": {"normalizer": "softpick"},
 }
 
 
-def make_chain() -> np.ndarray:
-    """Return the chain's transitions [TOKENS, TOKENS]: rows are distributions of the next token."""
-    weights = np.exp(np.random.default_rng(0).normal(0.0, 1.5, (TOKENS, TOKENS)))
-    return weights / weights.sum(-1, keepdims=True)
+# The chain: rows are distributions of the next token. The token after FIRST is any.
+WEIGHTS = np.exp(np.random.default_rng(0).normal(0.0, 1.5, (TOKENS, TOKENS)))
+CHAIN = np.vstack([WEIGHTS / WEIGHTS.sum(-1, keepdims=True), np.full((1, TOKENS), 1 / TOKENS)])
 
 
 def draw(key: jax.Array, rows: int = 16) -> Batch:
     """Return rows of tokens, with each next token as label."""
-    log_chain = jnp.asarray(np.log(make_chain()), jnp.float32)
+    log_chain = jnp.asarray(np.log(CHAIN), jnp.float32)
     first, *keys = jax.random.split(key, LENGTH)
 
     def follow(before: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[Any, jax.Array]:
@@ -65,31 +62,27 @@ def compute_best(batch: Batch) -> jax.Array:
     """Return the least loss that a model can expect on a batch, in nats: the true chain's."""
     tokens, labels = batch["tokens"], batch["labels"]
     older = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=FIRST)[:, :-1]
-    # The token after FIRST is any.
-    chain = jnp.asarray(np.vstack([make_chain(), np.full((1, TOKENS), 1 / TOKENS)]), jnp.float32)
     is_copied = (tokens < TRIGGERS) & (older != FIRST)
-    return -jnp.where(is_copied, 0.0, jnp.log(chain[tokens, labels])).mean()
+    log_chain = jnp.log(jnp.asarray(CHAIN, jnp.float32))
+    return -jnp.where(is_copied, 0.0, log_chain[tokens, labels]).mean()
 
 
-class Task(base.Labelled):
-    """The task with sinks that are not trained."""
-
-    def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
-        """Return the loss, without a gradient of sinks."""
-        stop = jax.lax.stop_gradient
-        params = jax.tree_util.tree_map_with_path(
-            lambda path, x: stop(x) if "sinks" in jax.tree_util.keystr(path) else x, params
-        )
-        return super().loss(params, batch, key)
-
-
-def make_model(fields: dict[str, Any]) -> LanguageModel:
-    """Return a decoder of one layer with these fields of its attention."""
-    layer = MultiHeadAttention(2, rotary=Rotary(base=100.0), **fields)
+def make_model(kind: str) -> LanguageModel:
+    """Return a decoder of one layer."""
+    layer = MultiHeadAttention(2, rotary=Rotary(base=100.0), **KINDS[kind])
     return base.decoder(1, layer, FEATURES, 2 * FEATURES, TOKENS + 1)
 
 
-def measure(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
+def find_loss(kind: str, params: Params, batch: Batch, _: jax.Array) -> jax.Array:
+    """Return the loss, for the softmax off by one without a gradient of its sinks."""
+    stop = jax.lax.stop_gradient if kind == OFF_BY_ONE else lambda x: x
+    params = jax.tree_util.tree_map_with_path(
+        lambda at, x: stop(x) if "sinks" in str(at) else x, params
+    )
+    return base.score(make_model(kind).apply({"params": params}, batch["tokens"]), batch)
+
+
+def measure(kind: str, params: Params, key: jax.Array) -> Metrics:
     """Return the loss above the best one, the weight of the first token, and the top score.
 
     Weights are means over heads and queries, except the first 8 queries, which see few keys:
@@ -97,41 +90,39 @@ def measure(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
     `share` of the first one in it.
     """
     batch = draw(key, 64)
-    watched = watch(model, Capture(("weights", "max_logit")))
+    watched = watch(make_model(kind), Capture(("weights", "max_logit")))
     logits, sown = watched.apply({"params": params}, batch["tokens"], mutable="intermediates")
-    loss, _ = base.Labelled(model, LENGTH).scores(logits, batch)
     sown = sown["intermediates"]["decoder"]["layers_0"]["attention"]
     weights, top = (sown[f"attention_{name}"][0] for name in ("weights", "max_logit"))
     first, total = (x[:, :, 8:].mean(1) for x in (weights[..., 0], weights.sum(-1)))
     copied = batch["tokens"][:, 8:] < TRIGGERS
-    return {
-        "excess": loss - compute_best(batch), "top": top.max(),
-        "first": first.mean(where=~copied), "first_copied": first.mean(where=copied),
-        "share": (first / jnp.maximum(total, 1e-6)).mean(where=~copied),
-        "sum": total.mean(where=~copied),
-    }  # fmt: skip
+    found = {"first": first, "share": first / jnp.maximum(total, 1e-6), "sum": total}
+    means = {name: x.mean(where=~copied) for name, x in found.items()}
+    excess = base.score(logits, batch) - compute_best(batch)
+    return means | {"first_copied": first.mean(where=copied), "excess": excess, "top": top.max()}
 
 
 def main() -> None:
-    """Train the models of all kinds, print their sinks, and draw them."""
+    """Train the models of all kinds, draw their sinks, and print them."""
     flags = base.read_flags(__doc__, steps=800, seeds=3)
-    titles = ("Loss above the best", "Weight on the first token", "Largest score")
-    figure, panels = base.make_panels(*titles, width=2.8, height=2.4)
-    for (kind, (fields, is_frozen)), color in zip(KINDS.items(), base.COLORS, strict=False):
-        model = make_model(fields)
-        task: Any = (Task if is_frozen else base.Labelled)(model, LENGTH)
-        probe = functools.partial(measure, model)
-        trained = base.train_model(task, draw, flags, points=20, probe=probe, learning_rate=1e-2)
+    labels = {
+        "Loss above the best": "nats", "Weight on the first token": "mean, nothing to copy",
+        "Largest score": "greatest of 64 rows",
+    }  # fmt: skip
+    titles = {title: ("training step", label) for title, label in labels.items()}
+    figure, panels = make_panels(titles, width=2.8, height=2.4)
+    optimizer = base.make_adam(flags.steps, 1e-2)
+    for kind, color in zip(KINDS, COLORS, strict=False):
+        probe, loss = functools.partial(measure, kind), functools.partial(find_loss, kind)
+        model = make_model(kind)
+        _, steps, found = base.train_model(model, draw, flags, optimizer, 20, probe, loss)
         for axes, name in zip(panels, ("excess", "first", "top"), strict=True):
-            base.draw_band(axes, trained.steps, trained.found[name], kind, color)
+            draw_band(axes, steps, found[name], kind, color)
         names = ("excess", "first", "share", "sum", "first_copied", "top")
-        cells = " | ".join(base.spread(trained.found[name][-1]) for name in names)
-        print(f"| {kind} | {cells} |", flush=True)
-    panels[0].set(xlabel="training step", ylabel="nats", yscale="log")
-    panels[1].set(xlabel="training step", ylabel="mean, nothing to copy", ylim=(0, None))
-    panels[2].set(xlabel="training step", ylabel="greatest of 64 rows")
-    panels[0].legend(frameon=False, fontsize=7)
-    base.save(figure, flags.figure)
+        print(f"| {kind} |", " | ".join(spread(found[name][-1]) for name in names), flush=True)
+    panels[0].set_yscale("log")
+    panels[1].set_ylim(0, None)
+    save(figure, flags.figure)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
-"""Stability: do norms, clips of scores and Muon widen the range of learning rates that train?
+"""Do norms, clips of scores and Muon widen the range of learning rates that train?
 
     python -m experiments.studies.stability --figure=docs/_static/studies/stability.png
 
-Source: Wortsman et al., "Small-scale proxies for large-scale Transformer training instabilities",
-arXiv 2309.14322.
-
-The models are decoders of bytes with 115,000 parameters. At a learning rate of 0.1 the loss is 3.03
-with Adam alone, 2.58 with a norm of queries and keys, as in the source, and 2.77 with a clip. Muon
-has the best loss, 2.31, and lets scores grow. It takes 5 minutes of processor time.
+The models are decoders of bytes with 115,000 parameters. It takes 5 minutes of processor time.
+docs/studies/stability.md has the answer. Source: Wortsman et al., "Small-scale proxies for
+large-scale Transformer training instabilities", arXiv 2309.14322.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +17,9 @@ import optax
 from optax import contrib
 
 from experiments.studies import base
+from experiments.studies.figures import COLORS, draw_band, make_panels, save, spread
 from experiments.tasks import text
 from experiments.tasks.task import Batch, Metrics, Params
-from experiments.trainer.loop import TrainState
 from flax_mha import Capture, DecoderBlock, MultiHeadAttention, QKNorm, muon_dimensions, qk_clip
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
@@ -35,40 +32,33 @@ THRESHOLD = 50.0  # of the scores, for QK clip
 UNIFORM = float(np.log(256))  # the loss of a guess
 
 
-class Variant(NamedTuple):
-    """A way to train: an optimizer for a learning rate of 1, a norm, and a clip of the scores."""
+def make_variants() -> dict[str, tuple[Any, QKNorm | None, Any]]:
+    """Return ways to train: Optax's optimizer for a rate of 1, a norm, and a clip of the scores.
 
-    optimizer: optax.GradientTransformation
-    qk_norm: QKNorm | None = None
-    clip: optax.GradientTransformationExtraArgs | None = None
-
-
-def make_variants() -> dict[str, Variant]:
-    """Return the variants by name. Muon's updates have the root mean square of Adam's, 0.2."""
+    Muon's updates have the root mean square of Adam's, 0.2.
+    """
     clip = optax.clip_by_global_norm(1.0)
     shapes = {"muon_weight_dimension_numbers": muon_dimensions}
     adam = optax.chain(clip, optax.adam(1.0, b2=0.95))
     muon = optax.chain(clip, contrib.muon(1.0, adam_b2=0.95, consistent_rms=0.2, **shapes))
     return {
-        "plain (Adam)": Variant(adam),
-        "QK norm": Variant(adam, qk_norm=QKNorm("rmsnorm")),
-        "QK clip": Variant(adam, clip=qk_clip(THRESHOLD)),
-        "Muon": Variant(muon),
-    }
+        "plain (Adam)": (adam, None, None), "QK norm": (adam, QKNorm("rmsnorm"), None),
+        "QK clip": (adam, None, qk_clip(THRESHOLD)), "Muon": (muon, None, None),
+    }  # fmt: skip
 
 
 def make_model(qk_norm: QKNorm | None) -> LanguageModel:
     """Return a pre-norm decoder of bytes with 115,000 parameters, which captures its scores."""
-    attention = MultiHeadAttention(
-        4, rotary=Rotary(), use_bias=False, qk_norm=qk_norm, capture=Capture(("max_logit",))
-    )
+    fields: dict[str, Any] = {"qk_norm": qk_norm, "capture": Capture(("max_logit",))}
+    attention = MultiHeadAttention(4, rotary=Rotary(), use_bias=False, **fields)
     block = DecoderBlock(attention, 256, norm="rmsnorm", activation="relu")
     return LanguageModel(TokenEmbedding(256, 64), Decoder(2, block))
 
 
-def make_functions(variant: Variant, steps: int) -> tuple[Callable[..., Any], ...]:
+def make_functions(name: str, steps: int) -> tuple[Callable[..., Any], ...]:
     """Return `create`, `step` and `probe` for `base.train`. Model i has seed i // rates."""
-    model = make_model(variant.qk_norm)
+    optimizer, qk_norm, clip = make_variants()[name]
+    model = make_model(qk_norm)
     tokens, held = (jnp.asarray(text.Bytes().encode(part)) for part in text.load())
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, round(0.1 * steps), steps)
 
@@ -81,27 +71,27 @@ def make_functions(variant: Variant, steps: int) -> tuple[Callable[..., Any], ..
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean(), sown["intermediates"]
 
-    def create(index: jax.Array) -> TrainState:
+    def create(index: jax.Array) -> base.State:
         init_key, key = jax.random.split(jax.random.key(index // len(RATES)))
         params = model.init(init_key, jnp.zeros((1, LENGTH), jnp.int32))["params"]
         rate = jnp.asarray(RATES, jnp.float32)[index % len(RATES)]
-        return TrainState(jnp.int32(0), params, (rate, variant.optimizer.init(params)), key)
+        return base.State(jnp.int32(0), params, (rate, optimizer.init(params)), key)
 
-    def step(state: TrainState, _: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: base.State, _: Batch) -> tuple[base.State, Metrics]:
         # The batch follows from the seed, so that all rates see the same data.
         rows = draw(tokens, ROWS, jax.random.fold_in(state.key, state.step))
         (loss, scores), grads = jax.value_and_grad(measure, has_aux=True)(state.params, rows)
         peak, opt_state = state.opt_state
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, opt_state = variant.optimizer.update(grads, opt_state, state.params)
+            updates, opt_state = optimizer.update(grads, opt_state, state.params)
             rate = peak * schedule(state.step + 1)
         updates = jax.tree.map(lambda x: rate * x, updates)
-        if variant.clip:
-            empty = variant.clip.init(state.params)
-            updates, _ = variant.clip.update(updates, empty, state.params, max_logits=scores)
+        if clip:
+            empty = clip.init(state.params)
+            updates, _ = clip.update(updates, empty, state.params, max_logits=scores)
         params = optax.apply_updates(state.params, updates)
         score = jnp.max(jnp.stack([x.max() for x in jax.tree.leaves(scores)]))
-        new = TrainState(state.step + 1, params, (peak, opt_state), state.key)
+        new = base.State(state.step + 1, params, (peak, opt_state), state.key)
         return new, {"loss": loss, "score": score}
 
     def probe(params: Params, key: jax.Array) -> Metrics:
@@ -120,27 +110,27 @@ def sensitivity(losses: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    """Run the study."""
+    """Train all variants, draw their losses and scores, and print them."""
     flags = base.read_flags(__doc__, steps=300, seeds=3)
-    titles = "Loss after training", f"Scores at a learning rate of {HIGH}"
-    figure, (left, right) = base.make_panels(*titles)
-    for (name, variant), color in zip(make_variants().items(), base.COLORS, strict=False):
-        print(name)
-        create, step, probe = make_functions(variant, flags.steps)
-        sizes = {"seeds": flags.seeds * len(RATES), "points": POINTS}
-        out = base.train(create, step, lambda _: {}, steps=flags.steps, probe=probe, **sizes)
-        shape = (-1, flags.seeds, len(RATES))
-        final, scores = out.found["test"].reshape(shape)[-1], out.found["score"].reshape(shape)
-        label = f"{name}: {np.median(sensitivity(final)):.2f}"
-        base.draw_band(left, RATES, final.T, label, color)
-        base.draw_band(right, out.steps, scores[:, :, RATES.index(HIGH)], name, color)
-        print(f"  sensitivity {base.spread(sensitivity(final))}, {out.seconds:.0f} s")
+    figure, (left, right) = make_panels({
+        "Loss after training, sensitivity": ("peak learning rate", "test loss (nats per byte)"),
+        f"Scores at a learning rate of {HIGH}": ("step", "largest score before the softmax"),
+    })  # fmt: skip
+    for name, color in zip(make_variants(), COLORS, strict=False):
+        create, step, probe = make_functions(name, flags.steps)
+        models, shape = flags.seeds * len(RATES), (-1, flags.seeds, len(RATES))
+        out = base.train(create, step, lambda _: {}, flags.steps, models, POINTS, probe)
+        final, scores = (out.found[key].reshape(shape) for key in ("test", "score"))
+        final, narrow = final[-1], sensitivity(final[-1])
+        draw_band(left, RATES, final.T, f"{name}: {np.median(narrow):.2f}", color)
+        draw_band(right, out.steps, scores[:, :, RATES.index(HIGH)], name, color)
+        print(f"{name}: sensitivity {spread(narrow)}")
         for rate, losses, score in zip(RATES, final.T, scores.max(0).T, strict=True):
-            print(f"  {rate:6}: loss {base.spread(losses)}, largest score {np.median(score):.0f}")
-    left.set(xscale="log", xlabel="peak learning rate", ylabel="test loss (nats per byte)")
-    left.legend(title="learning rate sensitivity", fontsize=8, title_fontsize=8)
-    right.set(yscale="log", xlabel="step", ylabel="largest score before the softmax")
-    base.save(figure, flags.figure)
+            largest = f"largest score {np.median(score):.0f}"
+            print(f"  {rate:6}: loss {spread(losses)}, {largest}")
+    left.set_xscale("log")
+    right.set_yscale("log")
+    save(figure, flags.figure)
 
 
 if __name__ == "__main__":

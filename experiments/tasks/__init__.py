@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 from experiments.tasks import digits, masked, text, translation
 from experiments.tasks.task import Task
 
-# By `config.task`. A new task is a file here, one in configs/, and a row in runs/fields.py.
+# By `config.task`. A new task is a file here, and one in configs/.
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "digits": digits.Digits,
     "masked": masked.Masked,

@@ -86,6 +86,10 @@ class Digits:
         image = jnp.zeros((1, *self.train["image"].shape[1:], 1), jnp.float32)
         return self.model.init(key, image, deterministic=True)["params"]
 
+    def data(self) -> list[bytes]:
+        """Return the images and labels."""
+        return [x.tobytes() for split in (self.train, self.test) for x in split.values()]
+
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Return endless shuffled `image` [rows, 8, 8] and `label` [rows]."""
         indices = shuffled(len(self.train["label"]), batch_size, seed)

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from experiments.runs import checks
 from experiments.tasks import text
+from experiments.tasks.checks import check_size, read_remat
 from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import EncoderBlock, MultiHeadAttention
 from flax_mha.layer.linear import Projection
@@ -48,7 +48,7 @@ def masked_model(m: ConfigDict) -> MaskedModel:
     )  # fmt: skip
     block = EncoderBlock(
         attention, m.mlp_dim, norm=m.norm, activation=m.activation, dropout_rate=m.dropout_rate,
-        remat=checks.read_remat(m),
+        remat=read_remat(m),
     )  # fmt: skip
     return MaskedModel(Encoder(m.num_layers, block, scan=m.scan), m.features)
 
@@ -62,11 +62,15 @@ class Masked:
     def __init__(self, config: ConfigDict) -> None:
         self.config, self.model = config, masked_model(config.model)
         self.train, self.test = (np.frombuffer(part, np.uint8) for part in text.load())
-        checks.check_size("config.length", config.length, len(self.test), "held-out bytes")
+        check_size("config.length", config.length, len(self.test), "held-out bytes")
 
     def init(self, key: jax.Array) -> Params:
         """Return fresh parameters, whose shapes do not depend on the length."""
         return self.model.init(key, jnp.zeros((1, 1), jnp.int32), deterministic=True)["params"]
+
+    def data(self) -> list[bytes]:
+        """Return the bytes of the text."""
+        return [self.train.tobytes(), self.test.tobytes()]
 
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Return endless `bytes` uint8 [rows, T], each a stretch that begins anywhere."""

@@ -1,5 +1,6 @@
 """The interface between the trainer and a task, and an endless shuffled stream for its data."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ class Task(Protocol):
 
     def init(self, key: jax.Array) -> Params:
         """Return fresh parameters. Traced."""
+
+    def data(self) -> list[bytes]:
+        """Return all that the run learns from and is tested on, for a hash of it."""
 
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Return endless training batches in the order of a seed: these rows of each batch."""
@@ -42,3 +46,8 @@ def shuffled(size: int, batch_size: int, seed: int) -> grain.IterDataset:
     orders = epochs.random_map(lambda _, rng: rng.permutation(size))
     serial = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return RebatchIterDataset(orders.to_iter_dataset(serial), batch_size)
+
+
+def fingerprint(task: Task) -> str:
+    """Return the SHA-256 of a task's data."""
+    return hashlib.sha256(b"\0".join(task.data())).hexdigest()

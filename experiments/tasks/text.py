@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from experiments.runs import checks, files
+from experiments.tasks.checks import check_size, read_file, read_remat
 from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import DecoderBlock, MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
@@ -35,7 +35,7 @@ def load(path: str = "", split: str = "test") -> tuple[bytes, bytes]:
 
     first, joint, parts = 0, b"\n", [topics[name].encode() for name in sorted(topics)]
     if path:
-        text = files.read_data(path, at_least=EVERY**2)  # So that a tenth of a tenth is left.
+        text = read_file(path, at_least=EVERY**2)  # So that a tenth of a tenth is left.
         size = -(-len(text) // EVERY)
         parts = [text[i : i + size] for i in range(0, len(text), size)]
         first, joint = EVERY - 1, b""
@@ -47,7 +47,7 @@ def load(path: str = "", split: str = "test") -> tuple[bytes, bytes]:
 
 
 class Bytes:
-    """The bytes of a text as tokens; `experiments.tokenizer` has the tokens of a file."""
+    """The bytes of a text as tokens; `experiments.tasks.tokenizer` has the tokens of a file."""
 
     size, file = 256, b""  # and no file that defines them
 
@@ -68,7 +68,7 @@ def windows(tokens: np.ndarray, length: int, stride: int) -> Batch:
       stride: the tokens from one window to the next; each token is predicted from at least
         T − stride tokens before it, where the text has as many.
     """
-    checks.check_size("config.data.stride", stride, length, "config.length")
+    check_size("config.data.stride", stride, length, "config.length")
     n = len(tokens) - 1
     starts = range(0, max(1, n - length + stride), stride)
     padded = np.pad(tokens, (0, length + stride))
@@ -92,7 +92,7 @@ def language_model(m: ConfigDict, tokens: int) -> LanguageModel:
     )  # fmt: skip
     block = DecoderBlock(
         attention, m.mlp_dim, norm=m.norm, activation=m.activation, gated=m.gated,
-        dropout_rate=m.dropout_rate, remat=checks.read_remat(m),
+        dropout_rate=m.dropout_rate, remat=read_remat(m),
     )  # fmt: skip
     embedding = TokenEmbedding(tokens, m.features, dtype=attention.dtype)
     decoder = Decoder(m.num_layers, block, scan=m.scan)
@@ -106,14 +106,14 @@ class Text:
         self.config = config
         self.vocabulary: Any = Bytes()
         if config.data.tokenizer:  # an optional package
-            from experiments.tokenizer import Tokenizer
+            from experiments.tasks.tokenizer import Tokenizer
 
             self.vocabulary = Tokenizer(config.data.tokenizer)
         self.model = language_model(config.model, self.vocabulary.size)
         self.train, self.test = load(config.data.path, config.data.split)
         self.tokens, self.held = map(self.vocabulary.encode, (self.train, self.test))
         most = len(self.tokens) - 2
-        checks.check_size("config.length", config.length, most, "training tokens − 1")
+        check_size("config.length", config.length, most, "training tokens − 1")
         self.windows = windows(self.held, config.length, config.data.stride)
         # By which the nats of a token become bits of a byte.
         self.scales = [
@@ -125,6 +125,10 @@ class Text:
         """Return fresh parameters."""
         tokens = jnp.zeros((1, self.config.length), jnp.int32)
         return self.model.init(key, tokens, deterministic=True)["params"]
+
+    def data(self) -> list[bytes]:
+        """Return the text, and the file that defines its tokens."""
+        return [self.train, self.test, self.vocabulary.file]
 
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Return endless `tokens` [rows, T + 1], from anywhere in the training text."""

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from experiments.runs import files
+from experiments.runs.failures import RunError
 from experiments.tasks import dates
+from experiments.tasks.checks import read_file
 from experiments.tasks.dates import Pair, Split
 from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention
@@ -49,8 +50,27 @@ class Vocabulary:
 
 
 def read(path: str) -> Split:
-    """Return the pairs of a file with a source, a tab and a target a line, every tenth held out."""
-    pairs = files.read_pairs(path, at_least=EVERY)
+    """Return the different pairs of a file, every tenth held out.
+
+    Each line is a source, a tab and a target.
+    """
+    try:
+        lines = read_file(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise RunError(f"config.data.path must be a text file of pairs: {error}") from None
+    # A pair that is there twice must not be both learnt from and asked.
+    unique: dict[Pair, None] = {}
+    for number, line in enumerate(lines, 1):
+        source, tab, target = line.partition("\t")
+        if not (source and tab and target) or "\t" in target:
+            raise RunError(
+                f"each line of {path} must be a source, a tab and a target, got {line!r:.100} in "
+                f"line {number}"
+            )
+        unique[source, target] = None
+    pairs = list(unique)
+    if len(pairs) < EVERY:
+        raise RunError(f"{path} must hold at least {EVERY} different pairs, got {len(pairs)}")
     train = [pair for i, pair in enumerate(pairs) if i % EVERY]
     return Split(train, train, pairs[::EVERY], [])
 
@@ -86,6 +106,11 @@ class Translation:
         """Return fresh parameters."""
         tokens = jnp.zeros((1, 1), jnp.int32)
         return self.model.init(key, tokens, tokens, deterministic=True)["params"]
+
+    def data(self) -> list[bytes]:
+        """Return the pairs."""
+        pairs = [*self.split.sample, *self.split.test, *self.split.unseen]
+        return ["\t".join(pair).encode() for pair in pairs]
 
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Return endless shuffled pairs, see `arrays`."""

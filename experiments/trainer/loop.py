@@ -1,9 +1,10 @@
 """The training loop: the latest checkpoint or a fresh state → steps → test metrics.
 
 `one_model` is a step, `train` is everything around it. `mesh` spreads a step over seeds and
-devices; `experiments.runs` keeps the run safe.
+devices; `experiments.runs` has the log, the progress and the signals.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +15,15 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
+from experiments import phases
 from experiments.phases import Phase
 from experiments.runs.log import Log, Row
-from experiments.runs.watch import Watch
+from experiments.runs.progress import STOPPED, Watch
 from experiments.tasks.task import Batch, Metrics, Params, Task
 from experiments.trainer import mesh
 from experiments.trainer.checkpoints import Checkpoints
 from experiments.trainer.mesh import Program
-from experiments.trainer.metrics import evaluate, means
+from experiments.trainer.metrics import check_skipped, evaluate, means
 from experiments.trainer.optimizer import make_optimizer
 
 
@@ -77,23 +79,32 @@ def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None =
     return mesh.build(config, task, *one_model(config, task), devices)
 
 
-def train(program: Program, workdir: Path, profile: str | None = None) -> Result:
+def train(
+    program: Program, workdir: Path, profile: str | None = None,
+    params: Callable[[], Params | None] = lambda: None,
+) -> Result:  # fmt: skip
     """Train from the folder's latest checkpoint, or from the start, to config.steps.
 
     Args:
       program: the run's program.
       workdir: the run's folder.
-      profile: the steps to leave a trace of: FIRST:LAST, or how many; None for none.
+      profile: the steps to leave a trace of: FIRST:LAST; None for none.
+      params: returns the parameters to start from, asked without a checkpoint; None for fresh ones.
     """
     config, data = program.config, program.batches()
     with program.on_mesh(), Checkpoints(workdir, config.keep_last, config.keep_best) as checkpoints:
         with Phase("making the model, or reading its checkpoint"):
             saved = checkpoints.restore(program, data)
             state = saved.state if saved else program.create(program.seeds)
+            if saved is None and (first := params()) is not None:
+                state = state.replace(params=program.put_params(first))
             tests = [program.put_test(batch) for batch in program.task.test_batches()]
-        start = saved.step if saved else 0
+        start, pending = (saved.step, saved.pending) if saved else (0, ())
         tested: Metrics = {}
-        with Log(workdir, config, saved) as log, Watch(program, workdir, start, profile) as run:
+        with (
+            Log(workdir, config, start, pending) as log,
+            Watch(program, workdir, start, profile) as run,
+        ):
             for step in range(start + 1, config.steps + 1):
                 state, metrics = run.step(step, state, program.put(next(data)))
                 log.add(metrics)
@@ -102,22 +113,22 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
                 save = last or step % config.checkpoint_every == 0
                 trained, tested = {}, {}
                 if test or save or step % config.log_every == 0:
-                    trained = means(log.take(step))
+                    series = log.take()
+                    check_skipped(config, series, step)
+                    trained = means(series)
                     log.write(step, "train", trained)
-                with run.aside():
-                    if test:
-                        tested = evaluate(program, state.params, tests)
-                        log.write(step, "test", tested)
-                    # While steps are left out, the last good checkpoint stays.
-                    if stop or last or (save and not log.skipping):
-                        checkpoints.save(step, state, data, log.saved(step))
+                if test:
+                    tested = evaluate(program, state.params, tests)
+                    log.write(step, "test", tested)
+                # While steps are left out, the last good checkpoint stays.
+                if stop or last or (save and not log.skipping):
+                    loss = float(tested["loss"].mean()) if test else None
+                    checkpoints.save(step, state, data, log.pending(), loss)
                 run.show(step, trained, tested)
                 if stop:
-                    checkpoints.wait()
-                    run.stop(step)
+                    phases.say(f"stopped at step {step}; to go on: --workdir={workdir}")
+                    sys.exit(STOPPED)
             seconds = run.finish(state)
-            with Phase("writing the last checkpoint"):
-                checkpoints.wait()
             # A finished run, trained no further, is evaluated here.
             tested = tested or evaluate(program, state.params, tests)
             return Result(state, tested, log.rows, start, *seconds)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,89 +11,15 @@ import grain.experimental
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from experiments.devices import AXES as AXES
+from experiments.devices import count_slices as count_slices
+from experiments.devices import make_mesh as make_mesh
 from experiments.runs.failures import RunError
 from experiments.tasks.task import Batch, Metrics, Params, Task
 from flax_mha import sharding
-
-AXES = ("data", "fsdp", "model", "context")
-
-
-def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Return the number of TPU slices that a data center's network connects; 1 elsewhere."""
-    if devices[0].platform != "tpu":
-        return 1
-    return len({getattr(device, "slice_index", 0) for device in devices})
-
-
-def mesh_sizes(config: ConfigDict, have: int, slices: int = 1) -> tuple[int, int, int, int]:
-    """Return the sizes of `AXES`, for this number of devices in each slice.
-
-    With data=-1 the mesh takes all devices, or on one process the most that split the batch evenly.
-    """
-    m, rows, processes = config.mesh, config.batch_size, jax.process_count()
-    data, fsdp, model, context = m.data, m.fsdp, m.model, m.context
-    if data == -1 and min(fsdp, model, context) >= 1:
-        data = max(1, have // (fsdp * model * context))
-        # Several processes all have to take part, so that the batch has to fit them.
-        while processes == 1 and data > 1 and rows % (slices * data * fsdp):
-            data -= 1
-    sizes = (data, fsdp, model, context)
-    got = f"data={m.data}, fsdp={fsdp}, model={model}, context={context}"
-    if min(sizes) < 1 or math.prod(sizes) > have:
-        raise RunError(
-            f"config.mesh needs data·fsdp·model·context devices, at least 1 and at most the {have} "
-            f"there are, got {got}; on a CPU, config.mesh.force_host_devices=N makes N of them"
-        )
-    if processes > 1 and math.prod(sizes) != have:
-        raise RunError(
-            f"with {processes} processes config.mesh must use all {have} devices, got {got}; "
-            f"try data={have // (fsdp * model * context)}"
-        )
-    parts = slices * data * fsdp
-    if rows % parts:
-        over = f", times {slices} slices" if slices > 1 else ""
-        raise RunError(
-            f"config.batch_size must be a multiple of config.mesh.data={data} times "
-            f"config.mesh.fsdp={fsdp}{over}, got {rows}; try {-(-rows // parts) * parts}"
-        )
-    return sizes
-
-
-def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of these devices (default: all there are), neighbors next to each other.
-
-    If heads divide over some of context's devices only, these are a fifth axis, ulysses, within
-    context. Attention can then shard heads over it (`usp`). Several slices have a mesh of these
-    sizes each, along a first axis `dcn`.
-    """
-    devices = jax.devices() if devices is None else devices
-    slices, model = count_slices(devices), config.model
-    names: tuple[str, ...] = AXES
-    sizes: tuple[int, ...] = mesh_sizes(config, len(devices) // slices, slices)
-    heads = math.gcd(model.num_heads, model.get("num_kv_heads", 0)) // sizes[2]
-    ulysses = math.gcd(heads, sizes[3])
-    if 1 < ulysses < sizes[3]:
-        names, sizes = (*AXES, "ulysses"), (*sizes[:3], sizes[3] // ulysses, ulysses)
-    count = math.prod(sizes)
-    # `jax.make_mesh` refuses sizes that are no products of those of the chips' torus.
-    if slices == 1:
-        placed = mesh_utils.create_device_mesh(
-            sizes, devices[:count], allow_split_physical_axes=True
-        )
-    else:
-        by_slice: dict[int, list[jax.Device]] = {}
-        for device in devices:
-            by_slice.setdefault(device.slice_index, []).append(device)
-        used = [device for part in by_slice.values() for device in part[:count]]
-        placed = mesh_utils.create_hybrid_device_mesh(
-            (1, *sizes), (slices, *(1 for _ in names)), used, allow_split_physical_axes=True
-        )
-        names = ("dcn", *names)
-    return Mesh(placed, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
@@ -168,6 +93,22 @@ class Program:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((*shape, *x.shape[1:]), x.dtype, sharding=over), row
         )
+
+    def put_params(self, params: Params) -> Params:
+        """Return parameters of one model, for each seed, placed as those of the state."""
+        seeds = (self.config.seeds,) * (self.config.seeds > 1)
+        expected = self.abstract_state().params
+
+        def place(x: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
+            x = np.broadcast_to(np.asarray(x, target.dtype), (*seeds, *np.shape(x)))
+            if x.shape != target.shape:
+                raise RunError(
+                    f"--weights must be of a run with the same model, got an array {x.shape} for "
+                    f"{target.shape}; give another run, or the same config.model"
+                )
+            return jax.device_put(x, target.sharding)
+
+        return jax.tree.map(place, params, expected)
 
     def batches(self) -> grain.DatasetIterator:
         """Return this process's rows of the training batches, [seeds, rows, ...] if several."""

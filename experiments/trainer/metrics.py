@@ -4,9 +4,33 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
+from experiments.runs.failures import RunError
 from experiments.tasks.task import Batch, Metrics, Params
 from experiments.trainer.mesh import Program
+
+
+def check_skipped(config: ConfigDict, series: Metrics, step: int) -> None:
+    """Check that no seed left out too many steps in a row, up to this one.
+
+    Args:
+      config: the run's config.
+      series: the metrics [steps, seeds].
+      step: the last step.
+    """
+    bad = np.argwhere(series["skipped"] >= config.max_skipped)
+    if len(bad):
+        at, seed = bad[0]
+        count = int(series["skipped"][at, seed])
+        first = step - len(series["skipped"]) + 1 + at - count + 1
+        raise RunError(
+            f"not finite at step {first} of seed {config.seed + seed}, nor at any of the {count} "
+            f"steps from there (config.max_skipped), which were left out: loss "
+            f"{series['loss'][at, seed]}, gradient norm {series['gradient_norm'][at, seed]}; "
+            f"nothing of them was saved; try a smaller config.optimizer.learning_rate or a longer "
+            f"config.optimizer.warmup"
+        )
 
 
 def means(series: Metrics) -> Metrics:

@@ -106,7 +106,7 @@ def _call_layer(flax_layer: Any, fields: Any, *args: Any, inputs_kv: Any = None,
 
 def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:
     """Return a layer of `flax_mha.nnx` with the node's parameters, if it is a Flax layer."""
-    if not isinstance(node, nnx.Module):
+    if not isinstance(node, nnx.Module) or isinstance(node, flax_mha.nnx.MultiHeadAttention):
         return node
     if type(node) is not nnx.MultiHeadAttention:
         if isinstance(node, nnx.MultiHeadAttention):

@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app
 
-from experiments.runs import settings
+from experiments import command
 from experiments.trainer import loop, mesh
 from experiments.trainer.checkpoints import Checkpoints
 
@@ -54,4 +53,4 @@ if __name__ == "__main__":
     from experiments import train  # Its flags must not be defined in other test processes.
 
     loop.Checkpoints = Checked
-    app.run(train.main, flags_parser=lambda argv: settings.parse(argv, train.DEFAULT))
+    command.run(train.main)

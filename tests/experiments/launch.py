@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from configs import digits
-from experiments.runs import fields
+from experiments import tasks
+from experiments.runs import folders
+from experiments.runs.config import Asked, flatten
+from experiments.tasks.task import fingerprint
 
 ROOT = Path(__file__).parent.parent.parent
 DEVICES = 2  # per process
@@ -22,12 +26,17 @@ PATIENCE = 600  # seconds; a quiet machine needs some 20
 
 def settings(config: ConfigDict) -> list[str]:
     """Return the flags that turn the default config into this one."""
-    default = fields.flatten(digits.get_config().to_dict())
+    default = flatten(digits.get_config())
     return [
-        f"--config.{key}={value}"
-        for key, value in fields.flatten(config.to_dict()).items()
-        if value != default[key]
+        f"--config.{key}={value}" for key, value in flatten(config).items() if value != default[key]
     ]
+
+
+def begin(folder: Path, config: ConfigDict) -> Any:
+    """Begin a run in a folder, as the command does, and return its task."""
+    task = tasks.make(config)
+    folders.open_run(str(folder), Asked(config, {})).begin(fingerprint(task))
+    return task
 
 
 class Processes:

@@ -14,13 +14,12 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import decoder_1b, pydoc_lm
-from experiments import reports, responses, tasks
-from experiments.runs import fields, rundir
+from experiments import reports, tasks
 from experiments.runs.failures import RunError
-from experiments.runs.fields import flatten
-from experiments.runs.fingerprint import fingerprint
 from experiments.tasks import text
-from experiments.tokenizer import Tokenizer
+from experiments.tasks.task import fingerprint
+from experiments.tasks.tokenizer import Tokenizer
+from experiments.trained import responses
 
 ROOT = Path(__file__).parent.parent.parent
 WRITTEN = "Être, ou ne pas être: that is the question. 日本語 \n" * 40
@@ -102,23 +101,6 @@ def test_bfloat16_computes_beside_float32_parameters(config: ConfigDict) -> None
     np.testing.assert_allclose(found, loss, rtol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("model.dtype", "int8", "model.dtype must be one of float32, bfloat16, float16"),
-        ("model.scan", 1, "model.scan must be true or false, got 1"),
-        ("model.remat", "yes", "model.remat must be true, false, or some of q, k, .*, got 'yes'"),
-        ("data.tokenizer", 3, "data.tokenizer must be the file of a Hugging Face tokenizer, or em"),
-        ("optimizer.accumulate", 0, "optimizer.accumulate must be a whole number from 1"),
-        ("optimizer.accumulate", 3, "steps must be a multiple of .*=3, got 4; try 6"),
-    ],
-)
-def test_wrong_values_are_refused(config: ConfigDict, key: str, value: Any, message: str) -> None:
-    values = flatten(config.to_dict())
-    with pytest.raises(RunError, match=message):
-        fields.check(values | {key: value}, values)
-
-
 def test_tokens_become_the_text_again(tokenizer: str) -> None:
     for words in (Tokenizer(tokenizer), text.Bytes()):
         tokens = words.encode(WRITTEN.encode())
@@ -194,26 +176,13 @@ def test_wrong_tokenizers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "tokenizer.json"
     for content in ("", "{}", "[1"):
         path.write_text(content)
-        with pytest.raises(RunError, match=r"json must be a tokenizer that the package tokeniz"):
+        with pytest.raises(RunError, match=r"must be a tokenizer.json, got: "):
             Tokenizer(str(path))
-    with pytest.raises(RunError, match="json must be a file, got /dev/zero: it is no regular"):
-        Tokenizer("/dev/zero")
-
     with pytest.raises(RunError, match=r"json must be a file, got .*none: No such file"):
         Tokenizer(str(tmp_path / "none"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RunError, match="needs the package tokenizers; pip install tokenizers"):
         Tokenizer(str(path))
-
-
-def test_tokenizer_named_only_by_the_folder_is_not_read(
-    config: ConfigDict, tokenizer: str, tmp_path: Path
-) -> None:
-    config.data.tokenizer = tokenizer
-    rundir.open_run(tmp_path, config, {}).begin("hash")
-    with pytest.raises(RunError, match=r"--tokenizer of experiments.generate"):
-        rundir.find_run(tmp_path)
-    assert rundir.find_run(tmp_path, {"data.tokenizer": tokenizer}).resumed
 
 
 @pytest.mark.sampled(0, slow=0.16)
@@ -243,10 +212,9 @@ def test_run_with_a_tokenizer_resumes_and_generates(tokenizer: str, tmp_path: Pa
     assert newest.name == "200"
     shutil.rmtree(newest)
     assert "100 steps on" in said("train", *words)
-    named = [f"--data={data}", f"--tokenizer={tokenizer}"]
-    answer = said("generate", f"--workdir={run}", "--prompt=Être, ou ne pas", *named)
-    assert answer.startswith(" être: that is")  # as far as 16 tokens reach
-    assert "bits per byte" in said("report", str(run), *named)
+    moved = data.rename(tmp_path / "moved")
+    words = [f"--workdir={run}", "--prompt=Être, ou ne pas", f"--data={moved}"]
+    assert said("generate", *words).startswith(" être: that is")  # as far as 16 tokens reach
 
 
 def test_decoder_config_has_its_stated_sizes() -> None:

@@ -1,4 +1,5 @@
 from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +7,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from configs import dates, masked, pydoc_lm
 from experiments import reports, tasks
-from experiments.runs import fields
 from experiments.tasks import digits
 from experiments.tasks.task import shuffled
 
@@ -94,10 +95,10 @@ def test_legend_names_the_training_measure(
 
 @pytest.mark.parametrize(
     ("task", "training"),
-    [("masked", "training"), ("text", "training: any context"), ("translation", "training")],
+    [(masked, "training"), (pydoc_lm, "training: any context"), (dates, "training")],
 )
-def test_legend_names_dropout_only_if_used(task: str, training: str) -> None:
-    config = fields.EXAMPLES[task]()
+def test_legend_names_dropout_only_if_used(task: Any, training: str) -> None:
+    config = task.get_config()
     assert reports.make(tasks.make(config)).training == training
     config.model.dropout_rate = 0.1
     assert (

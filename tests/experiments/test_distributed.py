@@ -1,9 +1,9 @@
 """Several real processes, 2 devices each, train, stop and resume as one."""
 
-import contextlib
+import dataclasses
 import json
+import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.runs import hosts, lock, rundir, signals
+from experiments.runs import folders
+from experiments.runs.config import Asked
 from experiments.runs.failures import RunError
-from experiments.runs.fingerprint import fingerprint
+from experiments.tasks.task import fingerprint
 from experiments.trainer import loop, mesh
 from tests.experiments.checked import flat, restored
 from tests.experiments.launch import settings, together
@@ -23,15 +24,26 @@ from tests.experiments.launch import settings, together
 HEARTBEAT = 10
 
 
+def stopping(built: mesh.Program, at: int) -> Any:
+    """Return the step of a program, during one of which SIGTERM is sent."""
+
+    def step(state: Any, batch: Any) -> Any:
+        if int(state.step) + 1 == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return built.step(state, batch)
+
+    return step
+
+
 def alone(config: ConfigDict, workdir: Path, built: mesh.Program | None = None) -> loop.Result:
     """Run the training in this process, as the command does."""
-    run = rundir.open_run(workdir, config, {})
+    run = folders.open_run(str(workdir), Asked(config, {}))
     built = built or loop.build(config, tasks.make(config))
     run.begin(fingerprint(built.task))
     try:
         return loop.train(built, run.path)
     finally:
-        lock.release(run.path)
+        folders._locks.pop(run.path).release()
 
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
@@ -102,10 +114,8 @@ def test_four_processes_resume_run_of_eight_devices(
     built = loop.build(config, tasks.make(config))
     whole = alone(config, tmp_path / "whole", built)
     half = tmp_path / "half"
-    with monkeypatch.context() as patch:
-        patch.setattr(signals, "stoppable", lambda: contextlib.nullcontext(lambda step: step == 3))
-        with pytest.raises(SystemExit, match="stopped at step 3"):
-            alone(config, half, built)
+    with pytest.raises(SystemExit):
+        alone(config, half, dataclasses.replace(built, step=stopping(built, 3)))
     np.savez(tmp_path / "expected.npz", **jax.device_get(flat(restored(built, half)[0])))
 
     monkeypatch.setenv("EXPECTED", str(tmp_path / "expected.npz"))
@@ -143,57 +153,6 @@ def assert_saved(run: Path) -> None:
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"3", "6"}
 
 
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [
-        (hosts.Cluster(None, 2, 0), "--coordinator_address is missing; give all three, or none"),
-        (hosts.Cluster("h:1", 2), "--process_id is missing"),
-        (hosts.Cluster("host", 2, 0), "must be HOST:PORT, such as .*, got 'host'"),
-        (hosts.Cluster("h:1", 2, 2), "--process_id must be one of .* got 2 of 2"),
-        (hosts.Cluster("h:1", 0, 0), "got 0 of 0"),
-    ],
-)
-def test_incomplete_cluster_flags_raise(cluster: hosts.Cluster, message: str) -> None:
-    with pytest.raises(RunError, match=message):
-        cluster.check()
-
-
-def test_taken_port_raises() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(RunError, match=f"must serve --coordinator_address={address}"):
-            hosts.start(hosts.Cluster(address, 2, 0))
-
-
-def test_no_process_starts_if_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(hosts, "_gather", lambda text: [text, ""])
-    with pytest.raises(RunError, match=r"processes \[1\] could not start"):
-        hosts.agree({"config": {}})
-    hosts.agree(None)  # This process has printed the reason already.
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (ValueError("mine"), "process 0 of 2 failed, and the others will end too"),
-        (jax.errors.JaxRuntimeError("UNAVAILABLE: peer\nmore"), "another one ended: UNAVAILABLE"),
-        # Of a process that SIGSTOP held, until the others gave it up.
-        (ValueError("UNKNOWN: Gloo all-reduce failed: …"), "another one ended: UNKNOWN: Gloo"),
-    ],
-)
-def test_failed_process_exits_at_once(
-    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(hosts.os, "_exit", ended.append)
-    with hosts.ending_together():
-        raise error
-    assert ended == [1]
-    assert message in capfd.readouterr().err
-
-
 def test_mesh_must_use_every_process(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(RunError, match=r"with 4 processes .* all 8 devices, got data=1"):
@@ -219,31 +178,30 @@ def test_rows_of_a_process_need_not_be_contiguous(
     assert asked["rows"].tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
 
 
-def test_the_error_of_process_0_is_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RunError("the log is a pipe; remove it")
+@pytest.mark.slow
+def test_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> None:
+    config.steps, config.mesh.data = 100_000, -1
+    config.evaluate_every = config.checkpoint_every = 100_000
+    with together(
+        2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
+        f"--heartbeat_timeout={HEARTBEAT}",
+    ) as processes:  # fmt: skip
+        log = tmp_path / "run" / "metrics.jsonl"
+        processes.until(lambda: log.exists() and log.stat().st_size > 0)
+        processes.all[1].kill()
+        assert processes.wait()[0] != 0
 
-    with pytest.raises(RunError, match="the log is a pipe; remove it"):
-        hosts.on_first(fail)
-    assert hosts.on_first(lambda: 7) == 7
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(hosts, "_gather", lambda text: ["the log is a pipe; remove it", text])
-    with pytest.raises(RunError, match="the log is a pipe; remove it"):
-        hosts.on_first(lambda: pytest.fail("not on this process"))
 
-
-@pytest.mark.parametrize("said", ["XLA_FLAGS", "JAX_NUM_CPU_DEVICES"])
-def test_host_devices_are_forced_unless_environment_sets_them(
-    said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(jax.config, "update", lambda *args: asked.append(args))
-    monkeypatch.setenv(said, "--xla_force_host_platform_device_count=8")
-    assert hosts.force_host_devices(4) == 0
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
-    assert hosts.force_host_devices(0) == 0
-    assert not asked
-    assert hosts.force_host_devices(4) == 4
-    assert asked == [("jax_num_cpu_devices", 4)]
+@pytest.mark.sampled(0, slow=0.3)
+def test_hosts_with_different_configs_do_not_start(config: ConfigDict, tmp_path: Path) -> None:
+    config.mesh.data = -1
+    with together(
+        2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
+        each=lambda i: [f"--config.optimizer.b2=0.9{i + 1}"],
+    ) as processes:  # fmt: skip
+        assert processes.wait() == [1, 1], processes.said(0) + processes.said(1)
+        for i in range(2):
+            last = processes.said(i).splitlines()[-1]
+            assert last.startswith("error: all processes need the same config and data, and ")
+            assert "optimizer.b2 is 0.91 at process 0 and 0.92 at process 1" in last
+    assert not (tmp_path / "run").exists()

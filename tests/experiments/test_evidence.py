@@ -19,8 +19,9 @@ def test_losses_of_all_kernels_and_meshes(
 ) -> None:
     monkeypatch.setattr(losses, "MESHES", {"tokens over 2": {"data": -1, "context": 2}})
     main(["losses", "--steps=2", "--devices=8", f"--workdir={tmp_path}"])
-    found = json.loads((tmp_path / "results.json").read_text())
-    first = found[losses.FIRST]
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    found = {row["computed by"]: row["losses"] for row in rows}
+    first = found["reference, float32"]
     assert len(first) == 2
     for name, others in found.items():
         bound = 0.02 if "bfloat16" in name else 1e-4
@@ -37,12 +38,12 @@ def test_costs_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(lengths, "LENGTHS", (1024, 2048))
     monkeypatch.setattr(lengths, "KERNELS", {"tpu": ("auto", "reference")})
     main(["lengths", "--chip=v5e", f"--workdir={tmp_path}"])
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert {*found} == {"1024", "2048"}
-    assert {*found["2048"]} == {"auto", "reference", "Flax"}
-    assert found["2048"]["auto"]["MiB"] < found["2048"]["reference"]["MiB"]
+    short, long = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (short["tokens"], long["tokens"]) == (1024, 2048)
+    assert {*long} == {"tokens", "auto", "reference", "Flax"}
+    assert long["auto"]["MiB"] < long["reference"]["MiB"]
     # A kernel's memory does not grow with the square of the length.
-    assert found["2048"]["auto"]["held"] < 4
+    assert long["auto"]["held"] < 4
     assert (tmp_path / "lengths.png").exists()
     with pytest.raises(RunError, match="--chip: invalid choice: 'v1'"):
         main(["lengths", "--chip=v1"])

@@ -10,17 +10,14 @@ ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "experiments").rglob("*.py"))
 # Each folder, or file at the top, may import those before it, and none after.
 LAYERS = (
-    "", "libtpu", "phases", "tables", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
-    "finished", "reports", "responses", "pretrained", "convert", "generate", "heads", "look",
-    "report", "train", "plan", "measure", "studies",
+    "", "__main__", "libtpu", "phases", "tables", "runs.failures", "devices", "command",
+    "outputs", "counts", "runs", "plots", "tasks", "trainer", "trained", "reports", "convert",
+    "generate", "look", "train", "plan", "measure", "studies",
 )  # fmt: skip
 MAINTAINERS = {"plan", "measure", "studies"}
-# All that one opens to follow `experiments.train`: the command, the loop and what it calls. Behind
-# them are tasks, reports, and what checks configs and keeps runs safe.
-READ = (
-    "train.py", "trainer/", "tasks/__init__.py", "tasks/task.py", "runs/log.py", "runs/watch.py",
-)  # fmt: skip
-LINES, WITH_A_TASK = 850, 970
+# All that one opens to follow `experiments.train`: the command, the loop and what it calls.
+READ = ("train.py", "trainer/", "tasks/__init__.py", "tasks/task.py", "runs/log.py")
+LINES, WITH_A_TASK, RUNS = 900, 1020, 700
 
 
 def lines(path: Path) -> int:
@@ -48,7 +45,7 @@ def imported(path: Path) -> set[str]:
 
 
 def layer(name: str) -> str:
-    return name.split(".")[0]
+    return name if name in LAYERS else name.split(".")[0]
 
 
 def reached(names: set[str]) -> set[str]:
@@ -90,7 +87,7 @@ def test_the_trainer_imports_nothing_of_maintainers() -> None:
 def test_a_tokenizer_is_imported_only_if_a_config_names_one() -> None:
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
-            assert "experiments.tokenizer" not in ast.unparse(node).splitlines()[0], path
+            assert "tasks.tokenizer" not in ast.unparse(node).splitlines()[0], path
 
 
 def test_the_trainer_is_read_in_one_sitting() -> None:
@@ -98,3 +95,4 @@ def test_the_trainer_is_read_in_one_sitting() -> None:
     read = {name: count for name, count in found.items() if name.startswith(READ)}
     assert sum(read.values()) <= LINES, read
     assert sum(read.values()) + found["tasks/digits.py"] <= WITH_A_TASK
+    assert sum(count for name, count in found.items() if name.startswith("runs/")) <= RUNS

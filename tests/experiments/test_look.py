@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import heads
 from experiments.runs.failures import RunError
+from experiments.trained import heads
 from flax_mha import Capture, analysis, interop
 from flax_mha.taps import sown
 from tests.experiments.test_pretrained import BERT, QWEN, folder_of

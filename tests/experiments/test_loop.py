@@ -1,10 +1,6 @@
-import contextlib
 import json
 import math
 import re
-import struct
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
-from tensorboardX.proto.event_pb2 import Event
 
 from experiments import tasks
-from experiments.runs import signals
 from experiments.runs.failures import RunError
 from experiments.trainer import loop, mesh, metrics
 
@@ -33,38 +27,6 @@ def losses(result: loop.Result) -> np.ndarray:
 
 def assert_equal(one: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other))
-
-
-def stop_after(steps: int) -> Any:
-    @contextlib.contextmanager
-    def stoppable() -> Iterator[Any]:
-        asked = count(1)
-        yield lambda step: next(asked) == steps
-
-    return stoppable
-
-
-@pytest.mark.sampled(0, slow=0.16)
-def test_resumed_run_equals_uninterrupted_run(
-    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = loop.build(config, tasks.make(config))
-    whole = loop.train(built, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(signals, "stoppable", stop_after(4))
-        with pytest.raises(SystemExit, match="stopped at step 4; to go on: --workdir="):
-            loop.train(built, tmp_path / "parts")
-    resumed = train(config, tmp_path / "parts")
-    assert (whole.start, resumed.start) == (0, 4)
-    assert resumed.rows == whole.rows
-    assert_equal(resumed.state.opt_state, whole.state.opt_state)
-    assert_equal(resumed.state.params, whole.state.params)
-    assert resumed.state.key == whole.state.key
-
-    again = loop.train(built, tmp_path / "parts")
-    assert again.start == config.steps
-    assert again.rows == whole.rows
-    assert_equal(again.metrics, whole.metrics)
 
 
 @pytest.mark.slow
@@ -218,64 +180,6 @@ def test_nonfinite_loss_ends_the_run(config: ConfigDict, tmp_path: Path) -> None
     ):
         train(config, tmp_path)
     assert not list((tmp_path / "checkpoints").iterdir())
-
-
-class Killed(BaseException):
-    """An exception that ends a run at once."""
-
-
-def ending(at: dict[int, type[BaseException] | None]) -> Any:
-    """Return signals that ask to stop after some steps (None), or end the run there."""
-
-    @contextlib.contextmanager
-    def stoppable() -> Iterator[Any]:
-        def stop(step: int) -> bool:
-            if step not in at:
-                return False
-            if error := at.pop(step):
-                raise error
-            return True
-
-        yield stop
-
-    return stoppable
-
-
-def points(folder: Path) -> list[tuple[int, str, float]]:
-    """Return all points that TensorBoard shows of a run, without points purged by a later start."""
-    found: list[tuple[int, str, float]] = []
-    for path in sorted(folder.glob("tensorboard/*"), key=lambda p: p.stat().st_mtime_ns):
-        raw = path.read_bytes()
-        while raw:
-            (size,) = struct.unpack("<Q", raw[:8])
-            event = Event.FromString(raw[12 : 12 + size])
-            raw = raw[size + 16 :]
-            if event.HasField("session_log"):
-                found = [point for point in found if point[0] < event.step]
-            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
-    return sorted(found)
-
-
-@pytest.mark.sampled(0, slow=0.16)
-def test_interrupted_run_leaves_the_log_of_a_whole_one(
-    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config.steps, config.log_every, config.evaluate_every, config.checkpoint_every = 40, 7, 10, 6
-    built = loop.build(config, tasks.make(config))
-    whole = loop.train(built, tmp_path / "whole")
-    parts = tmp_path / "parts"
-    ends = {2: None, 5: None, 9: Killed, 13: Killed, 17: None, 18: None, 26: None, 33: Killed}
-    monkeypatch.setattr(signals, "stoppable", ending(dict(ends)))
-    for expected in ends.values():
-        with pytest.raises(expected or signals.Stopped):
-            loop.train(built, parts)
-    result = loop.train(built, parts)
-    assert result.start == 30
-    logs = [(path / "metrics.jsonl").read_bytes() for path in (parts, tmp_path / "whole")]
-    assert logs[0] == logs[1]
-    assert points(parts) == points(tmp_path / "whole")
-    assert_equal(result.state.params, whole.state.params)
-    assert_equal(result.state.opt_state, whole.state.opt_state)
 
 
 @pytest.mark.sampled(0, slow=0.16)

@@ -1,7 +1,8 @@
-"""`measure compiled`: the bytes of small programs by hand, and its own table."""
+"""`measure compiled` and `timed`: the bytes of small programs by hand, and their tables."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import pytest
 from experiments.counts import traffic
 from experiments.counts.hlo import Module
 from experiments.measure import __main__ as measure
-from experiments.measure import compiled, programs, timed
+from experiments.measure import programs, results
+from experiments.measure.timing import program
 from experiments.plan import gpus
 from experiments.runs.failures import RunError
 
@@ -183,21 +185,22 @@ def test_table_of_a_decoding_step(tmp_path: Path, capsys: pytest.CaptureFixture)
     """A step reads parameters and cache once, and hardly anything else."""
     folder = tmp_path / "new"
     measure.main(["compiled", "--programs=decode-grouped", "--top=2", f"--workdir={folder}"])
-    rows = json.loads((folder / "results.json").read_text())["rows"]
+    hand, ours = json.loads((folder / "results.json").read_text())["rows"]
+    assert (hand["contestant"], ours["contestant"]) == ("hand", "ours")
     least = (2 * (2 * 16 + 2 * 4) * 2048 * 128 + 2 * 2 * 8 * 4 * 8192 * 128) / 2**20
-    ours, hand = (
-        next(row for row in rows if row["contestant"] == name) for name in ("ours", "hand")
-    )
     for row in (ours, hand):
         assert least <= row["MiB"] < 1.1 * least
         assert row["held"] < 4
     assert ours["Mcycles"] < 1.5 * hand["Mcycles"]
     assert any(one["source"].startswith("xla/decode.py:") for one in ours["top"])
-    assert compiled.line(hand, rows) in (folder / "table.md").read_text()
-    assert compiled.line(hand, rows) in capsys.readouterr().out
+    table, shown = (folder / "table.md").read_text().splitlines(), capsys.readouterr()
+    assert table[2].startswith("| `decode-grouped` | step | hand | ")
+    assert f" | {ours['MiB'] / hand['MiB']:.2f} | {ours['kernels']} | " in table[3]
+    assert set(table) <= set(shown.out.splitlines())
+    assert "compiling decode-grouped, 1 of 1 …" in shown.err
 
 
-def test_refusals_of_another_library_are_lines_below_the_table(
+def test_refusals_of_another_library_are_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
@@ -205,38 +208,48 @@ def test_refusals_of_another_library_are_lines_below_the_table(
 
     entry = programs.Entry("layer", "tokamax", "forward", refuse, ())
     monkeypatch.setattr(programs, "entries", lambda *_: [entry])
-    measure.main(["compiled", f"--workdir={tmp_path / 'new'}"])
+    flags = ["compiled", "--programs=layer"]
+    measure.main([*flags, f"--workdir={tmp_path / 'new'}"])
     table = (tmp_path / "new" / "table.md").read_text()
-    assert "`layer`, forward, tokamax: NotImplementedError: no such chip" in table
+    assert "| `layer` | forward | tokamax | NotImplementedError('no such chip') |" in table
 
     monkeypatch.setattr(programs, "entries", lambda *_: [entry._replace(contestant="hand")])
     with pytest.raises(NotImplementedError):
-        measure.main(["compiled", f"--workdir={tmp_path / 'other'}"])
+        measure.main([*flags, f"--workdir={tmp_path / 'other'}"])
 
 
 @pytest.mark.slow
-def test_contestants_of_a_decoding_step_run_in_turns(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_contestants_of_a_decoding_step_run_in_turns(tmp_path: Path) -> None:
     folder = tmp_path / "timed"
     measure.main(["timed", "--programs=decode-grouped", "--seconds=0.5", f"--workdir={folder}"])
-    results = json.loads((folder / "results.json").read_text())
-    assert [row["contestant"] for row in results["rows"]] == ["ours", "hand"]
-    printed = capsys.readouterr().out
-    for row in results["rows"]:
-        median, q1, q3 = row["milliseconds"]
-        assert 0 < q1 <= median <= q3
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    assert [row["contestant"] for row in rows] == ["hand", "ours"]
+    for row in rows:
+        assert 0 < row["q1"] <= row["median"] <= row["q3"]
         assert row["ratio"] >= 1
-        assert timed.line(row) in (folder / "table.md").read_text()
-        assert timed.line(row) in printed
+        assert f"| {1000 * row['median']:.4g} | " in (folder / "table.md").read_text()
 
 
-def test_tokens_of_a_step_are_the_last_that_fit() -> None:
+def test_tokens_of_a_step_end_at_a_position() -> None:
     chip = programs.Chip(jax.devices()[0], False)
     cache = {"k": chip.array(2, 2, 64, 4), "length": chip.array(2, dtype=jnp.int32)}
     tokens = chip.array(2, 8, dtype=jnp.int32)
-    entry = programs.Entry("", "", "", lambda *_: None, (cache, tokens), (0,))
-    filled, drawn = timed.filled(entry)
+    filled, drawn = programs.fill((cache, tokens), 56)
     assert filled["length"].tolist() == [56, 56]
     assert filled["k"].std() > 0
     assert drawn.min() == 0 < drawn[:, :7].min()
+
+
+def test_a_cache_is_replaced_and_its_positions_stay() -> None:
+    def step(cache: Any, x: jax.Array) -> Any:
+        k, at = cache["k"] + x, cache["at"]
+        return k.sum() + at, {"k": k, "at": at + 1}
+
+    work = program(step, [{"k": jnp.zeros((1, 2, 3)), "at": jnp.array(7)}, jnp.ones(())], True)
+    assert [float(work.call()) for _ in range(3)] == [6 + 7, 12 + 7, 18 + 7]
+
+
+def test_pictures_have_a_line_for_each_name(tmp_path: Path) -> None:
+    lines = {"a": ([1, 2], [3, 4]), "b": ([], [])}
+    results.draw(tmp_path / "x.png", "steps", {"one": lines, "two": lines}, "x-")
+    assert (tmp_path / "x.png").stat().st_size > 5_000

@@ -1,9 +1,6 @@
 """Folders with broken tokenizers: a one-line error, and no traceback."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +9,6 @@ import pytest
 
 from experiments.runs.failures import RunError
 from tests.experiments.test_pretrained import QWEN, T5, folder_of, said
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -68,86 +63,6 @@ def test_invalid_prompts_raise(prompt: str, words: str, folders: dict[str, Path]
     assert len(str(error.value)) < 300
 
 
-# A stand-in for the package, whose class raises plain exceptions as that does, or ends its process.
-FAKE = """
-import os, types
-
-def fail(*_, **__):
-    if {fails!r} == "panic":
-        raise BaseException("bad")
-    if {fails!r} == "abort":
-        os.abort()
-    raise Exception("bad\\n" * 99)
-
-class Tokenizer:
-    from_buffer = classmethod(lambda cls, _: cls())
-    no_padding = no_truncation = lambda self: None
-    get_vocab = lambda self, with_added_tokens: {{"a": {largest}}}
-    encode = lambda self, _, add_special_tokens: types.SimpleNamespace(ids={ids})
-    decode = lambda self, ids, **_: str(ids)
-
-for name in {names}:
-    setattr(Tokenizer, name, fail)
-"""
-WORDS = "must be a tokenizer that the package tokenizers can use, got"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"names": ["from_buffer"]}, f"{WORDS} 'bad"), ({"names": ["encode"]}, f"{WORDS} 'bad"),
-        ({"names": ["decode"]}, f"{WORDS} 'bad"), ({"ids": []}, "have at least one t"),
-        ({"names": ["encode"], "fails": "panic"}, f"{WORDS} 'bad'"),
-        ({"names": ["encode"], "fails": "abort"}, f"{WORDS} 'no end of encode within its limits'"),
-        ({"largest": 2**31}, f"{WORDS} 'ids up to 2147483648'"),
-        ({"ids": [1] * 1005}, f"{WORDS} '1005 tokens for 4 characters'"),
-        ({"ids": [1, 100]}, "ids of the prompt must be in 0 … 99, got 100; take weights and toke"),
-    ],
-)  # fmt: skip
-def test_failing_tokenizer_raises_one_line(
-    change: dict[str, Any], words: str, changed: Callable[..., Path], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    pytest.importorskip("tokenizers", reason="needs the extra families")
-    fake = {"names": [], "ids": [1], "fails": "", "largest": 99} | change
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake" / "tokenizers.py").write_text(FAKE.format(**fake))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
-    with pytest.raises(RunError, match=words) as error:
-        said(changed(tokenizer=b"{}"), "text")
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 400
-
-
-# Of 2 KB: each replacement makes ten characters of one.
-GROWING = {
-    "type": "Sequence",
-    "normalizers": [
-        {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10} for _ in range(15)
-    ],
-}
-
-
-@pytest.mark.slow
-def test_growing_tokenizer_ends_within_its_limits(
-    changed: Callable[..., Path], tmp_path: Path
-) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra families")
-    sound = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, "a")).to_str())
-    text = json.dumps(sound | {"normalizer": GROWING}).encode()
-    assert len(text) < 2_500
-    with pytest.raises(RunError, match=f"{WORDS} 'no end of encode within its limits'"):
-        said(changed(tokenizer=text), "a")
-    template = {
-        "type": "TemplateProcessing", "pair": [],
-        "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 10**6,
-        "special_tokens": {"a": {"id": "a", "ids": [1], "tokens": ["a"]}},
-    }  # fmt: skip
-    (tmp_path / "tokenizer.json").write_text(json.dumps(sound | {"post_processor": template}))
-    with pytest.raises(RunError, match=f"{WORDS} '1000000 tokens for 1 characters'"):
-        said(tmp_path, "a")
-
-
 @pytest.mark.parametrize(
     "change",
     [{"version": None}, {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}},
@@ -160,7 +75,7 @@ def test_broken_tokenizer_files_raise_one_line(change: Any, changed: Callable[..
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra families")
     sound = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, "a")).to_str())
     text = change if isinstance(change, bytes) else json.dumps(change and sound | change).encode()
-    with pytest.raises(RunError, match="must be a tokenizer that the package tokenizers can use"):
+    with pytest.raises(RunError, match=r"must be a tokenizer.json, got: |can.t encode"):
         said(changed(tokenizer=text), "text")
 
 
@@ -170,26 +85,3 @@ def test_padding_of_tokenizer_is_ignored(changed: Callable[..., Path]) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, "a"))
     tokenizer.enable_padding(length=10**9, pad_id=10**9)
     assert said(changed(tokenizer=tokenizer.to_str().encode()), "b", max_new_tokens=2) == ""
-
-
-@pytest.mark.slow
-def test_commands_fail_in_one_line(changed: Callable[..., Path]) -> None:
-    """With exit code 1, and no traceback."""
-    folder = changed(hidden_size="32")
-    commands = (
-        ["experiments.generate", f"--model={folder}", "--prompt=1 2"],
-        ["experiments.convert", str(folder), str(folder / "converted")],
-    )
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for command in commands
-    ]  # fmt: skip
-    for process in running:
-        out, errors = process.communicate(timeout=120)
-        assert (process.returncode, out) == (1, "")
-        *phases, line = errors.splitlines()
-        assert all(each.endswith(" …") or each.startswith("still ") for each in phases)
-        assert line.startswith("error: the config's hidden_size must be a whole number in 1")

@@ -1,9 +1,7 @@
-"""Attention beside other libraries: the command, its measurements, and equal results."""
+"""Attention next to other libraries: the command, its measurements, and equal results."""
 
-import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,18 +13,19 @@ import pytest
 
 from experiments.measure import __main__ as measure
 from experiments.measure import timing
-from experiments.measure.peers import contestants, fresh, races
+from experiments.measure.peers import contestants, fresh, torch_peers
 from experiments.measure.peers.cases import Case
-from experiments.measure.peers.contestants import CONTESTANTS, Contestant
-from experiments.measure.peers.work import Outcome, visible
+from experiments.measure.peers.contestants import CONTESTANTS
 from experiments.measure.timing import RefusalError, Work
-from experiments.runs import command
 from experiments.runs.failures import RunError
+from flax_mha import dot_product_attention
 from tests.support.oracle import error
 
-MIB = 2**20
-TINY = ("--lengths=16,32", "--heads=2", "--features=16", "--batch=2", "--seconds=0.02")
-SMALL = Case("layer", backward=True, causal=True, B=2, T=12, N=2, D=16)
+TINY = (
+    "peers", "--lengths=16,32", "--heads=2", "--features=16", "--batch=2", "--seconds=0.02",
+    "--dtypes=float32", "--memory=none",
+)  # fmt: skip
+SMALL = Case("layer", "backward", "causal", B=2, T=12, N=2, D=16)
 
 
 @pytest.fixture(autouse=True)
@@ -36,187 +35,143 @@ def _as_users_run() -> Iterator[None]:
         yield
 
 
-def flags(*words: str) -> argparse.Namespace:
-    parser = command.Parser("")
-    races.add_flags(parser)
-    return races.filled(parser.parse_args(words))
-
-
 @pytest.mark.sampled(0, slow=0.16)
 def test_peers_write_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "results"
-    names = ("ours", "linen", "jax-xla", "jax-cudnn")
-    measure.main(
-        ["peers", *TINY, f"--contestants={','.join(names)}", "--dtypes=float32", "--memory=none",
-         "--masks=full", f"--workdir={folder}"]
-    )  # fmt: skip
-    shown = capsys.readouterr().out
-    assert "layer: times faster than linen" in shown
-    assert "core: times faster than jax-xla" in shown
-    assert str(folder) in shown.replace("\n", "")
+    names = "--contestants=ours,linen,jax-xla,jax-cudnn,ours-prompt"
+    measure.main([*TINY, "--parts=layer,core,step", "--masks=full", names, f"--workdir={folder}"])
+    shown = capsys.readouterr()
+    assert "timing layer, forward, full, float32, B=2 T=16, 1 of 10 …" in shown.err
+    assert (folder / "table.md").read_text().strip() in shown.out
 
     result = json.loads((folder / "results.json").read_text())
     assert result["machine"]["cores"] >= 1
     assert result["machine"]["versions"]["jax"] == jax.__version__
-    rows = result["rows"]
-    # Two lengths and passes; the layer has 2 contestants, the core 4.
-    assert len(rows) == 4 * (2 + 4)
-    for row in rows:
-        assert {row["T"], row["B"], row["D"]} <= {16, 32, 2}
+    # Two lengths and passes; the layer has 2 contestants, the core 3, a step has 3 and no passes.
+    assert len(result["rows"]) == 4 * (2 + 3) + 2 * 3
+    for row in result["rows"]:
         if row["contestant"] == "jax-cudnn":
-            assert row["status"] == "skipped"
-            assert "needs an NVIDIA GPU" in row["reason"]
-        else:
-            time = row["seconds"]
-            assert row["status"] == "ok"
-            assert 0 < time["q1"] <= time["median"] <= time["q3"]
-            assert time["rounds"] >= 1
-            assert row["flops_per_second"] > 0
-            base = {"layer": "linen", "core": "jax-xla"}[row["part"]]
-            assert (row["ratio"] == 1) if row["contestant"] == base else row["ratio"] > 0
+            assert (row["status"], row["reason"]) == ("refused", "needs an NVIDIA GPU; this is cpu")
+            continue
+        assert row["status"] == "ok"
+        assert 0 < row["q1"] <= row["median"] <= row["q3"]
+        assert all(rate > 0 for rate in row["rates"].values())
+        base = contestants.BASELINES[row["part"]]
+        assert (row["ratio"] == 1) if row["contestant"] == base else row["ratio"] > 0
+    # Keys and values of 24 tokens, and four projections.
+    step = next(row for row in result["rows"] if (row["part"], row["T"]) == ("step", 32))
+    read = step["rates"]["GB"] * step["median"] * 1e9
+    assert read == pytest.approx((2 * 2 * 24 * 16 + 4 * 16 * 16) * 4)
 
 
 @functools.lru_cache
-def outcome(name: str, case: Case) -> Outcome:
-    work = contestants.build(name, case)
-    result = work.call()
-    work.wait(result)
-    return work.outcome(result)
+def outcome(name: str, case: Case) -> list[np.ndarray]:
+    """Return the output, the gradients of the inputs, and the norm of those of parameters."""
+    result = jax.tree.leaves(contestants.build(name, case).call(), is_leaf=_is_tensor)
+    out, *grads = (x.detach().float().numpy() if _is_tensor(x) else np.float32(x) for x in result)
+    # JAX's gradients of inputs come after those of parameters, torch's before.
+    inputs = len(case.inputs()) if grads else 0
+    split = inputs if name.startswith("torch") else len(grads) - inputs
+    first, others = (grads[:split], grads[split:])[:: 1 if name.startswith("torch") else -1]
+    norm = np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in others))
+    return [out, *first, norm]
+
+
+def _is_tensor(x: Any) -> bool:
+    return hasattr(x, "detach")
 
 
 @pytest.mark.sampled(0.02)
 @pytest.mark.parametrize(
-    ("causal", "window", "dtype"),
-    [(True, 0, "float32"), (False, 0, "float32"), (True, 5, "float32"), (True, 0, "bfloat16")],
-    ids=["causal", "full", "window", "bfloat16"],
-)
+    ("mask", "window", "dtype"),
+    [("causal", 0, "float32"), ("full", 0, "float32"), ("causal", 5, "float32"),
+     ("full", 5, "float32"), ("causal", 0, "bfloat16")],
+)  # fmt: skip
 @pytest.mark.parametrize(
-    ("part", "name"), [(part, name) for part, group in CONTESTANTS.items() for name in group]
+    ("part", "name"), [(part, name) for part in ("layer", "core") for name in CONTESTANTS[part]]
 )
-def test_contestants_agree(part: str, name: str, causal: bool, window: int, dtype: str) -> None:
+def test_contestants_agree(part: str, name: str, mask: str, window: int, dtype: str) -> None:
     """Outputs and gradients are equal, so the same computation is timed."""
-    module = CONTESTANTS[part][name].module
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed")
-    case = dataclasses.replace(SMALL, part=part, causal=causal, window=window, dtype=dtype)
-    try:
-        actual = outcome(name, case)
-    except RefusalError as refusal:
-        pytest.skip(str(refusal))
+    case = dataclasses.replace(SMALL, part=part, mask=mask, window=window, dtype=dtype)
+    row: dict[str, Any] = {}
+    with timing.noted(row):
+        found = outcome(name, case)
+    if row["status"] == "refused":
+        pytest.skip(row["reason"])
+    assert row == {"status": "ok"}
     expected = outcome(contestants.BASELINES[part], case)
     tolerance = 1e-5 if dtype == "float32" else 3e-2
-    assert error(actual.out, expected.out) < tolerance
-    assert len(actual.grads) == len(expected.grads) == len(case.inputs())
-    for grad, wanted in zip(actual.grads, expected.grads, strict=True):
-        assert error(grad, wanted) < tolerance
-    assert actual.norm == pytest.approx(expected.norm, rel=tolerance)
-    assert (expected.norm > 0) == (part == "layer")
+    assert len(found) == 2 + len(case.inputs())
+    for one, wanted in zip(found[:-1], expected[:-1], strict=True):
+        assert error(one, wanted) < tolerance
+    if part == "layer":
+        assert found[-1] == pytest.approx(expected[-1], rel=tolerance)
+        assert expected[-1] > 0
     if dtype == "float32":
-        forward = outcome(name, dataclasses.replace(case, backward=False))
-        assert error(forward.out, expected.out) < tolerance
-        assert forward.grads == ()
+        forward = outcome(name, dataclasses.replace(case, passes="forward"))
+        assert error(forward[0], expected[0]) < tolerance
 
 
-@pytest.mark.parametrize("name", CONTESTANTS["core"])
-def test_contestants_agree_on_packed_documents_and_groups(name: str) -> None:
-    """Documents have different lengths. Forward, every other kernel of ours agrees too."""
-    module = CONTESTANTS["core"][name].module
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed")
-    case = dataclasses.replace(SMALL, part="core", documents=3, N=4, K=2)
-    assert len(set(case.lengths())) > 1
-    try:
-        actual = outcome(name, case)
-    except RefusalError as refusal:
-        pytest.skip(str(refusal))
-    expected = outcome("ours-reference", case)
-    for one, other in zip(actual[:1] + actual.grads, expected[:1] + expected.grads, strict=True):
-        assert error(one, other) < 1e-5
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("documents", [0, 1, 4])
+@pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("window", [0, 1, 5, 12, 20])
-def test_flops_count_visible_scores(causal: bool, documents: int, window: int) -> None:
-    case = dataclasses.replace(
-        SMALL, part="core", backward=False, causal=causal, window=window, documents=documents
-    )
-    mask = visible(case)
-    seen = 12 * 12 if mask is None else int(np.asarray(mask).sum())
-    assert case.flops() == 4 * 2 * seen * 16
+def test_flops_count_visible_scores(mask: str, window: int) -> None:
+    case = dataclasses.replace(SMALL, part="core", passes="forward", mask=mask, window=window)
+    i, j = np.arange(12)[:, None], np.arange(12)
+    seen = (abs(i - j) < (window or 12)) & ((j <= i) | (mask == "full"))
+    assert case.amounts() == {"TFLOP": pytest.approx(4 * 2 * seen.sum() * 16 / 1e12)}
+    if case.visible() is not None:
+        np.testing.assert_array_equal(case.visible(np), seen)
+        np.testing.assert_array_equal(case.visible(), seen)
+    torch = pytest.importorskip("torch")
+    rule = torch_peers.rule(case)(0, 0, torch.arange(12)[:, None], torch.arange(12))
+    np.testing.assert_array_equal(rule.numpy(), seen)
 
 
-def broken(case: Case) -> Work:
-    raise ImportError("no such symbol\nin this version")
+def test_failed_contestants_say_why() -> None:
+    def broken() -> Work:
+        raise ImportError("no such symbol\nin this version")
 
+    def absent() -> Work:
+        import no_such_module  # noqa: F401
 
-def fragile(case: Case) -> Work:
-    """Build work that fails in its second call."""
+        raise AssertionError
+
+    def refusing() -> Work:
+        q = jax.numpy.ones((1, 4, 2, 8))
+        return Work(lambda: dot_product_attention(q, q, q, kernel="splash"))
+
     calls = iter([1])
-    return Work(lambda: next(calls), lambda _: None, lambda _: pytest.fail("unused"))
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_failed_contestants_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    group = {
-        "jax-xla": CONTESTANTS["core"]["jax-xla"],
-        "broken": Contestant(broken),
-        "fragile": Contestant(fragile),
-        "absent": Contestant(broken, module="no_such_module"),
-    }
-    monkeypatch.setitem(CONTESTANTS, "core", group)
-    measure.main([
-        "peers", *TINY, "--parts=core", "--passes=forward", "--masks=causal", "--dtypes=float32",
-        "--memory=none", f"--workdir={tmp_path}",
-    ])  # fmt: skip
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    found = {row["contestant"]: (row["status"], row["reason"]) for row in rows}
-    assert found == {
-        "jax-xla": ("ok", None),
+    found = timing.race(
+        {
+            "broken": broken, "absent": absent, "refusing": refusing,
+            "fragile": lambda: Work(lambda: next(calls)),  # fails in its second call
+        },
+        1, 1.0,
+    )  # fmt: skip
+    assert {name: (row["status"], row["reason"]) for name, row in found.items()} == {
         "broken": ("failed", "ImportError: no such symbol"),
+        "absent": ("refused", "no_such_module is not installed"),
+        "refusing": ("refused", "runs on TPU only, this is cpu"),
         "fragile": ("failed", "StopIteration"),
-        "absent": ("skipped", "no_such_module is not installed"),
     }
-    shown = capsys.readouterr().out
-    for _, reason in found.values():
-        assert reason is None or reason in shown
+    assert timing.cells(found["fragile"]) == ["failed: StopIteration", "", ""]
 
 
-def test_case_beyond_memory_is_refused() -> None:
-    long = Case("layer", backward=True, causal=True, B=1, T=16384)
+def test_case_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contestants.machine, "free_bytes", lambda: 24 * 2**30)
     with pytest.raises(RefusalError, match=r"needs about 64 GiB, 24 are free"):
-        contestants.build("linen", long, 24 * 2**30)
-
-
-def test_race_without_time_starts_nothing() -> None:
-    race = races.plan(flags("--lengths=16"))[0]
-    rows = races.measure(race, 1, 1.0, 0.0)
-    assert {row["reason"] for row in rows} == {"no time left; raise --total"}
-    assert len(rows) == len(CONTESTANTS["layer"])
+        contestants.build("linen", Case("layer", "backward", "causal", B=1, T=16384))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--lengths=12,x"], "--lengths: must be a whole number from 1, got 'x'"),
-        (["--heads=0"], "--heads: must be a whole number from 1, got '0'"),
-        (["--dtypes=float64"], "--dtypes: must be some of float32,bfloat16"),
         (["--contestants=our"], "must be some of ours,linen,.* got 'our'"),
         (["--seconds=-1"], "--seconds: must be a number of seconds above 0, got '-1'"),
         (["--heads=3"], "--features must be a multiple of --heads, got 512 and 3; choose another"),
-        (
-            ["--parts=core", "--kv_heads=3"],
-            "--kv_heads must divide --heads, with",
-        ),
-        (
-            ["--masks=packed", "--lengths=4"],
-            "--lengths must be at least --documents=8",
-        ),
         (["--parts=core", "--contestants=keras"], "--contestants must name one that takes part"),
         (["--workdir=tests"], "must be a new or empty folder, and .*tests is not; choose another"),
-        (["--length=16"], "unrecognized arguments: --length=16"),
     ],
 )
 def test_bad_flags_give_clear_errors(words: list[str], message: str) -> None:
@@ -224,63 +179,65 @@ def test_bad_flags_give_clear_errors(words: list[str], message: str) -> None:
         measure.main(["peers", *words])
 
 
-def test_quick_is_a_subset_of_the_full_plan() -> None:
-    quick = flags("--quick", "--lengths=128")
-    assert (quick.lengths, quick.masks, quick.total < 120) == ((128,), ("causal",), True)
-    assert {len(race.contestants) for race in races.plan(flags("--quick"))} == {3}
-    full = races.plan(flags())
-    assert len(full) == 8 * 2 * 2 * 2 * 2
-    assert {race.case.dtype for race in full} == {"float32", "bfloat16"}
+class Clock:
+    """A clock that only sleep moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def sleeping(seconds: float, log: list[str], name: str) -> Work:
-    def call() -> None:
-        log.append(name)
-        timing.time.sleep(seconds)
-
-    return Work(call, lambda _: None, lambda _: pytest.fail("unused"))
+    return Work(lambda: (log.append(name), timing.time.sleep(seconds)))
 
 
-def test_contestants_take_turns() -> None:
+def test_contestants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "time", Clock())
     log: list[str] = []
-    works = {name: sleeping(0.03, log, name) for name in "abc"}
-    found = timing.interleave(works, rounds=3, seconds=10.0)
+    builds = {name: functools.partial(sleeping, 0.03, log, name) for name in "abc"}
+    found = timing.race(builds, rounds=3, seconds=10.0)
     # Two calls each to compile and to estimate the time; then each leads a round.
     assert "".join(log) == "aabbcc" + "abc" + "bca" + "cab"
-    for time in found.values():
-        assert isinstance(time, timing.Timing)
-        assert time.rounds == 3
-        assert 0.03 <= time.median < 0.3
+    for row in found.values():
+        assert (row["status"], row["rounds"], row["compile"]) == ("ok", 3, None)
+        assert [row[name] for name in ("q1", "median", "q3")] == pytest.approx([0.03] * 3)
+        assert row["ratio"] == pytest.approx(1)
 
 
-def test_slow_contestant_leaves_time_for_others() -> None:
-    works = {"slow": sleeping(0.3, [], ""), "fast": sleeping(0.03, [], "")}
-    found: dict[str, Any] = timing.interleave(works, rounds=50, seconds=0.4)
-    assert found["slow"].rounds == 1
-    assert 2 <= found["fast"].rounds < 50
-    assert found["slow"].median > found["fast"].median
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_growth_measures_temporary_memory() -> None:
-    def call() -> float:
-        return float(np.ones(256 * MIB // 8).sum())
-
-    assert 255 * MIB <= fresh.growth(call) <= 272 * MIB
-    assert 255 * MIB <= fresh.growth(call) <= 272 * MIB  # memory freed before does not hide it
-    assert fresh.growth(lambda: 0) < 4 * MIB
+def test_slow_contestant_leaves_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "time", Clock())
+    builds = {"slow": lambda: sleeping(0.3, [], ""), "fast": lambda: sleeping(0.03, [], "")}
+    found = timing.race(builds, rounds=50, seconds=0.4, baseline="slow")
+    # Each has 0.2 s: a call of the slow one, and seven of the fast one.
+    assert (found["slow"]["rounds"], found["fast"]["rounds"]) == (1, 7)
+    assert found["fast"]["ratio"] == pytest.approx(10)
 
 
 @pytest.mark.sampled(0, slow=0.16)
 def test_fresh_process_measures_memory_and_compile_time() -> None:
-    case = Case("core", backward=False, causal=True, B=1, T=2048)
+    case = Case("core", "forward", "causal", B=1, T=2048)
     scores = 4 * 8 * 2048**2
-    found = fresh.weigh("jax-xla", case, None, 120.0)
-    assert isinstance(found, fresh.Weight), found
-    assert scores <= found.bytes <= 6 * scores
-    assert found.compile is not None
-    assert 0 < found.compile < 60
-    ours = fresh.weigh("ours-blockwise", case, None, 120.0)
-    assert isinstance(ours, fresh.Weight), ours
-    assert ours.bytes < scores / 2
-    assert fresh.weigh("linen", case, 1, 120.0) == timing.Failure("needs about 0 GiB, 0 are free")
+    found = fresh.weigh("jax-xla", case)
+    assert scores <= found["bytes"] <= 6 * scores
+    assert 0 < found["compile"] < 60
+    assert fresh.weigh("ours-blockwise", case)["bytes"] < scores / 2
+    assert fresh.weigh("jax-cudnn", case)["reason"] == "needs an NVIDIA GPU; this is cpu"
+
+
+@pytest.mark.sampled(0.3)
+def test_steps_read_the_tokens_that_the_cache_holds() -> None:
+    """Every call writes the same slot after the same tokens."""
+    case = Case("step", "forward", "causal", B=2, T=64, N=2, D=8)
+    group = CONTESTANTS["step"]
+    for name in ("ours", "linen", "ours-int8"):
+        work = group[name](case)
+        first = np.asarray(work.call())
+        np.testing.assert_array_equal(work.call(), first)
+    read = (2 * 2 * 8 + 4 * 64) * 4 / 1e9  # a token, and the projections
+    assert group["ours-nearly-empty"](case).amounts == {"GB": read, "tokens": 2}
+    assert group["ours-prompt"](case).amounts["tokens"] == 64

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from experiments.counts.chips import CHIPS
 from experiments.counts.chips import GPUS as GPU_TABLE
 from experiments.plan import collectives, compiled, devices, gpus, report, search
 from experiments.plan.collectives import Collective
-from experiments.plan.gpus import Machines
-from experiments.plan.roofline import Torus
+from experiments.plan.roofline import Machines, Torus
 from experiments.runs.failures import RunError
 
 
@@ -194,11 +192,11 @@ def test_gpu_topology_names_missing_wheels(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_plan_accounts_for_all_device_memory(config: ConfigDict, tmp_path: Path) -> None:
-    """Bytes by kind add up to the program's total, and tables and JSON are written."""
-    layouts = search.search(config, jax.devices(), most=1)
+def test_plan_accounts_for_all_device_memory(config: ConfigDict) -> None:
+    """Bytes by kind add up to the program's total, and tables and JSON have them."""
+    layouts = search.search(config, jax.devices(), 1, lambda layout: None)
     (done,) = [layout for layout in layouts if layout.found]
-    assert len(layouts) == len(list(search.splits(8))) == 20
+    assert len(layouts) == len(search.splits(8)) == 20
     memory, rows = done.found.memory, config.batch_size // done.sizes["data"] // done.sizes["fsdp"]
     # Beside the state: images of 8×8 and labels, four bytes each; the step and a random key. The
     # flag for a finite last step is only written, so its byte is no argument.
@@ -209,13 +207,12 @@ def test_plan_accounts_for_all_device_memory(config: ConfigDict, tmp_path: Path)
     assert memory.peak >= memory.parameters + memory.optimizer + memory.activations
     reasons = {layout.reason.split(":")[0].split(" ")[0] for layout in layouts}
     assert reasons == {"", "left"}
-    report.write(tmp_path / "plan.json", {}, layouts)
-    rows = json.loads((tmp_path / "plan.json").read_text())["layouts"]
-    assert rows[0]["bytes"]["parameters"] == memory.parameters
-    assert rows[0]["flops"] > 0
+    row = json.loads(json.dumps([*map(report.row, layouts)]))[0]
+    assert row["bytes"]["parameters"] == memory.parameters
+    assert row["flops"] > 0
     assert report.memory([done]).splitlines()[2].startswith(f"| {done} | ")
     assert "| all-reduce | – | " in report.sent(done)
-    assert report.others(layouts).count("left out; raise --most") == 1
+    assert report.others(layouts).startswith("19 × left out; raise --most, such as ")
 
 
 @pytest.mark.slow
@@ -247,7 +244,6 @@ def test_masked_task_predicts_only_hidden_bytes() -> None:
         ("v5e", "a generation of TPUs and its sizes, such as v5e:16x16.*got 'v5e'"),
         ("cpu:9", "at most the 8 available"),
         ("cpu:0", "at least 1 device"),
-        ("gpu:1", "needs a GPU"),
         ("h200:12", "1 to 8 GPUs, or a multiple of 8; try 16"),
         ("h200:0", "must be 1 to 8 GPUs"),
         ("v9:2x2", "choose a TPU of v2"),
@@ -271,5 +267,5 @@ def test_long_encoder_config_has_its_stated_size() -> None:
     config = long_encoder.get_config()
     with jax.numpy_dtype_promotion("standard"):  # as for users: Flax's norms need it
         facts = search.Facts.of(config)
-    assert facts.numbers == pytest.approx(8 * 12 * 8192**2, rel=1e-3)
-    assert (config.model.num_heads, config.length, facts.layers) == (32, 8192, 8)
+    assert facts.parameters == pytest.approx(8 * 12 * 8192**2, rel=1e-3)
+    assert (config.model.num_heads, config.length, config.model.num_layers) == (32, 8192, 8)

@@ -12,9 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from experiments import generate as generate_command
-from experiments import pretrained
 from experiments.convert import convert
 from experiments.runs.failures import RunError
+from experiments.trained import pretrained
 from flax_mha import generate, interop
 from tests.support.oracle import random_like
 

@@ -1,6 +1,6 @@
 """A checkpoint restores on any other mesh."""
 
-import contextlib
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from ml_collections import ConfigDict
 
 from configs import digits
 from experiments import tasks
-from experiments.runs import signals
 from experiments.trainer import loop, mesh
 from tests.experiments.checked import flat, restored
+from tests.experiments.test_distributed import stopping
 
 AT, END = 3, 6
 
@@ -39,10 +39,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, d
     """Return the folder of a run stopped on 8 devices, its further losses, and its state."""
     built = build(2, 2, 2)
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signals, "stoppable", lambda: contextlib.nullcontext(lambda step: step == AT))
-        with pytest.raises(SystemExit):
-            loop.train(built, folder / "stopped")
+    with pytest.raises(SystemExit):
+        loop.train(dataclasses.replace(built, step=stopping(built, AT)), folder / "stopped")
     state, _ = restored(built, folder / "stopped")
     result = loop.train(built, folder / "whole")
     return folder / "stopped", losses(result), jax.device_get(flat(state))

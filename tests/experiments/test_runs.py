@@ -1,46 +1,35 @@
-import errno
+"""The folder of a run, its config, its log, its checkpoints and its trackers."""
+
 import json
 import os
 import signal
+import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from ml_collections import ConfigDict
 
-from configs import digits
-from experiments.runs import fields, rundir, signals
+from configs import digits, masked
+from experiments import devices
+from experiments.runs import config as run_config
+from experiments.runs import folders, hosts, log, progress
+from experiments.runs.config import Asked
 from experiments.runs.failures import RunError
 from experiments.runs.log import Log
-from experiments.runs.progress import shown
-from experiments.runs.record import Saved
+from experiments.trainer.checkpoints import Checkpoints
+
+DATA = "the hash of the data"
 
 
-@pytest.mark.parametrize(
-    ("key", "nearest"),
-    [
-        ("optimizer.learning_rat", "optimizer.learning_rate"),
-        ("optimzer.learning_rate", "optimizer.learning_rate"),
-        ("learning_rate", "optimizer.learning_rate"),
-        ("model.heads", "model.num_heads"),
-        ("step", "steps"),
-    ],
-)
-def test_mistyped_key_names_the_nearest(config: ConfigDict, key: str, nearest: str) -> None:
-    with pytest.raises(RunError, match=f"no key '{key}'; the nearest is '{nearest}'"):
-        fields.check_key(key, config)
-
-
-def test_keys_that_exist_pass(config: ConfigDict) -> None:
-    for key in (*fields.flatten(config.to_dict()), "model"):
-        fields.check_key(key, config)
-
-
-def begin(*arguments: Any) -> rundir.Run:
-    run = rundir.open_run(*arguments)
-    run.begin("hash of the data")
+def begin(workdir: Any, config: ConfigDict, **named: Any) -> folders.Run:
+    run = folders.open_run(workdir, Asked(config, named))
+    run.begin(DATA)
     return run
 
 
@@ -48,196 +37,237 @@ def test_new_folder_gets_the_config(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second = (begin(None, config, {}) for _ in range(2))
+    first, second = (begin(None, config) for _ in range(2))
     assert first.path != second.path
     assert first.path.parent == tmp_path / "runs"
-    assert not first.resumed
+    assert first.began is None
     assert json.loads((first.path / "config.json").read_text()) == config.to_dict()
 
 
-def test_empty_folder_becomes_a_run(config: ConfigDict, tmp_path: Path) -> None:
-    assert not rundir.open_run(tmp_path, config, {}).resumed
-    assert not begin(tmp_path, config, {}).resumed
-    assert rundir.open_run(tmp_path, config, {}).resumed
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "config.json", "run.json"])
-def test_foreign_folder_is_left_alone(config: ConfigDict, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"model_type": "bert"}')
-    with pytest.raises(RunError, match=r"not a run of experiments\.train.*new --workdir"):
-        rundir.open_run(tmp_path, config, {})
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert (tmp_path / name).read_text() == '{"model_type": "bert"}'
-
-
-def test_file_as_workdir_raises(config: ConfigDict, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="must be a folder"):
-        rundir.open_run(tmp_path / "file", config, {})
-
-
-def test_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
-    begin(tmp_path, config, {})
+def test_run_keeps_its_config_but_not_its_mesh(config: ConfigDict, tmp_path: Path) -> None:
+    begin(tmp_path, config)
     other = config.copy_and_resolve_references()
-    other.seed = 7  # a changed default: the run's config counts
-    run = rundir.open_run(tmp_path, other, {"steps": config.steps, "optimizer.b1": 0.9})
-    assert run.config.to_dict() == config.to_dict()
-    with pytest.raises(RunError, match=r"optimizer\.b1 is 0\.9 there, and 0\.5 was asked"):
-        rundir.open_run(tmp_path, config, {"optimizer.b1": 0.5})
+    other.seed = 7  # a changed default, which the command line doesn't name
+    named = {"steps": config.steps, "optimizer.b1": 0.9, "mesh.model": 2}
+    run = folders.open_run(str(tmp_path), Asked(other, named))
+    assert (run.config.seed, run.config.mesh.model) == (config.seed, 2)
+    with pytest.raises(RunError, match=r"optimizer\.b1 is 0\.9 there, and 0\.5 was asked for"):
+        folders.open_run(str(tmp_path), Asked(other, {"optimizer.b1": 0.5}))
+    with pytest.raises(RunError, match=f"have the SHA-256 {DATA}, those found now others"):
+        run.begin("others")
 
 
-def test_run_with_keys_of_its_own_is_taken_up(config: ConfigDict, tmp_path: Path) -> None:
-    config.more, config.mine = [1, [2, 3]], ConfigDict({"name": "x", "sizes": [4]})
-    begin(tmp_path, config, {})
-    own = fields.flatten(config.to_dict())
-    assert rundir.open_run(tmp_path, config, own).config.to_dict() == config.to_dict()
-    # Commands that have no config file, or that of the task, read it too.
-    assert rundir.find_run(tmp_path).config.mine.sizes == [4]
-    assert rundir.open_run(tmp_path, digits.get_config(), {}).config.more == [1, [2, 3]]
-    with pytest.raises(RunError, match=r"mine\.name is 'x' there, and 'y' was asked for"):
-        rundir.open_run(tmp_path, config, {"mine.name": "y"})
-    for foreign in (7, {"more": 1}, "more", None):
-        mark = json.loads((tmp_path / "run.json").read_text())
-        (tmp_path / "run.json").write_text(json.dumps(mark | {"more": foreign}))
-        with pytest.raises(RunError, match="no such key as 'mine"):
-            rundir.find_run(tmp_path)
+def test_start_that_was_cut_off_begins_anew(config: ConfigDict, tmp_path: Path) -> None:
+    begin(tmp_path, config)
+    (tmp_path / "run.json").unlink()
+    assert begin(tmp_path, config).began is None
+    assert folders.find_run(tmp_path).began["data"] == DATA
 
 
-def test_failed_start_leaves_nothing(
-    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["notes.txt", "metrics.jsonl"])
+def test_folder_of_something_else_is_left_alone(
+    config: ConfigDict, tmp_path: Path, name: str
 ) -> None:
-    def fail(path: Path, value: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rundir.files, "write_json", fail)
-        with pytest.raises(OSError, match="No space"):
-            begin(tmp_path / "run", config, {})
-    assert not (tmp_path / "run").exists()
-    assert not begin(tmp_path / "run", config, {}).resumed
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(RunError, match=r"must be the folder of a run, got .*; choose a new folder"):
+        begin(str(tmp_path), config)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_run_keeps_its_data(config: ConfigDict, tmp_path: Path) -> None:
-    begin(tmp_path, config, {})
-    with pytest.raises(RunError, match=r"have the SHA-256 hash of the data, those found now"):
-        rundir.open_run(tmp_path, config, {}).begin("another")
+def test_damaged_config_is_named(config: ConfigDict, tmp_path: Path) -> None:
+    begin(tmp_path, config)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RunError, match=r"damaged config\.json or run\.json .*; restore it"):
+        folders.find_run(tmp_path)
+
+
+@pytest.mark.parametrize("workdir", ["", "gs://bucket/run", __file__])
+def test_workdir_must_be_a_folder(config: ConfigDict, workdir: str) -> None:
+    with pytest.raises(RunError, match="--workdir must be a folder"):
+        begin(workdir, config)
+
+
+def test_second_process_in_one_folder_is_refused(config: ConfigDict, tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys; from experiments.runs import folders; "
+        "folders._lock(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:  # fmt: skip
+        other.stdout.readline()
+        with pytest.raises(RunError, match=r"another process trains in .*; wait for its end"):
+            begin(tmp_path, config)
+        other.kill()
+    assert begin(tmp_path, config).began is None  # The lock ended with the process.
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "remedy"),
+    ("changes", "message"),
     [
-        ("jax_enable_x64", True, "set JAX_ENABLE_X64=False"),
-        ("jax_threefry_partitionable", False, "set JAX_THREEFRY_PARTITIONABLE=True"),
-        ("jax_default_prng_impl", "rbg", "set JAX_DEFAULT_PRNG_IMPL=threefry2x32"),
-        ("jax_default_matmul_precision", "float32", "unset JAX_DEFAULT_MATMUL_PRECISION"),
+        ({"steps": 0}, "config.steps must be a whole number from 1, got 0"),
+        ({"seed": -1}, "config.seed must be from 0 to 4294967295 for config.seeds=1, got -1"),
+        ({"seed": 2**32 - 1, "seeds": 2}, "must be from 0 to 4294967294 for config.seeds=2"),
+        ({"optimizer.accumulate": 5}, "a multiple of config.optimizer.accumulate=5, got 6; try 10"),
+        ({"report_to": "wandb, foo"}, "must be some of mlflow, wandb, got 'foo'"),
     ],
 )
-def test_run_keeps_the_settings_of_its_draws(
-    config: ConfigDict, tmp_path: Path, name: str, value: Any, remedy: str
+def test_configs_are_checked(config: ConfigDict, changes: dict[str, Any], message: str) -> None:
+    run_config.check(config)
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(RunError, match=message):
+        run_config.check(config)
+
+
+def test_hosts_that_disagree_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_gather", lambda text: [text, text.replace("64", "32")])
+    with pytest.raises(RunError, match="config batch_size is 64 at process 0 and 32 at process 1"):
+        hosts.agree({"config": {"batch_size": 64}, "data": "x"})
+    hosts.agree({"config": {"batch_size": 16}})
+
+
+def test_no_process_goes_on_if_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_gather", lambda text: [text, "its own reason"])
+    with pytest.raises(RunError, match="its own reason"):
+        hosts.all_or_none(lambda: 7)
+
+
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "JAX_NUM_CPU_DEVICES"])
+def test_host_devices_are_forced_unless_the_environment_sets_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin(tmp_path, config, {})
-    before = getattr(jax.config, name)
-    try:
-        jax.config.update(name, value)
-        with pytest.raises(RunError, match=f"begun under {name}={before!r}, .*; {remedy}$"):
-            begin(tmp_path, config, {})
-    finally:
-        jax.config.update(name, before)
-    assert begin(tmp_path, config, {}).resumed
-    # A folder of strangers may say anything.
-    mark = json.loads((tmp_path / "run.json").read_text())
-    for odd in (7, {}, {name: before, "jax_other": 1}, None):
-        (tmp_path / "run.json").write_text(json.dumps(mark | {"settings": odd}))
-        assert begin(tmp_path, config, {}).resumed
+    asked: list[Any] = []
+    monkeypatch.setattr("jax.config.update", lambda *words: asked.append(words))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("NPROC", "1")
+    assert (devices.force_host_devices(0), devices.force_host_devices(4)) == (0, 4)
+    assert asked == [("jax_num_cpu_devices", 4)]
+    monkeypatch.setenv(name, "--xla_force_host_platform_device_count=8")
+    assert devices.force_host_devices(4) == 0
 
 
-def test_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) -> None:
-    config.mesh.data, config.mesh.model = 2, 4
-    begin(tmp_path, config, {})
-    config.mesh.data, config.mesh.model = 8, 1
-    assert rundir.open_run(tmp_path, config, {}).config.mesh.data == 2
-    run = rundir.open_run(tmp_path, config, {"mesh.data": 8})
-    assert (run.config.mesh.data, run.config.mesh.model) == (8, 4)
+def metrics(**values: float) -> dict[str, np.ndarray]:
+    return {name: np.array([value]) for name, value in values.items()}
 
 
-def logged(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_log_drops_rows_after_the_checkpoint(config: ConfigDict, tmp_path: Path) -> None:
-    with Log(tmp_path, config, None) as log:
-        for step in (1, 2):
-            log.write(step, "train", {"loss": np.asarray([step / 2])})
-        saved = Saved(2, None, log.saved(2))
-        log.write(3, "train", {"loss": np.asarray([7.0])})
-    with Log(tmp_path, config, saved) as log:
-        log.write(3, "train", {"loss": np.asarray([0.25, np.nan])})
-    rows = logged(tmp_path)
-    assert [row["loss"] for row in rows] == [0.5, 1.0, [0.25, None]]
-    assert rows == log.rows
-
-
-STATES = {
-    "a partial last row": lambda good: good[:-9],
-    "a blank line": lambda good: good + b"\n",
-    "a blank line between": lambda good: good.replace(b"\n", b"\n\n", 1),
-    "zeros": lambda good: good[:-20] + bytes(20),
-    "bad UTF-8": lambda good: good[:-5] + b"\xff\xfe",
-    "empty": lambda good: b"",
-    "NaN": lambda good: good.replace(b"0.5", b"NaN"),
-    "nested": lambda good: b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_damaged_log_is_restored_from_the_checkpoint(
-    config: ConfigDict, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+def test_log_drops_rows_beyond_its_checkpoint_and_damaged_lines(
+    config: ConfigDict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with Log(tmp_path, config, None) as log:
-        for step in (1, 2):
-            log.write(step, "train", {"loss": np.asarray([step / 2])})
-        saved = Saved(2, None, log.saved(2))
-    good = path.read_bytes()
-    path.write_bytes(STATES[name](good))
-    with Log(tmp_path, config, saved):
-        assert path.read_bytes() == good
-    # Every interrupted run leaves rows after the checkpoint's.
-    expected = "" if name == "a blank line" else "metrics.jsonl was damaged, and is written anew"
-    assert capsys.readouterr().out.startswith(expected)
-    path.write_bytes(STATES[name](good))
-    with Log(tmp_path, config, None):  # Before the first checkpoint.
-        assert path.read_bytes() == b""
+    with Log(tmp_path, config) as kept:
+        for step in (1, 2, 3):
+            kept.write(step, "train", metrics(loss=1 / step, norm=np.nan))
+    with (tmp_path / log.METRICS).open("a") as file:
+        file.write('{"step": 4, "spl')
+    with Log(tmp_path, config, step=2) as again:
+        assert [row["step"] for row in again.rows] == [1, 2]
+    assert "has a damaged line, which is dropped" in capsys.readouterr().out
+    assert log.read(tmp_path) == [
+        {"step": step, "split": "train", "loss": 1 / step, "norm": None} for step in (1, 2)
+    ]
 
 
-def test_log_beyond_a_missing_first_checkpoint_is_refused(
+def test_steps_since_the_last_row_go_through_a_checkpoint(
     config: ConfigDict, tmp_path: Path
 ) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 3}\n{"step": 6}\n')
-    with Log(tmp_path, config, None):
-        pass
-    path.write_text('{"step": 3}\n{"step": 7}\n')
-    with pytest.raises(RunError, match="no checkpoint, and its log reaches step 7; restore"):
-        Log(tmp_path, config, None)
-    os.remove(path)
-    os.mkfifo(path)
-    with pytest.raises(RunError, match="must be a file of its own"):
-        Log(tmp_path, config, None)
+    with Log(tmp_path, config) as first:
+        first.add({"loss": jnp.float32(0.1), "skipped": jnp.int32(0)})
+        pending = json.loads(json.dumps(first.pending()))
+    with Log(tmp_path, config, 1, pending) as second:
+        second.add({"loss": jnp.float32(0.3), "skipped": jnp.int32(1)})
+        series = second.take()
+        assert second.skipping
+    np.testing.assert_array_equal(series["loss"], np.float32([[0.1], [0.3]]))
 
 
-def test_progress_without_terminal_is_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
-    with shown(10, 0) as show:
-        show(1, "loss 1", "")
-        show(2, "loss 0.5", "step 2: loss 0.5")
-    assert capfd.readouterr() == ("step 2: loss 0.5\n", "")
+def tracker(calls: list[Any]) -> types.SimpleNamespace:
+    """Return a stand-in for the parts of wandb and of mlflow that are used."""
+    return types.SimpleNamespace(
+        init=lambda **options: calls.append(options) or tracker(calls),
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append("end"),
+        set_experiment=lambda name: None,
+        search_runs=lambda **_: [
+            types.SimpleNamespace(info=types.SimpleNamespace(run_id="earlier"))
+        ] * bool(calls),
+        start_run=lambda **options: calls.append(options),
+        log_metrics=lambda values, step: calls.append((step, values)),
+        end_run=lambda: calls.append("end"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_trackers_receive_the_log(
+    name: str, config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, name, tracker(calls))
+    config.report_to = name
+    values = {"test/loss": 0.5, "test/accuracy": 0.5, "test/accuracy/0": 0.25}
+    for _ in range(2):
+        with Log(tmp_path, config) as kept:
+            row = {"loss": np.array([0.5]), "accuracy": np.array([0.25, 0.75])}
+            kept.write(3, "test", row)
+    opened, written, end, reopened, *_ = calls
+    assert written == (3, values | {"test/accuracy/1": 0.75})
+    assert end == "end"
+    if name == "wandb":
+        assert opened["id"] == reopened["id"]
+        assert (opened["resume"], opened["config"]) == ("allow", config.to_dict())
+    else:
+        assert (opened["run_id"], reopened["run_id"]) == (None, "earlier")
+        assert opened["tags"] == reopened["tags"]
+
+
+def test_missing_tracker_raises(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Makes its import fail.
+    config.report_to = "wandb"
+    with pytest.raises(RunError, match="report_to=wandb needs it: pip install wandb"):
+        Log(tmp_path, config)
+
+
+class State(struct.PyTreeNode):
+    """A state that is enough for a checkpoint."""
+
+    x: Any
+
+
+class Position:
+    """An iterator with a position."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_best_checkpoint_outlives_a_restart(tmp_path: Path) -> None:
+    """Orbax 0.12.8 takes NaN for the best, and forgets losses at the end of the process."""
+    losses = {1: 0.4, 2: 0.1, 3: float("nan"), 4: None, 5: 0.3, 6: 0.2, 7: None}
+    for steps in ((1, 2, 3, 4), (5, 6, 7)):
+        with Checkpoints(tmp_path, keep_last=1, keep_best=1) as checkpoints:
+            for step in steps:
+                state = State(jnp.arange(4) + step)
+                checkpoints.save(step, state, Position(step), [], losses[step])
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "7"}
 
 
 def test_first_signal_stops_and_second_kills() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with signals.stoppable() as stop:
+    with progress.stoppable() as stop:
         assert not stop(1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop(2)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_every_config_has_the_keys_of_the_trainer() -> None:
+    for module in (digits, masked):
+        run_config.check(module.get_config())

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import pretrained
 from experiments.convert import convert
+from experiments.trained import pretrained
 from flax_mha import interop
 from flax_mha.interop import safetensors
 from tests.interop.test_files import CONFIG, variables

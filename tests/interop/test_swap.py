@@ -373,9 +373,9 @@ def product(*args: Any, **kwargs: Any) -> Any:
         (lambda: interop.swap(nn.MultiHeadDotProductAttention(2, qkv_dot_general=product))
          .init(KEY, X), "takes only qkv_dot_general=None"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, out_dot_general=product,
-                                                     rngs=nnx.Rngs(0))), "out_dot_general=None al"),
+                                                     rngs=nnx.Rngs(0))), "out_dot_general=None,"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, qkv_promote_dtype=product,
-                                                     rngs=nnx.Rngs(0))), "qkv_promote_dtype=None "),
+                                                     rngs=nnx.Rngs(0))), "qkv_promote_dtype=None"),
         (lambda: interop.swap(nn.MultiHeadDotProductAttention(2)).init(KEY, X, X, inputs_kv=X),
          "inputs_kv must be given alone, got inputs_k or inputs_v too; leave"),
     ],
@@ -383,3 +383,12 @@ def product(*args: Any, **kwargs: Any) -> Any:
 def test_unsupported_models_raise(wrong: Any, told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=told):
         wrong()
+
+
+def test_layers_of_this_package_stay_as_they_are() -> None:
+    """The config of our nnx layers is a linen module, and no part of the model."""
+    model = flax_mha.nnx.MultiHeadAttention(4, D, rngs=nnx.Rngs(0))
+    swapped = interop.swap(model)
+    assert type(swapped.config) is type(model.config)
+    x = jax.random.normal(jax.random.key(1), (2, 5, D))
+    np.testing.assert_array_equal(swapped(x), model(x))

@@ -114,8 +114,9 @@ def test_gpus_read_a_cache_by_cudnn_where_scores_are_many(
     rows: int, queries: int, kv_heads: int, dtype: Any, first: str
 ) -> None:
     q = jax.ShapeDtypeStruct((rows, queries, 16, 128), jnp.bfloat16)
-    key, _ = jax.eval_shape(
-        lambda: KVCache.empty((rows,), 4096, kv_heads, 128, dtype=dtype).stored()
+    x = jnp.zeros((rows, 1, kv_heads, 128), jnp.bfloat16)
+    key = jax.eval_shape(
+        lambda: KVCache.empty((rows,), 4096, kv_heads, 128, dtype=dtype).extended(x, x, None)[0].key
     )
     assert choose.preference(q, key, Platform("gpu", "NVIDIA H200"))[0] == first
     assert choose.preference(q, key, Platform("tpu"))[0] == "decode"

@@ -14,15 +14,18 @@ from experiments.runs.failures import RunError
 
 
 def checked(folder: Path, *flags: str) -> dict[str, dict[str, Any]]:
-    measure.main(["check", "--small", f"--workdir={folder}", *flags])
-    return json.loads((folder / "results.json").read_text())["found"]
+    measure.main(["check", f"--workdir={folder}", *flags])
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    return {row.pop("call"): row for row in rows}
 
 
 def test_every_call_holds_here(tmp_path: Path, capsys) -> None:
     found = checked(tmp_path, "--kernels=blockwise", "--calls=packed,bias,huge")
     assert [row["blockwise"]["status"] for row in found.values()] == ["holds"] * 3
     assert (tmp_path / "table.md").read_text().count(" ms |") == 3
-    assert "table.md and results.json are in" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "table.md and results.json are in" in shown.out
+    assert "checking packed, 1 of 3 …" in shown.err
 
 
 @pytest.mark.sampled(0, slow=0.3)
@@ -57,7 +60,7 @@ def test_wrong_and_failing_kernels_are_named(tmp_path: Path, monkeypatch, capsys
     said = capsys.readouterr().out
     assert said.count("DIFFERS inf") == 1
     assert len(re.findall(r"DIFFERS \d", said)) == 1
-    assert "- checkpointed, causal: RuntimeError: no such instruction" in said
+    assert "| FAILED: RuntimeError: no such instruction |" in said
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,6 @@ def test_unknown_names_are_refused(tmp_path: Path, flags: list[str], rule: str) 
         checked(tmp_path, *flags)
 
 
-def test_calls_end_with_the_time(tmp_path: Path) -> None:
-    found = checked(tmp_path, "--total=0.000001", "--calls=full")
-    assert {result["status"] for result in found["full"].values()} == {"no time"}
+def test_calls_end_with_the_time(tmp_path: Path, capsys) -> None:
+    assert checked(tmp_path, "--total=0.000001", "--calls=full,causal") == {}
+    assert "--total is over, so 2 of 2 were left out" in capsys.readouterr().out

@@ -19,10 +19,22 @@ def test_each_head_is_a_panel_of_its_weights() -> None:
     for axis, weights in zip(figure.axes, WEIGHTS[0], strict=True):
         (image,) = axis.images
         np.testing.assert_array_equal(image.get_array(), weights)
-        assert image.get_clim() == (0, 1)
+        assert image.get_clim() == (0, pytest.approx(weights.max()))
         assert [tick.get_text() for tick in axis.get_yticklabels()] == list("abcd")
         assert not axis.get_xticks().size, "the keys are other tokens"
     assert figure._repr_png_().startswith(b"\x89PNG")
+    assert plots.heads(WEIGHTS, vmax=1).axes[0].images[0].get_clim() == (0, 1)
+
+
+def test_class_token_is_drawn_over_the_image() -> None:
+    """Of an image of 4×6 pixels and patches of 2×2, after a class token and a register."""
+    weights = np.random.default_rng(1).dirichlet(np.ones(8), (1, 2, 8)).astype(np.float32)
+    figure = plots.class_token(weights, np.eye(4, 6))
+    for axis, head in zip(figure.axes, weights[0], strict=True):
+        _, over = axis.images
+        np.testing.assert_array_equal(over.get_array(), head[0, 2:].reshape(2, 3))
+    with pytest.raises(ValueError, match="a class token and a grid of patches, got 2 keys"):
+        plots.class_token(np.ones((1, 2, 2)), np.ones((20, 30)))
 
 
 def test_tokens_between_dollars_are_text() -> None:
@@ -40,14 +52,15 @@ def test_the_intermediates_of_a_model_are_drawn_layer_by_layer() -> None:
     _, sown = model.apply(variables, x, mutable="intermediates")
     figure = plots.heads(sown, ["tokens"] * 5)
     titles = [axis.get_title() for axis in figure.axes]
-    assert titles == [f"layers_{i}/attention, head {head}" for i in range(2) for head in range(2)]
+    names = [f"layers_{i}/attention, head {head}" for i in range(2) for head in range(2)]
+    assert [title.partition(", up to")[0] for title in titles] == names
     last = sown["intermediates"]["layers_1"]["attention"]["attention_weights"][0]
     np.testing.assert_array_equal(figure.axes[3].images[0].get_array(), last[0, 1])
 
 
 def test_many_heads_take_several_rows() -> None:
     figure = plots.heads(jnp.full((11, 50, 50), 0.02), ["x"] * 50)
-    assert [axis.get_title() for axis in figure.axes if axis.axison][-1] == "head 10"
+    assert [axis.get_title() for axis in figure.axes if axis.axison][-1] == "head 10, up to 0.02"
     assert not figure.axes[0].get_xticks().size, "50 names would not fit"
 
 

@@ -209,7 +209,7 @@ def test_kernels_do_not_import_sharding(path: Path) -> None:
     name = name_of(path)
     if name.startswith("kernels.") and not name.startswith("kernels.mesh"):
         assert "sharding" not in imported(path) or name in ("kernels.call.spec", "kernels.observe")
-        assert name == "kernels.call.bind" or "abstract_mesh" not in path.read_text()
+        assert name == "kernels.call.spec" or "abstract_mesh" not in path.read_text()
 
 
 def test_class_names_are_unique() -> None:

@@ -289,7 +289,7 @@ def is_figure(block: str) -> bool:
 def test_figures_stand_beside_their_command(page: str) -> None:
     for section in re.split(r"^(?=## )", pages.read(page), flags=re.MULTILINE):
         if any(is_figure(block) for block in section.split("\n\n")):
-            command = re.search(r"python -m experiments\.\w+|^```python", section, re.MULTILINE)
+            command = re.search(r"python -m\s+experiments\.\w+|^```python", section, re.MULTILINE)
             assert command, section[:200]
 
 

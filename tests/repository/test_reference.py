@@ -34,7 +34,7 @@ def directives() -> Iterator[tuple[str, str]]:
             elif kind == "automodule" and ":no-members:" not in options:
                 yield kind, name
                 of_module = vars(importlib.import_module(name))
-                for member in {*of_module["__all__"]} - {*options.split()}:
+                for member in sorted({*of_module["__all__"]} - {*options.split()}):
                     # Constants have no text of their own.
                     if inspect.isroutine(of_module[member]) or inspect.isclass(of_module[member]):
                         yield "autoobject", f"{name}.{member}"

@@ -1,7 +1,6 @@
 """As SECURITY.md says, folders of runs and models are data: nothing in them is executed."""
 
 import ast
-import contextlib
 import json
 import os
 import pickle
@@ -13,10 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from configs import digits
-from experiments import tasks
-from experiments.runs import rundir
-from experiments.trainer import loop
 from flax_mha import interop
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,12 +22,7 @@ RUN = {"eval", "exec", "compile", "__import__", "execfile"}
 ALLOWED = {
     ("flax_mha/kernels/call/spec.py", "import_module"),  # names of kernels, from a table
     ("flax_mha/__init__.py", "import_module"),  # names of `__all__`
-    ("experiments/tokenizer.py", "import_module"),  # tokenizers, by that name
-    ("experiments/runs/writers.py", "import_module"),  # two names in that file
-    ("experiments/runs/settings.py", "runpy"),  # a config: code, as SECURITY.md says
-    ("experiments/tokenizer.py", "subprocess"),  # itself, with limits
-    ("experiments/measure/peers/fresh.py", "subprocess"),  # itself, in a fresh process
-    ("experiments/measure/registers.py", "subprocess"),  # NVIDIA's assembler
+    ("experiments/runs/log.py", "import_module"),  # two names in that file
 }
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
@@ -93,36 +83,6 @@ def test_payload_works_if_executed(tmp_path: Path) -> None:
     """Otherwise its absence below would prove nothing."""
     eval(payloads(tmp_path / "mark")[0])
     assert (tmp_path / "mark").exists()
-
-
-@pytest.mark.parametrize(
-    "which",
-    [
-        pytest.param(i, marks=[pytest.mark.slow] if i else [])
-        for i, _ in enumerate(payloads(Path("mark")))
-    ],
-)
-def test_run_folder_is_never_executed(which: int, tmp_path: Path) -> None:
-    payload = payloads(tmp_path / "mark")[which]
-    config = digits.get_config()
-    folder = tmp_path / "run"
-    with contextlib.chdir(ROOT):
-        rundir.open_run(folder, config, {}).begin("hash")
-    saved = json.loads((folder / rundir.CONFIG).read_text())
-    started = json.loads((folder / rundir.MARK).read_text())
-    everywhere = jax.tree.map(lambda leaf: payload, saved)
-    for hostile in (everywhere, *({**saved, key: payload} for key in (*saved, "more"))):
-        (folder / rundir.CONFIG).write_text(json.dumps(hostile))
-        (folder / rundir.MARK).write_text(json.dumps({**started, "data": payload, "jax": payload}))
-        (folder / rundir.METRICS).write_text(json.dumps({"step": payload}) + "\n")
-        # Other tests check the error for a damaged folder.
-        with contextlib.suppress(Exception):
-            run = rundir.open_run(folder, digits.get_config(), {})
-            run.begin("hash")
-        with contextlib.suppress(Exception):
-            found = rundir.find_run(folder)
-            loop.build(found.config, tasks.make(found.config))
-    assert not (tmp_path / "mark").exists()
 
 
 class Touch:

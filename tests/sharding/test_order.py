@@ -1,6 +1,5 @@
 """Orders of tokens that balance a ring of devices."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,8 +11,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.measure import rings
 from flax_mha import MultiHeadAttention, masks, sharding
+from flax_mha.base.coordinates import ScoreArray
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels.call.spec import AttentionSpec
+from flax_mha.kernels.xla.tile_plan import Plan, tile_states
+from flax_mha.masks.algebra import resolve
 from flax_mha.positions import Rotary
 from flax_mha.sharding.order import piece_size
 from tests.support.meshes import BACKWARD, FORWARD, FOUR, KEY, on
@@ -22,15 +25,40 @@ from tests.support.oracle import error
 RNG = np.random.default_rng(8)
 
 
+def documents(length: int, seed: int) -> list[int]:
+    """Return the lengths of random documents, of `length` tokens in all."""
+    rng, lengths = np.random.default_rng(seed), [0]
+    while sum(lengths) < length:
+        lengths.append(int(np.ceil(rng.lognormal(7, 1))))
+    lengths[-1] -= sum(lengths) - length
+    return lengths[1:]
+
+
+def lockstep(mask: masks.Mask | None, order: np.ndarray, devices: int, tile: int) -> float:
+    """Return the time of a ring for tokens in an order, over its time if steps were balanced.
+
+    A device's work in a step is the number of tiles that are not empty, and a step takes as long as
+    its busiest device.
+    """
+    dims = Dims((), len(order), len(order), 1, 1, 1, 1)
+    q_pos, k_pos = ScoreArray(order[None, :, None]), ScoreArray(order[None, None, :])
+    spec = AttentionSpec(None, (), None, None, q_pos, k_pos, 1.0)
+    if mask is not None:
+        spec = spec.replace(mask=resolve(mask.bind(dims), spec.at(dims)))
+    visible = np.asarray(tile_states(spec, spec.at(dims), Plan(dims, tile, tile)))[0, 0] > 0
+    per_device = visible.reshape(devices, len(visible) // devices, devices, -1).sum((1, 3))
+    device = np.arange(devices)
+    busiest = np.array([per_device[device, device - step].max() for step in device])
+    return float(busiest.sum() * devices / per_device.sum())
+
+
 def test_documents_are_balanced_over_eight_devices() -> None:
     """Five draws of log-normal documents, 16,384 tokens, tiles of 128."""
     for draw in range(5):
-        lengths = rings.documents(2**14, draw)
+        lengths = documents(2**14, draw)
         order = sharding.balanced(lengths, 8, tile=128)
         mask = masks.Causal() & masks.Documents(lengths)
-        contiguous, balanced = (
-            rings.lockstep(mask, one, 8, 128).ratio for one in (np.arange(2**14), order)
-        )
+        contiguous, balanced = (lockstep(mask, one, 8, 128) for one in (np.arange(2**14), order))
         assert balanced <= 1.06 < 1.5 < contiguous
 
 
@@ -80,10 +108,10 @@ def test_pieces_of_static_orders_are_their_runs() -> None:
 @pytest.mark.parametrize("mask", [None, masks.Causal() & masks.Window(1024)])
 def test_default_pieces_balance_many_devices(mask: Any) -> None:
     """Over 16 devices, pieces of 256 tokens leave a ring that takes 1.11 and 1.14 of the mean."""
-    lengths = rings.documents(2**16, 0)
+    lengths = documents(2**16, 0)
     order = sharding.balanced(lengths, 16, mask=mask)
     mask = (masks.Causal() if mask is None else mask) & masks.Documents(lengths)
-    assert rings.lockstep(mask, order, 16, 128).ratio <= 1.1
+    assert lockstep(mask, order, 16, 128) <= 1.1
 
 
 LENGTHS = [9, 30, 3, 14, 8]
@@ -120,9 +148,3 @@ def test_ring_of_balanced_documents_matches_one_device(kernel: str, kind: str) -
     assert error(got_dx[:, back], dx) < BACKWARD
     for a, b in zip(jax.tree.leaves(got_slopes), jax.tree.leaves(slopes), strict=True):
         assert error(a, b) < BACKWARD
-
-
-@pytest.mark.slow
-def test_table_in_the_docs_is_up_to_date() -> None:
-    page = Path(rings.__file__).parent.parent.parent / "docs" / "sharding.md"
-    assert rings.table() in page.read_text()

@@ -1,1 +1,1 @@
-"""Attention timed beside other libraries: layers, attention alone, and decoding steps."""
+"""Attention timed next to other libraries: layers, attention alone, and decoding steps."""

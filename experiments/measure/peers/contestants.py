@@ -1,88 +1,234 @@
-"""The contestants of the races: layers, and attention alone."""
+"""The contestants of the races, by name, and those that JAX runs.
+
+A contestant is a function from a case to its work, or a RefusalError. All get the same values.
+"""
 
 import functools
-import importlib.util
+import os
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
-from experiments.measure.peers import cores, layers, torch_peers
+import flax_mha
+from experiments.measure import by_hand, machine, programs
+from experiments.measure.peers import torch_peers
 from experiments.measure.peers.cases import Case
-from experiments.measure.timing import RefusalError, Work
+from experiments.measure.timing import RefusalError, Work, program, with_gradients
+from flax_mha import masks
 from flax_mha.kernels import KERNELS
 
+PROMPT = 1024
 
-class Contestant(NamedTuple):
-    """An implementation of a case.
 
-    Attributes:
-      build: a function from the case to the work, or a RefusalError.
-      keeps_scores: the platforms on which memory grows with T², so that too large cases are
-        refused.
-      module: the module that must be installed.
+def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
+    """Build the work of a function (params, *inputs) → out, or of all its gradients too.
+
+    The parameters, a tree of arrays, are cast to the dtype of the case.
     """
+    params, inputs, cotangent = jax.tree.map(
+        lambda x: jnp.asarray(x, case.dtype), (params, case.inputs(), case.cotangent())
+    )
+    if case.backward:
+        work = program(with_gradients(apply), [cotangent, params, *inputs])
+    else:
+        work = program(apply, [params, *inputs])
+    return work._replace(amounts=case.amounts())
 
-    build: Callable[[Case], Work]
-    keeps_scores: Literal["", "cpu", "anywhere"] = ""
-    module: str = "jax"
+
+def our_mask(case: Case) -> masks.Mask | None:
+    """Return the case's mask as a flax_mha mask."""
+    left, right = case.near or (0, 0)
+    window = masks.Window(left, None if case.causal else right) if case.window else None
+    return masks.combine(masks.Causal() if case.causal else None, window)
 
 
-# The denominators of all ratios.
-BASELINES = {"layer": "linen", "core": "jax-xla"}
+def with_heads(case: Case) -> Any:
+    """Return the keys that each query sees, bool [1, 1, T, T], or None for all of them."""
+    mask = case.visible()
+    return None if mask is None else mask[None, None]
 
-CONTESTANTS: dict[str, dict[str, Contestant]] = {
+
+def our_layer(case: Case) -> Work:
+    """Build `flax_mha.MultiHeadAttention`."""
+    layer = flax_mha.MultiHeadAttention(num_heads=case.N, mask=our_mask(case))
+    return jitted(case, layer.apply, _of_flax(case))
+
+
+def linen_layer(case: Case) -> Work:
+    """Build `flax.linen.MultiHeadDotProductAttention`."""
+    layer = nn.MultiHeadDotProductAttention(num_heads=case.N)
+    return jitted(case, lambda v, x: layer.apply(v, x, mask=with_heads(case)), _of_flax(case))
+
+
+def _of_flax(case: Case) -> Any:
+    layer, x = nn.MultiHeadDotProductAttention(case.N), jnp.zeros((1, 1, case.D))
+    return case.parameters(jax.eval_shape(layer.init, jax.random.key(0), x))
+
+
+def nnx_layer(case: Case) -> Work:
+    """Build `flax.nnx.MultiHeadAttention`."""
+    options: Any = {"dtype": jnp.dtype(case.dtype), "decode": False, "rngs": nnx.Rngs(0)}
+    layer = nnx.MultiHeadAttention(case.N, case.D, param_dtype=options["dtype"], **options)
+    graph, params, others = nnx.split(layer, nnx.Param, ...)  # type: ignore[misc]
+
+    def apply(params: Any, x: jax.Array) -> Any:
+        return nnx.merge(graph, params, others)(x, mask=with_heads(case))
+
+    return jitted(case, apply, case.parameters(params))
+
+
+def equinox_layer(case: Case) -> Work:
+    """Build `equinox.nn.MultiheadAttention`, batched by vmap."""
+    import equinox as eqx
+
+    biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
+    layer = eqx.nn.MultiheadAttention(case.N, case.D, key=jax.random.key(0), **biases)
+    params, static = eqx.partition(layer, eqx.is_array)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        layer, mask = eqx.combine(params, static), case.visible()
+        return jax.vmap(lambda row: layer(row, row, row, mask=mask))(x)
+
+    return jitted(case, apply, case.parameters(params, "qkvo", transposed=True))
+
+
+def haiku_layer(case: Case) -> Work:
+    """Build `haiku.MultiHeadAttention`."""
+    import haiku as hk
+
+    def forward(x: jax.Array) -> Any:
+        zeros = hk.initializers.Constant(0.0)
+        layer = hk.MultiHeadAttention(case.N, case.H, model_size=case.D, w_init=zeros)
+        return layer(x, x, x, mask=with_heads(case))
+
+    layer = hk.without_apply_rng(hk.transform(forward))
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, case.T, case.D)))
+    return jitted(case, layer.apply, case.parameters(shapes))
+
+
+def keras_layer(case: Case) -> Work:
+    """Build `keras.layers.MultiHeadAttention` on its JAX backend."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # read when keras is imported
+    import keras
+
+    if keras.backend.backend() != "jax":
+        raise RefusalError(f"keras runs on {keras.backend.backend()}; set KERAS_BACKEND=jax")
+    layer = keras.layers.MultiHeadAttention(case.N, case.H, dtype=case.dtype)
+    layer.build(*[(case.B, case.T, case.D)] * 2)
+    values = [variable.value for variable in layer.trainable_variables]
+    others = [variable.value for variable in layer.non_trainable_variables]
+
+    def apply(params: Any, x: jax.Array) -> Any:
+        hints: Any = {"use_causal_mask": case.causal}
+        if case.window:
+            hints["attention_mask"] = case.visible()[None]
+        return layer.stateless_call(params, others, x, x, **hints)[0]
+
+    return jitted(case, apply, case.parameters(values, "qkvo"))
+
+
+def core(make: Callable[..., Callable[..., Any]], **options: Any) -> Callable[[Case], Work]:
+    """Return a contestant from a function of a case to attention of q, k and v."""
+
+    def build(case: Case) -> Work:
+        attend = make(case, **options)
+        return jitted(case, lambda _, *qkv: attend(*qkv))
+
+    return build
+
+
+def _ours(case: Case, kernel: str = "auto") -> Callable[..., Any]:
+    return functools.partial(flax_mha.dot_product_attention, mask=our_mask(case), kernel=kernel)
+
+
+def _jax_nn(case: Case, implementation: str) -> Callable[..., Any]:
+    if implementation == "cudnn" and jax.default_backend() != "gpu":
+        raise RefusalError(f"needs an NVIDIA GPU; this is {jax.default_backend()}")
+    attend = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+    return functools.partial(attend, is_causal=case.causal, local_window_size=case.near)
+
+
+def _tokamax(case: Case) -> Callable[..., Any]:
+    attend = by_hand.tokamax_library().dot_product_attention
+    return functools.partial(attend, is_causal=case.causal, local_window_size=case.near)
+
+
+def _fa4(case: Case) -> Callable[..., Any]:
+    import fa4_jax
+
+    return functools.partial(fa4_jax.flash_attn, causal=case.causal, window_size=case.near)
+
+
+def step(case: Case, linen: bool = False, share: float = 3 / 4, stored: str | None = None) -> Work:
+    """Build a layer's step of a token, with a cache of which a share is full.
+
+    With a share of 0 it reads a prompt in one call. `stored` is the dtype of the cache.
+    """
+    filled, tokens = int(case.T * share), 1 if share else min(PROMPT, case.T // 2)
+    options: Any = {"num_heads": case.N, "decode": True, "dtype": case.dtype}
+    if linen:
+        layer: nn.Module = nn.MultiHeadDotProductAttention(param_dtype=case.dtype, **options)
+    else:
+        cache = flax_mha.CacheConfig(stored)
+        layer = flax_mha.MultiHeadAttention(param_dtype=case.dtype, cache=cache, **options)
+    chip = programs.Chip(jax.devices()[0], False)
+    whole, x = (chip.array(case.B, T, case.D, dtype=case.dtype) for T in (case.T, tokens))
+    function, shapes = programs.step(chip, layer, whole, x)
+    work = program(function, programs.fill(shapes, filled), donates=True)
+    return work._replace(amounts=case.step_amounts(filled, tokens, stored))
+
+
+CONTESTANTS: dict[str, dict[str, Callable[[Case], Work]]] = {
     "layer": {
-        "ours": Contestant(layers.ours),
-        "linen": Contestant(layers.linen, keeps_scores="anywhere"),
-        "nnx": Contestant(layers.flax_nnx, keeps_scores="anywhere"),
-        "torch-sdpa": Contestant(torch_peers.linear_sdpa, module="torch"),
-        "torch-mha": Contestant(torch_peers.multihead_attention, module="torch"),
-        "equinox": Contestant(layers.equinox, keeps_scores="anywhere", module="equinox"),
-        "haiku": Contestant(layers.haiku, keeps_scores="anywhere", module="haiku"),
-        "keras": Contestant(layers.keras, keeps_scores="cpu", module="keras"),
+        "ours": our_layer,
+        "linen": linen_layer,
+        "nnx": nnx_layer,
+        "torch-sdpa": torch_peers.linear_sdpa,
+        "torch-mha": torch_peers.multihead_attention,
+        "equinox": equinox_layer,
+        "haiku": haiku_layer,
+        "keras": keras_layer,
     },
     "core": {
-        "ours": Contestant(cores.ours),
-        **{
-            f"ours-{name}": Contestant(
-                functools.partial(cores.ours, kernel=name),
-                keeps_scores="anywhere" if name == "reference" else "",
-            )
-            for name in KERNELS
-        },
-        "jax-xla": Contestant(functools.partial(cores.jax_nn, implementation="xla"), "anywhere"),
-        "jax-cudnn": Contestant(functools.partial(cores.jax_nn, implementation="cudnn")),
-        "linen": Contestant(cores.linen, keeps_scores="anywhere"),
-        "torch-sdpa": Contestant(torch_peers.core, module="torch"),
-        "torch-flex": Contestant(torch_peers.flex, module="torch"),
-        "tokamax": Contestant(cores.tokamax, keeps_scores="cpu", module="tokamax"),
-        "fa4-jax": Contestant(cores.fa4, keeps_scores="cpu", module="fa4_jax"),
+        "ours": core(_ours),
+        **{f"ours-{name}": core(_ours, kernel=name) for name in KERNELS},
+        "jax-xla": core(_jax_nn, implementation="xla"),
+        "jax-cudnn": core(_jax_nn, implementation="cudnn"),
+        "torch-sdpa": torch_peers.core,
+        "torch-flex": torch_peers.flex,
+        "tokamax": core(_tokamax),
+        "fa4-jax": core(_fa4),
+    },
+    "step": {
+        "ours": step,
+        "ours-nearly-empty": functools.partial(step, share=1 / 64),
+        "ours-int8": functools.partial(step, stored="int8"),
+        "ours-prompt": functools.partial(step, share=0),
+        "linen": functools.partial(step, linen=True),
+        "torch-sdpa": torch_peers.step,
     },
 }
+NAMES = list(dict.fromkeys(name for group in CONTESTANTS.values() for name in group))
+# The denominators of all ratios.
+BASELINES = {"layer": "linen", "core": "jax-xla", "step": "linen"}
+# Those whose memory grows with T², at least on a CPU.
+KEEP_SCORES = {
+    "linen", "nnx", "equinox", "haiku", "keras", "ours-reference", "jax-xla", "tokamax", "fa4-jax",
+}  # fmt: skip
 
 
-def build(name: str, case: Case, free: int | None = None) -> Work:
+def build(name: str, case: Case) -> Work:
     """Return the work of a contestant for a case.
 
-    Args:
-      name: a name in CONTESTANTS[case.part].
-      case: the case to compute.
-      free: the free bytes of memory; a case that needs more is refused.
-
     Raises:
-      RefusalError: if it is not installed, does not support the case, or needs too much memory.
+      RefusalError: if it does not support the case, or needs more memory than a CPU has.
     """
-    contestant = CONTESTANTS[case.part][name]
-    if importlib.util.find_spec(contestant.module) is None:
-        raise RefusalError(f"{contestant.module} is not installed")
-    keeps = contestant.keeps_scores in ("anywhere", jax.default_backend())
-    needs = case.score_bytes() if keeps else 0
-    if free is not None and needs > free:
-        raise RefusalError(f"needs about {needs / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
-    return contestant.build(case)
-
-
-def names() -> list[str]:
-    """Return the names of all contestants, without repetition."""
-    return list(dict.fromkeys(name for group in CONTESTANTS.values() for name in group))
+    if name in KEEP_SCORES and case.part != "step" and jax.default_backend() == "cpu":
+        needs, free = case.score_bytes(), machine.free_bytes()
+        if needs > free:  # The system would end this process.
+            raise RefusalError(f"needs about {needs / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
+    return CONTESTANTS[case.part][name](case)

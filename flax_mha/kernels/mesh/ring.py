@@ -192,8 +192,8 @@ class Ring(NamedTuple):
         own_sums: Any = None
         sums: Any = None
         blocks = self.send(self.wait(blocks, state), steps[0] if steps else 0)
-        for leg, *hops in schedule(steps, len(self.seen)):
-            carry, run_leg = (state, blocks, sums), functools.partial(run_step, *hops)
+        for leg, hop, following in schedule(steps, len(self.seen)):
+            carry, run_leg = (state, blocks, sums), functools.partial(run_step, hop, following)
             if len(leg) > 1:
                 carry, _ = lax.scan(run_leg, carry, np.array(leg))
             else:

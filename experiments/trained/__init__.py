@@ -1,0 +1,1 @@
+"""Trained models, of runs and of published folders: opened, asked for text, and looked into."""

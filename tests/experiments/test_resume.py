@@ -1,0 +1,136 @@
+"""A run that was cut off, or whose checkpoint is damaged, ends with the numbers of a whole one."""
+
+import dataclasses
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from configs import digits
+from experiments import tasks
+from experiments.runs.failures import RunError
+from experiments.trainer import loop
+from experiments.trainer.mesh import Program
+
+STEPS = 9
+
+
+class Killed(BaseException):
+    """The end of a process that could do nothing about it."""
+
+
+def configure() -> ConfigDict:
+    """Return a config that saves at steps 3, 6 and 9, with rows of the log between."""
+    config = digits.get_config()
+    config.steps, config.batch_size = STEPS, 16
+    config.log_every, config.evaluate_every, config.checkpoint_every = 2, 4, 3
+    config.mesh.data, config.mesh.model = 1, 1
+    config.model.features, config.model.mlp_dim, config.model.num_layers = 16, 32, 1
+    config.model.num_heads, config.model.num_kv_heads = 4, 4
+    return config
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """Return the program of the run, compiled once for all tests."""
+    config = configure()
+    return loop.build(config, tasks.make(config))
+
+
+@pytest.fixture(scope="module")
+def whole(program: Program, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, loop.Result]:
+    """Return the folder and the result of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return folder, loop.train(program, folder)
+
+
+def cut_off(program: Program, folder: Path, at: int, error: type[BaseException] | None) -> None:
+    """Train until an error is raised in place of a step, or SIGTERM is sent during it (None)."""
+
+    def step(state: Any, batch: Any) -> Any:
+        if int(np.max(jax.device_get(state.step))) + 1 == at:
+            if error is not None:
+                raise error
+            os.kill(os.getpid(), signal.SIGTERM)
+        return program.step(state, batch)
+
+    with pytest.raises(error or SystemExit):
+        loop.train(dataclasses.replace(program, step=step), folder)
+
+
+def assert_same(result: loop.Result, folder: Path, whole: tuple[Path, loop.Result]) -> None:
+    """Assert that state, metrics and log are those of the whole run, to the bit."""
+    path, expected = whole
+    for name in ("params", "opt_state"):
+        pair = jax.device_get((getattr(result.state, name), getattr(expected.state, name)))
+        jax.tree.map(np.testing.assert_array_equal, *pair)
+    jax.tree.map(np.testing.assert_array_equal, result.metrics, expected.metrics)
+    assert result.rows == expected.rows
+    assert (folder / "metrics.jsonl").read_bytes() == (path / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("ends", [[(2, Killed), (5, Killed)], [(5, None), (8, Killed)]], ids=str)
+def test_interrupted_run_equals_whole_run(
+    program: Program, whole: tuple[Path, loop.Result], tmp_path: Path, ends: list[Any]
+) -> None:
+    folder = tmp_path / "run"
+    for at, error in ends:
+        cut_off(program, folder, at, error)
+    result = loop.train(program, folder)
+    assert result.start == (3 if ends[-1][1] is Killed and ends[-1][0] == 5 else 6)
+    assert_same(result, folder, whole)
+    again = loop.train(program, folder)
+    assert again.start == STEPS
+    assert_same(again, folder, whole)
+
+
+def damaged(path: Path, how: str) -> None:
+    """Truncate, remove, or flip a bit of a file."""
+    good = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(good[: len(good) // 2])
+    else:
+        bit = random.Random(how + path.name).randrange(8 * len(good))
+        path.write_bytes(
+            good[: bit // 8] + bytes([good[bit // 8] ^ 1 << bit % 8]) + good[bit // 8 + 1 :]
+        )
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
+def test_damaged_checkpoint_gives_way_to_an_older_one(
+    program: Program, whole: tuple[Path, loop.Result], tmp_path: Path, how: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    newest = folder / "checkpoints" / str(STEPS)
+    damaged(max(newest.glob("state/d/*"), key=lambda path: path.stat().st_size), how)
+    capsys.readouterr()
+    result = loop.train(program, folder)
+    assert f"the checkpoint of step {STEPS} is damaged" in capsys.readouterr().out
+    assert result.start == 6
+    assert_same(result, folder, whole)
+    assert list((folder / "checkpoints.damaged").iterdir())
+
+
+def test_run_without_a_whole_checkpoint_is_refused(
+    program: Program, whole: tuple[Path, loop.Result], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    for path in (folder / "checkpoints").rglob("*"):
+        if path.is_file():
+            damaged(path, "truncated")
+    log = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunError, match="no checkpoint that is whole"):
+        loop.train(program, folder)
+    assert (folder / "metrics.jsonl").read_bytes() == log
