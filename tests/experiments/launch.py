@@ -33,9 +33,11 @@ def settings(config: ConfigDict) -> list[str]:
 
 
 def begin(folder: Path, config: ConfigDict) -> Any:
-    """Begin a run in a folder, as the command does, and return its task."""
+    """Begin a run in a folder, as the command does, and return its task. Another may go on."""
     task = tasks.make(config)
-    folders.open_run(str(folder), Asked(config, {})).begin(fingerprint(task))
+    run = folders.open_run(str(folder), Asked(config, {}))
+    run.begin(fingerprint(task))
+    folders._locks.pop(run.path).release()
     return task
 
 

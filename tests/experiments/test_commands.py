@@ -44,6 +44,7 @@ def test_the_package_lists_its_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
+        ("train", "--config.mesh.force_host_devices=-1", "from 0 to 512, got -1"),
         ("train", "--profile=abc", "--profile must be FIRST:LAST"),
         ("train", "--start_timeout=-1", "flag --start_timeout=-1: -1 is not a positive"),
         ("train", "--workdir=", "--workdir must be a folder"),

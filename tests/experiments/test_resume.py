@@ -18,6 +18,7 @@ from experiments import tasks
 from experiments.runs.failures import RunError
 from experiments.trainer import loop
 from experiments.trainer.mesh import Program
+from tests.experiments.checked import flat, restored
 
 STEPS = 9
 
@@ -76,7 +77,7 @@ def assert_same(result: loop.Result, folder: Path, whole: tuple[Path, loop.Resul
     assert (folder / "metrics.jsonl").read_bytes() == (path / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("ends", [[(2, Killed), (5, Killed)], [(5, None), (8, Killed)]], ids=str)
+@pytest.mark.parametrize("ends", [[(2, Killed), (4, None)], [(5, None), (8, Killed)]], ids=str)
 def test_interrupted_run_equals_whole_run(
     program: Program, whole: tuple[Path, loop.Result], tmp_path: Path, ends: list[Any]
 ) -> None:
@@ -84,11 +85,30 @@ def test_interrupted_run_equals_whole_run(
     for at, error in ends:
         cut_off(program, folder, at, error)
     result = loop.train(program, folder)
-    assert result.start == (3 if ends[-1][1] is Killed and ends[-1][0] == 5 else 6)
+    assert result.start == (4 if ends[-1][1] is None else 6)
     assert_same(result, folder, whole)
     again = loop.train(program, folder)
     assert again.start == STEPS
     assert_same(again, folder, whole)
+
+
+@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 2, 4), (2, 2, 2)], ids=str)
+def test_stopped_run_goes_on_over_another_mesh(
+    program: Program, whole: tuple[Path, loop.Result], tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    folder, config = tmp_path / "run", configure()
+    cut_off(program, folder, 5, None)
+    config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
+    other = loop.build(config, tasks.make(config))
+    (state, stream), (wanted, alone) = restored(other, folder), restored(program, folder)
+    assert jax.tree.map(lambda x: x.sharding, state) == other.shardings
+    for one, same in ((flat(state), flat(wanted)), (next(stream), next(alone))):
+        jax.tree.map(np.testing.assert_array_equal, one, same)
+    result = loop.train(other, folder)
+    assert result.start == 5
+    for row, same in zip(result.rows, whole[1].rows, strict=True):
+        assert row["loss"] == pytest.approx(same["loss"], abs=1e-5)
 
 
 def damaged(path: Path, how: str) -> None:

@@ -76,13 +76,6 @@ def test_train_writes_all_files_and_prints_score_last(tmp_path: Path) -> None:
     assert "Traceback" not in other.stderr
 
 
-@pytest.mark.slow
-def test_several_seeds_report_their_spread(tmp_path: Path) -> None:
-    done = call(f"--workdir={tmp_path}", *SMALL, "--config.seeds=2")
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"test accuracy \d+\.\d% ± \d+\.\d%", done.stdout.splitlines()[-1])
-
-
 @pytest.mark.sampled(0, slow=0.3)
 def test_sharded_demo_matches_one_device(tmp_path: Path) -> None:
     # Two layers: XLA has aborted at the gradients of two gathers in a row.
@@ -99,23 +92,3 @@ def test_sharded_demo_matches_one_device(tmp_path: Path) -> None:
         assert sharded.pop("split") == row.pop("split")
         assert sharded == pytest.approx(row, rel=1e-4, abs=1e-5)
     assert done.stdout.splitlines()[-1] == reports.make(tasks.make(config)).headline(alone.metrics)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--config.optimizer.learning_rat=1", "the nearest is 'optimizer.learning_rate'"),
-        ("--num_processes=2", "are for --distributed, which is missing"),
-        (
-            "--config.mesh.force_host_devices=-1",
-            "force_host_devices must be a whole number from 0 to 512, got -1",
-        ),
-        ("--workdir=experiments", "not empty and not a run"),
-    ],
-)
-def test_mistakes_give_clear_errors(argument: str, message: str) -> None:
-    done = call(argument)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
