@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from experiments.measure import __main__ as measure
 from experiments.measure import timing
-from experiments.measure.peers import contestants, fresh, torch_peers
+from experiments.measure.peers import contestants, fresh
 from experiments.measure.peers.cases import Case
 from experiments.measure.peers.contestants import CONTESTANTS
 from experiments.measure.timing import RefusalError, Work
@@ -22,7 +22,7 @@ from flax_mha import dot_product_attention
 from tests.support.oracle import error
 
 TINY = (
-    "peers", "--lengths=16,32", "--heads=2", "--features=16", "--batch=2", "--seconds=0.02",
+    "peers", "--lengths=16,32", "--heads=2", "--features=16", "--tokens=32", "--seconds=0.02",
     "--dtypes=float32", "--memory=none",
 )  # fmt: skip
 SMALL = Case("layer", "backward", "causal", B=2, T=12, N=2, D=16)
@@ -45,7 +45,6 @@ def test_peers_write_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (folder / "table.md").read_text().strip() in shown.out
 
     result = json.loads((folder / "results.json").read_text())
-    assert result["machine"]["cores"] >= 1
     assert result["machine"]["versions"]["jax"] == jax.__version__
     # Two lengths and passes; the layer has 2 contestants, the core 3, a step has 3 and no passes.
     assert len(result["rows"]) == 4 * (2 + 3) + 2 * 3
@@ -55,13 +54,9 @@ def test_peers_write_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixtu
             continue
         assert row["status"] == "ok"
         assert 0 < row["q1"] <= row["median"] <= row["q3"]
-        assert all(rate > 0 for rate in row["rates"].values())
+        assert (row["tokens"] > 0) == (row["part"] == "step")
         base = contestants.BASELINES[row["part"]]
         assert (row["ratio"] == 1) if row["contestant"] == base else row["ratio"] > 0
-    # Keys and values of 24 tokens, and four projections.
-    step = next(row for row in result["rows"] if (row["part"], row["T"]) == ("step", 32))
-    read = step["rates"]["GB"] * step["median"] * 1e9
-    assert read == pytest.approx((2 * 2 * 24 * 16 + 4 * 16 * 16) * 4)
 
 
 @functools.lru_cache
@@ -83,16 +78,14 @@ def _is_tensor(x: Any) -> bool:
 
 @pytest.mark.sampled(0.02)
 @pytest.mark.parametrize(
-    ("mask", "window", "dtype"),
-    [("causal", 0, "float32"), ("full", 0, "float32"), ("causal", 5, "float32"),
-     ("full", 5, "float32"), ("causal", 0, "bfloat16")],
-)  # fmt: skip
+    ("mask", "dtype"), [("causal", "float32"), ("full", "float32"), ("causal", "bfloat16")]
+)
 @pytest.mark.parametrize(
     ("part", "name"), [(part, name) for part in ("layer", "core") for name in CONTESTANTS[part]]
 )
-def test_contestants_agree(part: str, name: str, mask: str, window: int, dtype: str) -> None:
+def test_contestants_agree(part: str, name: str, mask: str, dtype: str) -> None:
     """Outputs and gradients are equal, so the same computation is timed."""
-    case = dataclasses.replace(SMALL, part=part, mask=mask, window=window, dtype=dtype)
+    case = dataclasses.replace(SMALL, part=part, mask=mask, dtype=dtype)
     row: dict[str, Any] = {}
     with timing.noted(row):
         found = outcome(name, case)
@@ -113,18 +106,15 @@ def test_contestants_agree(part: str, name: str, mask: str, window: int, dtype: 
 
 
 @pytest.mark.parametrize("mask", ["causal", "full"])
-@pytest.mark.parametrize("window", [0, 1, 5, 12, 20])
-def test_flops_count_visible_scores(mask: str, window: int) -> None:
-    case = dataclasses.replace(SMALL, part="core", passes="forward", mask=mask, window=window)
-    i, j = np.arange(12)[:, None], np.arange(12)
-    seen = (abs(i - j) < (window or 12)) & ((j <= i) | (mask == "full"))
-    assert case.amounts() == {"TFLOP": pytest.approx(4 * 2 * seen.sum() * 16 / 1e12)}
-    if case.visible() is not None:
-        np.testing.assert_array_equal(case.visible(np), seen)
-        np.testing.assert_array_equal(case.visible(), seen)
-    torch = pytest.importorskip("torch")
-    rule = torch_peers.rule(case)(0, 0, torch.arange(12)[:, None], torch.arange(12))
-    np.testing.assert_array_equal(rule.numpy(), seen)
+def test_a_window_has_the_near_tokens(mask: str) -> None:
+    case = dataclasses.replace(SMALL, part="core", passes="forward", mask=mask, window=5)
+    q, k, v = case.inputs()
+    distance = np.arange(12)[:, None] - np.arange(12)
+    near = (abs(distance) < 5) & ((distance >= 0) | (mask == "full"))
+    expected = dot_product_attention(q, k, v, mask=near, kernel="reference")
+    assert error(outcome("ours", case)[0], expected) < 1e-5
+    with pytest.raises(RefusalError, match="takes no --window"):
+        contestants.build("jax-xla", case)
 
 
 def test_failed_contestants_say_why() -> None:
@@ -167,11 +157,8 @@ def test_case_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         (["--lengths=12,x"], "--lengths: must be a whole number from 1, got 'x'"),
-        (["--contestants=our"], "must be some of ours,linen,.* got 'our'"),
-        (["--seconds=-1"], "--seconds: must be a number of seconds above 0, got '-1'"),
         (["--heads=3"], "--features must be a multiple of --heads, got 512 and 3; choose another"),
         (["--parts=core", "--contestants=keras"], "--contestants must name one that takes part"),
-        (["--workdir=tests"], "must be a new or empty folder, and .*tests is not; choose another"),
     ],
 )
 def test_bad_flags_give_clear_errors(words: list[str], message: str) -> None:
@@ -179,43 +166,30 @@ def test_bad_flags_give_clear_errors(words: list[str], message: str) -> None:
         measure.main(["peers", *words])
 
 
-class Clock:
-    """A clock that only sleep moves."""
+@pytest.fixture
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Work]:
+    """Return a function that builds works which only move the clock."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def build(seconds: float, log: Callable[[], Any]) -> Work:
+        return Work(lambda: (log(), now.append(now.pop() + seconds)))
 
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def sleeping(seconds: float, log: list[str], name: str) -> Work:
-    return Work(lambda: (log.append(name), timing.time.sleep(seconds)))
+    return build
 
 
-def test_contestants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "time", Clock())
+def test_contestants_take_turns(sleeping: Callable[..., Work]) -> None:
     log: list[str] = []
-    builds = {name: functools.partial(sleeping, 0.03, log, name) for name in "abc"}
-    found = timing.race(builds, rounds=3, seconds=10.0)
-    # Two calls each to compile and to estimate the time; then each leads a round.
-    assert "".join(log) == "aabbcc" + "abc" + "bca" + "cab"
-    for row in found.values():
-        assert (row["status"], row["rounds"], row["compile"]) == ("ok", 3, None)
-        assert [row[name] for name in ("q1", "median", "q3")] == pytest.approx([0.03] * 3)
-        assert row["ratio"] == pytest.approx(1)
-
-
-def test_slow_contestant_leaves_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "time", Clock())
-    builds = {"slow": lambda: sleeping(0.3, [], ""), "fast": lambda: sleeping(0.03, [], "")}
-    found = timing.race(builds, rounds=50, seconds=0.4, baseline="slow")
-    # Each has 0.2 s: a call of the slow one, and seven of the fast one.
-    assert (found["slow"]["rounds"], found["fast"]["rounds"]) == (1, 7)
-    assert found["fast"]["ratio"] == pytest.approx(10)
+    seconds = {"a": 0.03, "b": 0.03, "c": 0.3}
+    builds = {name: functools.partial(sleeping, t, functools.partial(log.append, name))
+              for name, t in seconds.items()}  # fmt: skip
+    found = timing.race(builds, rounds=3, seconds=0.9, baseline="c")
+    # Two calls each to compile and to estimate the time. Then each leads a round, but a call of c
+    # takes its share of 0.3 seconds.
+    assert "".join(log) == "aabbcc" + "abc" + "ba" + "ab"
+    assert [found[name]["rounds"] for name in "abc"] == [3, 3, 1]
+    assert [found[name]["ratio"] for name in "abc"] == pytest.approx([10, 10, 1])
+    assert [found["a"][name] for name in ("q1", "median", "q3")] == pytest.approx([0.03] * 3)
 
 
 @pytest.mark.sampled(0, slow=0.16)
@@ -238,6 +212,5 @@ def test_steps_read_the_tokens_that_the_cache_holds() -> None:
         work = group[name](case)
         first = np.asarray(work.call())
         np.testing.assert_array_equal(work.call(), first)
-    read = (2 * 2 * 8 + 4 * 64) * 4 / 1e9  # a token, and the projections
-    assert group["ours-nearly-empty"](case).amounts == {"GB": read, "tokens": 2}
-    assert group["ours-prompt"](case).amounts["tokens"] == 64
+    assert group["ours-nearly-empty"](case).tokens == 2
+    assert group["ours-prompt"](case).tokens == 2 * 32
