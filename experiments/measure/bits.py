@@ -45,8 +45,7 @@ Pair = tuple[Any, Any]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    about = "devices for rows and heads (default: 1)"
-    parser.add_argument("--devices", type=command.count, default=1, help=about)
+    parser.add_argument("--devices", type=command.count, default=1, help="of rows and heads (1)")
 
 
 def run(flags: argparse.Namespace) -> None:

@@ -48,8 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_chip(parser)
     programs.add_names(parser)
-    about = "also print the N largest instructions"
-    parser.add_argument("--top", type=int, default=0, metavar="N", help=about)
+    parser.add_argument("--top", type=int, default=0, help="largest instructions to print")
 
 
 def add_chip(parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,7 @@ from experiments.measure.__main__ import main
 
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.sampled(0, slow=0.3)
-def test_losses_of_all_kernels_and_meshes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_losses_of_all_kernels_and_meshes(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(losses, "MESHES", {"tokens over 2": {"data": -1, "context": 2}})
     monkeypatch.setattr(losses, "STEPS", 2)
     main(["losses", "--devices=8", f"--workdir={tmp_path}"])
@@ -27,7 +25,6 @@ def test_losses_of_all_kernels_and_meshes(
         bound = 0.02 if "bfloat16" in name else 1e-4
         assert max(abs(a - b) for a, b in zip(first, others, strict=True)) < bound, name
     assert {"blockwise, float32", "blockwise, bfloat16", "tokens over 2"} <= found.keys()
-    assert "| tokens over 2 |" in capsys.readouterr().out
     assert (tmp_path / "losses.png").stat().st_size > 10_000
 
 

@@ -1,7 +1,6 @@
 """`measure check` on this machine: kernels as they are, those for TPUs interpreted, and broken."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ def test_every_call_holds_here(tmp_path: Path, capsys) -> None:
     found = checked(tmp_path, "--calls=packed,bias,huge")
     assert [row["blockwise"]["status"] for row in found.values()] == ["holds"] * 3
     assert (tmp_path / "table.md").read_text().count(" ms |") == 2 * 3
-    shown = capsys.readouterr()
-    assert "table.md and results.json are in" in shown.out
-    assert "checking packed, 1 of 3 …" in shown.err
+    assert "checking packed, 1 of 3 …" in capsys.readouterr().err
 
 
 @pytest.mark.sampled(0, slow=0.3)
@@ -38,8 +35,6 @@ def test_every_call_holds_on_an_interpreted_tpu(tpu, tmp_path: Path) -> None:
         "float32", "array", "slopes", "bias", "table", "dropout", "per head", "predicate",
         "cache", "sinks",
     }  # fmt: skip
-    statuses = {result["status"] for row in found.values() for result in row.values()}
-    assert statuses == {"holds", "refused"}
 
 
 def test_wrong_and_failing_kernels_are_named(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -57,13 +52,13 @@ def test_wrong_and_failing_kernels_are_named(tmp_path: Path, monkeypatch, capsys
         checked(tmp_path, "--calls=full,causal")
     assert ended.value.code == 1
     said = capsys.readouterr().out
-    assert said.count("DIFFERS inf") == 1
-    assert len(re.findall(r"DIFFERS \d", said)) == 1
+    assert "| full | DIFFERS " in said
+    assert "| causal | DIFFERS inf |" in said
     assert "| FAILED: RuntimeError: no such instruction |" in said
 
 
 def test_unknown_calls_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="--calls: must be some of full,causal,.* got 'casual'"):
+    with pytest.raises(RunError, match=r"--calls: must be some of full,causal,.* got 'casual'"):
         checked(tmp_path, "--calls=casual")
 
 

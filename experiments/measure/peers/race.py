@@ -110,8 +110,8 @@ def plan(flags: argparse.Namespace) -> dict[str, tuple[Case, list[str]]]:
         ):  # fmt: skip
             usual = 8 if steps else max(1, min(8, 2048 // T))
             B = max(1, flags.tokens // T) if flags.tokens else usual
-            sizes = flags.heads, flags.features, flags.window
-            case = Case(part, passes, mask, B, T, dtype, *sizes)
+            window = 0 if steps else flags.window
+            case = Case(part, passes, mask, B, T, dtype, flags.heads, flags.features, window)
             if names:
                 races[str(case)] = case, names
     if not races:
