@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from experiments.runs.checks import shard_bytes
+from experiments.counts.memory import shard_bytes
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
