@@ -35,25 +35,19 @@ def draw_sequences(key: jax.Array, rows: int = BATCH) -> Batch:
     tokens = heads.walk(jnp.cumsum(matrix, -1)[None, :, :-1], first, draws)
     period = jax.random.randint(keys[2], (rows, 1), *PERIODS)
     places = jnp.arange(LENGTH + 1)[None] % period
-    repeats = jnp.take_along_axis(draw_orders(keys[3], rows), places, 1)
+    orders = jnp.argsort(jax.random.uniform(keys[3], (rows, TOKENS)), -1)
+    repeats = jnp.take_along_axis(orders, places, 1)
     return base.label_next(jnp.where(jnp.arange(rows)[:, None] % 2 == 0, tokens, repeats))
-
-
-def draw_orders(key: jax.Array, rows: int) -> jax.Array:
-    """Return random orders of all tokens, int [rows, tokens]."""
-    return jnp.argsort(jax.random.uniform(key, (rows, TOKENS)), -1)
 
 
 def repeat_orders(key: jax.Array) -> Batch:
     """Return a batch of random orders of all tokens, each twice and its first again."""
-    return base.label_next(jnp.tile(draw_orders(key, REPEATED), 3)[:, : LENGTH + 1])
+    orders = jnp.argsort(jax.random.uniform(key, (REPEATED, TOKENS)), -1)
+    return base.label_next(jnp.tile(orders, 3)[:, : LENGTH + 1])
 
 
 def measure(model: LanguageModel, params: Params, key: jax.Array, edited: Any = None) -> Metrics:
-    """Return losses in nats, by name, and the scores of heads, [layers, heads].
-
-    `edited` are variables with edits, in place of the parameters.
-    """
+    """Return the losses in nats, and scores [layers, heads], with edited variables if given."""
     variables = edited or {"params": params}
     held, copies = draw_sequences(key, HELD_OUT), repeat_orders(key)
 
@@ -63,8 +57,8 @@ def measure(model: LanguageModel, params: Params, key: jax.Array, edited: Any = 
 
     first, last, again = slice(4), slice(-8, None), slice(LENGTH // 2, None)
     losses = score(held, first), score(held, last), score(copies, again)
-    scores = heads.score_heads(model, variables, copies["tokens"])
-    return dict(zip(KINDS, losses, strict=True)) | scores
+    found = dict(zip(KINDS, losses, strict=True))
+    return found | heads.score_heads(model, variables, copies["tokens"])
 
 
 def remove_heads(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:

@@ -8,6 +8,7 @@ al., arXiv 2402.11004.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,18 +66,16 @@ def change_heads(model: LanguageModel, params: Params, key: jax.Array) -> Metric
     means = heads.mean_outputs(model, params, batch["tokens"])
     ideal = heads.ideal_weights(batch["tokens"])
 
-    def test(keep: jax.Array, is_ideal: bool = False) -> jax.Array:
-        name, value = ("attention_weights", ideal) if is_ideal else ("attention_z", means)
-        keep = jnp.expand_dims(keep, (1, 3, 4) if is_ideal else (1, 3))
-        logits = model.apply(heads.replace(params, name, keep, value), batch["tokens"])
-        return base.score(logits, batch) - found["tested"]
+    def test(keep: Any, name: str = "attention_z", value: Any = means, axes: Any = (1, 3)) -> Any:
+        variables = heads.replace(params, name, jnp.expand_dims(keep, axes), value)
+        return base.score(model.apply(variables, batch["tokens"]), batch) - found["tested"]
 
     order = jnp.argsort(-jnp.stack([found[kind][i] for i, kind in enumerate(KINDS)]), -1)
     best = jax.nn.one_hot(order[:, 0], HEADS)
     rise = edits.sweep(test, 1 - jnp.eye(2 * HEADS).reshape(-1, 2, HEADS)).reshape(2, HEADS)
-    replaced = jnp.stack([test(1 - x, is_ideal=True) for x in (best.at[1].set(0), best)])
-    removed = jnp.take_along_axis(rise, order, 1)
-    return {"removed": removed, "only": test(best), "ideal": replaced}
+    pair = (1 - best.at[1].set(0), 1 - best)
+    replaced = jnp.stack([test(x, "attention_weights", ideal, (1, 3, 4)) for x in pair])
+    return {"removed": jnp.take_along_axis(rise, order, 1), "only": test(best), "ideal": replaced}
 
 
 def main() -> None:

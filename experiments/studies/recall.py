@@ -26,7 +26,6 @@ LENGTH = 3 * PAIRS
 NEAR = range(2, LENGTH, 3)
 ROTATED: dict[str, Any] = {"head_dim": 32, "rotary": Rotary(base=100.0)}
 
-
 TWO, ONE = (MultiHeadAttention(2, num_kv_heads=n, **ROTATED) for n in (2, 1))
 INT8, LATENT = CacheConfig("int8"), variants.MultiHeadLatentAttention
 WINDOWS = {n: TWO.clone(mask=masks.Window(n - 1, 0), cache=CacheConfig(slots=n)) for n in (8, 16)}

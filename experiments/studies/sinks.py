@@ -19,8 +19,7 @@ import optax
 from experiments.studies import base
 from experiments.studies.figures import COLORS, draw_band, make_panels, save, spread
 from experiments.tasks.task import Batch, Metrics, Params
-from flax_mha import Capture, LanguageModel, MultiHeadAttention
-from flax_mha.analysis import watch
+from flax_mha import Capture, LanguageModel, MultiHeadAttention, analysis
 from flax_mha.positions import Rotary
 
 TOKENS, TRIGGERS, LENGTH, FEATURES = 24, 3, 48, 32
@@ -30,7 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {  # the fields of the attention layer
     "softmax": {}, "softmax, learned sink": {"sinks": True}, OFF_BY_ONE: {"sinks": True},
     "sigmoid": {"normalizer": "sigmoid"}, "softpick": {"normalizer": "softpick"},
 }  # fmt: skip
-
 # The chain: rows are distributions of the next token. The token after FIRST is any.
 WEIGHTS = np.exp(np.random.default_rng(0).normal(0.0, 1.5, (TOKENS, TOKENS)))
 CHAIN = np.vstack([WEIGHTS / WEIGHTS.sum(-1, keepdims=True), np.full((1, TOKENS), 1 / TOKENS)])
@@ -75,7 +73,7 @@ def measure(kind: str, params: Params, key: jax.Array) -> Metrics:
     `first_copied` where it is copied, `sum` of all keys, and `share` of the first one in it.
     """
     batch = draw(key, 64)
-    watched = watch(make_model(kind), Capture(("weights", "max_logit")))
+    watched = analysis.watch(make_model(kind), Capture(("weights", "max_logit")))
     logits, sown = watched.apply({"params": params}, batch["tokens"], mutable="intermediates")
     sown = sown["intermediates"]["decoder"]["layers_0"]["attention"]
     weights, top = (sown[f"attention_{name}"][0] for name in ("weights", "max_logit"))

@@ -50,14 +50,12 @@ def make_functions(name: str, steps: int) -> tuple[Any, Any, Any]:
     tokens, held = (jnp.asarray(text.Bytes().encode(part)) for part in text.load())
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, round(0.1 * steps), steps)
 
-    def measure(params: Params, text: Any, rows: int, key: jax.Array) -> tuple[jax.Array, Any]:
-        starts = jax.random.randint(key, (rows, 1), 0, len(text) - LENGTH)
-        windows = text[starts + jnp.arange(LENGTH + 1)[None]].astype(jnp.int32)
+    def measure(params: Params, source: Any, rows: int, key: jax.Array) -> tuple[jax.Array, Any]:
+        starts = jax.random.randint(key, (rows, 1), 0, len(source) - LENGTH)
+        windows = source[starts + jnp.arange(LENGTH + 1)[None]].astype(jnp.int32)
         logits, sown = model.apply({"params": params}, windows[:, :-1], mutable="intermediates")
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
         return losses.mean(), sown["intermediates"]
-
-    slopes = jax.value_and_grad(measure, has_aux=True)
 
     def create(index: jax.Array) -> base.State:
         init_key, key = jax.random.split(jax.random.key(index // len(RATES)))
@@ -68,7 +66,7 @@ def make_functions(name: str, steps: int) -> tuple[Any, Any, Any]:
     def step(state: base.State, _: Batch) -> tuple[base.State, Metrics]:
         # The batch follows from the seed, so that all rates see the same data.
         key, params = jax.random.fold_in(state.key, state.step), state.params
-        (loss, scores), grads = slopes(params, tokens, ROWS, key)
+        (loss, scores), grads = jax.value_and_grad(measure, has_aux=True)(params, tokens, ROWS, key)
         peak, opt_state = state.opt_state
         updates, opt_state = optimizer.update(grads, opt_state, params)
         updates = jax.tree.map(lambda x: peak * schedule(state.step + 1) * x, updates)
