@@ -87,10 +87,10 @@ def main() -> None:
         "Without one of the heads": ("rank of the head by its score", "rise of the loss [nats]"),
     })  # fmt: skip
     key, depths = jax.random.key(0), heads.train_depths(STATES, draw_chains, measure, flags, 3e-3)
-    for (name, trained), color in zip(depths, COLORS, strict=False):
+    for (depth, trained), color in zip(depths, COLORS, strict=False):
         params, steps, found = trained
-        print(f"{name}: {spread(found['tested'][-1])} nats")
-        draw_band(axes[0], steps, found["tested"], name, color)
+        print(f"{depth}: {spread(found['tested'][-1])} nats")
+        draw_band(axes[0], steps, found["tested"], depth, color)
     counts = score_counts(draw_chains(key, HELD_OUT))
     for (name, losses), style in zip(counts.items(), ("--", ":"), strict=True):
         print(f"{name} counts: {losses.mean():.3f} nats")
@@ -98,10 +98,10 @@ def main() -> None:
     change = functools.partial(change_heads, heads.attention_only(2, STATES), key=key)
     changed = jax.jit(jax.vmap(change))(params)
     for i, (kind, name) in enumerate(KINDS.items()):
-        best, rise, color = found[kind][:, :, i].max(-1), changed["removed"][:, i], i + 2
+        best, rise, color = found[kind][:, :, i].max(-1), changed["removed"][:, i], COLORS[i + 2]
         print(f"{name}: {spread(best[-1])}, by rank:", *map(spread, rise.T))
-        draw_band(axes[1], steps, best, name, COLORS[color])
-        draw_bars(axes[2], np.arange(HEADS) + i * (HEADS + 1), rise, name, COLORS[color])
+        draw_band(axes[1], steps, best, name, color)
+        draw_bars(axes[2], np.arange(HEADS) + i * (HEADS + 1), rise, name, color)
     print("only these two:", spread(changed["only"]))
     print("ideal weights in layer 1, in both:", *map(spread, changed["ideal"].T))
     axes[1].set_ylim(0, 1.02)

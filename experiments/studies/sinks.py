@@ -39,7 +39,7 @@ def draw(key: jax.Array, rows: int = 16) -> Batch:
     log_chain = jnp.asarray(np.log(CHAIN), jnp.float32)
     first, *keys = jax.random.split(key, LENGTH)
 
-    def follow(before: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[Any, jax.Array]:
+    def follow(before: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[Any, Any]:
         older, last = before
         # A trigger that is first has only FIRST before it, which is no token of the chain.
         is_copied = (last < TRIGGERS) & (older != FIRST)

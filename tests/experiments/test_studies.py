@@ -139,9 +139,10 @@ def test_a_model_whose_heads_are_means_sees_no_other_token() -> None:
     params = model.init(jax.random.key(1), tokens)["params"]
     means, ones = heads.mean_outputs(model, params, tokens), jnp.ones((2, 1, heads.HEADS, 1))
     same, removed = (heads.replace(params, "attention_z", keep, means) for keep in (ones, 0 * ones))
-    whole, last = model.apply({"params": params}, tokens), model.apply(removed, tokens)[:, -1]
-    np.testing.assert_allclose(model.apply(same, tokens), whole, rtol=1e-6)
-    changed = model.apply(removed, tokens.at[:, :-1].set(0))
+    run: Any = model.apply
+    whole, last = run({"params": params}, tokens), run(removed, tokens)[:, -1]
+    np.testing.assert_allclose(run(same, tokens), whole, rtol=1e-6)
+    changed = run(removed, tokens.at[:, :-1].set(0))
     np.testing.assert_allclose(changed[:, -1], last, rtol=1e-5, atol=1e-6)
     assert np.abs(last - whole[:, -1]).max() > 1e-3
 
