@@ -35,7 +35,6 @@ from experiments import command
 from experiments.measure import machine
 from experiments.measure.results import Table, counted
 from flax_mha import MultiHeadAttention, dot_product_attention, masks, sharding
-from flax_mha.kernels import KERNELS
 from flax_mha.positions import Rotary
 
 B, T, N, H = 4, 320, 8, 32
@@ -46,23 +45,19 @@ Pair = tuple[Any, Any]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    add, among = parser.add_argument, command.among
-    add("--kernels", type=among([*KERNELS]), help="kernels to take (default: all here)")
-    add("--dtypes", type=among(DTYPES), default=DTYPES, help="float32, bfloat16")
-    add("--devices", type=command.count, default=1, help="devices for rows and heads (default: 1)")
+    parser.add_argument("--devices", type=command.count, default=1, help="of rows and heads (1)")
 
 
 def run(flags: argparse.Namespace) -> None:
     """Compare kernel by kernel."""
-    both = itertools.product(flags.kernels or machine.kernels(), flags.dtypes)
+    both = itertools.product(machine.kernels(), DTYPES)
     columns = {f"{name}, {dtype}": (name, dtype) for name, dtype in both}
     found: dict[str, dict[str, str]] = {}
     for column, (name, dtype) in counted("comparing", columns):
         for case, pair in cases(name, dtype, flags.devices):
             found.setdefault(case, {})[column] = shown(*pair)
     facts = machine.describe()
-    name = f"bits-{facts['platform']}"
-    table = Table(flags.workdir, name, facts["device"], *columns, **facts)
+    table = Table(flags.workdir, f"bits-{facts['platform']}", facts["device"], *columns, **facts)
     for case, row in found.items():
         table.add({"case": case, **row}, case, *row.values())
     table.end()

@@ -60,8 +60,7 @@ def tokamax_library() -> Any:
     import tokamax
     from absl import flags
 
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["measure"])
+    flags.FLAGS.mark_as_parsed()
     return tokamax
 
 

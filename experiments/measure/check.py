@@ -1,7 +1,7 @@
 """Run the kernels of the device that is here, and compare them with the reference.
 
-    python -m experiments.measure check                        # 5 minutes at most
-    python -m experiments.measure check --kernels=flex --calls=causal,packed
+    python -m experiments.measure check                         # 5 minutes at most
+    python -m experiments.measure check --calls=causal,packed
 
 Run it first on a kind of TPU or GPU that is new to you. Each call takes random queries, keys and
 values, shorter ones on a CPU. `reference` computes the output and the gradients in float32, with
@@ -29,14 +29,13 @@ import numpy as np
 from experiments import command
 from experiments.measure import machine, timing
 from experiments.measure.results import Table, counted
-from experiments.runs.failures import RunError
 from flax_mha import KVCache, dot_product_attention, masks, positions, scores, sharding
-from flax_mha.kernels import KERNELS
 from flax_mha.positions.turn import Turned
 
 # The worst token's error of half precision, and of float32.
 BOUNDS = {"bfloat16": 0.05, "float32": 0.002}
 RUNS = 3
+SECONDS = 300.0  # no call begins after this time
 
 
 class Sizes(NamedTuple):
@@ -69,7 +68,7 @@ class Call(NamedTuple):
     learned: Callable[[Sizes], tuple[int, ...] | None] = lambda n: None
     change: Callable[[Sizes], Sizes] = lambda n: n
     dtype: str = "bfloat16"
-    attend: Callable[..., jax.Array] = lambda *qkv, **call: dot_product_attention(*qkv, **call)
+    attend: Callable[..., jax.Array] = dot_product_attention
     huge: bool = False
 
 
@@ -92,19 +91,16 @@ def _rotated(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array
     return dot_product_attention(turned(q), turned(k), v, **call)
 
 
-def _packed(n: Sizes) -> dict[str, Any]:
-    ids = jnp.asarray(np.arange(n.T) * 5 // n.T)
-    return {"mask": CAUSAL & masks.Segments(jnp.stack([ids, ids // 2]))}
-
-
-CAUSAL = masks.Causal()
+CAUSAL, ROWS = masks.Causal(), np.array([[1], [2]])
 # Those that compile fast come first.
 CALLS: dict[str, Call] = {
     "full": Call(lambda n: {}),
     "causal": Call(lambda n: {"mask": CAUSAL}),
     "float32": Call(lambda n: {"mask": CAUSAL, "precision": "highest"}, dtype="float32"),
     "window": Call(lambda n: {"mask": masks.Window(n.T // 8, 0)}),
-    "packed": Call(_packed),
+    "packed": Call(
+        lambda n: {"mask": CAUSAL & masks.Segments(jnp.asarray(np.arange(n.T) * 5 // n.T // ROWS))}
+    ),
     "lengths": Call(lambda n: {"mask": masks.Lengths(jnp.array([n.S // 3, n.S]))}),
     "array": Call(lambda n: {"mask": jnp.asarray(np.tri(n.T, n.S, n.S // 5, bool))}),
     "predicate": Call(
@@ -131,25 +127,18 @@ CALLS: dict[str, Call] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    add, every = parser.add_argument, ",".join(CALLS)
-    add("--kernels", type=command.among([*KERNELS]), help="kernels to check (default: all here)")
-    add("--calls", type=command.among([*CALLS]), default=every, metavar="CALL,…",
-        help=f"calls to check (default: all): {', '.join(CALLS)}")  # fmt: skip
-    add("--total", type=command.seconds, default=300.0,
-        help="nothing new begins after this number of seconds (300)")  # fmt: skip
+    about = f"calls to check (default: all): {', '.join(CALLS)}"
+    parser.add_argument("--calls", type=command.among([*CALLS]), default=[*CALLS],
+                        metavar="CALL,…", help=about)  # fmt: skip
 
 
 def run(flags: argparse.Namespace) -> None:
     """Check call by call."""
-    platform = sharding.platform()
-    here = [name for name in machine.kernels() if name != "reference"]
-    names = flags.kernels or here
-    if unknown := [name for name in names if name not in here]:
-        raise RunError(f"--kernels must be some of {','.join(here)}, got {unknown[0]!r}")
+    names = [name for name in machine.kernels() if name != "reference"]
     facts = machine.describe()
     sizes = SMALL if facts["platform"] == "cpu" else LARGE
-    table = Table(flags.workdir, f"check-{platform}", facts["device"], *names, **facts)
-    for name, call in counted("checking", {name: CALLS[name] for name in flags.calls}, flags.total):
+    table = Table(flags.workdir, f"check-{sharding.platform()}", facts["device"], *names, **facts)
+    for name, call in counted("checking", {name: CALLS[name] for name in flags.calls}, SECONDS):
         found = check(call, names, call.change(sizes))
         table.add({"call": name, **found}, name, *map(cell, found.values()))
     table.end()

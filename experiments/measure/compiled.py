@@ -7,11 +7,10 @@ Nothing runs. The table has, for each program and contestant,
 
     MiB        moved to and from the chip's main memory in a run; "≥" if the number of turns of a
                loop depends on values, because such a loop counts as one turn
-    × by hand  the ratio to the program written by hand
     kernels    started in a run
     Mcycles    estimated by the compiler for TPUs, without Pallas kernels
     held       MiB of temporaries, besides arguments and results
-    traced, compiled    the seconds that it took on this machine
+    compiled   the seconds that it took on this machine
 
 --top=N also prints the N instructions of each program that move most, with their lines of Python.
 The programs are
@@ -39,9 +38,7 @@ from experiments.runs.failures import RunError
 TPUS = {
     "v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1",
 }  # fmt: skip
-COLUMNS = (
-    "program", "pass", "", "MiB", "× by hand", "kernels", "Mcycles", "held", "traced", "compiled",
-)  # fmt: skip
+COLUMNS = "program", "pass", "", "MiB", "kernels", "Mcycles", "held", "compiled"
 MIB = 2**20
 CYCLES = r'"estimated_cycles":"(\d+)"'
 Row = dict[str, Any]
@@ -51,9 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_chip(parser)
     programs.add_names(parser)
-    parser.add_argument(
-        "--top", type=int, default=0, metavar="N", help="also print the N largest instructions"
-    )
+    parser.add_argument("--top", type=int, default=0, help="largest instructions to print")
 
 
 def add_chip(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +62,6 @@ def run(flags: argparse.Namespace) -> None:
     chip = chip_of(flags.chip)
     table = Table(flags.workdir, f"compiled-{flags.chip}", *COLUMNS, chip=flags.chip)
     for name, _ in counted("compiling", dict.fromkeys(flags.programs)):
-        hand = {}
         for entry in programs.entries(chip, [name]):
             cells = f"`{name}`", entry.passes, entry.contestant
             try:
@@ -78,17 +72,14 @@ def run(flags: argparse.Namespace) -> None:
                 # Another library doesn't know every chip.
                 table.add({"program": name, "reason": str(error)}, *cells, repr(error)[:200])
                 continue
-            if entry.contestant == "hand":
-                hand[entry.passes] = row["MiB"]
-            ratio = hand and not row["least"] and f"{row['MiB'] / hand[entry.passes]:.2f}"
             table.add(
-                row, *cells, f"{'≥ ' * row['least']}{row['MiB']:,.0f}", ratio or "", row["kernels"],
+                row, *cells, f"{'≥ ' * row['least']}{row['MiB']:,.0f}", row["kernels"],
                 "" if chip.is_gpu else f"{row['Mcycles']:.2f}", f"{row['held']:,.0f}",
-                f"{row['traced']:.1f} s", f"{row['compiled']:.1f} s",
+                f"{row['compiled']:.1f} s",
             )  # fmt: skip
             for moved in row["top"]:
                 print(f"    {moved['MiB']:8.1f} MiB  {moved['times']:3d} × {moved['opcode']:22s} "
-                      f"{moved['source']:34s} {moved['name']}")  # fmt: skip
+                      f"{moved['source']}")  # fmt: skip
     table.end()
 
 
@@ -107,41 +98,35 @@ def chip_of(name: str) -> Chip:
 
 def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
     """Compile a program, and return its costs."""
-    start = time.perf_counter()
     with jax.set_mesh(chip.mesh):
-        # A fresh function, so that nothing is traced already.
+        # A fresh function, so that nothing is traced already. A step replaces its cache.
         jitted = jax.jit(lambda *arguments: entry.function(*arguments),
-                         donate_argnums=entry.donated)  # fmt: skip
+                         donate_argnums=(0,) if entry.passes == "step" else ())  # fmt: skip
         lowered = jitted.lower(*entry.arguments)
-        traced = time.perf_counter()
+        start = time.perf_counter()
         text, program = dumped(lowered)
-    end = time.perf_counter()
+    seconds = time.perf_counter() - start
     # Unlike the compiler's dump, it has estimates of cycles, if this jaxlib can read the program.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         text = program.as_text() or text
     module = Module(text)
     moved = sorted(traffic.walk(module, usual=True), key=lambda one: -one.times * one.bytes)
     stats: Any = program.memory_analysis()
+    cycles = [one.times * int(found[1]) for one in moved
+              if (found := re.search(CYCLES, one.instruction.rest))]  # fmt: skip
     return {
         "program": entry.program, "passes": entry.passes, "contestant": entry.contestant,
         "MiB": sum(one.times * one.bytes for one in moved) / MIB,
         "least": bool(module.unknown),
         "kernels": sum(one.times for one in moved),
-        "Mcycles": sum(one.times * int(_in(CYCLES, one) or 0) for one in moved) / 1e6,
+        "Mcycles": sum(cycles) / 1e6,
         "held": stats.temp_size_in_bytes / MIB,
-        "traced": traced - start, "compiled": end - traced,
+        "compiled": seconds,
         "top": [
             {
                 "MiB": one.times * one.bytes / MIB, "times": one.times,
                 "opcode": one.instruction.opcode, "source": module.source(one.instruction),
-                # The end of its name in JAX, which names modules.
-                "name": _in(r'op_name="([^"]*)"', one)[-60:],
             }
             for one in moved[:top]
         ],
     }  # fmt: skip
-
-
-def _in(pattern: str, moved: traffic.Moved) -> str:
-    """Return what a pattern finds in an instruction, or nothing."""
-    return "".join(re.findall(pattern, moved.instruction.rest)[:1])

@@ -10,7 +10,6 @@ besides its arguments and results, and the MiB that it moves. lengths.png shows 
 """
 
 import argparse
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -45,13 +44,13 @@ def run(flags: argparse.Namespace) -> None:
         sizes = [row and row[key] for key in PANELS for row in rows.values()]
         cells = ["too large" if size is None else f"{size:,.0f}" for size in sizes]
         table.add({"tokens": T, **rows}, f"{T:,}", *cells)
-
-    def line(name: str, key: str) -> Any:
-        fits = {T: rows[name] for T, rows in found.items() if rows[name]}
-        return [*fits], [max(row[key], 1) for row in fits.values()]
-
+    fits = {name: {T: rows[name] for T, rows in found.items() if rows[name]} for name in names}
     panels = {
-        f"{what}, MiB": {name: line(name, key) for name in names} for key, what in PANELS.items()
+        f"{what}, MiB": {
+            name: ([*rows], [max(row[key], 1) for row in rows.values()])
+            for name, rows in fits.items()
+        }
+        for key, what in PANELS.items()
     }
     results.draw(table.folder / "lengths.png", "tokens", panels, "xx", sharey=True)
     table.end()
@@ -63,7 +62,9 @@ def measure(chip: programs.Chip, name: str, T: int) -> compiled.Row | None:
     options: dict[str, Any] = {"dtype": programs.HALF, "use_bias": False}
     if name == "Flax":
         layer: Any = nn.MultiHeadDotProductAttention(N, force_fp32_for_softmax=True, **options)
-        apply = functools.partial(_causal, layer)
+
+        def apply(weights: Any, x: jax.Array) -> Any:
+            return layer.apply(weights, x, mask=nn.make_causal_mask(x[..., 0]))
     else:
         options |= {"mask": masks.Causal(), "kernel": name}
         layer = flax_mha.MultiHeadAttention(N, **options)
@@ -75,7 +76,3 @@ def measure(chip: programs.Chip, name: str, T: int) -> compiled.Row | None:
         return compiled.measure(chip, entry)
     except TooLargeError:
         return None
-
-
-def _causal(layer: Any, weights: Any, x: jax.Array) -> Any:
-    return layer.apply(weights, x, mask=nn.make_causal_mask(x[..., 0]))

@@ -23,6 +23,7 @@ from experiments import command
 from experiments.measure import machine, results
 from flax_mha import sharding
 
+STEPS = 100
 MESHES = {
     "rows over devices": {"data": -1},
     "rows and parameters over 2": {"data": -1, "fsdp": 2},
@@ -33,7 +34,6 @@ MESHES = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("--steps", type=command.count, default=100, help="of training (100)")
     parser.add_argument("--devices", type=command.count, default=1, help="of the meshes (1: none)")
 
 
@@ -50,9 +50,9 @@ def run(flags: argparse.Namespace) -> None:
         ways |= {name: ("auto", "float32", mesh) for name, mesh in MESHES.items()}
     over: dict[str, Any] = {}
     apart: dict[str, Any] = {}
-    steps, first = 1 + np.arange(flags.steps), None
+    steps, first = 1 + np.arange(STEPS), None
     for name, (kernel, dtype, mesh) in results.counted("training by", ways):
-        losses = train(kernel, dtype, mesh, flags)
+        losses = train(kernel, dtype, mesh, flags.devices if mesh else 1)
         first = losses if first is None else first
         difference = np.abs(losses - first)
         over[name] = steps, losses
@@ -64,7 +64,7 @@ def run(flags: argparse.Namespace) -> None:
     table.end()
 
 
-def train(kernel: str, dtype: str, mesh: dict[str, int], flags: argparse.Namespace) -> np.ndarray:
+def train(kernel: str, dtype: str, mesh: dict[str, int], count: int) -> np.ndarray:
     """Return the loss of each step."""
     # The other measurements do without these packages.
     from configs import pydoc_lm
@@ -72,13 +72,12 @@ def train(kernel: str, dtype: str, mesh: dict[str, int], flags: argparse.Namespa
     from experiments.trainer import loop
 
     config = pydoc_lm.get_config()
-    config.update({"steps": flags.steps, "log_every": 1})
-    config.evaluate_every = config.checkpoint_every = flags.steps
+    config.update({"steps": STEPS, "log_every": 1})
+    config.evaluate_every = config.checkpoint_every = STEPS
     config.model.update({"kernel": kernel, "dtype": dtype})
     config.data.stride = config.length
     config.mesh.update(mesh)
-    devices = jax.devices()[: flags.devices if mesh else 1]
-    program = loop.build(config, tasks.make(config), devices)
+    program = loop.build(config, tasks.make(config), jax.devices()[:count])
     with tempfile.TemporaryDirectory() as folder:
         rows = loop.train(program, Path(folder)).rows
     return np.array([row["loss"] for row in rows if row["split"] == "train"]).reshape(-1)

@@ -19,12 +19,11 @@ PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Return CPU, load, device and versions."""
+    """Return CPU, device and versions."""
     device, installed = jax.devices()[0], importlib.metadata.distributions()
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": cores(),
-        "load": os.getloadavg()[0],
         "platform": device.platform,
         "device": device.device_kind,
         "devices": jax.device_count(),

@@ -52,10 +52,9 @@ class Entry(NamedTuple):
     Attributes:
       program: its name in the table above.
       contestant: its name.
-      passes: "forward", "gradient", or "step".
+      passes: "forward", "gradient", or "step", whose result replaces its first argument, a cache.
       function: the function, of `arguments`.
       arguments: the shapes of its arguments.
-      donated: the indices of arguments that the result replaces.
     """
 
     program: str
@@ -63,7 +62,6 @@ class Entry(NamedTuple):
     passes: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    donated: tuple[int, ...] = ()
 
 
 class Chip(NamedTuple):
@@ -99,8 +97,7 @@ class Chip(NamedTuple):
 
 def add_names(parser: argparse.ArgumentParser) -> None:
     """Add the flag that names programs, and their table to the help."""
-    every = ",".join(PROGRAMS)
-    parser.add_argument("--programs", type=command.among([*PROGRAMS]), default=every,
+    parser.add_argument("--programs", type=command.among([*PROGRAMS]), default=[*PROGRAMS],
                         metavar="NAME,…", help="programs to take (default: all)")  # fmt: skip
     parser.description = f"{parser.description}\n\n{(__doc__ or '').partition(chr(10))[2].strip()}"
 
@@ -117,8 +114,7 @@ def entries(chip: Chip, names: Sequence[str]) -> Iterator[Entry]:
                 passes = {"forward": function, "gradient": jax.grad(loss(function), (0, 1))}
             for kind, each in passes.items():
                 run = by_hand.cross_compiled(each) if contestant == "tokamax" else each
-                donated = (0,) if kind == "step" else ()
-                yield Entry(name, contestant, kind, run, arguments, donated)
+                yield Entry(name, contestant, kind, run, arguments)
 
 
 def fill(arguments: Sequence[Any], position: int = -1) -> list[Any]:
@@ -150,6 +146,12 @@ def loss(apply: Callable[..., Any]) -> Callable[..., jax.Array]:
     return mean_square
 
 
+def _projections(D: int, N: int, K: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the matrices of a layer by hand."""
+    H = D // N
+    return {"q": (D, N, H), "k": (D, K, H), "v": (D, K, H), "o": (N, H, D)}
+
+
 def _long(chip: Chip, K: int = 16, rotates: bool = False, normalizes: bool = False) -> Contestants:
     B, T, D, N, H = 4, 4096, 2048, 16, 128
     x = chip.array(B, T, D)
@@ -157,7 +159,7 @@ def _long(chip: Chip, K: int = 16, rotates: bool = False, normalizes: bool = Fal
         N, num_kv_heads=K, dtype=HALF, use_bias=False, mask=masks.Causal(),
         rotary=positions.Rotary() if rotates else None, normalize_qk=normalizes,
     )  # fmt: skip
-    w = chip.weights(q=(D, N, H), k=(D, K, H), v=(D, K, H), o=(N, H, D))
+    w = chip.weights(**_projections(D, N, K))
     if normalizes:
         w |= chip.weights(q_scale=(H,), k_scale=(H,))
 
@@ -200,7 +202,7 @@ def _layers(
 ) -> Contestants:
     """Return a layer by hand, ours and Flax's, without biases, under a mask of some arguments."""
     D = x.shape[-1]
-    w = chip.weights(**dict.fromkeys("qkv", (D, N, D // N)), o=(N, D // N, D))
+    w = chip.weights(**_projections(D, N, N))
     found: Contestants = {"hand": (hand, (w, x, *more))}
     options: dict[str, Any] = {"dtype": HALF, "use_bias": False}
     layers: dict[str, nn.Module] = {
@@ -218,7 +220,7 @@ def _layers(
 
 def _decode(chip: Chip, K: int = 16, T: int = 1) -> Contestants:
     B, S, D, N, H = 8, SLOTS, 2048, 16, 128
-    w = chip.weights(HALF, q=(D, N, H), k=(D, K, H), v=(D, K, H), o=(N, H, D))
+    w = chip.weights(HALF, **_projections(D, N, K))
     cache = chip.weights(HALF, k=(B, K, S, H), v=(B, K, S, H))
     cache["length"] = chip.array(B, dtype=jnp.int32)
     x, whole = chip.array(B, T, D), chip.array(B, S, D)
@@ -268,8 +270,8 @@ def _model(chip: Chip, scan: bool = True) -> Contestants:
         return jax.value_and_grad(loss), (weights, tokens)
 
     w: dict[str, Any] = chip.weights(table=(V, D), norm=(D,))
-    shapes = {"q": (D, N, H), "k": (D, N, H), "v": (D, N, H), "o": (N, H, D), "up": (D, F),
-              "down": (F, D), "norm": (D,), "mlp_norm": (D,)}  # fmt: skip
+    shapes = _projections(D, N, N)
+    shapes |= {"up": (D, F), "down": (F, D), "norm": (D,), "mlp_norm": (D,)}
     stacked = {name: (L, *shape) for name, shape in shapes.items()}
     w["layers"] = chip.weights(**stacked) if scan else [chip.weights(**shapes)] * L
     attend = by_hand.cudnn(H) if chip.is_gpu else by_hand.splash(T, N, H)

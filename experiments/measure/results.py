@@ -50,12 +50,12 @@ def counted(
     Args:
       verb: what is done to an item, such as "timing".
       items: the items, by name.
-      seconds: nothing new begins after this time, the flag --total.
+      seconds: nothing new begins after this time.
     """
     end = time.perf_counter() + seconds
     for n, (name, item) in enumerate(items.items(), 1):
         if time.perf_counter() > end:
-            print(f"--total is over, so {len(items) - n + 1} of {len(items)} were left out")
+            print(f"the time is over, so {len(items) - n + 1} of {len(items)} were left out")
             return
         with Phase(f"{verb} {name}, {n} of {len(items)}"):
             yield name, item

@@ -23,13 +23,13 @@ class Work(NamedTuple):
       call: starts one computation; its result may still be pending.
       wait: waits for a result.
       compile: the seconds that it took to trace and compile; None if nothing is compiled.
-      amounts: what a computation does, by unit, such as {"GB": 1.5}.
+      tokens: the tokens that it decodes or reads, for steps with a cache.
     """
 
     call: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
     compile: float | None = None
-    amounts: Mapping[str, float] = {}
+    tokens: int = 0
 
 
 class RefusalError(Exception):
@@ -44,53 +44,46 @@ def race(
     Args:
       contestants: functions that build the works, by name.
       rounds: the maximum number of rounds.
-      seconds: the time for the rounds. Each work has an equal share, and stops once it is spent.
-      baseline: the contestant whose speed is 1 in the ratios; "" for ratios of times, where the
-        fastest is 1.
+      seconds: the time for the rounds. Each work has an equal share, and at least one round.
+      baseline: the contestant whose speed is 1 in the ratios; "" for the fastest.
 
     Returns:
       The results of each contestant: its "status" ("ok", "failed" or "refused"), and the "reason";
       or the "median" seconds of a call and the quartiles "q1" and "q3", the number of "rounds", the
-      "ratio", its "rates" of amounts a second, and the seconds to "compile".
+      "ratio", the "tokens" a second of steps, and the seconds to "compile".
     """
-    # A GPU runs the queued calls of a turn one after another; a CPU would run them side by side.
-    queue = sharding.platform() != "cpu"
     rows: dict[str, dict[str, Any]] = {name: {} for name in contestants}
     works: dict[str, Work] = {}
     usual: dict[str, float] = {}
     for name, build in contestants.items():
         with noted(rows[name]):
             work = build()
-            _turn(work, 1, queue)  # the first call may compile
-            usual[name], works[name] = _turn(work, 1, queue), work
+            _turn(work, 1)  # the first call may compile
+            usual[name], works[name] = _turn(work, 1), work
     share = seconds / max(1, len(usual))
-    # A call longer than its share is the only one there is time for, so it counts.
-    samples = {name: [t] if t > share else [] for name, t in usual.items()}
-    spent = {name: t if t > share else 0.0 for name, t in usual.items()}
+    samples: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()
     for done in range(rounds):
-        order = [name for name in works if spent[name] < share]
+        # Those whose turns so far took less than their share.
+        order = [name for name in works if done * (TURN + usual[name]) < share]
         shift = done % max(1, len(order))  # each starts one round and ends another
         for name in order[shift:] + order[:shift]:
             calls = max(1, min(100, round(TURN / usual[name])))
-            start = time.perf_counter()
             with noted(rows[name]):
                 if usual[name] < WARM:
-                    _turn(works[name], 1, queue)
-                samples[name].append(_turn(works[name], calls, queue))
-            spent[name] += time.perf_counter() - start
+                    _turn(works[name], 1)
+                samples[name].append(_turn(works[name], calls))
             if rows[name]["status"] != "ok":
                 del works[name]
+    medians: dict[str, float] = {}
     for name, work in works.items():
         q1, median, q3 = map(float, np.percentile(samples[name], [25, 50, 75]))
-        rates = {unit: amount / median for unit, amount in work.amounts.items()}
+        medians[name] = median
         rows[name] |= {"median": median, "q1": q1, "q3": q3, "rounds": len(samples[name]),
-                       "compile": work.compile, "rates": rates}  # fmt: skip
-    best = min((rows[name]["median"] for name in works), default=0.0)
-    base = rows.get(baseline, {}).get("median", 0.0)
-    for name in works:
-        median = rows[name]["median"]
-        rows[name]["ratio"] = base / median if baseline else median / best
+                       "compile": work.compile, "tokens": work.tokens / median}  # fmt: skip
+    base = medians.get(baseline, 0.0) if baseline else min(medians.values(), default=0.0)
+    for name, median in medians.items():
+        rows[name]["ratio"] = base / median
     return rows
 
 
@@ -121,8 +114,10 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     return [median, f"{q1}–{q3}", f"{row['ratio']:.2f}" if row["ratio"] else ""]
 
 
-def _turn(work: Work, calls: int, queue: bool) -> float:
+def _turn(work: Work, calls: int) -> float:
     """Return the seconds per call."""
+    # A GPU runs the queued calls of a turn one after another; a CPU would run them side by side.
+    queue = sharding.platform() != "cpu"
     start = time.perf_counter()
     for i in range(calls):
         result = work.call()
@@ -135,32 +130,28 @@ def program(function: Callable[..., Any], arguments: Sequence[Any], donates: boo
     """Compile a function for arguments, and return the work of calling it.
 
     If it `donates`, its result is a pair, whose second part replaces the first argument, a cache.
-    Keys and values are donated. Positions stay, so that every call does the same.
+    Positions in the cache stay, so that every call does the same.
     """
-    leaves, tree = jax.tree.flatten(list(arguments))
-    cached = len(jax.tree.leaves(arguments[0])) if donates else 0
-    moves = [n < cached and x.ndim > 2 for n, x in enumerate(leaves)]
+    held = list(arguments)
 
-    def split(leaves: Sequence[Any], moving: bool) -> list[Any]:
-        return [x for x, move in zip(leaves, moves, strict=False) if move == moving]
+    def call(*arguments: Any) -> Any:
+        result = function(*arguments)
+        if not donates:
+            return result
+        out, new = result
+        return out, jax.tree.map(lambda old, x: x if x.ndim > 2 else old, arguments[0], new)
 
-    def call(moving: list[Any], still: list[Any]) -> Any:
-        sources = {True: iter(moving), False: iter(still)}
-        result = function(*jax.tree.unflatten(tree, [next(sources[move]) for move in moves]))
-        out, new = result if donates else (result, ())
-        return out, split(jax.tree.leaves(new), True)
-
-    moving, still = split(leaves, True), split(leaves, False)
     start = time.perf_counter()
-    compiled = jax.jit(call, donate_argnums=0).lower(moving, still).compile()
+    compiled = jax.jit(call, donate_argnums=(0,) if donates else ()).lower(*held).compile()
     seconds = time.perf_counter() - start
 
-    def step() -> Any:
-        nonlocal moving
-        out, moving = compiled(moving, still)
-        return out
+    def run() -> Any:
+        result = compiled(*held)
+        if donates:
+            result, held[0] = result
+        return result
 
-    return Work(step, compile=seconds)
+    return Work(run, compile=seconds)
 
 
 def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:

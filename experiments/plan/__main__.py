@@ -28,7 +28,7 @@ os.environ.setdefault("NPROC", "32")
 import jax
 from absl import flags
 
-from experiments import command, libtpu, outputs, phases
+from experiments import command, libtpu, outputs
 from experiments.phases import Phase
 from experiments.plan import devices, report, search
 from experiments.runs import config
@@ -56,13 +56,13 @@ def main(argv: list[str]) -> None:
     print(f"{len(found)} × {kind}, {topology}, compiled by {compiler}", flush=True)
     with Phase(f"compiling for {topology}"):
         if SEARCH.value:
-            layouts = search.search(asked, found, MOST.value, tell)
+            layouts = search.search(asked, found, MOST.value)
         else:
             layouts = [search.plan(asked, found)]
         tight = [layout for layout in layouts if layout.reason and layout.needs]
         if tight and all(layout.reason for layout in layouts):
             best = min(tight, key=lambda layout: layout.needs or 0)
-            layouts += search.remedies(asked, found, best, tell)
+            layouts += search.remedies(asked, found, best)
     report.show(layouts)
     plan = {
         "command": sys.argv, "topology": topology, "device": kind, "jax": jax.__version__,
@@ -70,11 +70,6 @@ def main(argv: list[str]) -> None:
     }  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
     print(f"plan.json is in {folder}")
-
-
-def tell(layout: search.Layout) -> None:
-    """Print that a layout is compiled."""
-    phases.say(f"compiled {layout}", sys.stderr)
 
 
 if __name__ == "__main__":

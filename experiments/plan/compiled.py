@@ -1,6 +1,5 @@
 """Compile the trainer's own step for devices that may be absent, and read its costs."""
 
-import math
 import re
 import tempfile
 import time
@@ -14,6 +13,7 @@ from ml_collections import ConfigDict
 from experiments import tasks
 from experiments.counts import traffic, work
 from experiments.counts.hlo import Module
+from experiments.counts.memory import shard_bytes
 from experiments.phases import Phase
 from experiments.plan import collectives
 from experiments.plan.collectives import Collective
@@ -68,7 +68,7 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
         traced = built.step.trace(state, built.abstract_batch())  # type: ignore[attr-defined]
         text, found = dumped(traced.lower())
     module, stats = Module(text), found.memory_analysis()
-    parameters, optimizer = map(_shard_bytes, (state.params, state.opt_state))
+    parameters, optimizer = map(shard_bytes, (state.params, state.opt_state))
     arguments, activations = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     produced = stats.output_size_in_bytes - stats.alias_size_in_bytes
     memory = Memory(
@@ -111,9 +111,3 @@ def dumped(lowered: jax.stages.Lowered) -> tuple[str, Any]:
 
 def _bytes(number: str, unit: str) -> float:
     return float(number) * 1024 ** "BKMGT".index(unit)
-
-
-def _shard_bytes(tree: Any) -> int:
-    """Return the bytes that one device holds of a tree of shapes with shardings."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

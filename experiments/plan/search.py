@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,9 +34,6 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         flags = [flag.removeprefix("--config.") for flag in self.flags if ".mesh." not in flag]
         return ", ".join([compiled.name(self.sizes), *flags])
-
-
-Tell = Callable[[Layout], None]
 
 
 def plan(config: ConfigDict, devices: Sequence[jax.Device]) -> Layout:
@@ -94,20 +91,11 @@ class Facts(NamedTuple):
         )  # fmt: skip
 
 
-def search(
-    config: ConfigDict, devices: Sequence[jax.Device], most: int, tell: Tell
-) -> list[Layout]:
+def search(config: ConfigDict, devices: Sequence[jax.Device], most: int) -> list[Layout]:
     """Compile the layouts over all devices that may fit, the most promising first.
 
-    Args:
-      config: the run's config; the sizes of its mesh do not matter.
-      devices: the devices.
-      most: the number of layouts to compile.
-      tell: a function that is called with each compiled layout.
-
-    Returns:
-      The layouts that fit, the fastest first if the chips are known, then all others with the
-      reason.
+    It returns the layouts that fit, the fastest first if the chips are known, then all others with
+    the reason. At most so many are compiled. The sizes of the config's mesh do not matter.
     """
     facts, links = Facts.of(config), roofline.network(devices)
     fits: list[Layout] = []
@@ -117,27 +105,22 @@ def search(
         least = facts.state / (sizes["fsdp"] * sizes["model"])
         if links is not None and least > links.chip.memory / links.cores:
             reason = f"parameters and optimizer alone take {least / 2**30:.1f} GiB"
-            others.append(Layout(sizes, reason=reason))
-            continue
-        if most == 0:
-            others.append(Layout(sizes, reason="left out; raise --most"))
-            continue
-        changes = {f"mesh.{axis}": n for axis, n in sizes.items()}
-        try:
-            layout = plan(changed(config, changes), devices)
-        except ValueError as error:
-            others.append(Layout(sizes, reason=f"refused: {error}"))
-            continue
-        most -= 1
+            layout = Layout(sizes, reason=reason)
+        elif most == 0:
+            layout = Layout(sizes, reason="left out; raise --most")
+        else:
+            changes = {f"mesh.{axis}": n for axis, n in sizes.items()}
+            try:
+                layout = plan(changed(config, changes), devices)
+                most -= 1
+            except ValueError as error:
+                layout = Layout(sizes, reason=f"refused: {error}")
         (others if layout.reason else fits).append(layout)
-        tell(layout)
     fits.sort(key=lambda layout: layout.times.step if layout.times else math.inf)
     return fits + others
 
 
-def remedies(
-    config: ConfigDict, devices: Sequence[jax.Device], tight: Layout, tell: Tell
-) -> list[Layout]:
+def remedies(config: ConfigDict, devices: Sequence[jax.Device], tight: Layout) -> list[Layout]:
     """Compile changes of a layout that does not fit, in order of their cost, until one fits.
 
     Each layout has the changes of those before it, too. docs/scaling.md lists the changes.
@@ -153,7 +136,6 @@ def remedies(
         except ValueError:
             continue  # The model or the mesh refuses it.
         layout = layout._replace(flags=tuple(f"--config.{key}={x}" for key, x in total.items()))
-        tell(layout)
         saved = 1 - (layout.needs or 0) / ((found or [tight])[-1].needs or 1)
         found.append(layout)
         if not layout.reason or ("batch_size" in changes and saved < 0.01):

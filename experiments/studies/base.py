@@ -80,8 +80,7 @@ def make_steps(init: Any, loss: Any, optimizer: optax.GradientTransformation) ->
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         value, grads = jax.value_and_grad(loss)(state.params, batch, key)
-        with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers.
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return State(state.step + 1, params, opt_state, state.key), {"loss": value}
 
@@ -90,15 +89,15 @@ def make_steps(init: Any, loss: Any, optimizer: optax.GradientTransformation) ->
 
 def train_model(
     model: Any, draw: Draw, flags: argparse.Namespace, optimizer: optax.GradientTransformation,
-    points: int = 30, probe: Probe = lambda params, key: {}, loss: Any = None,
+    points: int = 30, probe: Probe = lambda params, key: {},
 ) -> Trained:  # fmt: skip
-    """Train models from tokens to logits with `train`, by the loss `score` if none is given."""
+    """Train models from tokens to logits with `train`, by the loss `score`."""
     tokens = jnp.zeros_like(draw(jax.random.key(0))["tokens"][:1])
 
-    def usual(params: Params, batch: Batch, _: jax.Array) -> jax.Array:
+    def loss(params: Params, batch: Batch, _: jax.Array) -> jax.Array:
         return score(model.apply({"params": params}, batch["tokens"]), batch)
 
-    made = make_steps(lambda key: model.init(key, tokens)["params"], loss or usual, optimizer)
+    made = make_steps(lambda key: model.init(key, tokens)["params"], loss, optimizer)
     return train(*made, draw, flags.steps, flags.seeds, points, probe)
 
 

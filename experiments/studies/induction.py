@@ -5,7 +5,7 @@
 Half of the sequences are of a bigram language, half repeat their first 4 to 12 tokens. The score
 of a head is its weight on the token after the earlier copy, in random orders that are repeated. It
 takes two minutes of processor time. docs/studies/induction.md has the answer. Source: Olsson et
-al., "In-context Learning and Induction Heads", 2022 (arXiv:2209.11895).
+al., arXiv 2209.11895.
 """
 
 import functools
@@ -19,7 +19,7 @@ from experiments.studies.figures import COLORS, draw_band, make_panels, save, sp
 from experiments.tasks.task import Batch, Metrics, Params
 from flax_mha import LanguageModel, edits
 
-TOKENS, LENGTH, HEADS, FEATURES, BATCH = 16, 32, 4, 32, 64
+TOKENS, LENGTH, BATCH = 16, 32, 64
 HELD_OUT, REPEATED, DRAWS = 256, 32, 16  # sequences, repeated ones, random sets of heads
 PERIODS, THRESHOLD = (4, 13), 0.3  # the tokens that repeat; the least score of an induction head
 NUMBERS = (1, 2, 3, 4)  # of removed heads
@@ -35,39 +35,30 @@ def draw_sequences(key: jax.Array, rows: int = BATCH) -> Batch:
     tokens = heads.walk(jnp.cumsum(matrix, -1)[None, :, :-1], first, draws)
     period = jax.random.randint(keys[2], (rows, 1), *PERIODS)
     places = jnp.arange(LENGTH + 1)[None] % period
-    repeats = jnp.take_along_axis(draw_orders(keys[3], rows), places, 1)
+    orders = jnp.argsort(jax.random.uniform(keys[3], (rows, TOKENS)), -1)
+    repeats = jnp.take_along_axis(orders, places, 1)
     return base.label_next(jnp.where(jnp.arange(rows)[:, None] % 2 == 0, tokens, repeats))
-
-
-def draw_orders(key: jax.Array, rows: int) -> jax.Array:
-    """Return random orders of all tokens, int [rows, tokens]."""
-    return jnp.argsort(jax.random.uniform(key, (rows, TOKENS)), -1)
 
 
 def repeat_orders(key: jax.Array) -> Batch:
     """Return a batch of random orders of all tokens, each twice and its first again."""
-    return base.label_next(jnp.tile(draw_orders(key, REPEATED), 3)[:, : LENGTH + 1])
+    orders = jnp.argsort(jax.random.uniform(key, (REPEATED, TOKENS)), -1)
+    return base.label_next(jnp.tile(orders, 3)[:, : LENGTH + 1])
 
 
-def find_losses(model: LanguageModel, variables: Params, key: jax.Array) -> Metrics:
-    """Return the losses of early and of late tokens, and of repeated random tokens, in nats."""
+def measure(model: LanguageModel, params: Params, key: jax.Array, edited: Any = None) -> Metrics:
+    """Return the losses in nats, and scores [layers, heads], with edited variables if given."""
+    variables = edited or {"params": params}
     held, copies = draw_sequences(key, HELD_OUT), repeat_orders(key)
-    logits, on_copies = (model.apply(variables, batch["tokens"]) for batch in (held, copies))
 
-    def score(batch: Batch, logits: Any, places: slice) -> jax.Array:
-        weight = jnp.zeros_like(batch["weight"]).at[:, places].set(1)
-        return base.score(logits, {**batch, "weight": weight})
+    def score(batch: Batch, places: slice) -> jax.Array:
+        logits = model.apply(variables, batch["tokens"])
+        return base.score(*jax.tree.map(lambda x: x[:, places], (logits, batch)))
 
-    return {
-        "early": score(held, logits, slice(0, 4)), "late": score(held, logits, slice(-8, None)),
-        "copies": score(copies, on_copies, slice(LENGTH // 2, None)),
-    }  # fmt: skip
-
-
-def measure(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
-    """Return the losses, and the scores of each head [layers, heads]."""
-    found = heads.score_heads(model, params, repeat_orders(key)["tokens"])
-    return {**find_losses(model, {"params": params}, key), **found}
+    first, last, again = slice(4), slice(-8, None), slice(LENGTH // 2, None)
+    losses = score(held, first), score(held, last), score(copies, again)
+    found = dict(zip(KINDS, losses, strict=True))
+    return found | heads.score_heads(model, variables, copies["tokens"])
 
 
 def remove_heads(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
@@ -79,14 +70,14 @@ def remove_heads(model: LanguageModel, params: Params, key: jax.Array) -> Metric
     means = heads.mean_outputs(model, params, draw_sequences(key, HELD_OUT)["tokens"])
 
     def run(keep: jax.Array) -> Metrics:
-        variables = heads.edit_layers(params, "attention_z", keep, (1 - keep) * means)
-        return {name: x - whole[name] for name, x in find_losses(model, variables, key).items()}
+        found = measure(model, params, key, heads.replace(params, "attention_z", keep, means))
+        return {kind: found[kind] - whole[kind] for kind in KINDS}
 
-    choose = functools.partial(heads.choose_heads, threshold=THRESHOLD, draws=DRAWS)
-    sets = jnp.stack([choose(whole["induction"], number, key) for number in NUMBERS])
-    rise = edits.sweep(run, 1 - sets.reshape(-1, 2, 1, HEADS, 1).astype(jnp.float32))
-    rise = jax.tree.map(lambda x: x.reshape(sets.shape[:2]), rise)
-    return {"count": jnp.sum(whole["induction"] >= THRESHOLD), **rise}
+    scores = whole["induction"]
+    sets = [heads.choose_heads(scores, number, key, THRESHOLD, DRAWS) for number in NUMBERS]
+    keep = 1 - jnp.concatenate(sets)[:, :, None, :, None].astype(jnp.float32)
+    rise = jax.tree.map(lambda x: x.reshape(len(NUMBERS), -1), edits.sweep(run, keep))
+    return {"count": jnp.sum(scores >= THRESHOLD), **rise}
 
 
 def main() -> None:
@@ -97,19 +88,16 @@ def main() -> None:
         "Learning in context": ("training step", "loss, late − early tokens [nats]"),
         "Removal": ("removed heads", "rise of the loss [nats]"),
     })  # fmt: skip
-    optimizer = base.make_adam(flags.steps, 1e-2, warmup=0.05)
-    for layers, name in enumerate(("1 layer", "2 layers"), 1):
-        model = heads.attention_only(layers, HEADS, FEATURES, TOKENS)
-        probe, color = functools.partial(measure, model), COLORS[layers - 1]
-        out = base.train_model(model, draw_sequences, flags, optimizer, probe=probe)
-        params, steps, found = out
+    depths = heads.train_depths(TOKENS, draw_sequences, measure, flags, 1e-2)
+    for (name, trained), color in zip(depths, COLORS, strict=False):
+        params, steps, found = trained
         best, in_context = found["induction"][:, :, -1].max(-1), found["late"] - found["early"]
         losses = [f"{KINDS[kind]} {spread(found[kind][-1])}" for kind in KINDS]
         print(f"{name}: best score {spread(best[-1])}, losses: {', '.join(losses)}")
         draw_band(axes[0], steps, best, name, color)
         draw_band(axes[1], steps, in_context, name, color)
-    remove = jax.jit(jax.vmap(functools.partial(remove_heads, model, key=jax.random.key(0))))
-    removed = remove(params)
+    remove = functools.partial(remove_heads, heads.attention_only(2, TOKENS), key=jax.random.key(0))
+    removed = jax.jit(jax.vmap(remove))(params)
     print("induction heads:", removed["count"])
     for i, name in enumerate(("induction heads", "other heads")):
         for kind, style in (("early", "--"), ("copies", "-")):

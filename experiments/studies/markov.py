@@ -4,10 +4,11 @@
 
 Each sequence has its own chain, with matrix rows from a uniform Dirichlet distribution. It takes
 two and a half minutes of processor time. docs/studies/markov.md has the answer. Source: Edelman et
-al., "The Evolution of Statistical Induction Heads", 2024 (arXiv:2402.11004).
+al., arXiv 2402.11004.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,9 @@ import numpy as np
 from experiments.studies import base, heads
 from experiments.studies.figures import COLORS, draw_band, draw_bars, make_panels, save, spread
 from experiments.tasks.task import Batch, Metrics, Params
-from flax_mha import LanguageModel, analysis, edits
+from flax_mha import LanguageModel, edits
 
-STATES, LENGTH, HEADS, BATCH = 3, 64, 4, 32
+STATES, LENGTH, BATCH, HEADS = 3, 64, 32, heads.HEADS
 HELD_OUT = 256  # chains of a measurement
 KINDS = {"previous": "previous token, layer 1", "induction": "matching, layer 2"}
 
@@ -47,24 +48,11 @@ def score_counts(batch: Batch) -> dict[str, jax.Array]:
     return {name: -jnp.log((n * new).sum(-1) / n.sum(-1)) for name, n in counts.items()}
 
 
-def ideal_weights(tokens: jax.Array) -> jax.Array:
-    """Return weights [2, rows, 1, T, T]: an ideal previous-token head, and a matching head.
-
-    The second attends evenly to the tokens after each earlier copy of the query's token. A query
-    without such keys attends to itself.
-    """
-    pairs, T = analysis.token_pairs(tokens), tokens.shape[-1]
-    sees = jnp.stack([pairs[kind].dense(T, batch=(len(tokens),)) for kind in KINDS])
-    itself = jnp.eye(T, dtype=bool)[None, None, None]
-    sees = jnp.where(sees.any(-1, keepdims=True), sees, itself).astype(jnp.float32)
-    return sees / sees.sum(-1, keepdims=True)
-
-
 def measure(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
     """Return the loss on held-out chains, and the scores of each head [layers, heads]."""
-    batch = draw_chains(key, HELD_OUT)
-    loss = base.score(model.apply({"params": params}, batch["tokens"]), batch)
-    return {"tested": loss, **heads.score_heads(model, params, batch["tokens"])}
+    batch, variables = draw_chains(key, HELD_OUT), {"params": params}
+    loss = base.score(model.apply(variables, batch["tokens"]), batch)
+    return {"tested": loss, **heads.score_heads(model, variables, batch["tokens"])}
 
 
 def change_heads(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
@@ -76,21 +64,18 @@ def change_heads(model: LanguageModel, params: Params, key: jax.Array) -> Metric
     """
     batch, found = draw_chains(key, HELD_OUT), measure(model, params, key)
     means = heads.mean_outputs(model, params, batch["tokens"])
+    ideal = heads.ideal_weights(batch["tokens"])
 
-    def test(name: str, value: jax.Array, keep: jax.Array) -> jax.Array:
-        variables = heads.edit_layers(params, name, keep, (1 - keep) * value)
+    def test(keep: Any, name: str = "attention_z", value: Any = means, axes: Any = (1, 3)) -> Any:
+        variables = heads.replace(params, name, jnp.expand_dims(keep, axes), value)
         return base.score(model.apply(variables, batch["tokens"]), batch) - found["tested"]
 
-    score = jnp.stack([found[kind][i] for i, kind in enumerate(KINDS)])
-    ranks = jnp.argsort(jnp.argsort(-score, -1), -1)  # [2, heads]
-    which = (ranks + jnp.asarray([[0], [HEADS]]))[None] == jnp.arange(2 * HEADS)[:, None, None]
-    best = (ranks == 0).astype(jnp.float32)
-    keep = jnp.concatenate([1 - which.astype(jnp.float32), best[None]])
-    removed = edits.sweep(functools.partial(test, "attention_z", means), keep[:, :, None, :, None])
-    ideal = ideal_weights(batch["tokens"])
-    others = 1 - jnp.stack([best.at[1].set(0), best])[:, :, None, :, None, None]
-    replaced = edits.sweep(functools.partial(test, "attention_weights", ideal), others)
-    return {"removed": removed[:-1].reshape(2, HEADS), "only": removed[-1], "ideal": replaced}
+    order = jnp.argsort(-jnp.stack([found[kind][i] for i, kind in enumerate(KINDS)]), -1)
+    best = jax.nn.one_hot(order[:, 0], HEADS)
+    rise = edits.sweep(test, 1 - jnp.eye(2 * HEADS).reshape(-1, 2, HEADS)).reshape(2, HEADS)
+    pair = (1 - best.at[1].set(0), 1 - best)
+    replaced = jnp.stack([test(x, "attention_weights", ideal, (1, 3, 4)) for x in pair])
+    return {"removed": jnp.take_along_axis(rise, order, 1), "only": test(best), "ideal": replaced}
 
 
 def main() -> None:
@@ -101,23 +86,22 @@ def main() -> None:
         "Heads of 2 layers": ("training step", "score of the best head"),
         "Without one of the heads": ("rank of the head by its score", "rise of the loss [nats]"),
     })  # fmt: skip
-    key, optimizer = jax.random.key(0), base.make_adam(flags.steps, 3e-3, warmup=0.05)
-    for layers, name in enumerate(("1 layer", "2 layers"), 1):
-        model = heads.attention_only(layers, HEADS, 32, STATES)
-        probe = functools.partial(measure, model)
-        params, steps, found = base.train_model(model, draw_chains, flags, optimizer, probe=probe)
-        print(f"{name}: {spread(found['tested'][-1])} nats")
-        draw_band(axes[0], steps, found["tested"], name, COLORS[layers - 1])
+    key, depths = jax.random.key(0), heads.train_depths(STATES, draw_chains, measure, flags, 3e-3)
+    for (depth, trained), color in zip(depths, COLORS, strict=False):
+        params, steps, found = trained
+        print(f"{depth}: {spread(found['tested'][-1])} nats")
+        draw_band(axes[0], steps, found["tested"], depth, color)
     counts = score_counts(draw_chains(key, HELD_OUT))
     for (name, losses), style in zip(counts.items(), ("--", ":"), strict=True):
         print(f"{name} counts: {losses.mean():.3f} nats")
         axes[0].axhline(float(losses.mean()), color="black", ls=style, lw=1, label=f"{name} counts")
-    changed = jax.jit(jax.vmap(functools.partial(change_heads, model, key=key)))(params)
+    change = functools.partial(change_heads, heads.attention_only(2, STATES), key=key)
+    changed = jax.jit(jax.vmap(change))(params)
     for i, (kind, name) in enumerate(KINDS.items()):
-        best, rise, color = found[kind][:, :, i].max(-1), changed["removed"][:, i], i + 2
+        best, rise, color = found[kind][:, :, i].max(-1), changed["removed"][:, i], COLORS[i + 2]
         print(f"{name}: {spread(best[-1])}, by rank:", *map(spread, rise.T))
-        draw_band(axes[1], steps, best, name, COLORS[color])
-        draw_bars(axes[2], np.arange(HEADS) + i * (HEADS + 1), rise, name, COLORS[color])
+        draw_band(axes[1], steps, best, name, color)
+        draw_bars(axes[2], np.arange(HEADS) + i * (HEADS + 1), rise, name, color)
     print("only these two:", spread(changed["only"]))
     print("ideal weights in layer 1, in both:", *map(spread, changed["ideal"].T))
     axes[1].set_ylim(0, 1.02)

@@ -9,7 +9,7 @@ docs/studies/recall.md has the answer. Source: Arora et al., "Zoology", arXiv 23
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,38 +26,24 @@ LENGTH = 3 * PAIRS
 NEAR = range(2, LENGTH, 3)
 ROTATED: dict[str, Any] = {"head_dim": 32, "rotary": Rotary(base=100.0)}
 
+TWO, ONE = (MultiHeadAttention(2, num_kv_heads=n, **ROTATED) for n in (2, 1))
+INT8, LATENT = CacheConfig("int8"), variants.MultiHeadLatentAttention
+WINDOWS = {n: TWO.clone(mask=masks.Window(n - 1, 0), cache=CacheConfig(slots=n)) for n in (8, 16)}
+# The layers of each kind by size, in the order of the legend.
+KINDS: dict[str, dict[str, MultiHeadAttention]] = {
+    "full": {"K=2": TWO, "K=1": ONE},
+    "full, int8": {"K=2": TWO.clone(cache=INT8), "K=1": ONE.clone(cache=INT8)},
+    "window": {f"{n} tokens": layer for n, layer in WINDOWS.items()},
+    "latent": {f"rank {n}": LATENT(2, kv_rank=n, rope_dim=8, **ROTATED) for n in (4, 16)},
+    "differential": {"": variants.DifferentialAttention(2, **ROTATED | {"head_dim": 16})},
+    "forgetting": {"": variants.ForgettingAttention(2, head_dim=32)},
+    "chosen blocks": {"2 of 6": variants.ChosenBlocksAttention(2, block=4, count=2, **ROTATED)},
+}
 
-class Kind(NamedTuple):
-    """A kind of attention: a name, its size, the layer, and the cache that it decodes with."""
 
-    family: str
-    size: str
-    layer: MultiHeadAttention
-    cache: CacheConfig | None = None
-
-    def model(self, decode: bool) -> LanguageModel:
-        """Return a decoder of two layers, with caches if it decodes."""
-        layer = self.layer.clone(decode=True, cache=self.cache) if decode else self.layer
-        return base.decoder(2, layer, FEATURES, FEATURES, KEYS + VALUES)
-
-
-def make_kinds() -> list[Kind]:
-    """Return all kinds of attention, in the order of the legend."""
-    two, one = (MultiHeadAttention(2, num_kv_heads=n, **ROTATED) for n in (2, 1))
-    int8, latent = CacheConfig("int8"), variants.MultiHeadLatentAttention
-    latents = {n: latent(2, kv_rank=n, rope_dim=8, **ROTATED) for n in (4, 16)}
-    windows = {n: two.clone(mask=masks.Window(n - 1, 0)) for n in (8, 16)}
-    differential = variants.DifferentialAttention(2, **ROTATED | {"head_dim": 16})
-    blocks = variants.ChosenBlocksAttention(2, block=4, count=2, **ROTATED)
-    return [
-        Kind("full", "K=2", two), Kind("full", "K=1", one),
-        Kind("full, int8", "K=2", two, int8), Kind("full, int8", "K=1", one, int8),
-        *(Kind("window", f"{n} tokens", x, CacheConfig(slots=n)) for n, x in windows.items()),
-        *(Kind("latent", f"rank {n}", layer) for n, layer in latents.items()),
-        Kind("differential", "", differential),
-        Kind("forgetting", "", variants.ForgettingAttention(2, head_dim=32)),
-        Kind("chosen blocks", f"2 of {LENGTH // 4}", blocks),
-    ]  # fmt: skip
+def make_model(layer: MultiHeadAttention, decode: bool) -> LanguageModel:
+    """Return a decoder of two layers, with caches if it decodes."""
+    return base.decoder(2, layer.clone(decode=decode), FEATURES, FEATURES, KEYS + VALUES)
 
 
 def draw(key: jax.Array, rows: int = 32) -> Batch:
@@ -74,9 +60,9 @@ def draw(key: jax.Array, rows: int = 32) -> Batch:
     return {"tokens": tokens, "labels": labels, "weight": weight, "distance": distance}
 
 
-def decode(kind: Kind, params: Params, batch: Batch) -> jax.Array:
+def decode(layer: MultiHeadAttention, params: Params, batch: Batch) -> jax.Array:
     """Return True where a query is answered right from the cache, [rows, PAIRS]."""
-    model, tokens = kind.model(decode=True), batch["tokens"]
+    model, tokens = make_model(layer, decode=True), batch["tokens"]
     _, held = model.apply({"params": params}, tokens, mutable=["cache"])  # makes room
     for start in (0, 2 * PAIRS):
         call = tokens[:, start : start + 2 * PAIRS]
@@ -84,10 +70,10 @@ def decode(kind: Kind, params: Params, batch: Batch) -> jax.Array:
     return logits.argmax(-1) == batch["labels"][:, 2 * PAIRS :]
 
 
-def count_bytes(kind: Kind) -> int:
+def count_bytes(layer: MultiHeadAttention) -> int:
     """Return the bytes of all arrays of the cache of one row."""
-    tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
-    made = jax.eval_shape(kind.model(decode=True).init, jax.random.key(0), tokens)
+    model, tokens = make_model(layer, decode=True), jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
+    made = jax.eval_shape(model.init, jax.random.key(0), tokens)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made["cache"]))
 
 
@@ -100,23 +86,21 @@ def main() -> None:
         "By distance, first of each kind": ("tokens from the fact to its query", share),
     })  # fmt: skip
     optimizer = base.make_adam(flags.steps, 1e-2, final=0.3, b2=0.95, clip_norm=10.0)
-    families: dict[str, list[Any]] = {}
-    params: dict[str, Params] = {}
-    for kind in make_kinds():
-        name = f"{kind.family.removesuffix(', int8')} {kind.size}"
-        if name not in params:
-            model = kind.model(decode=False)
-            params[name] = base.train_model(model, draw, flags, optimizer, points=4)[0]
-        run = jax.jit(jax.vmap(functools.partial(decode, kind, batch=batch)))
-        right, size = np.asarray(run(params[name])), count_bytes(kind)
-        accuracy = 100 * right.mean((1, 2))
-        print(f"| {kind.family} | {kind.size} | {size:,} | {spread(accuracy)} |", flush=True)
-        families.setdefault(kind.family, []).append((size / 1024, accuracy, right))
-    for (family, found), color in zip(families.items(), COLORS, strict=False):
-        sizes, y = (np.asarray([each[i] for each in found]) for i in (0, 1))
-        draw_band(cost, sizes, y, family, color, "o-")
+    trained: dict[MultiHeadAttention, Params] = {}
+    for (family, layers), color in zip(KINDS.items(), COLORS, strict=False):
+        rights, sizes = [], [count_bytes(layer) for layer in layers.values()]
+        for (name, layer), size in zip(layers.items(), sizes, strict=True):
+            plain = layer.clone(cache=None)  # int8 decodes what "full" has learned.
+            if plain not in trained:
+                model = make_model(plain, decode=False)
+                trained[plain] = base.train_model(model, draw, flags, optimizer, points=4).params
+            run = jax.jit(jax.vmap(functools.partial(decode, layer, batch=batch)))
+            rights.append(100 * np.asarray(run(trained[plain])))
+            accuracy = spread(rights[-1].mean((1, 2)))
+            print(f"| {family} | {name} | {size:,} | {accuracy} |", flush=True)
+        draw_band(cost, np.array(sizes) / 1024, np.mean(rights, (2, 3)), family, color, "o-")
         if family != "full, int8":  # the curve of "full"
-            near = [[100 * x[batch["distance"] == d].mean() for x in found[0][2]] for d in NEAR]
+            near = [[x[batch["distance"] == d].mean() for x in rights[0]] for d in NEAR]
             draw_band(reach, NEAR, near, family, color)
     cost.set(xscale="log", xticks=(2, 4, 8, 16, 32), xticklabels=("2", "4", "8", "16", "32"))
     cost.minorticks_off()

@@ -3,18 +3,15 @@
     python -m experiments.studies.stability --figure=docs/_static/studies/stability.png
 
 The models are decoders of bytes with 115,000 parameters. It takes 5 minutes of processor time.
-docs/studies/stability.md has the answer. Source: Wortsman et al., "Small-scale proxies for
-large-scale Transformer training instabilities", arXiv 2309.14322.
+docs/studies/stability.md has the answer. Source: Wortsman et al., arXiv 2309.14322.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optax import contrib
 
 from experiments.studies import base
 from experiments.studies.figures import COLORS, draw_band, make_panels, save, spread
@@ -27,48 +24,37 @@ from flax_mha.positions import Rotary
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 HIGH = 0.1  # the rate whose scores are shown
 LENGTH, ROWS, TESTED = 32, 8, 64  # bytes of a window, windows of a batch and of the test
-POINTS = 20  # measurements of a run
-THRESHOLD = 50.0  # of the scores, for QK clip
 UNIFORM = float(np.log(256))  # the loss of a guess
 
-
-def make_variants() -> dict[str, tuple[Any, QKNorm | None, Any]]:
-    """Return ways to train: Optax's optimizer for a rate of 1, a norm, and a clip of the scores.
-
-    Muon's updates have the root mean square of Adam's, 0.2.
-    """
-    clip = optax.clip_by_global_norm(1.0)
-    shapes = {"muon_weight_dimension_numbers": muon_dimensions}
-    adam = optax.chain(clip, optax.adam(1.0, b2=0.95))
-    muon = optax.chain(clip, contrib.muon(1.0, adam_b2=0.95, consistent_rms=0.2, **shapes))
-    return {
-        "plain (Adam)": (adam, None, None), "QK norm": (adam, QKNorm("rmsnorm"), None),
-        "QK clip": (adam, None, qk_clip(THRESHOLD)), "Muon": (muon, None, None),
-    }  # fmt: skip
+ADAM = optax.adam(1.0, b2=0.95)
+SHAPES = {"muon_weight_dimension_numbers": muon_dimensions}
+NO_CLIP = optax.with_extra_args_support(optax.identity())
+# An optimizer for a rate of 1, a norm of queries and keys, and a clip of the scores.
+VARIANTS: dict[str, tuple[Any, QKNorm | None, Any]] = {
+    "plain (Adam)": (ADAM, None, NO_CLIP),
+    "QK norm": (ADAM, QKNorm("rmsnorm"), NO_CLIP),
+    "QK clip": (ADAM, None, qk_clip(50.0)),
+    # The updates have the root mean square of Adam's, 0.2.
+    "Muon": (optax.contrib.muon(1.0, adam_b2=0.95, consistent_rms=0.2, **SHAPES), None, NO_CLIP),
+}
 
 
-def make_model(qk_norm: QKNorm | None) -> LanguageModel:
-    """Return a pre-norm decoder of bytes with 115,000 parameters, which captures its scores."""
-    fields: dict[str, Any] = {"qk_norm": qk_norm, "capture": Capture(("max_logit",))}
-    attention = MultiHeadAttention(4, rotary=Rotary(), use_bias=False, **fields)
-    block = DecoderBlock(attention, 256, norm="rmsnorm", activation="relu")
-    return LanguageModel(TokenEmbedding(256, 64), Decoder(2, block))
-
-
-def make_functions(name: str, steps: int) -> tuple[Callable[..., Any], ...]:
+def make_functions(name: str, steps: int) -> tuple[Any, Any, Any]:
     """Return `create`, `step` and `probe` for `base.train`. Model i has seed i // rates."""
-    optimizer, qk_norm, clip = make_variants()[name]
-    model = make_model(qk_norm)
+    optimizer, qk_norm, clip = VARIANTS[name]
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+    capture = Capture(("max_logit",))
+    layer = MultiHeadAttention(4, rotary=Rotary(), use_bias=False, qk_norm=qk_norm, capture=capture)
+    block = DecoderBlock(layer, 256, norm="rmsnorm", activation="relu")
+    model = LanguageModel(TokenEmbedding(256, 64), Decoder(2, block))
     tokens, held = (jnp.asarray(text.Bytes().encode(part)) for part in text.load())
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, round(0.1 * steps), steps)
 
-    def draw(tokens: jax.Array, rows: int, key: jax.Array) -> jax.Array:
-        starts = jax.random.randint(key, (rows, 1), 0, len(tokens) - LENGTH)
-        return tokens[starts + jnp.arange(LENGTH + 1)[None]].astype(jnp.int32)
-
-    def measure(params: Params, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        logits, sown = model.apply({"params": params}, tokens[:, :-1], mutable="intermediates")
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    def measure(params: Params, source: Any, rows: int, key: jax.Array) -> tuple[jax.Array, Any]:
+        starts = jax.random.randint(key, (rows, 1), 0, len(source) - LENGTH)
+        windows = source[starts + jnp.arange(LENGTH + 1)[None]].astype(jnp.int32)
+        logits, sown = model.apply({"params": params}, windows[:, :-1], mutable="intermediates")
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
         return losses.mean(), sown["intermediates"]
 
     def create(index: jax.Array) -> base.State:
@@ -79,25 +65,17 @@ def make_functions(name: str, steps: int) -> tuple[Callable[..., Any], ...]:
 
     def step(state: base.State, _: Batch) -> tuple[base.State, Metrics]:
         # The batch follows from the seed, so that all rates see the same data.
-        rows = draw(tokens, ROWS, jax.random.fold_in(state.key, state.step))
-        (loss, scores), grads = jax.value_and_grad(measure, has_aux=True)(state.params, rows)
+        key, params = jax.random.fold_in(state.key, state.step), state.params
+        (loss, scores), grads = jax.value_and_grad(measure, has_aux=True)(params, tokens, ROWS, key)
         peak, opt_state = state.opt_state
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, opt_state = optimizer.update(grads, opt_state, state.params)
-            rate = peak * schedule(state.step + 1)
-        updates = jax.tree.map(lambda x: rate * x, updates)
-        if clip:
-            empty = clip.init(state.params)
-            updates, _ = clip.update(updates, empty, state.params, max_logits=scores)
-        params = optax.apply_updates(state.params, updates)
-        score = jnp.max(jnp.stack([x.max() for x in jax.tree.leaves(scores)]))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates = jax.tree.map(lambda x: peak * schedule(state.step + 1) * x, updates)
+        updates, _ = clip.update(updates, clip.init(params), params, max_logits=scores)
+        params = optax.apply_updates(params, updates)
         new = base.State(state.step + 1, params, (peak, opt_state), state.key)
-        return new, {"loss": loss, "score": score}
+        return new, {"loss": loss, "score": jax.tree.reduce(jnp.maximum, scores).max()}
 
-    def probe(params: Params, key: jax.Array) -> Metrics:
-        return {"test": measure(params, draw(held, TESTED, key))[0]}
-
-    return create, step, probe
+    return create, step, lambda params, key: {"test": measure(params, held, TESTED, key)[0]}
 
 
 def sensitivity(losses: np.ndarray) -> np.ndarray:
@@ -116,18 +94,17 @@ def main() -> None:
         "Loss after training, sensitivity": ("peak learning rate", "test loss (nats per byte)"),
         f"Scores at a learning rate of {HIGH}": ("step", "largest score before the softmax"),
     })  # fmt: skip
-    for name, color in zip(make_variants(), COLORS, strict=False):
+    for name, color in zip(VARIANTS, COLORS, strict=False):
         create, step, probe = make_functions(name, flags.steps)
         models, shape = flags.seeds * len(RATES), (-1, flags.seeds, len(RATES))
-        out = base.train(create, step, lambda _: {}, flags.steps, models, POINTS, probe)
-        final, scores = (out.found[key].reshape(shape) for key in ("test", "score"))
-        final, narrow = final[-1], sensitivity(final[-1])
-        draw_band(left, RATES, final.T, f"{name}: {np.median(narrow):.2f}", color)
+        out = base.train(create, step, lambda _: {}, flags.steps, models, 20, probe)
+        losses, scores = (out.found[key].reshape(shape) for key in ("test", "score"))
+        found, final = sensitivity(losses[-1]), losses[-1].T
+        draw_band(left, RATES, final, f"{name}: {np.median(found):.2f}", color)
         draw_band(right, out.steps, scores[:, :, RATES.index(HIGH)], name, color)
-        print(f"{name}: sensitivity {spread(narrow)}")
-        for rate, losses, score in zip(RATES, final.T, scores.max(0).T, strict=True):
-            largest = f"largest score {np.median(score):.0f}"
-            print(f"  {rate:6}: loss {spread(losses)}, {largest}")
+        print(f"{name}: sensitivity {spread(found)}")
+        for rate, loss, score in zip(RATES, final, scores.max(0).T, strict=True):
+            print(f"  {rate:6}: loss {spread(loss)}, largest score {np.median(score):.0f}")
     left.set_xscale("log")
     right.set_yscale("log")
     save(figure, flags.figure)

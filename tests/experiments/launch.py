@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from configs import digits
@@ -32,11 +33,28 @@ def settings(config: ConfigDict) -> list[str]:
     ]
 
 
+def losses(rows: list[dict[str, Any]]) -> np.ndarray:
+    """Return the losses of training in the rows of a log, [steps] or [steps, seeds]."""
+    return np.asarray([row["loss"] for row in rows if row["split"] == "train"])
+
+
 def begin(folder: Path, config: ConfigDict) -> Any:
-    """Begin a run in a folder, as the command does, and return its task."""
+    """Begin a run in a folder, as the command does, and return its task. Another may go on."""
     task = tasks.make(config)
-    folders.open_run(str(folder), Asked(config, {})).begin(fingerprint(task))
+    run = folders.open_run(str(folder), Asked(config, {}))
+    run.begin(fingerprint(task))
+    folders._locks.pop(run.path).release()
     return task
+
+
+def call(command: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, as a user without the devices of the tests."""
+    env = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS" and "TPU" not in name}
+    return subprocess.run(
+        [sys.executable, "-m", f"experiments.{command}", *words], cwd=cwd,
+        env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
 
 
 class Processes:
@@ -78,7 +96,6 @@ def together(
     count: int,
     logs: Path,
     *arguments: str,
-    module: str = "experiments.train",
     each: Callable[[int], Sequence[str]] = lambda i: (),
 ) -> Iterator[Processes]:
     """Run `count` processes of the command, with shared arguments and individual ones.
@@ -88,7 +105,7 @@ def together(
     address = free_address()
     commands = [
         [
-            "-m", module, "--distributed", f"--coordinator_address={address}",
+            "-m", "experiments.train", "--distributed", f"--coordinator_address={address}",
             f"--num_processes={count}", f"--process_id={i}",
             f"--config.mesh.force_host_devices={DEVICES}", *arguments, *each(i),
         ]

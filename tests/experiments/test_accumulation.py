@@ -1,4 +1,4 @@
-"""Accumulated gradients: of half batches, on meshes, for several seeds, and beside NaN."""
+"""Accumulated gradients: of half batches, on meshes, and beside NaN."""
 
 from typing import Any
 
@@ -9,22 +9,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from configs import pydoc_lm
 from experiments import tasks
 from experiments.trainer import loop, mesh
 from experiments.trainer.optimizer import make_optimizer
 
 
 @pytest.fixture
-def config() -> ConfigDict:
+def config(text_config: ConfigDict) -> ConfigDict:
     """Return the config of a small decoder, with an update of every two of four steps."""
-    config = pydoc_lm.get_config()
-    config.length, config.data.stride, config.batch_size = 16, 16, 8
-    config.model.features, config.model.mlp_dim, config.model.num_layers = 16, 16, 1
-    config.model.num_heads = config.model.num_kv_heads = 2
-    config.steps, config.optimizer.accumulate, config.optimizer.warmup = 4, 2, 0.0
-    config.mesh.data = 1
-    return config
+    text_config.batch_size, text_config.model.num_kv_heads = 8, 2
+    text_config.optimizer.accumulate, text_config.optimizer.warmup = 2, 0.0
+    return text_config
 
 
 def trained(config: ConfigDict) -> tuple[Any, list[Any]]:
@@ -45,6 +40,7 @@ def assert_close(one: Any, other: Any) -> None:
 
 @pytest.mark.sampled(0, slow=0.16)
 def test_accumulation_on_a_mesh_equals_one_device(config: ConfigDict) -> None:
+    config.model.dropout_rate = 0.1
     state, losses = trained(config)
     wanted = jax.device_get((state.params, losses))
     config.mesh.update(dict(zip(mesh.AXES, (1, 2, 2, 2), strict=True)))
@@ -56,20 +52,6 @@ def test_accumulation_on_a_mesh_equals_one_device(config: ConfigDict) -> None:
     assert kernel.sharding.spec == P("fsdp", "model", None)
     same = jax.tree.map(lambda x, y: x.sharding == y.sharding, sums, state.params)
     assert all(jax.tree.leaves(same))
-
-
-@pytest.mark.sampled(0, slow=0.16)
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 1, 1)])
-def test_seeds_accumulate_each_as_alone(config: ConfigDict, sizes: tuple[int, ...]) -> None:
-    config.seed, config.seeds = 3, 2
-    config.mesh.update(dict(zip(mesh.AXES, sizes, strict=True)))
-    together, losses = trained(config)
-    config.seeds, config.mesh.data, config.mesh.fsdp = 1, 1, 1
-    for i in range(2):
-        config.seed = 3 + i
-        alone, wanted = trained(config)
-        assert_close([x[i] for x in losses], wanted)
-        assert_close(jax.tree.map(lambda x, i=i: x[i], together.params), alone.params)
 
 
 @pytest.mark.slow
@@ -92,25 +74,22 @@ def test_two_half_batches_make_the_update_of_one(config: ConfigDict) -> None:
         assert_close(state.params, start.params)
 
 
-@pytest.mark.slow
 def test_accumulation_leaves_out_gradients_that_are_not_finite(config: ConfigDict) -> None:
-    optimizer, rate = make_optimizer(config)
-    params = {"kernel": jnp.ones(3)}
-    good, bad = {"kernel": jnp.full(3, 0.5)}, {"kernel": jnp.full(3, jnp.nan)}
+    optimizer, _ = make_optimizer(config)
 
-    def after(*gradients: Any) -> tuple[Any, Any]:
-        state, new = optimizer.init(params), params
-        with jax.numpy_dtype_promotion("standard"):
-            for each in gradients:
-                updates, state = optimizer.update(each, state, new)
-                new = jax.tree.map(jnp.add, new, updates)
+    def after(*gradients: float) -> tuple[Any, Any]:
+        new = {"kernel": jnp.ones(3)}
+        state = optimizer.init(new)
+        for gradient in gradients:
+            updates, state = optimizer.update({"kernel": jnp.full(3, gradient)}, state, new)
+            new = jax.tree.map(jnp.add, new, updates)
         return new["kernel"], state
 
-    new, state = after(good, bad)
-    assert (new == 1).all()
-    assert state.notfinite_count == 1
-    new, state = after(good, bad, good)
-    assert (state.notfinite_count, state.total_notfinite) == (0, 1)
-    np.testing.assert_array_equal(new, after(good, good)[0])
+    with jax.numpy_dtype_promotion("standard"):
+        waiting, first = after(0.5, jnp.nan)
+        new, state = after(0.5, jnp.nan, 0.5)
+        np.testing.assert_array_equal(new, after(0.5, 0.5)[0])
+    assert (waiting == 1).all()
     assert (new < 1).all()
-    assert [float(rate(step)) for step in (0, 2)] == [float(rate(step)) for step in (1, 3)]
+    assert first.notfinite_count == 1
+    assert (state.notfinite_count, state.total_notfinite) == (0, 1)

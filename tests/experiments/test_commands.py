@@ -1,8 +1,5 @@
 """A mistake at the command line is one line and exit status 1; anything else is a traceback."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,17 +7,9 @@ import pytest
 from experiments.runs import failures
 from experiments.runs.failures import RunError
 from flax_mha import kernels
+from tests.experiments.launch import call
 
-ROOT = Path(__file__).parent.parent.parent
 COMMANDS = ("train", "generate", "look", "convert", "plan", "measure")
-
-
-def call(command: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"experiments.{command}".rstrip("."), *words], cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
 
 
 @pytest.mark.sampled(0.1)
@@ -29,15 +18,7 @@ def test_help_creates_no_files(command: str, tmp_path: Path) -> None:
     done = call(command, "--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"python -m experiments.{command}" in done.stdout
-    if command in ("generate", "look"):
-        for flag in ("--workdir", "--model", "--data", "--tokenizer"):
-            assert flag in done.stdout
     assert not list(tmp_path.iterdir())
-
-
-def test_the_package_lists_its_commands(tmp_path: Path) -> None:
-    done = call("", cwd=tmp_path)
-    assert all(f"experiments.{command}" in done.stdout for command in COMMANDS)
 
 
 @pytest.mark.sampled(0)
@@ -45,14 +26,12 @@ def test_the_package_lists_its_commands(tmp_path: Path) -> None:
     ("command", "words", "message"),
     [
         ("train", "--profile=abc", "--profile must be FIRST:LAST"),
-        ("train", "--start_timeout=-1", "flag --start_timeout=-1: -1 is not a positive"),
         ("train", "--workdir=", "--workdir must be a folder"),
         ("train", "--worker=a", "Unknown command line flag 'worker'"),
         ("train", "now", "takes no arguments but flags, got ['now']"),
         ("train", "--config.optimizer.learning_rat=1", 'Did you mean "learning_rate"'),
         ("train", "--config.steps=abc", "flag --config.steps=abc: invalid literal for int()"),
         ("train", "--config=nothere.py", "No such file or directory: 'nothere.py'"),
-        ("train", "--config.steps=0", "config.steps must be a whole number from 1, got 0"),
         ("train", "--num_processes=2", "--process_id need --distributed"),
         ("train", "--config.model.kernel=flex", "kernel='flex' can't run this call"),
         ("train", "--config.model.num_heads=5", "num_heads=5"),
@@ -63,7 +42,10 @@ def test_the_package_lists_its_commands(tmp_path: Path) -> None:
         ("convert", "a", "takes the arguments SRC DST, got ['a']"),
     ],
 )
-def test_mistakes_are_one_line(command: str, words: str, message: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(
+    command: str, words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done = call(command, *words.split(), cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     *phases, line = done.stderr.splitlines()

@@ -1,11 +1,7 @@
 """Several real processes, 2 devices each, train, stop and resume as one."""
 
-import dataclasses
-import json
-import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,62 +9,34 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.runs import folders
-from experiments.runs.config import Asked
+from experiments.runs import log
 from experiments.runs.failures import RunError
-from experiments.tasks.task import fingerprint
 from experiments.trainer import loop, mesh
-from tests.experiments.checked import flat, restored
-from tests.experiments.launch import settings, together
+from tests.experiments.launch import begin, losses, settings, together
+from tests.experiments.test_resume import cut_off, numbers, restored
 
 HEARTBEAT = 10
 
 
-def stopping(built: mesh.Program, at: int) -> Any:
-    """Return the step of a program, during one of which SIGTERM is sent."""
-
-    def step(state: Any, batch: Any) -> Any:
-        if int(state.step) + 1 == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return built.step(state, batch)
-
-    return step
-
-
-def alone(config: ConfigDict, workdir: Path, built: mesh.Program | None = None) -> loop.Result:
-    """Run the training in this process, as the command does."""
-    run = folders.open_run(str(workdir), Asked(config, {}))
-    built = built or loop.build(config, tasks.make(config))
-    run.begin(fingerprint(built.task))
-    try:
-        return loop.train(built, run.path)
-    finally:
-        folders._locks.pop(run.path).release()
-
-
-def rows(workdir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(log: list[dict[str, Any]]) -> np.ndarray:
-    return np.asarray([row["loss"] for row in log if row["split"] == "train"])
-
-
 @pytest.mark.sampled(0, slow=0.16)
-def test_two_processes_train_stop_and_resume_as_one(config: ConfigDict, tmp_path: Path) -> None:
-    config.steps, config.mesh.data = 12, -1
+def test_two_processes_train_stop_and_resume_as_one(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With minimal threads, where programs that wait for each other's devices would deadlock."""
+    monkeypatch.setenv("NPROC", "1")
+    config.steps, config.mesh.data, config.mesh.model = 12, -1, 2
     flags = settings(config)
     with together(2, tmp_path / "1", *flags, f"--workdir={tmp_path / 'whole'}") as processes:
         assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
         first, other = processes.said(0), processes.said(1)
-    assert "data=4, fsdp=1, model=1, context=1; 2 processes" in first
+    assert "data=2, fsdp=1, model=2, context=1; 2 processes" in first
     assert first.splitlines()[-1].startswith("test accuracy")
     assert "accuracy" not in other
-    whole = rows(tmp_path / "whole")
-    config.mesh.data = 1
-    np.testing.assert_allclose(
-        losses(whole), losses(alone(config, tmp_path / "alone").rows), rtol=0, atol=1e-5
-    )
+    whole = log.read(tmp_path / "whole")
+    config.mesh.data = config.mesh.model = 1
+    built = loop.build(config, tasks.make(config))
+    alone = loop.train(built, tmp_path / "alone")
+    np.testing.assert_allclose(losses(whole), losses(alone.rows), rtol=0, atol=1e-5)
     # One log of each kind, with each row once.
     assert [row["step"] for row in whole if row["split"] == "train"] == [*range(1, 13)]
     assert len(list((tmp_path / "whole" / "tensorboard").iterdir())) == 1
@@ -80,77 +48,38 @@ def test_two_processes_train_stop_and_resume_as_one(config: ConfigDict, tmp_path
         assert processes.wait() == [75, 75], processes.said(0) + processes.said(1)
         assert "stopped at step" in processes.said(0)
         assert f"to go on: --workdir={parts}" in processes.said(0)
-    stopped = rows(parts)[-1]["step"]
+    stopped = log.read(parts)[-1]["step"]
     assert stopped < config.steps
     assert [int(path.name) for path in (parts / "checkpoints").iterdir()] == [stopped]
     with together(2, tmp_path / "3", f"--workdir={parts}") as processes:
         assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
         assert "resuming" in processes.said(0)
-    assert rows(parts) == whole
-    built = loop.build(config, tasks.make(config))
-    ends = [flat(restored(built, path)[0]) for path in (parts, tmp_path / "whole")]
-    assert ends[0][".step"] == config.steps
+    assert log.read(parts) == whole
+    ends = [numbers(restored(built, path)[0]) for path in (parts, tmp_path / "whole")]
+    assert ends[0].step == config.steps
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize(
-    ("kernel", "heads", "sizes", "shown"),
-    [
-        ("ring", 4, {"fsdp": 2, "model": 2, "context": 2}, "fsdp=2, model=2, context=2"),
-        # Two heads over the four devices of two processes. The ring is between the two.
-        ("usp", 2, {"fsdp": 2, "context": 4}, "fsdp=2, model=1, context=2, ulysses=2"),
-    ],
-    ids=["ring", "usp"],
-)
-def test_four_processes_resume_run_of_eight_devices(
-    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, heads: int,
-    sizes: dict[str, int], shown: str,
-) -> None:  # fmt: skip
+def test_four_processes_resume_run_of_eight_devices(config: ConfigDict, tmp_path: Path) -> None:
     """Parameters, heads and positions are sharded, and a ring passes keys between processes."""
     config.mesh.data, config.mesh.fsdp, config.mesh.model = 4, 1, 2
-    config.model.num_heads = config.model.num_kv_heads = heads
-    config.model.kernel = kernel
+    config.model.num_heads = config.model.num_kv_heads = 2
+    config.model.kernel = "usp"
     built = loop.build(config, tasks.make(config))
-    whole = alone(config, tmp_path / "whole", built)
+    whole = loop.train(built, tmp_path / "whole")
     half = tmp_path / "half"
-    with pytest.raises(SystemExit):
-        alone(config, half, dataclasses.replace(built, step=stopping(built, 3)))
-    np.savez(tmp_path / "expected.npz", **jax.device_get(flat(restored(built, half)[0])))
-
-    monkeypatch.setenv("EXPECTED", str(tmp_path / "expected.npz"))
-    sizes = dict.fromkeys(mesh.AXES, 1) | sizes
+    begin(half, config)
+    cut_off(built, half, 3, None)
+    # Two heads over the four devices of two processes. The ring is between the two.
+    sizes = {"data": 1, "fsdp": 2, "model": 1, "context": 4}
     flags = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
-    with together(
-        4, tmp_path / "logs", *flags, f"--workdir={half}", module="tests.experiments.checked"
-    ) as processes:
+    with together(4, tmp_path / "logs", *flags, f"--workdir={half}") as processes:
         codes = processes.wait()
         said = [processes.said(i) for i in range(4)]
     assert codes == [0] * 4, "\n".join(said)
-    for i, each in enumerate(said):
-        assert f"process {i} restored" in each
-    assert f"data=1, {shown}; 4 processes" in said[0]
-    np.testing.assert_allclose(losses(rows(half)), losses(whole.rows), rtol=0, atol=1e-5)
-
-
-@pytest.mark.sampled(0, slow=0.16)
-def test_parameters_sharded_within_a_process_are_saved(
-    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With minimal threads, where programs that wait for each other's devices would deadlock."""
-    # By fsdp, too: see test_lost_processes.py, where the same run goes on.
-    monkeypatch.setenv("NPROC", "1")
-    config.mesh.data, config.mesh.model = 2, 2
-    run = tmp_path / "run"
-    with together(2, tmp_path / "logs", *settings(config), f"--workdir={run}") as processes:
-        assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
-    assert_saved(run)
-
-
-def assert_saved(run: Path) -> None:
-    """Assert that a run of six steps has logged each of them, and left both of its checkpoints."""
-    assert [row["step"] for row in rows(run) if row["split"] == "train"] == [*range(1, 7)]
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"3", "6"}
+    assert "data=1, fsdp=2, model=1, context=2, ulysses=2; 4 processes" in said[0]
+    np.testing.assert_allclose(losses(log.read(half)), losses(whole.rows), rtol=0, atol=1e-5)
 
 
 def test_mesh_must_use_every_process(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +115,7 @@ def test_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> N
         2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
         f"--heartbeat_timeout={HEARTBEAT}",
     ) as processes:  # fmt: skip
-        log = tmp_path / "run" / "metrics.jsonl"
-        processes.until(lambda: log.exists() and log.stat().st_size > 0)
+        processes.until(lambda: bool(log.read(tmp_path / "run")))
         processes.all[1].kill()
         assert processes.wait()[0] != 0
 

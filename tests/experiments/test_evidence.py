@@ -9,16 +9,14 @@ import pytest
 
 from experiments.measure import lengths, losses
 from experiments.measure.__main__ import main
-from experiments.runs.failures import RunError
 
 
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.sampled(0, slow=0.3)
-def test_losses_of_all_kernels_and_meshes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_losses_of_all_kernels_and_meshes(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(losses, "MESHES", {"tokens over 2": {"data": -1, "context": 2}})
-    main(["losses", "--steps=2", "--devices=8", f"--workdir={tmp_path}"])
+    monkeypatch.setattr(losses, "STEPS", 2)
+    main(["losses", "--devices=8", f"--workdir={tmp_path}"])
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     found = {row["computed by"]: row["losses"] for row in rows}
     first = found["reference, float32"]
@@ -27,7 +25,6 @@ def test_losses_of_all_kernels_and_meshes(
         bound = 0.02 if "bfloat16" in name else 1e-4
         assert max(abs(a - b) for a, b in zip(first, others, strict=True)) < bound, name
     assert {"blockwise, float32", "blockwise, bfloat16", "tokens over 2"} <= found.keys()
-    assert "| tokens over 2 |" in capsys.readouterr().out
     assert (tmp_path / "losses.png").stat().st_size > 10_000
 
 
@@ -45,5 +42,3 @@ def test_costs_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     # A kernel's memory does not grow with the square of the length.
     assert long["auto"]["held"] < 4
     assert (tmp_path / "lengths.png").exists()
-    with pytest.raises(RunError, match="--chip: invalid choice: 'v1'"):
-        main(["lengths", "--chip=v1"])

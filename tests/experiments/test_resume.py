@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from configs import digits
 from experiments import tasks
 from experiments.runs.failures import RunError
 from experiments.trainer import loop
+from experiments.trainer.checkpoints import Checkpoints
 from experiments.trainer.mesh import Program
+from tests.experiments.conftest import small
+from tests.experiments.launch import losses
 
 STEPS = 9
 
@@ -26,21 +28,18 @@ class Killed(BaseException):
     """The end of a process that could do nothing about it."""
 
 
-def configure() -> ConfigDict:
+def configure(*sizes: int) -> ConfigDict:
     """Return a config that saves at steps 3, 6 and 9, with rows of the log between."""
-    config = digits.get_config()
-    config.steps, config.batch_size = STEPS, 16
-    config.log_every, config.evaluate_every, config.checkpoint_every = 2, 4, 3
-    config.mesh.data, config.mesh.model = 1, 1
-    config.model.features, config.model.mlp_dim, config.model.num_layers = 16, 32, 1
-    config.model.num_heads, config.model.num_kv_heads = 4, 4
+    config = small()
+    config.steps, config.log_every, config.evaluate_every = STEPS, 2, 4
+    config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
     return config
 
 
 @pytest.fixture(scope="module")
 def program() -> Program:
     """Return the program of the run, compiled once for all tests."""
-    config = configure()
+    config = configure(1, 1, 1)
     return loop.build(config, tasks.make(config))
 
 
@@ -59,10 +58,26 @@ def cut_off(program: Program, folder: Path, at: int, error: type[BaseException] 
             if error is not None:
                 raise error
             os.kill(os.getpid(), signal.SIGTERM)
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # A second one kills.
         return program.step(state, batch)
 
     with pytest.raises(error or SystemExit):
         loop.train(dataclasses.replace(program, step=step), folder)
+
+
+def restored(program: Program, folder: Path) -> tuple[loop.TrainState, Any]:
+    """Return the state and data of a run's latest checkpoint."""
+    stream = program.batches()
+    with program.on_mesh(), Checkpoints(folder, read_only=True) as checkpoints:
+        saved = checkpoints.restore(program, stream)
+    assert saved is not None
+    return saved.state, stream
+
+
+def numbers(state: Any) -> Any:
+    """Return the state with random keys as their numbers."""
+    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
 
 
 def assert_same(result: loop.Result, folder: Path, whole: tuple[Path, loop.Result]) -> None:
@@ -76,7 +91,7 @@ def assert_same(result: loop.Result, folder: Path, whole: tuple[Path, loop.Resul
     assert (folder / "metrics.jsonl").read_bytes() == (path / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("ends", [[(2, Killed), (5, Killed)], [(5, None), (8, Killed)]], ids=str)
+@pytest.mark.parametrize("ends", [[(2, Killed), (4, None)], [(5, None), (8, Killed)]], ids=str)
 def test_interrupted_run_equals_whole_run(
     program: Program, whole: tuple[Path, loop.Result], tmp_path: Path, ends: list[Any]
 ) -> None:
@@ -84,11 +99,28 @@ def test_interrupted_run_equals_whole_run(
     for at, error in ends:
         cut_off(program, folder, at, error)
     result = loop.train(program, folder)
-    assert result.start == (3 if ends[-1][1] is Killed and ends[-1][0] == 5 else 6)
+    assert result.start == (4 if ends[-1][1] is None else 6)
     assert_same(result, folder, whole)
     again = loop.train(program, folder)
     assert again.start == STEPS
     assert_same(again, folder, whole)
+
+
+@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 2, 4), (2, 2, 2)], ids=str)
+def test_stopped_run_goes_on_over_another_mesh(
+    program: Program, whole: tuple[Path, loop.Result], tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    folder, config = tmp_path / "run", configure(*sizes)
+    cut_off(program, folder, 5, None)
+    other = loop.build(config, tasks.make(config))
+    (state, stream), (wanted, alone) = restored(other, folder), restored(program, folder)
+    assert jax.tree.map(lambda x: x.sharding, state) == other.shardings
+    for one, same in ((numbers(state), numbers(wanted)), (next(stream), next(alone))):
+        jax.tree.map(np.testing.assert_array_equal, one, same)
+    result = loop.train(other, folder)
+    assert result.start == 5
+    np.testing.assert_allclose(losses(result.rows), losses(whole[1].rows), rtol=0, atol=1e-5)
 
 
 def damaged(path: Path, how: str) -> None:

@@ -1,21 +1,18 @@
 """The train command, as a user calls it."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
-import orbax.checkpoint as ocp
 import pytest
 from ml_collections import ConfigDict
 
 from experiments import reports, tasks
+from experiments.runs import log
 from experiments.trainer import loop
+from tests.experiments.launch import call
 
-ROOT = Path(__file__).parent.parent.parent
 SMALL = (
     "--config.steps=4", "--config.batch_size=16", "--config.evaluate_every=2",
     "--config.log_every=2", "--config.model.features=16", "--config.model.mlp_dim=32",
@@ -23,18 +20,9 @@ SMALL = (
 )  # fmt: skip
 
 
-def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env = {name: value for name, value in env.items() if "TPU" not in name}
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.train", *arguments],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 def test_train_writes_all_files_and_prints_score_last(tmp_path: Path) -> None:
-    done = call(f"--workdir={tmp_path}", *SMALL)
+    done = call("train", f"--workdir={tmp_path}", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert not re.search("tpu|TPU", done.stderr)
@@ -51,7 +39,7 @@ def test_train_writes_all_files_and_prints_score_last(tmp_path: Path) -> None:
 
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["steps"], config["optimizer"]["b1"]) == (4, 0.9)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = log.read(tmp_path)
     assert [(row["step"], row["split"]) for row in rows] == [
         (2, "train"), (2, "test"), (4, "train"), (4, "test"),
     ]  # fmt: skip
@@ -59,63 +47,29 @@ def test_train_writes_all_files_and_prints_score_last(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     for name in ("curves.png", "attention.png"):
         assert matplotlib.image.imread(tmp_path / name).std() > 0.05
-    with ocp.CheckpointManager(tmp_path / "checkpoints") as checkpoints:
-        state = ocp.args.StandardRestore()
-        restored = checkpoints.restore(4, args=ocp.args.Composite(state=state)).state
-        assert restored["step"] == 4
-        assert restored["params"]["head"]["kernel"].shape == (16, 10)
-
-    again = call(f"--workdir={tmp_path}", "--config.steps=4")
+    again = call("train", f"--workdir={tmp_path}", "--config.steps=4")
     assert again.returncode == 0, again.stderr
     assert "finished before, at step 4" in again.stdout
     assert again.stdout.splitlines()[-1] == last
 
-    other = call(f"--workdir={tmp_path}", "--config.steps=5")
+    other = call("train", f"--workdir={tmp_path}", "--config.steps=5")
     assert other.returncode == 1
     assert "steps is 4 there, and 5 was asked for" in other.stderr
     assert "Traceback" not in other.stderr
-
-
-@pytest.mark.slow
-def test_several_seeds_report_their_spread(tmp_path: Path) -> None:
-    done = call(f"--workdir={tmp_path}", *SMALL, "--config.seeds=2")
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"test accuracy \d+\.\d% ± \d+\.\d%", done.stdout.splitlines()[-1])
 
 
 @pytest.mark.sampled(0, slow=0.3)
 def test_sharded_demo_matches_one_device(tmp_path: Path) -> None:
     # Two layers: XLA has aborted at the gradients of two gathers in a row.
     flags = (*SMALL, "--config.model.num_layers=2", f"--workdir={tmp_path / 'run'}")
-    done = call("--config=configs/digits_sharded.py", *flags)
+    done = call("train", "--config=configs/digits_sharded.py", *flags)
     assert done.returncode == 0, done.stderr
     assert "cores serve as 8 devices" in done.stdout
     assert "data=2, fsdp=2, model=2" in done.stdout
     config = ConfigDict(json.loads((tmp_path / "run" / "config.json").read_text()))
     config.mesh.data = config.mesh.fsdp = config.mesh.model = 1
     alone = loop.train(loop.build(config, tasks.make(config)), tmp_path / "alone")
-    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    for sharded, row in zip(rows, alone.rows, strict=True):
+    for sharded, row in zip(log.read(tmp_path / "run"), alone.rows, strict=True):
         assert sharded.pop("split") == row.pop("split")
         assert sharded == pytest.approx(row, rel=1e-4, abs=1e-5)
     assert done.stdout.splitlines()[-1] == reports.make(tasks.make(config)).headline(alone.metrics)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--config.optimizer.learning_rat=1", "the nearest is 'optimizer.learning_rate'"),
-        ("--num_processes=2", "are for --distributed, which is missing"),
-        (
-            "--config.mesh.force_host_devices=-1",
-            "force_host_devices must be a whole number from 0 to 512, got -1",
-        ),
-        ("--workdir=experiments", "not empty and not a run"),
-    ],
-)
-def test_mistakes_give_clear_errors(argument: str, message: str) -> None:
-    done = call(argument)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr

@@ -36,43 +36,28 @@ def weigh(name: str, case: Case) -> dict[str, Any]:
 def _weigh(name: str, case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {}
     with timing.noted(row):
-        if name.startswith("torch") and jax.default_backend() != "cpu":
-            raise RefusalError("the memory of torch is not measured on a GPU")
         # Load the libraries' code, which would otherwise count as memory of the call.
         small = contestants.build(name, dataclasses.replace(case, B=1, T=16, window=0))
         small.wait(small.call())
         work = contestants.build(name, case)
-
-        def run() -> Any:
-            result = work.call()
-            work.wait(result)
-            return result
-
-        row |= {"bytes": growth(run), "compile": work.compile}
+        row |= {"bytes": growth(lambda: work.wait(work.call())), "compile": work.compile}
     return row
 
 
 def growth(call: Callable[[], Any]) -> int:
     """Return the peak memory during a call minus the memory held before it.
 
-    On a GPU it is JAX's memory, whose peak may be an earlier compilation's. On a CPU it is the
-    resident size of this process, because XLA's account of a program leaves out scratch memory.
+    It is the resident size of this process, because XLA's account of a program leaves out scratch
+    memory.
     """
-    device = jax.local_devices()[0]
-    if device.platform != "cpu":
-        before = device.memory_stats()["bytes_in_use"]
-        call()
-        return int(device.memory_stats()["peak_bytes_in_use"] - before)
-    if not STATUS.exists():
-        raise RefusalError("peak memory is read from /proc, which this system lacks")
+    if jax.default_backend() != "cpu" or not STATUS.exists():
+        raise RefusalError("peak memory is read from Linux's /proc, for CPUs only")
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed memory that the allocator keeps would hide growth
     RESET.write_text("5")  # resets the high-water mark
     before = _status("VmRSS")
-    result = call()
-    peak = _status("VmHWM")
-    del result
-    return max(0, peak - before)
+    call()
+    return max(0, _status("VmHWM") - before)
 
 
 def _status(key: str) -> int:

@@ -29,8 +29,10 @@ def flex(case: Case) -> Work:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     inputs, blocks = _tensors(case, *case.inputs()), None
-    if case.causal or case.window:
-        blocks = create_block_mask(rule(case), None, None, case.T, case.T, device=device)
+    if case.causal:
+        blocks = create_block_mask(
+            lambda b, n, i, j: i >= j, None, None, case.T, case.T, device=device
+        )
     # One graph for these sizes: otherwise torch stops compiling after some cases.
     attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return _work(case, lambda: attend(*inputs, block_mask=blocks), inputs)
@@ -64,14 +66,12 @@ def multihead_attention(case: Case) -> Work:
         "in_proj_weight": torch.cat(weights[:3]), "in_proj_bias": torch.cat(biases[:3]),
         "out_proj.weight": weights[3], "out_proj.bias": biases[3],
     })  # fmt: skip
-    (x,), seen = _tensors(case, *case.inputs()), case.visible(np)
-    options = {
+    (x,), hidden = _tensors(case, *case.inputs()), None
+    if case.causal:
         # It needs the mask in addition to the hint. True is where a query may not see.
-        "attn_mask": None if seen is None else torch.from_numpy(~seen).to(device),
-        "is_causal": case.causal and not case.window,
-    }  # fmt: skip
-    return _work(case, lambda: layer(x, x, x, need_weights=False, **options)[0], [x],
-                 list(layer.parameters()))  # fmt: skip
+        hidden = torch.ones(case.T, case.T, dtype=torch.bool, device=device).triu(1)
+    options = {"need_weights": False, "attn_mask": hidden, "is_causal": case.causal}
+    return _work(case, lambda: layer(x, x, x, **options)[0], [x], list(layer.parameters()))
 
 
 def step(case: Case) -> Work:
@@ -93,7 +93,7 @@ def step(case: Case) -> Work:
             seen = attend(heads[0], keys, values, attn_mask=(slots <= at)[None, None, None])
             return out(seen.transpose(1, 2).reshape(B, 1, D))
 
-    return Work(call, _wait(), amounts=case.step_amounts(at))
+    return Work(call, _wait(), tokens=B)
 
 
 def release() -> None:
@@ -104,12 +104,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def rule(case: Case) -> Callable[..., Any]:
-    """Return the mask as a rule of indices, without a table, for flex_attention."""
-    before, after = case.near or (case.T, 0 if case.causal else case.T)
-    return lambda b, n, i, j: (i - j <= before) & (j - i <= after)
-
-
 def _torch() -> tuple[Any, str]:
     """Return the module, and the device that matches JAX's."""
     import torch
@@ -117,8 +111,6 @@ def _torch() -> tuple[Any, str]:
     if jax.default_backend() == "cpu":
         torch.set_num_threads(cores())
         return torch, "cpu"
-    if not torch.cuda.is_available():
-        raise RefusalError(f"torch has no GPU, and JAX runs on {jax.default_backend()}")
     torch.set_float32_matmul_precision("high")  # JAX's default
     return torch, "cuda"
 
@@ -141,10 +133,9 @@ def _parameters(case: Case) -> list[Any]:
 
 
 def _sdpa(case: Case) -> Callable[..., Any]:
-    torch, device = _torch()
-    mask = torch.from_numpy(case.visible(np)).to(device) if case.window else None
+    torch, _ = _torch()
     attend = torch.nn.functional.scaled_dot_product_attention
-    return functools.partial(attend, attn_mask=mask, is_causal=case.causal and mask is None)
+    return functools.partial(attend, is_causal=case.causal)
 
 
 def _work(
@@ -152,8 +143,8 @@ def _work(
 ) -> Work:
     """Build forward without gradients, or forward and `autograd.grad` of all leaves."""
     torch, _ = _torch()
-    (cotangent,) = _tensors(case, case.cotangent())
-    leaves = [*inputs, *params]
+    cotangent, *_ = _tensors(case, *case.inputs())
+    leaves = [*params, *inputs]
     for leaf in leaves:
         leaf.requires_grad_(case.backward)
 
@@ -163,4 +154,4 @@ def _work(
             grads = torch.autograd.grad(out, leaves, cotangent) if case.backward else ()
         return [x.transpose(1, 2) if x.ndim == 4 else x for x in (out, *grads)]
 
-    return Work(call, _wait(), amounts=case.amounts())
+    return Work(call, _wait())
