@@ -15,6 +15,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.masks.algebra import Mask, as_mask, evaluate, greatest_lookback
 from flax_mha.masks.arrays import lengths_as_scores
 from flax_mha.masks.states import both, is_static, tile_state
+from flax_mha.sharding.shard_map import vary
 
 
 class Causal(Mask):
@@ -165,7 +166,8 @@ class PerHead(Mask):
         shape = jnp.broadcast_shapes(*(x.shape for x in at))
 
         def evaluate_all(mask: Mask) -> jax.Array:
-            return jnp.broadcast_to(evaluate(mask, at), shape)
+            # Inside `jax.shard_map`, branches must vary over the same mesh axes.
+            return vary(jnp.broadcast_to(evaluate(mask, at), shape), (self.masks, at))
 
         if at.head.size == 1:
             branches = [lambda m=m: evaluate_all(m) for m in self.masks]

@@ -27,7 +27,7 @@ EXTRAS = {
     "plain": ({}, {}),
     "all": (
         {"scores": (scores.SoftCap(2.0),), "bias": "bias", "sinks": "sinks"},
-        {"cap": 2.0, "bias": "bias", "sinks": "sinks"},
+        {"scores": [oracle.ScoreRule.soft_cap(2.0)], "bias": "bias", "sinks": "sinks"},
     ),
 }
 ARRAYS = {

@@ -142,5 +142,6 @@ PARTS: dict[str, Part] = {
     "shared keys": Part({}, {"shared": True}, {"kv_from": (None, 0)}),
     # The model computes one row, and functions of users read which.
     **{name: scored(name) for name in SCORES if name != "user"},
-    **{name: masked(name) for name in MASKS if name != "predicate"},
+    # One reads rows of the batch, and the other needs one.
+    **{name: masked(name) for name in MASKS if name not in ("predicate", "lengths_per_query")},
 }  # fmt: skip

@@ -22,7 +22,6 @@ flax_mha.EncoderBlock(MultiHeadAttention(4), mlp_dims=64)  # error
 masks.Casual()  # error
 masks.Window(left="128")  # error
 flax_mha.positions.Rotary(bas=1e4)  # error
-appended = flax_mha.KVCache.empty((2,), 8, 2, 4).extend(q, q, q)[0].shap  # error
 
 
 class Model(nn.Module):
