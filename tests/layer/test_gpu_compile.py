@@ -309,6 +309,6 @@ def test_step_reads_cache_and_parameters_little_more_than_once(
 ) -> None:
     """64 tokens by cuDNN, of the layout of the cache; a layer's part of a stack where it is."""
     chip = Chip(gpus.of("h200", 1)[0], True)
-    entry = next(programs.entries(chip, [program]))
+    entry = next(x for x in programs.entries(chip, [program]) if x.contestant == "ours")
     least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entry.arguments[:2]))
     assert measured.measure(chip, entry)["MiB"] * 2**20 < most * least
