@@ -25,8 +25,7 @@ def run(main: Callable[[list[str]], None], words: Sequence[str] = ()) -> None:
             rest = flags.FLAGS(argv)
         # Flags of a config raise whatever its file raises, and an AttributeError for unknown keys.
         except (flags.Error, AttributeError, ValueError, OSError) as error:
-            *_, last = str(error).strip().replace("\\n", "\n").splitlines() or [""]
-            raise RunError(f"{last.strip(chr(34) + chr(39))}; see --help") from None
+            raise RunError(f"{last_line(error)}; see --help") from None
         except SystemExit:  # absl exits with status 1 after the help.
             sys.exit(0)
         if len(rest) != 1 + len(words):
@@ -40,6 +39,14 @@ def run(main: Callable[[list[str]], None], words: Sequence[str] = ()) -> None:
 
     with boundary():
         app.run(main, flags_parser=parse)
+
+
+def last_line(error: Any) -> str:
+    """Return the last line of an error's message, or of the error that it wraps."""
+    while error.args and isinstance(error.args[0], Exception):
+        error = error.args[0]
+    text = error.args[0] if isinstance(error, KeyError) else error  # Others don't quote it.
+    return str(text).strip().rpartition("\n")[-1].strip()
 
 
 class Parser(argparse.ArgumentParser):

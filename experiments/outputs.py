@@ -55,7 +55,12 @@ def make(path: Path, flag: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file of JSON aside, and rename it."""
+    """Write a file of JSON, whole at any time."""
+    write(path, json.dumps(value, indent=2) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file aside, and rename it."""
     aside = path.with_name(f"{path.name}.part")
-    aside.write_text(json.dumps(value, indent=2) + "\n")
+    aside.write_text(text)
     aside.replace(path)

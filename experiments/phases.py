@@ -15,7 +15,7 @@ quiet = False  # True in all processes of a run but the first
 
 
 @contextlib.contextmanager
-def Phase(text: str) -> Iterator[None]:
+def phase(text: str) -> Iterator[None]:
     """Print on stderr that something begins that takes time, such as "compiling the step"."""
     say(f"{text} …", sys.stderr)
     yield

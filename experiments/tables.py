@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments import outputs
+
 
 def head(*names: str) -> str:
     """Return the two lines on top of a table."""
@@ -19,9 +21,7 @@ def line(*cells: object) -> str:
 def write(folder: Path, table: str, results: Mapping[str, Any]) -> str:
     """Write table.md and results.json, each whole at any time, and return where they are."""
     for name, text in (("table.md", table), ("results.json", json.dumps(results, indent=1))):
-        draft = folder / f"{name}.part"
-        draft.write_text(f"{text}\n")
-        draft.replace(folder / name)
+        outputs.write(folder / name, f"{text}\n")
     return f"table.md and results.json are in {folder}"
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments import command, phases, tasks
+from experiments import command, outputs, phases, tasks
 from experiments.counts.memory import check_fits
 from experiments.devices import force_host_devices
-from experiments.phases import Phase
+from experiments.phases import phase
 from experiments.reports import summary
 from experiments.runs import config, folders, hosts, progress
 from experiments.runs.failures import RunError
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
         progress.parse_steps(PROFILE.value)
     if DISTRIBUTED.value:
         timeouts = START.value, HEARTBEAT.value
-        with Phase("waiting for the other processes"):
+        with phase("waiting for the other processes"):
             hosts.start(ADDRESS.value, PROCESSES.value, PROCESS.value, *timeouts)
     elif (ADDRESS.value, PROCESSES.value, PROCESS.value) != (None, None, None):
         raise RunError("--coordinator_address, --num_processes and --process_id need --distributed")
@@ -61,16 +61,17 @@ def main(argv: list[str]) -> None:
         run = folders.open_run(WORKDIR.value, asked)
         if forced := force_host_devices(run.config.mesh.force_host_devices):
             phases.say(f"config.mesh.force_host_devices: the cores serve as {forced} devices")
+        if WEIGHTS.value is not None:
+            folders.find_run(WEIGHTS.value, "--weights")
         program = loop.build(run.config, tasks.make(run.config))
         check_fits(program)
         return run, program, fingerprint(program.task)
 
-    with Phase("reading the data"):
+    with phase("reading the data"):
         run, program, data = hosts.all_or_none(prepare)
-    run.begin(data, WEIGHTS.value)
+    weights = run.begin(data, WEIGHTS.value and str(outputs.local(WEIGHTS.value)))
     phases.quiet = jax.process_index() > 0
     phases.say(f"{'resuming' if run.began else 'training'} {run.path}")
-    weights = run.began["weights"] if run.began else WEIGHTS.value
     result = loop.train(
         program,
         run.path,

@@ -77,8 +77,10 @@ def class_token(weights: Any, image: Any) -> "Figure":
         patches = head[0, -side * columns :].reshape(side, columns)
         extent = (0, width, height, 0)
         axis.imshow(image, cmap="gray", extent=extent)
-        axis.imshow(patches, cmap="Reds", vmin=0, extent=extent, alpha=patches / patches.max())
-        axis.set_title(f"{title}, up to {patches.max():.2g}", fontsize=9, parse_math=False)
+        largest = float(patches.max())
+        shares = patches / (largest or 1.0)  # A masked class token attends to nothing.
+        axis.imshow(patches, cmap="Reds", vmin=0, extent=extent, alpha=shares)
+        axis.set_title(f"{title}, up to {largest:.2g}", fontsize=9, parse_math=False)
         axis.set(xticks=[], yticks=[])
     return figure
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import outputs, tables
-from experiments.phases import Phase
+from experiments.phases import phase
 
 
 class Table:
@@ -57,7 +57,7 @@ def counted(
         if time.perf_counter() > end:
             print(f"the time is over, so {len(items) - n + 1} of {len(items)} were left out")
             return
-        with Phase(f"{verb} {name}, {n} of {len(items)}"):
+        with phase(f"{verb} {name}, {n} of {len(items)}"):
             yield name, item
 
 

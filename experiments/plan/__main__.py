@@ -29,7 +29,7 @@ import jax
 from absl import flags
 
 from experiments import command, libtpu, outputs
-from experiments.phases import Phase
+from experiments.phases import phase
 from experiments.plan import devices, report, search
 from experiments.runs import config
 
@@ -49,12 +49,12 @@ def main(argv: list[str]) -> None:
     asked, topology = config.asked(CONFIG).config, TOPOLOGY.value
     jax.config.update("jax_platforms", "cpu")  # Other devices are described, not used.
     libtpu.quiet()
-    with Phase(f"describing {topology}"):
+    with phase(f"describing {topology}"):
         found = devices.of(topology)
     folder, kind = outputs.result_folder(WORKDIR.value, "plan"), found[0].device_kind
     compiler = report.compiler(found[0])
     print(f"{len(found)} × {kind}, {topology}, compiled by {compiler}", flush=True)
-    with Phase(f"compiling for {topology}"):
+    with phase(f"compiling for {topology}"):
         if SEARCH.value:
             layouts = search.search(asked, found, MOST.value)
         else:

@@ -14,7 +14,7 @@ from experiments import tasks
 from experiments.counts import traffic, work
 from experiments.counts.hlo import Module
 from experiments.counts.memory import shard_bytes
-from experiments.phases import Phase
+from experiments.phases import phase
 from experiments.plan import collectives
 from experiments.plan.collectives import Collective
 from experiments.trainer import loop, mesh
@@ -64,7 +64,7 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     start = time.perf_counter()
     built = loop.build(config, tasks.make(config), devices)
     state, sizes = built.abstract_state(), dict(built.mesh.shape)
-    with mesh.on(built.mesh), Phase(f"compiling {name(sizes)}"):
+    with mesh.on(built.mesh), phase(f"compiling {name(sizes)}"):
         traced = built.step.trace(state, built.abstract_batch())  # type: ignore[attr-defined]
         text, found = dumped(traced.lower())
     module, stats = Module(text), found.memory_analysis()

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments import phases, plots, reports
-from experiments.phases import Phase
+from experiments.phases import phase
 from experiments.runs.log import EVENTS, METRICS
 from experiments.tasks.task import Params
 from experiments.trainer.checkpoints import FOLDER
@@ -52,10 +52,10 @@ def report(
     The parameters are of the first seed, the rows those of the log, the test metrics [seeds].
     """
     about = reports.make(task)
-    with Phase("drawing the pictures"):
+    with phase("drawing the pictures"):
         plots.curves(workdir / "curves.png", rows, about.training, about.objective)
         about.draw(params, workdir)
-    with Phase("scoring the baselines"):
+    with phase("scoring the baselines"):
         baselines = about.baselines()
     for line in list_files(workdir):
         phases.say(line)

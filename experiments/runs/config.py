@@ -1,5 +1,6 @@
 """The config of a run: a file of `configs`, and `--config.KEY=VALUE` for single keys of it."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ from absl import flags
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict, config_flags
 
+from experiments.command import last_line
 from experiments.runs import log
 from experiments.runs.failures import RunError, boundary
 
@@ -38,19 +40,23 @@ def define(default: Path) -> flags.FlagHolder[ConfigDict]:
         try:
             return config_flags.DEFINE_config_file("config", str(default), about)
         except AttributeError as error:
-            *_, hint = str(error).strip("'").replace("\\n", "\n").splitlines()
-            raise RunError(f"the config has no such key: {hint}") from None
+            raise RunError(f"the config has no such key: {last_line(error)}") from None
 
 
 def asked(flag: flags.FlagHolder[ConfigDict]) -> Asked:
     """Return what the parsed command line says."""
-    config, named = flag.value, dict(config_flags.get_override_values(flags.FLAGS["config"]))
     try:
-        check(config)
-    except OSError as error:  # A file that can't be loaded is told of at the first use.
-        *_, last = str(error).strip().splitlines()
-        raise RunError(f"--config must be a file with get_config(), got: {last.strip()}") from None
-    return Asked(config, flatten(config) | named if flags.FLAGS["config"].present else named)
+        # As a resumed run will read it: a tuple becomes a list.
+        config = ConfigDict(json.loads(json.dumps(flag.value.to_dict())))
+    except (OSError, TypeError) as error:  # The flag tells here of a file that it can't load.
+        raise RunError(
+            f"--config must be a file whose get_config() returns groups of numbers, texts and "
+            f"lists, got: {last_line(error)}"
+        ) from None
+    check(config)
+    parsed, values = flags.FLAGS["config"], flatten(config)
+    named = values if parsed.present else config_flags.get_override_values(parsed)
+    return Asked(config, {key: values[key] for key in named})
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:

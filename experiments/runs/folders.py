@@ -30,20 +30,28 @@ class Run:
     config: ConfigDict
     began: dict[str, Any] | None = None
 
-    def begin(self, data: str, weights: str | None = None) -> None:
+    def begin(self, data: str, weights: str | None = None) -> str | None:
         """Lock the folder for this process's lifetime, and write config and data to a new one.
 
         All processes of the run call this, and all refuse if one does, or if they disagree.
 
         Args:
           data: the fingerprint of the data.
-          weights: the folder of the run that parameters start from; None for fresh ones.
+          weights: the folder of the run that parameters start from; None for fresh ones. It is
+            returned; a resumed run returns its own.
         """
-        hosts.agree({"config": config.flatten(self.config), "data": data, "folder": str(self.path)})
+        same = {"data": data, "--workdir": str(self.path), "--weights": weights}
+        hosts.agree({"config": config.flatten(self.config), **same})
         hosts.all_or_none(lambda: self._begin(data, weights))
+        return weights if self.began is None else self.began["weights"]
 
     def _begin(self, data: str, weights: str | None) -> None:
         self.check_data(data)
+        if self.began is not None and weights not in (None, self.began["weights"]):
+            raise RunError(
+                f"{self.path} began with the weights of {self.began['weights']}, got "
+                f"--weights={weights}; drop the flag, or choose a new --workdir"
+            )
         if jax.process_index() > 0:
             return
         outputs.make(self.path, "--workdir")
@@ -100,11 +108,11 @@ def open_run(workdir: str | None, asked: config.Asked) -> Run:
     return run
 
 
-def find_run(workdir: str | Path) -> Run:
-    """Return the run in a folder."""
-    path = outputs.local(workdir)
+def find_run(workdir: str | Path, flag: str = "--workdir") -> Run:
+    """Return the run in a folder that a flag names."""
+    path = outputs.local(workdir, flag)
     if not (path / RUN).exists():
-        raise RunError(f"--workdir must be the folder of a run, got {path}; choose a new folder")
+        raise RunError(f"{flag} must be the folder of a run, got {path}; choose another folder")
     try:
         saved, began = (json.loads((path / name).read_text()) for name in (CONFIG, RUN))
     except ValueError as error:

@@ -4,7 +4,7 @@ import hashlib
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from tensorboardX import SummaryWriter
 
-from experiments import phases
+from experiments import outputs, phases
 from experiments.runs.failures import RunError
 
 METRICS, EVENTS, PROJECT = "metrics.jsonl", "tensorboard", "flax_mha"
@@ -43,16 +43,14 @@ class Log:
         self._file, self._config, self.skipping = path / METRICS, config, False
         self.rows = [row for row in read(path) if row["step"] <= step]
         self._pending: list[Any] = list(pending)
-        self._writers: list[Write] = []
-        self._closers: list[Callable[[], object]] = []
+        self._writers: Sequence[Write] = ()
+        self._closers: Sequence[Callable[[], object]] = ()
         if jax.process_index() == 0:
             path.mkdir(parents=True, exist_ok=True)
             self._open(path, step)
 
     def _open(self, path: Path, step: int) -> None:
-        aside = self._file.with_name(f"{METRICS}.part")
-        aside.write_text("".join(map(_line, self.rows)))
-        aside.replace(self._file)
+        outputs.write(self._file, "".join(map(_line, self.rows)))
         events = SummaryWriter(str(path / EVENTS), purge_step=step + 1)
 
         def write(values: Mapping[str, float], step: int) -> None:
@@ -60,11 +58,8 @@ class Log:
                 events.add_scalar(name, value, step)
             events.flush()
 
-        opened = [
-            (write, events.close),
-            *(TRACKERS[x](path, self._config) for x in named(self._config)),
-        ]
-        self._writers, self._closers = map(list, zip(*opened, strict=True))
+        opened = [TRACKERS[name](path, self._config) for name in named(self._config)]
+        self._writers, self._closers = zip((write, events.close), *opened, strict=True)
 
     def __enter__(self) -> Self:
         return self
@@ -95,9 +90,8 @@ class Log:
 
     def write(self, step: int, split: str, metrics: Mapping[str, np.ndarray]) -> None:
         """Add a row of values [seeds], as numbers if there is a single seed."""
-        self.rows.append(
-            {"step": step, "split": split, **{k: _plain(x) for k, x in metrics.items()}}
-        )
+        row = {name: _plain(x) for name, x in metrics.items()}
+        self.rows.append({"step": step, "split": split, **row})
         if not self._writers:
             return
         with self._file.open("a") as file:

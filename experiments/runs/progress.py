@@ -96,7 +96,7 @@ class Watch:
         self._trace(step)
         if self._first > self._start:
             return self._program.step(state, batch)
-        with phases.Phase("compiling the step"):
+        with phases.phase("compiling the step"):
             self._peak = mfu.peak(self._program)
             self._flops = mfu.flops(self._program, state, batch) if self._peak else 0
             state, metrics = jax.block_until_ready(self._program.step(state, batch))

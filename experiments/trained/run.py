@@ -7,7 +7,7 @@ import jax
 from absl import flags
 
 from experiments import tasks
-from experiments.phases import Phase
+from experiments.phases import phase
 from experiments.runs import folders
 from experiments.runs.failures import RunError
 from experiments.tasks.task import fingerprint
@@ -52,7 +52,7 @@ def open_run(workdir: str | Path, data: str | None = None, tokenizer: str | None
     run.check_data(fingerprint(task))
     program = loop.build(run.config, task)
     with (
-        Phase("reading the checkpoint"),
+        phase("reading the checkpoint"),
         program.on_mesh(),
         Checkpoints(run.path, read_only=True) as checkpoints,
     ):

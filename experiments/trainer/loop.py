@@ -16,7 +16,7 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments import phases
-from experiments.phases import Phase
+from experiments.phases import phase
 from experiments.runs.log import Log, Row
 from experiments.runs.progress import STOPPED, Watch
 from experiments.tasks.task import Batch, Metrics, Params, Task
@@ -93,7 +93,7 @@ def train(
     """
     config, data = program.config, program.batches()
     with program.on_mesh(), Checkpoints(workdir, config.keep_last, config.keep_best) as checkpoints:
-        with Phase("making the model, or reading its checkpoint"):
+        with phase("making the model, or reading its checkpoint"):
             saved = checkpoints.restore(program, data)
             state = saved.state if saved else program.create(program.seeds)
             if saved is None and (first := params()) is not None:

@@ -96,16 +96,13 @@ class Program:
 
     def put_params(self, params: Params) -> Params:
         """Return parameters of one model, for each seed, placed as those of the state."""
-        seeds = (self.config.seeds,) * (self.config.seeds > 1)
-        expected = self.abstract_state().params
+        axes, expected = int(self.config.seeds > 1), self.abstract_state().params
+        shapes = jax.tree.map(lambda x: x.shape[axes:], expected)
+        if jax.tree.map(np.shape, params) != shapes:
+            raise RunError("--weights must be of a run with the same config.model; give its values")
 
         def place(x: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
-            x = np.broadcast_to(np.asarray(x, target.dtype), (*seeds, *np.shape(x)))
-            if x.shape != target.shape:
-                raise RunError(
-                    f"--weights must be of a run with the same model, got an array {x.shape} for "
-                    f"{target.shape}; give another run, or the same config.model"
-                )
+            x = np.broadcast_to(np.asarray(x, target.dtype), target.shape)
             return jax.device_put(x, target.sharding)
 
         return jax.tree.map(place, params, expected)

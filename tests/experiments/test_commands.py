@@ -32,6 +32,8 @@ def test_help_creates_no_files(command: str, tmp_path: Path) -> None:
         ("train", "--config.optimizer.learning_rat=1", 'Did you mean "learning_rate"'),
         ("train", "--config.steps=abc", "flag --config.steps=abc: invalid literal for int()"),
         ("train", "--config=nothere.py", "No such file or directory: 'nothere.py'"),
+        ("train", "--weights=nothere", "--weights must be the folder of a run"),
+        ("train", "--config.mesh.force_host_devices=-1", "must be a whole number from 0, got -1"),
         ("train", "--num_processes=2", "--process_id need --distributed"),
         ("train", "--config.model.kernel=flex", "kernel='flex' can't run this call"),
         ("train", "--config.model.num_heads=5", "num_heads=5"),

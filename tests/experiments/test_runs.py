@@ -52,6 +52,15 @@ def test_run_keeps_its_config_but_not_its_mesh(config: ConfigDict, tmp_path: Pat
         run.begin("others")
 
 
+def test_run_keeps_the_weights_that_it_began_with(config: ConfigDict, tmp_path: Path) -> None:
+    run = folders.open_run(str(tmp_path), Asked(config, {}))
+    assert run.begin(DATA, "/runs/a") == "/runs/a"
+    run = folders.find_run(tmp_path)
+    assert run.begin(DATA) == "/runs/a"
+    with pytest.raises(RunError, match="began with the weights of /runs/a, got --weights=/runs/b"):
+        run.begin(DATA, "/runs/b")
+
+
 def test_folders_that_are_no_run_are_left_alone(config: ConfigDict, tmp_path: Path) -> None:
     begin(tmp_path, config)
     (tmp_path / "run.json").unlink()  # A start that was cut off begins anew.
@@ -63,7 +72,9 @@ def test_folders_that_are_no_run_are_left_alone(config: ConfigDict, tmp_path: Pa
     other = tmp_path / "other"
     other.mkdir()
     (other / "metrics.jsonl").write_text("mine")
-    with pytest.raises(RunError, match=r"must be the folder of a run, got .*; choose a new folder"):
+    with pytest.raises(
+        RunError, match=r"must be the folder of a run, got .*; choose another folder"
+    ):
         begin(str(other), config)
     assert [path.name for path in other.iterdir()] == ["metrics.jsonl"]
 
