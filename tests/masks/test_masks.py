@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from flax_mha import MultiHeadAttention, masks
+from flax_mha import MultiHeadAttention, dot_product_attention, masks
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At, tiles_of, whole
 from flax_mha.base.shapes import Dims
@@ -266,3 +268,27 @@ def test_masks_without_arrays_are_hashable() -> None:
     """Hashable masks can be static fields of modules that nn.jit hashes."""
     assert hash(Causal() & ~Causal()) == hash(Causal() & ~Causal())
     assert Causal() & Causal() != Causal() | Causal()
+
+
+def test_masks_of_heads_vary_alike_inside_shard_map() -> None:
+    """A rule of positions is the same on all devices, and a table is each one's own."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(2, 300, 2, 8)), jnp.float32)
+    tables = jnp.asarray(rng.random((2, 300, 300)) < 0.5)
+
+    def attend(q: jax.Array, table: jax.Array) -> jax.Array:
+        mask = masks.PerHead([masks.Causal(), masks.Dense(table[0])])
+        return dot_product_attention(q, q, q, mask=mask, kernel="checkpointed")
+
+    def loss(attend: Any, q: jax.Array) -> jax.Array:
+        return (attend(q, tables) ** 2).sum()
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+
+    def alone(q: jax.Array, tables: jax.Array) -> jax.Array:
+        return jnp.concatenate([attend(q[i : i + 1], tables[i : i + 1]) for i in range(2)])
+
+    for gradient in (jax.jit(jax.grad(loss, 1), static_argnums=0), loss):
+        found, wanted = gradient(jax.jit(sharded), q), gradient(alone, q)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
