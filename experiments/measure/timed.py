@@ -8,7 +8,7 @@ each program and contestant,
 
     ms           of a run, the median of the rounds
     middle half  of the rounds
-    × best       the speed relative to that of the fastest contestant
+    × best       the speed relative to the fastest contestant
 
 The tokens of a step are the last that fit in the cache. The programs are
 

@@ -25,8 +25,8 @@ class Asked(NamedTuple):
 
     Attributes:
       config: the config of the file, with the changes of the command line.
-      named: by dotted key, the values that the command line names: those of its flags, and all of
-        a file that it names. A resumed run must have them.
+      named: the values that a resumed run must have, by dotted key: flags of single keys, and every
+        value of a file that --config names.
     """
 
     config: ConfigDict

@@ -1,1 +1,1 @@
-"""Trained models, of runs and of published folders: opened, asked for text, and looked into."""
+"""Trained models from runs and published folders: open them, generate text, look at their heads."""

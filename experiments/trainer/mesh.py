@@ -95,7 +95,7 @@ class Program:
         )
 
     def put_params(self, params: Params) -> Params:
-        """Return parameters of one model, for each seed, placed as those of the state."""
+        """Place the parameters of one model like the state's, once for each seed."""
         axes, expected = int(self.config.seeds > 1), self.abstract_state().params
         shapes = jax.tree.map(lambda x: x.shape[axes:], expected)
         if jax.tree.map(np.shape, params) != shapes:

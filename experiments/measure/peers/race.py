@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add, among, count = parser.add_argument, command.among, command.count
     add("--quick", action="store_true",
-        help="a few cases, within 2 minutes, instead of those of other flags")  # fmt: skip
+        help="a few cases within 2 minutes; overrides the other flags")  # fmt: skip
     add("--parts", type=among([*CONTESTANTS]), default=("layer", "core"),
         help="layer, core (only attention), step (of decoding); default: layer,core")  # fmt: skip
     add("--passes", type=among(cases.PASSES), default=cases.PASSES,
