@@ -2,7 +2,7 @@
 
 import sys
 
-from experiments import libtpu, phases
+from experiments.common import libtpu, phases
 
 if sys.argv[0] == "-m":  # The value while Python looks for the module of `python -m`.
     phases.begin(sys.argv[1:])

@@ -17,9 +17,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags
 
-from experiments import command
-from experiments.outputs import result_folder
-from experiments.runs.failures import RunError
+from experiments.common import command
+from experiments.common.failures import RunError
+from experiments.common.outputs import result_folder
 from flax_mha import interop
 from flax_mha.base import checks
 from flax_mha.interop import safetensors

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import command
-from experiments.runs.failures import RunError
+from experiments.common import command
+from experiments.common.failures import RunError
 from experiments.trained import pretrained, responses
 from experiments.trained import run as trained
 

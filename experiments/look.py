@@ -13,8 +13,8 @@ kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt of a
 
 from absl import flags
 
-from experiments import command
-from experiments.outputs import try_output
+from experiments.common import command
+from experiments.common.outputs import try_output
 from experiments.trained import heads
 from experiments.trained import run as trained
 

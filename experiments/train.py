@@ -20,13 +20,14 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments import command, outputs, phases, tasks
-from experiments.counts.memory import check_fits
-from experiments.devices import force_host_devices
-from experiments.phases import phase
+from experiments import tasks
+from experiments.common import command, outputs, phases
+from experiments.common.counts.memory import check_fits
+from experiments.common.devices import force_host_devices
+from experiments.common.failures import RunError
+from experiments.common.phases import phase
 from experiments.reports import summary
 from experiments.runs import config, folders, hosts, progress
-from experiments.runs.failures import RunError
 from experiments.tasks.task import fingerprint
 from experiments.trained import run as trained
 from experiments.trainer import loop

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import command
+from experiments.common import command
+from experiments.common.failures import boundary
 from experiments.measure import bits, check, compiled, lengths, losses, timed
 from experiments.measure.peers import race
-from experiments.runs.failures import boundary
 
 COMMANDS: dict[str, Any] = {
     "check": check, "compiled": compiled, "timed": timed, "peers": race, "bits": bits,

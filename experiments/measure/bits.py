@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command
+from experiments.common import command
 from experiments.measure import machine
 from experiments.measure.results import Table, counted
 from flax_mha import MultiHeadAttention, dot_product_attention, masks, sharding

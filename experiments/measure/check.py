@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command
+from experiments.common import command
 from experiments.measure import machine, timing
 from experiments.measure.results import Table, counted
 from flax_mha import KVCache, dot_product_attention, masks, positions, scores, sharding

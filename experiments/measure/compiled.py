@@ -25,15 +25,15 @@ from typing import Any
 
 import jax
 
-from experiments import libtpu
-from experiments.counts import traffic
-from experiments.counts.hlo import Module
+from experiments.common import libtpu
+from experiments.common.counts import traffic
+from experiments.common.counts.hlo import Module
+from experiments.common.failures import RunError
 from experiments.measure import programs
 from experiments.measure.programs import Chip, Entry
 from experiments.measure.results import Table, counted
 from experiments.plan import devices, gpus
 from experiments.plan.compiled import dumped
-from experiments.runs.failures import RunError
 
 TPUS = {
     "v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1",

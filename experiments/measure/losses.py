@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import command
+from experiments.common import command
 from experiments.measure import machine, results
 from flax_mha import sharding
 

@@ -34,7 +34,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_mha
-from experiments import command
+from experiments.common import command
 from experiments.measure import by_hand
 from flax_mha import Decoder, DecoderBlock, LanguageModel, masks, positions
 from flax_mha.models import TokenEmbedding

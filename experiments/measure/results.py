@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments import outputs, tables
-from experiments.phases import phase
+from experiments.common import outputs, tables
+from experiments.common.phases import phase
 
 
 class Table:

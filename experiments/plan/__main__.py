@@ -28,8 +28,8 @@ os.environ.setdefault("NPROC", "32")
 import jax
 from absl import flags
 
-from experiments import command, libtpu, outputs
-from experiments.phases import phase
+from experiments.common import command, libtpu, outputs
+from experiments.common.phases import phase
 from experiments.plan import devices, report, search
 from experiments.runs import config
 

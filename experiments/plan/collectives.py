@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.counts.hlo import Instruction, Module, arrays, parts
+from experiments.common.counts.hlo import Instruction, Module, arrays, parts
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",

@@ -11,10 +11,10 @@ import jax
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.counts import traffic, work
-from experiments.counts.hlo import Module
-from experiments.counts.memory import shard_bytes
-from experiments.phases import phase
+from experiments.common.counts import traffic, work
+from experiments.common.counts.hlo import Module
+from experiments.common.counts.memory import shard_bytes
+from experiments.common.phases import phase
 from experiments.plan import collectives
 from experiments.plan.collectives import Collective
 from experiments.trainer import loop, mesh

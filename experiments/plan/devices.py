@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import topologies
 
-from experiments.devices import force_host_devices
+from experiments.common.devices import force_host_devices
+from experiments.common.failures import RunError
 from experiments.plan import gpus
-from experiments.runs.failures import RunError
 
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")  # libtpu's names
 SIMULATED = 512  # devices that a CPU can simulate: beyond, the threads of XLA run out

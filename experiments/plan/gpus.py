@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from experiments.counts.chips import GPUS
-from experiments.runs.failures import RunError
+from experiments.common.counts.chips import GPUS
+from experiments.common.failures import RunError
 
 MOST = 2**14  # the limit of devices in any topology: more than a pod has
 HOST = 8  # GPUs of one machine, connected by NVLink

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from experiments import tables
+from experiments.common import tables
 from experiments.plan import roofline
 from experiments.plan.collectives import Collective
 from experiments.plan.search import Layout

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.counts.chips import CHIPS, GPUS, Chip
+from experiments.common.counts.chips import CHIPS, GPUS, Chip
 from experiments.plan.collectives import Collective
 from experiments.plan.compiled import Compiled
 from experiments.plan.gpus import HOST

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import plots
+from experiments.common import plots
 from experiments.reports import base
 from experiments.reports.base import measured
 from experiments.tasks.task import Params

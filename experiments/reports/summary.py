@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments import phases, plots, reports
-from experiments.phases import phase
+from experiments import reports
+from experiments.common import phases, plots
+from experiments.common.phases import phase
 from experiments.runs.log import EVENTS, METRICS
 from experiments.tasks.task import Params
 from experiments.trainer.checkpoints import FOLDER

@@ -10,7 +10,7 @@ import numpy as np
 from babel import UnknownLocaleError
 from babel.dates import parse_date
 
-from experiments import plots
+from experiments.common import plots
 from experiments.reports import base
 from experiments.tasks import dates
 from experiments.tasks.dates import Pair

@@ -8,9 +8,9 @@ from absl import flags
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict, config_flags
 
-from experiments.command import last_line
+from experiments.common.command import last_line
+from experiments.common.failures import RunError, boundary
 from experiments.runs import log
-from experiments.runs.failures import RunError, boundary
 
 SEEDS = 2**32  # There are this many seeds.
 # Keys of whole numbers, of which some configs lack some.

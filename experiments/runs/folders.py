@@ -10,9 +10,9 @@ import filelock
 import jax
 from ml_collections import ConfigDict
 
-from experiments import outputs
+from experiments.common import outputs
+from experiments.common.failures import RunError
 from experiments.runs import config, hosts
-from experiments.runs.failures import RunError
 
 CONFIG, RUN, LOCK = "config.json", "run.json", "lock"
 _locks: dict[Path, filelock.BaseFileLock] = {}  # A lock that nobody refers to opens.

@@ -9,7 +9,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ import numpy as np
 from ml_collections import ConfigDict
 from tensorboardX import SummaryWriter
 
-from experiments import outputs, phases
-from experiments.runs.failures import RunError
+from experiments.common import outputs, phases
+from experiments.common.failures import RunError
 
 METRICS, EVENTS, PROJECT = "metrics.jsonl", "tensorboard", "flax_mha"
 Row = dict[str, Any]

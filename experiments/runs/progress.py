@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
-from experiments import phases, tables
-from experiments.counts import mfu
-from experiments.runs.failures import RunError
+from experiments.common import phases, tables
+from experiments.common.counts import mfu
+from experiments.common.failures import RunError
 
 STOPPED = 75  # the exit status: EX_TEMPFAIL of sysexits.h, "try again later"
 _QUIET = 4.0  # seconds between two lines of progress, where there is no bar

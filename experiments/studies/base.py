@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import command, outputs
+from experiments.common import command, outputs
 from experiments.tasks.task import Batch, Metrics, Params
 from flax_mha import DecoderBlock, MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding

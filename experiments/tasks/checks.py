@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 
 
 def read_file(path: str, at_least: int = 0, key: str = "config.data.path") -> bytes:

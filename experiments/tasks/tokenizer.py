@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from experiments.tasks.checks import read_file
 
 _INNER = bytes(range(0x80, 0xC0))  # the bytes that begin no character

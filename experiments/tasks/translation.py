@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from experiments.tasks import dates
 from experiments.tasks.checks import read_file
 from experiments.tasks.dates import Pair, Split

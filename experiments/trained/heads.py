@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.plots import save
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
+from experiments.common.plots import save
 from experiments.tasks.digits import Digits
 from experiments.tasks.text import Bytes, Text
 from experiments.trained import pretrained

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from flax_mha import generate, interop
 from flax_mha.interop import safetensors
 from flax_mha.interop.checked_config import FileSettings, shown

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from experiments.tasks.task import Params
 from experiments.tasks.text import Bytes
 from flax_mha.models.generation import generate

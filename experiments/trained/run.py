@@ -7,9 +7,9 @@ import jax
 from absl import flags
 
 from experiments import tasks
-from experiments.phases import phase
+from experiments.common.failures import RunError
+from experiments.common.phases import phase
 from experiments.runs import folders
-from experiments.runs.failures import RunError
 from experiments.tasks.task import fingerprint
 from experiments.trainer import loop, mesh
 from experiments.trainer.checkpoints import Checkpoints

@@ -15,10 +15,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from experiments import phases
-from experiments.outputs import write_json
+from experiments.common import phases
+from experiments.common.failures import RunError
+from experiments.common.outputs import write_json
 from experiments.runs import hosts
-from experiments.runs.failures import RunError
 from experiments.trainer.mesh import Program
 
 FOLDER, DAMAGED, MANIFEST = "checkpoints", "checkpoints.damaged", "sha256.json"

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
-from experiments import phases
-from experiments.phases import phase
+from experiments.common import phases
+from experiments.common.phases import phase
 from experiments.runs.log import Log, Row
 from experiments.runs.progress import STOPPED, Watch
 from experiments.tasks.task import Batch, Metrics, Params, Task

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from experiments.tasks.task import Batch, Metrics, Params
 from experiments.trainer.mesh import Program
 

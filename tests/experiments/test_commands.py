@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.runs import failures
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
+from experiments.common import failures
 from flax_mha import kernels
 from tests.experiments.launch import call
 

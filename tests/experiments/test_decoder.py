@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import decoder_1b
 from experiments import reports, tasks
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from experiments.tasks import text
 from experiments.tasks.task import fingerprint
 from experiments.tasks.tokenizer import Tokenizer

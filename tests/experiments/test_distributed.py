@@ -9,8 +9,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments import tasks
+from experiments.common.failures import RunError
 from experiments.runs import log
-from experiments.runs.failures import RunError
 from experiments.trainer import loop, mesh
 from tests.experiments.launch import begin, losses, settings, together
 from tests.experiments.test_resume import cut_off, numbers, restored

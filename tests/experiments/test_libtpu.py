@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import libtpu
+from experiments.common import libtpu
 
 
 @pytest.mark.parametrize(

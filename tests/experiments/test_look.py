@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from experiments.trained import heads
 from flax_mha import Capture, analysis, interop
 from flax_mha.taps import sown

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from experiments.trainer import loop, mesh
 from tests.experiments.launch import losses
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.counts import traffic
-from experiments.counts.hlo import Module
+from experiments.common.counts import traffic
+from experiments.common.counts.hlo import Module
+from experiments.common.failures import RunError
 from experiments.measure import __main__ as measure
 from experiments.measure import programs
 from experiments.measure.timing import program
 from experiments.plan import gpus
-from experiments.runs.failures import RunError
 
 
 def test_slices_and_updates_count_alone(optimized: None) -> None:

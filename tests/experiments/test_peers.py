@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.common.failures import RunError
 from experiments.measure import __main__ as measure
 from experiments.measure import timing
 from experiments.measure.peers import contestants, fresh
 from experiments.measure.peers.cases import Case
 from experiments.measure.peers.contestants import CONTESTANTS
 from experiments.measure.timing import RefusalError, Work
-from experiments.runs.failures import RunError
 from flax_mha import dot_product_attention
 from tests.support.oracle import error
 

@@ -13,14 +13,14 @@ from ml_collections import ConfigDict
 
 from configs import decoder_1b, long_encoder, masked
 from experiments import tasks
-from experiments.counts import hlo, work
-from experiments.counts.chips import CHIPS
-from experiments.counts.chips import GPUS as GPU_TABLE
-from experiments.devices import mesh_sizes
+from experiments.common.counts import hlo, work
+from experiments.common.counts.chips import CHIPS
+from experiments.common.counts.chips import GPUS as GPU_TABLE
+from experiments.common.devices import mesh_sizes
+from experiments.common.failures import RunError
 from experiments.plan import collectives, compiled, devices, gpus, report, roofline, search
 from experiments.plan.collectives import Collective
 from experiments.plan.roofline import Machines, Torus
-from experiments.runs.failures import RunError
 
 
 def test_loop_bodies_count_once_per_iteration(optimized: None) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import plots
+from experiments.common import plots
 from experiments.reports import translation
 from experiments.tasks import dates
 

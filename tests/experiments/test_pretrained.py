@@ -11,8 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from experiments import generate as generate_command
+from experiments.common.failures import RunError
 from experiments.convert import convert
-from experiments.runs.failures import RunError
 from experiments.trained import pretrained
 from flax_mha import generate, interop
 from tests.support.oracle import random_like

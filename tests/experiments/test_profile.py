@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.failures import RunError
 from experiments.runs import progress
-from experiments.runs.failures import RunError
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = """

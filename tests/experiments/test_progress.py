@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from experiments import tasks
-from experiments.counts import mfu
+from experiments.common.counts import mfu
 from experiments.runs import progress
 from experiments.trainer import loop
 

@@ -14,7 +14,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from experiments.trainer import loop
 from experiments.trainer.checkpoints import Checkpoints
 from experiments.trainer.mesh import Program

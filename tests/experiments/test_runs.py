@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from experiments.common.failures import RunError
 from experiments.runs import config as run_config
 from experiments.runs import folders, hosts, log
 from experiments.runs.config import Asked
-from experiments.runs.failures import RunError
 from experiments.runs.log import Log
 from experiments.trainer.checkpoints import Checkpoints
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from experiments import reports
+from experiments.common.failures import RunError
 from experiments.reports.text import witten_bell
-from experiments.runs.failures import RunError
 from experiments.tasks import text
 
 

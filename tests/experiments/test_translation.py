@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from configs import dates as dates_config
 from experiments import generate, reports
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 from experiments.tasks import dates, translation
 from experiments.trainer import loop
 from tests.experiments.launch import begin

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from experiments.common.failures import RunError
 from experiments.measure import __main__ as measure
 from experiments.measure import check
-from experiments.runs.failures import RunError
 
 
 def checked(folder: Path, *flags: str) -> dict[str, dict[str, Any]]:

@@ -18,8 +18,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.counts import work
-from experiments.counts.hlo import Module
+from experiments.common.counts import work
+from experiments.common.counts.hlo import Module
 from experiments.measure import compiled as measured
 from experiments.measure import programs
 from experiments.measure.programs import Chip

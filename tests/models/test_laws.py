@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import flax_mha.nnx
-from experiments.counts import hlo
+from experiments.common.counts import hlo
 from experiments.measure import compiled
 from experiments.plan import gpus
 from flax_mha import masks, models, sampling, scores, variants

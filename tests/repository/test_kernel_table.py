@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import tables
+from experiments.common import tables
 from flax_mha import explain, kernels, masks, scores
 from flax_mha.kernels import Platform, choose
 from flax_mha.kernels.call.bind import bind_call

@@ -16,8 +16,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.counts import work
-from experiments.counts.hlo import Module
+from experiments.common.counts import work
+from experiments.common.counts.hlo import Module
 from experiments.plan import compiled
 from experiments.plan.collectives import read, total
 from flax_mha import (

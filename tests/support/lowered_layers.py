@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.counts.memory import shard_bytes
+from experiments.common.counts.memory import shard_bytes
 from flax_mha import MultiHeadAttention, sharding
 
 

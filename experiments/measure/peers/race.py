@@ -15,13 +15,13 @@ import itertools
 import os
 import sys
 
-from experiments import command
+from experiments.common import command
+from experiments.common.failures import RunError
 from experiments.measure import machine, timing
 from experiments.measure.peers import cases, contestants, fresh, torch_peers
 from experiments.measure.peers.cases import Case
 from experiments.measure.peers.contestants import BASELINES, CONTESTANTS
 from experiments.measure.results import Table, counted
-from experiments.runs.failures import RunError
 
 LENGTHS = 128, 256, 512, 1024, 2048, 4096, 8192, 16384
 SLOTS = (2048,)  # of the caches of steps

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments import outputs
+from experiments.common import outputs
 
 
 def head(*names: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 
 
 def check_fits(program: Any) -> None:

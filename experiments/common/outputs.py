@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 
 
 def new_folder(name: str) -> Path:

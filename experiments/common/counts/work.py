@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
-from experiments.counts.hlo import Instruction, Module, arrays
+from experiments.common.counts.hlo import Instruction, Module, arrays
 
 
 def flops(module: Module) -> int:

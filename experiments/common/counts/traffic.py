@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from experiments.counts.hlo import Instruction, Module, arrays, parts
+from experiments.common.counts.hlo import Instruction, Module, arrays, parts
 
 # These move nothing, or bytes that other instructions count.
 _FREE = frozenset((

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from experiments.counts import work
-from experiments.counts.chips import CHIPS, GPUS
-from experiments.counts.hlo import Module
+from experiments.common.counts import work
+from experiments.common.counts.chips import CHIPS, GPUS
+from experiments.common.counts.hlo import Module
 
 
 def peak(program: Any) -> float:

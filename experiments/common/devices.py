@@ -9,7 +9,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
-from experiments.runs.failures import RunError
+from experiments.common.failures import RunError
 
 AXES = ("data", "fsdp", "model", "context")
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 from absl import logging as absl_logging
 
-from experiments.runs.failures import RunError, boundary
+from experiments.common.failures import RunError, boundary
 
 
 def run(main: Callable[[list[str]], None], words: Sequence[str] = ()) -> None:

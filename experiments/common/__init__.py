@@ -1,0 +1,1 @@
+"""What the programs share: command lines, files, tables, pictures, counts of compiled programs."""
