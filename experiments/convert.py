@@ -55,8 +55,11 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
             place, words = source / _WEIGHTS, f"{type(error).__name__}: {error}".splitlines()[0]
             raise RunError(f"{place} must be a checkpoint of Orbax, got {words:.200}") from error
         if dtype is not None:
-            dtype = checks.dtype("dtype", dtype)
-            variables = _cast(variables, dtype)
+            wanted = checks.dtype("dtype", dtype)
+            variables = jax.tree.map(
+                lambda x: x.astype(wanted) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+                variables,
+            )
         interop.save(config, variables, target)
         left = carry(source, target, ignored=(_WEIGHTS,))
         kind = "safetensors"
@@ -71,13 +74,6 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
     count = sum(x.size for x in jax.tree.leaves(variables))
     said = f"{target}: {count:,} parameters of a {config['model_type']}, {kind}"
     return f"{said}; left behind: {several(left)}" if left else said
-
-
-def _cast(variables: Any, dtype: Any) -> Any:
-    def cast(x: Any) -> Any:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(cast, variables)
 
 
 if __name__ == "__main__":

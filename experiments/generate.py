@@ -43,9 +43,6 @@ BEAMS = flags.DEFINE_integer("beams", 1, "The number of candidates that a beam s
 PENALTY = flags.DEFINE_float(
     "length_penalty", 0.0, "Beams are ranked by log-probability / length ** this."
 )
-EARLY = flags.DEFINE_enum(
-    "early_stopping", "false", ["false", "true", "never"], "When a beam search ends."
-)
 
 
 def main(argv: list[str]) -> None:
@@ -55,7 +52,6 @@ def main(argv: list[str]) -> None:
         "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
         "min_p": MIN_P.value, "max_new_tokens": NEW.value, "beams": BEAMS.value,
         "length_penalty": PENALTY.value, "rng": jax.random.key(SEED.value),
-        "early_stopping": EARLY.value if EARLY.value == "never" else EARLY.value == "true",
     }  # fmt: skip
     options = {name: value for name, value in given.items() if value is not None}
     if WORKDIR.value is not None:

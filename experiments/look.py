@@ -6,9 +6,7 @@
     python -m experiments.look --model=path/to/Qwen3-0.6B --prompt="12 7 401" --png=heads.png
 
 It writes a page of HTML with the weights of every head (--out), and their picture if --png names
-one. The attribution of a head is the gradient of the first prompt's largest next logit by a factor
-on the head's output: to first order, the logit falls by it if the head is removed. The scores of
-kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt of a language model.
+one. For a language model the page has the scores of `flax_mha.analysis.detect` on the first prompt.
 """
 
 from absl import flags

@@ -52,6 +52,7 @@ def main(argv: list[str]) -> None:
     if PROFILE.value is not None:
         progress.parse_steps(PROFILE.value)
     if DISTRIBUTED.value:
+        phases.quiet = bool(PROCESS.value)
         timeouts = START.value, HEARTBEAT.value
         with phase("waiting for the other processes"):
             hosts.start(ADDRESS.value, PROCESSES.value, PROCESS.value, *timeouts)

@@ -4,13 +4,11 @@
 """
 
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 quiet = False  # True in all processes of a run but the first
 
 
@@ -29,16 +27,5 @@ def say(line: str, file: TextIO | None = None) -> None:
 
 def begin(argv: list[str]) -> None:
     """Print that a command's modules are imported, except for its --help."""
-    global quiet
-    quiet = _rank(argv) > 0
     if not any(re.fullmatch(r"--?h(elp\w*)?", word) for word in argv):
         say("loading JAX and what goes with it …", sys.stderr)
-
-
-def _rank(argv: list[str]) -> int:
-    """Return this process's index in the run, as far as it is known before JAX starts."""
-    line = " ".join(argv)
-    if match := re.search(r"--?process_id[= ](\d+)", line):
-        return int(match[1])
-    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
-    return int(ranks[0]) if ranks and re.search(r"--?distributed\b", line) else 0

@@ -12,7 +12,7 @@ Nothing runs. The table has, for each program and contestant,
     held       MiB of temporaries, besides arguments and results
     compiled   the seconds that it took on this machine
 
---top=N also prints the N instructions of each program that move most, with their lines of Python.
+--top=N also prints the N instructions of each program that move most, with their names in JAX.
 The programs are
 
 """
@@ -110,7 +110,7 @@ def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         text = program.as_text() or text
     module = Module(text)
-    moved = sorted(traffic.walk(module, usual=True), key=lambda one: -one.times * one.bytes)
+    moved = sorted(traffic.walk(module), key=lambda one: -one.times * one.bytes)
     stats: Any = program.memory_analysis()
     cycles = [one.times * int(found[1]) for one in moved
               if (found := re.search(CYCLES, one.instruction.rest))]  # fmt: skip
@@ -125,7 +125,7 @@ def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
         "top": [
             {
                 "MiB": one.times * one.bytes / MIB, "times": one.times,
-                "opcode": one.instruction.opcode, "source": module.source(one.instruction),
+                "opcode": one.instruction.opcode, "source": one.instruction.source,
             }
             for one in moved[:top]
         ],

@@ -12,10 +12,7 @@ import jax
 from flax_mha import sharding
 from flax_mha.kernels import KERNELS
 
-PACKAGES = (
-    "flax_mha", "jax", "jaxlib", "flax", "numpy", "torch", "equinox", "dm-haiku", "keras",
-    "tokamax", "fa4-jax",
-)  # fmt: skip
+PACKAGES = ("flax_mha", "jax", "jaxlib", "flax", "numpy", "torch", "equinox", "tokamax")
 
 
 def describe() -> dict[str, Any]:

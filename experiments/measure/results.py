@@ -31,15 +31,12 @@ class Table:
         self.rows.append(row)
         self._lines.append(tables.line(*cells))
         print(self._lines[-1], flush=True)
-        self._write()
-
-    def _write(self) -> str:
-        facts = {**self._facts, "rows": self.rows}
-        return tables.write(self.folder, "\n".join(self._lines), facts)
+        outputs.write(self.folder / "table.md", "\n".join([*self._lines, ""]))
+        outputs.write_json(self.folder / "results.json", {**self._facts, "rows": self.rows})
 
     def end(self) -> None:
         """Print where the files are."""
-        print(f"\n{self._write()}")
+        print(f"\ntable.md and results.json are in {self.folder}")
 
 
 def counted(

@@ -9,16 +9,13 @@
 
 The command compiles the trainer's step for the topology on this machine's CPU, and runs nothing.
 It prints the memory, the operations, the communication and the minimum time of one device. The
-layout is config.mesh, or with --search the fastest of all. If no layout fits, the command tries
-changes of the config, from the cheapest on. docs/scaling.md explains the figures.
+layout is config.mesh, or with --search the fastest of all. docs/scaling.md explains the figures.
 
 --config.KEY=VALUE changes a key of the config, as in `python -m experiments.train`, whose --help
 lists the keys.
 """
 
-import json
 import os
-import sys
 from pathlib import Path
 
 # Before jax starts. With only one XLA thread per core, 8 devices on two cores can deadlock in
@@ -28,7 +25,7 @@ os.environ.setdefault("NPROC", "32")
 import jax
 from absl import flags
 
-from experiments.common import command, libtpu, outputs
+from experiments.common import command, libtpu
 from experiments.common.phases import phase
 from experiments.plan import devices, report, search
 from experiments.runs import config
@@ -38,38 +35,24 @@ flags.declare_key_flag("config")
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:16x16", "The devices, as in the examples.")
 SEARCH = flags.DEFINE_bool("search", False, "Try all splits over data, fsdp, model and context.")
 MOST = flags.DEFINE_integer("most", 8, "The number of splits that --search compiles.", 1)
-WORKDIR = flags.DEFINE_string(
-    "workdir", None, "A new or empty folder for plan.json (default: a new one under runs/)."
-)
 
 
 def main(argv: list[str]) -> None:
-    """Compile and print the plan, and write it as plan.json."""
+    """Compile and print the plan."""
     del argv
     asked, topology = config.asked(CONFIG).config, TOPOLOGY.value
     jax.config.update("jax_platforms", "cpu")  # Other devices are described, not used.
     libtpu.quiet()
     with phase(f"describing {topology}"):
         found = devices.of(topology)
-    folder, kind = outputs.result_folder(WORKDIR.value, "plan"), found[0].device_kind
     compiler = report.compiler(found[0])
-    print(f"{len(found)} × {kind}, {topology}, compiled by {compiler}", flush=True)
+    print(f"{len(found)} × {found[0].device_kind}, compiled by {compiler}", flush=True)
     with phase(f"compiling for {topology}"):
         if SEARCH.value:
             layouts = search.search(asked, found, MOST.value)
         else:
             layouts = [search.plan(asked, found)]
-        tight = [layout for layout in layouts if layout.reason and layout.needs]
-        if tight and all(layout.reason for layout in layouts):
-            best = min(tight, key=lambda layout: layout.needs or 0)
-            layouts += search.remedies(asked, found, best)
     report.show(layouts)
-    plan = {
-        "command": sys.argv, "topology": topology, "device": kind, "jax": jax.__version__,
-        "compiler": compiler, "config": asked.to_dict(), "layouts": [*map(report.row, layouts)],
-    }  # fmt: skip
-    (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
-    print(f"plan.json is in {folder}")
 
 
 if __name__ == "__main__":

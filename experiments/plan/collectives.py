@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -100,15 +99,6 @@ def read(program: str | Module, devices: int, slices: int = 1) -> list[Collectiv
             if groups.shape[1] > 1:
                 found.append(Collective(kind, size, times, groups))
     return found
-
-
-def total(found: Iterable[Collective]) -> dict[str, tuple[int, int]]:
-    """Return the number of runs of each kind, and the bytes of their results on one device."""
-    sums: dict[str, tuple[int, int]] = {}
-    for one in found:
-        count, size = sums.get(one.kind, (0, 0))
-        sums[one.kind] = count + one.times, size + one.times * one.bytes
-    return sums
 
 
 def _is_later_part(module: Module, computation: str) -> bool:

@@ -1,8 +1,8 @@
-"""A plan as tables, and as JSON."""
+"""A plan as tables."""
 
 import importlib.metadata
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -19,21 +19,6 @@ def compiler(device: jax.Device) -> str:
         return f"{package} {importlib.metadata.version(package)}"
     except importlib.metadata.PackageNotFoundError:  # A plugin for another CUDA version.
         return f"jaxlib {importlib.metadata.version('jaxlib')}"
-
-
-def row(layout: Layout) -> dict[str, Any]:
-    """Return a layout as JSON values: bytes and operations per device, seconds per step."""
-    found, times = layout.found, layout.times
-    row = {"mesh": layout.sizes, "flags": layout.flags, "reason": layout.reason}
-    if found is None:
-        return row
-    sent = [one._asdict() | {"groups": one.groups.shape, "sent": one.sent} for one in found.sent]
-    return row | {
-        "bytes": found.memory._asdict(), "chip": layout.has, "flops": found.flops,
-        "moved": found.moved, "collectives": sent, "unknown_loops": found.unknown,
-        "seconds": times and times._asdict() | {"step": times.step, "binds": times.binds},
-        "compiling": found.seconds,
-    }  # fmt: skip
 
 
 def memory(layouts: Sequence[Layout]) -> str:
@@ -76,15 +61,6 @@ def sent(layout: Layout) -> str:
     return "\n".join(lines)
 
 
-def others(layouts: Sequence[Layout]) -> str:
-    """Return lines that count, by reason, the layouts that were not compiled."""
-    reasons: dict[str, list[Layout]] = {}
-    for layout in layouts:
-        if layout.reason and layout.needs is None:
-            reasons.setdefault(layout.reason, []).append(layout)
-    return "\n".join(f"{len(same)} × {why}, such as {same[0]}" for why, same in reasons.items())
-
-
 def _size(count: float | None) -> str:
     if count is None:
         return "–"
@@ -103,11 +79,10 @@ def show(layouts: Sequence[Layout]) -> None:
     print(f"one device, one step\n\n{memory(tried)}\n")
     if fits:
         print(f"{sent(fits[0])}\n")
-        if fits[0].flags:
-            print("fits with", *fits[0].flags)
     else:
-        print("nothing fits; take more devices, or a smaller model or config.length")
-    if left := others(layouts):
-        print(f"not compiled: {left}")
+        print("nothing fits; docs/scaling.md lists changes of the config that take less memory")
+    left = [layout.reason for layout in layouts if layout.reason and layout.needs is None]
+    for reason, count in Counter(left).items():
+        print(f"not compiled: {count} × {reason}")
     if unknown := [loop for layout in tried if layout.found for loop in layout.found.unknown]:
         print(f"loops of unknown length, counted once: {unknown}")

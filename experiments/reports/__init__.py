@@ -1,4 +1,4 @@
-"""Reports on finished runs: pictures, baselines, and the score in words."""
+"""Reports on finished runs: pictures, and the score in words."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""The report on masked bytes: bits, two baselines of counts, and the distances of attention."""
+"""The report on masked bytes: bits, and the distances of attention."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from experiments.common import plots
 from experiments.reports import base
-from experiments.tasks.masked import BYTES
 from experiments.tasks.task import Params
 
 DRAWN = 256  # tokens at most in the picture of the attention
@@ -22,15 +21,6 @@ class Report(base.Report):
         """Return bits and accuracy of a hidden byte, means over the seeds."""
         bits, accuracy = metrics["loss"].mean() / np.log(2), 100 * metrics["accuracy"].mean()
         return f"test {bits:.2f} bits a hidden byte, {accuracy:.1f}% right"
-
-    def baselines(self) -> dict[str, float]:
-        """Return the scores of the most frequent byte, anywhere and between the same neighbours."""
-        return {
-            "the most frequent byte": self._frequent(lambda x: np.zeros(len(x) - 2, np.int64)),
-            "the most frequent between its neighbours": self._frequent(
-                lambda x: x[:-2].astype(np.int64) * BYTES + x[2:]
-            ),
-        }
 
     def draw(self, params: Params, workdir: Path) -> None:
         """Draw `attention.png`: the mean weight of each distance, on the first held-out bytes."""
@@ -46,10 +36,3 @@ class Report(base.Report):
         T = tokens.shape[1]
         weights = np.concatenate([x.reshape(-1, x.shape[-3], T, T) for x in sown])
         plots.by_distance(workdir / "attention.png", weights)
-
-    def _frequent(self, context: Callable[[np.ndarray], np.ndarray]) -> float:
-        """Return the share of held-out bytes that the likeliest byte of each context guesses."""
-        train, test = self.task.train, self.task.test
-        counts = np.zeros((BYTES**2, BYTES), np.int32)
-        np.add.at(counts, (context(train), train[1:-1]), 1)
-        return float((counts.argmax(1)[context(test)] == test[1:-1]).mean())

@@ -48,7 +48,7 @@ def report(
     task: Any, params: Params, workdir: Path, rows: Sequence[dict[str, Any]],
     metrics: Mapping[str, np.ndarray],
 ) -> None:  # fmt: skip
-    """Draw the pictures of a run, and print its files, the baselines and the score.
+    """Draw the pictures of a run, and print its files and the score.
 
     The parameters are of the first seed, the rows those of the log, the test metrics [seeds].
     """
@@ -56,12 +56,8 @@ def report(
     with phase("drawing the pictures"):
         plots.curves(workdir / "curves.png", rows, about.training, about.objective)
         about.draw(params, workdir)
-    with phase("scoring the baselines"):
-        baselines = about.baselines()
     for line in list_files(workdir):
         phases.say(line)
-    for name, score in baselines.items():
-        phases.say(f"{name} {about.score(score)}")
     phases.say(about.headline(metrics))
 
 

@@ -1,4 +1,4 @@
-"""The report on translation: exact matches, Babel's own parser, and a picture of the alignment."""
+"""The report on translation: exact matches, and a picture of the alignment."""
 
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from babel import UnknownLocaleError
-from babel.dates import parse_date
 
 from experiments.common import plots
 from experiments.reports import base
@@ -29,12 +27,6 @@ class Report(base.Report):
             style = " ".join(dates.UNSEEN)
             text += f", {self.score(metrics['exact_unseen'].mean())} in the unseen style {style}"
         return text
-
-    def baselines(self) -> dict[str, float]:
-        """Return the score of Babel's own parser, on its own dates."""
-        if self.task.config.data.path:
-            return {}
-        return {"babel.parse_date, any style": parsed_by_babel(self.task.split.test)}
 
     def draw(self, params: Params, workdir: Path) -> None:
         """Draw `alignment.png`: the weights of each output's characters over their sources."""
@@ -69,18 +61,3 @@ def drawn(pairs: Sequence[Pair]) -> list[Pair]:
             first.setdefault(unicodedata.name(letter, "").split(" ")[0], pair)
     various = dict.fromkeys([*first.values(), *pairs])
     return sorted(various, key=lambda pair: not plots.drawable(pair[0]))[:DRAWN]
-
-
-def parsed_by_babel(pairs: Sequence[Pair]) -> float:
-    """Return the share of sources that Babel's own parser reads right in any of the styles."""
-
-    def readings(source: str) -> set[str]:
-        found = set()
-        for style in dates.STYLES:
-            try:
-                found.add(parse_date(source, style.locale, style.length).isoformat())
-            except (ValueError, IndexError, UnknownLocaleError):
-                continue
-        return found
-
-    return float(np.mean([target in readings(source) for source, target in pairs]))

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
 from experiments.common import phases, tables
-from experiments.common.counts import mfu
 from experiments.common.failures import RunError
 
 STOPPED = 75  # the exit status: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -71,7 +70,7 @@ class Watch:
 
     def __init__(self, program: Any, workdir: Path, start: int, profile: str | None) -> None:
         self._program, self._workdir, self._profile = program, workdir, profile
-        self._steps, self._flops, self._peak = program.config.steps, 0, 0.0
+        self._steps = program.config.steps
         self._start = self._first = self._then = self._said = time.perf_counter()
         self._shown = start  # the last step that was shown
         self._progress: Progress | None = None
@@ -97,8 +96,6 @@ class Watch:
         if self._first > self._start:
             return self._program.step(state, batch)
         with phases.phase("compiling the step"):
-            self._peak = mfu.peak(self._program)
-            self._flops = mfu.flops(self._program, state, batch) if self._peak else 0
             state, metrics = jax.block_until_ready(self._program.step(state, batch))
         self._first = self._then = time.perf_counter()
         self._shown = step
@@ -144,8 +141,7 @@ class Watch:
             return []
         rows = self._program.config.batch_size * self._program.config.seeds * rate
         parts = [f"{tables.clock(left / rate)} left"] if left else []
-        parts.append(f"{rows:,.0f} examples/s")
-        return [*parts, f"MFU {self._flops * rate / self._peak:.1%}"] if self._peak else parts
+        return [*parts, f"{rows:,.0f} examples/s"]
 
     def finish(self, state: Any) -> tuple[float, float]:
         """Wait for the last state, and return the seconds of the first step and of the others."""

@@ -1,4 +1,4 @@
-"""Models with attention only, and scores, choices and edits of heads."""
+"""Models with attention only, and scores and edits of heads."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -94,11 +94,6 @@ def replace(params: Params, name: str, keep: jax.Array, value: Any) -> Any:
     return {"params": params, "edits": unflatten_dict(changes)}
 
 
-def mask_heads(params: Params, keep: jax.Array) -> Any:
-    """Return variables whose heads are multiplied by keep [layers, N] or [layers, rows, N]."""
-    return replace(params, "attention_z", keep[..., None, :, None], 0.0)
-
-
 def make_masks(importance: np.ndarray) -> np.ndarray:
     """Return masks [steps, layers, N] that remove one head after another, the least one first.
 
@@ -108,17 +103,3 @@ def make_masks(importance: np.ndarray) -> np.ndarray:
     order = np.lexsort((importance.ravel(), stays.ravel()))
     removed = np.arange(importance.size - len(importance) + 1)
     return (np.argsort(order) >= removed[:, None]).reshape(-1, *importance.shape).astype("f4")
-
-
-def choose_heads(
-    score: jax.Array, number: int, key: jax.Array, threshold: float, draws: int
-) -> jax.Array:
-    """Return sets of heads [1 + draws, layers, heads], bools: the best, and random other ones.
-
-    All have a number of heads, or fewer: the first of induction heads, the others of other heads.
-    """
-    is_induction = score >= threshold
-    best = (score >= jnp.sort(score.reshape(-1))[-number]) & is_induction
-    noise = jnp.where(is_induction[None], 2, jax.random.uniform(key, (draws, *score.shape)))
-    bound = jnp.sort(noise.reshape(draws, -1), -1)[:, number - 1, None, None]
-    return jnp.concatenate([best[None], (noise <= bound) & ~is_induction[None]])

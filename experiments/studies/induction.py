@@ -3,9 +3,8 @@
     python -m experiments.studies.induction --figure=docs/_static/studies/induction.png
 
 Half of the sequences are of a bigram language, half repeat their first 4 to 12 tokens. The score
-of a head is its weight on the token after the earlier copy, in random orders that are repeated. It
-takes two minutes of processor time. docs/studies/induction.md has the answer. Source: Olsson et
-al., arXiv 2209.11895.
+of a head is its weight on the token after the earlier copy, in random orders that are repeated.
+docs/studies/induction.md has the answer. Source: Olsson et al., arXiv 2209.11895.
 """
 
 import functools
@@ -20,9 +19,9 @@ from experiments.tasks.task import Batch, Metrics, Params
 from flax_mha import LanguageModel, edits
 
 TOKENS, LENGTH, BATCH = 16, 32, 64
-HELD_OUT, REPEATED, DRAWS = 256, 32, 16  # sequences, repeated ones, random sets of heads
+HELD_OUT, REPEATED = 256, 32  # sequences, and repeated ones
 PERIODS, THRESHOLD = (4, 13), 0.3  # the tokens that repeat; the least score of an induction head
-NUMBERS = (1, 2, 3, 4)  # of removed heads
+NUMBERS = range(1, 5)  # of removed heads
 KINDS = {"early": "tokens 2 to 5", "late": "last 8 tokens", "copies": "repeats"}
 
 
@@ -62,9 +61,9 @@ def measure(model: LanguageModel, params: Params, key: jax.Array, edited: Any = 
 
 
 def remove_heads(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
-    """Return the number of induction heads, and the rise of each loss [numbers, 1 + draws].
+    """Return the rise of each loss without the heads of the highest and the lowest scores.
 
-    The output of a removed head is its mean over held-out sequences.
+    It is [2, numbers]. The output of a removed head is its mean over held-out sequences.
     """
     whole = measure(model, params, key)
     means = heads.mean_outputs(model, params, draw_sequences(key, HELD_OUT)["tokens"])
@@ -73,11 +72,11 @@ def remove_heads(model: LanguageModel, params: Params, key: jax.Array) -> Metric
         found = measure(model, params, key, heads.replace(params, "attention_z", keep, means))
         return {kind: found[kind] - whole[kind] for kind in KINDS}
 
-    scores = whole["induction"]
-    sets = [heads.choose_heads(scores, number, key, THRESHOLD, DRAWS) for number in NUMBERS]
-    keep = 1 - jnp.concatenate(sets)[:, :, None, :, None].astype(jnp.float32)
-    rise = jax.tree.map(lambda x: x.reshape(len(NUMBERS), -1), edits.sweep(run, keep))
-    return {"count": jnp.sum(scores >= THRESHOLD), **rise}
+    scores, number = whole["induction"], jnp.asarray(NUMBERS)[:, None, None]
+    rank = jnp.argsort(jnp.argsort(scores, None)).reshape(scores.shape)
+    keep = jnp.concatenate([rank < scores.size - number, rank >= number]).astype(jnp.float32)
+    rise = edits.sweep(run, keep[:, :, None, :, None])
+    return jax.tree.map(lambda x: x.reshape(2, -1), rise)
 
 
 def main() -> None:
@@ -98,14 +97,12 @@ def main() -> None:
         draw_band(axes[1], steps, in_context, name, color)
     remove = functools.partial(remove_heads, heads.attention_only(2, TOKENS), key=jax.random.key(0))
     removed = jax.jit(jax.vmap(remove))(params)
-    print("induction heads:", removed["count"])
-    for i, name in enumerate(("induction heads", "other heads")):
+    print("induction heads:", (found["induction"][-1] >= THRESHOLD).sum((1, 2)))
+    for i, name in enumerate(("highest scores", "lowest scores")):
         for kind, style in (("early", "--"), ("copies", "-")):
-            rise = removed[kind][:, :, 1:].mean(-1) if i else removed[kind][:, :, 0]
-            label = f"{name}, {KINDS[kind]}"
+            rise, label = removed[kind][:, i], f"{name}, {KINDS[kind]}"
             print(f"without 1 to 4 {label}:", *map(spread, rise.T))
             draw_band(axes[2], NUMBERS, rise.T, label, COLORS[i + 2], style)
-    axes[2].set_xticks(NUMBERS)
     save(figure, flags.figure)
 
 

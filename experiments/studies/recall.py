@@ -2,9 +2,8 @@
 
     python -m experiments.studies.recall --figure=docs/_static/studies/recall.png
 
-A row states keys and their values, two tokens a fact, and then queries each key once, in any order.
-Decoders of two layers learn to answer with the values. Each then decodes new rows: the facts go
-into its cache, and the queries read them from there. It takes 5 minutes of processor time.
+A row states keys and their values, two tokens a fact, and then queries each key once. Decoders of
+two layers learn to answer with the values. Each then decodes new rows from its cache.
 docs/studies/recall.md has the answer. Source: Arora et al., "Zoology", arXiv 2312.04927.
 """
 

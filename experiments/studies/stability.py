@@ -2,8 +2,8 @@
 
     python -m experiments.studies.stability --figure=docs/_static/studies/stability.png
 
-The models are decoders of bytes with 115,000 parameters. It takes 5 minutes of processor time.
-docs/studies/stability.md has the answer. Source: Wortsman et al., arXiv 2309.14322.
+The models are decoders of bytes with 115,000 parameters. docs/studies/stability.md has the answer.
+Source: Wortsman et al., arXiv 2309.14322.
 """
 
 from typing import Any
@@ -52,10 +52,9 @@ def make_functions(name: str, steps: int) -> tuple[Any, Any, Any]:
 
     def measure(params: Params, source: Any, rows: int, key: jax.Array) -> tuple[jax.Array, Any]:
         starts = jax.random.randint(key, (rows, 1), 0, len(source) - LENGTH)
-        windows = source[starts + jnp.arange(LENGTH + 1)[None]].astype(jnp.int32)
-        logits, sown = model.apply({"params": params}, windows[:, :-1], mutable="intermediates")
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-        return losses.mean(), sown["intermediates"]
+        batch = base.label_next(source[starts + jnp.arange(LENGTH + 1)[None]].astype(jnp.int32))
+        logits, sown = model.apply({"params": params}, batch["tokens"], mutable="intermediates")
+        return base.score(logits, batch), sown["intermediates"]
 
     def create(index: jax.Array) -> base.State:
         init_key, key = jax.random.split(jax.random.key(index // len(RATES)))
@@ -71,18 +70,15 @@ def make_functions(name: str, steps: int) -> tuple[Any, Any, Any]:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         updates = jax.tree.map(lambda x: peak * schedule(state.step + 1) * x, updates)
         updates, _ = clip.update(updates, clip.init(params), params, max_logits=scores)
-        params = optax.apply_updates(params, updates)
-        new = base.State(state.step + 1, params, (peak, opt_state), state.key)
-        return new, {"loss": loss, "score": jax.tree.reduce(jnp.maximum, scores).max()}
+        new = optax.apply_updates(params, updates), (peak, opt_state), state.key
+        found = {"loss": loss, "score": jax.tree.reduce(jnp.maximum, scores).max()}
+        return base.State(state.step + 1, *new), found
 
     return create, step, lambda params, key: {"test": measure(params, held, TESTED, key)[0]}
 
 
 def sensitivity(losses: np.ndarray) -> np.ndarray:
-    """Return the mean over rates of min(loss, ℓ₀) − min loss, of losses [seeds, rates].
-
-    ℓ₀ is the loss of a guess, about that of a fresh model. A loss that is not finite counts as ℓ₀.
-    """
+    """Return the mean over rates of min(loss, ℓ₀) − min loss, with ℓ₀ the loss of a guess."""
     losses = np.minimum(np.nan_to_num(losses, nan=UNIFORM), UNIFORM)
     return np.mean(losses - losses.min(-1, keepdims=True), -1)
 

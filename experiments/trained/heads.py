@@ -1,10 +1,7 @@
-"""The attention heads of a trained run, or of a Hugging Face folder, on a page.
-
-Source: Michel et al., "Are Sixteen Heads Really Better than One?", 2019 (attribution).
-"""
+"""The attention heads of a trained run, or of a Hugging Face folder, on a page."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +15,8 @@ from experiments.tasks.digits import Digits
 from experiments.tasks.text import Bytes, Text
 from experiments.trained import pretrained
 from experiments.trained import run as trained
-from flax_mha import Capture, analysis, edits, plots
+from flax_mha import Capture, analysis, plots
 from flax_mha.models import LanguageModel
-from flax_mha.taps import sown
 
 CAPTURE = Capture(("weights", "entropy", "max_logit"))
 
@@ -49,7 +45,7 @@ def _read_text(task: Text, text: str) -> tuple[jax.Array, list[str]]:
         names = [bytes([token]).decode("ascii", "backslashreplace") for token in ids]
     else:
         names = [task.vocabulary.stream(np.array([], np.int32))(token) for token in ids]
-    return _batch(ids), names
+    return jnp.asarray([ids], jnp.int32), names
 
 
 def _read_image(task: Digits, number: str) -> tuple[jax.Array, list[str]]:
@@ -69,10 +65,6 @@ _READS: dict[type, Callable[..., tuple[jax.Array, list[str]]]] = {
 }  # fmt: skip
 
 
-def _batch(ids: Sequence[int]) -> jax.Array:
-    return jnp.asarray([ids], jnp.int32)
-
-
 def open_folder(folder: str) -> Reader:
     """Return the language model of a Hugging Face folder."""
     path = Path(folder).expanduser()
@@ -82,7 +74,7 @@ def open_folder(folder: str) -> Reader:
 
     def read(text: str) -> tuple[jax.Array, list[str]]:
         ids = encode(text)
-        return _batch(ids), [decode([token]) for token in ids]
+        return jnp.asarray([ids], jnp.int32), [decode([token]) for token in ids]
 
     return Reader(model, variables, read)
 
@@ -97,32 +89,12 @@ def write(reader: Reader, prompt: str, beside: str | None, out: Path, png: Path 
     tokens = {text: names for text, (_, names) in read.items()}
     batches = {text: batch for text, (batch, _) in read.items()}
     runs = {text: jax.jit(apply)(reader.variables, batch)[1] for text, batch in batches.items()}
-    inputs = reader.model, reader.variables, batches[prompt]
-    scores: dict[str, Any] = {"attribution": attribute(*inputs)}
+    scores: Any = None
     if isinstance(reader.model, LanguageModel):
-        scores |= analysis.detect(*inputs, deterministic=True)
+        inputs = reader.model, reader.variables, batches[prompt]
+        scores = analysis.detect(*inputs, deterministic=True)
     analysis.report(out, runs, tokens, scores=scores)
     print(out)
     if png is not None:
         save(plots.heads(runs[prompt], tokens[prompt]), png, 100)
         print(png)
-
-
-def attribute(model: Any, variables: Any, batch: jax.Array) -> list[np.ndarray]:
-    """Return d logit / d factor of each head's output [heads] by layer, for the largest logit."""
-    ones = {}
-    for name, x in edits.names(model, variables, batch, deterministic=True).items():
-        if name.endswith("attention_z"):
-            shape = (*x.shape[:-4], 1, 1, x.shape[-2], 1)
-            ones[name] = edits.Edit(jnp.ones(shape), jnp.zeros(shape))
-    attached = edits.attach(model, variables, ones, batch, deterministic=True)
-
-    @jax.jit
-    def logit(changes: Any, variables: Any) -> jax.Array:
-        changed = {**variables, "edits": changes}
-        # Those of the last token, or of the whole image.
-        return jnp.atleast_2d(model.apply(changed, batch, deterministic=True)[0])[-1].max()
-
-    gradients = jax.grad(logit)(attached["edits"], variables)
-    keep = jax.tree.map(lambda x: x.keep, gradients, is_leaf=lambda x: isinstance(x, edits.Edit))
-    return [x.ravel() for x in sown.find(keep, "attention_z", 3).values()]

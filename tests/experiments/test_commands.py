@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.failures import RunError
 from experiments.common import failures
+from experiments.common.failures import RunError
 from flax_mha import kernels
 from tests.experiments.launch import call
 

@@ -62,15 +62,6 @@ def test_augmentation_moves_by_at_most_the_shift() -> None:
         assert offset.max() > 0.4
 
 
-def test_report_has_scores_and_legends(config: ConfigDict) -> None:
-    report = reports.make(digits.Digits(config))
-    scores = report.baselines()
-    assert 0.95 < scores["logistic regression"] < scores["RBF SVM"] < 1.0
-    found = report.headline({"accuracy": np.array([0.9, 1.0])})
+def test_report_says_the_spread_of_seeds(config: ConfigDict) -> None:
+    found = reports.make(digits.Digits(config)).headline({"accuracy": np.array([0.9, 1.0])})
     assert found.startswith("test accuracy 95.0% ± ")
-    assert report.training == "training: images moved"
-    config.model.dropout_rate, config.label_smoothing = 0.1, 0.0
-    other = reports.make(digits.Digits(config))
-    assert other.training == "training: images moved, with dropout"
-    assert report.objective
-    assert not other.objective

@@ -48,14 +48,6 @@ ENTRY %main (x: f32[1024], y: f32[1024]) -> f32[1024] {{
     assert traffic.moved(Module(text)) == bytes
 
 
-def test_unusual_branches_count_if_asked() -> None:
-    def run(rare: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.cond(rare, jnp.exp, lambda x: x, x)
-
-    module = Module(jax.jit(run).lower(True, jnp.ones(1024)).compile().as_text())
-    assert traffic.moved(module) - traffic.moved(module, usual=True) == 2 * 4096
-
-
 def test_scan_moves_each_layer_once(optimized: None) -> None:
     """A step copies its own of the stacked weights, multiplies by it, and copies the result."""
     w, x = jnp.ones((6, 64, 64)), jnp.ones((64, 64))

@@ -122,7 +122,7 @@ def test_case_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         (["--heads=3"], "--features must be a multiple of --heads, got 512 and 3; choose another"),
-        (["--parts=core", "--contestants=keras"], "--contestants must name one that takes part"),
+        (["--parts=core", "--contestants=equinox"], "--contestants must name one that takes part"),
     ],
 )
 def test_bad_flags_give_clear_errors(words: list[str], message: str) -> None:

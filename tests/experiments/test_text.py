@@ -1,4 +1,4 @@
-"""The text task: its data, its n-gram baseline, and its windows."""
+"""The text task: its data and its windows."""
 
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
-from experiments import reports
 from experiments.common.failures import RunError
-from experiments.reports.text import witten_bell
 from experiments.tasks import text
 
 
@@ -39,16 +37,6 @@ def test_windows_predict_each_byte_once(n: int, length: int, data: st.DataObject
     assert not predicted[1:, : length - stride].any()
 
 
-@given(st.binary(max_size=60), st.binary(max_size=8), st.integers(1, 4))
-def test_n_gram_probabilities_sum_to_one(train: bytes, before: bytes, order: int) -> None:
-    bits = witten_bell(train, before, order) * len(before) if before else 0.0
-    next_bits = [
-        witten_bell(train, before + bytes([byte]), order) * (len(before) + 1) - bits
-        for byte in range(256)
-    ]
-    assert sum(2**-b for b in next_bits) == pytest.approx(1, rel=1e-9)
-
-
 def test_text_of_a_user_file(text_config: ConfigDict, tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(bytes(range(250)) * 2)
@@ -72,8 +60,6 @@ def test_text_of_a_user_file(text_config: ConfigDict, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_baselines_have_their_known_bits(text_config: ConfigDict) -> None:
+def test_each_byte_is_tested_once(text_config: ConfigDict) -> None:
     task = text.Text(text_config)
     assert sum(int(batch["weight"].sum()) for batch in task.test_batches()) == len(task.test)
-    scores = reports.make(task).baselines()
-    assert 2.0 < scores["Witten-Bell 6-gram"] < scores["xz"] < scores["gzip"] < 3.5

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.plan.collectives import read, total
+from experiments.plan.collectives import read
 from flax_mha import Experts, sharding
 from tests.kernels.cases import pairs
 from tests.models.expert_cases import (
@@ -26,7 +26,7 @@ from tests.models.expert_cases import (
     use,
 )  # fmt: skip
 from tests.support import processes
-from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, described, on
+from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, described, on, total
 from tests.support.oracle import error
 
 

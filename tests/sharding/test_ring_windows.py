@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.plan.collectives import read, total
+from experiments.plan.collectives import read
 from flax_mha import dot_product_attention, masks
 from tests.kernels.cases import pairs
 from tests.support import oracle
-from tests.support.meshes import BACKWARD, EIGHT, FORWARD, KINDS, on
+from tests.support.meshes import BACKWARD, EIGHT, FORWARD, KINDS, on, total
 from tests.support.oracle import error
 
 RNG = np.random.default_rng(11)

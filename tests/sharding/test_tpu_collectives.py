@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.common.counts import work
 from experiments.common.counts.hlo import Module
 from experiments.plan import compiled
-from experiments.plan.collectives import read, total
+from experiments.plan.collectives import read
 from flax_mha import (
     EncoderBlock,
     Experts,
@@ -38,7 +38,7 @@ from flax_mha.variants import (
     TalkingHeadsAttention,
 )
 from tests.support import lowered_layers
-from tests.support.meshes import KINDS, changed, described
+from tests.support.meshes import KINDS, changed, described, total
 
 pytestmark = [
     pytest.mark.slow,

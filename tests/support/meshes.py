@@ -1,6 +1,6 @@
 """Meshes of 8 devices, and comparisons with one device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from experiments.plan.collectives import read
+from experiments.plan.collectives import Collective, read
 from flax_mha import sharding
 from tests.support.oracle import error
 
@@ -95,3 +95,12 @@ def compare(
 def collectives(text: str) -> list[tuple[str, int]]:
     """Return the collectives of a compiled program, and the bytes of each on one device."""
     return [(one.kind, one.bytes) for one in read(text, devices=8)]
+
+
+def total(found: Iterable[Collective]) -> dict[str, tuple[int, int]]:
+    """Return the number of runs of each kind, and the bytes of their results on one device."""
+    sums: dict[str, tuple[int, int]] = {}
+    for one in found:
+        count, size = sums.get(one.kind, (0, 0))
+        sums[one.kind] = count + one.times, size + one.times * one.bytes
+    return sums

@@ -7,13 +7,13 @@ compiler kept it (CPU, GPU), or the constant that the loop's condition compares 
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(
-    r"\b(calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
+    r"\b(?:calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
 )
 _WORD = re.compile(r"%([^\s,(){}]+)")
 # Their computation combines two numbers, and is no part of the program's work.
@@ -81,6 +81,12 @@ class Instruction(NamedTuple):
         return int(self.rest.split(")")[0])
 
     @property
+    def source(self) -> str:
+        """The names of the transformations, modules and functions that it is from."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
     def fusion(self) -> str | None:
         """The computation of a fusion, or None for other instructions."""
         return self.attribute("calls") if "fusion" in self.opcode else None
@@ -112,7 +118,6 @@ class Module:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry, self.unknown = "", list[str]()
-        self._frames = _frames(text)
         here: list[Instruction] = []
         for line in text.splitlines():
             if head := _HEAD.match(line):
@@ -138,42 +143,32 @@ class Module:
             found = parts(found)[int(place)]
         return found
 
-    def runs(self, usual: bool = False) -> Iterator[Run]:
+    def runs(self) -> Iterator[Run]:
         """Yield every instruction that the program runs, with its number of runs.
 
         All branches of a conditional count, although only one of them runs at a time, so that
-        counts are upper bounds. With `usual` only the first branch counts, `lax.cond`'s for False.
+        counts are upper bounds.
         """
         self.unknown.clear()
-        yield from self._runs(self.entry, 1, False, usual)
+        yield from self._runs(self.entry, 1, False)
 
-    def source(self, x: Instruction) -> str:
-        """Return the file and line of Python that an instruction is from, such as "a/b.py:12"."""
-        if found := re.search(r"stack_frame_id=(\d+)", x.rest):
-            return self._frames.get(int(found[1]), "")
-        found = re.search(r'source_file="([^"]*)" source_line=(\d+)', x.rest)
-        return _place(*found.groups()) if found else ""
-
-    def _runs(self, name: str, times: int, fused: bool, usual: bool) -> Iterator[Run]:
+    def _runs(self, name: str, times: int, fused: bool) -> Iterator[Run]:
         for x in self.computations[name]:
             yield Run(x, name, times, fused)
             called, trips = [] if x.opcode in _SCALAR else self._called(x), 1
             if x.opcode == "while":
                 called, trips = [str(x.attribute("body"))], self._trips(name, x)
-            elif x.opcode == "conditional" and usual:
-                called = called[:1]
             for inner in called:
-                yield from self._runs(inner, times * trips, fused or "fusion" in x.opcode, usual)
+                yield from self._runs(inner, times * trips, fused or "fusion" in x.opcode)
 
     def _called(self, x: Instruction) -> list[str]:
-        """Return the computations that an instruction calls, a conditional's for False first."""
+        """Return the computations that an instruction calls."""
         found = [
-            (attribute == "true_computation", word.strip(" %"))
-            for attribute, several, one in _CALLED.findall(x.rest)
+            word.strip(" %")
+            for several, one in _CALLED.findall(x.rest)
             for word in (several or one).split(",")
         ]
-        found.sort(key=lambda pair: pair[0])
-        return [name for _, name in found if name in self.computations]
+        return [name for name in found if name in self.computations]
 
     def _trips(self, computation: str, loop: Instruction) -> int:
         if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
@@ -209,24 +204,6 @@ class Module:
         while x and x.opcode in ("copy", "bitcast"):
             x = lines.get(x.operands[0])
         return x.number if x and x.opcode == "constant" else None
-
-
-def _frames(text: str) -> dict[int, str]:
-    """Return the innermost place of each stack frame in the tables before the computations."""
-
-    def rows(table: str, line: str) -> list[Any]:
-        found = re.search(rf"^{table}\n(.*?)\n\n", text, re.M | re.S)
-        return re.findall(line, found[1], re.M) if found else []
-
-    files: dict[str, str] = dict(rows("FileNames", r'^(\d+) "(.*)"$'))
-    lines = rows("FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
-    places = {number: _place(files[file], line) for number, file, line in lines}
-    frames = rows("StackFrames", r"^(\d+) \{file_location_id=(\d+)")
-    return {int(number): places[place] for number, place in frames}
-
-
-def _place(file: str, line: str) -> str:
-    return f"{'/'.join(file.split('/')[-2:])}:{line}"
 
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:

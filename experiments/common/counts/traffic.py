@@ -40,12 +40,9 @@ class Moved(NamedTuple):
     bytes: int
 
 
-def walk(module: Module, usual: bool = False) -> Iterator[Moved]:
-    """Yield the instructions that a program runs, which on GPUs are its kernel launches.
-
-    With `usual` only the first branch of each conditional runs, `lax.cond`'s for False.
-    """
-    for run in module.runs(usual):
+def walk(module: Module) -> Iterator[Moved]:
+    """Yield the instructions that a program runs, which on GPUs are its kernel launches."""
+    for run in module.runs():
         x = run.instruction
         if run.fused or x.opcode in _FREE or x.opcode.endswith("-done"):
             continue
@@ -53,9 +50,9 @@ def walk(module: Module, usual: bool = False) -> Iterator[Moved]:
             yield Moved(x, run.times, _bytes(module, run.computation, x))
 
 
-def moved(module: Module, usual: bool = False) -> int:
+def moved(module: Module) -> int:
     """Return the bytes that a program moves."""
-    return sum(one.times * one.bytes for one in walk(module, usual))
+    return sum(one.times * one.bytes for one in walk(module))
 
 
 def _bytes(module: Module, computation: str, x: Instruction) -> int:

@@ -4,7 +4,6 @@ A contestant is a function from a case to its work, or a RefusalError. All get t
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -94,36 +93,6 @@ def equinox_layer(case: Case) -> Work:
     return jitted(case, apply, case.parameters(params, "qkvo", transposed=True))
 
 
-def haiku_layer(case: Case) -> Work:
-    """Build `haiku.MultiHeadAttention`."""
-    import haiku as hk
-
-    def forward(x: jax.Array) -> Any:
-        zeros = hk.initializers.Constant(0.0)
-        layer = hk.MultiHeadAttention(case.N, case.H, model_size=case.D, w_init=zeros)
-        return layer(x, x, x, mask=visible(case, 1, 1))
-
-    layer = hk.without_apply_rng(hk.transform(forward))
-    shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, case.T, case.D)))
-    return jitted(case, layer.apply, case.parameters(shapes))
-
-
-def keras_layer(case: Case) -> Work:
-    """Build `keras.layers.MultiHeadAttention` on its JAX backend."""
-    os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
-    import keras
-
-    layer = keras.layers.MultiHeadAttention(case.N, case.H, dtype=case.dtype)
-    layer.build(*[(case.B, case.T, case.D)] * 2)
-    values = [variable.value for variable in layer.trainable_variables]
-    others = [variable.value for variable in layer.non_trainable_variables]
-
-    def apply(params: Any, x: jax.Array) -> Any:
-        return layer.stateless_call(params, others, x, x, use_causal_mask=case.causal)[0]
-
-    return jitted(case, apply, case.parameters(values, "qkvo"))
-
-
 def core(make: Callable[..., Callable[..., Any]], **options: Any) -> Callable[[Case], Work]:
     """Return a contestant from a function of a case to attention of q, k and v."""
 
@@ -148,12 +117,6 @@ def _jax_nn(case: Case, implementation: str) -> Callable[..., Any]:
 def _tokamax(case: Case) -> Callable[..., Any]:
     attend = by_hand.tokamax_library().dot_product_attention
     return functools.partial(attend, is_causal=case.causal)
-
-
-def _fa4(case: Case) -> Callable[..., Any]:
-    import fa4_jax
-
-    return functools.partial(fa4_jax.flash_attn, causal=case.causal, window_size=None)
 
 
 def step(case: Case, linen: bool = False, share: float = 3 / 4, stored: str | None = None) -> Work:
@@ -181,10 +144,7 @@ CONTESTANTS: dict[str, dict[str, Callable[[Case], Work]]] = {
         "linen": linen_layer,
         "nnx": nnx_layer,
         "torch-sdpa": torch_peers.linear_sdpa,
-        "torch-mha": torch_peers.multihead_attention,
         "equinox": equinox_layer,
-        "haiku": haiku_layer,
-        "keras": keras_layer,
     },
     "core": {
         "ours": core(_ours),
@@ -194,7 +154,6 @@ CONTESTANTS: dict[str, dict[str, Callable[[Case], Work]]] = {
         "torch-sdpa": torch_peers.core,
         "torch-flex": torch_peers.flex,
         "tokamax": core(_tokamax),
-        "fa4-jax": core(_fa4),
     },
     "step": {
         "ours": step,
@@ -209,9 +168,7 @@ NAMES = list(dict.fromkeys(name for group in CONTESTANTS.values() for name in gr
 # The denominators of all ratios.
 BASELINES = {"layer": "linen", "core": "jax-xla", "step": "linen"}
 # Those whose memory grows with T², at least on a CPU.
-KEEP_SCORES = {
-    "linen", "nnx", "equinox", "haiku", "keras", "ours-reference", "jax-xla", "tokamax", "fa4-jax",
-}  # fmt: skip
+KEEP_SCORES = {"linen", "nnx", "equinox", "ours-reference", "jax-xla", "tokamax"}
 
 
 def build(name: str, case: Case) -> Work:

@@ -53,27 +53,6 @@ def linear_sdpa(case: Case) -> Work:
     return _work(case, forward, [x], [tensor for pair in params for tensor in pair])
 
 
-def multihead_attention(case: Case) -> Work:
-    """Build `nn.MultiheadAttention` without returned weights."""
-    torch, device = _torch()
-    # Use training mode in forward passes too: without dropout the numbers are the same, and eval()
-    # takes a path that was 2 to 5 times slower on CPU and holds all scores.
-    layer = torch.nn.MultiheadAttention(
-        case.D, case.N, batch_first=True, device=device, dtype=getattr(torch, case.dtype)
-    )
-    weights, biases = zip(*_parameters(case), strict=True)
-    layer.load_state_dict({
-        "in_proj_weight": torch.cat(weights[:3]), "in_proj_bias": torch.cat(biases[:3]),
-        "out_proj.weight": weights[3], "out_proj.bias": biases[3],
-    })  # fmt: skip
-    (x,), hidden = _tensors(case, *case.inputs()), None
-    if case.causal:
-        # It needs the mask in addition to the hint. True is where a query may not see.
-        hidden = torch.ones(case.T, case.T, dtype=torch.bool, device=device).triu(1)
-    options = {"need_weights": False, "attn_mask": hidden, "is_causal": case.causal}
-    return _work(case, lambda: layer(x, x, x, **options)[0], [x], list(layer.parameters()))
-
-
 def step(case: Case) -> Work:
     """Build steps of one token: four `Linear`, a static cache, and SDPA with a mask of its
     slots.
