@@ -47,12 +47,10 @@ def main(argv: list[str]) -> None:
         found = devices.of(topology)
     compiler = report.compiler(found[0])
     print(f"{len(found)} × {found[0].device_kind}, compiled by {compiler}", flush=True)
-    with phase(f"compiling for {topology}"):
-        if SEARCH.value:
-            layouts = search.search(asked, found, MOST.value)
-        else:
-            layouts = [search.plan(asked, found)]
-    report.show(layouts)
+    if SEARCH.value:
+        report.show(search.search(asked, found, MOST.value))
+    else:
+        report.show([search.plan(asked, found)])
 
 
 if __name__ == "__main__":

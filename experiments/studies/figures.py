@@ -21,6 +21,7 @@ def make_panels(
         axes.set_title(title, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
+        axes.xaxis.get_major_locator().set_params(integer=True)
     return figure, panels
 
 
