@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from experiments.common.counts.chips import CHIPS, GPUS, Chip
+from experiments.common.devices import count_slices
 from experiments.plan.collectives import Collective
 from experiments.plan.compiled import Compiled
 from experiments.plan.gpus import HOST
-from experiments.trainer.mesh import count_slices
 
 
 class Times(NamedTuple):

@@ -9,10 +9,10 @@ import jax
 from ml_collections import ConfigDict
 
 from experiments import tasks
+from experiments.common.devices import AXES, count_slices, make_mesh
 from experiments.plan import compiled, roofline
 from experiments.plan.compiled import Compiled, TooLargeError
 from experiments.plan.roofline import Times
-from experiments.trainer import mesh
 from experiments.trainer.optimizer import make_optimizer
 
 
@@ -37,7 +37,7 @@ def plan(config: ConfigDict, devices: Sequence[jax.Device]) -> Layout:
     try:
         found = compiled.step(config, devices)
     except TooLargeError as error:
-        sizes = dict(mesh.make_mesh(config, devices).shape)
+        sizes = dict(make_mesh(config, devices).shape)
         return Layout(sizes, reason=f"does not fit: {error}", needs=error.needs, has=error.has)
     peak, reason = found.memory.peak, ""
     if has is not None and peak > has:
@@ -48,8 +48,8 @@ def plan(config: ConfigDict, devices: Sequence[jax.Device]) -> Layout:
 def splits(count: int) -> list[dict[str, int]]:
     """Return all sizes of the mesh axes with this product."""
     factors = [n for n in range(1, count + 1) if count % n == 0]
-    sizes = itertools.product(factors, repeat=len(mesh.AXES))
-    return [dict(zip(mesh.AXES, x, strict=True)) for x in sizes if math.prod(x) == count]
+    sizes = itertools.product(factors, repeat=len(AXES))
+    return [dict(zip(AXES, x, strict=True)) for x in sizes if math.prod(x) == count]
 
 
 def sent(sizes: dict[str, int], parameters: int, activations: int) -> float:
@@ -64,7 +64,7 @@ def sent(sizes: dict[str, int], parameters: int, activations: int) -> float:
       parameters: the number of parameters.
       activations: the bytes of the outputs of all layers for the whole batch.
     """
-    data, fsdp, model, context = (sizes[axis] for axis in mesh.AXES)
+    data, fsdp, model, context = (sizes[axis] for axis in AXES)
     weights, here = 2 * parameters / model, activations / (data * fsdp)
     return (
         4 * weights * (1 - 1 / fsdp) + 2 * weights / fsdp * (1 - 1 / data)
@@ -87,7 +87,7 @@ def search(config: ConfigDict, devices: Sequence[jax.Device], most: int) -> list
     activations = 2 * tokens * config.model.features * config.model.num_layers
     fits: list[Layout] = []
     others: list[Layout] = []
-    count = len(devices) // mesh.count_slices(devices)
+    count = len(devices) // count_slices(devices)
     for sizes in sorted(splits(count), key=lambda sizes: sent(sizes, parameters, activations)):
         least = state_bytes / (sizes["fsdp"] * sizes["model"])
         if links is not None and least > links.chip.memory / links.cores:

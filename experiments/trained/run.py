@@ -7,11 +7,12 @@ import jax
 from absl import flags
 
 from experiments import tasks
+from experiments.common.devices import AXES
 from experiments.common.failures import RunError
 from experiments.common.phases import phase
 from experiments.runs import folders
 from experiments.tasks.task import fingerprint
-from experiments.trainer import loop, mesh
+from experiments.trainer import loop
 from experiments.trainer.checkpoints import Checkpoints
 
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it has moved.")
@@ -43,7 +44,7 @@ def open_run(workdir: str | Path, data: str | None = None, tokenizer: str | None
       tokenizer: where the file of its tokenizer is now, if that has moved.
     """
     run = folders.find_run(workdir)
-    for axis in mesh.AXES:
+    for axis in AXES:
         run.config.mesh[axis] = 1
     for name, path in (("path", data), ("tokenizer", tokenizer)):
         if path is not None:

@@ -14,9 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from experiments.common.devices import AXES as AXES
-from experiments.common.devices import count_slices as count_slices
-from experiments.common.devices import make_mesh as make_mesh
+from experiments.common.devices import make_mesh
 from experiments.common.failures import RunError
 from experiments.tasks.task import Batch, Metrics, Params, Task
 from flax_mha import sharding

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.trainer import loop, mesh
+from experiments.common import devices
+from experiments.trainer import loop
 from experiments.trainer.optimizer import make_optimizer
 
 
@@ -43,7 +44,7 @@ def test_accumulation_on_a_mesh_equals_one_device(config: ConfigDict) -> None:
     config.model.dropout_rate = 0.1
     state, losses = trained(config)
     wanted = jax.device_get((state.params, losses))
-    config.mesh.update(dict(zip(mesh.AXES, (1, 2, 2, 2), strict=True)))
+    config.mesh.update(dict(zip(devices.AXES, (1, 2, 2, 2), strict=True)))
     state, losses = trained(config)
     assert_close(jax.device_get((state.params, losses)), wanted)
     # The sum of gradients is sharded as the parameters.

@@ -9,9 +9,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments import tasks
+from experiments.common import devices
 from experiments.common.failures import RunError
 from experiments.runs import log
-from experiments.trainer import loop, mesh
+from experiments.trainer import loop
 from tests.experiments.launch import begin, losses, settings, together
 from tests.experiments.test_resume import cut_off, numbers, restored
 
@@ -85,10 +86,10 @@ def test_four_processes_resume_run_of_eight_devices(config: ConfigDict, tmp_path
 def test_mesh_must_use_every_process(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(RunError, match=r"with 4 processes .* all 8 devices, got data=1"):
-        mesh.make_mesh(config)
+        devices.make_mesh(config)
     config.mesh.data, config.batch_size = -1, 12
     with pytest.raises(RunError, match=r"a multiple of config.mesh.data=8 .* got 12; try 16"):
-        mesh.make_mesh(config)
+        devices.make_mesh(config)
 
 
 def test_rows_of_a_process_need_not_be_contiguous(

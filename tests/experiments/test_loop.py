@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from experiments import tasks
+from experiments.common import devices
 from experiments.common.failures import RunError
 from experiments.trainer import loop, mesh
 from tests.experiments.launch import losses
@@ -112,7 +113,7 @@ def test_default_mesh_takes_as_many_devices_as_fit(
     config: ConfigDict, batch: int, data: int
 ) -> None:
     config.mesh.data, config.batch_size = -1, batch
-    assert mesh.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1, "context": 1}
+    assert devices.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1, "context": 1}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_context_axis_is_split_by_the_heads(
     """If they divide over some of its devices."""
     config.model.num_kv_heads = kv_heads
     config.mesh.model, config.mesh.context = model, 8 // model
-    built = mesh.make_mesh(config)
+    built = devices.make_mesh(config)
     assert built.shape == {"data": 1, "fsdp": 1, "model": model, **axes}
     along = ("context", "ulysses") if "ulysses" in axes else "context"
     assert ("length", along) in mesh.rules(built)
