@@ -32,29 +32,6 @@ from tests.kernels.test_contract import TestReference
 case = "causal", "2x7x7", "kerple", "soft", "gqa", "float32", "no_dropout", "from_0", "known"
 TestReference().check(problem_of(Case(*case)), traced=False)
 """,
-    "kernel": """
-assert flax_mha.explain(*qkv, kernel="plain").chosen == "plain"
-assert "has no masks" in flax_mha.explain(*qkv, mask=masks.Causal()).refused["plain"]
-out, want = (flax_mha.dot_product_attention(*qkv, kernel=k) for k in ("plain", "reference"))
-np.testing.assert_allclose(out, want, atol=1e-6)
-""",
-    "variant": """
-from flax import nnx
-import flax_mha.nnx
-from flax_mha.variants import NormedValuesAttention
-x = qkv[0].reshape(2, T, 8)
-layer = NormedValuesAttention(2, mask=masks.Causal())
-params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
-params["value_ln"]["scale"] = jnp.array([0.5, 2.0, 1.0, 3.0])
-apply = jax.jit(lambda params: layer.apply({"params": params}, x))
-want = apply(params)
-unscaled = params | {"value_ln": {"scale": jnp.ones(4)}}
-assert np.abs(want - apply(unscaled)).max() > 0.01
-ours = flax_mha.nnx.NormedValuesAttention(2, 8, mask=masks.Causal(), rngs=nnx.Rngs(0))
-graph = nnx.graphdef(ours)
-found = jax.jit(lambda params: nnx.merge(graph, nnx.State(params))(x))(params)
-np.testing.assert_array_equal(found, want)
-""",
     "option": """
 from flax import nnx
 import flax_mha.nnx
@@ -73,18 +50,6 @@ layer = flax_mha.MultiHeadAttention(2, **part.fields)
 variables = jax.jit(layer.init)(jax.random.key(0), x)
 want, _ = layer_model.layer(variables["params"], x[0], layer_model.Model(**part.model))
 np.testing.assert_allclose(jax.jit(layer.apply)(variables, x)[0], want, rtol=1e-4, atol=1e-5)
-""",
-    "layer": """
-from flax_mha import plain
-from flax_mha.layer import core
-params = plain.init(jax.random.key(0), 8, 2)
-x = qkv[0].reshape(2, T, 8)
-out = jax.jit(lambda x: plain.apply(params, x, core.Settings(2), mask=masks.Causal()))(x)
-tree = {name: {"kernel": p} for name, p in params.items()}
-tree["out"]["kernel"] = jnp.moveaxis(params["out"], 0, -1)
-layer = flax_mha.MultiHeadAttention(2, use_bias=False)
-want = jax.jit(lambda x: layer.apply({"params": tree}, x, mask=masks.Causal()))(x)
-np.testing.assert_allclose(out, want, atol=1e-6)
 """,
 }
 BEFORE = """
