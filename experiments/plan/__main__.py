@@ -9,7 +9,7 @@
 
 The command compiles the trainer's step for the topology on this machine's CPU, and runs nothing.
 It prints the memory, the operations, the communication and the minimum time of one device. The
-layout is config.mesh, or with --search the fastest of all. docs/scaling.md explains the figures.
+layout is config.mesh, or with --search the fastest of all. docs/sharding.md explains the figures.
 
 --config.KEY=VALUE changes a key of the config, as in `python -m experiments.train`, whose --help
 lists the keys.

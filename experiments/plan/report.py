@@ -80,7 +80,7 @@ def show(layouts: Sequence[Layout]) -> None:
     if fits:
         print(f"{sent(fits[0])}\n")
     else:
-        print("nothing fits; docs/scaling.md lists changes of the config that take less memory")
+        print("nothing fits; docs/sharding.md lists changes of the config that take less memory")
     left = [layout.reason for layout in layouts if layout.reason and layout.needs is None]
     for reason, count in Counter(left).items():
         print(f"not compiled: {count} × {reason}")

@@ -36,7 +36,7 @@ class TalkingHeadsAttention(MultiHeadAttention):
     Longer vectors compute the sums, so any kernel works: query n holds all P_mn q_m, and each key
     and value holds all heads. Memory is the kernel's, and both products take K times as long as in
     `MultiHeadAttention`. If heads are sharded, each device receives the queries, keys and values of
-    all, and outputs are summed on the device of their head (see docs/communication.md).
+    all, and outputs are summed on the device of their head (see docs/sharding.md).
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """

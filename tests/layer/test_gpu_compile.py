@@ -1,7 +1,7 @@
 """A layer on NVIDIA GPUs, compiled without one.
 
 It needs the wheels of the extra gpu-compile. The collectives equal the ones on TPUs: see
-test_tpu_collectives.py and docs/communication.md.
+test_tpu_collectives.py and docs/sharding.md.
 """
 
 import functools

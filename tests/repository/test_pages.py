@@ -33,9 +33,9 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
 SLOW_NAMES = (
-    "circuits", "coming-from-huggingface", "coming-from-pytorch", "decoding",
+    "coming-from-huggingface", "coming-from-pytorch", "decoding",
     "fine-tune", "interop", "kernels", "look-inside", "masks", "models", "nnx", "own",
-    "performance", "shard-it", "sharding", "variants",
+    "performance", "sharding", "variants",
 )  # fmt: skip
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
 
@@ -73,13 +73,27 @@ def tuned(scope: Scope) -> None:
         assert np.any(update) == ("attention" in jax.tree_util.keystr(path)), path
 
 
-def circuit(scope: Scope) -> None:
-    """The model answers without one induction head, and not without the heads of the circuit."""
+def look_inside(scope: Scope) -> None:
+    """Check the captured values and their changes, and that the circuit does what the page says."""
+    values, path = scope["values"], "decoder/layers_0/attention/attention_"
+    weights, entropy = (np.asarray(values[path + name]) for name in ("weights", "entropy"))
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    logs = np.log(np.where(weights > 0, weights, 1))
+    np.testing.assert_allclose(entropy, -(weights * logs).sum(-1), atol=1e-5)
+    assert Path("heads.html").stat().st_size > 10_000
+    assert np.abs(scope["edited"] - scope["logits"]).max() > 1e-3
+    (importance,) = scope["importance"].values()
+    assert importance.keep.shape == (8, 1)
+    keep = np.ones((2, 8))
+    keep[0, [1, 5]] = keep[1, [0, 6]] = 0
+    masked = scope["watched"].apply(scope["variables"], scope["tokens"], head_mask=[*keep])
+    np.testing.assert_allclose(scope["pruned"], masked, atol=1e-5)
+    assert scope["effects"].shape == (2, 4)
+    # The model answers without one induction head, and not without the heads of the circuit.
     nothing, strongest, *rest = scope["found"].values()
     assert nothing > 0.95
     assert strongest > 0.9
     assert max(rest) < 0.6
-    assert Path("circuit.html").stat().st_size > 10_000
 
 
 def from_hugging_face(scope: Scope) -> None:
@@ -192,11 +206,11 @@ def models(scope: Scope) -> None:
 
 # Checks that a page's own code does not make.
 CHECKS: dict[str, Callable[[Scope], None]] = {
-    "docs/circuits.md": circuit,
     "docs/coming-from-huggingface.md": from_hugging_face,
     "docs/decoding.md": decoding,
     "docs/fine-tune.md": tuned,
     "docs/interop.md": from_folders,
+    "docs/look-inside.md": look_inside,
     "docs/models.md": models,
     "docs/nnx.md": in_nnx,
     "docs/own.md": own,

@@ -1,6 +1,6 @@
 """Collectives of a layer on a TPU pod, counted by the TPU compiler without a TPU.
 
-The numbers follow the formula in docs/communication.md.
+The numbers follow the formula in docs/sharding.md.
 """
 
 import importlib.util
