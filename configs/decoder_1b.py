@@ -5,7 +5,8 @@
 This config is for the planner, and has not been trained at this size. For a v5e-16, the compiler
 (libtpu 0.0.52) reports 1.48 of 16 GiB for each chip, and a step of 16 rows takes at least 91 ms.
 The plan took 25 s on two CPU cores. Its tokens are bytes; --config.data.tokenizer=tokenizer.json
-reads those of a Hugging Face tokenizer. docs/decoding.md has the overrides for 7 billion parameters.
+reads those of a Hugging Face tokenizer. docs/decoding.md has overrides for 7 billion parameters.
+
 With these, 788,000 parameters train on two CPU cores in a minute, to 3.10 bits per byte:
 
     --config.mesh.fsdp=1 --config.length=128 --config.data.stride=64 --config.batch_size=4
