@@ -60,7 +60,7 @@ def get_config() -> ConfigDict:
     config.model.dtype = "float32"  # the dtype of the computation; parameters are float32
     config.model.scan = False  # True to run the layers in one loop, compiled once
     # The activations that the backward pass finds in memory: False for all, True for each layer's
-    # input, or names, such as "products,q,k,v,z,lse" (docs/language-models.md)
+    # input, or names, such as "products,q,k,v,z,lse" (docs/performance.md)
     config.model.remat = FieldReference(False, field_type=object)
 
     config.optimizer = ConfigDict()

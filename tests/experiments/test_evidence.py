@@ -1,4 +1,4 @@
-"""The commands behind the page of evidence: losses of all kernels, and costs by length."""
+"""The commands behind docs/performance.md: losses of all kernels, and costs by length."""
 
 import json
 from pathlib import Path

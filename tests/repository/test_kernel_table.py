@@ -239,25 +239,29 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 
 
 def table() -> str:
-    """Return the features of all kernels, and a Markdown table of the others with the reasons."""
+    """Return the features of all kernels, and a Markdown table of the others with the reasons.
+
+    Features that the same kernels refuse for the same reasons share a row.
+    """
     where = columns()
     told = {title: refusals(name, PLATFORMS[on[0]]) for title, (name, on) in where.items()}
-    refused = [x for x in (*features(), *DERIVATIVES) if any(column[x] for column in told.values())]
-    of_all = [x for x in (*features(), *DERIVATIVES) if x not in refused]
+    everything = [title for title, column in told.items() if not any(column.values())]
+    told = {title: column for title, column in told.items() if title not in everything}
+    rows: dict[tuple[str, ...], list[str]] = {}
     notes: list[str] = []
-    lines = [
-        *textwrap.wrap(f"Every kernel takes {'; '.join(of_all)}.", 120), "",
-        tables.head("", *where),
-    ]  # fmt: skip
-    for feature in refused:
+    for feature in (*features(), *DERIVATIVES):
         cells = []
         for column in told.values():
             reason = column[feature]
             note = reason and rule(reason)
             if note and note not in notes:
                 notes.append(note)
-            cells.append(f"no ({notes.index(note) + 1})" if note else "✓")
-        lines.append(tables.line(feature, *cells))
+            cells.append(f"({notes.index(note) + 1})" if note else "✓")
+        rows.setdefault(tuple(cells), []).append(feature)
+    of_all = rows.pop(("✓",) * len(told))
+    taken = f"Every kernel takes {'; '.join(of_all)}. {' and '.join(everything)} take all calls."
+    lines = [*textwrap.wrap(taken, 120), "", tables.head("", *told)]
+    lines += [tables.line("; ".join(group), *cells) for cells, group in rows.items()]
     numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
     return "\n".join([*lines, "", *numbered])
 

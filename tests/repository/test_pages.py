@@ -199,9 +199,7 @@ def models(scope: Scope) -> None:
     decoder = size(scope["whisper_decoder"], tokens, np.zeros((1, 1, 384)))
     sound = (3 * 80 + 1 + 3 * 384 + 1 + 1500) * 384
     assert encoder + decoder + sound == 37_760_640
-    x = np.zeros((1, 2, 2048))
-    for name in ("qwen3_next", "olmo2"):
-        assert size(scope[name], x) > 0
+    assert size(scope["qwen3_next"], np.zeros((1, 2, 2048))) > 0
 
 
 # Checks that a page's own code does not make.
@@ -239,7 +237,7 @@ def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_quoted_code_is_that_of_its_file() -> None:
     """A block of `py` after a line with a path is code of this file, and is not run."""
     quotes = {page: pages.blocks("py", pages.read(page)) for page in PAGES}
-    assert len(quotes["docs/training.md"]) > 10
+    assert len(quotes["docs/training.md"]) > 8
     for page, blocks in quotes.items():
         named = re.findall(
             r"^`([\w/]+\.py)`:\n\n```py\n(.*?)^```", pages.read(page), re.DOTALL | re.M

@@ -1,4 +1,10 @@
-"""Features that the TPU kernels share: reasons against calls, block sizes, layout."""
+"""Features that the TPU kernels share: reasons against calls, block sizes, layout.
+
+The cycles that chose the sizes of blocks are read from the schedules that libtpu writes with
+LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER --xla_jf_dump_llo_text=true
+--xla_jf_dump_llo_pass_label_regex=final_bundles". They leave out waits for memory, so they compare
+sizes, and are no times.
+"""
 
 import math
 from typing import Any

@@ -14,8 +14,15 @@ bias [rows|1, N|1, T, S]. Around cuDNN, this package defines three cases:
 - A sink multiplies the output by σ(lse − sink). From the scaled out and lse, cuDNN's backward pass
   computes the right gradients.
 
-It was checked against a model of cuDNN, and on an H100 against the oracle, except for the layout of
-a cache.
+A hidden pair has a bias of −2⁴², which float16 cannot hold, and entries of a user's bias below −2⁴¹
+count as −∞. cuDNN always gets lengths, full ones if the call has none: without them its backward
+kernels for Hopper may return NaN for rows whose scores are all below −88 (issue 1072 of
+NVIDIA/cudnn-frontend). The backward pass computes weights as exp(score − lse). A float32 lse beyond
+10⁴ has few digits after the point, so gradients are wrong there, and so are the shares of devices
+that merge outputs. Dropout is refused because JAX takes its seed as a constant of the program.
+
+It was checked against a model of cuDNN, and on an H100 against the oracle (cuDNN 9.19, JAX
+0.12.0.1), except for the layout of a cache.
 
 Source: `jax._src.cudnn.fused_attention_stablehlo`, called directly because `jax.nn` rounds the lse
 to half precision and needs value heads as wide as key heads. Dao, "FlashAttention-2", 2023.

@@ -1,6 +1,11 @@
 """The masks that cuDNN supports: a band along the diagonal, within lengths and runs.
 
 Other masks hide pairs within the band by a bias.
+
+Runs are packed documents in cuDNN's ragged layout, where pairs of different documents cost nothing.
+They need Hopper, heads of at most 128 features, the same tokens as queries and keys, in order, and
+no bias: `Documents`, and `Segments` in contiguous runs, of static ids or with `runs` and `at_most`.
+The lse takes runs·B·N·T·4 bytes while the kernel runs.
 """
 
 import functools

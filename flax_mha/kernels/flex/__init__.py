@@ -8,7 +8,12 @@ matmul and divided by their sum after it. Memory is O(T + S), plus the arrays of
 Empty tiles are skipped, and only partial tiles evaluate the mask. Masks and score functions run in
 the kernel, also a user's own, and so do their derivatives. The backward pass computes scores again:
 on TPUs once for dq, dk and dv, and once more for each learned array, whose memory it takes. On TPUs
-the kernel can also rotate queries and keys.
+the kernel can also rotate queries and keys. The layer rotates them if something else reads them (a
+cache, a capture, an edit), with learned scores, over a sharded sequence, and if the tables of
+cosines would take more than a third of the fast memory.
+
+A hidden score becomes −∞ before the softmax, and the derivative of the mask sets its gradient to 0,
+even where a product overflows.
 
 Sources: Dao, "FlashAttention-2", 2023; Dong et al., "Flex Attention", 2024, for the idea; Milakov
 and Gimelshein, "Online normalizer calculation for softmax", 2018.

@@ -7,7 +7,10 @@ half precision, by the scale. Memory is O(T + S). It skips blocks that are empty
 mask. In other blocks the mask is a function of positions and segment ids (see `computed_mask`).
 
 `auto` prefers `flex`, which has more features. By its name, this kernel computes plain attention:
-one static mask for all rows and heads, one array of segment ids or lengths, and a soft cap.
+one static mask for all rows and heads, one array of segment ids or lengths, and a soft cap. A
+second such array would need an id for each pair of ids, by a sort. An lse is refused because JAX's
+gradients of this kernel ignore it. They multiply masked values by a weight of 0, so they are NaN
+where the product of such a value and dout overflows.
 
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`, with its own gradients. Dao,
 "FlashAttention-2", 2023.
