@@ -101,7 +101,7 @@ def main() -> None:
         print(f"{name}: {spread(best[-1])}, by rank:", *map(spread, rise.T))
         draw_band(axes[1], steps, best, name, color)
         draw_bars(axes[2], np.arange(HEADS) + i * (HEADS + 1), rise, name, color)
-    print("only:", spread(changed["only"]), "ideal:", *map(spread, changed["ideal"].T))
+    print("only these two:", spread(changed["only"]), "ideal:", *map(spread, changed["ideal"].T))
     axes[2].set_xticks([0, 1, 2, 3, 5, 6, 7, 8], [*"12341234"])
     save(figure, flags.figure)
 
