@@ -39,34 +39,13 @@ subclass with a method `allowed`. A method `tiles` lets kernels skip blocks, and
 aligns their blocks with the mask.
 """
 
-from flax_mha.base.coordinates import At as At
-from flax_mha.base.coordinates import Tiles as Tiles
-from flax_mha.masks.algebra import And as And
-from flax_mha.masks.algebra import Dense as Dense
-from flax_mha.masks.algebra import Mask as Mask
-from flax_mha.masks.algebra import MaskLike as MaskLike
-from flax_mha.masks.algebra import Not as Not
-from flax_mha.masks.algebra import Or as Or
-from flax_mha.masks.algebra import as_mask as as_mask
-from flax_mha.masks.algebra import combine as combine
-from flax_mha.masks.block_sparse import BlockSparse as BlockSparse
-from flax_mha.masks.block_sparse import top_blocks as top_blocks
-from flax_mha.masks.diffusion import block_diffusion as block_diffusion
-from flax_mha.masks.per_token import AtLeast as AtLeast
-from flax_mha.masks.per_token import Documents as Documents
-from flax_mha.masks.per_token import Keys as Keys
-from flax_mha.masks.per_token import Lengths as Lengths
-from flax_mha.masks.per_token import Prefix as Prefix
-from flax_mha.masks.per_token import Segments as Segments
-from flax_mha.masks.positional import Causal as Causal
-from flax_mha.masks.positional import Dilated as Dilated
-from flax_mha.masks.positional import Neighborhood as Neighborhood
-from flax_mha.masks.positional import PerHead as PerHead
-from flax_mha.masks.positional import Predicate as Predicate
-from flax_mha.masks.positional import Window as Window
-from flax_mha.masks.states import EMPTY as EMPTY
-from flax_mha.masks.states import FULL as FULL
-from flax_mha.masks.states import PARTIAL as PARTIAL
+from flax_mha.base.coordinates import At, Tiles
+from flax_mha.masks.algebra import And, Dense, Mask, MaskLike, Not, Or, as_mask, combine
+from flax_mha.masks.block_sparse import BlockSparse, top_blocks
+from flax_mha.masks.diffusion import block_diffusion
+from flax_mha.masks.per_token import AtLeast, Documents, Keys, Lengths, Prefix, Segments
+from flax_mha.masks.positional import Causal, Dilated, Neighborhood, PerHead, Predicate, Window
+from flax_mha.masks.states import EMPTY, FULL, PARTIAL
 
 __all__ = [
     "EMPTY", "FULL", "PARTIAL", "And", "At", "AtLeast", "BlockSparse", "Causal", "Dense",

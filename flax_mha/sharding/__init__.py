@@ -22,21 +22,12 @@ The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_
 ...     y = jax.jit(model.apply)(variables, x)
 """
 
-from flax_mha.sharding.devices import platform as platform
-from flax_mha.sharding.layout import auto as auto
-from flax_mha.sharding.layout import constrain as constrain
-from flax_mha.sharding.layout import like as like
-from flax_mha.sharding.layout import local as local
-from flax_mha.sharding.layout import spec as spec
-from flax_mha.sharding.named_parameters import Named as Named
-from flax_mha.sharding.named_parameters import init as init
-from flax_mha.sharding.named_parameters import name as name
-from flax_mha.sharding.named_parameters import named as named
-from flax_mha.sharding.named_parameters import of as of
-from flax_mha.sharding.order import balanced as balanced
-from flax_mha.sharding.order import zigzag as zigzag
-from flax_mha.sharding.rules import LogicalNames as LogicalNames
-from flax_mha.sharding.shard_map import varying as varying
+from flax_mha.sharding.devices import platform
+from flax_mha.sharding.layout import auto, constrain, like, local, spec
+from flax_mha.sharding.named_parameters import Named, init, name, named, of
+from flax_mha.sharding.order import balanced, zigzag
+from flax_mha.sharding.rules import LogicalNames
+from flax_mha.sharding.shard_map import varying
 
 __all__ = [
     "HEADS", "KV_HEADS", "RULES", "LogicalNames", "Named", "auto", "balanced", "constrain", "init",
