@@ -42,8 +42,6 @@ def scale_heads(name: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
     checks.array(name, scale)
     if jnp.issubdtype(scale.dtype, jnp.complexfloating):
         raise TypeError(f"{name} must be real, got {scale.dtype}; take its absolute value")
-    if not (jnp.issubdtype(scale.dtype, jnp.number) or scale.dtype == jnp.bool_):
-        raise TypeError(f"{name} must be numbers or bools, got {scale.dtype}; give 0 or 1")
     *B, _, N, _ = x.shape
     expected = {"[N]": (N,), "[*B, N]": (*B, N)}
     check_shape(name, scale, expected, "give one number for each head")

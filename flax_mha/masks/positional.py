@@ -129,12 +129,7 @@ class Predicate(Mask):
     args: tuple[jax.Array, ...] = ()
 
     def bind(self, dims: Dims) -> Self:
-        args = checks.arguments("Predicate.args", self.args)
-        checks.function(
-            "Predicate.fn", self.fn, "(row, head, i, j, *args) -> bool",
-            "take the row, the head, the positions of query and key, then args", 4 + len(args),
-        )  # fmt: skip
-        return self.replace(args=args)
+        return self.replace(args=checks.arguments(self.args))
 
     def allowed(self, at: At) -> Array:
         return self.fn(at.row, at.head, at.q, at.k, *self.args)

@@ -96,15 +96,7 @@ class Score(ScoreMod):
     vectors: bool = struct.field(pytree_node=False, default=False)
 
     def bind(self, dims: Dims) -> Self:
-        args = checks.arguments("Score.args", self.args)
-        vectors = 2 if checks.flag("Score.vectors", self.vectors) else 0
-        names, words = (" q, k,", ", their vectors") if vectors else ("", "")
-        checks.function(
-            "Score.fn", self.fn, f"(score, row, head, i, j,{names} *args) -> score",
-            f"take the score, its row, its head, the positions of query and key{words}, then args",
-            5 + vectors + len(args),
-        )  # fmt: skip
-        return self.replace(args=args)
+        return self.replace(args=checks.arguments(self.args))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         return self.fn(score, *at, *self.args)

@@ -56,7 +56,7 @@ def test_axial_positions_beyond_grid_raise_or_give_nan() -> None:
     """The layer refuses more tokens than grid positions. Traced positions give NaN."""
     layer = MultiHeadAttention(2, rotary=Axial((2, 2)))
     x = np.ones((1, 6, 16), np.float32)
-    with pytest.raises(ValueError, match=r"positions must be in 0 … 3, got 5; raise Axial\.sizes"):
+    with pytest.raises(ValueError, match=r"positions must be in 0 … 3, got 4; raise Axial\.sizes"):
         jax.eval_shape(layer.init, KEY, x)
     at = np.array([0, 3, 1, 0, 2, 3])
     jax.eval_shape(lambda *a: layer.init(*a, positions=at), KEY, x)
@@ -112,7 +112,7 @@ def test_axial_and_mrope_in_layer_decode_like_full_forward(rotary: Any, position
         (lambda x: Axial((3, 0)), r"Axial.sizes\[1\] must be at least 1"),
         (lambda x: Axial(3), "Axial.sizes must be a tuple"),
         (lambda x: Axial((2, 2), 0.0), "base must be above 0"),
-        (lambda x: Axial((2, 2), prefix=-1), "Axial.prefix must be in 0"),
+        (lambda x: Axial((2, 2), prefix=-1), "Axial.prefix must be at least 0"),
         (lambda x: Axial((2, 2, 2))(x, np.arange(4)), "must be a multiple of 6, got 8"),
         (lambda x: Axial((2, 2))(x, np.arange(3)), "positions must have shape"),
         (lambda x: Axial((3,))(x, np.arange(4)), r"positions must be in 0 … 2, got 3; raise Axial"),
