@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from flax_mha.base.trees import Struct, tree_nodes
 from flax_mha.masks.arrays import read_table
 from flax_mha.masks.states import EMPTY, FULL, PARTIAL, both, either, tile_state
 from flax_mha.masks.static_pairs import static_pairs
-
-# Attributes of arrays that code for arrays of masks reads.
-_OF_ARRAYS = ("shape", "ndim", "dtype", "size", "astype", "reshape", "at")
 
 
 class Mask(Struct):
@@ -81,31 +78,19 @@ class Mask(Struct):
           kv_positions: the positions of the keys, int [S] or [*batch, S], or of the first one.
         """
         S = T if S is None else S
-        for name, size in (("T", T), ("S", S), ("num_heads", num_heads)):
-            checks.integer(name, size)
         dims = Dims(checks.sizes("batch", batch), T, S, num_heads, num_heads, 1, 1)
         q_pos = shapes.positions("q_positions", q_positions, (*dims.B, T), "T")
         k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, S), "S")
-        try:
-            mask = self.bind(dims)
-        except ValueError as error:
-            if batch or "*B" not in str(error):
-                raise
-            raise ValueError(f"{error}; give batch= if the mask is batched") from None
-        return jnp.broadcast_to(evaluate(mask, whole(dims, q_pos, k_pos)), dims.logits)
+        return jnp.broadcast_to(evaluate(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)
 
-    def show(
-        self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,
-        q_positions: Array | int | None = None, kv_positions: Array | int | None = None,
-    ) -> str:  # fmt: skip
+    def show(self, T: int, S: int | None = None, **options: Any) -> str:
         """Return a drawing of the mask of the first example and head: a row per query, █ for True.
 
         The arguments are the same as for `dense`.
         """
-        positions = {"q_positions": q_positions, "kv_positions": kv_positions}
-        table = np.asarray(self.dense(T, S, batch, num_heads, **positions))
-        table = table.reshape(-1, *table.shape[-2:])[0]
-        return "\n".join("".join("█" if allowed else "·" for allowed in line) for line in table)
+        table = np.asarray(self.dense(T, S, **options))
+        lines = table.reshape(-1, *table.shape[-2:])[0]
+        return "\n".join("".join("█" if allowed else "·" for allowed in line) for line in lines)
 
     def __and__(self, other: "MaskLike") -> "Mask":
         return And((self, as_mask(other)))
@@ -128,23 +113,6 @@ class Mask(Struct):
             "a mask is neither true nor false: masks are joined by &, | and ~, not by and, or and "
             "not; write Causal() & Lengths(n), and `mask is not None` to test for a mask"
         )
-
-    if not TYPE_CHECKING:  # Type checkers would take a mask for an array.
-
-        def _refuse(self, *_: Any, **__: Any) -> None:
-            raise TypeError(
-                f"masks must be joined by &, | and ~, got {type(self).__name__} in an operation "
-                f"of arrays; write mask.dense(T, S, batch) for its table"
-            )
-
-        __getitem__ = __array__ = _refuse
-        __mul__ = __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = _refuse
-
-        def __getattr__(self, name: str) -> Any:
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name in _OF_ARRAYS:
-                message = f"{message}: a mask is no array; write mask.dense(T, S, batch) for one"
-            raise AttributeError(message, name=name, obj=self)
 
 
 MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
@@ -303,18 +271,9 @@ def as_mask(mask: MaskLike) -> Mask:
         return mask
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         return Dense(mask)
-    other: Any = mask
-    remedy = "convert it with jnp.asarray(mask, bool)"
-    if other is None:
-        remedy = "leave it out; masks.combine(a, b) skips None"
-    elif isinstance(other, type):
-        remedy = f"give {other.__name__}(…), with its parentheses"
-    elif callable(other):
-        remedy = "give masks.Predicate(fn)"
-    elif isinstance(other, str):
-        remedy = "give masks.Causal(), say"
     raise TypeError(
-        f"a mask must be a flax_mha.masks.Mask or a bool array, got {type(mask).__name__}; {remedy}"
+        f"a mask must be a flax_mha.masks.Mask or a bool array, got {checks.describe(mask)}; give "
+        f"a function as masks.Predicate(fn), and skip None by masks.combine(a, b)"
     )
 
 

@@ -52,13 +52,12 @@ def _as_bools(array: Array) -> Array:
 def lengths_as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
     """Reshape lengths [], [*B] or, per query, [*B, T] to [*B|1, 1, 1|T, 1]."""
     lengths = checks.integers(name, lengths)
-    if not lengths.ndim:
-        return ScoreArray(shapes.lead(lengths, len(dims.logits)))
     expected = {"[]": (), "[*B]": dims.B} | ({"[*B, T]": (*dims.B, dims.T)} if per_query else {})
     remedy = "give one length for each example of the batch"
     shapes.check_shape(name, lengths, expected, remedy)
-    queries = lengths.shape[len(dims.B) :] or (1,)
-    return ScoreArray(lengths.reshape(*dims.B, 1, *queries, 1))
+    if lengths.ndim <= len(dims.B):
+        lengths = lengths[..., None]
+    return ScoreArray(shapes.lead(lengths[..., None, :, None], len(dims.logits)))
 
 
 def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:

@@ -49,11 +49,10 @@ class BlockSparse(Mask):
     key_block: int = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        for name in ("query_block", "key_block"):
-            checks.positive(**{f"BlockSparse.{name}": getattr(self, name)})
+        checks.positive(query_block=self.query_block, key_block=self.key_block)
         indices = checks.integers("BlockSparse.blocks", self.blocks)
         nq = (dims.T + self.query_block - 1) // self.query_block
-        if indices.ndim < 2 or not 1 <= indices.shape[-1] <= MAX_BLOCKS:
+        if not 1 <= indices.shape[-1] <= MAX_BLOCKS:
             raise ValueError(
                 f"BlockSparse.blocks must have shape [*B, N, {nq}, k], of k from 1 to {MAX_BLOCKS} "
                 f"blocks of keys, got {indices.shape}; choose fewer and larger ones, or give a "
@@ -122,22 +121,23 @@ def top_blocks(
     Raises:
       ValueError: if `count` is less than the number of local blocks.
     """
-    checks.floating("scores", scores)
-    if scores.ndim < 2 or not scores.shape[-1]:
-        raise ValueError(
-            f"scores must have shape [*B, N, nq, nk], got {scores.shape}; score each block of "
-            f"queries with each block of keys, at least one"
-        )
     checks.positive(count=count, query_block=query_block, key_block=key_block)
-    checks.flag("causal", causal)
-    scores = jax.lax.stop_gradient(jnp.asarray(scores))
+    scores = jax.lax.stop_gradient(jnp.asarray(checks.floating("scores", scores)))
     nq, nk = scores.shape[-2:]
     # Not infinities, which `jax_debug_infs` would report.
     most = float(jnp.finfo(scores.dtype).max)
     if causal:
-        _check_count(count, query_block, key_block, positions is None)
+        local = (query_block + key_block - 2) // key_block + 1
         if positions is None:
             positions = symbols.count_up(nq) * query_block
+            if not (query_block % key_block and key_block % query_block):
+                local = -(-query_block // key_block)
+        if count < local:
+            raise ValueError(
+                f"count must be at least {local}, the blocks of {key_block} keys that "
+                f"{query_block} queries can be in, got {count}; choose more, or take smaller "
+                f"blocks of queries"
+            )
         at = shapes.per_token("positions", positions, (*scores.shape[:-3], nq), "nq")
         at = shapes.lead(at[..., None, :, None], scores.ndim)
         first, last = at // key_block, (at + query_block - 1) // key_block
@@ -158,19 +158,6 @@ def top_blocks(
     best, indices = _top_k(scores, min(count, nk), query_block)
     mask = BlockSparse(jnp.where(best <= -most, -1, indices), query_block, key_block)
     return Causal() & mask if causal else mask
-
-
-def _check_count(count: int, query_block: int, key_block: int, consecutive: bool) -> None:
-    """Check that `count` includes all local blocks of a block of queries."""
-    if consecutive and not (query_block % key_block and key_block % query_block):
-        local = -(-query_block // key_block)
-    else:
-        local = (query_block + key_block - 2) // key_block + 1
-    if count < local:
-        raise ValueError(
-            f"count must be at least {local}, the blocks of {key_block} keys that {query_block} "
-            f"queries can be in, got {count}; choose more, or take smaller blocks of queries"
-        )
 
 
 def _top_k(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, jax.Array]:

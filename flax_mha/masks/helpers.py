@@ -18,14 +18,7 @@ from flax_mha.masks.algebra import Dense, Mask, MaskLike, combine
 from flax_mha.masks.per_token import AtLeast, Segments
 from flax_mha.masks.positional import Causal
 
-
-def _both(q: Array, kv: Array) -> Mask:
-    """Return the mask of pairs of a real query and a real key."""
-    return Dense(q[..., None, :, None]) & Dense(kv[..., None, None, :])
-
-
-# The masks of functions of bools, and of functions of integers.
-_OF_BOOLS = dict.fromkeys((jnp.multiply, jnp.logical_and, jnp.bitwise_and), _both)
+# The masks of functions of integers.
 _OF_INTEGERS: dict[Any, Callable[[Array, Array], Mask]] = {
     jnp.equal: Segments,
     jnp.greater_equal: AtLeast,
@@ -41,9 +34,7 @@ def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.flo
       extra_batch_dims: not used, because a rule holds for any axes of the batch.
       dtype: not used, because a rule has none.
     """
-    checks.array("x", x)
-    checks.integer("extra_batch_dims", extra_batch_dims)
-    del dtype
+    del x, extra_batch_dims, dtype
     return Causal()
 
 
@@ -68,16 +59,12 @@ def make_attention_mask(
       extra_batch_dims: the number of batch axes before the axes of the inputs.
       dtype: the dtype of an array. A rule has none.
     """
-    inputs = {"query_input": query_input, "key_input": key_input}
-    q, kv = (checks.array(name, x) for name, x in inputs.items())
-    checks.integer("extra_batch_dims", extra_batch_dims)
-    rules: dict[Any, Any] = {}
-    if all(x.dtype == bool for x in (q, kv)):
-        rules = _OF_BOOLS
-    elif all(_fits_int32(x.dtype) for x in (q, kv)):
-        rules = _OF_INTEGERS
-    if pairwise_fn in rules:
-        return rules[pairwise_fn](q, kv)
+    q, kv = checks.array("query_input", query_input), checks.array("key_input", key_input)
+    if q.dtype == kv.dtype == bool:
+        if pairwise_fn in (jnp.multiply, jnp.logical_and, jnp.bitwise_and):
+            return Dense(q[..., None, :, None]) & Dense(kv[..., None, None, :])
+    elif pairwise_fn in _OF_INTEGERS and _fits_int32(q.dtype) and _fits_int32(kv.dtype):
+        return _OF_INTEGERS[pairwise_fn](q, kv)
     return nn.make_attention_mask(q, kv, pairwise_fn, extra_batch_dims, dtype)
 
 

@@ -12,7 +12,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.masks.algebra import Dense, Mask
 from flax_mha.masks.arrays import lengths_as_scores
 from flax_mha.masks.positional import Causal
-from flax_mha.masks.states import both, either, is_static, tile_state
+from flax_mha.masks.states import both, is_static, tile_state
 
 
 class Lengths(Mask):
@@ -95,7 +95,6 @@ class Segments(Mask):
 
     def bind(self, dims: Dims) -> Self:
         checks.flag("Segments.runs", self.runs)
-        checks.optional(**{"Segments.at_most": self.at_most})
         if self.at_most is not None and not self.runs:
             raise ValueError("Segments.at_most counts runs, got runs=False; give runs=True")
         if self.runs and self.kv is not None:
@@ -175,7 +174,6 @@ class Documents(Mask):
                 f"Documents.lengths must have shape [*B, documents] = {(*dims.B, '·')} or "
                 f"[documents], got {lengths.shape}; fill examples of fewer documents with 0"
             )
-        checks.within("Documents.lengths", lengths, None, "a length counts tokens")
         xp: Any = np if is_static(lengths) else jnp
         # Once bound, the mask holds the positions where documents end.
         ends = xp.cumsum(lengths, -1, dtype=np.int32)
@@ -210,31 +208,21 @@ class Prefix(Mask):
 
     length: Any
 
-    def bind(self, dims: Dims) -> Self:
-        return self.replace(length=lengths_as_scores("Prefix.length", self.length, dims))
-
-    def allowed(self, at: At) -> Array:
-        return (at.k < self.length.array) | (at.k <= at.q)
-
-    def tiles(self, tiles: Tiles) -> Array:
-        length = self.length.array
-        prefix = tile_state(tiles.k_min < length, tiles.k_max < length)
-        return either(prefix, Causal().tiles(tiles))
+    def bind(self, dims: Dims) -> Mask:
+        return (Lengths(self.length) | Causal()).bind(dims)
 
 
-def _per_token(mask: Any, dims: Dims) -> tuple[Array, Array]:
+def _per_token(mask: Any, dims: Dims) -> list[Array]:
     """Return the integers of queries [*B|1, T|1] and of keys [*B|1, S|1] of a mask."""
-    numbers = {"q": (mask.q, "T", dims.T), "kv": (mask.kv, "S", dims.S)}
-    if mask.kv is None:
-        numbers["kv"] = (mask.q, "S", dims.S)
     arrays = []
-    for field, (x, letter, size) in numbers.items():
+    keys = mask.q if mask.kv is None else mask.kv
+    for field, x, letter, size in (("q", mask.q, "T", dims.T), ("kv", keys, "S", dims.S)):
         name = f"{type(mask).__name__}.{field}"
         x = checks.integers(name, x)
         expected, remedy = (*dims.B, size), "give one number for each token"
         shapes.check_broadcasts(name, x.shape, expected, f"[*B, {letter}]", remedy)
         arrays.append(shapes.lead(x, len(expected)))
-    return arrays[0], arrays[1]
+    return arrays
 
 
 def _over_scores(q: Array, kv: Array) -> dict[str, ScoreArray]:
@@ -254,6 +242,5 @@ def _are_runs(q: Array, kv: Array) -> bool:
 def _runs(ids: Array) -> Array:
     """Return the index of the run of each token, int32."""
     xp: Any = np if is_static(ids) else jnp
-    new = ids[..., 1:] != ids[..., :-1]
-    first = xp.zeros_like(new, shape=(*ids.shape[:-1], min(1, ids.shape[-1])))
-    return xp.cumsum(xp.concatenate([first, new], -1), -1, dtype=np.int32)
+    is_new = xp.diff(ids, axis=-1, prepend=ids[..., :1]) != 0
+    return xp.cumsum(is_new, -1, dtype=np.int32)

@@ -1,6 +1,7 @@
 """Masks of positions: causal, windows, grids, any function."""
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, cast
 
@@ -49,19 +50,14 @@ class Window(Mask):
         return cast(Self, window)
 
     def bind(self, dims: Dims) -> Self:
-        for name, limit in (("left", self.left), ("right", self.right)):
-            if limit is None:
-                continue
-            checks.static(f"Window.{name}", limit)
-            if isinstance(limit, bool) or not isinstance(limit, int):
-                raise TypeError(f"Window.{name} must be an int or None, or an array, got {limit!r}")
+        def limit(name: str, x: Any) -> Any:
             # The sum of a position and a limit must fit int32.
-            if not 0 <= limit < 2**30:
-                raise ValueError(
-                    f"Window.{name} must be at least 0 and below 2³⁰, got {limit}; give None for "
-                    f"no limit"
-                )
-        return self
+            if x is None or not isinstance(self, ArrayWindow):
+                return x if x is None else checks.integer(name, x, 0, 2**30)
+            return lengths_as_scores(name, checks.integers(name, x).clip(-(2**30), 2**30), dims)
+
+        left, right = limit("Window.left", self.left), limit("Window.right", self.right)
+        return self.replace(left=left, right=right)
 
     def allowed(self, at: At) -> Array:
         near, (left, right) = jnp.ones((1,) * at.q.ndim, bool), self._limits
@@ -83,11 +79,11 @@ class Window(Mask):
         return state
 
     def max_lookback(self) -> int | None:
-        return cast(int | None, self.left)
+        return self.left if isinstance(self.left, int) else None
 
     @property
-    def _limits(self) -> tuple[Any, Any]:
-        return self.left, self.right
+    def _limits(self) -> list[Any]:
+        return [x.array if isinstance(x, ScoreArray) else x for x in (self.left, self.right)]
 
 
 class ArrayWindow(Window):
@@ -95,24 +91,6 @@ class ArrayWindow(Window):
 
     left: Any = None
     right: Any = None
-
-    def bind(self, dims: Dims) -> Self:
-        def limit(name: str, x: Any) -> ScoreArray | None:
-            if x is None:
-                return None
-            # The sum of a position and a limit must fit int32.
-            clipped = checks.integers(f"Window.{name}", x).clip(-(2**30), 2**30)
-            return lengths_as_scores(f"Window.{name}", clipped, dims)
-
-        return self.replace(left=limit("left", self.left), right=limit("right", self.right))
-
-    def max_lookback(self) -> int | None:
-        return None
-
-    @property
-    def _limits(self) -> tuple[Any, Any]:
-        left, right = (None if x is None else x.array for x in (self.left, self.right))
-        return left, right
 
 
 class Predicate(Mask):
@@ -145,11 +123,6 @@ class PerHead(Mask):
     masks: Sequence[Mask]
 
     def bind(self, dims: Dims) -> Self:
-        if not isinstance(self.masks, tuple | list):
-            raise TypeError(
-                f"PerHead.masks must be a sequence of a mask for each of the {dims.N} query heads, "
-                f"got {type(self.masks).__name__}; pass one mask for all heads without PerHead"
-            )
         if len(self.masks) != dims.N:
             raise ValueError(
                 f"PerHead.masks must have a mask for each of the {dims.N} query heads, got "
@@ -202,7 +175,7 @@ class Dilated(Mask):
     step: int = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        checks.positive(**{"Dilated.step": self.step})
+        checks.integer("Dilated.step", self.step, 1)
         return self
 
     def allowed(self, at: At) -> Array:
@@ -233,15 +206,11 @@ class Neighborhood(Mask):
     def bind(self, dims: Dims) -> Self:
         sizes, window = checks.sizes("Neighborhood.sizes", self.sizes), self.window
         window = (window,) * len(sizes) if isinstance(window, int) else window
-        window = checks.sizes("Neighborhood.window", window)
-        if not sizes or len(sizes) != len(window):
+        window = checks.sizes("Neighborhood.window", window, 1)
+        if len(sizes) != len(window) or not all(map(operator.le, window, sizes)):
             raise ValueError(
-                f"Neighborhood.sizes and window must have a number for each axis, got "
-                f"{self.sizes} and {self.window}; give as many of each"
-            )
-        if not all(1 <= w <= n for n, w in zip(sizes, window, strict=True)):
-            raise ValueError(
-                f"Neighborhood.window must be from 1 to the sizes {sizes}, got {window}; change it"
+                f"Neighborhood.window must be from 1 to the sizes {sizes} for each axis, got "
+                f"{window}; change it"
             )
         if math.prod(sizes) < max(dims.T, dims.S):
             raise ValueError(
