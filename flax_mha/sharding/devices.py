@@ -8,8 +8,6 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh
 
-from flax_mha.sharding.shard_map import mapped_axes
-
 
 class Platform(NamedTuple):
     """The devices that a call will run on.
@@ -37,16 +35,7 @@ _target: contextvars.ContextVar[Platform | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def target(platform: Platform | None) -> Iterator[None]:
-    """Trace functions for a platform in the context. None keeps the outer one.
-
-    Raises:
-      TypeError: if it is not a `Platform`.
-    """
-    if platform is not None and not isinstance(platform, Platform):
-        raise TypeError(
-            f"platform must be a flax_mha.Platform, got {platform!r}; write Platform('tpu', 'TPU "
-            f"v5 lite'), or Platform('gpu', 'NVIDIA H200')"
-        )
+    """Trace functions for a platform in the context. None keeps the outer one."""
     token = _target.set(platform or _target.get())
     try:
         yield
@@ -91,9 +80,8 @@ def _undivided(mesh: AbstractMesh, manual: Collection[str]) -> str | None:
     free = [axis for axis in axes if sizes[axis] > 1 and axis not in manual]
     if not free:
         return None
-    if mapped := mapped_axes()[0].intersection(free):
-        return f"jax.vmap maps over the Explicit mesh axes {[*mapped]}; add a batch axis instead"
     return (
-        f"no rule uses the mesh axes {free}; wrap in `with nn.logical_axis_rules(sharding.RULES)`, "
-        f"or add a rule each for 'batch', 'length' and 'heads'"
+        f"no rule uses the mesh axes {free}, or jax.vmap maps over them; wrap in `with "
+        f"nn.logical_axis_rules(sharding.RULES)`, add a rule each for 'batch', 'length' and "
+        f"'heads', or a batch axis"
     )

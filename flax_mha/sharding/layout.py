@@ -1,16 +1,13 @@
 """Arrays sharded over the ambient mesh: constraints, and functions of shards."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from flax_mha.base import checks
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.sharding import rules, shard_map
 
@@ -32,15 +29,12 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
       ValueError: if the rules do not fit the mesh or the sizes of x.
     """
     mesh = shard_map.ambient_mesh()
-    if not nn.get_logical_axis_rules() or initializing.value:
+    if mesh.empty or not nn.get_logical_axis_rules() or initializing.value:
         return x
-    if mesh.empty:
-        warn_of_unseen_mesh()
-        return x
-    spec = rules.resolve_spec(checks.array("x", x).shape, names, mesh)
+    spec = rules.resolve_spec(x.shape, names, mesh)
     x = reshard(x, spec)
     if mesh.auto_axes and any(part is not rules.UNCONSTRAINED for part in spec):
-        x = constrain_auto(x, rules.keep_axes(spec, mesh.auto_axes))
+        x = _constrain_auto(x, rules.keep_axes(spec, mesh.auto_axes))
     return x
 
 
@@ -77,10 +71,8 @@ def manual_axes(specs: Iterable[PartitionSpec]) -> set[str]:
     return axes and axes | {a for a in mesh.auto_axes if mesh.shape[a] == 1}
 
 
-@functools.partial(jax.jit, static_argnames="spec", inline=True)
-def constrain_auto(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Constrain x over Auto axes. Outside jit, JAX would need x on the devices of the mesh."""
-    return jax.lax.with_sharding_constraint(x, spec)
+# Outside jit, JAX would need the array on the devices of the mesh.
+_constrain_auto = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
 
 
 def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -163,12 +155,10 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     lacks_rules = is_named and not initializing.value and not nn.get_logical_axis_rules()
     is_replicated = lacks_rules or (is_named and initializing.value)
     arrays, static = partition(args, is_array)
-    of_arrays = [spec_of(x) for x in jax.tree.leaves(arrays)] if lacks_rules else []
-    if any(map(any, of_arrays)):
-        fitting = rules.suggest(of_arrays[0], of_arrays)
+    if lacks_rules and any(any(spec_of(x)) for x in jax.tree.leaves(arrays)):
         raise ValueError(
             f"arrays sharded over the Explicit mesh axes {mesh.explicit_axes} need logical axis "
-            f"rules; wrap in `with nn.logical_axis_rules({fitting})` (nnx has the same context)"
+            f"rules; wrap in `with nn.logical_axis_rules(rules)`, such as sharding.RULES"
         )
 
     def spec(n: rules.LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -191,16 +181,3 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
 def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
-
-
-def warn_of_unseen_mesh() -> None:
-    """Warn under `with mesh:`, which sets a mesh that logical axis rules do not see."""
-    try:
-        # JAX has no public way to read this mesh, but accepts a PartitionSpec only under one.
-        jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
-    except (RuntimeError, ValueError):
-        return
-    checks.warn(
-        "logical axis rules divide nothing under `with mesh:`, which JAX has deprecated; "
-        "write `with jax.set_mesh(mesh):`"
-    )

@@ -1,6 +1,5 @@
 """Orders of tokens that balance the work of the devices of a ring."""
 
-import functools
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 from flax_mha.base import checks
 from flax_mha.base.coordinates import Array, tiles_of, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import Struct
 
 # The swaps that are compared at once, and the most table entries of all swaps: some seconds.
 _SWAPS, _ENTRIES = 32, 2**29
@@ -34,7 +32,6 @@ def zigzag(length: int, devices: int) -> np.ndarray:
 
     Raises:
       ValueError: if T is not a positive multiple of 2n.
-      TypeError: if T or n is not an int.
 
     Source: the zig-zag placement of ring-flash-attention (Zhu, 2024), and of Grattafiori et al.,
     "The Llama 3 Herd of Models", 2024.
@@ -80,26 +77,19 @@ def balanced(
 
     Raises:
       ValueError: if T is not a positive multiple of n·tile, or is not the same in all rows.
-      TypeError: if an argument is traced, or has a wrong type.
     """
-    checks.positive(devices=devices)
-    rows = np.atleast_2d(checks.integers("lengths", checks.static("lengths", lengths)))
-    checks.within("lengths", rows, None, "a length counts tokens")
-    totals = sorted(set(rows.sum(-1).tolist()))
-    if rows.ndim != 2 or len(totals) != 1:
+    checks.optional(devices=devices, tile=tile)
+    rows = np.atleast_2d(checks.integers("lengths", lengths))
+    length, *others = {*rows.sum(-1).tolist()}
+    tile = tile or piece_size(length // devices, devices)
+    if others or not length or length % (devices * tile):
         raise ValueError(
-            f"lengths must be [documents] or [rows, documents], with the same number of tokens in "
-            f"each row, got {rows.shape} and {totals} tokens; add a document of padding"
-        )
-    checks.optional(tile=tile)
-    tile = tile or piece_size(totals[0] // devices, devices)
-    if totals[0] % (devices * tile) or not totals[0]:
-        raise ValueError(
-            f"lengths must sum to a multiple of devices · tile = {devices * tile}, got "
-            f"{totals[0]}; add a document of padding, or give a smaller tile"
+            f"each row of lengths must sum to the same multiple of devices · tile = "
+            f"{devices * tile}, got {[length, *others]}; add a document of padding, or give a "
+            f"smaller tile"
         )
     pieces = np.argsort(_deal(_count_work(rows, mask, tile), devices), kind="stable")
-    tokens = np.arange(totals[0], dtype=np.int32).reshape(-1, tile)
+    tokens = np.arange(length, dtype=np.int32).reshape(-1, tile)
     return tokens[pieces].reshape(-1)
 
 
@@ -122,16 +112,8 @@ def _count_work(rows: np.ndarray, mask: Any, tile: int) -> np.ndarray:
     length = int(rows[0].sum())
     dims = Dims((), length, length, 1, 1, 1, 1)
     tiles = tiles_of(*whole(dims)[2:], tile, tile)
-    rule: Any = mask
-    if mask is None:
-        visible = tiles.k_min <= tiles.q_max
-    elif isinstance(mask, Struct):
-        jax.tree.map(functools.partial(checks.static, "mask"), mask)
-        visible = np.asarray(rule.bind(dims).tiles(tiles)) > 0
-    else:
-        raise TypeError(
-            f"mask must be a flax_mha.masks.Mask, got {checks.describe(mask)}; give masks.Causal()"
-        )
+    states = tiles.k_min <= tiles.q_max if mask is None else mask.bind(dims).tiles(tiles)
+    visible = np.asarray(states) > 0
     work = np.zeros((length // tile,) * 2, np.float32)
     for row in rows:
         documents = np.repeat(np.arange(len(row)), row)

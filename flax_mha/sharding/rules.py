@@ -24,11 +24,6 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
     `names` are the logical names of its last axes. Axes without a rule or a name are
     `UNCONSTRAINED`.
     """
-    if not isinstance(names, tuple | list) or not all(isinstance(n, str | None) for n in names):
-        raise TypeError(
-            f"names must be a tuple of logical names, a str or None for each axis, got {names!r}; "
-            f"give ('batch', None), for example"
-        )
     last: Any = tuple(names[max(len(names) - len(shape), 0) :])
     names = (UNCONSTRAINED,) * (len(shape) - len(last)) + last
     rules = _rules()
@@ -47,7 +42,7 @@ def _resolve_axis(
     targets = [target for rule, target in rules if rule == name]
     if name is not None and not targets:
         return UNCONSTRAINED
-    _check_rule(name, targets, rules, dict(mesh.shape))
+    _check_rule(name, targets, dict(mesh.shape))
     if axes is None and targets and None not in targets:
         raise ValueError(
             f"{name!r} is to be sharded over {targets[0]!r}, which another axis of the same "
@@ -62,33 +57,20 @@ def _resolve_axis(
         return leading_axes(axes, size, mesh)
     if size == 1 and name in _TOKENS:
         return None
-    legal = [n for n in range(1, size + 1) if size % n == 0]
     raise ValueError(
         f"{name!r} counts {size}, which does not divide over the {devices} devices of the mesh "
-        f"axis {axes!r}; choose a multiple of {devices}, or an axis of one of {legal}"
+        f"axis {axes!r}; choose a multiple of {devices}, or another axis"
     )
 
 
-def _check_rule(name: Any, targets: Sequence[Any], rules: Rules, sizes: dict[str, int]) -> None:
+def _check_rule(name: Any, targets: Sequence[Any], sizes: dict[str, int]) -> None:
     """Check that the mesh has the axes of the rules of a name."""
     unknown = {axis for target in targets for axis in unpack_entry(target)} - set(sizes)
     if unknown:
-        named = {axis for _, target in rules for axis in unpack_entry(target)}
-        other = [f", to {(name, axis)}, say" for axis in sizes if axis not in named][:1]
         raise ValueError(
             f"the rule {(name, targets[0])} names the mesh axis {sorted(unknown)}, and the mesh "
             f"has {sizes}; make it with that axis (a size of 1 will do), or change the rule"
-            f"{''.join(other)}"
         )
-
-
-def suggest(inputs: PartitionSpec, specs: Iterable[PartitionSpec]) -> str:
-    """Return code of rules that fit the specs of inputs [*B, T, ·] and of parameters."""
-    batch = unpack_entry(inputs[0] if len(inputs) > 1 else None)
-    used = {axis: None for spec in specs for part in spec for axis in unpack_entry(part)}
-    model = [axis for axis in used if axis not in batch]
-    names = {"batch": batch, "heads": model, "mlp": model, "vocab": model}
-    return str([(name, pack_entry(axes)) for name, axes in names.items() if axes])
 
 
 def _rules() -> Rules:
