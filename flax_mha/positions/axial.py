@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.frequencies import as_floats
@@ -44,30 +45,21 @@ class Axial(rope.PairRotation):
     prefix: int = 0
 
     def __post_init__(self) -> None:
-        checks.positive(**{f"Axial.sizes[{n}]": x for n, x in enumerate(self._sizes())})
+        checks.sizes("Axial.sizes", self.sizes, 1)
         checks.integer("Axial.prefix", self.prefix)
-        checks.flag("Axial.interleaved", self.interleaved)
-        rope.check_base(self.base)
-        if self.span is not None:
-            checks.number("Axial.span", self.span)
-
-    def _sizes(self) -> tuple[int, ...]:
-        sizes = checks.sizes("Axial.sizes", self.sizes)
-        if not sizes:
-            raise ValueError("Axial.sizes must have a size for each axis, got none; give one")
-        return sizes
 
     def check(self, positions: checks.Integers) -> int:
         """Return the number of positions of prefix and grid. Static ones must be below it."""
-        sizes = self._sizes()
-        end = self.prefix + math.prod(sizes)
-        remedy = f"raise Axial.sizes, {sizes} after a prefix of {self.prefix}, or give positions="
+        end = self.prefix + math.prod(self.sizes)
+        remedy = (
+            f"raise Axial.sizes, {self.sizes} after a prefix of {self.prefix}, or give positions="
+        )
         checks.within("positions", positions, end, remedy)
         return end
 
     def angles(self, x: jax.Array, positions: jax.Array) -> rope.Angles:
         """Return the angles for x [*B, T, N, H] and positions int [T] or [*B, T]."""
-        x, sizes = rope.check_heads(x), self._sizes()
+        sizes = self.sizes
         positions = shapes.per_token("positions", positions, x.shape[:-2])
         end = self.check(positions)
         positions = jnp.asarray(positions)
@@ -112,13 +104,11 @@ class MRope(rope.PairRotation):
     base: float = 10_000.0
 
     def __post_init__(self) -> None:
-        sections = checks.sizes("MRope.sections", self.sections)
-        checks.positive(**{f"MRope.sections[{n}]": size for n, size in enumerate(sections)})
-        rope.check_base(self.base)
+        checks.sizes("MRope.sections", self.sections, 1)
 
     def angles(self, x: jax.Array, positions: jax.Array) -> rope.Angles:
         """Return the angles for x [*B, T, N, H] and int positions, for each section or for all."""
-        x, sections = rope.check_heads(x), tuple(self.sections)
+        sections = tuple(self.sections)
         at = jnp.asarray(checks.integers("positions", positions))
         rows, pairs = x.shape[:-2], sum(sections)
         if 2 * pairs != x.shape[-1]:
@@ -134,6 +124,5 @@ class MRope(rope.PairRotation):
                 f"{rows}, got {at.shape}; give each token a coordinate for each section"
             )
         theta = rope.compute_angles(at, pairs, 1 / pairs, self.base)
-        ends = [sum(sections[:n]) for n in range(len(sections) + 1)]
-        by_section = [theta[..., n, ends[n] : ends[n + 1]] for n in range(len(sections))]
-        return jnp.concatenate(by_section, -1), False, 1.0
+        by_section = jnp.split(theta, np.cumsum(sections)[:-1], -1)
+        return jnp.concatenate([x[..., n, :] for n, x in enumerate(by_section)], -1), False, 1.0

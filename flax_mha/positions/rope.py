@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.base.frequencies import Frequencies, as_floats
 from flax_mha.positions.rope_scaling import Growing, Scaling
 from flax_mha.positions.turn import Turn
@@ -42,49 +42,29 @@ class PairRotation:
 
     def turn(self, x: jax.Array, positions: jax.Array) -> Turn:
         """Return the rotation of x, for a kernel to apply."""
-        return _turn(x, *self.angles(x, positions))
+        return Turn.of(x, *self.angles(x, positions))
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate x [*B, T, N, H] by its positions."""
-        return rotate_pairs(x, *self.angles(x, positions))
+        """Rotate x [*B, T, N, H] by its positions, computed in the dtype of the angles."""
+        theta, interleaved, size = self.angles(x, positions)
 
+        def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:
+            if sharding.platform() == "tpu":
+                # Swap the halves of x by a matrix, in the pass that rotates. A TPU would write the
+                # halves to memory, padded to whole vectors.
+                return Turn.of(x, theta, interleaved, size)(x)
+            theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
+            cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
+            R = 2 * theta.shape[-1]
+            rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
+            join: Any = jnp.stack if interleaved else jnp.concatenate
+            split = (rotated[..., ::2], rotated[..., 1::2])
+            x1, x2 = split if interleaved else jnp.split(rotated, 2, -1)
+            pairs = join((x1 * cos - x2 * sin, x2 * cos + x1 * sin), axis=-1)
+            pairs = pairs.reshape(rotated.shape).astype(x.dtype)
+            return jnp.concatenate([pairs, unrotated], axis=-1)
 
-def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> jax.Array:
-    """Rotate pairs of features of x [*B, T, N, H], computed in the dtype of the angles."""
-
-    def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:
-        if sharding.platform() == "tpu":
-            # Swap the halves of x by a matrix, in the pass that rotates. A TPU would write the
-            # halves to memory, padded to whole vectors.
-            return _turn(x, theta, interleaved, size)(x)
-        theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
-        cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
-        R = 2 * theta.shape[-1]
-        rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
-        join = jnp.stack if interleaved else jnp.concatenate
-        x1, x2 = (rotated[..., i::2] for i in (0, 1)) if interleaved else jnp.split(rotated, 2, -1)
-        pairs = join((x1 * cos - x2 * sin, x2 * cos + x1 * sin), axis=-1).reshape(rotated.shape)
-        return jnp.concatenate([pairs.astype(x.dtype), unrotated], axis=-1)
-
-    return sharding.auto(rotate, (), x, theta)
-
-
-def _turn(x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> Turn:
-    return Turn.of(shapes.lead(theta, x.ndim - 1), x.shape[-1], interleaved, size)
-
-
-def check_base(base: float) -> None:
-    """Check that the base of the wavelengths is positive."""
-    if checks.number("base", base) <= 0:
-        raise ValueError(f"base must be above 0, got {base}; the usual value is 10,000")
-
-
-def check_heads(x: jax.Array) -> jax.Array:
-    """Return x, which must have the shape [*B, T, N, H]."""
-    checks.floating("x", x)
-    if x.ndim < 3:
-        raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
-    return x
+        return sharding.auto(rotate, (), x, theta)
 
 
 Rotation: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -136,11 +116,8 @@ class Rotary(PairRotation):
     def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
         """Return the angles for x [*B, T, N, H] and its positions."""
         base, scaling, interleaved = self.base, self.scaling, self.interleaved
-        check_heads(x)
         positions = shapes.per_token("positions", positions, x.shape[:-2])
-        checks.flag("interleaved", interleaved)
-        check_base(base)
-        R = round(checks.number("fraction", self.fraction) * x.shape[-1])
+        R = round(self.fraction * x.shape[-1])
         if R < 2 or R % 2 or x.shape[-1] < R:
             raise ValueError(
                 f"fraction·H must be even, at least 2 and at most H for rotary, got fraction="
@@ -148,11 +125,6 @@ class Rotary(PairRotation):
             )
         if scaling is None:
             return compute_angles(positions, R // 2, 2 / R, base), interleaved, 1.0
-        if not isinstance(scaling, Scaling):
-            raise TypeError(
-                f"scaling must be of flax_mha.positions, got {checks.describe(scaling)}; give "
-                f"Llama3(factor=8, original_length=8192), say"
-            )
         at = as_floats(positions)
         if isinstance(scaling, Growing):
             # The length of each row, up to its newest token.

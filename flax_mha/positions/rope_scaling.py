@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.base.frequencies import Frequencies
 
 
@@ -22,24 +22,7 @@ def frequencies(R: int, base: float) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Checked:
-    """The base class of scalings, which checks the fields by their types."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, x = f"{type(self).__name__}.{field.name}", getattr(self, field.name)
-            if field.type is bool:
-                checks.flag(name, x)
-            elif field.type is int:
-                checks.positive(**{name: x})
-            elif field.name == "attention_factor":
-                checks.number(name, 1 if x is None and field.type is not float else x)
-            elif field.type is float and checks.number(name, x) <= 0:
-                raise ValueError(f"{name} must be above 0, got {x}; give 1 for no scaling")
-
-
-@dataclasses.dataclass(frozen=True)
-class Interpolation(_Checked):
+class Interpolation:
     """Position interpolation, θ_c / factor ("linear" in checkpoints).
 
     Attributes:
@@ -57,7 +40,7 @@ class Interpolation(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ntk(_Checked):
+class Ntk:
     """NTK-aware scaling. The base becomes base·factor^(R / (R − 2)).
 
     The fastest pair keeps its frequency. The slowest has the same as with `Interpolation`.
@@ -75,7 +58,7 @@ class Ntk(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Yarn(_Checked):
+class Yarn:
     """YaRN. Fast pairs keep θ, slow pairs get θ/factor, with a ramp between them.
 
     Attributes:
@@ -115,7 +98,7 @@ class Yarn(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Proportional(_Checked):
+class Proportional:
     """A rotation of only the fastest pairs: θ_c / factor for c < share·R/2, and 0 for the others.
 
     The frequencies do not depend on the share. With `fraction` of `Rotary` they would.
@@ -130,18 +113,13 @@ class Proportional(_Checked):
     share: float
     factor: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.share > 1:
-            raise ValueError(f"Proportional.share must be at most 1, got {self.share}; lower it")
-
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
         is_rotated = np.arange(R // 2) < int(self.share * R // 2)
         return frequencies(R, base) / self.factor * is_rotated, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3(_Checked):
+class Llama3:
     """Llama 3's scaling. Fast pairs keep θ, slow pairs get θ/factor, others a mean of both.
 
     Attributes:
@@ -158,14 +136,6 @@ class Llama3(_Checked):
     low: float = 1.0
     high: float = 4.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.low >= self.high:
-            raise ValueError(
-                f"Llama3.low must be below high, got {self.low} and {self.high}; the usual values "
-                f"are 1 and 4"
-            )
-
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
         theta = frequencies(R, base)
         rotations = self.original_length * theta / (2 * math.pi)
@@ -174,7 +144,7 @@ class Llama3(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicNtk(_Checked):
+class DynamicNtk:
     """`Ntk` with a factor that grows with the length L of each row ("dynamic" in checkpoints).
 
     The base is multiplied by max(factor·L/original_length − factor + 1, 1)^(R / (R − 2)). L is the
@@ -201,7 +171,7 @@ class DynamicNtk(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class LongRope(_Checked):
+class LongRope:
     """LongRoPE. θ_c is divided by short_c in short rows and by long_c in long ones.
 
     The length of a row is defined as for `DynamicNtk`.
@@ -221,11 +191,6 @@ class LongRope(_Checked):
     attention_factor: float = 1.0
 
     def __call__(self, R: int, base: float, length: jax.Array) -> tuple[Frequencies, float]:
-        if not len(self.short) == len(self.long) == R // 2:
-            raise ValueError(
-                f"LongRope.short and long must have R/2={R // 2} numbers, one for each pair, got "
-                f"{len(self.short)} and {len(self.long)}; take those of this head_dim"
-            )
         theta = frequencies(R, base)
         short, long = (
             Frequencies.of(theta / np.array(x), length.dtype) for x in (self.short, self.long)

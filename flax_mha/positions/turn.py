@@ -34,9 +34,9 @@ class Turn(Struct):
     interleaved: bool = struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, theta: jax.Array, features: int, interleaved: bool, size: float = 1.0) -> "Turn":
-        """Return the rotation by angles theta [*B|1, T, P], multiplied by `size`."""
-        P = theta.shape[-1]
+    def of(cls, x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> "Turn":
+        """Return the rotation of x [*B, T, N, H] by angles [*B|1, T, P], multiplied by `size`."""
+        theta, features, P = lead(theta, x.ndim - 1), x.shape[-1], theta.shape[-1]
         is_second = np.arange(2 * P) % 2 == 1 if interleaved else np.arange(2 * P) >= P
 
         def tables(theta: jax.Array) -> list[jax.Array]:
@@ -92,11 +92,9 @@ def split(q: Any, k: Any) -> tuple[Any, Any, tuple[Turn, Turn] | None]:
     return q, k, None
 
 
-def is_turned(x: Any) -> bool:
-    """Tell if x is `Turned`."""
-    return isinstance(x, Turned)
-
-
 def settle(tree: Any) -> Any:
     """Rotate the `Turned` arrays of a tree."""
-    return jax.tree.map(lambda x: x.turn(x.x) if is_turned(x) else x, tree, is_leaf=is_turned)
+    return jax.tree.map(
+        lambda x: x.turn(x.x) if isinstance(x, Turned) else x, tree,
+        is_leaf=lambda x: isinstance(x, Turned),
+    )  # fmt: skip

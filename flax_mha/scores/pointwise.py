@@ -48,8 +48,8 @@ class SoftCap(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         cap = checks.number("SoftCap.cap", self.cap)
-        if not cap > 0:
-            raise ValueError(f"SoftCap.cap must be above 0, got {self.cap}; leave out the SoftCap")
+        if cap <= 0:
+            raise ValueError(f"SoftCap.cap must be above 0, got {cap}; leave out the SoftCap")
         return self.replace(cap=cap)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:

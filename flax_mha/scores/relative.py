@@ -42,19 +42,16 @@ class RelativeBias(ScoreMod):
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
         if self.table is not None:
             return self
-        checks.positive(**{"RelativeBias.buckets": self.buckets})
         shape, names = (num_heads, self.buckets), ("heads", None)
         return self.replace(table=make("relative_bias", shape, names))
 
     def bind(self, dims: Dims) -> Self:
-        table = _as_floating("RelativeBias", "table", self.table)
-        checks.flag("RelativeBias.bidirectional", self.bidirectional)
+        table = jnp.asarray(checks.floating("RelativeBias.table", self.table))
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
             raise ValueError(
                 f"RelativeBias.table must have shape [N, buckets] with N={dims.N} and at least 4 "
                 f"buckets, got {table.shape}; give a row for each query head"
             )
-        _check_distance(table.shape[1], self.bidirectional, self.max_distance)
         return self.replace(table=table)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
@@ -91,16 +88,15 @@ class Relative(ScoreMod):
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
         if self.table is not None:
             return self
-        checks.positive(**{"Relative.max_distance": self.max_distance})
-        shape, names = (2 * self.max_distance + 1, head_dim), (None, None)
-        if checks.flag("Relative.per_head", self.per_head):
-            return self.replace(table=make("relative_keys", (num_heads, *shape), ("heads", *names)))
+        heads = (num_heads,) if self.per_head else ()
+        shape = (*heads, 2 * self.max_distance + 1, head_dim)
+        names = ("heads", None, None)[-len(shape) :]
         return self.replace(table=make("relative_keys", shape, names))
 
     def bind(self, dims: Dims) -> Self:
-        table = _as_floating("Relative", "table", self.table)
-        *heads, rows, H = (0, 0, *table.shape)[-max(table.ndim, 2) :]
-        if heads not in ([], [dims.N]) or rows % 2 == 0 or H != dims.H:
+        table = jnp.asarray(checks.floating("Relative.table", self.table))
+        heads, rows, features = table.shape[:-2], table.shape[-2], table.shape[-1]
+        if heads not in ((), (dims.N,)) or rows % 2 == 0 or features != dims.H:
             raise ValueError(
                 f"Relative.table must have shape [2·L + 1, H] or [N, 2·L + 1, H] with N={dims.N} "
                 f"and H={dims.H}, got {table.shape}; the middle row is for distance 0"
@@ -145,7 +141,6 @@ class TransformerXL(ScoreMod):
     vectors = True
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        checks.optional(**{"TransformerXL.features": self.features})
         heads, names = (num_heads, head_dim), ("heads", None)
         features = self.features or num_heads * head_dim
         init = jax.nn.initializers.glorot_uniform(0, (1, 2))
@@ -162,20 +157,16 @@ class TransformerXL(ScoreMod):
         return self.replace(**params)
 
     def bind(self, dims: Dims) -> Self:
-        names = ("content_bias", "position_bias", "kernel")
-        u, v, kernel = (_as_floating("TransformerXL", name, getattr(self, name)) for name in names)
-        if checks.number("TransformerXL.base", self.base) <= 0:
-            raise ValueError(f"TransformerXL.base must be above 0, got {self.base}; give 10000.0")
+        u, v, kernel = (
+            jnp.asarray(checks.floating("TransformerXL's array", x))
+            for x in (self.content_bias, self.position_bias, self.kernel)
+        )
         heads = (dims.N, dims.H)
-        if u.shape != heads or v.shape != heads:
+        if not u.shape == v.shape == kernel.shape[1:] == heads or len(kernel) % 2:
             raise ValueError(
-                f"TransformerXL's biases must have shape [N, H] = {heads}, got {u.shape} and "
-                f"{v.shape}; give a vector for each query head"
-            )
-        if kernel.shape[1:] != heads or len(kernel) % 2:
-            raise ValueError(
-                f"TransformerXL.kernel must have shape [D, N, H] with (N, H) = {heads} and an even "
-                f"D, got {kernel.shape}; the field features sets the D of a created kernel"
+                f"TransformerXL's arrays must have shapes [N, H], [N, H] and [D, N, H] with (N, H) "
+                f"= {heads} and an even D, got {u.shape}, {v.shape} and {kernel.shape}; the field "
+                f"features sets the D of a created kernel"
             )
         return self.replace(content_bias=u, position_bias=v, kernel=jnp.moveaxis(kernel, 1, 0))
 
@@ -216,15 +207,6 @@ def take_heads(x: jax.Array, at: At) -> jax.Array:
     return jnp.take(x, jnp.asarray(at.head)[..., 0, 0], axis=0, mode="clip")
 
 
-def _as_floating(owner: str, name: str, x: Any) -> jax.Array:
-    if x is None:
-        raise ValueError(
-            f"{owner}.{name} must be an array here, got None; give one, or use {owner} in the "
-            f"field scores= of a layer or a stack, which creates a parameter"
-        )
-    return jnp.asarray(checks.floating(f"{owner}.{name}", x))
-
-
 def relative_bucket(
     distance: Array, buckets: int, bidirectional: bool = True, max_distance: int = 128
 ) -> jax.Array:
@@ -236,7 +218,6 @@ def relative_bucket(
       bidirectional: True for separate buckets before and after the query.
       max_distance: from this distance on, keys share the last bucket.
     """
-    _check_distance(buckets, bidirectional, max_distance)
     distance = jnp.asarray(distance)
     first = jnp.zeros_like(distance)
     if bidirectional:
@@ -246,6 +227,11 @@ def relative_bucket(
     else:
         distance = jnp.maximum(-distance, 0)
     exact = buckets // 2
+    if max_distance <= exact:
+        raise ValueError(
+            f"max_distance must exceed {exact}, the exact distances on a side, got {max_distance}; "
+            f"raise it, or give a table of fewer buckets"
+        )
     # Compare integers: a float32 logarithm puts some boundaries one bucket too low.
     starts = _bucket_starts(exact, buckets - exact, max_distance)
     return sum(((distance >= start).astype(jnp.int32) for start in starts), first) + jnp.minimum(
@@ -267,14 +253,3 @@ def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]
             d += 1
         starts.append(d)
     return tuple(starts)
-
-
-def _check_distance(buckets: int, bidirectional: bool, max_distance: int) -> None:
-    """Check that max_distance is beyond the exact distances."""
-    exact = (buckets // 2 if bidirectional else buckets) // 2
-    checks.positive(max_distance=max_distance)
-    if max_distance <= exact:
-        raise ValueError(
-            f"max_distance must exceed {exact}, the exact distances among {buckets} buckets, got "
-            f"{max_distance}; raise it, or give a table of fewer buckets"
-        )

@@ -92,25 +92,11 @@ def without_vectors(name: str, *fields: Sequence[ScoreMod]) -> None:
 
 def as_scores(scores: Any) -> tuple[ScoreMod, ...]:
     """Check a sequence of score functions, and return it as a tuple."""
-    if isinstance(scores, ScoreMod):
-        raise TypeError(
-            f"scores must be a sequence, got one {type(scores).__name__}; give it as "
-            f"scores=({type(scores).__name__}(…),), with the comma"
-        )
-    if not isinstance(scores, Sequence) or isinstance(scores, str):
+    if not isinstance(scores, Sequence) or not all(isinstance(x, ScoreMod) for x in scores):
         raise TypeError(
             f"scores must be a sequence of flax_mha.scores, got {checks.describe(scores)}; give "
-            f"scores=(SoftCap(50.0),), say, or () for none"
+            f"scores=(SoftCap(50.0),), say, with the comma, (Score(fn),), or () for none"
         )
-    for mod in scores:
-        if isinstance(mod, ScoreMod):
-            continue
-        remedy = "give one of flax_mha.scores"
-        if isinstance(mod, type):
-            remedy = f"give {mod.__name__}(…), with its parentheses"
-        elif callable(mod):
-            remedy = "give scores.Score(fn), a function (score, row, head, i, j) -> score"
-        raise TypeError(f"scores must be of flax_mha.scores, got {checks.describe(mod)}; {remedy}")
     return tuple(scores)
 
 
