@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks, shapes
@@ -22,9 +21,7 @@ def read_table(array: Array, dims: Dims) -> Array:
       TypeError: if the dtype does not fit.
     """
     checks.array("a mask", array)
-    remedy = "a mask without heads needs the axis: mask[..., None, :, :]"
-    if array.shape[:-1] == dims.B:
-        remedy = "a mask of keys [*B, S] is masks.Keys(mask), or mask[..., None, None, :]"
+    remedy = "give a mask of keys [*B, S] as masks.Keys(mask), [*B, T, S] as mask[..., None, :, :]"
     shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
     _warn_of_rows(array.shape, dims)
     # Convert first: inside jit, reshaping would trace the array.
@@ -34,17 +31,14 @@ def read_table(array: Array, dims: Dims) -> Array:
 def _as_bools(array: Array) -> Array:
     if array.dtype == bool:
         return array
-    rule = "a mask must be of bools, or of 1 (may attend) and 0, got"
-    remedy = "compare it with something, as in ids > 0"
-    if not any(jnp.issubdtype(array.dtype, number) for number in (jnp.integer, jnp.floating)):
-        raise TypeError(f"{rule} {array.dtype}; {remedy}")
     if not checks.is_concrete(array):
         return tile_state(array != 0, array == 1)
     values = np.asarray(array)
     wrong = values[(values != 0) & (values != 1)]
     if wrong.size:
         raise ValueError(
-            f"{rule} {wrong[0]} in {array.dtype}; {remedy}, or give additive scores as bias="
+            f"a mask must be of bools, or of 1 (may attend) and 0, got {wrong[0]} in "
+            f"{array.dtype}; compare it with something, as in ids > 0, or give scores as bias="
         )
     return array.astype(bool)
 

@@ -94,14 +94,13 @@ class BlockSparse(Mask):
 
 
 def top_blocks(
-    scores: Array, count: int, *, query_block: int, key_block: int, causal: bool = True,
+    scores: Array, count: int, *, query_block: int, key_block: int,
     positions: Array | None = None, visible: Array | None = None,
 ) -> Mask:  # fmt: skip
-    """Select for each block of queries the `count` blocks of keys with the highest scores.
+    """Select for each block of queries the `count` earlier blocks of keys with the highest scores.
 
-    If `causal`, a block of queries always gets its local blocks, which hold keys at its positions.
-    Other blocks are chosen among those that end before its first query, so that the choice depends
-    on no later key if the scores don't.
+    A block of queries always gets its local blocks, which hold keys at its positions. The others
+    end before its first query.
 
     Args:
       scores: floating [*B, N|1, nq, nk], one per block of queries and block of keys. A score of −∞
@@ -109,14 +108,13 @@ def top_blocks(
       count: the number of blocks to select, local ones included.
       query_block: the queries of a block.
       key_block: the keys of a block. The first block begins at position 0.
-      causal: True if a query may not attend to later keys.
       positions: int [nq] or [*B, nq], the first position of each block of queries (default:
         consecutive blocks from 0).
       visible: bool, broadcastable to the scores, False for blocks that another mask hides from all
         queries of a block. They are never selected (default: all True).
 
     Returns:
-      `Causal() & BlockSparse(...)` if causal, else `BlockSparse(...)`.
+      `Causal() & BlockSparse(...)`.
 
     Raises:
       ValueError: if `count` is less than the number of local blocks.
@@ -126,26 +124,24 @@ def top_blocks(
     nq, nk = scores.shape[-2:]
     # Not infinities, which `jax_debug_infs` would report.
     most = float(jnp.finfo(scores.dtype).max)
-    if causal:
-        local = (query_block + key_block - 2) // key_block + 1
-        if positions is None:
-            positions = symbols.count_up(nq) * query_block
-            if not (query_block % key_block and key_block % query_block):
-                local = -(-query_block // key_block)
-        if count < local:
-            raise ValueError(
-                f"count must be at least {local}, the blocks of {key_block} keys that "
-                f"{query_block} queries can be in, got {count}; choose more, or take smaller "
-                f"blocks of queries"
-            )
-        at = shapes.per_token("positions", positions, (*scores.shape[:-3], nq), "nq")
-        at = shapes.lead(at[..., None, :, None], scores.ndim)
-        first, last = at // key_block, (at + query_block - 1) // key_block
-        block = shapes.lead(symbols.count_up(nk), scores.ndim)
-        # Local blocks get the maximum, which sorts before +∞ and NaN.
-        scores = jnp.where(scores < most / 2, scores, most / 2)
-        scores = jnp.where(block < first, scores, -most)
-        scores = jnp.where((block >= first) & (block <= last), most, scores)
+    local = (query_block + key_block - 2) // key_block + 1
+    if positions is None:
+        positions = symbols.count_up(nq) * query_block
+        if not (query_block % key_block and key_block % query_block):
+            local = -(-query_block // key_block)
+    if count < local:
+        raise ValueError(
+            f"count must be at least {local}, the blocks of {key_block} keys that {query_block} "
+            f"queries can be in, got {count}; choose more, or take smaller blocks of queries"
+        )
+    at = shapes.per_token("positions", positions, (*scores.shape[:-3], nq), "nq")
+    at = shapes.lead(at[..., None, :, None], scores.ndim)
+    first, last = at // key_block, (at + query_block - 1) // key_block
+    block = shapes.lead(symbols.count_up(nk), scores.ndim)
+    # Local blocks get the maximum, which sorts before +∞ and NaN.
+    scores = jnp.where(scores < most / 2, scores, most / 2)
+    scores = jnp.where(block < first, scores, -most)
+    scores = jnp.where((block >= first) & (block <= last), most, scores)
     if visible is not None:
         visible = checks.array("visible", visible)
         remedy = "give a bool for each block of queries and each block of keys"
@@ -157,7 +153,7 @@ def top_blocks(
         scores, nk = jnp.pad(scores, more, constant_values=-most), count
     best, indices = _top_k(scores, min(count, nk), query_block)
     mask = BlockSparse(jnp.where(best <= -most, -1, indices), query_block, key_block)
-    return Causal() & mask if causal else mask
+    return Causal() & mask
 
 
 def _top_k(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, jax.Array]:

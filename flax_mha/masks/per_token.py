@@ -197,19 +197,15 @@ class Documents(Mask):
         return Segments(ScoreArray(q), ScoreArray(k), runs=True, at_most=last + 1)
 
 
-class Prefix(Mask):
-    """A causal mask with a prefix that all queries may attend to: j < length or j ≤ i.
+def Prefix(length: Any) -> Mask:
+    """Return a causal mask with a prefix that all queries may attend to: j < length or j ≤ i.
 
-    Attributes:
+    Args:
       length: the length of the prefix, int or int [*B].
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020 (prefix LM).
     """
-
-    length: Any
-
-    def bind(self, dims: Dims) -> Mask:
-        return (Lengths(self.length) | Causal()).bind(dims)
+    return Lengths(length) | Causal()
 
 
 def _per_token(mask: Any, dims: Dims) -> list[Array]:

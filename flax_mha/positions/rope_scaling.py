@@ -4,8 +4,8 @@ At position i, pair c of R features is rotated by i·θ_c, with θ_c = base^(−
 the frequencies θ_c. Some also multiply queries and keys by a factor.
 """
 
-import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -21,25 +21,19 @@ def frequencies(R: int, base: float) -> np.ndarray:
     return base ** (-np.arange(0, R, 2) / R)
 
 
-@dataclasses.dataclass(frozen=True)
-class Interpolation:
-    """Position interpolation, θ_c / factor ("linear" in checkpoints).
+def Interpolation(factor: float) -> "Proportional":
+    """Return position interpolation, θ_c / factor ("linear" in checkpoints).
 
-    Attributes:
+    Args:
       factor: the divisor of positions.
 
     Source: Chen et al., "Extending Context Window of Large Language Models via Positional
     Interpolation", 2023.
     """
-
-    factor: float
-
-    def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """Return the scaled frequencies, float64 [R/2], and the factor of queries and keys."""
-        return frequencies(R, base) / self.factor, 1.0
+    return Proportional(1.0, factor)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Ntk:
     """NTK-aware scaling. The base becomes base·factor^(R / (R − 2)).
 
@@ -57,7 +51,7 @@ class Ntk:
         return frequencies(R, base * self.factor ** (R / max(R - 2, 1))), 1.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Yarn:
     """YaRN. Fast pairs keep θ, slow pairs get θ/factor, with a ramp between them.
 
@@ -97,7 +91,7 @@ class Yarn:
         return theta * (1 - ramp) + theta / self.factor * ramp, size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Proportional:
     """A rotation of only the fastest pairs: θ_c / factor for c < share·R/2, and 0 for the others.
 
@@ -118,7 +112,7 @@ class Proportional:
         return frequencies(R, base) / self.factor * is_rotated, 1.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Llama3:
     """Llama 3's scaling. Fast pairs keep θ, slow pairs get θ/factor, others a mean of both.
 
@@ -143,7 +137,7 @@ class Llama3:
         return theta * share + theta / self.factor * (1 - share), 1.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DynamicNtk:
     """`Ntk` with a factor that grows with the length L of each row ("dynamic" in checkpoints).
 
@@ -170,7 +164,7 @@ class DynamicNtk:
         return Frequencies.of(theta * factor[..., None] ** power), 1.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class LongRope:
     """LongRoPE. θ_c is divided by short_c in short rows and by long_c in long ones.
 
@@ -206,4 +200,4 @@ class LongRope:
 
 # Scalings that depend on the length of each row.
 Growing: TypeAlias = DynamicNtk | LongRope
-Scaling: TypeAlias = Interpolation | Ntk | Yarn | Proportional | Llama3 | Growing
+Scaling: TypeAlias = Ntk | Yarn | Proportional | Llama3 | Growing

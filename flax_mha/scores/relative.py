@@ -1,6 +1,5 @@
 """Score functions of the distance between query and key."""
 
-import functools
 import math
 from typing import Any, Self
 
@@ -71,10 +70,9 @@ class Relative(ScoreMod):
     >>> layer = MultiHeadAttention(8, scores=(Relative(max_distance=16),))
 
     Attributes:
-      table: r, [2·L + 1, H] for all heads or [N, 2·L + 1, H], starting with distance −L. If it is
-        None, a layer or a stack with this in its field `scores` creates `relative_keys`.
+      table: r, [2·L + 1, H], starting with distance −L. If it is None, a layer or a stack with this
+        in its field `scores` creates `relative_keys`.
       max_distance: L of a created table.
-      per_head: True if a created table has an axis of heads.
 
     Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
     2018, equation 5, without the paper's representations of values.
@@ -82,30 +80,25 @@ class Relative(ScoreMod):
 
     table: Any = None
     max_distance: int = struct.field(pytree_node=False, default=16)
-    per_head: bool = struct.field(pytree_node=False, default=False)
     vectors = True
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
         if self.table is not None:
             return self
-        heads = (num_heads,) if self.per_head else ()
-        shape = (*heads, 2 * self.max_distance + 1, head_dim)
-        names = ("heads", None, None)[-len(shape) :]
-        return self.replace(table=make("relative_keys", shape, names))
+        shape = (2 * self.max_distance + 1, head_dim)
+        return self.replace(table=make("relative_keys", shape, (None, None)))
 
     def bind(self, dims: Dims) -> Self:
         table = jnp.asarray(checks.floating("Relative.table", self.table))
-        heads, rows, features = table.shape[:-2], table.shape[-2], table.shape[-1]
-        if heads not in ((), (dims.N,)) or rows % 2 == 0 or features != dims.H:
+        if table.shape[1:] != (dims.H,) or len(table) % 2 == 0:
             raise ValueError(
-                f"Relative.table must have shape [2·L + 1, H] or [N, 2·L + 1, H] with N={dims.N} "
-                f"and H={dims.H}, got {table.shape}; the middle row is for distance 0"
+                f"Relative.table must have shape [2·L + 1, H] with H={dims.H}, got {table.shape}; "
+                f"the middle row is for distance 0"
             )
         return self.replace(table=table)
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        table = self.table.astype(score.dtype)
-        table = take_heads(table, at) if table.ndim == 3 else shapes.lead(table, score.ndim)
+        table = shapes.lead(self.table.astype(score.dtype), score.ndim)
         by_distance = jnp.einsum("...th,...rh->...tr", q, table)
         limit = table.shape[-2] // 2
         distance = jnp.clip(at.k - at.q, -limit, limit) + limit
@@ -174,7 +167,7 @@ class TransformerXL(ScoreMod):
         # Multiply by sinusoids of the keys' positions instead of r_d of all pairs, which sin(d·w) =
         # sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w) allows.
         u, v, kernel = (
-            take_heads(x.astype(score.dtype), at)
+            _take_heads(x.astype(score.dtype), at)
             for x in (self.content_bias, self.position_bias, self.kernel)
         )
         scale = q.shape[-1] ** -0.5
@@ -202,7 +195,7 @@ class TransformerXL(ScoreMod):
         return jnp.sin(angles), jnp.cos(angles)
 
 
-def take_heads(x: jax.Array, at: At) -> jax.Array:
+def _take_heads(x: jax.Array, at: At) -> jax.Array:
     """Take the entries of x [N, ...] for the heads of the scores at `at`."""
     return jnp.take(x, jnp.asarray(at.head)[..., 0, 0], axis=0, mode="clip")
 
@@ -233,23 +226,8 @@ def relative_bucket(
             f"raise it, or give a table of fewer buckets"
         )
     # Compare integers: a float32 logarithm puts some boundaries one bucket too low.
-    starts = _bucket_starts(exact, buckets - exact, max_distance)
+    count, growth = buckets - exact, max_distance / exact
+    starts = [math.ceil(round(exact * growth ** (m / count), 9)) for m in range(1, count)]
     return sum(((distance >= start).astype(jnp.int32) for start in starts), first) + jnp.minimum(
         distance, exact
     )
-
-
-@functools.cache
-def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]:
-    """Return where logarithmic buckets 1 … count − 1 start.
-
-    Bucket m starts at the least integer d ≥ exact·(max_distance/exact)^(m/count).
-    """
-    starts = []
-    for m in range(1, count):
-        d = math.floor(exact * (max_distance / exact) ** (m / count))
-        # Compare exact powers of integers, not d and a rounded boundary.
-        while d**count < max_distance**m * exact ** (count - m):
-            d += 1
-        starts.append(d)
-    return tuple(starts)

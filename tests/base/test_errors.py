@@ -172,7 +172,7 @@ KERNEL: list[Case] = [
             r"Lengths.kv must.*\(2,\) or \[\*B, T\] = \(2, 4\), got \(3,\); "
             r"give one", mask=masks.Lengths(IDS[:3])),
     *kernel("mask of keys", ValueError,
-            r"got \(2, 3\); a mask of keys.*masks.Keys\(mask\), or mask\[\.\.\., None, None, :\]",
+            r"got \(2, 3\); give a mask of keys.*masks.Keys\(mask\)",
             Q, Q[:, :3], Q[:, :3], mask=ones(2, 3, dtype=bool)),
     *kernel("runs of keys of their own", ValueError, r"Segments.kv must be None with",
             mask=masks.Segments(np.arange(4), np.arange(4), runs=True)),

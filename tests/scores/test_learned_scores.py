@@ -145,7 +145,6 @@ def test_learned_scores_on_mesh_match_one_device() -> None:
 
 VECTORS = {
     "relative": (Relative(max_distance=3), {"relative_keys": (7, 4)}),
-    "relative_of_heads": (Relative(max_distance=3, per_head=True), {"relative_keys": (N, 7, 4)}),
     "xl": (
         TransformerXL(features=6),
         {"relative_content_bias": (N, 4), "relative_position_bias": (N, 4),

@@ -128,7 +128,6 @@ def test_top_blocks_are_the_best_and_the_query_block() -> None:
     assert seen(1) == "█···\n·█··\n··█·\n···█"
     assert seen(2) == "█···\n██··\n·██·\n··██"
     assert seen(3) == "█···\n██··\n███·\n█·██"
-    assert seen(9, scores[3:], causal=False) == "█·██"
     # Invisible blocks are never chosen, and NaN never replaces the query's own block.
     visible = np.array([[1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1]], bool)
     assert seen(2, visible=visible) == "█···\n█···\n█·█·\n··██"
