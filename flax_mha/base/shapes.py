@@ -81,16 +81,9 @@ def check_inputs(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None
         raise ValueError(
             "inputs_v needs inputs_k, got None; to use one array for both, give it as inputs_k"
         )
-    k = q if k is None else k
-    v = k if v is None else v
     for name, x in (("inputs_q", q), ("inputs_k", k), ("inputs_v", v)):
-        check_features(name, x)
-    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
-        raise ValueError(
-            f"inputs must have shapes [*B, T, ·], [*B, S, ·] and [*B, S, ·], got inputs_q "
-            f"{q.shape}, inputs_k {k.shape}, inputs_v {v.shape}; broadcast the batch dimensions, "
-            f"give every key a value, and a mask as mask="
-        )
+        if x is not None:
+            check_features(name, x)
 
 
 def check_features(name: str, x: Any) -> None:

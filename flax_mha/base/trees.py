@@ -35,12 +35,7 @@ class Struct(struct.PyTreeNode):
 
 
 def _encode(x: Any) -> Any:
-    with contextlib.suppress(TypeError):
-        return {"dtype": jnp.dtype(x).name}
-    raise TypeError(
-        f"static fields of an exported program's arguments must be numbers, strings or dtypes, got "
-        f"{x!r}; keep this mask or score in the function"
-    )
+    return {"dtype": jnp.dtype(x).name}
 
 
 def _decode(x: Any) -> Any:

@@ -1,7 +1,7 @@
 """Masks, which select the keys that each query may attend to.
 
-A mask is a value that you build once, combine with `&`, `|` and `~`, and pass to the layer or to
-`dot_product_attention`. Kernels evaluate it block by block.
+Build a mask once, combine it with others by `&`, `|` and `~`, and pass it to the layer or to
+`dot_product_attention`.
 
 >>> mask = Causal() & Window(left=128) & Segments(ids)
 
@@ -26,17 +26,16 @@ A mask is a value that you build once, combine with `&`, `|` and `~`, and pass t
 
 Positions count from 0 at the first query and at the first key, unless the caller gives them:
 `q_positions=S - T` aligns the ends. Segment ids, lengths for each query and tables are in the order
-of the queries and keys of the call.
+of the call's queries and keys.
 
 A bool array stands for `Dense`: True lets a query attend to a key (in PyTorch's layer, True hides
-it). It broadcasts to [*B, N, T, S] as in NumPy, so that two axes are [T, S] and three [N, T, S].
-Write a mask of keys [*B, S] as `Keys(array)`, and one of examples [B, T, S] as `array[:, None]`. A
-warning tells you if the sizes fit both. An array of 1 and 0, as from Flax's `nn.make_causal_mask`,
-counts as bools. Other numbers, as in additive masks, are an error, or give NaN if they are traced.
+it). It broadcasts to [*B, N, T, S], so that two axes are [T, S] and three [N, T, S]. Write a mask
+of keys [*B, S] as `Keys(array)`, and one of examples [B, T, S] as `array[:, None]`. An array of 1
+and 0, as from Flax's `nn.make_causal_mask`, counts as bools. Other numbers are an error, or give
+NaN if they are traced.
 
 Masks are pytrees, so they pass through jit, grad, vmap and scan. To write your own, define a
-subclass with a method `allowed`. A method `tiles` lets kernels skip blocks, and `block_shape`
-aligns their blocks with the mask.
+subclass with a method `allowed`, and a method `tiles` if kernels can skip blocks.
 """
 
 from flax_mha.base.coordinates import At, Tiles

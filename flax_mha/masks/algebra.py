@@ -25,10 +25,7 @@ class Mask(Struct):
     __array_ufunc__ = None
 
     def bind(self, dims: Dims) -> "Mask":
-        """Check the mask's arrays against the sizes of a call, and reshape them for its scores.
-
-        The arrays of a bound mask have the shape [*B|1, N|1, T|1, S|1], and broadcast.
-        """
+        """Check the mask's arrays for a call, and reshape them to [*B|1, N|1, T|1, S|1]."""
         del dims
         return self
 
@@ -42,10 +39,9 @@ class Mask(Struct):
     def tiles(self, tiles: Tiles) -> Array:
         """Return the state of each tile, int, broadcastable to [*B, N, nq, nk].
 
-        EMPTY means that no pair may attend, FULL that all may, PARTIAL that some may. PARTIAL is
-        always correct, but lets kernels skip nothing. The states are a NumPy array if they are
-        static. By default, a mask that reads traced values, the row or the head is PARTIAL, and so
-        is one of more than 2²⁶ pairs. Other masks are evaluated while JAX traces.
+        EMPTY means that no pair may attend, FULL that all may. PARTIAL is always correct, but lets
+        kernels skip nothing. By default, a mask that reads traced values, the row or the head, or
+        of more than 2²⁶ pairs, is PARTIAL. Others are evaluated while JAX traces.
         """
         pairs = None
         if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
@@ -73,8 +69,7 @@ class Mask(Struct):
           S: the number of keys (default: T).
           batch: the sizes of the batch axes.
           num_heads: the number of heads.
-          q_positions: the positions of the queries, int [T] or [*batch, T], or the position of the
-            first one (default: 0). `S - T` aligns the last query with the last key.
+          q_positions: the positions of the queries, int [T] or [*batch, T], or of the first one.
           kv_positions: the positions of the keys, int [S] or [*batch, S], or of the first one.
         """
         S = T if S is None else S
@@ -84,10 +79,7 @@ class Mask(Struct):
         return jnp.broadcast_to(evaluate(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)
 
     def show(self, T: int, S: int | None = None, **options: Any) -> str:
-        """Return a drawing of the mask of the first example and head: a row per query, █ for True.
-
-        The arguments are the same as for `dense`.
-        """
+        """Return a drawing of `dense` for the first example and head, with █ for True."""
         table = np.asarray(self.dense(T, S, **options))
         lines = table.reshape(-1, *table.shape[-2:])[0]
         return "\n".join("".join("█" if allowed else "·" for allowed in line) for line in lines)
@@ -119,7 +111,7 @@ MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
 
 
 class _Joined(Mask):
-    """The base class of masks that join others by an operator on pairs and one on tile states."""
+    """The base class of `And` and `Or`."""
 
     masks: tuple[Mask, ...]
     _join_pairs: ClassVar[Any]
@@ -177,10 +169,9 @@ class Dense(Mask):
     """A table, True where the query may see the key.
 
     Attributes:
-      array: bools, or the numbers 1 and 0 (as from `nn.make_causal_mask`), broadcastable to
-        [*B, N, T, S]. Kernels skip the blocks that a static array masks. Another number is an error
-        in a static array. In a traced one it makes the score of its pair NaN, even if another mask
-        hides the pair.
+      array: bools, or the numbers 1 and 0, broadcastable to [*B, N, T, S]. Another number is an
+        error in a static array. In a traced one it makes the score of its pair NaN, even if another
+        mask hides the pair.
     """
 
     array: Any
@@ -201,10 +192,7 @@ class Dense(Mask):
 
 
 class TracedNumbers(Mask):
-    """A bound mask that holds tables of traced numbers.
-
-    The score of a pair is NaN if its number is not 0 or 1, even if another mask hides the pair.
-    """
+    """A bound mask with tables of traced numbers, which make scores NaN if not 0 or 1."""
 
     mask: Mask
 
@@ -234,8 +222,7 @@ def _number_tables(mask: Mask) -> list[Array]:
 def resolve(mask: Mask, at: At) -> Mask:
     """Return a bound mask in the form that kernels read, given the coordinates of all scores.
 
-    Masks with a method `resolve(at)` depend on all positions of the call, and are replaced by its
-    result. Tables of traced numbers make it a `TracedNumbers`.
+    Masks whose method `resolve(at)` reads all positions of the call are replaced by its result.
     """
 
     def depends_on_positions(x: Any) -> bool:
@@ -249,7 +236,7 @@ def resolve(mask: Mask, at: At) -> Mask:
 
 
 def evaluate(mask: Mask, at: At) -> Array:
-    """Return `mask.allowed(at)` with all axes, and check that a user's mask returns bools."""
+    """Return `mask.allowed(at)` with all axes, after a check that it returns bools."""
     allowed: Any = with_jax_arrays(mask).allowed(at)
     if isinstance(allowed, bool):
         allowed = np.asarray(allowed)

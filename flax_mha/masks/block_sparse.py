@@ -30,14 +30,14 @@ class BlockSparse(Mask):
 
     The i-th query of the call may attend to position j if ⌊j / key_block⌋ is one of
     blocks[row, head, ⌊i / query_block⌋]. For causal attention, write `Causal() & BlockSparse(...)`.
-    The blocks can be traced. Kernels with tiles compute only these blocks, forward and backward.
+    Kernels with tiles compute only these blocks, which can be traced.
 
     Attributes:
       blocks: int, broadcastable to [*B, N, nq, k], the indices of k ≤ 128 blocks of keys for each
         of nq = ⌈T / query_block⌉ blocks of queries. Indices that are negative or beyond the last
-        key select nothing, and repeated ones count once. Repeat the blocks of each key/value head
-        for its query heads: `jnp.repeat(blocks, N // K, axis=-3)`.
-      query_block: the queries of a block. The last block may have fewer.
+        key select nothing. Repeat the blocks of each key/value head for its query heads:
+        `jnp.repeat(blocks, N // K, axis=-3)`.
+      query_block: the queries of a block.
       key_block: the keys of a block. The first block begins at position 0.
 
     Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; Yuan et al.,
@@ -103,15 +103,13 @@ def top_blocks(
     end before its first query.
 
     Args:
-      scores: floating [*B, N|1, nq, nk], one per block of queries and block of keys. A score of −∞
-        is never selected. They get no gradient.
+      scores: floating [*B, N|1, nq, nk], without gradients. A score of −∞ is never selected.
       count: the number of blocks to select, local ones included.
       query_block: the queries of a block.
       key_block: the keys of a block. The first block begins at position 0.
       positions: int [nq] or [*B, nq], the first position of each block of queries (default:
         consecutive blocks from 0).
-      visible: bool, broadcastable to the scores, False for blocks that another mask hides from all
-        queries of a block. They are never selected (default: all True).
+      visible: bool, broadcastable to the scores, False for blocks to select never.
 
     Returns:
       `Causal() & BlockSparse(...)`.

@@ -11,12 +11,12 @@ def block_diffusion(length: int, block: int) -> Mask:
     """Return the mask for training a language model by block diffusion.
 
     The sequence has `length` noisy tokens, then the same tokens clean, both in blocks. A noisy
-    token may attend to its own noisy block and to earlier clean blocks. A clean token may attend to
-    its own clean block and to earlier ones.
+    token may attend to its own noisy block and to earlier clean blocks, a clean token to its own
+    clean block and earlier ones.
 
     Args:
       length: n, the number of noisy tokens, so that T = S = 2·n.
-      block: the tokens of a block. The last block may have fewer.
+      block: the tokens of a block.
 
     Raises:
       ValueError: if a number is not positive, or, in a call, if T or S is not 2·n.

@@ -1,4 +1,4 @@
-"""Flax's helpers for masks. Their results are rules that kernels evaluate block by block.
+"""Flax's helpers for masks, which return rules.
 
 >>> mask = combine_masks(make_attention_mask(tokens > 0, tokens > 0), make_causal_mask(tokens))
 """
@@ -30,9 +30,9 @@ def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.flo
     """Return `masks.Causal()`, with the signature of `flax.linen.make_causal_mask`.
 
     Args:
-      x: [*B, T]. Its values are not used.
-      extra_batch_dims: not used, because a rule holds for any axes of the batch.
-      dtype: not used, because a rule has none.
+      x: [*B, T], not used.
+      extra_batch_dims: not used.
+      dtype: not used.
     """
     del x, extra_batch_dims, dtype
     return Causal()

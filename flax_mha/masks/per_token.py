@@ -19,11 +19,9 @@ class Lengths(Mask):
     """A mask of padding at the end: a query may attend to the keys j < kv.
 
     Attributes:
-      kv: the number of real keys, int, int [*B], or int [*B, T] for each query (`valid_lens` of
-        d2l).
-      q: the number of real queries, int or int [*B] (default: all). Other queries are fully masked,
-        so that their output is 0. It counts from position 0: a call of 4 real queries at
-        `q_positions=8` has q=12.
+      kv: the number of real keys, int, int [*B], or int [*B, T] for each query.
+      q: the number of real queries from position 0, int or int [*B] (default: all). Others are
+        fully masked. A call of 4 real queries at `q_positions=8` has q=12.
 
     Raises:
       ValueError: if a static `q` above 0 leaves none of a call's queries, at static positions.
@@ -69,10 +67,7 @@ class Keys(Mask):
     real: Any
 
     def bind(self, dims: Dims) -> Mask:
-        real = checks.array("Keys.real", self.real)
-        expected = {"[S]": (dims.S,), "[*B, S]": (*dims.B, dims.S)}
-        shapes.check_shape("Keys.real", real, expected, "give a bool for each key")
-        return Dense(real[..., None, None, :]).bind(dims)
+        return Dense(checks.array("Keys.real", self.real)[..., None, None, :]).bind(dims)
 
 
 class Segments(Mask):
@@ -82,10 +77,10 @@ class Segments(Mask):
       q: int [*B, T] or [T], the segment id of each query.
       kv: int [*B, S] or [S], the segment id of each key (default: q).
       runs: True if each segment is a contiguous run of equal ids, so that an id that reappears
-        starts a new segment. `kv` must then be None. Some kernels need runs. In static ids they are
-        recognized without this flag.
+        starts a new segment. `kv` must then be None. Some kernels need runs, and recognize them in
+        static ids.
       at_most: the most runs of an example, for kernels whose memory grows with their number. More
-        runs are an error in static ids. Queries of runs beyond it are fully masked in traced ones.
+        are an error in static ids. In traced ones, queries of later runs are fully masked.
     """
 
     q: Any
@@ -94,9 +89,6 @@ class Segments(Mask):
     at_most: int | None = struct.field(pytree_node=False, default=None)
 
     def bind(self, dims: Dims) -> Self:
-        checks.flag("Segments.runs", self.runs)
-        if self.at_most is not None and not self.runs:
-            raise ValueError("Segments.at_most counts runs, got runs=False; give runs=True")
         if self.runs and self.kv is not None:
             raise ValueError(
                 "Segments.kv must be None with runs=True, where queries and keys are the same "
@@ -159,7 +151,6 @@ class Documents(Mask):
     """A mask in which a query may attend to the keys of its own document, by their lengths.
 
     Documents follow one another from position 0. Tokens after the last one form another document.
-    Add `Lengths` if they are padding.
 
     Attributes:
       lengths: int [*B, documents] or [documents], the tokens of each document, 0 for an empty one.
@@ -181,9 +172,6 @@ class Documents(Mask):
 
     def allowed(self, at: At) -> Array:
         return self.resolve(at).allowed(at)
-
-    def tiles(self, tiles: Tiles) -> Array:
-        return tile_state(np.True_, np.False_)
 
     def resolve(self, at: At) -> Mask:
         """Return `Segments` whose ids count the documents that end before a token."""

@@ -32,8 +32,8 @@ class Causal(Mask):
 class Window(Mask):
     """A sliding window: a query may attend to positions i − left ≤ j ≤ i + right.
 
-    A limit can be an array, also a traced one, so that the layers of a scan have different windows.
-    Kernels then skip tiles by its value, but a cache makes no ring buffer.
+    A limit can be an array, so that the layers of a scan have different windows. A cache then makes
+    no ring buffer.
 
     Attributes:
       left: the number of earlier positions, int or an array [] or [*B] (default: all).
@@ -71,8 +71,7 @@ class Window(Mask):
         state: Array = tile_state(np.True_, np.True_)
         left, right = self._limits
         if left is not None:
-            some = tiles.k_max >= tiles.q_min - left
-            state = both(state, tile_state(some, tiles.k_min >= tiles.q_max - left))
+            state = tile_state(tiles.k_max >= tiles.q_min - left, tiles.k_min >= tiles.q_max - left)
         if right is not None:
             some = tiles.k_min <= tiles.q_max + right
             state = both(state, tile_state(some, tiles.k_max <= tiles.q_min + right))
@@ -100,7 +99,7 @@ class Predicate(Mask):
       fn: a function that returns True where the query may attend to the key. It gets four integer
         arrays that broadcast (the indices of row and head, the positions of query and key), then
         args.
-      args: arrays and numbers for fn. Pass traced arrays here, not in fn's closure.
+      args: arrays and numbers for fn, which may not close over traced arrays.
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)

@@ -25,7 +25,6 @@ class Axial(rope.PairRotation):
     Attributes:
       sizes: the tokens on each axis: (height, width), or (frames, height, width).
       base: the ratio of the slowest to the fastest wavelength.
-      interleaved: True for pairs (0, 1), (2, 3), … (see `rotary`).
       span: coordinates are the centers of tokens, from −span to span (DINOv3: 2π; default: 0 …
         n − 1).
       prefix: the tokens before the grid that are not rotated, such as class tokens.
@@ -40,13 +39,8 @@ class Axial(rope.PairRotation):
 
     sizes: Sequence[int]
     base: float = 10_000.0
-    interleaved: bool = False
     span: float | None = None
     prefix: int = 0
-
-    def __post_init__(self) -> None:
-        checks.sizes("Axial.sizes", self.sizes, 1)
-        checks.integer("Axial.prefix", self.prefix)
 
     def check(self, positions: checks.Integers) -> int:
         """Return the number of positions of prefix and grid. Static ones must be below it."""
@@ -81,7 +75,7 @@ class Axial(rope.PairRotation):
         outside = (positions < 0) | (positions >= end)
         theta = jnp.where((positions < self.prefix)[..., None], 0.0, theta)
         theta = jnp.where(outside[..., None], jnp.nan, theta)
-        return theta, self.interleaved, 1.0
+        return theta, False, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +96,6 @@ class MRope(rope.PairRotation):
 
     sections: Sequence[int]
     base: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        checks.sizes("MRope.sections", self.sections, 1)
 
     def angles(self, x: jax.Array, positions: jax.Array) -> rope.Angles:
         """Return the angles for x [*B, T, N, H] and int positions, for each section or for all."""

@@ -34,7 +34,6 @@ def sinusoidal(
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
-    checks.positive(features=features)
     if isinstance(positions, int):
         at = symbols.count_up(positions)
     elif jnp.issubdtype(getattr(positions, "dtype", int), jnp.floating):
@@ -84,7 +83,6 @@ class PositionEmbedding(nn.Module):
         checks.fields(self)
         shapes.check_features("x", x)
         checks.choice("kind", self.kind, dict.fromkeys(KINDS))
-        checks.optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
         positions = symbols.count_up(T) if positions is None else positions

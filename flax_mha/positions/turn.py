@@ -40,14 +40,14 @@ class Turn(Struct):
         is_second = np.arange(2 * P) % 2 == 1 if interleaved else np.arange(2 * P) >= P
 
         def tables(theta: jax.Array) -> list[jax.Array]:
-            by_function = []
-            for function, unrotated in ((jnp.cos, 1), (jnp.sin, 0)):
-                x = function(theta) if size == 1 else size * function(theta)
-                x = jnp.repeat(x, 2, -1) if interleaved else jnp.concatenate([x, x], -1)
-                x = x if function is jnp.cos else jnp.where(is_second, x, -x)
-                missing = [(0, 0)] * (x.ndim - 1) + [(0, features - 2 * P)]
-                by_function.append(jnp.pad(x, missing, constant_values=unrotated)[..., None, :, :])
-            return by_function
+            missing = [(0, 0)] * (theta.ndim - 1) + [(0, features - 2 * P)]
+            cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
+            cos, sin = (
+                jnp.repeat(x, 2, -1) if interleaved else jnp.concatenate([x, x], -1)
+                for x in (cos, sin)
+            )
+            pairs = (cos, 1), (jnp.where(is_second, sin, -sin), 0)
+            return [jnp.pad(x, missing, constant_values=c)[..., None, :, :] for x, c in pairs]
 
         cos, sin = sharding.auto(tables, [(), ()], theta)
         return cls(ScoreArray(cos), ScoreArray(sin), P, interleaved)

@@ -152,10 +152,10 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return run(*args)
     is_named = any(map(any, jax.tree.leaves(names, is_leaf=_is_names)))
-    lacks_rules = is_named and not initializing.value and not nn.get_logical_axis_rules()
-    is_replicated = lacks_rules or (is_named and initializing.value)
+    is_replicated = is_named and (initializing.value or not nn.get_logical_axis_rules())
     arrays, static = partition(args, is_array)
-    if lacks_rules and any(any(spec_of(x)) for x in jax.tree.leaves(arrays)):
+    is_sharded = any(any(spec_of(x)) for x in jax.tree.leaves(arrays))
+    if is_replicated and is_sharded and not initializing.value:
         raise ValueError(
             f"arrays sharded over the Explicit mesh axes {mesh.explicit_axes} need logical axis "
             f"rules; wrap in `with nn.logical_axis_rules(rules)`, such as sharding.RULES"

@@ -96,14 +96,10 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, An
         with layout.initializing(True):
             return model.init(rngs, *args, **kwargs)
 
-    variables: dict[str, Any]
-    if jax.sharding.get_mesh().empty:
-        variables = jax.jit(create)(rngs, *args)
-        return variables
-    shardings = of(create, rngs, *args)
+    shardings = None if jax.sharding.get_mesh().empty else of(create, rngs, *args)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
         # Otherwise each device would draw the full parameters, with other rounding.
         specs = jax.tree.map(lambda at: rules.keep_axes(at.spec, explicit), shardings)
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=specs)
-    variables = jax.jit(create, out_shardings=shardings)(rngs, *args)
+    variables: dict[str, Any] = jax.jit(create, out_shardings=shardings)(rngs, *args)
     return variables

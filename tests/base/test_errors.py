@@ -176,8 +176,6 @@ KERNEL: list[Case] = [
             Q, Q[:, :3], Q[:, :3], mask=ones(2, 3, dtype=bool)),
     *kernel("runs of keys of their own", ValueError, r"Segments.kv must be None with",
             mask=masks.Segments(np.arange(4), np.arange(4), runs=True)),
-    *kernel("a number of runs without runs", ValueError, r"Segments.at_most counts runs, got",
-            mask=masks.Segments(np.arange(4), at_most=4)),
     *kernel("more runs than said", ValueError, r"must be at least the .* got . for 4 runs",
             mask=masks.Segments(np.arange(4), runs=True, at_most=2)),
     *kernel("ids beyond int32", ValueError, r"Segments.q must fit int32, got 4294967296, which wou",
@@ -200,9 +198,6 @@ KERNEL: list[Case] = [
     *kernel("flag", TypeError, r"return_weights must be True or False, got 'no' of str",
             return_weights="no"),
     *kernel("list", TypeError, r"k must be an array, got list; convert", Q, [1.0], Q),
-    *kernel("Keys shape", ValueError,
-            r"Keys.real must.*\(4,\) or \[\*B, S\] = \(2, 4\), got \(2, 3\)",
-            mask=masks.Keys(ones(2, 3, dtype=bool))),
     *kernel("sparse floats", TypeError, r"BlockSparse.blocks must be integers, got float32; cast",
             mask=masks.BlockSparse(ones(2, 1), 2, 2)),
     *kernel("sparse many", ValueError, r"got \(1, 129\); .*give a table as masks.Dense",
@@ -356,8 +351,6 @@ LAYER: list[Case] = [
           None, X),
     layer("rank", ValueError, r"inputs_q must have shape \[\*B, length, f.*\(8,\); add", X[0, 0]),
     layer("no features", ValueError, r"inputs_q must have.*\(2, 4, 0\); .*one feature", X[..., :0]),
-    layer("a mask for keys", ValueError, r"inputs must have.*inputs_k \(2, 1, 4, 4\).*a mask as",
-          X, ones(2, 1, 4, 4)),
     layer("no deterministic", ValueError, r'"deterministic" must be passed', dropout_rate=0.5),
     ("layer: no rng", lambda: MultiHeadAttention(2, dropout_rate=0.5).apply(
         ATTENTION.init(KEY,
@@ -383,8 +376,6 @@ LAYER: list[Case] = [
 ]  # fmt: skip
 
 MODULES: list[Case] = [
-    ("sinusoidal: features", lambda: positions.sinusoidal(4, 0), ValueError,
-     r"features must.*1, got 0"),
     ("rotary: odd", lambda: positions.rotary(Q[..., :3], IDS), ValueError, r"even.*H=3; choose"),
     ("rotary: fraction", lambda: positions.rotary(Q, IDS, fraction=1.5), ValueError,
      r"at most H.*1.5"),

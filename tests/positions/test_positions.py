@@ -219,7 +219,7 @@ def test_embedding_dtypes_follow_fields(kind: str) -> None:
 ROTATIONS: dict[str, Any] = {
     "halves": Rotary(), "pairs": Rotary(interleaved=True),
     "growing": Rotary(interleaved=True, scaling=DynamicNtk(2.0, 4)),
-    "half": Rotary(interleaved=True, fraction=0.5), "grid": Axial((8,), interleaved=True),
+    "half": Rotary(interleaved=True, fraction=0.5), "grid": Axial((8,)),
     "sections": MRope((1,)),
 }  # fmt: skip
 SIZES = [
