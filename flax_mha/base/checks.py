@@ -106,9 +106,7 @@ def within(name: str, x: Any, end: int | None, remedy: str, least: int = 0) -> N
 def as_numpy(x: Any) -> Any:
     """Convert a replicated JAX array to NumPy if this host has its values.
 
-    The values are then static even in the closure of a jitted function, so that kernels skip tiles
-    and XLA folds no constants. Outside jit, this waits for the array. Sharded arrays stay as they
-    are.
+    They are then static even in the closure of a jitted function, so that kernels skip tiles.
     """
     if isinstance(x, jax.Array) and is_concrete(x) and x.is_fully_replicated:
         return np.asarray(x)

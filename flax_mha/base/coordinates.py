@@ -68,12 +68,10 @@ def map_score_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
 class Tiles(NamedTuple):
     """The nq × nk tiles of the scores, and the positions in each.
 
-    The bounds are NumPy arrays if the positions are static, so that tile states are static too.
-
     Attributes:
       block_q, block_k: queries and keys per tile. The last tiles may reach beyond T and S.
-      q_min, q_max: the least and greatest position of each tile's queries, int [*B|1, 1, nq, 1].
-      k_min, k_max: the least and greatest position of each tile's keys, int [*B|1, 1, 1, nk].
+      q_min, q_max: the bounds of the positions of queries, int [*B|1, 1, nq, 1], NumPy if static.
+      k_min, k_max: the bounds of the positions of keys, int [*B|1, 1, 1, nk].
       heads: indices of the heads, int [1, N, 1, 1], if the tiles cover only some heads.
       q, k: positions of all queries, int [*B|1, 1, T, 1], and keys, int [*B|1, 1, 1, S], if known.
     """
@@ -98,9 +96,9 @@ class Tiles(NamedTuple):
 
 
 def blocks(x: Array, axis: int, size: int) -> Array:
-    """Split an axis into (number of blocks, size). Its last entry fills the last block.
+    """Split an axis into (number of blocks, size), or (1, 1) if its size is 1.
 
-    An axis of size 1, which broadcasts, becomes (1, 1).
+    Its last entry fills the last block.
     """
     axis %= x.ndim
     length = x.shape[axis]

@@ -19,8 +19,8 @@ class Axial(rope.PairRotation):
 
         θ = cₐ / base^(p / P),   p = 0 … P − 1, P = H / (2·axes)
 
-    for the coordinate cₐ on axis a, with the pairs of one axis after those of another. Tokens are
-    in row-major order: the token at position i ≥ prefix has the coordinates of i − prefix.
+    for the coordinate cₐ on axis a, with the pairs of one axis after another. Tokens are in
+    row-major order, after the prefix.
 
     Attributes:
       sizes: the tokens on each axis: (height, width), or (frames, height, width).
@@ -30,8 +30,7 @@ class Axial(rope.PairRotation):
       prefix: the tokens before the grid that are not rotated, such as class tokens.
 
     Raises:
-      ValueError: if fields do not fit, or a static position is beyond the grid. A traced position
-        beyond it makes its token NaN.
+      ValueError: for a static position beyond the grid. A traced one makes its token NaN.
 
     Sources: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024; Siméoni et al.,
     "DINOv3", 2025 (span).
@@ -84,8 +83,8 @@ class MRope(rope.PairRotation):
 
         θ = c / base^(2p / H),   c the coordinate of pair p's section
 
-    The `positions` of the layer are [T, sections] or [*B, T, sections]: the time, row and column of
-    each token, for example. Text has positions [T] or [*B, T], which are all of its coordinates.
+    The `positions` of the layer are [T, sections] or [*B, T, sections], such as the time, row and
+    column of each token, or [T] or [*B, T] for text.
 
     Attributes:
       sections: the number of pairs for each coordinate, H/2 in all: (16, 24, 24) in Qwen2-VL.

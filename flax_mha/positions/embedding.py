@@ -20,14 +20,13 @@ def sinusoidal(
 
         P[i, 2c] = sin(i / base^(2c/D)),   P[i, 2c+1] = cos(i / base^(2c/D))
 
-    With `halves`, sines come first, and the slowest wavelength is exactly base times the fastest
-    (tensor2tensor, Whisper):
+    With `halves` (tensor2tensor, Whisper):
 
         P[i, c] = sin(i / base^(c/(D/2−1))),   P[i, D/2+c] = cos(i / base^(c/(D/2−1)))
 
     Args:
       positions: int [*P], or a length T for 0 … T−1.
-      features: D. An odd D ends with a sine. With `halves`, D must be even and at least 4.
+      features: D. With `halves`, D must be even and at least 4.
       base: the ratio of the slowest to the fastest wavelength.
       halves: True for sines first, then cosines.
       dtype: the dtype of the result. Angles are computed in float32.
@@ -57,9 +56,8 @@ class PositionEmbedding(nn.Module):
     """A layer that adds an encoding of the position to token features.
 
     Attributes:
-      kind: "learned" (a table [max_length, D]), "sinusoidal", "sinusoidal_halves" (Whisper's, see
-        `sinusoidal`) or "none".
-      max_length: the rows of the learned table. Longer inputs are an error.
+      kind: "learned" (a table [max_length, D]), "sinusoidal", "sinusoidal_halves" or "none".
+      max_length: the rows of the learned table.
       embedding_init: the initializer of the learned table.
       dtype: the dtype of the result (default: the input's).
       param_dtype: the dtype of the learned table.
@@ -78,7 +76,7 @@ class PositionEmbedding(nn.Module):
         Args:
           x: [*B, T, D].
           positions: int [T] or [*B, T] (default: 0 … T−1). Beyond a learned table, a static
-            position is an error, and a traced one gives NaN.
+            position is an error, a traced one gives NaN.
         """
         checks.fields(self)
         shapes.check_features("x", x)

@@ -78,8 +78,7 @@ def rotary(
 
         (x₁, x₂) ← (x₁ cos θ − x₂ sin θ, x₂ cos θ + x₁ sin θ),   θ = i / base^(2c/R)
 
-    for pair c of the first R = fraction·H features at position i. The score of a query at i and a
-    key at j then depends only on their distance, i − j.
+    for pair c of the first R = fraction·H features at position i.
 
     Args:
       x: queries or keys [*B, T, N, H].
@@ -88,8 +87,7 @@ def rotary(
       fraction: the share of the features that is rotated. R must be even.
       interleaved: True for pairs (0, 1), (2, 3), … (RoFormer, GPT-J); False for (0, R/2),
         (1, R/2 + 1), … (GPT-NeoX, LLaMA).
-      scaling: `Interpolation`, `Ntk`, `Yarn`, `Llama3`, `DynamicNtk`, `LongRope` or
-        `Proportional`, which change θ for longer sequences.
+      scaling: `Interpolation(…)`, `Ntk(…)`, `Yarn(…)`, …, which change θ for longer sequences.
 
     Returns:
       [*B, T, N, H] in the dtype of x, computed in float32 or wider.

@@ -37,8 +37,6 @@ def Interpolation(factor: float) -> "Proportional":
 class Ntk:
     """NTK-aware scaling. The base becomes base·factor^(R / (R − 2)).
 
-    The fastest pair keeps its frequency. The slowest has the same as with `Interpolation`.
-
     Attributes:
       factor: the divisor of the slowest frequency.
 
@@ -95,8 +93,6 @@ class Yarn:
 class Proportional:
     """A rotation of only the fastest pairs: θ_c / factor for c < share·R/2, and 0 for the others.
 
-    The frequencies do not depend on the share. With `fraction` of `Rotary` they would.
-
     Attributes:
       share: the share of the pairs that is rotated, at most 1.
       factor: the divisor of θ.
@@ -142,7 +138,7 @@ class DynamicNtk:
     """`Ntk` with a factor that grows with the length L of each row ("dynamic" in checkpoints).
 
     The base is multiplied by max(factor·L/original_length − factor + 1, 1)^(R / (R − 2)). L is the
-    greatest position of the row's tokens in the call, plus 1. Padding by `lengths` does not count.
+    greatest position of the row's tokens in the call, without padding, plus 1.
 
     Attributes:
       factor: the growth of the factor with L.
@@ -167,8 +163,6 @@ class DynamicNtk:
 @dataclass(frozen=True)
 class LongRope:
     """LongRoPE. θ_c is divided by short_c in short rows and by long_c in long ones.
-
-    The length of a row is defined as for `DynamicNtk`.
 
     Attributes:
       short: the R/2 divisors for rows up to the original length.

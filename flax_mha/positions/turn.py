@@ -18,8 +18,7 @@ class Turn(Struct):
 
         y = x·cos + partner(x)·sin
 
-    partner(x) swaps the two features of each pair. Other features have a cosine of 1 and a sine of
-    0.
+    partner(x) swaps the two features of each pair. Other features keep their values.
 
     Attributes:
       cos: float [*B|1, 1, T, H].
@@ -70,11 +69,7 @@ class Turn(Struct):
 
 
 class Turned(Struct):
-    """Queries or keys x [*B, T, N, H] that are not rotated yet.
-
-    `flex` rotates them on TPUs. Other kernels get them rotated. They are no array, so that no
-    function mistakes x for the rotated one.
-    """
+    """Queries or keys x [*B, T, N, H] that are not rotated yet, and no array by mistake."""
 
     x: jax.Array
     turn: Turn

@@ -86,8 +86,7 @@ class Score(ScoreMod):
       fn: a function that returns the new score. It gets the score, four integer arrays that
         broadcast to it (the indices of row and head, the positions of query and key), q and k if
         `vectors`, then args.
-      args: arrays and numbers for fn. Floating arrays get gradients. Pass traced arrays here, not
-        in fn's closure.
+      args: arrays and numbers for fn, which may not close over traced arrays.
       vectors: True if fn reads the query and key vectors (see `ScoreMod.of_vectors`).
     """
 

@@ -18,15 +18,13 @@ from flax_mha.scores.score_mod import Make, ScoreMod, Vectors
 class RelativeBias(ScoreMod):
     """T5's relative position bias, score + table[head, bucket(j − i)].
 
-    Half of the buckets are exact distances. The others grow logarithmically up to max_distance.
-
     >>> encoder = Encoder(6, block, scores=(RelativeBias(),))  # T5: one table for all layers
 
     Attributes:
       table: [N, buckets]. If it is None, a layer or a stack with this in its field `scores` creates
         the parameter `relative_bias`.
-      bidirectional: True for separate buckets before and after the query. If False, keys after the
-        query share the bucket of distance 0.
+      bidirectional: True for separate buckets before and after the query. Otherwise, keys after
+        the query share the bucket of distance 0.
       max_distance: from this distance on, keys share the last bucket.
       buckets: the buckets of a created table.
 
@@ -164,8 +162,7 @@ class TransformerXL(ScoreMod):
         return self.replace(content_bias=u, position_bias=v, kernel=jnp.moveaxis(kernel, 1, 0))
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        # Multiply by sinusoids of the keys' positions instead of r_d of all pairs, which sin(d·w) =
-        # sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w) allows.
+        # sin(d·w) = sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w) saves r_d of all pairs.
         u, v, kernel = (
             _take_heads(x.astype(score.dtype), at)
             for x in (self.content_bias, self.position_bias, self.kernel)

@@ -28,8 +28,7 @@ Make: TypeAlias = Callable[..., jax.Array]
 class ScoreMod(Struct):
     """The base class of score functions, which compute a new score from a score and its place.
 
-    A subclass that also reads the query and key vectors sets `vectors = True`, and defines
-    `of_vectors` instead of `__call__`.
+    A subclass with `vectors = True` defines `of_vectors` instead of `__call__`.
     """
 
     vectors = False
@@ -48,7 +47,7 @@ class ScoreMod(Struct):
 
         Args:
           score: [..., T, S], the scores of a call or of a tile, float32 or wider.
-          at: the coordinates of the scores. `at.head[..., 0, 0]` has only the leading axes.
+          at: the coordinates of the scores.
           q: [..., T, H], the scaled queries in the score's dtype.
           k: [..., S, H], the keys in the score's dtype.
         """

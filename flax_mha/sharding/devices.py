@@ -46,8 +46,7 @@ def target(platform: Platform | None) -> Iterator[None]:
 def platform() -> str:
     """Return JAX's name of the platform that the traced program is for.
 
-    This is the platform of `flax_mha.kernels.use`, else the one of the ambient mesh's devices,
-    which may be elsewhere, else JAX's default.
+    This is the platform of `flax_mha.kernels.use`, else of the ambient mesh, else JAX's default.
     """
     if (known := _target.get()) is not None:
         return known.name
@@ -56,11 +55,7 @@ def platform() -> str:
 
 
 def current_platform(manual: Collection[str] = ()) -> Platform:
-    """Return the devices that the traced call is for. See `platform`.
-
-    `jax.shard_map` shards the call over the mesh axes in `manual`. Without a mesh, a program for a
-    platform of `flax_mha.kernels.use` runs on one device.
-    """
+    """Return the devices that the traced call is for, sharded over the mesh axes in `manual`."""
     mesh, known = jax.sharding.get_abstract_mesh(), _target.get()
     if known is None:
         device = jax.local_devices()[0] if mesh.abstract_device is None else mesh.abstract_device

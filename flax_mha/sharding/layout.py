@@ -18,8 +18,8 @@ initializing = jax.make_user_context(False)
 def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
     """Shard x by the logical axis rules.
 
-    On Auto axes of the mesh this is a sharding constraint, on Explicit axes a reshard. Without a
-    mesh or rules, and on Manual axes (inside `jax.shard_map`), it does nothing.
+    This is a sharding constraint on Auto axes of the mesh, a reshard on Explicit axes, and nothing
+    on Manual axes or without a mesh or rules.
 
     Args:
       x: an array.
@@ -41,8 +41,7 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
 def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
     """Return the `PartitionSpec` of an array by the logical axis rules.
 
-    Axes without a rule are `UNCONSTRAINED`. So are all axes without a mesh, on one device, and
-    inside `jax.shard_map`.
+    Axes without a rule are `UNCONSTRAINED`, and so are all on one device.
 
     Args:
       shape: the array's shape.
@@ -60,8 +59,8 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
 def manual_axes(specs: Iterable[PartitionSpec]) -> set[str]:
     """Return the mesh axes over which `jax.shard_map` shards arrays with these specs.
 
-    Auto mesh axes without an entry stay Auto if an array has unconstrained axes, which XLA may have
-    sharded over them. Those of size 1 do not: Mosaic kernels do not run under Auto axes.
+    Auto axes without an entry stay Auto if XLA may have sharded an array over them. Axes of size 1
+    do not: Mosaic kernels do not run under Auto axes.
     """
     mesh, parts = shard_map.ambient_mesh(), [part for spec in specs for part in spec]
     named = {axis for part in parts for axis in rules.unpack_entry(part)}
@@ -135,8 +134,7 @@ def like(x: jax.Array, other: jax.Array) -> jax.Array:
 def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     """Return fn(*args), with the sharding inside left to the compiler on any mesh.
 
-    Explicit axes are Auto inside fn, because JAX would require output shardings of many operations
-    (reshapes, gathers, matmuls over a sharded axis).
+    Explicit axes are Auto inside fn: JAX would require output shardings of many operations.
 
     Args:
       fn: a function that closes over no JAX array.

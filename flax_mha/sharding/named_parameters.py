@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mha.base import shapes
 from flax_mha.sharding import layout, rules
 
-# True while `of` traces, so that parameters are boxed with their names whatever `partitioned` is.
-# A JAX context is part of the key of JAX's caches.
+# True while `of` traces: parameters are boxed with their names. The context keys JAX's caches.
 _naming = jax.make_user_context(False)
 
 
@@ -40,7 +39,7 @@ def named(init: Initializer, names: rules.LogicalNames, partitioned: bool = Fals
     """Return an initializer of parameters with a logical name, or None, for each axis.
 
     Parameters are plain arrays, unless `partitioned` boxes them as `nn.with_logical_partitioning`
-    does. They are also boxed while `sharding.of` reads the names.
+    does.
     """
 
     def initialize(rng: jax.Array, shape: Sequence[int], dtype: Dtype) -> Any:

@@ -17,8 +17,7 @@ _SWAPS, _ENTRIES = 32, 2**29
 def zigzag(length: int, devices: int) -> np.ndarray:
     """Return an order of tokens that balances causal attention over devices.
 
-    Device i of n gets pieces i and 2n − 1 − i of 2n pieces: an early one, which sees few keys, and
-    a late one, which sees many.
+    Device i of n gets pieces i and 2n − 1 − i of 2n pieces, one of few keys and one of many.
 
     >>> order = sharding.zigzag(x.shape[1], 8)
     >>> y = layer.apply(variables, x[:, order], order=order)[:, np.argsort(order)]
@@ -51,26 +50,25 @@ def balanced(
 ) -> np.ndarray:
     """Return an order of tokens that balances attention within packed documents over a ring.
 
-    The tokens are cut into pieces of one tile, which are dealt to n devices in turn. Then pieces of
-    two devices are swapped while that reduces the time of the ring,
+    Pieces of one tile are dealt to n devices in turn. Then pieces of two devices are swapped while
+    that reduces the time of the ring,
 
         Σₛ (Σᵢ Wᵢₛ⁸)^(1/8)  ≈  Σₛ maxᵢ Wᵢₛ
 
-    where Wᵢₛ is the work of device i in step s: the number of tiles that are not empty between its
-    queries and the keys of device i − s. The search is deterministic and takes seconds. The slowest
-    device then takes about 1.1 of the mean on up to 64 devices, more where Wᵢₛ are few tiles.
+    where Wᵢₛ is the number of tiles that are not empty between the queries of device i and the keys
+    of device i − s. The search is deterministic and takes seconds.
 
     >>> lengths = [700, 1000, 348]
     >>> order = sharding.balanced(lengths, 8)
     >>> layer = MultiHeadAttention(8, mask=masks.Causal() & masks.Documents(lengths))
 
     Args:
-      lengths: int [documents], the tokens of each document, T in all, with padding as a document.
-        Rows that share the order are [rows, documents], filled with 0.
+      lengths: int [documents], the tokens of each document, T in all, with padding as a document,
+        or [rows, documents], filled with 0, for rows that share the order.
       devices: n, the number of devices of the ring.
       mask: a static mask within documents, the same in all rows (default: causal).
       tile: the tokens of a piece (default: 512 or 256 if that leaves each device 16 pieces and 4·n,
-        else 128). Kernels on a ring use the default if the order is traced.
+        else 128).
 
     Returns:
       The positions of the tokens, int32 [T].
@@ -94,11 +92,7 @@ def balanced(
 
 
 def piece_size(length: int, devices: int, positions: Array | None = None) -> int:
-    """Return the tokens of a piece, if each device has `length` tokens.
-
-    `positions` are all tokens' positions, as in `AttentionSpec`. If they are traced or None, the
-    result is the default of `balanced`.
-    """
+    """Return the tokens of a piece of `length` tokens a device, given positions if static."""
     if positions is None or isinstance(positions, jax.Array):
         least = max(16, 4 * devices)
         return next((s for s in (512, 256) if length % s == 0 and least * s <= length), 128)

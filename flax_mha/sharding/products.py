@@ -30,8 +30,8 @@ def product(
 ) -> Any:  # fmt: skip
     """Return multiply(x, kernel) [*rows, *features].
 
-    A kernel sharded by FSDP is gathered on Manual axes, so that its gradient is reduce-scattered.
-    XLA would all-reduce it and then slice.
+    A kernel sharded by FSDP is gathered on Manual axes, so that its gradient is reduce-scattered,
+    not all-reduced.
 
     Args:
       parallel: `column_parallel` or `row_parallel`.
@@ -111,8 +111,8 @@ def row_parallel(
 ) -> Any:  # fmt: skip
     """Multiply by a kernel whose contracted axes are sharded, and whole along the axes of FSDP.
 
-    If the devices that sum a product also shard its positions, each keeps the sums of its own: one
-    reduce-scatter forward, one all-gather backward.
+    If the devices that sum a product also shard its positions: one reduce-scatter forward, one
+    all-gather backward.
     """
     at, whole = x.ndim - contracted - 1, gathered(names)
     shape = (*x.shape[: at + 1], *kernel.shape[contracted:])

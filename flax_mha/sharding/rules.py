@@ -19,11 +19,7 @@ _TOKENS = ("batch", "length", "norm_length")
 
 
 def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
-    """Return the `PartitionSpec` of an array by the rules, which must fit its shape and the mesh.
-
-    `names` are the logical names of its last axes. Axes without a rule or a name are
-    `UNCONSTRAINED`.
-    """
+    """Return the `PartitionSpec` of an array by the rules, given the names of its last axes."""
     last: Any = tuple(names[max(len(names) - len(shape), 0) :])
     names = (UNCONSTRAINED,) * (len(shape) - len(last)) + last
     rules = _rules()
@@ -127,10 +123,7 @@ def fill_unconstrained(spec: PartitionSpec, default: Iterable[Any] = ()) -> Part
 
 
 def undivided_tokens(decode: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the rules do not shard tokens, if `decode` is True.
-
-    A decoding step has one token and a prompt any number, which need not divide over devices.
-    """
+    """Return a context in which the rules do not shard tokens, if `decode` is True."""
     rules = nn.get_logical_axis_rules()
     if not rules or not decode:
         return contextlib.nullcontext()
