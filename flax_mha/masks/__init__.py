@@ -41,8 +41,15 @@ subclass with a method `allowed`, and a method `tiles` if kernels can skip block
 from flax_mha.base.coordinates import At, Tiles
 from flax_mha.masks.algebra import And, Dense, Mask, MaskLike, Not, Or, as_mask, combine
 from flax_mha.masks.block_sparse import BlockSparse, top_blocks
-from flax_mha.masks.diffusion import block_diffusion
-from flax_mha.masks.per_token import AtLeast, Documents, Keys, Lengths, Prefix, Segments
+from flax_mha.masks.per_token import (
+    AtLeast,
+    Documents,
+    Keys,
+    Lengths,
+    Prefix,
+    Segments,
+    block_diffusion,
+)
 from flax_mha.masks.positional import Causal, Dilated, Neighborhood, PerHead, Predicate, Window
 from flax_mha.masks.states import EMPTY, FULL, PARTIAL
 

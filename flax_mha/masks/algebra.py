@@ -12,10 +12,12 @@ import numpy as np
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import Struct, tree_nodes
+from flax_mha.base.trees import Struct, is_traced, tree_nodes
 from flax_mha.masks.arrays import read_table
-from flax_mha.masks.states import EMPTY, FULL, PARTIAL, both, either, tile_state
-from flax_mha.masks.static_pairs import static_pairs
+from flax_mha.masks.states import EMPTY, FULL, PARTIAL, both, either, is_static, tile_state
+
+# The most pairs that are computed while JAX traces, and at once: a second for each operation.
+MOST, _CHUNK = 2**26, 2**22
 
 
 class Mask(Struct):
@@ -26,7 +28,6 @@ class Mask(Struct):
 
     def bind(self, dims: Dims) -> "Mask":
         """Check the mask's arrays for a call, and reshape them to [*B|1, N|1, T|1, S|1]."""
-        del dims
         return self
 
     def check_positions(self, at: At) -> None:
@@ -34,7 +35,7 @@ class Mask(Struct):
 
     def allowed(self, at: At) -> Array:
         """Return True where a query may see a key: bool, broadcastable to the scores at `at`."""
-        raise NotImplementedError(f"{type(self).__name__} must define allowed(at)")
+        raise NotImplementedError
 
     def tiles(self, tiles: Tiles) -> Array:
         """Return the state of each tile, int, broadcastable to [*B, N, nq, nk].
@@ -43,9 +44,7 @@ class Mask(Struct):
         kernels skip nothing. By default, a mask that reads traced values, the row or the head, or
         of more than 2²⁶ pairs, is PARTIAL. Others are evaluated while JAX traces.
         """
-        pairs = None
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
-            pairs = static_pairs(functools.partial(evaluate, self), tiles.q, tiles.k)
+        pairs = None if is_traced(self) else _static_pairs(self, tiles.q, tiles.k)
         if pairs is None:
             return tile_state(np.True_, np.False_)
         return tile_state(tiles.greatest(pairs), tiles.least(pairs))
@@ -275,3 +274,27 @@ def greatest_lookback(masks: Sequence[Mask]) -> int | None:
     lookbacks = [mask.max_lookback() for mask in masks]
     known = [x for x in lookbacks if x is not None]
     return max(known) if len(known) == len(masks) else None
+
+
+def _static_pairs(mask: Mask, q: Array | None, k: Array | None) -> np.ndarray | None:
+    """Return the pairs of queries [*B|1, 1, T, 1] and keys [*B|1, 1, 1, S] that may attend.
+
+    Return None for traced positions, masks that read the row or the head, and too many pairs.
+    """
+    if q is None or k is None or not is_static(q, k) or q.size * k.size > MOST:
+        return None
+    first = np.zeros([1] * q.ndim, np.int32)
+    jaxpr = jax.make_jaxpr(lambda *at: evaluate(mask, At(*at)))(first, first, q, k).jaxpr
+    read = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
+    if any(x is index for x in read for index in jaxpr.invars[:2]):
+        return None
+    step = max(1, _CHUNK // k.size)
+    parts = []
+    with jax.ensure_compile_time_eval():
+        for start in range(0, q.shape[-2], step):
+            rows = q[..., start : start + step, :]
+            parts.append(np.asarray(evaluate(mask, At(first, first, rows, k))))
+            if parts[0].shape[-2] < rows.shape[-2]:
+                # All queries see the same keys.
+                return parts[0]
+    return np.concatenate(parts, -2)

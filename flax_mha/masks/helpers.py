@@ -34,7 +34,6 @@ def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.flo
       extra_batch_dims: not used.
       dtype: not used.
     """
-    del x, extra_batch_dims, dtype
     return Causal()
 
 

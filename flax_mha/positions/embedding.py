@@ -33,12 +33,8 @@ def sinusoidal(
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
-    if isinstance(positions, int):
-        at = symbols.count_up(positions)
-    elif jnp.issubdtype(getattr(positions, "dtype", int), jnp.floating):
-        at = jnp.asarray(positions)
-    else:
-        at = checks.integers("positions", positions)
+    is_length = isinstance(positions, int)
+    at = symbols.count_up(positions) if is_length else checks.integers("positions", positions)
     if halves:
         if features < 4 or features % 2:
             raise ValueError(

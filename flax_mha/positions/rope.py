@@ -38,7 +38,7 @@ class PairRotation:
 
     def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
         """Check x [*B, T, N, H] and its positions, and return its angles."""
-        raise NotImplementedError(f"{type(self).__name__} must define angles(x, positions)")
+        raise NotImplementedError
 
     def turn(self, x: jax.Array, positions: jax.Array) -> Turn:
         """Return the rotation of x, for a kernel to apply."""

@@ -35,12 +35,11 @@ class ScoreMod(Struct):
 
     def bind(self, dims: Dims) -> Self:
         """Check the arrays against the sizes of a call, and wrap those over scores."""
-        del dims
         return self
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """Return the new score, of the same shape and dtype."""
-        raise NotImplementedError(f"{type(self).__name__} must define __call__(score, at)")
+        raise NotImplementedError
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
         """Return the new score, of the same shape and dtype. Called if `vectors` is True.
@@ -51,7 +50,7 @@ class ScoreMod(Struct):
           q: [..., T, H], the scaled queries in the score's dtype.
           k: [..., S, H], the keys in the score's dtype.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define of_vectors(score, at, q, k)")
+        raise NotImplementedError
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
         """Return the function with its missing arrays, which `make` creates as parameters.
@@ -61,7 +60,6 @@ class ScoreMod(Struct):
           head_dim: the features of a head.
           make: make(name, shape, names, init=INIT) creates a parameter of a layer or a stack.
         """
-        del num_heads, head_dim, make
         return self
 
 

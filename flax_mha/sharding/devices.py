@@ -1,9 +1,8 @@
 """The devices that a traced program is for."""
 
 import contextlib
-import contextvars
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh
@@ -28,19 +27,12 @@ class Platform(NamedTuple):
     auto_partitioned: bool = False
 
 
-_target: contextvars.ContextVar[Platform | None] = contextvars.ContextVar(
-    "flax_mha_platform", default=None
-)
+_target = jax.make_user_context(None)
 
 
-@contextlib.contextmanager
-def target(platform: Platform | None) -> Iterator[None]:
-    """Trace functions for a platform in the context. None keeps the outer one."""
-    token = _target.set(platform or _target.get())
-    try:
-        yield
-    finally:
-        _target.reset(token)
+def target(platform: Platform | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context to trace functions for a platform. None keeps the outer one."""
+    return _target(platform or _target.value)
 
 
 def platform() -> str:
@@ -48,7 +40,7 @@ def platform() -> str:
 
     This is the platform of `flax_mha.kernels.use`, else of the ambient mesh, else JAX's default.
     """
-    if (known := _target.get()) is not None:
+    if (known := _target.value) is not None:
         return known.name
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
@@ -56,7 +48,7 @@ def platform() -> str:
 
 def current_platform(manual: Collection[str] = ()) -> Platform:
     """Return the devices that the traced call is for, sharded over the mesh axes in `manual`."""
-    mesh, known = jax.sharding.get_abstract_mesh(), _target.get()
+    mesh, known = jax.sharding.get_abstract_mesh(), _target.value
     if known is None:
         device = jax.local_devices()[0] if mesh.abstract_device is None else mesh.abstract_device
         known = Platform(platform(), device.device_kind)

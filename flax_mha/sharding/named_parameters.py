@@ -21,7 +21,6 @@ class Named(nn.LogicallyPartitioned):
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """Return the value. JAX rejects Flax's sharding constraint on Explicit axes."""
-        del apply_constraint
         return self.value
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Any:

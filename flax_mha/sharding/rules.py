@@ -38,7 +38,13 @@ def _resolve_axis(
     targets = [target for rule, target in rules if rule == name]
     if name is not None and not targets:
         return UNCONSTRAINED
-    _check_rule(name, targets, dict(mesh.shape))
+    unknown = {axis for target in targets for axis in unpack_entry(target)} - {*mesh.axis_names}
+    if unknown:
+        raise ValueError(
+            f"the rule {(name, targets[0])} names the mesh axis {sorted(unknown)}, and the mesh "
+            f"has {dict(mesh.shape)}; make it with that axis (a size of 1 will do), or change the "
+            f"rule"
+        )
     if axes is None and targets and None not in targets:
         raise ValueError(
             f"{name!r} is to be sharded over {targets[0]!r}, which another axis of the same "
@@ -57,16 +63,6 @@ def _resolve_axis(
         f"{name!r} counts {size}, which does not divide over the {devices} devices of the mesh "
         f"axis {axes!r}; choose a multiple of {devices}, or another axis"
     )
-
-
-def _check_rule(name: Any, targets: Sequence[Any], sizes: dict[str, int]) -> None:
-    """Check that the mesh has the axes of the rules of a name."""
-    unknown = {axis for target in targets for axis in unpack_entry(target)} - set(sizes)
-    if unknown:
-        raise ValueError(
-            f"the rule {(name, targets[0])} names the mesh axis {sorted(unknown)}, and the mesh "
-            f"has {sizes}; make it with that axis (a size of 1 will do), or change the rule"
-        )
 
 
 def _rules() -> Rules:

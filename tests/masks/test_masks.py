@@ -259,7 +259,7 @@ def test_user_defined_mask() -> None:
     np.testing.assert_array_equal(
         table(Even() & Causal()), definition(lambda b, n, i, j: (i + j) % 2 == 0 and j <= i)
     )
-    with pytest.raises(NotImplementedError, match=r"Forgetful must define allowed"):
+    with pytest.raises(NotImplementedError):
         table(type("Forgetful", (Mask,), {})())
 
 
