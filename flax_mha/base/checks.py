@@ -113,16 +113,6 @@ def as_numpy(x: Any) -> Any:
     return x
 
 
-def static(name: str, x: Any) -> Any:
-    """Check that a setting, which the compiled program depends on, is not traced."""
-    if isinstance(x, jax.core.Tracer):
-        raise TypeError(
-            f"{name} must be a constant, got a traced array {x.aval.str_short()}; "
-            f"pass a Python value, or make the argument static (jax.jit's static_argnames)"
-        )
-    return x
-
-
 def number(name: str, x: Any) -> float:
     """Check that x is a finite real number, and return it as a float."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):

@@ -31,6 +31,11 @@ class At(NamedTuple):
     k: Array
 
 
+def numpy_of(*arrays: Any) -> Any:
+    """Return NumPy if all arrays are static, else `jax.numpy`."""
+    return np if all(isinstance(x, np.ndarray | np.generic) for x in arrays) else jnp
+
+
 def is_user_defined(node: Any) -> bool:
     """Tell if a mask or score comes from another package, or calls a function of the user."""
     return "fn" in vars(node) or type(node).__module__.partition(".")[0] != "flax_mha"
@@ -107,8 +112,9 @@ def blocks(x: Array, axis: int, size: int) -> Array:
     count = -(-length // size)
     missing = count * size - length
     if missing != 0:
-        xp = np if isinstance(x, np.ndarray) else jnp
-        x = xp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], mode="edge")
+        x = numpy_of(x).pad(
+            x, [(0, missing if i == axis else 0) for i in range(x.ndim)], mode="edge"
+        )
     return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
 
 
@@ -117,8 +123,8 @@ def flat_batch(x: Array, dims: Dims) -> Array:
     batch = x.shape[:-3]
     if all(size == 1 for size in batch):
         return x.reshape(1, *x.shape[-3:])
-    xp = np if isinstance(x, np.ndarray) else jnp
-    return xp.broadcast_to(x, (*dims.B, *x.shape[-3:])).reshape(math.prod(dims.B), *x.shape[-3:])
+    x = numpy_of(x).broadcast_to(x, (*dims.B, *x.shape[-3:]))
+    return x.reshape(math.prod(dims.B), *x.shape[-3:])
 
 
 def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
@@ -129,14 +135,9 @@ def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
 
 
 def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) -> At:
-    """Return the coordinates of all scores of a call.
+    """Return the coordinates of all scores of a call, given positions [*B, T] and [*B, S] if any.
 
     Their shapes are [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1] and [*B|1, 1, 1, S].
-
-    Args:
-      dims: the sizes of the call.
-      q_pos: the positions of the queries, int [T] or [*B, T] (default: 0 … T−1).
-      k_pos: the positions of the keys, int [S] or [*B, S] (default: 0 … S−1).
     """
     rank = len(dims.B)
     q = count_up(dims.T) if q_pos is None else q_pos

@@ -4,13 +4,13 @@ All signatures, einsums and errors of this package use these letters:
 
 | letter | dimension |
 |---|---|
-| `*B` | any number of leading batch dimensions, or none |
+| `*B` | any leading batch dimensions |
 | `T` | queries (target positions) |
 | `S` | keys and values (source positions) |
 | `N` | query heads |
 | `K` | key/value heads; `N` is a multiple of `K` |
 | `G` | query heads that share one key/value head, `N / K` |
-| `H` | features of a query or key head; `Hv` features of a value head (default: `H`) |
+| `H`, `Hv` | features of a query or key head, of a value head |
 | `D` | features of the model |
 """
 
@@ -134,19 +134,9 @@ def head_sizes(
 def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
     """Check that key/value heads divide the query heads."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
-        legal = [K for K in range(1, num_heads + 1) if num_heads % K == 0]
         raise ValueError(
-            f"the number of key/value heads must divide num_heads={num_heads}, "
-            f"got {num_kv_heads}; use one of {legal}"
+            f"the number of key/value heads must divide num_heads={num_heads}, got {num_kv_heads}"
         )
-
-
-def check_tokens(name: str, x: Any) -> Any:
-    """Convert token ids to int32 [*B, T]."""
-    x = checks.integers(name, x)
-    if x.ndim < 1:
-        raise ValueError(f"{name} must have shape [*B, T], got (); give one token as {name}[None]")
-    return x
 
 
 def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.Array:

@@ -28,14 +28,11 @@ Positions count from 0 at the first query and at the first key, unless the calle
 `q_positions=S - T` aligns the ends. Segment ids, lengths for each query and tables are in the order
 of the call's queries and keys.
 
-A bool array stands for `Dense`: True lets a query attend to a key (in PyTorch's layer, True hides
-it). It broadcasts to [*B, N, T, S], so that two axes are [T, S] and three [N, T, S]. Write a mask
-of keys [*B, S] as `Keys(array)`, and one of examples [B, T, S] as `array[:, None]`. An array of 1
-and 0, as from Flax's `nn.make_causal_mask`, counts as bools. Other numbers are an error, or give
-NaN if they are traced.
+A bool array stands for `Dense` and broadcasts to [*B, N, T, S]. Write a mask of keys [*B, S] as
+`Keys(array)`, and one of examples [B, T, S] as `array[:, None]`.
 
-Masks are pytrees, so they pass through jit, grad, vmap and scan. To write your own, define a
-subclass with a method `allowed`, and a method `tiles` if kernels can skip blocks.
+Masks are pytrees. To write your own, define a subclass with a method `allowed`, and a method
+`tiles` if kernels can skip blocks.
 """
 
 from flax_mha.base.coordinates import At, Tiles

@@ -1,8 +1,8 @@
 """The base class of masks, and their algebra."""
 
 import functools
+import math
 import operator
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self, TypeAlias
 
 import jax
@@ -13,7 +13,6 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import Struct, is_traced, tree_nodes
-from flax_mha.masks.arrays import read_table
 from flax_mha.masks.states import EMPTY, FULL, PARTIAL, both, either, is_static, tile_state
 
 # The most pairs that are computed while JAX traces, and at once: a second for each operation.
@@ -145,9 +144,6 @@ class Or(_Joined):
 
     _join_pairs, _join_tiles = staticmethod(operator.or_), staticmethod(either)
 
-    def max_lookback(self) -> int | None:
-        return greatest_lookback(self.masks)
-
 
 class Not(Mask):
     """A mask that allows a pair if its mask forbids it."""
@@ -176,7 +172,7 @@ class Dense(Mask):
     array: Any
 
     def bind(self, dims: Dims) -> Self:
-        return self.replace(array=ScoreArray(read_table(self.array, dims)))
+        return self.replace(array=ScoreArray(_read_table(self.array, dims)))
 
     def allowed(self, at: At) -> Array:
         return jnp.asarray(self._bools())
@@ -269,13 +265,6 @@ def combine(*masks: MaskLike | None) -> Mask | None:
     return And(joined) if len(joined) > 1 else next(iter(joined), None)
 
 
-def greatest_lookback(masks: Sequence[Mask]) -> int | None:
-    """Return the greatest lookback of several masks, or None if one of them is not known."""
-    lookbacks = [mask.max_lookback() for mask in masks]
-    known = [x for x in lookbacks if x is not None]
-    return max(known) if len(known) == len(masks) else None
-
-
 def _static_pairs(mask: Mask, q: Array | None, k: Array | None) -> np.ndarray | None:
     """Return the pairs of queries [*B|1, 1, T, 1] and keys [*B|1, 1, 1, S] that may attend.
 
@@ -298,3 +287,56 @@ def _static_pairs(mask: Mask, q: Array | None, k: Array | None) -> np.ndarray | 
                 # All queries see the same keys.
                 return parts[0]
     return np.concatenate(parts, -2)
+
+
+def _read_table(array: Array, dims: Dims) -> Array:
+    """Return a table that broadcasts to [*B, N, T, S] as bools [*B|1, N|1, T|1, S|1].
+
+    Traced numbers become tile states: 0 is EMPTY, 1 is FULL, and others are PARTIAL.
+    """
+    checks.array("a mask", array)
+    remedy = "give a mask of keys [*B, S] as masks.Keys(mask), [*B, T, S] as mask[..., None, :, :]"
+    shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
+    _warn_of_rows(array.shape, dims)
+    # Convert first: inside jit, reshaping would trace the array.
+    return shapes.lead(_as_bools(checks.as_numpy(array)), len(dims.logits))
+
+
+def _as_bools(array: Array) -> Array:
+    if array.dtype == bool:
+        return array
+    if not checks.is_concrete(array):
+        return tile_state(array != 0, array == 1)
+    values = np.asarray(array)
+    wrong = values[(values != 0) & (values != 1)]
+    if wrong.size:
+        raise ValueError(
+            f"a mask must be of bools, or of 1 (may attend) and 0, got {wrong[0]} in "
+            f"{array.dtype}; compare it with something, as in ids > 0, or give scores as bias="
+        )
+    return array.astype(bool)
+
+
+def lengths_as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
+    """Reshape lengths [], [*B] or, per query, [*B, T] to [*B|1, 1, 1|T, 1]."""
+    lengths = checks.integers(name, lengths)
+    expected = {"[]": (), "[*B]": dims.B} | ({"[*B, T]": (*dims.B, dims.T)} if per_query else {})
+    remedy = "give one length for each example of the batch"
+    shapes.check_shape(name, lengths, expected, remedy)
+    if lengths.ndim <= len(dims.B):
+        lengths = lengths[..., None]
+    return ScoreArray(shapes.lead(lengths[..., None, :, None], len(dims.logits)))
+
+
+def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:
+    """Warn if a shape could also be meant for the examples of the batch."""
+    other = {
+        (*dims.B, dims.S): "masks.Keys(mask)",
+        (*dims.B, dims.T, dims.S): "mask[..., None, :, :]",
+    }.get(shape)
+    if other and len(shape) < len(dims.logits) and math.prod(dims.B) > 1:
+        axes = ", ".join(("N", "T", "S")[-len(shape) :])
+        checks.warn(
+            f"a mask of shape {shape} is read as [{axes}], as NumPy broadcasts, but could be meant "
+            f"for the examples of the batch; write {other} for these, or mask[None] to confirm"
+        )

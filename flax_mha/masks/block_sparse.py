@@ -13,14 +13,12 @@ from jax.tree_util import Partial
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
-from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, blocks
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, blocks, numpy_of
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.algebra import Mask
 from flax_mha.masks.positional import Causal
-from flax_mha.masks.states import is_static, tile_state
+from flax_mha.masks.states import tile_state
 
-# The most blocks of keys per block of queries. Each costs a comparison per score.
-MAX_BLOCKS = 128
 # An index of a block that has no keys.
 NO_BLOCK = np.int32(np.iinfo(np.int32).min)
 
@@ -30,13 +28,11 @@ class BlockSparse(Mask):
 
     The i-th query of the call may attend to position j if ⌊j / key_block⌋ is one of
     blocks[row, head, ⌊i / query_block⌋]. For causal attention, write `Causal() & BlockSparse(...)`.
-    Kernels with tiles compute only these blocks, which can be traced.
 
     Attributes:
-      blocks: int, broadcastable to [*B, N, nq, k], the indices of k ≤ 128 blocks of keys for each
+      blocks: int, broadcastable to [*B, N, nq, k], the indices of k blocks of keys for each
         of nq = ⌈T / query_block⌉ blocks of queries. Indices that are negative or beyond the last
-        key select nothing. Repeat the blocks of each key/value head for its query heads:
-        `jnp.repeat(blocks, N // K, axis=-3)`.
+        key select nothing. They can be traced.
       query_block: the queries of a block.
       key_block: the keys of a block. The first block begins at position 0.
 
@@ -52,12 +48,6 @@ class BlockSparse(Mask):
         checks.positive(query_block=self.query_block, key_block=self.key_block)
         indices = checks.integers("BlockSparse.blocks", self.blocks)
         nq = (dims.T + self.query_block - 1) // self.query_block
-        if not 1 <= indices.shape[-1] <= MAX_BLOCKS:
-            raise ValueError(
-                f"BlockSparse.blocks must have shape [*B, N, {nq}, k], of k from 1 to {MAX_BLOCKS} "
-                f"blocks of keys, got {indices.shape}; choose fewer and larger ones, or give a "
-                f"table as masks.Dense"
-            )
         shapes.check_broadcasts(
             "BlockSparse.blocks", indices.shape, (*dims.B, dims.N, nq, indices.shape[-1]),
             "[*B, N, nq, k]",
@@ -66,9 +56,10 @@ class BlockSparse(Mask):
         )  # fmt: skip
         indices = shapes.lead(_unique(indices), len(dims.logits))
         if not symbols.at_most(indices.shape[-2], 1):
-            xp: Any = np if is_static(indices) else jnp
             *lead, nq, k = indices.shape
-            indices = xp.broadcast_to(indices[..., None, :], (*lead, nq, self.query_block, k))
+            indices = numpy_of(indices).broadcast_to(
+                indices[..., None, :], (*lead, nq, self.query_block, k)
+            )
             indices = indices.reshape(*lead, -1, k)[..., : dims.T, :]
         return self.replace(
             blocks=tuple(ScoreArray(indices[..., c : c + 1]) for c in range(indices.shape[-1]))
@@ -99,8 +90,7 @@ def top_blocks(
 ) -> Mask:  # fmt: skip
     """Select for each block of queries the `count` earlier blocks of keys with the highest scores.
 
-    A block of queries always gets its local blocks, which hold keys at its positions. The others
-    end before its first query.
+    A block of queries always gets its local blocks, which hold its positions.
 
     Args:
       scores: floating [*B, N|1, nq, nk], without gradients. A score of −∞ is never selected.
@@ -175,7 +165,7 @@ def _top_k_of_shard(count: int, scores: jax.Array) -> list[jax.Array]:
 
 def _unique(indices: Array) -> Array:
     """Sort indices of blocks, and replace negative and repeated ones by NO_BLOCK."""
-    xp: Any = np if is_static(indices) else jnp
+    xp = numpy_of(indices)
     indices = xp.sort(indices, axis=-1)
     first = xp.full_like(indices[..., :1], NO_BLOCK)
     previous = xp.concatenate([first, indices[..., :-1]], axis=-1)

@@ -55,8 +55,8 @@ def make_attention_mask(
       query_input: [*B, T], a bool or number for each query.
       key_input: [*B, S], a bool or number for each key.
       pairwise_fn: a function of [*B, T, 1] and [*B, 1, S].
-      extra_batch_dims: the number of batch axes before the axes of the inputs.
-      dtype: the dtype of an array. A rule has none.
+      extra_batch_dims: the number of batch axes before those of the inputs, for an array.
+      dtype: the dtype of an array.
     """
     q, kv = checks.array("query_input", query_input), checks.array("key_input", key_input)
     if q.dtype == kv.dtype == bool:
@@ -72,7 +72,7 @@ def combine_masks(*masks: MaskLike | None, dtype: Dtype = jnp.float32) -> Any:
 
     Args:
       *masks: masks, or arrays of one rank.
-      dtype: the dtype of an array. A mask has none.
+      dtype: the dtype of an array.
 
     Returns:
       A mask, or an array if all are arrays, or None if all are None.

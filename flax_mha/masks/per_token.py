@@ -7,10 +7,9 @@ import numpy as np
 from flax import struct
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, numpy_of
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.algebra import Dense, Mask
-from flax_mha.masks.arrays import lengths_as_scores
+from flax_mha.masks.algebra import Dense, Mask, lengths_as_scores
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.states import both, is_static, tile_state
 
@@ -76,9 +75,8 @@ class Segments(Mask):
     Attributes:
       q: int [*B, T] or [T], the segment id of each query.
       kv: int [*B, S] or [S], the segment id of each key (default: q).
-      runs: True if each segment is a contiguous run of equal ids, so that an id that reappears
-        starts a new segment. `kv` must then be None. Some kernels need runs, and recognize them in
-        static ids.
+      runs: True if each segment is a contiguous run of equal ids, as some kernels need. An id that
+        reappears then starts a new segment, and `kv` must be None.
       at_most: the most runs of an example, for kernels whose memory grows with their number. More
         are an error in static ids. In traced ones, queries of later runs are fully masked.
     """
@@ -165,9 +163,8 @@ class Documents(Mask):
                 f"Documents.lengths must have shape [*B, documents] = {(*dims.B, '·')} or "
                 f"[documents], got {lengths.shape}; fill examples of fewer documents with 0"
             )
-        xp: Any = np if is_static(lengths) else jnp
         # Once bound, the mask holds the positions where documents end.
-        ends = xp.cumsum(lengths, -1, dtype=np.int32)
+        ends = numpy_of(lengths).cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
 
     def allowed(self, at: At) -> Array:
@@ -199,9 +196,8 @@ def Prefix(length: Any) -> Mask:
 def block_diffusion(length: int, block: int) -> Mask:
     """Return the mask for training a language model by block diffusion.
 
-    The sequence has `length` noisy tokens, then the same tokens clean, both in blocks. A noisy
-    token may attend to its own noisy block and to earlier clean blocks, a clean token to its own
-    clean block and earlier ones.
+    After `length` noisy tokens come the same tokens clean. A noisy token may attend to its noisy
+    block and to earlier clean blocks, a clean token to its clean block and earlier ones.
 
     Args:
       length: n, the number of noisy tokens, so that T = S = 2·n.
@@ -252,6 +248,6 @@ def _are_runs(q: Array, kv: Array) -> bool:
 
 def _runs(ids: Array) -> Array:
     """Return the index of the run of each token, int32."""
-    xp: Any = np if is_static(ids) else jnp
+    xp = numpy_of(ids)
     is_new = xp.diff(ids, axis=-1, prepend=ids[..., :1]) != 0
     return xp.cumsum(is_new, -1, dtype=np.int32)

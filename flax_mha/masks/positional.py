@@ -11,11 +11,10 @@ import numpy as np
 from flax import struct
 
 from flax_mha.base import checks, shapes, symbols
-from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, numpy_of
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.algebra import Mask, as_mask, evaluate, greatest_lookback
-from flax_mha.masks.arrays import lengths_as_scores
-from flax_mha.masks.states import both, is_static, tile_state
+from flax_mha.masks.algebra import Mask, as_mask, evaluate, lengths_as_scores
+from flax_mha.masks.states import both, tile_state
 from flax_mha.sharding.shard_map import vary
 
 
@@ -153,11 +152,8 @@ class PerHead(Mask):
             return table
         states = [x[..., i : i + 1, :, :] if x.shape[-3] > 1 else x for i, x in enumerate(states)]
         shape = jnp.broadcast_shapes(*(state.shape for state in states))
-        xp = np if is_static(*states) and not symbols.is_symbolic(*shape) else jnp
+        xp = jnp if symbols.is_symbolic(*shape) else numpy_of(*states)
         return xp.concatenate([xp.broadcast_to(state, shape) for state in states], axis=-3)
-
-    def max_lookback(self) -> int | None:
-        return greatest_lookback(self.masks)
 
 
 class Dilated(Mask):
@@ -250,7 +246,7 @@ def _first(c: Array, size: int, window: int) -> Array:
 
 def _span(first: Array, last: Array, stride: int, size: int) -> tuple[Array, Array]:
     """Return the least and greatest coordinate on an axis of tokens first … last."""
-    xp: Any = np if is_static(first, last) else jnp
+    xp = numpy_of(first, last)
     first, last = first // stride, last // stride
     wraps = first // size != last // size
     return xp.where(wraps, 0, first % size), xp.where(wraps, size - 1, last % size)

@@ -25,8 +25,7 @@ class Axial(rope.PairRotation):
     Attributes:
       sizes: the tokens on each axis: (height, width), or (frames, height, width).
       base: the ratio of the slowest to the fastest wavelength.
-      span: coordinates are the centers of tokens, from −span to span (DINOv3: 2π; default: 0 …
-        n − 1).
+      span: coordinates are the centers of tokens, from −span to span (default: 0 … n − 1).
       prefix: the tokens before the grid that are not rotated, such as class tokens.
 
     Raises:

@@ -35,17 +35,16 @@ def sinusoidal(
     """
     is_length = isinstance(positions, int)
     at = symbols.count_up(positions) if is_length else checks.integers("positions", positions)
-    if halves:
-        if features < 4 or features % 2:
-            raise ValueError(
-                f"features must be even and at least 4 with halves=True, got {features}; change "
-                f"it, or give halves=False"
-            )
-        angles = rope.compute_angles(at, features // 2, 1 / (features // 2 - 1), base)
-        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)
-    angles = rope.compute_angles(at, (features + 1) // 2, 2 / features, base)
-    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-    return pairs.reshape(*at.shape, features + features % 2)[..., :features].astype(dtype)
+    if halves and (features < 4 or features % 2):
+        raise ValueError(
+            f"features must be even and at least 4 with halves=True, got {features}; change it, or "
+            f"give halves=False"
+        )
+    pairs = (features + 1) // 2
+    angles = rope.compute_angles(at, pairs, 1 / (pairs - 1) if halves else 2 / features, base)
+    waves = jnp.sin(angles), jnp.cos(angles)
+    x = jnp.concatenate(waves, -1) if halves else jnp.stack(waves, -1).reshape(*at.shape, 2 * pairs)
+    return x[..., :features].astype(dtype)
 
 
 class PositionEmbedding(nn.Module):

@@ -85,8 +85,8 @@ def rotary(
       positions: int [T] or [*B, T].
       base: the ratio of the slowest to the fastest wavelength.
       fraction: the share of the features that is rotated. R must be even.
-      interleaved: True for pairs (0, 1), (2, 3), … (RoFormer, GPT-J); False for (0, R/2),
-        (1, R/2 + 1), … (GPT-NeoX, LLaMA).
+      interleaved: True for pairs (0, 1), (2, 3), … (GPT-J); False for (0, R/2), (1, R/2 + 1), …
+        (LLaMA).
       scaling: `Interpolation(…)`, `Ntk(…)`, `Yarn(…)`, …, which change θ for longer sequences.
 
     Returns:

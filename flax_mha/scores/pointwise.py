@@ -95,6 +95,7 @@ class Score(ScoreMod):
     vectors: bool = struct.field(pytree_node=False, default=False)
 
     def bind(self, dims: Dims) -> Self:
+        checks.flag("Score.vectors", self.vectors)
         return self.replace(args=checks.arguments(self.args))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:

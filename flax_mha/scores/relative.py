@@ -21,8 +21,8 @@ class RelativeBias(ScoreMod):
     >>> encoder = Encoder(6, block, scores=(RelativeBias(),))  # T5: one table for all layers
 
     Attributes:
-      table: [N, buckets]. If it is None, a layer or a stack with this in its field `scores` creates
-        the parameter `relative_bias`.
+      table: [N, buckets] (default: a parameter `relative_bias` of the layer or stack with this in
+        its field `scores`).
       bidirectional: True for separate buckets before and after the query. Otherwise, keys after
         the query share the bucket of distance 0.
       max_distance: from this distance on, keys share the last bucket.
@@ -68,8 +68,7 @@ class Relative(ScoreMod):
     >>> layer = MultiHeadAttention(8, scores=(Relative(max_distance=16),))
 
     Attributes:
-      table: r, [2·L + 1, H], starting with distance −L. If it is None, a layer or a stack with this
-        in its field `scores` creates `relative_keys`.
+      table: r, [2·L + 1, H], from distance −L on (default: a parameter `relative_keys`).
       max_distance: L of a created table.
 
     Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
@@ -109,8 +108,7 @@ class TransformerXL(ScoreMod):
         score + q_i·r_d·scale + (u·k_j + v·r_d) / √H,   r_d = W [sin(d·w), cos(d·w)],   d = i − j
 
     with w = base^(−2c/D) for c = 0 … D/2 − 1, and u, v and W for each head. A layer or a stack with
-    this in its field `scores` creates the arrays that are None: `relative_content_bias`,
-    `relative_position_bias` and `relative_kernel`.
+    this in its field `scores` creates arrays that are None, such as `relative_kernel`.
 
     >>> decoder = Decoder(6, block, scores=(TransformerXL(features=512),))  # shared by all layers
 

@@ -15,8 +15,7 @@ class Platform(NamedTuple):
       name: JAX's name of the platform: "cpu", "gpu" or "tpu".
       device: JAX's name of the device kind, such as "NVIDIA H200".
       cudnn: the version of cuDNN, such as (9, 20, 0); None for the installed one.
-      not_partitionable: why kernels that XLA cannot shard refuse the call; None if each device runs
-        its own shard.
+      not_partitionable: why kernels that XLA cannot shard refuse the call, or None.
       auto_partitioned: True if XLA shards the call between several devices without a mesh.
     """
 

@@ -138,8 +138,8 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
     Args:
       fn: a function that closes over no JAX array.
-      names: the logical names of the result, in a tree like the result. An axis without a rule is
-        sharded like the same axis of the first array.
+      names: the logical names of the result, in a tree like the result. Axes without a rule follow
+        the first array.
       *args: trees of arrays.
     """
     mesh = shard_map.ambient_mesh()

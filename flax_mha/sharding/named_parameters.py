@@ -58,7 +58,7 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
     """Return the shardings of the parameters that a function creates.
 
     Args:
-      fn: a function that initializes Flax modules, and perhaps an optimizer. It is only traced.
+      fn: a function that initializes Flax modules, and perhaps an optimizer.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`.
 
     Returns:

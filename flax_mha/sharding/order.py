@@ -32,8 +32,8 @@ def zigzag(length: int, devices: int) -> np.ndarray:
     Raises:
       ValueError: if T is not a positive multiple of 2n.
 
-    Source: the zig-zag placement of ring-flash-attention (Zhu, 2024), and of Grattafiori et al.,
-    "The Llama 3 Herd of Models", 2024.
+    Sources: ring-flash-attention (Zhu, 2024); Grattafiori et al., "The Llama 3 Herd of Models",
+    2024.
     """
     checks.positive(length=length, devices=devices)
     if length % (2 * devices):
@@ -50,13 +50,11 @@ def balanced(
 ) -> np.ndarray:
     """Return an order of tokens that balances attention within packed documents over a ring.
 
-    Pieces of one tile are dealt to n devices in turn. Then pieces of two devices are swapped while
-    that reduces the time of the ring,
+    Pieces of two devices are swapped while that reduces the time of the ring,
 
         Σₛ (Σᵢ Wᵢₛ⁸)^(1/8)  ≈  Σₛ maxᵢ Wᵢₛ
 
-    where Wᵢₛ is the number of tiles that are not empty between the queries of device i and the keys
-    of device i − s. The search is deterministic and takes seconds.
+    where Wᵢₛ counts the tiles, not empty, of queries of device i and keys of device i − s.
 
     >>> lengths = [700, 1000, 348]
     >>> order = sharding.balanced(lengths, 8)

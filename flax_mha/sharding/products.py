@@ -38,7 +38,7 @@ def product(
       multiply: a function of a module, or a `Partial` of one.
       names: the logical names of the kernel's axes.
       rows: the logical names of the other axes of the result.
-      contracted: the number of contracted axes, the last ones of x and the first of the kernel.
+      contracted: the number of contracted axes.
       x: [*rows, *in].
       kernel: [*in, *features].
     """
@@ -82,8 +82,7 @@ def column_parallel(
 ) -> Any:  # fmt: skip
     """Multiply by a kernel whose features are sharded, and whole along the axes of FSDP.
 
-    If positions of x are sharded between layers, each device gathers all of them before the
-    product, and keeps the gradient of its own: one all-gather forward and one reduce-scatter
+    If positions of x are sharded between layers: one all-gather forward, one reduce-scatter
     backward. If devices share key/value heads, the gradient of x is a sum over all devices, which
     XLA joins with the sum for the queries.
     """

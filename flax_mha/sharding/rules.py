@@ -22,7 +22,10 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
     """Return the `PartitionSpec` of an array by the rules, given the names of its last axes."""
     last: Any = tuple(names[max(len(names) - len(shape), 0) :])
     names = (UNCONSTRAINED,) * (len(shape) - len(last)) + last
-    rules = _rules()
+    # By default, key/value heads follow query heads, and slots are whole.
+    rules = (*nn.get_logical_axis_rules(), ("cache_length", None))
+    if not has_rule("kv_heads"):
+        rules += tuple(("kv_heads", axes) for name, axes in rules if name == "heads")
     resolved = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
     entries = [
         _resolve_axis(size, name, axes, names, rules, mesh)
@@ -63,14 +66,6 @@ def _resolve_axis(
         f"{name!r} counts {size}, which does not divide over the {devices} devices of the mesh "
         f"axis {axes!r}; choose a multiple of {devices}, or another axis"
     )
-
-
-def _rules() -> Rules:
-    """Return Flax's rules. By default, key/value heads follow query heads, and slots are whole."""
-    rules = (*nn.get_logical_axis_rules(), ("cache_length", None))
-    if not has_rule("kv_heads"):
-        rules += tuple(("kv_heads", axes) for name, axes in rules if name == "heads")
-    return rules
 
 
 def has_rule(name: str) -> bool:

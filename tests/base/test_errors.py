@@ -110,7 +110,7 @@ KERNEL: list[Case] = [
     *kernel("ranks", ValueError, r"got \(2, 4, 6, 8\), \(4, 6, 8\) and .*; split", Q, Q[0]),
     *kernel("head features", ValueError, r"got \(2, 4, 6, 8\), \(2, 4, 6, 7\) and", Q,
             Q[..., :7]),
-    *kernel("groups", ValueError, r"must divide num_heads=6, got 4; use one of \[1, 2, 3, 6\]",
+    *kernel("groups", ValueError, r"must divide num_heads=6, got 4",
             Q, Q[:, :, :4], Q[:, :, :4]),
     *kernel("integers", TypeError, r"q must be floating point, got int32; .*cast",
             Q.astype(np.int32)),
@@ -200,8 +200,6 @@ KERNEL: list[Case] = [
     *kernel("list", TypeError, r"k must be an array, got list; convert", Q, [1.0], Q),
     *kernel("sparse floats", TypeError, r"BlockSparse.blocks must be integers, got float32; cast",
             mask=masks.BlockSparse(ones(2, 1), 2, 2)),
-    *kernel("sparse many", ValueError, r"got \(1, 129\); .*give a table as masks.Dense",
-            mask=masks.BlockSparse([range(129)], 4, 2)),
     *kernel("sparse blocks", ValueError,
             r"\(2, 6, 2, 1\), got \(4, 1\); give 2 blocks of 2 of the 4 queries",
             mask=masks.BlockSparse([[0]] * 4, 2, 2)),
@@ -581,9 +579,6 @@ MODELS: list[Case] = [
      r"top_p must be one number, got shape \(2,\); vmap"),
     module("logits_cap", ValueError, r"logits_cap must be above 0, got 0; give None",
            MODEL.clone(logits_cap=0), TOKENS),
-    module("one token alone", ValueError,
-           r"shape \[\*B, T\], got \(\); give one token as .*\[None\]",
-           MODEL, TOKENS[0, 0]),
 ]  # fmt: skip
 
 

