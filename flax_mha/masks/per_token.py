@@ -77,8 +77,8 @@ class Segments(Mask):
       kv: int [*B, S] or [S], the segment id of each key (default: q).
       runs: True if each segment is a contiguous run of equal ids, as some kernels need. An id that
         reappears then starts a new segment, and `kv` must be None.
-      at_most: the most runs of an example, for kernels whose memory grows with their number. More
-        are an error in static ids. In traced ones, queries of later runs are fully masked.
+      at_most: the most runs of an example in traced ids, for kernels whose memory grows with their
+        number. Queries of later runs are fully masked.
     """
 
     q: Any
@@ -98,13 +98,7 @@ class Segments(Mask):
         most, q = self.at_most, _runs(q)
         kv = q
         if is_static(q):
-            count = int(q.max(initial=0)) + 1
-            if most is not None and count > most:
-                raise ValueError(
-                    f"Segments.at_most must be at least the number of runs of each example, got "
-                    f"{most} for {count} runs; give at_most={count}"
-                )
-            most = count
+            most = int(q.max(initial=0)) + 1
         elif most is not None:
             kv = jnp.where(q < most, q, -1)  # No query sees the runs beyond.
         return self.replace(runs=True, at_most=most, **_over_scores(q, kv))

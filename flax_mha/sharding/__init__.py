@@ -1,20 +1,6 @@
 """Sharding by logical axis names.
 
-Each axis of an array has a logical name. A table of rules maps the names to mesh axes:
-
-| logical name | the axis counts |
-|---|---|
-| `batch` | rows of the batch |
-| `length` | positions of the sequence |
-| `norm_length` | positions between the layers, for norms and residuals |
-| `cache_length` | slots of a cache for decoding |
-| `embed` | model features of a parameter (shard it for FSDP) |
-| `heads`, `kv_heads` | query heads, key/value heads |
-| `head_dim` | features within a head |
-| `mlp`, `experts` | hidden features of the MLP, experts |
-| `vocab` | rows of the token embedding, columns of the logits |
-| `layers` | blocks stacked by scan |
-
+Each axis of an array has a logical name. Rules such as `RULES` map the names to mesh axes.
 The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_axis_rules`):
 
 >>> with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):

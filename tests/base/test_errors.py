@@ -176,8 +176,6 @@ KERNEL: list[Case] = [
             Q, Q[:, :3], Q[:, :3], mask=ones(2, 3, dtype=bool)),
     *kernel("runs of keys of their own", ValueError, r"Segments.kv must be None with",
             mask=masks.Segments(np.arange(4), np.arange(4), runs=True)),
-    *kernel("more runs than said", ValueError, r"must be at least the .* got . for 4 runs",
-            mask=masks.Segments(np.arange(4), runs=True, at_most=2)),
     *kernel("ids beyond int32", ValueError, r"Segments.q must fit int32, got 4294967296, which wou",
             mask=masks.Segments(np.array([0, 1, 2, 2**32]))),
     *kernel("wide window", ValueError, r"Window.right must be in 0 … 1073741824, got 21474",
