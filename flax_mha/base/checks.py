@@ -1,7 +1,7 @@
 """Checks of argument values. Each returns the value in its final form, or raises an error.
 
-The name of the argument comes first. A `remedy` ends the error. Positions, lengths, ids and tokens
-can be lists and Python numbers. They become int32 of NumPy, so that they are static.
+Positions, lengths, ids and tokens can be lists and Python numbers. They become int32 of NumPy, so
+that they are static.
 """
 
 import dataclasses

@@ -43,11 +43,11 @@ def is_user_defined(node: Any) -> bool:
 
 def with_jax_arrays(node: Any) -> Any:
     """Convert NumPy arrays of a user's mask or score, so that its function can index them."""
-
-    def convert(x: Any) -> Any:
-        return jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
-
-    return jax.tree.map(convert, node) if is_user_defined(node) else node
+    if not is_user_defined(node):
+        return node
+    return jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x, node
+    )
 
 
 class ScoreArray(Struct):
@@ -63,11 +63,9 @@ def is_score_array(x: Any) -> bool:
 
 def map_score_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Apply fn to the arrays of each `ScoreArray` in a tree."""
-
-    def apply(x: Any) -> Any:
-        return jax.tree.map(fn, x) if is_score_array(x) else x
-
-    return jax.tree.map(apply, tree, is_leaf=is_score_array)
+    return jax.tree.map(
+        lambda x: jax.tree.map(fn, x) if is_score_array(x) else x, tree, is_leaf=is_score_array
+    )
 
 
 class Tiles(NamedTuple):

@@ -15,8 +15,8 @@ _NEAR = 4096
 class Frequencies(NamedTuple):
     """The frequencies θ of pairs of features.
 
-    A float32 product position·θ is off by 5e-3 at position 100,000. Angles of large positions are
-    therefore fractions of a turn in uint32, where whole turns overflow.
+    A float32 product position·θ is inexact at large positions. Their angles are fractions of a turn
+    in uint32, where whole turns overflow.
 
     Attributes:
       theta: float32 or float64 [*L, P], in radians.

@@ -68,8 +68,7 @@ def scan_blocks(
 ) -> Any:
     """Scan carry, result = job(carry, (index, *blocks)) over blocks of xs [G, blocks, ...].
 
-    Take `count` blocks from `first` on. The index counts the calls. Return the last carry, and the
-    results [G, count, ...].
+    Take `count` blocks from `first` on. Return the last carry, and the results [G, count, ...].
     """
     G, length = xs[0].shape[:2]
     if count != length:

@@ -92,8 +92,8 @@ def is_inexact(x: Any) -> bool:
 def trace_once(fn: Callable[..., Any], num_static: int = 1) -> Callable[..., Any]:
     """Make fn(*static, *arrays) trace once for each value of `static` and each shape and dtype.
 
-    The layers of a stack then share one trace, which is inlined. If static[0].pure is False, fn
-    calls functions of the user, which may read mutable state, and is traced at every call.
+    The layers of a stack then share one trace, which is inlined, unless static[0].pure is False: fn
+    then calls functions of the user.
     """
     shared = jax.jit(fn, static_argnums=range(num_static), inline=True)
 

@@ -219,14 +219,10 @@ def resolve(mask: Mask, at: At) -> Mask:
 
     Masks whose method `resolve(at)` reads all positions of the call are replaced by its result.
     """
-
-    def depends_on_positions(x: Any) -> bool:
-        return hasattr(x, "resolve")
-
-    def replace(x: Any) -> Any:
-        return x.resolve(at) if depends_on_positions(x) else x
-
-    resolved: Mask = jax.tree.map(replace, mask, is_leaf=depends_on_positions)
+    resolved: Mask = jax.tree.map(
+        lambda x: x.resolve(at) if hasattr(x, "resolve") else x, mask,
+        is_leaf=lambda x: hasattr(x, "resolve"),
+    )  # fmt: skip
     return TracedNumbers(resolved) if _number_tables(resolved) else resolved
 
 

@@ -36,8 +36,7 @@ class BlockSparse(Mask):
       query_block: the queries of a block.
       key_block: the keys of a block. The first block begins at position 0.
 
-    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; Yuan et al.,
-    "Native Sparse Attention", 2025.
+    Sources: Lu et al., "MoBA", 2025; Yuan et al., "Native Sparse Attention", 2025.
     """
 
     blocks: Any
@@ -139,28 +138,20 @@ def top_blocks(
         # There may be fewer blocks than `count`.
         more = [(0, 0)] * (scores.ndim - 1) + [(0, count)]
         scores, nk = jnp.pad(scores, more, constant_values=-most), count
-    best, indices = _top_k(scores, min(count, nk), query_block)
-    mask = BlockSparse(jnp.where(best <= -most, -1, indices), query_block, key_block)
-    return Causal() & mask
-
-
-def _top_k(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, jax.Array]:
-    """Return the highest scores on the last axis of [*B, N|1, nq, nk], and their indices.
-
-    Each device computes its own shard. XLA would gather the scores of all devices.
-    """
+    count = min(count, nk)
+    heads = "heads" if scores.ndim > 2 and scores.shape[-3] > 1 else None
     # Blocks of several queries need not divide over the mesh axis of the queries.
-    axes = ("batch", "heads", "length" if query_block == 1 else None, None)
-    names = tuple(
-        None if n == 1 else x for n, x in zip(scores.shape[-4:], axes[-scores.ndim :], strict=False)
-    )
-    out = ((*scores.shape[:-1], count), names)
-    best, indices = sharding.local(Partial(_top_k_of_shard, count), [names], [out, out], scores)
-    return best, indices
+    names = ("batch", heads, "length" if query_block == 1 else None, None)
+    out = (*scores.shape[:-1], count), names
+    # XLA would gather the scores of all devices.
+    indices = sharding.local(Partial(_top_k, count), [names], out, scores)
+    return Causal() & BlockSparse(indices, query_block, key_block)
 
 
-def _top_k_of_shard(count: int, scores: jax.Array) -> list[jax.Array]:
-    return list(jax.lax.top_k(scores, count))
+def _top_k(count: int, scores: jax.Array) -> jax.Array:
+    """Return the indices of the highest scores on the last axis, −1 for the least number."""
+    best, indices = jax.lax.top_k(scores, count)
+    return jnp.where(best <= -jnp.finfo(scores.dtype).max, -1, indices)
 
 
 def _unique(indices: Array) -> Array:

@@ -185,8 +185,8 @@ class Dilated(Mask):
 class Neighborhood(Mask):
     """A window on a grid of tokens, of the same size at the border as inside.
 
-    On an axis of n tokens, a query at coordinate c may attend to the w keys that start at
-    min(max(c − ⌊w/2⌋, 0), n − w). Tokens are in row-major order.
+    On an axis of n tokens, a query at c may attend to the w keys from min(max(c − ⌊w/2⌋, 0), n − w)
+    on. Tokens are in row-major order.
 
     Attributes:
       sizes: the tokens on each axis: (height, width), or (frames, height, width).

@@ -41,7 +41,7 @@ class Axial(rope.PairRotation):
     prefix: int = 0
 
     def check(self, positions: checks.Integers) -> int:
-        """Return the number of positions of prefix and grid. Static ones must be below it."""
+        """Return the number of positions, after a check of static ones."""
         end = self.prefix + math.prod(self.sizes)
         remedy = (
             f"raise Axial.sizes, {self.sizes} after a prefix of {self.prefix}, or give positions="

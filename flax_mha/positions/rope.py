@@ -18,10 +18,7 @@ from flax_mha.positions.turn import Turn
 def compute_angles(
     positions: Any, pairs: int, step: float, base: float, end: int | None = None
 ) -> jax.Array:
-    """Return the angles positions / base^(c·step) of pairs c, float32 or float64 [*P, pairs].
-
-    `end` is a number above all positions, if one is known.
-    """
+    """Return the angles positions / base^(c·step) of pairs c [*P, pairs], for positions < `end`."""
     dtype = as_floats(positions).dtype
     rounded = jnp.asarray(base, dtype) ** (-step * jnp.arange(pairs, dtype=dtype))
     theta = base ** (-step * np.arange(pairs))

@@ -1,7 +1,7 @@
 """Scalings of rotary embeddings, for sequences longer than in training.
 
-At position i, pair c of R features is rotated by i·θ_c, with θ_c = base^(−2c/R). A scaling changes
-the frequencies θ_c. Some also multiply queries and keys by a factor.
+A scaling changes θ_c = base^(−2c/R), the frequencies of pairs c of R features. Some also multiply
+queries and keys by a factor.
 """
 
 import math

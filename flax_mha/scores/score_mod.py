@@ -20,8 +20,7 @@ Names: TypeAlias = tuple[str | None, ...]
 INIT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
 
-# Creates a parameter of a module from its name, its shape, the logical names of its axes, and
-# perhaps an initializer.
+# Creates a parameter from its name, shape, logical names and perhaps initializer.
 Make: TypeAlias = Callable[..., jax.Array]
 
 
@@ -53,12 +52,9 @@ class ScoreMod(Struct):
         raise NotImplementedError
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """Return the function with its missing arrays, which `make` creates as parameters.
+        """Return the function with its missing arrays, parameters made for N heads of H features.
 
-        Args:
-          num_heads: the number of query heads.
-          head_dim: the features of a head.
-          make: make(name, shape, names, init=INIT) creates a parameter of a layer or a stack.
+        make(name, shape, names, init=INIT) creates one.
         """
         return self
 

@@ -91,39 +91,33 @@ def spec_of(x: jax.Array) -> PartitionSpec:
 
 
 def local(
-    fn: Callable[..., Any], names: Sequence[rules.LogicalNames], outs: Any, *args: jax.Array,
-    over: Sequence[str] = (),
+    fn: Callable[..., Any], names: Sequence[rules.LogicalNames],
+    out: tuple[Sequence[int], rules.LogicalNames], *args: jax.Array, over: Sequence[str] = (),
 ) -> Any:  # fmt: skip
     """Return fn(*args), computed by each device on its shards.
 
     Args:
       fn: a module's function, or a `Partial` of one, that runs on Manual axes.
       names: the logical names of the axes of each argument.
-      outs: a pair (shape, names) for the result, or a list of pairs.
+      out: the shape of the result, and the logical names of its axes.
       *args: the arrays.
       over: more mesh axes, along which all devices compute the same.
     """
-    has_many = isinstance(outs, list)
     inputs = [(x.shape, n) for x, n in zip(args, names, strict=True)]
     # An array without batch axes has fewer axes than names.
-    arrays = [
-        (shape, n[max(len(n) - len(shape), 0) :])
-        for shape, n in [*inputs, *(outs if has_many else [outs])]
-    ]
+    arrays = [(shape, n[max(len(n) - len(shape), 0) :]) for shape, n in [*inputs, out]]
     specs = [spec(shape, n) for shape, n in arrays]
     # An axis without a rule is sharded as the first axis with its name, or with its index.
     keys = [(*range(len(shape) - len(n)), *n) for shape, n in arrays]
     known: dict[Any, Any] = {}
     for x, key in reversed([*zip(args, keys, strict=False)]):
         known |= zip(key, spec_of(x), strict=True)
-    full = [
+    *ins, of_result = (
         rules.fill_unconstrained(spec, [known.get(name) for name in key])
         for spec, key in zip(specs, keys, strict=True)
-    ]
-    ins, out_specs = full[: len(args)], full[len(args) :]
-    outs = out_specs if has_many else out_specs[0]
+    )
     manual = manual_axes(specs) | {*over}
-    return shard_map.run_on_shards(fn, manual, ins, outs, *map(reshard, args, ins))
+    return shard_map.run_on_shards(fn, manual, ins, of_result, *map(reshard, args, ins))
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -65,8 +65,7 @@ def balanced(
         or [rows, documents], filled with 0, for rows that share the order.
       devices: n, the number of devices of the ring.
       mask: a static mask within documents, the same in all rows (default: causal).
-      tile: the tokens of a piece (default: 512 or 256 if that leaves each device 16 pieces and 4·n,
-        else 128).
+      tile: the tokens of a piece (default: 512, 256 or 128, by the length).
 
     Returns:
       The positions of the tokens, int32 [T].

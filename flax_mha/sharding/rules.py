@@ -95,22 +95,20 @@ def leading_axes(axes: Any, size: int, mesh: AbstractMesh) -> Any:
 
 def keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """Return a spec with only the mesh axes in `axes`."""
-
-    def keep(part: Any) -> Any:
-        return pack_entry([axis for axis in unpack_entry(part) if axis in axes])
-
-    return PartitionSpec(*(part if part is UNCONSTRAINED else keep(part) for part in spec))
+    return PartitionSpec(*(
+        part if part is UNCONSTRAINED else pack_entry([a for a in unpack_entry(part) if a in axes])
+        for part in spec
+    ))  # fmt: skip
 
 
 def fill_unconstrained(spec: PartitionSpec, default: Iterable[Any] = ()) -> PartitionSpec:
     """Replace the unconstrained entries of a spec by `default`, without mesh axes in use."""
     taken = {axis for part in spec for axis in unpack_entry(part)}
-
-    def fill(axes: Any) -> Any:
-        return pack_entry([axis for axis in unpack_entry(axes) if axis not in taken])
-
-    pairs = itertools.zip_longest(spec, default)
-    return PartitionSpec(*(fill(axes) if part is UNCONSTRAINED else part for part, axes in pairs))
+    return PartitionSpec(*(
+        pack_entry([a for a in unpack_entry(axes) if a not in taken])
+        if part is UNCONSTRAINED else part
+        for part, axes in itertools.zip_longest(spec, default)
+    ))  # fmt: skip
 
 
 def undivided_tokens(decode: bool) -> contextlib.AbstractContextManager[None]:

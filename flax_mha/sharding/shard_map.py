@@ -71,7 +71,7 @@ def run_on_shards(
       ins: the PartitionSpecs of the arrays.
       outs: the PartitionSpecs of the result.
       *args: the arrays.
-      pure: False if fn calls functions of the user, which may read mutable state.
+      pure: False if fn calls functions of the user.
     """
     mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
     if (explicit | spmd).intersection(mesh.explicit_axes):
