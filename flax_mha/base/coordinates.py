@@ -73,10 +73,10 @@ class Tiles(NamedTuple):
 
     Attributes:
       block_q, block_k: queries and keys per tile. The last tiles may reach beyond T and S.
-      q_min, q_max: the bounds of the positions of queries, int [*B|1, 1, nq, 1], NumPy if static.
-      k_min, k_max: the bounds of the positions of keys, int [*B|1, 1, 1, nk].
-      heads: indices of the heads, int [1, N, 1, 1], if the tiles cover only some heads.
-      q, k: positions of all queries, int [*B|1, 1, T, 1], and keys, int [*B|1, 1, 1, S], if known.
+      q_min, q_max: the bounds of the queries' positions, int [*B|1, 1, nq, 1], NumPy if static.
+      k_min, k_max: the bounds of the keys' positions, int [*B|1, 1, 1, nk].
+      heads: indices of the heads, int [1, N, 1, 1], if the tiles cover only some.
+      q, k: positions of all queries, [*B|1, 1, T, 1], and keys, [*B|1, 1, 1, S], if known.
     """
 
     block_q: int

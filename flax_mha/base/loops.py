@@ -1,7 +1,7 @@
 """Operations and loops that JAX traces quickly, and that Python runs outside jit.
 
-Tracing `jax.numpy`, whose functions are jitted, takes several times as long as `jax.lax`. Outside
-jit, JAX would compile a loop or a branch at each call.
+Tracing `jax.numpy` takes several times as long as `jax.lax`. Outside jit, JAX would compile a loop
+or a branch at each call.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax_mha.base import checks
 from flax_mha.base.shapes import Shape, check_shape, lead, wide
 
-# Outside jit, `jnp.einsum` parses its subscripts in each call, which takes longer than the matmul.
+# Outside jit, `jnp.einsum` would parse its subscripts in each call.
 _parsed_einsum: Any = jax.jit(
     jnp.einsum, static_argnums=0, static_argnames=("precision", "preferred_element_type"),
     inline=True,

@@ -12,7 +12,7 @@ class Tensor(NamedTuple):
       shape: its shape after the batch axes.
       axes: the logical names of its last axes.
       editable: False if it can only be captured.
-      named: True if the tap gives it its `checkpoint_name`.
+      named: True if taps give it its `checkpoint_name`.
     """
 
     module: str

@@ -1,7 +1,4 @@
-"""Masks, which select the keys that each query may attend to.
-
-Build a mask once, combine it with others by `&`, `|` and `~`, and pass it to the layer or to
-`dot_product_attention`.
+"""Masks, which select the keys that each query may attend to, and combine by `&`, `|` and `~`.
 
 >>> mask = Causal() & Window(left=128) & Segments(ids)
 
@@ -25,11 +22,11 @@ Build a mask once, combine it with others by `&`, `|` and `~`, and pass it to th
 | `PerHead(masks)` | the head's mask allows it |
 
 Positions count from 0 at the first query and at the first key, unless the caller gives them:
-`q_positions=S - T` aligns the ends. Segment ids, lengths for each query and tables are in the order
-of the call's queries and keys.
+`q_positions=S - T` aligns the ends. Ids, lengths for each query and tables follow the order of the
+call's queries and keys.
 
-A bool array stands for `Dense` and broadcasts to [*B, N, T, S]. Write a mask of keys [*B, S] as
-`Keys(array)`, and one of examples [B, T, S] as `array[:, None]`.
+A bool array stands for `Dense`. Write an array of keys [*B, S] as `Keys(array)`, and one of
+examples [B, T, S] as `array[:, None]`.
 
 Masks are pytrees. To write your own, define a subclass with a method `allowed`, and a method
 `tiles` if kernels can skip blocks.

@@ -71,7 +71,7 @@ class Mask(Struct):
           kv_positions: the positions of the keys, int [S] or [*batch, S], or of the first one.
         """
         S = T if S is None else S
-        dims = Dims(checks.sizes("batch", batch), T, S, num_heads, num_heads, 1, 1)
+        dims = Dims(tuple(batch), T, S, num_heads, num_heads, 1, 1)
         q_pos = shapes.positions("q_positions", q_positions, (*dims.B, T), "T")
         k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, S), "S")
         return jnp.broadcast_to(evaluate(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)

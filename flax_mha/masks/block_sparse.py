@@ -27,7 +27,7 @@ class BlockSparse(Mask):
     """A mask in which each block of queries may attend to selected blocks of keys.
 
     The i-th query of the call may attend to position j if ⌊j / key_block⌋ is one of
-    blocks[row, head, ⌊i / query_block⌋]. For causal attention, write `Causal() & BlockSparse(...)`.
+    blocks[row, head, ⌊i / query_block⌋].
 
     Attributes:
       blocks: int, broadcastable to [*B, N, nq, k], the indices of k blocks of keys for each

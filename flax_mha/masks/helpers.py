@@ -49,7 +49,8 @@ def make_attention_mask(
     | integers | `jnp.equal` | `masks.Segments(query_input, key_input)` |
     | integers | `jnp.greater_equal` | `masks.AtLeast(query_input, key_input)` |
     | integers | `jnp.less` | `~masks.AtLeast(query_input, key_input)` |
-    | others | any | the array of Flax's function |
+
+    Others return the array of Flax's function.
 
     Args:
       query_input: [*B, T], a bool or number for each query.

@@ -200,8 +200,7 @@ def block_diffusion(length: int, block: int) -> Mask:
     Raises:
       ValueError: if a number is not positive, or, in a call, if T or S is not 2·n.
 
-    Source: Arriola et al., "Block Diffusion: Interpolating Between Autoregressive and Diffusion
-    Language Models", 2025.
+    Source: Arriola et al., "Block Diffusion", 2025.
     """
     checks.positive(length=length, block=block)
     at = np.arange(length, dtype=np.int32) // block

@@ -31,8 +31,7 @@ class Causal(Mask):
 class Window(Mask):
     """A sliding window: a query may attend to positions i − left ≤ j ≤ i + right.
 
-    A limit can be an array, so that the layers of a scan have different windows. A cache then makes
-    no ring buffer.
+    With a limit in an array, which a scan can slice, a cache makes no ring buffer.
 
     Attributes:
       left: the number of earlier positions, int or an array [] or [*B] (default: all).
@@ -96,8 +95,7 @@ class Predicate(Mask):
 
     Attributes:
       fn: a function that returns True where the query may attend to the key. It gets four integer
-        arrays that broadcast (the indices of row and head, the positions of query and key), then
-        args.
+        arrays (the indices of row and head, the positions of query and key), then args.
       args: arrays and numbers for fn, which may not close over traced arrays.
     """
 

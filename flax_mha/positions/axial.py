@@ -31,8 +31,7 @@ class Axial(rope.PairRotation):
     Raises:
       ValueError: for a static position beyond the grid. A traced one makes its token NaN.
 
-    Sources: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024; Siméoni et al.,
-    "DINOv3", 2025 (span).
+    Sources: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024; "DINOv3", 2025.
     """
 
     sizes: Sequence[int]

@@ -29,7 +29,7 @@ def sinusoidal(
       features: D. With `halves`, D must be even and at least 4.
       base: the ratio of the slowest to the fastest wavelength.
       halves: True for sines first, then cosines.
-      dtype: the dtype of the result. Angles are computed in float32.
+      dtype: the dtype of the result.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """

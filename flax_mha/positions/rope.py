@@ -25,8 +25,8 @@ def compute_angles(
     return Frequencies.of(theta, dtype)._replace(theta=rounded).angles(positions, end)
 
 
-# Angles float32 or float64 [*B|1, T, P] of the first 2·P features, True for the pairs (0, 1),
-# (2, 3), … and False for (0, P), (1, P + 1), …, and a factor of the rotated features.
+# Angles float32 or float64 [*B|1, T, P] of the first 2·P features, whether pairs are (0, 1),
+# (2, 3), … or (0, P), (1, P + 1), …, and a factor of the rotated features.
 Angles: TypeAlias = tuple[jax.Array, bool, float]
 
 
@@ -47,8 +47,7 @@ class PairRotation:
 
         def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:
             if sharding.platform() == "tpu":
-                # Swap the halves of x by a matrix, in the pass that rotates. A TPU would write the
-                # halves to memory, padded to whole vectors.
+                # Swap the halves by a matrix: a TPU would write them to memory, padded.
                 return Turn.of(x, theta, interleaved, size)(x)
             theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
             cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
@@ -89,7 +88,7 @@ def rotary(
     Returns:
       [*B, T, N, H] in the dtype of x, computed in float32 or wider.
 
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    Source: Su et al., "RoFormer", 2021.
     """
     return Rotary(base, fraction, interleaved, scaling)(x, positions)
 

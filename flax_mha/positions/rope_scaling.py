@@ -27,8 +27,7 @@ def Interpolation(factor: float) -> "Proportional":
     Args:
       factor: the divisor of positions.
 
-    Source: Chen et al., "Extending Context Window of Large Language Models via Positional
-    Interpolation", 2023.
+    Source: Chen et al., 2023.
     """
     return Proportional(1.0, factor)
 
@@ -40,7 +39,7 @@ class Ntk:
     Attributes:
       factor: the divisor of the slowest frequency.
 
-    Source: bloc97, "NTK-Aware Scaled RoPE", 2023; Peng et al., "YaRN", 2023, section 3.1.
+    Source: bloc97, 2023; Peng et al., "YaRN", 2023, section 3.1.
     """
 
     factor: float
@@ -56,12 +55,12 @@ class Yarn:
     Attributes:
       factor: the divisor of θ of slow pairs.
       original_length: the length of training sequences in tokens.
-      beta_fast: pairs that rotate more often in `original_length` tokens are fast.
+      beta_fast: pairs that rotate more often in it are fast.
       beta_slow: pairs that rotate less often are slow.
       attention_factor: the factor of queries and keys (default: 0.1·ln(factor) + 1).
       truncate: True to round the ends of the ramp to whole pairs, as the paper's code does.
 
-    Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023.
+    Source: Peng et al., "YaRN", 2023.
     """
 
     factor: float
@@ -115,7 +114,7 @@ class Llama3:
     Attributes:
       factor: the divisor of θ of slow pairs.
       original_length: the length of training sequences in tokens.
-      low: pairs that rotate less often in `original_length` tokens are slow.
+      low: pairs that rotate less often in it are slow.
       high: pairs that rotate more often are fast.
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024, and its code.
@@ -144,7 +143,7 @@ class DynamicNtk:
       factor: the growth of the factor with L.
       original_length: the length of training sequences in tokens.
 
-    Source: emozilla, "Dynamically Scaled RoPE", 2023; Peng et al., "YaRN", 2023, section 3.3.
+    Source: emozilla, 2023; Peng et al., "YaRN", 2023, section 3.3.
     """
 
     factor: float
@@ -170,7 +169,7 @@ class LongRope:
       original_length: the length of training sequences in tokens.
       attention_factor: the factor of queries and keys.
 
-    Source: Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens", 2024.
+    Source: Ding et al., "LongRoPE", 2024.
     """
 
     short: tuple[float, ...]

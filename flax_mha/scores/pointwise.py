@@ -83,9 +83,8 @@ class Score(ScoreMod):
     """A user-defined function, fn(score, row, head, i, j, *args).
 
     Attributes:
-      fn: a function that returns the new score. It gets the score, four integer arrays that
-        broadcast to it (the indices of row and head, the positions of query and key), q and k if
-        `vectors`, then args.
+      fn: a function that returns the new score. It gets the score, four integer arrays (the indices
+        of row and head, the positions of query and key), q and k if `vectors`, then args.
       args: arrays and numbers for fn, which may not close over traced arrays.
       vectors: True if fn reads the query and key vectors (see `ScoreMod.of_vectors`).
     """

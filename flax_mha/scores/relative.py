@@ -71,8 +71,7 @@ class Relative(ScoreMod):
       table: r, [2·L + 1, H], from distance −L on (default: a parameter `relative_keys`).
       max_distance: L of a created table.
 
-    Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
-    2018, equation 5, without the paper's representations of values.
+    Source: Shaw et al., "Self-Attention with Relative Position Representations", 2018, equation 5.
     """
 
     table: Any = None
@@ -107,8 +106,8 @@ class TransformerXL(ScoreMod):
 
         score + q_i·r_d·scale + (u·k_j + v·r_d) / √H,   r_d = W [sin(d·w), cos(d·w)],   d = i − j
 
-    with w = base^(−2c/D) for c = 0 … D/2 − 1, and u, v and W for each head. A layer or a stack with
-    this in its field `scores` creates arrays that are None, such as `relative_kernel`.
+    with w = 10,000^(−2c/D) for c = 0 … D/2 − 1, and u, v and W for each head. A layer or a stack
+    with this in its field `scores` creates arrays that are None, such as `relative_kernel`.
 
     >>> decoder = Decoder(6, block, scores=(TransformerXL(features=512),))  # shared by all layers
 
@@ -117,7 +116,6 @@ class TransformerXL(ScoreMod):
       position_bias: v, [N, H].
       kernel: W, [D, N, H].
       features: D of a created W (default: N·H).
-      base: the ratio of the slowest to the fastest wavelength.
 
     Source: Dai et al., "Transformer-XL", 2019, section 3.3, with a scale of 1/√H.
     """
@@ -126,7 +124,6 @@ class TransformerXL(ScoreMod):
     position_bias: Any = None
     kernel: Any = None
     features: int | None = struct.field(pytree_node=False, default=None)
-    base: float = struct.field(pytree_node=False, default=10_000.0)
     vectors = True
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
@@ -161,8 +158,9 @@ class TransformerXL(ScoreMod):
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
         # sin(d·w) = sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w) saves r_d of all pairs.
+        head = jnp.asarray(at.head)[..., 0, 0]
         u, v, kernel = (
-            _take_heads(x.astype(score.dtype), at)
+            jnp.take(x.astype(score.dtype), head, axis=0, mode="clip")
             for x in (self.content_bias, self.position_bias, self.kernel)
         )
         scale = q.shape[-1] ** -0.5
@@ -172,7 +170,7 @@ class TransformerXL(ScoreMod):
         # Count from the first query: angles near 0 are the most exact.
         first = at.q[..., :1, :]
         (sin_i, cos_i), (sin_j, cos_j) = (
-            self._waves(x - first, kernel.shape[-2], score.dtype)
+            _waves(x - first, kernel.shape[-2], score.dtype)
             for x in (at.q, jnp.swapaxes(at.k, -1, -2))
         )
         q = jnp.concatenate(
@@ -181,18 +179,14 @@ class TransformerXL(ScoreMod):
         waves = jnp.concatenate([cos_j, sin_j], -1)
         return score + content + jnp.einsum("...td,...sd->...ts", q, waves)
 
-    def _waves(self, positions: Array, features: int, dtype: jnp.dtype) -> Vectors:
-        """Return the sines and cosines [..., T, D/2] of positions [..., T, 1]."""
-        theta = float(self.base) ** (-2 * np.arange(features // 2) / features)
-        at = jnp.asarray(positions)[..., 0]
-        at = at.astype(dtype) if dtype == jnp.float64 else at
-        angles = Frequencies.of(theta, dtype).angles(at)
-        return jnp.sin(angles), jnp.cos(angles)
 
-
-def _take_heads(x: jax.Array, at: At) -> jax.Array:
-    """Take the entries of x [N, ...] for the heads of the scores at `at`."""
-    return jnp.take(x, jnp.asarray(at.head)[..., 0, 0], axis=0, mode="clip")
+def _waves(positions: Array, features: int, dtype: jnp.dtype) -> Vectors:
+    """Return the sines and cosines [..., T, D/2] of positions [..., T, 1]."""
+    theta = 10_000.0 ** (-2 * np.arange(features // 2) / features)
+    at = jnp.asarray(positions)[..., 0]
+    at = at.astype(dtype) if dtype == jnp.float64 else at
+    angles = Frequencies.of(theta, dtype).angles(at)
+    return jnp.sin(angles), jnp.cos(angles)
 
 
 def relative_bucket(

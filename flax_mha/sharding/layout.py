@@ -128,7 +128,7 @@ def like(x: jax.Array, other: jax.Array) -> jax.Array:
 def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     """Return fn(*args), with the sharding inside left to the compiler on any mesh.
 
-    Explicit axes are Auto inside fn: JAX would require output shardings of many operations.
+    Explicit axes are Auto inside fn.
 
     Args:
       fn: a function that closes over no JAX array.

@@ -71,7 +71,7 @@ def balanced(
       The positions of the tokens, int32 [T].
 
     Raises:
-      ValueError: if T is not a positive multiple of n·tile, or is not the same in all rows.
+      ValueError: if T is not the same positive multiple of n·tile in all rows.
     """
     checks.optional(devices=devices, tile=tile)
     rows = np.atleast_2d(checks.integers("lengths", lengths))

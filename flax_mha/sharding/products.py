@@ -83,8 +83,8 @@ def column_parallel(
     """Multiply by a kernel whose features are sharded, and whole along the axes of FSDP.
 
     If positions of x are sharded between layers: one all-gather forward, one reduce-scatter
-    backward. If devices share key/value heads, the gradient of x is a sum over all devices, which
-    XLA joins with the sum for the queries.
+    backward. If devices share key/value heads, XLA joins the sum of their gradients of x with the
+    queries'.
     """
     at = x.ndim - 2
     if contracted > 1 or rows != ("batch", "length") or at < 0:
