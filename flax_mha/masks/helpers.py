@@ -1,7 +1,4 @@
-"""Flax's helpers for masks, which return rules.
-
->>> mask = combine_masks(make_attention_mask(tokens > 0, tokens > 0), make_causal_mask(tokens))
-"""
+"""Flax's helpers for masks, which return rules."""
 
 from collections.abc import Callable
 from typing import Any

@@ -18,8 +18,6 @@ from flax_mha.scores.score_mod import Make, ScoreMod, Vectors
 class RelativeBias(ScoreMod):
     """T5's relative position bias, score + table[head, bucket(j − i)].
 
-    >>> encoder = Encoder(6, block, scores=(RelativeBias(),))  # T5: one table for all layers
-
     Attributes:
       table: [N, buckets] (default: a parameter `relative_bias` of the layer or stack with this in
         its field `scores`).
@@ -65,8 +63,6 @@ class RelativeBias(ScoreMod):
 class Relative(ScoreMod):
     """Relative positions as keys, score + scale·q_i·r[d], with d = j − i clipped to ±L.
 
-    >>> layer = MultiHeadAttention(8, scores=(Relative(max_distance=16),))
-
     Attributes:
       table: r, [2·L + 1, H], from distance −L on (default: a parameter `relative_keys`).
       max_distance: L of a created table.
@@ -108,8 +104,6 @@ class TransformerXL(ScoreMod):
 
     with w = 10,000^(−2c/D) for c = 0 … D/2 − 1, and u, v and W for each head. A layer or a stack
     with this in its field `scores` creates arrays that are None, such as `relative_kernel`.
-
-    >>> decoder = Decoder(6, block, scores=(TransformerXL(features=512),))  # shared by all layers
 
     Attributes:
       content_bias: u, [N, H].

@@ -1,4 +1,4 @@
-"""Arrays sharded over the ambient mesh: constraints, and functions of shards."""
+"""Arrays sharded over the ambient mesh, and functions of shards."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
