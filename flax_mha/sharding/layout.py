@@ -1,4 +1,4 @@
-"""Arrays sharded over the ambient mesh, and functions of shards."""
+"""Arrays and functions sharded over the ambient mesh."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
