@@ -29,7 +29,7 @@ import numpy as np
 from flax import nnx
 
 from flax_mha import masks
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks
 from flax_mha.base.trees import Static, combine, is_array, partition
 from flax_mha.kernels import observe
 from flax_mha.kernels.call.bind import Options, bind_call
@@ -48,7 +48,7 @@ def token_pairs(tokens: Any) -> dict[str, masks.Mask]:
     Args:
       tokens: int [*B, T].
     """
-    tokens = jnp.asarray(shapes.check_tokens("tokens", tokens))
+    tokens = jnp.asarray(checks.integers("tokens", tokens))
     before = jnp.roll(tokens, 1, -1).at[..., 0].set(-1)
     return {
         "previous": masks.Window(left=1) & _EARLIER,

@@ -18,10 +18,10 @@ from flax_mha.base import checks
 _AXES: dict[type, dict[str, int]] = {
     masks.Dense: {"array": -3}, masks.BlockSparse: {"blocks": -3}, scores.Bias: {"array": -3},
     scores.Alibi: {"slopes": -1}, scores.RelativeBias: {"table": -2},
-    scores.Relative: {"table": -3},
+    scores.Relative: {},
     scores.TransformerXL: {"content_bias": -2, "position_bias": -2, "kernel": -2},
     masks.AtLeast: {}, masks.Causal: {}, masks.Dilated: {}, masks.Documents: {}, masks.Keys: {},
-    masks.Lengths: {}, masks.Neighborhood: {}, masks.Prefix: {}, masks.Segments: {},
+    masks.Lengths: {}, masks.Neighborhood: {}, masks.Segments: {},
     masks.Window: {}, scores.SoftCap: {},
 }  # fmt: skip
 

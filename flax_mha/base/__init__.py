@@ -1,1 +1,1 @@
-"""Tools that every package uses: argument checks, dimensions, coordinates, trees, JAX internals."""
+"""Tools that every package uses."""

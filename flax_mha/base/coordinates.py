@@ -31,6 +31,11 @@ class At(NamedTuple):
     k: Array
 
 
+def numpy_of(*arrays: Any) -> Any:
+    """Return NumPy if all arrays are static, else `jax.numpy`."""
+    return np if all(isinstance(x, np.ndarray | np.generic) for x in arrays) else jnp
+
+
 def is_user_defined(node: Any) -> bool:
     """Tell if a mask or score comes from another package, or calls a function of the user."""
     return "fn" in vars(node) or type(node).__module__.partition(".")[0] != "flax_mha"
@@ -38,11 +43,11 @@ def is_user_defined(node: Any) -> bool:
 
 def with_jax_arrays(node: Any) -> Any:
     """Convert NumPy arrays of a user's mask or score, so that its function can index them."""
-
-    def convert(x: Any) -> Any:
-        return jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
-
-    return jax.tree.map(convert, node) if is_user_defined(node) else node
+    if not is_user_defined(node):
+        return node
+    return jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x, node
+    )
 
 
 class ScoreArray(Struct):
@@ -58,24 +63,20 @@ def is_score_array(x: Any) -> bool:
 
 def map_score_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Apply fn to the arrays of each `ScoreArray` in a tree."""
-
-    def apply(x: Any) -> Any:
-        return jax.tree.map(fn, x) if is_score_array(x) else x
-
-    return jax.tree.map(apply, tree, is_leaf=is_score_array)
+    return jax.tree.map(
+        lambda x: jax.tree.map(fn, x) if is_score_array(x) else x, tree, is_leaf=is_score_array
+    )
 
 
 class Tiles(NamedTuple):
     """The nq × nk tiles of the scores, and the positions in each.
 
-    The bounds are NumPy arrays if the positions are static, so that tile states are static too.
-
     Attributes:
       block_q, block_k: queries and keys per tile. The last tiles may reach beyond T and S.
-      q_min, q_max: the least and greatest position of each tile's queries, int [*B|1, 1, nq, 1].
-      k_min, k_max: the least and greatest position of each tile's keys, int [*B|1, 1, 1, nk].
-      heads: indices of the heads, int [1, N, 1, 1], if the tiles cover only some heads.
-      q, k: positions of all queries, int [*B|1, 1, T, 1], and keys, int [*B|1, 1, 1, S], if known.
+      q_min, q_max: the bounds of the queries' positions, int [*B|1, 1, nq, 1], NumPy if static.
+      k_min, k_max: the bounds of the keys' positions, int [*B|1, 1, 1, nk].
+      heads: indices of the heads, int [1, N, 1, 1], if the tiles cover only some.
+      q, k: positions of all queries, [*B|1, 1, T, 1], and keys, [*B|1, 1, 1, S], if known.
     """
 
     block_q: int
@@ -98,9 +99,9 @@ class Tiles(NamedTuple):
 
 
 def blocks(x: Array, axis: int, size: int) -> Array:
-    """Split an axis into (number of blocks, size). Its last entry fills the last block.
+    """Split an axis into (number of blocks, size), or (1, 1) if its size is 1.
 
-    An axis of size 1, which broadcasts, becomes (1, 1).
+    Its last entry fills the last block.
     """
     axis %= x.ndim
     length = x.shape[axis]
@@ -109,8 +110,9 @@ def blocks(x: Array, axis: int, size: int) -> Array:
     count = -(-length // size)
     missing = count * size - length
     if missing != 0:
-        xp = np if isinstance(x, np.ndarray) else jnp
-        x = xp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], mode="edge")
+        x = numpy_of(x).pad(
+            x, [(0, missing if i == axis else 0) for i in range(x.ndim)], mode="edge"
+        )
     return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
 
 
@@ -119,8 +121,8 @@ def flat_batch(x: Array, dims: Dims) -> Array:
     batch = x.shape[:-3]
     if all(size == 1 for size in batch):
         return x.reshape(1, *x.shape[-3:])
-    xp = np if isinstance(x, np.ndarray) else jnp
-    return xp.broadcast_to(x, (*dims.B, *x.shape[-3:])).reshape(math.prod(dims.B), *x.shape[-3:])
+    x = numpy_of(x).broadcast_to(x, (*dims.B, *x.shape[-3:]))
+    return x.reshape(math.prod(dims.B), *x.shape[-3:])
 
 
 def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
@@ -131,14 +133,9 @@ def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
 
 
 def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) -> At:
-    """Return the coordinates of all scores of a call.
+    """Return the coordinates of all scores of a call, given positions [*B, T] and [*B, S] if any.
 
     Their shapes are [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1] and [*B|1, 1, 1, S].
-
-    Args:
-      dims: the sizes of the call.
-      q_pos: the positions of the queries, int [T] or [*B, T] (default: 0 … T−1).
-      k_pos: the positions of the keys, int [S] or [*B, S] (default: 0 … S−1).
     """
     rank = len(dims.B)
     q = count_up(dims.T) if q_pos is None else q_pos

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from flax_mha.base import checks, shapes
 
@@ -16,9 +15,8 @@ _NEAR = 4096
 class Frequencies(NamedTuple):
     """The frequencies θ of pairs of features.
 
-    A float32 product position·θ loses digits as it grows: cosines are off by 5e-3 at position
-    100,000. Angles of large positions are therefore computed as fractions of a turn in uint32,
-    where whole turns overflow.
+    A float32 product position·θ is inexact at large positions. Their angles are fractions of a turn
+    in uint32, where whole turns overflow.
 
     Attributes:
       theta: float32 or float64 [*L, P], in radians.
@@ -46,7 +44,7 @@ class Frequencies(NamedTuple):
     def angles(self, positions: Any, end: Any = None) -> jax.Array:
         """Return the angles [*P, P] of positions [*P], float32 or as wide as the positions.
 
-        Positions are integers up to 2³¹, or floating point. `end` is above all of them, if known.
+        Positions are integers, or floats whose known `end`, which is above all, is near.
         """
         at = as_floats(positions)
         near = at[..., None] * shapes.lead(self.theta, at.ndim + 1)
@@ -54,12 +52,7 @@ class Frequencies(NamedTuple):
             end = np.abs(np.asarray(positions, np.float64)).max(initial=0) + 1
         if at.dtype == jnp.float64 or (end is not None and end <= _NEAR):
             return near
-        whole = jnp.asarray(positions)
-        fraction: Any = 0.0
-        if jnp.issubdtype(whole.dtype, jnp.floating):
-            whole = lax.stop_gradient(jnp.trunc(at))
-            fraction = (at - whole)[..., None] * shapes.lead(self.theta, at.ndim + 1)
-        whole = whole.astype(jnp.int32)[..., None]
+        whole = jnp.asarray(positions).astype(jnp.int32)[..., None]
         size = jnp.abs(whole).astype(jnp.uint32)
         upper, lower = (shapes.lead(jnp.asarray(x), at.ndim + 1) for x in (self.upper, self.lower))
         # Multiply in halves of 16 bits, because XLA's partitioner does not support `lax.mulhi`.
@@ -68,7 +61,7 @@ class Frequencies(NamedTuple):
         turns = size * upper + p1 * l1 + (p1 * l0 >> 16) + (p0 * l1 >> 16)
         # From −π to π.
         far = turns.astype(jnp.int32).astype(at.dtype) * (np.pi * 2.0**-31)
-        return jnp.where(size < _NEAR, near, jnp.sign(whole).astype(at.dtype) * far + fraction)
+        return jnp.where(size < _NEAR, near, jnp.sign(whole).astype(at.dtype) * far)
 
 
 def as_floats(positions: Any) -> jax.Array:

@@ -1,7 +1,7 @@
 """Operations and loops that JAX traces quickly, and that Python runs outside jit.
 
-For the tiles of a kernel, tracing `jax.numpy`, whose functions are jitted, takes several times as
-long as `jax.lax`. Outside jit, JAX would compile a loop or a branch at each call.
+Tracing `jax.numpy` takes several times as long as `jax.lax`. Outside jit, JAX would compile a loop
+or a branch at each call.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,8 +68,7 @@ def scan_blocks(
 ) -> Any:
     """Scan carry, result = job(carry, (index, *blocks)) over blocks of xs [G, blocks, ...].
 
-    Take `count` blocks from `first` on. The index counts the calls. Return the last carry, and the
-    results [G, count, ...].
+    Take `count` blocks from `first` on. Return the last carry, and the results [G, count, ...].
     """
     G, length = xs[0].shape[:2]
     if count != length:

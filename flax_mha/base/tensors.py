@@ -7,12 +7,12 @@ class Tensor(NamedTuple):
     """A named tensor.
 
     Attributes:
-      module: the module that computes it: "layer" (attention), "softmax" (the kernel of a layer),
-        "block", "mlp" or "stack". Tensors of layers and kernels have the prefix `attention_`.
+      module: the module that computes it: "layer", "softmax" (the kernel of a layer), "block",
+        "mlp" or "stack".
       shape: its shape after the batch axes.
       axes: the logical names of its last axes.
       editable: False if it can only be captured.
-      named: True if the tap gives it its `checkpoint_name`.
+      named: True if taps give it its `checkpoint_name`.
     """
 
     module: str

@@ -35,12 +35,7 @@ class Struct(struct.PyTreeNode):
 
 
 def _encode(x: Any) -> Any:
-    with contextlib.suppress(TypeError):
-        return {"dtype": jnp.dtype(x).name}
-    raise TypeError(
-        f"static fields of an exported program's arguments must be numbers, strings or dtypes, got "
-        f"{x!r}; keep this mask or score in the function"
-    )
+    return {"dtype": jnp.dtype(x).name}
 
 
 def _decode(x: Any) -> Any:
@@ -97,9 +92,8 @@ def is_inexact(x: Any) -> bool:
 def trace_once(fn: Callable[..., Any], num_static: int = 1) -> Callable[..., Any]:
     """Make fn(*static, *arrays) trace once for each value of `static` and each shape and dtype.
 
-    The layers of a stack then share one trace, which saves most of the tracing time. XLA sees no
-    call, because the trace is inlined. If static[0].pure is False, fn is traced at every call: it
-    calls functions of the user, which may read mutable state.
+    The layers of a stack then share one trace, which is inlined, unless static[0].pure is False: fn
+    then calls functions of the user.
     """
     shared = jax.jit(fn, static_argnums=range(num_static), inline=True)
 
@@ -113,8 +107,7 @@ def trace_once(fn: Callable[..., Any], num_static: int = 1) -> Callable[..., Any
 class Static:
     """A tree as a static argument of `jax.jit`. Two are equal if their leaves are.
 
-    NumPy arrays compare by value, functions by identity. To give a function values that differ
-    between calls, make it a `jax.tree_util.Partial`, whose leaves are these values.
+    NumPy arrays compare by value, functions by identity, a `jax.tree_util.Partial` by its leaves.
     """
 
     def __init__(self, tree: Any) -> None:

@@ -153,9 +153,6 @@ class Settings:
     def check_fields(self) -> None:
         """Check the fields as far as no inputs are needed."""
         checks.fields(self)
-        if self.rotary is not None:
-            remedy = "give positions.Rotary(), with its parentheses"
-            checks.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
         as_capture(self.capture, in_layer=True)
         cache = as_cache_config(self.cache)
         if self.decode:

@@ -1,7 +1,4 @@
-"""Masks, which select the keys that each query may attend to.
-
-A mask is a value that you build once, combine with `&`, `|` and `~`, and pass to the layer or to
-`dot_product_attention`. Kernels evaluate it block by block.
+"""Masks, which select the keys that each query may attend to, and combine by `&`, `|` and `~`.
 
 >>> mask = Causal() & Window(left=128) & Segments(ids)
 
@@ -25,48 +22,30 @@ A mask is a value that you build once, combine with `&`, `|` and `~`, and pass t
 | `PerHead(masks)` | the head's mask allows it |
 
 Positions count from 0 at the first query and at the first key, unless the caller gives them:
-`q_positions=S - T` aligns the ends. Segment ids, lengths for each query and tables are in the order
-of the queries and keys of the call.
+`q_positions=S - T` aligns the ends. Ids, lengths for each query and tables follow the order of the
+call's queries and keys.
 
-A bool array stands for `Dense`: True lets a query attend to a key (in PyTorch's layer, True hides
-it). It broadcasts to [*B, N, T, S] as in NumPy, so that two axes are [T, S] and three [N, T, S].
-Write a mask of keys [*B, S] as `Keys(array)`, and one of examples [B, T, S] as `array[:, None]`. A
-warning tells you if the sizes fit both. An array of 1 and 0, as from Flax's `nn.make_causal_mask`,
-counts as bools. Other numbers, as in additive masks, are an error, or give NaN if they are traced.
+A bool array stands for `Dense`. Write an array of keys [*B, S] as `Keys(array)`, and one of
+examples [B, T, S] as `array[:, None]`.
 
-Masks are pytrees, so they pass through jit, grad, vmap and scan. To write your own, define a
-subclass with a method `allowed`. A method `tiles` lets kernels skip blocks, and `block_shape`
-aligns their blocks with the mask.
+Masks are pytrees. To write your own, define a subclass with a method `allowed`, and a method
+`tiles` if kernels can skip blocks.
 """
 
-from flax_mha.base.coordinates import At as At
-from flax_mha.base.coordinates import Tiles as Tiles
-from flax_mha.masks.algebra import And as And
-from flax_mha.masks.algebra import Dense as Dense
-from flax_mha.masks.algebra import Mask as Mask
-from flax_mha.masks.algebra import MaskLike as MaskLike
-from flax_mha.masks.algebra import Not as Not
-from flax_mha.masks.algebra import Or as Or
-from flax_mha.masks.algebra import as_mask as as_mask
-from flax_mha.masks.algebra import combine as combine
-from flax_mha.masks.block_sparse import BlockSparse as BlockSparse
-from flax_mha.masks.block_sparse import top_blocks as top_blocks
-from flax_mha.masks.diffusion import block_diffusion as block_diffusion
-from flax_mha.masks.per_token import AtLeast as AtLeast
-from flax_mha.masks.per_token import Documents as Documents
-from flax_mha.masks.per_token import Keys as Keys
-from flax_mha.masks.per_token import Lengths as Lengths
-from flax_mha.masks.per_token import Prefix as Prefix
-from flax_mha.masks.per_token import Segments as Segments
-from flax_mha.masks.positional import Causal as Causal
-from flax_mha.masks.positional import Dilated as Dilated
-from flax_mha.masks.positional import Neighborhood as Neighborhood
-from flax_mha.masks.positional import PerHead as PerHead
-from flax_mha.masks.positional import Predicate as Predicate
-from flax_mha.masks.positional import Window as Window
-from flax_mha.masks.states import EMPTY as EMPTY
-from flax_mha.masks.states import FULL as FULL
-from flax_mha.masks.states import PARTIAL as PARTIAL
+from flax_mha.base.coordinates import At, Tiles
+from flax_mha.masks.algebra import And, Dense, Mask, MaskLike, Not, Or, as_mask, combine
+from flax_mha.masks.block_sparse import BlockSparse, top_blocks
+from flax_mha.masks.per_token import (
+    AtLeast,
+    Documents,
+    Keys,
+    Lengths,
+    Prefix,
+    Segments,
+    block_diffusion,
+)
+from flax_mha.masks.positional import Causal, Dilated, Neighborhood, PerHead, Predicate, Window
+from flax_mha.masks.states import EMPTY, FULL, PARTIAL
 
 __all__ = [
     "EMPTY", "FULL", "PARTIAL", "And", "At", "AtLeast", "BlockSparse", "Causal", "Dense",

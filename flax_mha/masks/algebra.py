@@ -1,9 +1,9 @@
 """The base class of masks, and their algebra."""
 
 import functools
+import math
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,11 @@ import numpy as np
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import Struct, tree_nodes
-from flax_mha.masks.arrays import read_table
-from flax_mha.masks.states import EMPTY, FULL, PARTIAL, both, either, tile_state
-from flax_mha.masks.static_pairs import static_pairs
+from flax_mha.base.trees import Struct, is_traced, tree_nodes
+from flax_mha.masks.states import EMPTY, FULL, PARTIAL, both, either, is_static, tile_state
 
-# Attributes of arrays that code for arrays of masks reads.
-_OF_ARRAYS = ("shape", "ndim", "dtype", "size", "astype", "reshape", "at")
+# The most pairs that are computed while JAX traces, and at once: a second for each operation.
+MOST, _CHUNK = 2**26, 2**22
 
 
 class Mask(Struct):
@@ -28,11 +26,7 @@ class Mask(Struct):
     __array_ufunc__ = None
 
     def bind(self, dims: Dims) -> "Mask":
-        """Check the mask's arrays against the sizes of a call, and reshape them for its scores.
-
-        The arrays of a bound mask have the shape [*B|1, N|1, T|1, S|1], and broadcast.
-        """
-        del dims
+        """Check the mask's arrays for a call, and reshape them to [*B|1, N|1, T|1, S|1]."""
         return self
 
     def check_positions(self, at: At) -> None:
@@ -40,19 +34,16 @@ class Mask(Struct):
 
     def allowed(self, at: At) -> Array:
         """Return True where a query may see a key: bool, broadcastable to the scores at `at`."""
-        raise NotImplementedError(f"{type(self).__name__} must define allowed(at)")
+        raise NotImplementedError
 
     def tiles(self, tiles: Tiles) -> Array:
         """Return the state of each tile, int, broadcastable to [*B, N, nq, nk].
 
-        EMPTY means that no pair may attend, FULL that all may, PARTIAL that some may. PARTIAL is
-        always correct, but lets kernels skip nothing. The states are a NumPy array if they are
-        static. By default, a mask that reads traced values, the row or the head is PARTIAL, and so
-        is one of more than 2²⁶ pairs. Other masks are evaluated while JAX traces.
+        EMPTY means that no pair may attend, FULL that all may. PARTIAL is always correct, but lets
+        kernels skip nothing. By default, a mask that reads traced values, the row or the head, or
+        of more than 2²⁶ pairs, is PARTIAL. Others are evaluated while JAX traces.
         """
-        pairs = None
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
-            pairs = static_pairs(functools.partial(evaluate, self), tiles.q, tiles.k)
+        pairs = None if is_traced(self) else _static_pairs(self, tiles.q, tiles.k)
         if pairs is None:
             return tile_state(np.True_, np.False_)
         return tile_state(tiles.greatest(pairs), tiles.least(pairs))
@@ -76,36 +67,20 @@ class Mask(Struct):
           S: the number of keys (default: T).
           batch: the sizes of the batch axes.
           num_heads: the number of heads.
-          q_positions: the positions of the queries, int [T] or [*batch, T], or the position of the
-            first one (default: 0). `S - T` aligns the last query with the last key.
+          q_positions: the positions of the queries, int [T] or [*batch, T], or of the first one.
           kv_positions: the positions of the keys, int [S] or [*batch, S], or of the first one.
         """
         S = T if S is None else S
-        for name, size in (("T", T), ("S", S), ("num_heads", num_heads)):
-            checks.integer(name, size)
-        dims = Dims(checks.sizes("batch", batch), T, S, num_heads, num_heads, 1, 1)
+        dims = Dims(tuple(batch), T, S, num_heads, num_heads, 1, 1)
         q_pos = shapes.positions("q_positions", q_positions, (*dims.B, T), "T")
         k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, S), "S")
-        try:
-            mask = self.bind(dims)
-        except ValueError as error:
-            if batch or "*B" not in str(error):
-                raise
-            raise ValueError(f"{error}; give batch= if the mask is batched") from None
-        return jnp.broadcast_to(evaluate(mask, whole(dims, q_pos, k_pos)), dims.logits)
+        return jnp.broadcast_to(evaluate(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)
 
-    def show(
-        self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,
-        q_positions: Array | int | None = None, kv_positions: Array | int | None = None,
-    ) -> str:  # fmt: skip
-        """Return a drawing of the mask of the first example and head: a row per query, █ for True.
-
-        The arguments are the same as for `dense`.
-        """
-        positions = {"q_positions": q_positions, "kv_positions": kv_positions}
-        table = np.asarray(self.dense(T, S, batch, num_heads, **positions))
-        table = table.reshape(-1, *table.shape[-2:])[0]
-        return "\n".join("".join("█" if allowed else "·" for allowed in line) for line in table)
+    def show(self, T: int, S: int | None = None, **options: Any) -> str:
+        """Return a drawing of `dense` for the first example and head, with █ for True."""
+        table = np.asarray(self.dense(T, S, **options))
+        lines = table.reshape(-1, *table.shape[-2:])[0]
+        return "\n".join("".join("█" if allowed else "·" for allowed in line) for line in lines)
 
     def __and__(self, other: "MaskLike") -> "Mask":
         return And((self, as_mask(other)))
@@ -129,29 +104,12 @@ class Mask(Struct):
             "not; write Causal() & Lengths(n), and `mask is not None` to test for a mask"
         )
 
-    if not TYPE_CHECKING:  # Type checkers would take a mask for an array.
-
-        def _refuse(self, *_: Any, **__: Any) -> None:
-            raise TypeError(
-                f"masks must be joined by &, | and ~, got {type(self).__name__} in an operation "
-                f"of arrays; write mask.dense(T, S, batch) for its table"
-            )
-
-        __getitem__ = __array__ = _refuse
-        __mul__ = __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = _refuse
-
-        def __getattr__(self, name: str) -> Any:
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name in _OF_ARRAYS:
-                message = f"{message}: a mask is no array; write mask.dense(T, S, batch) for one"
-            raise AttributeError(message, name=name, obj=self)
-
 
 MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
 
 
 class _Joined(Mask):
-    """The base class of masks that join others by an operator on pairs and one on tile states."""
+    """The base class of `And` and `Or`."""
 
     masks: tuple[Mask, ...]
     _join_pairs: ClassVar[Any]
@@ -186,9 +144,6 @@ class Or(_Joined):
 
     _join_pairs, _join_tiles = staticmethod(operator.or_), staticmethod(either)
 
-    def max_lookback(self) -> int | None:
-        return greatest_lookback(self.masks)
-
 
 class Not(Mask):
     """A mask that allows a pair if its mask forbids it."""
@@ -209,16 +164,15 @@ class Dense(Mask):
     """A table, True where the query may see the key.
 
     Attributes:
-      array: bools, or the numbers 1 and 0 (as from `nn.make_causal_mask`), broadcastable to
-        [*B, N, T, S]. Kernels skip the blocks that a static array masks. Another number is an error
-        in a static array. In a traced one it makes the score of its pair NaN, even if another mask
-        hides the pair.
+      array: bools, or the numbers 1 and 0, broadcastable to [*B, N, T, S]. Another number is an
+        error in a static array. In a traced one it makes the score of its pair NaN, even if another
+        mask hides the pair.
     """
 
     array: Any
 
     def bind(self, dims: Dims) -> Self:
-        return self.replace(array=ScoreArray(read_table(self.array, dims)))
+        return self.replace(array=ScoreArray(_read_table(self.array, dims)))
 
     def allowed(self, at: At) -> Array:
         return jnp.asarray(self._bools())
@@ -233,10 +187,7 @@ class Dense(Mask):
 
 
 class TracedNumbers(Mask):
-    """A bound mask that holds tables of traced numbers.
-
-    The score of a pair is NaN if its number is not 0 or 1, even if another mask hides the pair.
-    """
+    """A bound mask with tables of traced numbers, which make scores NaN if not 0 or 1."""
 
     mask: Mask
 
@@ -266,22 +217,17 @@ def _number_tables(mask: Mask) -> list[Array]:
 def resolve(mask: Mask, at: At) -> Mask:
     """Return a bound mask in the form that kernels read, given the coordinates of all scores.
 
-    Masks with a method `resolve(at)` depend on all positions of the call, and are replaced by its
-    result. Tables of traced numbers make it a `TracedNumbers`.
+    Masks whose method `resolve(at)` reads all positions of the call are replaced by its result.
     """
-
-    def depends_on_positions(x: Any) -> bool:
-        return hasattr(x, "resolve")
-
-    def replace(x: Any) -> Any:
-        return x.resolve(at) if depends_on_positions(x) else x
-
-    resolved: Mask = jax.tree.map(replace, mask, is_leaf=depends_on_positions)
+    resolved: Mask = jax.tree.map(
+        lambda x: x.resolve(at) if hasattr(x, "resolve") else x, mask,
+        is_leaf=lambda x: hasattr(x, "resolve"),
+    )  # fmt: skip
     return TracedNumbers(resolved) if _number_tables(resolved) else resolved
 
 
 def evaluate(mask: Mask, at: At) -> Array:
-    """Return `mask.allowed(at)` with all axes, and check that a user's mask returns bools."""
+    """Return `mask.allowed(at)` with all axes, after a check that it returns bools."""
     allowed: Any = with_jax_arrays(mask).allowed(at)
     if isinstance(allowed, bool):
         allowed = np.asarray(allowed)
@@ -303,18 +249,9 @@ def as_mask(mask: MaskLike) -> Mask:
         return mask
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         return Dense(mask)
-    other: Any = mask
-    remedy = "convert it with jnp.asarray(mask, bool)"
-    if other is None:
-        remedy = "leave it out; masks.combine(a, b) skips None"
-    elif isinstance(other, type):
-        remedy = f"give {other.__name__}(…), with its parentheses"
-    elif callable(other):
-        remedy = "give masks.Predicate(fn)"
-    elif isinstance(other, str):
-        remedy = "give masks.Causal(), say"
     raise TypeError(
-        f"a mask must be a flax_mha.masks.Mask or a bool array, got {type(mask).__name__}; {remedy}"
+        f"a mask must be a flax_mha.masks.Mask or a bool array, got {checks.describe(mask)}; give "
+        f"a function as masks.Predicate(fn), and skip None by masks.combine(a, b)"
     )
 
 
@@ -324,8 +261,78 @@ def combine(*masks: MaskLike | None) -> Mask | None:
     return And(joined) if len(joined) > 1 else next(iter(joined), None)
 
 
-def greatest_lookback(masks: Sequence[Mask]) -> int | None:
-    """Return the greatest lookback of several masks, or None if one of them is not known."""
-    lookbacks = [mask.max_lookback() for mask in masks]
-    known = [x for x in lookbacks if x is not None]
-    return max(known) if len(known) == len(masks) else None
+def _static_pairs(mask: Mask, q: Array | None, k: Array | None) -> np.ndarray | None:
+    """Return the pairs of queries [*B|1, 1, T, 1] and keys [*B|1, 1, 1, S] that may attend.
+
+    Return None for traced positions, masks that read the row or the head, and too many pairs.
+    """
+    if q is None or k is None or not is_static(q, k) or q.size * k.size > MOST:
+        return None
+    first = np.zeros([1] * q.ndim, np.int32)
+    jaxpr = jax.make_jaxpr(lambda *at: evaluate(mask, At(*at)))(first, first, q, k).jaxpr
+    read = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
+    if any(x is index for x in read for index in jaxpr.invars[:2]):
+        return None
+    step = max(1, _CHUNK // k.size)
+    parts = []
+    with jax.ensure_compile_time_eval():
+        for start in range(0, q.shape[-2], step):
+            rows = q[..., start : start + step, :]
+            parts.append(np.asarray(evaluate(mask, At(first, first, rows, k))))
+            if parts[0].shape[-2] < rows.shape[-2]:
+                # All queries see the same keys.
+                return parts[0]
+    return np.concatenate(parts, -2)
+
+
+def _read_table(array: Array, dims: Dims) -> Array:
+    """Return a table that broadcasts to [*B, N, T, S] as bools [*B|1, N|1, T|1, S|1].
+
+    Traced numbers become tile states: 0 is EMPTY, 1 is FULL, and others are PARTIAL.
+    """
+    checks.array("a mask", array)
+    remedy = "give a mask of keys [*B, S] as masks.Keys(mask), [*B, T, S] as mask[..., None, :, :]"
+    shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
+    _warn_of_rows(array.shape, dims)
+    # Convert first: inside jit, reshaping would trace the array.
+    return shapes.lead(_as_bools(checks.as_numpy(array)), len(dims.logits))
+
+
+def _as_bools(array: Array) -> Array:
+    if array.dtype == bool:
+        return array
+    if not checks.is_concrete(array):
+        return tile_state(array != 0, array == 1)
+    values = np.asarray(array)
+    wrong = values[(values != 0) & (values != 1)]
+    if wrong.size:
+        raise ValueError(
+            f"a mask must be of bools, or of 1 (may attend) and 0, got {wrong[0]} in "
+            f"{array.dtype}; compare it with something, as in ids > 0, or give scores as bias="
+        )
+    return array.astype(bool)
+
+
+def lengths_as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
+    """Reshape lengths [], [*B] or, per query, [*B, T] to [*B|1, 1, 1|T, 1]."""
+    lengths = checks.integers(name, lengths)
+    expected = {"[]": (), "[*B]": dims.B} | ({"[*B, T]": (*dims.B, dims.T)} if per_query else {})
+    remedy = "give one length for each example of the batch"
+    shapes.check_shape(name, lengths, expected, remedy)
+    if lengths.ndim <= len(dims.B):
+        lengths = lengths[..., None]
+    return ScoreArray(shapes.lead(lengths[..., None, :, None], len(dims.logits)))
+
+
+def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:
+    """Warn if a shape could also be meant for the examples of the batch."""
+    other = {
+        (*dims.B, dims.S): "masks.Keys(mask)",
+        (*dims.B, dims.T, dims.S): "mask[..., None, :, :]",
+    }.get(shape)
+    if other and len(shape) < len(dims.logits) and math.prod(dims.B) > 1:
+        axes = ", ".join(("N", "T", "S")[-len(shape) :])
+        checks.warn(
+            f"a mask of shape {shape} is read as [{axes}], as NumPy broadcasts, but could be meant "
+            f"for the examples of the batch; write {other} for these, or mask[None] to confirm"
+        )

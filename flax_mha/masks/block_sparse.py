@@ -13,14 +13,12 @@ from jax.tree_util import Partial
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes, symbols
-from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, blocks
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, blocks, numpy_of
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.algebra import Mask
 from flax_mha.masks.positional import Causal
-from flax_mha.masks.states import is_static, tile_state
+from flax_mha.masks.states import tile_state
 
-# The most blocks of keys per block of queries. Each costs a comparison per score.
-MAX_BLOCKS = 128
 # An index of a block that has no keys.
 NO_BLOCK = np.int32(np.iinfo(np.int32).min)
 
@@ -29,19 +27,16 @@ class BlockSparse(Mask):
     """A mask in which each block of queries may attend to selected blocks of keys.
 
     The i-th query of the call may attend to position j if ⌊j / key_block⌋ is one of
-    blocks[row, head, ⌊i / query_block⌋]. For causal attention, write `Causal() & BlockSparse(...)`.
-    The blocks can be traced. Kernels with tiles compute only these blocks, forward and backward.
+    blocks[row, head, ⌊i / query_block⌋].
 
     Attributes:
-      blocks: int, broadcastable to [*B, N, nq, k], the indices of k ≤ 128 blocks of keys for each
+      blocks: int, broadcastable to [*B, N, nq, k], the indices of k blocks of keys for each
         of nq = ⌈T / query_block⌉ blocks of queries. Indices that are negative or beyond the last
-        key select nothing, and repeated ones count once. Repeat the blocks of each key/value head
-        for its query heads: `jnp.repeat(blocks, N // K, axis=-3)`.
-      query_block: the queries of a block. The last block may have fewer.
+        key select nothing. They can be traced.
+      query_block: the queries of a block.
       key_block: the keys of a block. The first block begins at position 0.
 
-    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; Yuan et al.,
-    "Native Sparse Attention", 2025.
+    Sources: Lu et al., "MoBA", 2025; Yuan et al., "Native Sparse Attention", 2025.
     """
 
     blocks: Any
@@ -49,16 +44,9 @@ class BlockSparse(Mask):
     key_block: int = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        for name in ("query_block", "key_block"):
-            checks.positive(**{f"BlockSparse.{name}": getattr(self, name)})
+        checks.positive(query_block=self.query_block, key_block=self.key_block)
         indices = checks.integers("BlockSparse.blocks", self.blocks)
         nq = (dims.T + self.query_block - 1) // self.query_block
-        if indices.ndim < 2 or not 1 <= indices.shape[-1] <= MAX_BLOCKS:
-            raise ValueError(
-                f"BlockSparse.blocks must have shape [*B, N, {nq}, k], of k from 1 to {MAX_BLOCKS} "
-                f"blocks of keys, got {indices.shape}; choose fewer and larger ones, or give a "
-                f"table as masks.Dense"
-            )
         shapes.check_broadcasts(
             "BlockSparse.blocks", indices.shape, (*dims.B, dims.N, nq, indices.shape[-1]),
             "[*B, N, nq, k]",
@@ -67,9 +55,10 @@ class BlockSparse(Mask):
         )  # fmt: skip
         indices = shapes.lead(_unique(indices), len(dims.logits))
         if not symbols.at_most(indices.shape[-2], 1):
-            xp: Any = np if is_static(indices) else jnp
             *lead, nq, k = indices.shape
-            indices = xp.broadcast_to(indices[..., None, :], (*lead, nq, self.query_block, k))
+            indices = numpy_of(indices).broadcast_to(
+                indices[..., None, :], (*lead, nq, self.query_block, k)
+            )
             indices = indices.reshape(*lead, -1, k)[..., : dims.T, :]
         return self.replace(
             blocks=tuple(ScoreArray(indices[..., c : c + 1]) for c in range(indices.shape[-1]))
@@ -95,57 +84,51 @@ class BlockSparse(Mask):
 
 
 def top_blocks(
-    scores: Array, count: int, *, query_block: int, key_block: int, causal: bool = True,
+    scores: Array, count: int, *, query_block: int, key_block: int,
     positions: Array | None = None, visible: Array | None = None,
 ) -> Mask:  # fmt: skip
-    """Select for each block of queries the `count` blocks of keys with the highest scores.
+    """Select for each block of queries the `count` earlier blocks of keys with the highest scores.
 
-    If `causal`, a block of queries always gets its local blocks, which hold keys at its positions.
-    Other blocks are chosen among those that end before its first query, so that the choice depends
-    on no later key if the scores don't.
+    A block of queries always gets its local blocks, which hold its positions.
 
     Args:
-      scores: floating [*B, N|1, nq, nk], one per block of queries and block of keys. A score of −∞
-        is never selected. They get no gradient.
+      scores: floating [*B, N|1, nq, nk], without gradients. A score of −∞ is never selected.
       count: the number of blocks to select, local ones included.
       query_block: the queries of a block.
       key_block: the keys of a block. The first block begins at position 0.
-      causal: True if a query may not attend to later keys.
       positions: int [nq] or [*B, nq], the first position of each block of queries (default:
         consecutive blocks from 0).
-      visible: bool, broadcastable to the scores, False for blocks that another mask hides from all
-        queries of a block. They are never selected (default: all True).
+      visible: bool, broadcastable to the scores, False for blocks to select never.
 
     Returns:
-      `Causal() & BlockSparse(...)` if causal, else `BlockSparse(...)`.
+      `Causal() & BlockSparse(...)`.
 
     Raises:
       ValueError: if `count` is less than the number of local blocks.
     """
-    checks.floating("scores", scores)
-    if scores.ndim < 2 or not scores.shape[-1]:
-        raise ValueError(
-            f"scores must have shape [*B, N, nq, nk], got {scores.shape}; score each block of "
-            f"queries with each block of keys, at least one"
-        )
     checks.positive(count=count, query_block=query_block, key_block=key_block)
-    checks.flag("causal", causal)
-    scores = jax.lax.stop_gradient(jnp.asarray(scores))
+    scores = jax.lax.stop_gradient(jnp.asarray(checks.floating("scores", scores)))
     nq, nk = scores.shape[-2:]
     # Not infinities, which `jax_debug_infs` would report.
     most = float(jnp.finfo(scores.dtype).max)
-    if causal:
-        _check_count(count, query_block, key_block, positions is None)
-        if positions is None:
-            positions = symbols.count_up(nq) * query_block
-        at = shapes.per_token("positions", positions, (*scores.shape[:-3], nq), "nq")
-        at = shapes.lead(at[..., None, :, None], scores.ndim)
-        first, last = at // key_block, (at + query_block - 1) // key_block
-        block = shapes.lead(symbols.count_up(nk), scores.ndim)
-        # Local blocks get the maximum, which sorts before +∞ and NaN.
-        scores = jnp.where(scores < most / 2, scores, most / 2)
-        scores = jnp.where(block < first, scores, -most)
-        scores = jnp.where((block >= first) & (block <= last), most, scores)
+    local = (query_block + key_block - 2) // key_block + 1
+    if positions is None:
+        positions = symbols.count_up(nq) * query_block
+        if not (query_block % key_block and key_block % query_block):
+            local = -(-query_block // key_block)
+    if count < local:
+        raise ValueError(
+            f"count must be at least {local}, the blocks of {key_block} keys that {query_block} "
+            f"queries can be in, got {count}; choose more, or take smaller blocks of queries"
+        )
+    at = shapes.per_token("positions", positions, (*scores.shape[:-3], nq), "nq")
+    at = shapes.lead(at[..., None, :, None], scores.ndim)
+    first, last = at // key_block, (at + query_block - 1) // key_block
+    block = shapes.lead(symbols.count_up(nk), scores.ndim)
+    # Local blocks get the maximum, which sorts before +∞ and NaN.
+    scores = jnp.where(scores < most / 2, scores, most / 2)
+    scores = jnp.where(block < first, scores, -most)
+    scores = jnp.where((block >= first) & (block <= last), most, scores)
     if visible is not None:
         visible = checks.array("visible", visible)
         remedy = "give a bool for each block of queries and each block of keys"
@@ -155,46 +138,25 @@ def top_blocks(
         # There may be fewer blocks than `count`.
         more = [(0, 0)] * (scores.ndim - 1) + [(0, count)]
         scores, nk = jnp.pad(scores, more, constant_values=-most), count
-    best, indices = _top_k(scores, min(count, nk), query_block)
-    mask = BlockSparse(jnp.where(best <= -most, -1, indices), query_block, key_block)
-    return Causal() & mask if causal else mask
-
-
-def _check_count(count: int, query_block: int, key_block: int, consecutive: bool) -> None:
-    """Check that `count` includes all local blocks of a block of queries."""
-    if consecutive and not (query_block % key_block and key_block % query_block):
-        local = -(-query_block // key_block)
-    else:
-        local = (query_block + key_block - 2) // key_block + 1
-    if count < local:
-        raise ValueError(
-            f"count must be at least {local}, the blocks of {key_block} keys that {query_block} "
-            f"queries can be in, got {count}; choose more, or take smaller blocks of queries"
-        )
-
-
-def _top_k(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, jax.Array]:
-    """Return the highest scores on the last axis of [*B, N|1, nq, nk], and their indices.
-
-    Each device computes its own shard. XLA would gather the scores of all devices.
-    """
+    count = min(count, nk)
+    heads = "heads" if scores.ndim > 2 and scores.shape[-3] > 1 else None
     # Blocks of several queries need not divide over the mesh axis of the queries.
-    axes = ("batch", "heads", "length" if query_block == 1 else None, None)
-    names = tuple(
-        None if n == 1 else x for n, x in zip(scores.shape[-4:], axes[-scores.ndim :], strict=False)
-    )
-    out = ((*scores.shape[:-1], count), names)
-    best, indices = sharding.local(Partial(_top_k_of_shard, count), [names], [out, out], scores)
-    return best, indices
+    names = ("batch", heads, "length" if query_block == 1 else None, None)
+    out = (*scores.shape[:-1], count), names
+    # XLA would gather the scores of all devices.
+    indices = sharding.local(Partial(_top_k, count), [names], out, scores)
+    return Causal() & BlockSparse(indices, query_block, key_block)
 
 
-def _top_k_of_shard(count: int, scores: jax.Array) -> list[jax.Array]:
-    return list(jax.lax.top_k(scores, count))
+def _top_k(count: int, scores: jax.Array) -> jax.Array:
+    """Return the indices of the highest scores on the last axis, −1 for the least number."""
+    best, indices = jax.lax.top_k(scores, count)
+    return jnp.where(best <= -jnp.finfo(scores.dtype).max, -1, indices)
 
 
 def _unique(indices: Array) -> Array:
     """Sort indices of blocks, and replace negative and repeated ones by NO_BLOCK."""
-    xp: Any = np if is_static(indices) else jnp
+    xp = numpy_of(indices)
     indices = xp.sort(indices, axis=-1)
     first = xp.full_like(indices[..., :1], NO_BLOCK)
     previous = xp.concatenate([first, indices[..., :-1]], axis=-1)

@@ -1,7 +1,4 @@
-"""Flax's helpers for masks. Their results are rules that kernels evaluate block by block.
-
->>> mask = combine_masks(make_attention_mask(tokens > 0, tokens > 0), make_causal_mask(tokens))
-"""
+"""Flax's helpers for masks, which return rules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +15,7 @@ from flax_mha.masks.algebra import Dense, Mask, MaskLike, combine
 from flax_mha.masks.per_token import AtLeast, Segments
 from flax_mha.masks.positional import Causal
 
-
-def _both(q: Array, kv: Array) -> Mask:
-    """Return the mask of pairs of a real query and a real key."""
-    return Dense(q[..., None, :, None]) & Dense(kv[..., None, None, :])
-
-
-# The masks of functions of bools, and of functions of integers.
-_OF_BOOLS = dict.fromkeys((jnp.multiply, jnp.logical_and, jnp.bitwise_and), _both)
+# The masks of functions of integers.
 _OF_INTEGERS: dict[Any, Callable[[Array, Array], Mask]] = {
     jnp.equal: Segments,
     jnp.greater_equal: AtLeast,
@@ -37,13 +27,10 @@ def make_causal_mask(x: Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.flo
     """Return `masks.Causal()`, with the signature of `flax.linen.make_causal_mask`.
 
     Args:
-      x: [*B, T]. Its values are not used.
-      extra_batch_dims: not used, because a rule holds for any axes of the batch.
-      dtype: not used, because a rule has none.
+      x: [*B, T], not used.
+      extra_batch_dims: not used.
+      dtype: not used.
     """
-    checks.array("x", x)
-    checks.integer("extra_batch_dims", extra_batch_dims)
-    del dtype
     return Causal()
 
 
@@ -59,25 +46,22 @@ def make_attention_mask(
     | integers | `jnp.equal` | `masks.Segments(query_input, key_input)` |
     | integers | `jnp.greater_equal` | `masks.AtLeast(query_input, key_input)` |
     | integers | `jnp.less` | `~masks.AtLeast(query_input, key_input)` |
-    | others | any | the array of Flax's function |
+
+    Others return the array of Flax's function.
 
     Args:
       query_input: [*B, T], a bool or number for each query.
       key_input: [*B, S], a bool or number for each key.
       pairwise_fn: a function of [*B, T, 1] and [*B, 1, S].
-      extra_batch_dims: the number of batch axes before the axes of the inputs.
-      dtype: the dtype of an array. A rule has none.
+      extra_batch_dims: the number of batch axes before those of the inputs, for an array.
+      dtype: the dtype of an array.
     """
-    inputs = {"query_input": query_input, "key_input": key_input}
-    q, kv = (checks.array(name, x) for name, x in inputs.items())
-    checks.integer("extra_batch_dims", extra_batch_dims)
-    rules: dict[Any, Any] = {}
-    if all(x.dtype == bool for x in (q, kv)):
-        rules = _OF_BOOLS
-    elif all(_fits_int32(x.dtype) for x in (q, kv)):
-        rules = _OF_INTEGERS
-    if pairwise_fn in rules:
-        return rules[pairwise_fn](q, kv)
+    q, kv = checks.array("query_input", query_input), checks.array("key_input", key_input)
+    if q.dtype == kv.dtype == bool:
+        if pairwise_fn in (jnp.multiply, jnp.logical_and, jnp.bitwise_and):
+            return Dense(q[..., None, :, None]) & Dense(kv[..., None, None, :])
+    elif pairwise_fn in _OF_INTEGERS and _fits_int32(q.dtype) and _fits_int32(kv.dtype):
+        return _OF_INTEGERS[pairwise_fn](q, kv)
     return nn.make_attention_mask(q, kv, pairwise_fn, extra_batch_dims, dtype)
 
 
@@ -86,7 +70,7 @@ def combine_masks(*masks: MaskLike | None, dtype: Dtype = jnp.float32) -> Any:
 
     Args:
       *masks: masks, or arrays of one rank.
-      dtype: the dtype of an array. A mask has none.
+      dtype: the dtype of an array.
 
     Returns:
       A mask, or an array if all are arrays, or None if all are None.

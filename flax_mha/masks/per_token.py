@@ -7,23 +7,20 @@ import numpy as np
 from flax import struct
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, numpy_of
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.algebra import Dense, Mask
-from flax_mha.masks.arrays import lengths_as_scores
+from flax_mha.masks.algebra import Dense, Mask, lengths_as_scores
 from flax_mha.masks.positional import Causal
-from flax_mha.masks.states import both, either, is_static, tile_state
+from flax_mha.masks.states import both, is_static, tile_state
 
 
 class Lengths(Mask):
     """A mask of padding at the end: a query may attend to the keys j < kv.
 
     Attributes:
-      kv: the number of real keys, int, int [*B], or int [*B, T] for each query (`valid_lens` of
-        d2l).
-      q: the number of real queries, int or int [*B] (default: all). Other queries are fully masked,
-        so that their output is 0. It counts from position 0: a call of 4 real queries at
-        `q_positions=8` has q=12.
+      kv: the number of real keys, int, int [*B], or int [*B, T] for each query.
+      q: the number of real queries from position 0, int or int [*B] (default: all). Others are
+        fully masked. A call of 4 real queries at `q_positions=8` has q=12.
 
     Raises:
       ValueError: if a static `q` above 0 leaves none of a call's queries, at static positions.
@@ -69,10 +66,7 @@ class Keys(Mask):
     real: Any
 
     def bind(self, dims: Dims) -> Mask:
-        real = checks.array("Keys.real", self.real)
-        expected = {"[S]": (dims.S,), "[*B, S]": (*dims.B, dims.S)}
-        shapes.check_shape("Keys.real", real, expected, "give a bool for each key")
-        return Dense(real[..., None, None, :]).bind(dims)
+        return Dense(checks.array("Keys.real", self.real)[..., None, None, :]).bind(dims)
 
 
 class Segments(Mask):
@@ -81,11 +75,10 @@ class Segments(Mask):
     Attributes:
       q: int [*B, T] or [T], the segment id of each query.
       kv: int [*B, S] or [S], the segment id of each key (default: q).
-      runs: True if each segment is a contiguous run of equal ids, so that an id that reappears
-        starts a new segment. `kv` must then be None. Some kernels need runs. In static ids they are
-        recognized without this flag.
-      at_most: the most runs of an example, for kernels whose memory grows with their number. More
-        runs are an error in static ids. Queries of runs beyond it are fully masked in traced ones.
+      runs: True if each segment is a contiguous run of equal ids, as some kernels need. An id that
+        reappears then starts a new segment, and `kv` must be None.
+      at_most: the most runs of an example in traced ids, for kernels whose memory grows with their
+        number. Queries of later runs are fully masked.
     """
 
     q: Any
@@ -94,10 +87,6 @@ class Segments(Mask):
     at_most: int | None = struct.field(pytree_node=False, default=None)
 
     def bind(self, dims: Dims) -> Self:
-        checks.flag("Segments.runs", self.runs)
-        checks.optional(**{"Segments.at_most": self.at_most})
-        if self.at_most is not None and not self.runs:
-            raise ValueError("Segments.at_most counts runs, got runs=False; give runs=True")
         if self.runs and self.kv is not None:
             raise ValueError(
                 "Segments.kv must be None with runs=True, where queries and keys are the same "
@@ -109,13 +98,7 @@ class Segments(Mask):
         most, q = self.at_most, _runs(q)
         kv = q
         if is_static(q):
-            count = int(q.max(initial=0)) + 1
-            if most is not None and count > most:
-                raise ValueError(
-                    f"Segments.at_most must be at least the number of runs of each example, got "
-                    f"{most} for {count} runs; give at_most={count}"
-                )
-            most = count
+            most = int(q.max(initial=0)) + 1
         elif most is not None:
             kv = jnp.where(q < most, q, -1)  # No query sees the runs beyond.
         return self.replace(runs=True, at_most=most, **_over_scores(q, kv))
@@ -160,7 +143,6 @@ class Documents(Mask):
     """A mask in which a query may attend to the keys of its own document, by their lengths.
 
     Documents follow one another from position 0. Tokens after the last one form another document.
-    Add `Lengths` if they are padding.
 
     Attributes:
       lengths: int [*B, documents] or [documents], the tokens of each document, 0 for an empty one.
@@ -175,17 +157,12 @@ class Documents(Mask):
                 f"Documents.lengths must have shape [*B, documents] = {(*dims.B, '·')} or "
                 f"[documents], got {lengths.shape}; fill examples of fewer documents with 0"
             )
-        checks.within("Documents.lengths", lengths, None, "a length counts tokens")
-        xp: Any = np if is_static(lengths) else jnp
         # Once bound, the mask holds the positions where documents end.
-        ends = xp.cumsum(lengths, -1, dtype=np.int32)
+        ends = numpy_of(lengths).cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
 
     def allowed(self, at: At) -> Array:
         return self.resolve(at).allowed(at)
-
-    def tiles(self, tiles: Tiles) -> Array:
-        return tile_state(np.True_, np.False_)
 
     def resolve(self, at: At) -> Mask:
         """Return `Segments` whose ids count the documents that end before a token."""
@@ -199,42 +176,53 @@ class Documents(Mask):
         return Segments(ScoreArray(q), ScoreArray(k), runs=True, at_most=last + 1)
 
 
-class Prefix(Mask):
-    """A causal mask with a prefix that all queries may attend to: j < length or j ≤ i.
+def Prefix(length: Any) -> Mask:
+    """Return a causal mask with a prefix that all queries may attend to: j < length or j ≤ i.
 
-    Attributes:
+    Args:
       length: the length of the prefix, int or int [*B].
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020 (prefix LM).
     """
-
-    length: Any
-
-    def bind(self, dims: Dims) -> Self:
-        return self.replace(length=lengths_as_scores("Prefix.length", self.length, dims))
-
-    def allowed(self, at: At) -> Array:
-        return (at.k < self.length.array) | (at.k <= at.q)
-
-    def tiles(self, tiles: Tiles) -> Array:
-        length = self.length.array
-        prefix = tile_state(tiles.k_min < length, tiles.k_max < length)
-        return either(prefix, Causal().tiles(tiles))
+    return Lengths(length) | Causal()
 
 
-def _per_token(mask: Any, dims: Dims) -> tuple[Array, Array]:
+def block_diffusion(length: int, block: int) -> Mask:
+    """Return the mask for training a language model by block diffusion.
+
+    After `length` noisy tokens come the same tokens clean. A noisy token may attend to its noisy
+    block and to earlier clean blocks, a clean token to its clean block and earlier ones.
+
+    Args:
+      length: n, the number of noisy tokens, so that T = S = 2·n.
+      block: the tokens of a block.
+
+    Raises:
+      ValueError: if a number is not positive, or, in a call, if T or S is not 2·n.
+
+    Source: Arriola et al., "Block Diffusion", 2025.
+    """
+    checks.positive(length=length, block=block)
+    at = np.arange(length, dtype=np.int32) // block
+    none = np.full_like(at, -1)
+    own_noise = Segments(np.concatenate([at, none]), np.concatenate([at, none - 1]))
+    # Noisy keys have a number above that of any query.
+    hidden = np.full_like(at, length)
+    clean = AtLeast(np.concatenate([at - 1, at]), np.concatenate([hidden, at]))
+    return own_noise | clean
+
+
+def _per_token(mask: Any, dims: Dims) -> list[Array]:
     """Return the integers of queries [*B|1, T|1] and of keys [*B|1, S|1] of a mask."""
-    numbers = {"q": (mask.q, "T", dims.T), "kv": (mask.kv, "S", dims.S)}
-    if mask.kv is None:
-        numbers["kv"] = (mask.q, "S", dims.S)
     arrays = []
-    for field, (x, letter, size) in numbers.items():
+    keys = mask.q if mask.kv is None else mask.kv
+    for field, x, letter, size in (("q", mask.q, "T", dims.T), ("kv", keys, "S", dims.S)):
         name = f"{type(mask).__name__}.{field}"
         x = checks.integers(name, x)
         expected, remedy = (*dims.B, size), "give one number for each token"
         shapes.check_broadcasts(name, x.shape, expected, f"[*B, {letter}]", remedy)
         arrays.append(shapes.lead(x, len(expected)))
-    return arrays[0], arrays[1]
+    return arrays
 
 
 def _over_scores(q: Array, kv: Array) -> dict[str, ScoreArray]:
@@ -253,7 +241,6 @@ def _are_runs(q: Array, kv: Array) -> bool:
 
 def _runs(ids: Array) -> Array:
     """Return the index of the run of each token, int32."""
-    xp: Any = np if is_static(ids) else jnp
-    new = ids[..., 1:] != ids[..., :-1]
-    first = xp.zeros_like(new, shape=(*ids.shape[:-1], min(1, ids.shape[-1])))
-    return xp.cumsum(xp.concatenate([first, new], -1), -1, dtype=np.int32)
+    xp = numpy_of(ids)
+    is_new = xp.diff(ids, axis=-1, prepend=ids[..., :1]) != 0
+    return xp.cumsum(is_new, -1, dtype=np.int32)

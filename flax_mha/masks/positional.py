@@ -1,6 +1,7 @@
 """Masks of positions: causal, windows, grids, any function."""
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, cast
 
@@ -10,11 +11,10 @@ import numpy as np
 from flax import struct
 
 from flax_mha.base import checks, shapes, symbols
-from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, numpy_of
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.algebra import Mask, as_mask, evaluate, greatest_lookback
-from flax_mha.masks.arrays import lengths_as_scores
-from flax_mha.masks.states import both, is_static, tile_state
+from flax_mha.masks.algebra import Mask, as_mask, evaluate, lengths_as_scores
+from flax_mha.masks.states import both, tile_state
 from flax_mha.sharding.shard_map import vary
 
 
@@ -31,8 +31,7 @@ class Causal(Mask):
 class Window(Mask):
     """A sliding window: a query may attend to positions i − left ≤ j ≤ i + right.
 
-    A limit can be an array, also a traced one, so that the layers of a scan have different windows.
-    Kernels then skip tiles by its value, but a cache makes no ring buffer.
+    With a limit in an array, which a scan can slice, a cache makes no ring buffer.
 
     Attributes:
       left: the number of earlier positions, int or an array [] or [*B] (default: all).
@@ -49,19 +48,14 @@ class Window(Mask):
         return cast(Self, window)
 
     def bind(self, dims: Dims) -> Self:
-        for name, limit in (("left", self.left), ("right", self.right)):
-            if limit is None:
-                continue
-            checks.static(f"Window.{name}", limit)
-            if isinstance(limit, bool) or not isinstance(limit, int):
-                raise TypeError(f"Window.{name} must be an int or None, or an array, got {limit!r}")
+        def limit(name: str, x: Any) -> Any:
             # The sum of a position and a limit must fit int32.
-            if not 0 <= limit < 2**30:
-                raise ValueError(
-                    f"Window.{name} must be at least 0 and below 2³⁰, got {limit}; give None for "
-                    f"no limit"
-                )
-        return self
+            if x is None or not isinstance(self, ArrayWindow):
+                return x if x is None else checks.integer(name, x, 0, 2**30)
+            return lengths_as_scores(name, checks.integers(name, x).clip(-(2**30), 2**30), dims)
+
+        left, right = limit("Window.left", self.left), limit("Window.right", self.right)
+        return self.replace(left=left, right=right)
 
     def allowed(self, at: At) -> Array:
         near, (left, right) = jnp.ones((1,) * at.q.ndim, bool), self._limits
@@ -75,19 +69,18 @@ class Window(Mask):
         state: Array = tile_state(np.True_, np.True_)
         left, right = self._limits
         if left is not None:
-            some = tiles.k_max >= tiles.q_min - left
-            state = both(state, tile_state(some, tiles.k_min >= tiles.q_max - left))
+            state = tile_state(tiles.k_max >= tiles.q_min - left, tiles.k_min >= tiles.q_max - left)
         if right is not None:
             some = tiles.k_min <= tiles.q_max + right
             state = both(state, tile_state(some, tiles.k_max <= tiles.q_min + right))
         return state
 
     def max_lookback(self) -> int | None:
-        return cast(int | None, self.left)
+        return self.left if isinstance(self.left, int) else None
 
     @property
-    def _limits(self) -> tuple[Any, Any]:
-        return self.left, self.right
+    def _limits(self) -> list[Any]:
+        return [x.array if isinstance(x, ScoreArray) else x for x in (self.left, self.right)]
 
 
 class ArrayWindow(Window):
@@ -96,45 +89,21 @@ class ArrayWindow(Window):
     left: Any = None
     right: Any = None
 
-    def bind(self, dims: Dims) -> Self:
-        def limit(name: str, x: Any) -> ScoreArray | None:
-            if x is None:
-                return None
-            # The sum of a position and a limit must fit int32.
-            clipped = checks.integers(f"Window.{name}", x).clip(-(2**30), 2**30)
-            return lengths_as_scores(f"Window.{name}", clipped, dims)
-
-        return self.replace(left=limit("left", self.left), right=limit("right", self.right))
-
-    def max_lookback(self) -> int | None:
-        return None
-
-    @property
-    def _limits(self) -> tuple[Any, Any]:
-        left, right = (None if x is None else x.array for x in (self.left, self.right))
-        return left, right
-
 
 class Predicate(Mask):
     """A user-defined mask, fn(row, head, i, j, *args).
 
     Attributes:
       fn: a function that returns True where the query may attend to the key. It gets four integer
-        arrays that broadcast (the indices of row and head, the positions of query and key), then
-        args.
-      args: arrays and numbers for fn. Pass traced arrays here, not in fn's closure.
+        arrays (the indices of row and head, the positions of query and key), then args.
+      args: arrays and numbers for fn, which may not close over traced arrays.
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
     args: tuple[jax.Array, ...] = ()
 
     def bind(self, dims: Dims) -> Self:
-        args = checks.arguments("Predicate.args", self.args)
-        checks.function(
-            "Predicate.fn", self.fn, "(row, head, i, j, *args) -> bool",
-            "take the row, the head, the positions of query and key, then args", 4 + len(args),
-        )  # fmt: skip
-        return self.replace(args=args)
+        return self.replace(args=checks.arguments(self.args))
 
     def allowed(self, at: At) -> Array:
         return self.fn(at.row, at.head, at.q, at.k, *self.args)
@@ -150,11 +119,6 @@ class PerHead(Mask):
     masks: Sequence[Mask]
 
     def bind(self, dims: Dims) -> Self:
-        if not isinstance(self.masks, tuple | list):
-            raise TypeError(
-                f"PerHead.masks must be a sequence of a mask for each of the {dims.N} query heads, "
-                f"got {type(self.masks).__name__}; pass one mask for all heads without PerHead"
-            )
         if len(self.masks) != dims.N:
             raise ValueError(
                 f"PerHead.masks must have a mask for each of the {dims.N} query heads, got "
@@ -186,11 +150,8 @@ class PerHead(Mask):
             return table
         states = [x[..., i : i + 1, :, :] if x.shape[-3] > 1 else x for i, x in enumerate(states)]
         shape = jnp.broadcast_shapes(*(state.shape for state in states))
-        xp = np if is_static(*states) and not symbols.is_symbolic(*shape) else jnp
+        xp = jnp if symbols.is_symbolic(*shape) else numpy_of(*states)
         return xp.concatenate([xp.broadcast_to(state, shape) for state in states], axis=-3)
-
-    def max_lookback(self) -> int | None:
-        return greatest_lookback(self.masks)
 
 
 class Dilated(Mask):
@@ -207,7 +168,7 @@ class Dilated(Mask):
     step: int = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        checks.positive(**{"Dilated.step": self.step})
+        checks.integer("Dilated.step", self.step, 1)
         return self
 
     def allowed(self, at: At) -> Array:
@@ -222,8 +183,8 @@ class Dilated(Mask):
 class Neighborhood(Mask):
     """A window on a grid of tokens, of the same size at the border as inside.
 
-    On an axis of n tokens, a query at coordinate c may attend to the w keys that start at
-    min(max(c − ⌊w/2⌋, 0), n − w). Tokens are in row-major order.
+    On an axis of n tokens, a query at c may attend to the w keys from min(max(c − ⌊w/2⌋, 0), n − w)
+    on. Tokens are in row-major order.
 
     Attributes:
       sizes: the tokens on each axis: (height, width), or (frames, height, width).
@@ -238,15 +199,11 @@ class Neighborhood(Mask):
     def bind(self, dims: Dims) -> Self:
         sizes, window = checks.sizes("Neighborhood.sizes", self.sizes), self.window
         window = (window,) * len(sizes) if isinstance(window, int) else window
-        window = checks.sizes("Neighborhood.window", window)
-        if not sizes or len(sizes) != len(window):
+        window = checks.sizes("Neighborhood.window", window, 1)
+        if len(sizes) != len(window) or not all(map(operator.le, window, sizes)):
             raise ValueError(
-                f"Neighborhood.sizes and window must have a number for each axis, got "
-                f"{self.sizes} and {self.window}; give as many of each"
-            )
-        if not all(1 <= w <= n for n, w in zip(sizes, window, strict=True)):
-            raise ValueError(
-                f"Neighborhood.window must be from 1 to the sizes {sizes}, got {window}; change it"
+                f"Neighborhood.window must be from 1 to the sizes {sizes} for each axis, got "
+                f"{window}; change it"
             )
         if math.prod(sizes) < max(dims.T, dims.S):
             raise ValueError(
@@ -287,7 +244,7 @@ def _first(c: Array, size: int, window: int) -> Array:
 
 def _span(first: Array, last: Array, stride: int, size: int) -> tuple[Array, Array]:
     """Return the least and greatest coordinate on an axis of tokens first … last."""
-    xp: Any = np if is_static(first, last) else jnp
+    xp = numpy_of(first, last)
     first, last = first // stride, last // stride
     wraps = first // size != last // size
     return xp.where(wraps, 0, first % size), xp.where(wraps, size - 1, last % size)

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base.coordinates import Array
+from flax_mha.base.coordinates import Array, numpy_of
 
 # In this order `&` is the minimum, `|` the maximum, `~` 2 − x.
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -18,14 +17,14 @@ def tile_state(some: Any, every: Any) -> Array:
 
 def both(x: Array, y: Array) -> Array:
     """Return the tile state of x & y."""
-    return np.minimum(x, y) if is_static(x, y) else jnp.minimum(x, y)
+    return numpy_of(x, y).minimum(x, y)
 
 
 def either(x: Array, y: Array) -> Array:
     """Return the tile state of x | y."""
-    return np.maximum(x, y) if is_static(x, y) else jnp.maximum(x, y)
+    return numpy_of(x, y).maximum(x, y)
 
 
 def is_static(*arrays: Array) -> bool:
     """Tell if all arrays are static, not traced."""
-    return all(isinstance(x, np.ndarray | np.generic) for x in arrays)
+    return numpy_of(*arrays) is np

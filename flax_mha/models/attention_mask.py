@@ -26,7 +26,7 @@ def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, A
     lengths, order = options.get("lengths"), options.get("order")
     if attention_mask is None and lengths is None:
         return tokens, options
-    tokens = shapes.check_tokens("tokens", tokens)
+    tokens = checks.integers("tokens", tokens)
     if attention_mask is None:
         *B, T = tokens.shape
         shapes.per_row("lengths", lengths, tuple(B), T)

@@ -57,7 +57,7 @@ class TokenEmbedding(nn.Module):
           tokens: int [*B, T], ids in 0 … V−1. A static id out of range is an error; a traced one
             gives NaN (`nn.Embed` counts negative ids from the end).
         """
-        ids = shapes.check_tokens("tokens", tokens)
+        ids = checks.integers("tokens", tokens)
         remedy = "raise vocab_size, or map such tokens to another id"
         checks.within("tokens", ids, self.vocab_size, remedy)
         scale = checks.number("scale", self.scale)

@@ -96,8 +96,6 @@ def generate(
     if rng is not None:
         checks.key("rng", rng)
     starts, ends = _ids("start", start, target), _ids("eos", eos, target)
-    if callback is not None:
-        checks.function("callback", callback, "(step, tokens)", "None for none", 2)
     if temperature and rng is None:
         raise ValueError(
             f"rng must be a random key with temperature={temperature}, got None; give one"

@@ -186,7 +186,7 @@ class LanguageModel(nn.Module):
         Returns:
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 or wider.
         """
-        tokens = shapes.check_tokens("tokens", tokens)
+        tokens = checks.integers("tokens", tokens)
         decodes = getattr(self.decoder, "decodes", False)
         if decodes and attention_mask is not None:
             raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.frequencies import as_floats
@@ -18,56 +19,38 @@ class Axial(rope.PairRotation):
 
         θ = cₐ / base^(p / P),   p = 0 … P − 1, P = H / (2·axes)
 
-    for the coordinate cₐ on axis a, with the pairs of one axis after those of another. Tokens are
-    in row-major order: the token at position i ≥ prefix has the coordinates of i − prefix.
+    for the coordinate cₐ on axis a, with the pairs of one axis after another. Tokens are in
+    row-major order, after the prefix.
 
     Attributes:
       sizes: the tokens on each axis: (height, width), or (frames, height, width).
       base: the ratio of the slowest to the fastest wavelength.
-      interleaved: True for pairs (0, 1), (2, 3), … (see `rotary`).
-      span: coordinates are the centers of tokens, from −span to span (DINOv3: 2π; default: 0 …
-        n − 1).
+      span: coordinates are the centers of tokens, from −span to span (default: 0 … n − 1).
       prefix: the tokens before the grid that are not rotated, such as class tokens.
 
     Raises:
-      ValueError: if fields do not fit, or a static position is beyond the grid. A traced position
-        beyond it makes its token NaN.
+      ValueError: for a static position beyond the grid. A traced one makes its token NaN.
 
-    Sources: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024; Siméoni et al.,
-    "DINOv3", 2025 (span).
+    Sources: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024; "DINOv3", 2025.
     """
 
     sizes: Sequence[int]
     base: float = 10_000.0
-    interleaved: bool = False
     span: float | None = None
     prefix: int = 0
 
-    def __post_init__(self) -> None:
-        checks.positive(**{f"Axial.sizes[{n}]": x for n, x in enumerate(self._sizes())})
-        checks.integer("Axial.prefix", self.prefix)
-        checks.flag("Axial.interleaved", self.interleaved)
-        rope.check_base(self.base)
-        if self.span is not None:
-            checks.number("Axial.span", self.span)
-
-    def _sizes(self) -> tuple[int, ...]:
-        sizes = checks.sizes("Axial.sizes", self.sizes)
-        if not sizes:
-            raise ValueError("Axial.sizes must have a size for each axis, got none; give one")
-        return sizes
-
     def check(self, positions: checks.Integers) -> int:
-        """Return the number of positions of prefix and grid. Static ones must be below it."""
-        sizes = self._sizes()
-        end = self.prefix + math.prod(sizes)
-        remedy = f"raise Axial.sizes, {sizes} after a prefix of {self.prefix}, or give positions="
+        """Return the number of positions, after a check of static ones."""
+        end = self.prefix + math.prod(self.sizes)
+        remedy = (
+            f"raise Axial.sizes, {self.sizes} after a prefix of {self.prefix}, or give positions="
+        )
         checks.within("positions", positions, end, remedy)
         return end
 
     def angles(self, x: jax.Array, positions: jax.Array) -> rope.Angles:
         """Return the angles for x [*B, T, N, H] and positions int [T] or [*B, T]."""
-        x, sizes = rope.check_heads(x), self._sizes()
+        sizes = self.sizes
         positions = shapes.per_token("positions", positions, x.shape[:-2])
         end = self.check(positions)
         positions = jnp.asarray(positions)
@@ -89,7 +72,7 @@ class Axial(rope.PairRotation):
         outside = (positions < 0) | (positions >= end)
         theta = jnp.where((positions < self.prefix)[..., None], 0.0, theta)
         theta = jnp.where(outside[..., None], jnp.nan, theta)
-        return theta, self.interleaved, 1.0
+        return theta, False, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +81,8 @@ class MRope(rope.PairRotation):
 
         θ = c / base^(2p / H),   c the coordinate of pair p's section
 
-    The `positions` of the layer are [T, sections] or [*B, T, sections]: the time, row and column of
-    each token, for example. Text has positions [T] or [*B, T], which are all of its coordinates.
+    The `positions` of the layer are [T, sections] or [*B, T, sections], such as the time, row and
+    column of each token, or [T] or [*B, T] for text.
 
     Attributes:
       sections: the number of pairs for each coordinate, H/2 in all: (16, 24, 24) in Qwen2-VL.
@@ -111,14 +94,9 @@ class MRope(rope.PairRotation):
     sections: Sequence[int]
     base: float = 10_000.0
 
-    def __post_init__(self) -> None:
-        sections = checks.sizes("MRope.sections", self.sections)
-        checks.positive(**{f"MRope.sections[{n}]": size for n, size in enumerate(sections)})
-        rope.check_base(self.base)
-
     def angles(self, x: jax.Array, positions: jax.Array) -> rope.Angles:
         """Return the angles for x [*B, T, N, H] and int positions, for each section or for all."""
-        x, sections = rope.check_heads(x), tuple(self.sections)
+        sections = tuple(self.sections)
         at = jnp.asarray(checks.integers("positions", positions))
         rows, pairs = x.shape[:-2], sum(sections)
         if 2 * pairs != x.shape[-1]:
@@ -134,6 +112,5 @@ class MRope(rope.PairRotation):
                 f"{rows}, got {at.shape}; give each token a coordinate for each section"
             )
         theta = rope.compute_angles(at, pairs, 1 / pairs, self.base)
-        ends = [sum(sections[:n]) for n in range(len(sections) + 1)]
-        by_section = [theta[..., n, ends[n] : ends[n + 1]] for n in range(len(sections))]
-        return jnp.concatenate(by_section, -1), False, 1.0
+        by_section = jnp.split(theta, np.cumsum(sections)[:-1], -1)
+        return jnp.concatenate([x[..., n, :] for n, x in enumerate(by_section)], -1), False, 1.0

@@ -3,7 +3,6 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.typing import Dtype, Initializer
 
 from flax_mha import sharding
@@ -21,51 +20,39 @@ def sinusoidal(
 
         P[i, 2c] = sin(i / base^(2c/D)),   P[i, 2c+1] = cos(i / base^(2c/D))
 
-    With `halves`, sines come first, and the slowest wavelength is exactly base times the fastest
-    (tensor2tensor, Whisper):
+    With `halves` (tensor2tensor, Whisper):
 
         P[i, c] = sin(i / base^(c/(D/2−1))),   P[i, D/2+c] = cos(i / base^(c/(D/2−1)))
 
     Args:
       positions: int [*P], or a length T for 0 … T−1.
-      features: D. An odd D ends with a sine. With `halves`, D must be even and at least 4.
+      features: D. With `halves`, D must be even and at least 4.
       base: the ratio of the slowest to the fastest wavelength.
       halves: True for sines first, then cosines.
-      dtype: the dtype of the result. Angles are computed in float32.
+      dtype: the dtype of the result.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
-    checks.positive(features=features)
-    if isinstance(positions, int):
-        at = symbols.count_up(checks.integer("positions", positions))
-    elif isinstance(positions, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
-        positions.dtype, jnp.floating
-    ):
-        at = jnp.asarray(positions)
-    else:
-        at = checks.integers("positions", positions)
-    dtype = checks.dtype("dtype", dtype)
-    rope.check_base(base)
-    if checks.flag("halves", halves):
-        if features < 4 or features % 2:
-            raise ValueError(
-                f"features must be even and at least 4 with halves=True, got {features}; change "
-                f"it, or give halves=False"
-            )
-        angles = rope.compute_angles(at, features // 2, 1 / (features // 2 - 1), base)
-        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)
-    angles = rope.compute_angles(at, (features + 1) // 2, 2 / features, base)
-    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-    return pairs.reshape(*at.shape, features + features % 2)[..., :features].astype(dtype)
+    is_length = isinstance(positions, int)
+    at = symbols.count_up(positions) if is_length else checks.integers("positions", positions)
+    if halves and (features < 4 or features % 2):
+        raise ValueError(
+            f"features must be even and at least 4 with halves=True, got {features}; change it, or "
+            f"give halves=False"
+        )
+    pairs = (features + 1) // 2
+    angles = rope.compute_angles(at, pairs, 1 / (pairs - 1) if halves else 2 / features, base)
+    waves = jnp.sin(angles), jnp.cos(angles)
+    x = jnp.concatenate(waves, -1) if halves else jnp.stack(waves, -1).reshape(*at.shape, 2 * pairs)
+    return x[..., :features].astype(dtype)
 
 
 class PositionEmbedding(nn.Module):
     """A layer that adds an encoding of the position to token features.
 
     Attributes:
-      kind: "learned" (a table [max_length, D]), "sinusoidal", "sinusoidal_halves" (Whisper's, see
-        `sinusoidal`) or "none".
-      max_length: the rows of the learned table. Longer inputs are an error.
+      kind: "learned" (a table [max_length, D]), "sinusoidal", "sinusoidal_halves" or "none".
+      max_length: the rows of the learned table.
       embedding_init: the initializer of the learned table.
       dtype: the dtype of the result (default: the input's).
       param_dtype: the dtype of the learned table.
@@ -84,12 +71,11 @@ class PositionEmbedding(nn.Module):
         Args:
           x: [*B, T, D].
           positions: int [T] or [*B, T] (default: 0 … T−1). Beyond a learned table, a static
-            position is an error, and a traced one gives NaN.
+            position is an error, a traced one gives NaN.
         """
         checks.fields(self)
         shapes.check_features("x", x)
         checks.choice("kind", self.kind, dict.fromkeys(KINDS))
-        checks.optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
         positions = symbols.count_up(T) if positions is None else positions
@@ -100,13 +86,7 @@ class PositionEmbedding(nn.Module):
             table = sinusoidal(at, D, halves=self.kind == "sinusoidal_halves", dtype=dtype)
         else:
             rows = T if self.max_length is None else self.max_length
-            if self.max_length is not None and symbols.at_most(rows + 1, T):
-                raise ValueError(
-                    f"the input must have at most max_length={rows} tokens for a learned position "
-                    f"table, got {T}; raise max_length, or use kind='sinusoidal'"
-                )
-            remedy = "raise max_length, or use kind='sinusoidal'"
-            checks.within("positions", at, rows, remedy)
+            checks.within("positions", at, rows, "raise max_length, or use kind='sinusoidal'")
             init = sharding.named(self.embedding_init, ("length", "embed"))
             weights = self.param("embedding", init, (rows, D), self.param_dtype)
             names = ("norm_length", None)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.base.frequencies import Frequencies, as_floats
 from flax_mha.positions.rope_scaling import Growing, Scaling
 from flax_mha.positions.turn import Turn
@@ -18,18 +18,15 @@ from flax_mha.positions.turn import Turn
 def compute_angles(
     positions: Any, pairs: int, step: float, base: float, end: int | None = None
 ) -> jax.Array:
-    """Return the angles positions / base^(c·step) of pairs c, float32 or float64 [*P, pairs].
-
-    `end` is a number above all positions, if one is known.
-    """
+    """Return the angles positions / base^(c·step) of pairs c [*P, pairs], for positions < `end`."""
     dtype = as_floats(positions).dtype
     rounded = jnp.asarray(base, dtype) ** (-step * jnp.arange(pairs, dtype=dtype))
     theta = base ** (-step * np.arange(pairs))
     return Frequencies.of(theta, dtype)._replace(theta=rounded).angles(positions, end)
 
 
-# Angles float32 or float64 [*B|1, T, P] of the first 2·P features, True for the pairs (0, 1),
-# (2, 3), … and False for (0, P), (1, P + 1), …, and a factor of the rotated features.
+# Angles float32 or float64 [*B|1, T, P] of the first 2·P features, whether pairs are (0, 1),
+# (2, 3), … or (0, P), (1, P + 1), …, and a factor of the rotated features.
 Angles: TypeAlias = tuple[jax.Array, bool, float]
 
 
@@ -38,53 +35,32 @@ class PairRotation:
 
     def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
         """Check x [*B, T, N, H] and its positions, and return its angles."""
-        raise NotImplementedError(f"{type(self).__name__} must define angles(x, positions)")
+        raise NotImplementedError
 
     def turn(self, x: jax.Array, positions: jax.Array) -> Turn:
         """Return the rotation of x, for a kernel to apply."""
-        return _turn(x, *self.angles(x, positions))
+        return Turn.of(x, *self.angles(x, positions))
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate x [*B, T, N, H] by its positions."""
-        return rotate_pairs(x, *self.angles(x, positions))
+        """Rotate x [*B, T, N, H] by its positions, computed in the dtype of the angles."""
+        theta, interleaved, size = self.angles(x, positions)
 
+        def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:
+            if sharding.platform() == "tpu":
+                # Swap the halves by a matrix: a TPU would write them to memory, padded.
+                return Turn.of(x, theta, interleaved, size)(x)
+            theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
+            cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
+            R = 2 * theta.shape[-1]
+            rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
+            join: Any = jnp.stack if interleaved else jnp.concatenate
+            split = (rotated[..., ::2], rotated[..., 1::2])
+            x1, x2 = split if interleaved else jnp.split(rotated, 2, -1)
+            pairs = join((x1 * cos - x2 * sin, x2 * cos + x1 * sin), axis=-1)
+            pairs = pairs.reshape(rotated.shape).astype(x.dtype)
+            return jnp.concatenate([pairs, unrotated], axis=-1)
 
-def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> jax.Array:
-    """Rotate pairs of features of x [*B, T, N, H], computed in the dtype of the angles."""
-
-    def rotate(x: jax.Array, theta: jax.Array) -> jax.Array:
-        if sharding.platform() == "tpu":
-            # Swap the halves of x by a matrix, in the pass that rotates. A TPU would write the
-            # halves to memory, padded to whole vectors.
-            return _turn(x, theta, interleaved, size)(x)
-        theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
-        cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
-        R = 2 * theta.shape[-1]
-        rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
-        join = jnp.stack if interleaved else jnp.concatenate
-        x1, x2 = (rotated[..., i::2] for i in (0, 1)) if interleaved else jnp.split(rotated, 2, -1)
-        pairs = join((x1 * cos - x2 * sin, x2 * cos + x1 * sin), axis=-1).reshape(rotated.shape)
-        return jnp.concatenate([pairs.astype(x.dtype), unrotated], axis=-1)
-
-    return sharding.auto(rotate, (), x, theta)
-
-
-def _turn(x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> Turn:
-    return Turn.of(shapes.lead(theta, x.ndim - 1), x.shape[-1], interleaved, size)
-
-
-def check_base(base: float) -> None:
-    """Check that the base of the wavelengths is positive."""
-    if checks.number("base", base) <= 0:
-        raise ValueError(f"base must be above 0, got {base}; the usual value is 10,000")
-
-
-def check_heads(x: jax.Array) -> jax.Array:
-    """Return x, which must have the shape [*B, T, N, H]."""
-    checks.floating("x", x)
-    if x.ndim < 3:
-        raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
-    return x
+        return sharding.auto(rotate, (), x, theta)
 
 
 Rotation: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -98,23 +74,21 @@ def rotary(
 
         (x₁, x₂) ← (x₁ cos θ − x₂ sin θ, x₂ cos θ + x₁ sin θ),   θ = i / base^(2c/R)
 
-    for pair c of the first R = fraction·H features at position i. The score of a query at i and a
-    key at j then depends only on their distance, i − j.
+    for pair c of the first R = fraction·H features at position i.
 
     Args:
       x: queries or keys [*B, T, N, H].
       positions: int [T] or [*B, T].
       base: the ratio of the slowest to the fastest wavelength.
       fraction: the share of the features that is rotated. R must be even.
-      interleaved: True for pairs (0, 1), (2, 3), … (RoFormer, GPT-J); False for (0, R/2),
-        (1, R/2 + 1), … (GPT-NeoX, LLaMA).
-      scaling: `Interpolation`, `Ntk`, `Yarn`, `Llama3`, `DynamicNtk`, `LongRope` or
-        `Proportional`, which change θ for longer sequences.
+      interleaved: True for pairs (0, 1), (2, 3), … (GPT-J); False for (0, R/2), (1, R/2 + 1), …
+        (LLaMA).
+      scaling: `Interpolation(…)`, `Ntk(…)`, `Yarn(…)`, …, which change θ for longer sequences.
 
     Returns:
       [*B, T, N, H] in the dtype of x, computed in float32 or wider.
 
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    Source: Su et al., "RoFormer", 2021.
     """
     return Rotary(base, fraction, interleaved, scaling)(x, positions)
 
@@ -136,11 +110,8 @@ class Rotary(PairRotation):
     def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
         """Return the angles for x [*B, T, N, H] and its positions."""
         base, scaling, interleaved = self.base, self.scaling, self.interleaved
-        check_heads(x)
         positions = shapes.per_token("positions", positions, x.shape[:-2])
-        checks.flag("interleaved", interleaved)
-        check_base(base)
-        R = round(checks.number("fraction", self.fraction) * x.shape[-1])
+        R = round(self.fraction * x.shape[-1])
         if R < 2 or R % 2 or x.shape[-1] < R:
             raise ValueError(
                 f"fraction·H must be even, at least 2 and at most H for rotary, got fraction="
@@ -148,11 +119,6 @@ class Rotary(PairRotation):
             )
         if scaling is None:
             return compute_angles(positions, R // 2, 2 / R, base), interleaved, 1.0
-        if not isinstance(scaling, Scaling):
-            raise TypeError(
-                f"scaling must be of flax_mha.positions, got {checks.describe(scaling)}; give "
-                f"Llama3(factor=8, original_length=8192), say"
-            )
         at = as_floats(positions)
         if isinstance(scaling, Growing):
             # The length of each row, up to its newest token.

@@ -1,18 +1,18 @@
 """Scalings of rotary embeddings, for sequences longer than in training.
 
-At position i, pair c of R features is rotated by i·θ_c, with θ_c = base^(−2c/R). A scaling changes
-the frequencies θ_c. Some also multiply queries and keys by a factor.
+A scaling changes θ_c = base^(−2c/R), the frequencies of pairs c of R features. Some also multiply
+queries and keys by a factor.
 """
 
-import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.base.frequencies import Frequencies
 
 
@@ -21,51 +21,25 @@ def frequencies(R: int, base: float) -> np.ndarray:
     return base ** (-np.arange(0, R, 2) / R)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Checked:
-    """The base class of scalings, which checks the fields by their types."""
+def Interpolation(factor: float) -> "Proportional":
+    """Return position interpolation, θ_c / factor ("linear" in checkpoints).
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, x = f"{type(self).__name__}.{field.name}", getattr(self, field.name)
-            if field.type is bool:
-                checks.flag(name, x)
-            elif field.type is int:
-                checks.positive(**{name: x})
-            elif field.name == "attention_factor":
-                checks.number(name, 1 if x is None and field.type is not float else x)
-            elif field.type is float and checks.number(name, x) <= 0:
-                raise ValueError(f"{name} must be above 0, got {x}; give 1 for no scaling")
-
-
-@dataclasses.dataclass(frozen=True)
-class Interpolation(_Checked):
-    """Position interpolation, θ_c / factor ("linear" in checkpoints).
-
-    Attributes:
+    Args:
       factor: the divisor of positions.
 
-    Source: Chen et al., "Extending Context Window of Large Language Models via Positional
-    Interpolation", 2023.
+    Source: Chen et al., 2023.
     """
-
-    factor: float
-
-    def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """Return the scaled frequencies, float64 [R/2], and the factor of queries and keys."""
-        return frequencies(R, base) / self.factor, 1.0
+    return Proportional(1.0, factor)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ntk(_Checked):
+@dataclass(frozen=True)
+class Ntk:
     """NTK-aware scaling. The base becomes base·factor^(R / (R − 2)).
-
-    The fastest pair keeps its frequency. The slowest has the same as with `Interpolation`.
 
     Attributes:
       factor: the divisor of the slowest frequency.
 
-    Source: bloc97, "NTK-Aware Scaled RoPE", 2023; Peng et al., "YaRN", 2023, section 3.1.
+    Source: bloc97, 2023; Peng et al., "YaRN", 2023, section 3.1.
     """
 
     factor: float
@@ -74,19 +48,19 @@ class Ntk(_Checked):
         return frequencies(R, base * self.factor ** (R / max(R - 2, 1))), 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Yarn(_Checked):
+@dataclass(frozen=True)
+class Yarn:
     """YaRN. Fast pairs keep θ, slow pairs get θ/factor, with a ramp between them.
 
     Attributes:
       factor: the divisor of θ of slow pairs.
       original_length: the length of training sequences in tokens.
-      beta_fast: pairs that rotate more often in `original_length` tokens are fast.
+      beta_fast: pairs that rotate more often in it are fast.
       beta_slow: pairs that rotate less often are slow.
       attention_factor: the factor of queries and keys (default: 0.1·ln(factor) + 1).
       truncate: True to round the ends of the ramp to whole pairs, as the paper's code does.
 
-    Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023.
+    Source: Peng et al., "YaRN", 2023.
     """
 
     factor: float
@@ -114,11 +88,9 @@ class Yarn(_Checked):
         return theta * (1 - ramp) + theta / self.factor * ramp, size
 
 
-@dataclasses.dataclass(frozen=True)
-class Proportional(_Checked):
+@dataclass(frozen=True)
+class Proportional:
     """A rotation of only the fastest pairs: θ_c / factor for c < share·R/2, and 0 for the others.
-
-    The frequencies do not depend on the share. With `fraction` of `Rotary` they would.
 
     Attributes:
       share: the share of the pairs that is rotated, at most 1.
@@ -130,24 +102,19 @@ class Proportional(_Checked):
     share: float
     factor: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.share > 1:
-            raise ValueError(f"Proportional.share must be at most 1, got {self.share}; lower it")
-
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
         is_rotated = np.arange(R // 2) < int(self.share * R // 2)
         return frequencies(R, base) / self.factor * is_rotated, 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Llama3(_Checked):
+@dataclass(frozen=True)
+class Llama3:
     """Llama 3's scaling. Fast pairs keep θ, slow pairs get θ/factor, others a mean of both.
 
     Attributes:
       factor: the divisor of θ of slow pairs.
       original_length: the length of training sequences in tokens.
-      low: pairs that rotate less often in `original_length` tokens are slow.
+      low: pairs that rotate less often in it are slow.
       high: pairs that rotate more often are fast.
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024, and its code.
@@ -158,14 +125,6 @@ class Llama3(_Checked):
     low: float = 1.0
     high: float = 4.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.low >= self.high:
-            raise ValueError(
-                f"Llama3.low must be below high, got {self.low} and {self.high}; the usual values "
-                f"are 1 and 4"
-            )
-
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
         theta = frequencies(R, base)
         rotations = self.original_length * theta / (2 * math.pi)
@@ -173,18 +132,18 @@ class Llama3(_Checked):
         return theta * share + theta / self.factor * (1 - share), 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class DynamicNtk(_Checked):
+@dataclass(frozen=True)
+class DynamicNtk:
     """`Ntk` with a factor that grows with the length L of each row ("dynamic" in checkpoints).
 
     The base is multiplied by max(factor·L/original_length − factor + 1, 1)^(R / (R − 2)). L is the
-    greatest position of the row's tokens in the call, plus 1. Padding by `lengths` does not count.
+    greatest position of the row's tokens in the call, without padding, plus 1.
 
     Attributes:
       factor: the growth of the factor with L.
       original_length: the length of training sequences in tokens.
 
-    Source: emozilla, "Dynamically Scaled RoPE", 2023; Peng et al., "YaRN", 2023, section 3.3.
+    Source: emozilla, 2023; Peng et al., "YaRN", 2023, section 3.3.
     """
 
     factor: float
@@ -200,11 +159,9 @@ class DynamicNtk(_Checked):
         return Frequencies.of(theta * factor[..., None] ** power), 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class LongRope(_Checked):
+@dataclass(frozen=True)
+class LongRope:
     """LongRoPE. θ_c is divided by short_c in short rows and by long_c in long ones.
-
-    The length of a row is defined as for `DynamicNtk`.
 
     Attributes:
       short: the R/2 divisors for rows up to the original length.
@@ -212,7 +169,7 @@ class LongRope(_Checked):
       original_length: the length of training sequences in tokens.
       attention_factor: the factor of queries and keys.
 
-    Source: Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens", 2024.
+    Source: Ding et al., "LongRoPE", 2024.
     """
 
     short: tuple[float, ...]
@@ -221,11 +178,6 @@ class LongRope(_Checked):
     attention_factor: float = 1.0
 
     def __call__(self, R: int, base: float, length: jax.Array) -> tuple[Frequencies, float]:
-        if not len(self.short) == len(self.long) == R // 2:
-            raise ValueError(
-                f"LongRope.short and long must have R/2={R // 2} numbers, one for each pair, got "
-                f"{len(self.short)} and {len(self.long)}; take those of this head_dim"
-            )
         theta = frequencies(R, base)
         short, long = (
             Frequencies.of(theta / np.array(x), length.dtype) for x in (self.short, self.long)
@@ -241,4 +193,4 @@ class LongRope(_Checked):
 
 # Scalings that depend on the length of each row.
 Growing: TypeAlias = DynamicNtk | LongRope
-Scaling: TypeAlias = Interpolation | Ntk | Yarn | Proportional | Llama3 | Growing
+Scaling: TypeAlias = Ntk | Yarn | Proportional | Llama3 | Growing

@@ -18,8 +18,7 @@ class Turn(Struct):
 
         y = x·cos + partner(x)·sin
 
-    partner(x) swaps the two features of each pair. Other features have a cosine of 1 and a sine of
-    0.
+    partner(x) swaps the two features of each pair. Other features keep their values.
 
     Attributes:
       cos: float [*B|1, 1, T, H].
@@ -34,20 +33,20 @@ class Turn(Struct):
     interleaved: bool = struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, theta: jax.Array, features: int, interleaved: bool, size: float = 1.0) -> "Turn":
-        """Return the rotation by angles theta [*B|1, T, P], multiplied by `size`."""
-        P = theta.shape[-1]
+    def of(cls, x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> "Turn":
+        """Return the rotation of x [*B, T, N, H] by angles [*B|1, T, P], multiplied by `size`."""
+        theta, features, P = lead(theta, x.ndim - 1), x.shape[-1], theta.shape[-1]
         is_second = np.arange(2 * P) % 2 == 1 if interleaved else np.arange(2 * P) >= P
 
         def tables(theta: jax.Array) -> list[jax.Array]:
-            by_function = []
-            for function, unrotated in ((jnp.cos, 1), (jnp.sin, 0)):
-                x = function(theta) if size == 1 else size * function(theta)
-                x = jnp.repeat(x, 2, -1) if interleaved else jnp.concatenate([x, x], -1)
-                x = x if function is jnp.cos else jnp.where(is_second, x, -x)
-                missing = [(0, 0)] * (x.ndim - 1) + [(0, features - 2 * P)]
-                by_function.append(jnp.pad(x, missing, constant_values=unrotated)[..., None, :, :])
-            return by_function
+            missing = [(0, 0)] * (theta.ndim - 1) + [(0, features - 2 * P)]
+            cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
+            cos, sin = (
+                jnp.repeat(x, 2, -1) if interleaved else jnp.concatenate([x, x], -1)
+                for x in (cos, sin)
+            )
+            pairs = (cos, 1), (jnp.where(is_second, sin, -sin), 0)
+            return [jnp.pad(x, missing, constant_values=c)[..., None, :, :] for x, c in pairs]
 
         cos, sin = sharding.auto(tables, [(), ()], theta)
         return cls(ScoreArray(cos), ScoreArray(sin), P, interleaved)
@@ -70,11 +69,7 @@ class Turn(Struct):
 
 
 class Turned(Struct):
-    """Queries or keys x [*B, T, N, H] that are not rotated yet.
-
-    `flex` rotates them on TPUs. Other kernels get them rotated. They are no array, so that no
-    function mistakes x for the rotated one.
-    """
+    """Queries or keys x [*B, T, N, H] that are not rotated yet, and no array by mistake."""
 
     x: jax.Array
     turn: Turn
@@ -92,11 +87,9 @@ def split(q: Any, k: Any) -> tuple[Any, Any, tuple[Turn, Turn] | None]:
     return q, k, None
 
 
-def is_turned(x: Any) -> bool:
-    """Tell if x is `Turned`."""
-    return isinstance(x, Turned)
-
-
 def settle(tree: Any) -> Any:
     """Rotate the `Turned` arrays of a tree."""
-    return jax.tree.map(lambda x: x.turn(x.x) if is_turned(x) else x, tree, is_leaf=is_turned)
+    return jax.tree.map(
+        lambda x: x.turn(x.x) if isinstance(x, Turned) else x, tree,
+        is_leaf=lambda x: isinstance(x, Turned),
+    )  # fmt: skip

@@ -3,34 +3,12 @@
 >>> layer = MultiHeadAttention(8, scores=(SoftCap(50.0), Alibi()))
 
 They run in the order of the sequence. Like masks they are pytrees, and their arrays get gradients.
-
-| function | the new score, from the score s of query i and key j |
-|---|---|
-| `Bias(array)` | s + array |
-| `SoftCap(c)` | c·tanh(s / c) |
-| `Alibi(slopes)` | s − slope·abs(i − j) |
-| `RelativeBias(table)` | s + table[bucket(j − i)] (T5) |
-| `Relative(table)` | s + scale·q·table[j − i] (Shaw et al., 2018) |
-| `TransformerXL(u, v, kernel)` | s + the other three terms of Dai et al., 2019 |
-| `Score(fn, args)` | fn(s, row, head, i, j, *args), with q and k before args if `vectors` |
 """
 
-from flax_mha.base.coordinates import At as At
-from flax_mha.scores.pointwise import Alibi as Alibi
-from flax_mha.scores.pointwise import Bias as Bias
-from flax_mha.scores.pointwise import Score as Score
-from flax_mha.scores.pointwise import SoftCap as SoftCap
-from flax_mha.scores.pointwise import alibi_slopes as alibi_slopes
-from flax_mha.scores.relative import Relative as Relative
-from flax_mha.scores.relative import RelativeBias as RelativeBias
-from flax_mha.scores.relative import TransformerXL as TransformerXL
-from flax_mha.scores.relative import relative_bucket as relative_bucket
-from flax_mha.scores.score_mod import INIT as INIT
-from flax_mha.scores.score_mod import ScoreMod as ScoreMod
-from flax_mha.scores.score_mod import Vectors as Vectors
-from flax_mha.scores.score_mod import as_scores as as_scores
-from flax_mha.scores.score_mod import changed as changed
-from flax_mha.scores.score_mod import learned as learned
+from flax_mha.base.coordinates import At
+from flax_mha.scores.pointwise import Alibi, Bias, Score, SoftCap, alibi_slopes
+from flax_mha.scores.relative import Relative, RelativeBias, TransformerXL, relative_bucket
+from flax_mha.scores.score_mod import INIT, ScoreMod, Vectors, as_scores, changed, learned
 
 __all__ = [
     "INIT", "Alibi", "At", "Bias", "Relative", "RelativeBias", "Score", "ScoreMod", "SoftCap",

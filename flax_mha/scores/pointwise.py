@@ -48,8 +48,8 @@ class SoftCap(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         cap = checks.number("SoftCap.cap", self.cap)
-        if not cap > 0:
-            raise ValueError(f"SoftCap.cap must be above 0, got {self.cap}; leave out the SoftCap")
+        if cap <= 0:
+            raise ValueError(f"SoftCap.cap must be above 0, got {cap}; leave out the SoftCap")
         return self.replace(cap=cap)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
@@ -83,11 +83,9 @@ class Score(ScoreMod):
     """A user-defined function, fn(score, row, head, i, j, *args).
 
     Attributes:
-      fn: a function that returns the new score. It gets the score, four integer arrays that
-        broadcast to it (the indices of row and head, the positions of query and key), q and k if
-        `vectors`, then args.
-      args: arrays and numbers for fn. Floating arrays get gradients. Pass traced arrays here, not
-        in fn's closure.
+      fn: a function that returns the new score. It gets the score, four integer arrays (the indices
+        of row and head, the positions of query and key), q and k if `vectors`, then args.
+      args: arrays and numbers for fn, which may not close over traced arrays.
       vectors: True if fn reads the query and key vectors (see `ScoreMod.of_vectors`).
     """
 
@@ -96,15 +94,8 @@ class Score(ScoreMod):
     vectors: bool = struct.field(pytree_node=False, default=False)
 
     def bind(self, dims: Dims) -> Self:
-        args = checks.arguments("Score.args", self.args)
-        vectors = 2 if checks.flag("Score.vectors", self.vectors) else 0
-        names, words = (" q, k,", ", their vectors") if vectors else ("", "")
-        checks.function(
-            "Score.fn", self.fn, f"(score, row, head, i, j,{names} *args) -> score",
-            f"take the score, its row, its head, the positions of query and key{words}, then args",
-            5 + vectors + len(args),
-        )  # fmt: skip
-        return self.replace(args=args)
+        checks.flag("Score.vectors", self.vectors)
+        return self.replace(args=checks.arguments(self.args))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         return self.fn(score, *at, *self.args)

@@ -1,6 +1,5 @@
 """Score functions of the distance between query and key."""
 
-import functools
 import math
 from typing import Any, Self
 
@@ -19,15 +18,11 @@ from flax_mha.scores.score_mod import Make, ScoreMod, Vectors
 class RelativeBias(ScoreMod):
     """T5's relative position bias, score + table[head, bucket(j − i)].
 
-    Half of the buckets are exact distances. The others grow logarithmically up to max_distance.
-
-    >>> encoder = Encoder(6, block, scores=(RelativeBias(),))  # T5: one table for all layers
-
     Attributes:
-      table: [N, buckets]. If it is None, a layer or a stack with this in its field `scores` creates
-        the parameter `relative_bias`.
-      bidirectional: True for separate buckets before and after the query. If False, keys after the
-        query share the bucket of distance 0.
+      table: [N, buckets] (default: a parameter `relative_bias` of the layer or stack with this in
+        its field `scores`).
+      bidirectional: True for separate buckets before and after the query. Otherwise, keys after
+        the query share the bucket of distance 0.
       max_distance: from this distance on, keys share the last bucket.
       buckets: the buckets of a created table.
 
@@ -42,19 +37,16 @@ class RelativeBias(ScoreMod):
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
         if self.table is not None:
             return self
-        checks.positive(**{"RelativeBias.buckets": self.buckets})
         shape, names = (num_heads, self.buckets), ("heads", None)
         return self.replace(table=make("relative_bias", shape, names))
 
     def bind(self, dims: Dims) -> Self:
-        table = _as_floating("RelativeBias", "table", self.table)
-        checks.flag("RelativeBias.bidirectional", self.bidirectional)
+        table = jnp.asarray(checks.floating("RelativeBias.table", self.table))
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
             raise ValueError(
                 f"RelativeBias.table must have shape [N, buckets] with N={dims.N} and at least 4 "
                 f"buckets, got {table.shape}; give a row for each query head"
             )
-        _check_distance(table.shape[1], self.bidirectional, self.max_distance)
         return self.replace(table=table)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
@@ -71,45 +63,34 @@ class RelativeBias(ScoreMod):
 class Relative(ScoreMod):
     """Relative positions as keys, score + scale·q_i·r[d], with d = j − i clipped to ±L.
 
-    >>> layer = MultiHeadAttention(8, scores=(Relative(max_distance=16),))
-
     Attributes:
-      table: r, [2·L + 1, H] for all heads or [N, 2·L + 1, H], starting with distance −L. If it is
-        None, a layer or a stack with this in its field `scores` creates `relative_keys`.
+      table: r, [2·L + 1, H], from distance −L on (default: a parameter `relative_keys`).
       max_distance: L of a created table.
-      per_head: True if a created table has an axis of heads.
 
-    Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
-    2018, equation 5, without the paper's representations of values.
+    Source: Shaw et al., "Self-Attention with Relative Position Representations", 2018, equation 5.
     """
 
     table: Any = None
     max_distance: int = struct.field(pytree_node=False, default=16)
-    per_head: bool = struct.field(pytree_node=False, default=False)
     vectors = True
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
         if self.table is not None:
             return self
-        checks.positive(**{"Relative.max_distance": self.max_distance})
-        shape, names = (2 * self.max_distance + 1, head_dim), (None, None)
-        if checks.flag("Relative.per_head", self.per_head):
-            return self.replace(table=make("relative_keys", (num_heads, *shape), ("heads", *names)))
-        return self.replace(table=make("relative_keys", shape, names))
+        shape = (2 * self.max_distance + 1, head_dim)
+        return self.replace(table=make("relative_keys", shape, (None, None)))
 
     def bind(self, dims: Dims) -> Self:
-        table = _as_floating("Relative", "table", self.table)
-        *heads, rows, H = (0, 0, *table.shape)[-max(table.ndim, 2) :]
-        if heads not in ([], [dims.N]) or rows % 2 == 0 or H != dims.H:
+        table = jnp.asarray(checks.floating("Relative.table", self.table))
+        if table.shape[1:] != (dims.H,) or len(table) % 2 == 0:
             raise ValueError(
-                f"Relative.table must have shape [2·L + 1, H] or [N, 2·L + 1, H] with N={dims.N} "
-                f"and H={dims.H}, got {table.shape}; the middle row is for distance 0"
+                f"Relative.table must have shape [2·L + 1, H] with H={dims.H}, got {table.shape}; "
+                f"the middle row is for distance 0"
             )
         return self.replace(table=table)
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        table = self.table.astype(score.dtype)
-        table = take_heads(table, at) if table.ndim == 3 else shapes.lead(table, score.ndim)
+        table = shapes.lead(self.table.astype(score.dtype), score.ndim)
         by_distance = jnp.einsum("...th,...rh->...tr", q, table)
         limit = table.shape[-2] // 2
         distance = jnp.clip(at.k - at.q, -limit, limit) + limit
@@ -121,18 +102,14 @@ class TransformerXL(ScoreMod):
 
         score + q_i·r_d·scale + (u·k_j + v·r_d) / √H,   r_d = W [sin(d·w), cos(d·w)],   d = i − j
 
-    with w = base^(−2c/D) for c = 0 … D/2 − 1, and u, v and W for each head. A layer or a stack with
-    this in its field `scores` creates the arrays that are None: `relative_content_bias`,
-    `relative_position_bias` and `relative_kernel`.
-
-    >>> decoder = Decoder(6, block, scores=(TransformerXL(features=512),))  # shared by all layers
+    with w = 10,000^(−2c/D) for c = 0 … D/2 − 1, and u, v and W for each head. A layer or a stack
+    with this in its field `scores` creates arrays that are None, such as `relative_kernel`.
 
     Attributes:
       content_bias: u, [N, H].
       position_bias: v, [N, H].
       kernel: W, [D, N, H].
       features: D of a created W (default: N·H).
-      base: the ratio of the slowest to the fastest wavelength.
 
     Source: Dai et al., "Transformer-XL", 2019, section 3.3, with a scale of 1/√H.
     """
@@ -141,11 +118,9 @@ class TransformerXL(ScoreMod):
     position_bias: Any = None
     kernel: Any = None
     features: int | None = struct.field(pytree_node=False, default=None)
-    base: float = struct.field(pytree_node=False, default=10_000.0)
     vectors = True
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        checks.optional(**{"TransformerXL.features": self.features})
         heads, names = (num_heads, head_dim), ("heads", None)
         features = self.features or num_heads * head_dim
         init = jax.nn.initializers.glorot_uniform(0, (1, 2))
@@ -162,28 +137,24 @@ class TransformerXL(ScoreMod):
         return self.replace(**params)
 
     def bind(self, dims: Dims) -> Self:
-        names = ("content_bias", "position_bias", "kernel")
-        u, v, kernel = (_as_floating("TransformerXL", name, getattr(self, name)) for name in names)
-        if checks.number("TransformerXL.base", self.base) <= 0:
-            raise ValueError(f"TransformerXL.base must be above 0, got {self.base}; give 10000.0")
+        u, v, kernel = (
+            jnp.asarray(checks.floating("TransformerXL's array", x))
+            for x in (self.content_bias, self.position_bias, self.kernel)
+        )
         heads = (dims.N, dims.H)
-        if u.shape != heads or v.shape != heads:
+        if not u.shape == v.shape == kernel.shape[1:] == heads or len(kernel) % 2:
             raise ValueError(
-                f"TransformerXL's biases must have shape [N, H] = {heads}, got {u.shape} and "
-                f"{v.shape}; give a vector for each query head"
-            )
-        if kernel.shape[1:] != heads or len(kernel) % 2:
-            raise ValueError(
-                f"TransformerXL.kernel must have shape [D, N, H] with (N, H) = {heads} and an even "
-                f"D, got {kernel.shape}; the field features sets the D of a created kernel"
+                f"TransformerXL's arrays must have shapes [N, H], [N, H] and [D, N, H] with (N, H) "
+                f"= {heads} and an even D, got {u.shape}, {v.shape} and {kernel.shape}; the field "
+                f"features sets the D of a created kernel"
             )
         return self.replace(content_bias=u, position_bias=v, kernel=jnp.moveaxis(kernel, 1, 0))
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        # Multiply by sinusoids of the keys' positions instead of r_d of all pairs, which sin(d·w) =
-        # sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w) allows.
+        # sin(d·w) = sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w) saves r_d of all pairs.
+        head = jnp.asarray(at.head)[..., 0, 0]
         u, v, kernel = (
-            take_heads(x.astype(score.dtype), at)
+            jnp.take(x.astype(score.dtype), head, axis=0, mode="clip")
             for x in (self.content_bias, self.position_bias, self.kernel)
         )
         scale = q.shape[-1] ** -0.5
@@ -193,7 +164,7 @@ class TransformerXL(ScoreMod):
         # Count from the first query: angles near 0 are the most exact.
         first = at.q[..., :1, :]
         (sin_i, cos_i), (sin_j, cos_j) = (
-            self._waves(x - first, kernel.shape[-2], score.dtype)
+            _waves(x - first, kernel.shape[-2], score.dtype)
             for x in (at.q, jnp.swapaxes(at.k, -1, -2))
         )
         q = jnp.concatenate(
@@ -202,27 +173,14 @@ class TransformerXL(ScoreMod):
         waves = jnp.concatenate([cos_j, sin_j], -1)
         return score + content + jnp.einsum("...td,...sd->...ts", q, waves)
 
-    def _waves(self, positions: Array, features: int, dtype: jnp.dtype) -> Vectors:
-        """Return the sines and cosines [..., T, D/2] of positions [..., T, 1]."""
-        theta = float(self.base) ** (-2 * np.arange(features // 2) / features)
-        at = jnp.asarray(positions)[..., 0]
-        at = at.astype(dtype) if dtype == jnp.float64 else at
-        angles = Frequencies.of(theta, dtype).angles(at)
-        return jnp.sin(angles), jnp.cos(angles)
 
-
-def take_heads(x: jax.Array, at: At) -> jax.Array:
-    """Take the entries of x [N, ...] for the heads of the scores at `at`."""
-    return jnp.take(x, jnp.asarray(at.head)[..., 0, 0], axis=0, mode="clip")
-
-
-def _as_floating(owner: str, name: str, x: Any) -> jax.Array:
-    if x is None:
-        raise ValueError(
-            f"{owner}.{name} must be an array here, got None; give one, or use {owner} in the "
-            f"field scores= of a layer or a stack, which creates a parameter"
-        )
-    return jnp.asarray(checks.floating(f"{owner}.{name}", x))
+def _waves(positions: Array, features: int, dtype: jnp.dtype) -> Vectors:
+    """Return the sines and cosines [..., T, D/2] of positions [..., T, 1]."""
+    theta = 10_000.0 ** (-2 * np.arange(features // 2) / features)
+    at = jnp.asarray(positions)[..., 0]
+    at = at.astype(dtype) if dtype == jnp.float64 else at
+    angles = Frequencies.of(theta, dtype).angles(at)
+    return jnp.sin(angles), jnp.cos(angles)
 
 
 def relative_bucket(
@@ -236,7 +194,6 @@ def relative_bucket(
       bidirectional: True for separate buckets before and after the query.
       max_distance: from this distance on, keys share the last bucket.
     """
-    _check_distance(buckets, bidirectional, max_distance)
     distance = jnp.asarray(distance)
     first = jnp.zeros_like(distance)
     if bidirectional:
@@ -246,35 +203,14 @@ def relative_bucket(
     else:
         distance = jnp.maximum(-distance, 0)
     exact = buckets // 2
+    if max_distance <= exact:
+        raise ValueError(
+            f"max_distance must exceed {exact}, the exact distances on a side, got {max_distance}; "
+            f"raise it, or give a table of fewer buckets"
+        )
     # Compare integers: a float32 logarithm puts some boundaries one bucket too low.
-    starts = _bucket_starts(exact, buckets - exact, max_distance)
+    count, growth = buckets - exact, max_distance / exact
+    starts = [math.ceil(round(exact * growth ** (m / count), 9)) for m in range(1, count)]
     return sum(((distance >= start).astype(jnp.int32) for start in starts), first) + jnp.minimum(
         distance, exact
     )
-
-
-@functools.cache
-def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]:
-    """Return where logarithmic buckets 1 … count − 1 start.
-
-    Bucket m starts at the least integer d ≥ exact·(max_distance/exact)^(m/count).
-    """
-    starts = []
-    for m in range(1, count):
-        d = math.floor(exact * (max_distance / exact) ** (m / count))
-        # Compare exact powers of integers, not d and a rounded boundary.
-        while d**count < max_distance**m * exact ** (count - m):
-            d += 1
-        starts.append(d)
-    return tuple(starts)
-
-
-def _check_distance(buckets: int, bidirectional: bool, max_distance: int) -> None:
-    """Check that max_distance is beyond the exact distances."""
-    exact = (buckets // 2 if bidirectional else buckets) // 2
-    checks.positive(max_distance=max_distance)
-    if max_distance <= exact:
-        raise ValueError(
-            f"max_distance must exceed {exact}, the exact distances among {buckets} buckets, got "
-            f"{max_distance}; raise it, or give a table of fewer buckets"
-        )

@@ -20,49 +20,42 @@ Names: TypeAlias = tuple[str | None, ...]
 INIT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
 
-# Creates a parameter of a module from its name, its shape, the logical names of its axes, and
-# perhaps an initializer.
+# Creates a parameter from its name, shape, logical names and perhaps initializer.
 Make: TypeAlias = Callable[..., jax.Array]
 
 
 class ScoreMod(Struct):
     """The base class of score functions, which compute a new score from a score and its place.
 
-    A subclass that also reads the query and key vectors sets `vectors = True`, and defines
-    `of_vectors` instead of `__call__`.
+    A subclass with `vectors = True` defines `of_vectors` instead of `__call__`.
     """
 
     vectors = False
 
     def bind(self, dims: Dims) -> Self:
         """Check the arrays against the sizes of a call, and wrap those over scores."""
-        del dims
         return self
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """Return the new score, of the same shape and dtype."""
-        raise NotImplementedError(f"{type(self).__name__} must define __call__(score, at)")
+        raise NotImplementedError
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
         """Return the new score, of the same shape and dtype. Called if `vectors` is True.
 
         Args:
           score: [..., T, S], the scores of a call or of a tile, float32 or wider.
-          at: the coordinates of the scores. `at.head[..., 0, 0]` has only the leading axes.
+          at: the coordinates of the scores.
           q: [..., T, H], the scaled queries in the score's dtype.
           k: [..., S, H], the keys in the score's dtype.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define of_vectors(score, at, q, k)")
+        raise NotImplementedError
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """Return the function with its missing arrays, which `make` creates as parameters.
+        """Return the function with its missing arrays, parameters made for N heads of H features.
 
-        Args:
-          num_heads: the number of query heads.
-          head_dim: the features of a head.
-          make: make(name, shape, names, init=INIT) creates a parameter of a layer or a stack.
+        make(name, shape, names, init=INIT) creates one.
         """
-        del num_heads, head_dim, make
         return self
 
 
@@ -92,25 +85,11 @@ def without_vectors(name: str, *fields: Sequence[ScoreMod]) -> None:
 
 def as_scores(scores: Any) -> tuple[ScoreMod, ...]:
     """Check a sequence of score functions, and return it as a tuple."""
-    if isinstance(scores, ScoreMod):
-        raise TypeError(
-            f"scores must be a sequence, got one {type(scores).__name__}; give it as "
-            f"scores=({type(scores).__name__}(…),), with the comma"
-        )
-    if not isinstance(scores, Sequence) or isinstance(scores, str):
+    if not isinstance(scores, Sequence) or not all(isinstance(x, ScoreMod) for x in scores):
         raise TypeError(
             f"scores must be a sequence of flax_mha.scores, got {checks.describe(scores)}; give "
-            f"scores=(SoftCap(50.0),), say, or () for none"
+            f"scores=(SoftCap(50.0),), say, with the comma, (Score(fn),), or () for none"
         )
-    for mod in scores:
-        if isinstance(mod, ScoreMod):
-            continue
-        remedy = "give one of flax_mha.scores"
-        if isinstance(mod, type):
-            remedy = f"give {mod.__name__}(…), with its parentheses"
-        elif callable(mod):
-            remedy = "give scores.Score(fn), a function (score, row, head, i, j) -> score"
-        raise TypeError(f"scores must be of flax_mha.scores, got {checks.describe(mod)}; {remedy}")
     return tuple(scores)
 
 

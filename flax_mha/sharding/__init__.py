@@ -1,20 +1,6 @@
 """Sharding by logical axis names.
 
-Each axis of an array has a logical name. A table of rules maps the names to mesh axes:
-
-| logical name | the axis counts |
-|---|---|
-| `batch` | rows of the batch |
-| `length` | positions of the sequence |
-| `norm_length` | positions between the layers, for norms and residuals |
-| `cache_length` | slots of a cache for decoding |
-| `embed` | model features of a parameter (shard it for FSDP) |
-| `heads`, `kv_heads` | query heads, key/value heads |
-| `head_dim` | features within a head |
-| `mlp`, `experts` | hidden features of the MLP, experts |
-| `vocab` | rows of the token embedding, columns of the logits |
-| `layers` | blocks stacked by scan |
-
+Each axis of an array has a logical name. Rules such as `RULES` map the names to mesh axes.
 The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_axis_rules`):
 
 >>> with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
@@ -22,21 +8,12 @@ The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_
 ...     y = jax.jit(model.apply)(variables, x)
 """
 
-from flax_mha.sharding.devices import platform as platform
-from flax_mha.sharding.layout import auto as auto
-from flax_mha.sharding.layout import constrain as constrain
-from flax_mha.sharding.layout import like as like
-from flax_mha.sharding.layout import local as local
-from flax_mha.sharding.layout import spec as spec
-from flax_mha.sharding.named_parameters import Named as Named
-from flax_mha.sharding.named_parameters import init as init
-from flax_mha.sharding.named_parameters import name as name
-from flax_mha.sharding.named_parameters import named as named
-from flax_mha.sharding.named_parameters import of as of
-from flax_mha.sharding.order import balanced as balanced
-from flax_mha.sharding.order import zigzag as zigzag
-from flax_mha.sharding.rules import LogicalNames as LogicalNames
-from flax_mha.sharding.shard_map import varying as varying
+from flax_mha.sharding.devices import platform
+from flax_mha.sharding.layout import auto, constrain, like, local, spec
+from flax_mha.sharding.named_parameters import Named, init, name, named, of
+from flax_mha.sharding.order import balanced, zigzag
+from flax_mha.sharding.rules import LogicalNames
+from flax_mha.sharding.shard_map import varying
 
 __all__ = [
     "HEADS", "KV_HEADS", "RULES", "LogicalNames", "Named", "auto", "balanced", "constrain", "init",

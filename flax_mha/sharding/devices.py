@@ -1,14 +1,11 @@
 """The devices that a traced program is for."""
 
 import contextlib
-import contextvars
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh
-
-from flax_mha.sharding.shard_map import mapped_axes
 
 
 class Platform(NamedTuple):
@@ -18,8 +15,7 @@ class Platform(NamedTuple):
       name: JAX's name of the platform: "cpu", "gpu" or "tpu".
       device: JAX's name of the device kind, such as "NVIDIA H200".
       cudnn: the version of cuDNN, such as (9, 20, 0); None for the installed one.
-      not_partitionable: why kernels that XLA cannot shard refuse the call; None if each device runs
-        its own shard.
+      not_partitionable: why kernels that XLA cannot shard refuse the call, or None.
       auto_partitioned: True if XLA shards the call between several devices without a mesh.
     """
 
@@ -30,49 +26,28 @@ class Platform(NamedTuple):
     auto_partitioned: bool = False
 
 
-_target: contextvars.ContextVar[Platform | None] = contextvars.ContextVar(
-    "flax_mha_platform", default=None
-)
+_target = jax.make_user_context(None)
 
 
-@contextlib.contextmanager
-def target(platform: Platform | None) -> Iterator[None]:
-    """Trace functions for a platform in the context. None keeps the outer one.
-
-    Raises:
-      TypeError: if it is not a `Platform`.
-    """
-    if platform is not None and not isinstance(platform, Platform):
-        raise TypeError(
-            f"platform must be a flax_mha.Platform, got {platform!r}; write Platform('tpu', 'TPU "
-            f"v5 lite'), or Platform('gpu', 'NVIDIA H200')"
-        )
-    token = _target.set(platform or _target.get())
-    try:
-        yield
-    finally:
-        _target.reset(token)
+def target(platform: Platform | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context to trace functions for a platform. None keeps the outer one."""
+    return _target(platform or _target.value)
 
 
 def platform() -> str:
     """Return JAX's name of the platform that the traced program is for.
 
-    This is the platform of `flax_mha.kernels.use`, else the one of the ambient mesh's devices,
-    which may be elsewhere, else JAX's default.
+    This is the platform of `flax_mha.kernels.use`, else of the ambient mesh, else JAX's default.
     """
-    if (known := _target.get()) is not None:
+    if (known := _target.value) is not None:
         return known.name
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def current_platform(manual: Collection[str] = ()) -> Platform:
-    """Return the devices that the traced call is for. See `platform`.
-
-    `jax.shard_map` shards the call over the mesh axes in `manual`. Without a mesh, a program for a
-    platform of `flax_mha.kernels.use` runs on one device.
-    """
-    mesh, known = jax.sharding.get_abstract_mesh(), _target.get()
+    """Return the devices that the traced call is for, sharded over the mesh axes in `manual`."""
+    mesh, known = jax.sharding.get_abstract_mesh(), _target.value
     if known is None:
         device = jax.local_devices()[0] if mesh.abstract_device is None else mesh.abstract_device
         known = Platform(platform(), device.device_kind)
@@ -91,9 +66,8 @@ def _undivided(mesh: AbstractMesh, manual: Collection[str]) -> str | None:
     free = [axis for axis in axes if sizes[axis] > 1 and axis not in manual]
     if not free:
         return None
-    if mapped := mapped_axes()[0].intersection(free):
-        return f"jax.vmap maps over the Explicit mesh axes {[*mapped]}; add a batch axis instead"
     return (
-        f"no rule uses the mesh axes {free}; wrap in `with nn.logical_axis_rules(sharding.RULES)`, "
-        f"or add a rule each for 'batch', 'length' and 'heads'"
+        f"no rule uses the mesh axes {free}, or jax.vmap maps over them; wrap in `with "
+        f"nn.logical_axis_rules(sharding.RULES)`, add a rule each for 'batch', 'length' and "
+        f"'heads', or a batch axis"
     )

@@ -1,16 +1,13 @@
-"""Arrays sharded over the ambient mesh: constraints, and functions of shards."""
+"""Arrays and functions sharded over the ambient mesh."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from flax_mha.base import checks
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.sharding import rules, shard_map
 
@@ -21,8 +18,8 @@ initializing = jax.make_user_context(False)
 def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
     """Shard x by the logical axis rules.
 
-    On Auto axes of the mesh this is a sharding constraint, on Explicit axes a reshard. Without a
-    mesh or rules, and on Manual axes (inside `jax.shard_map`), it does nothing.
+    This is a sharding constraint on Auto axes of the mesh, a reshard on Explicit axes, and nothing
+    on Manual axes or without a mesh or rules.
 
     Args:
       x: an array.
@@ -32,23 +29,19 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
       ValueError: if the rules do not fit the mesh or the sizes of x.
     """
     mesh = shard_map.ambient_mesh()
-    if not nn.get_logical_axis_rules() or initializing.value:
+    if mesh.empty or not nn.get_logical_axis_rules() or initializing.value:
         return x
-    if mesh.empty:
-        warn_of_unseen_mesh()
-        return x
-    spec = rules.resolve_spec(checks.array("x", x).shape, names, mesh)
+    spec = rules.resolve_spec(x.shape, names, mesh)
     x = reshard(x, spec)
     if mesh.auto_axes and any(part is not rules.UNCONSTRAINED for part in spec):
-        x = constrain_auto(x, rules.keep_axes(spec, mesh.auto_axes))
+        x = _constrain_auto(x, rules.keep_axes(spec, mesh.auto_axes))
     return x
 
 
 def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
     """Return the `PartitionSpec` of an array by the logical axis rules.
 
-    Axes without a rule are `UNCONSTRAINED`. So are all axes without a mesh, on one device, and
-    inside `jax.shard_map`.
+    Axes without a rule are `UNCONSTRAINED`, and so are all on one device.
 
     Args:
       shape: the array's shape.
@@ -66,8 +59,8 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
 def manual_axes(specs: Iterable[PartitionSpec]) -> set[str]:
     """Return the mesh axes over which `jax.shard_map` shards arrays with these specs.
 
-    Auto mesh axes without an entry stay Auto if an array has unconstrained axes, which XLA may have
-    sharded over them. Those of size 1 do not: Mosaic kernels do not run under Auto axes.
+    Auto axes without an entry stay Auto if XLA may have sharded an array over them. Axes of size 1
+    do not: Mosaic kernels do not run under Auto axes.
     """
     mesh, parts = shard_map.ambient_mesh(), [part for spec in specs for part in spec]
     named = {axis for part in parts for axis in rules.unpack_entry(part)}
@@ -77,10 +70,8 @@ def manual_axes(specs: Iterable[PartitionSpec]) -> set[str]:
     return axes and axes | {a for a in mesh.auto_axes if mesh.shape[a] == 1}
 
 
-@functools.partial(jax.jit, static_argnames="spec", inline=True)
-def constrain_auto(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Constrain x over Auto axes. Outside jit, JAX would need x on the devices of the mesh."""
-    return jax.lax.with_sharding_constraint(x, spec)
+# Outside jit, JAX would need the array on the devices of the mesh.
+_constrain_auto = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
 
 
 def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -100,39 +91,33 @@ def spec_of(x: jax.Array) -> PartitionSpec:
 
 
 def local(
-    fn: Callable[..., Any], names: Sequence[rules.LogicalNames], outs: Any, *args: jax.Array,
-    over: Sequence[str] = (),
+    fn: Callable[..., Any], names: Sequence[rules.LogicalNames],
+    out: tuple[Sequence[int], rules.LogicalNames], *args: jax.Array, over: Sequence[str] = (),
 ) -> Any:  # fmt: skip
     """Return fn(*args), computed by each device on its shards.
 
     Args:
       fn: a module's function, or a `Partial` of one, that runs on Manual axes.
       names: the logical names of the axes of each argument.
-      outs: a pair (shape, names) for the result, or a list of pairs.
+      out: the shape of the result, and the logical names of its axes.
       *args: the arrays.
       over: more mesh axes, along which all devices compute the same.
     """
-    has_many = isinstance(outs, list)
     inputs = [(x.shape, n) for x, n in zip(args, names, strict=True)]
     # An array without batch axes has fewer axes than names.
-    arrays = [
-        (shape, n[max(len(n) - len(shape), 0) :])
-        for shape, n in [*inputs, *(outs if has_many else [outs])]
-    ]
+    arrays = [(shape, n[max(len(n) - len(shape), 0) :]) for shape, n in [*inputs, out]]
     specs = [spec(shape, n) for shape, n in arrays]
     # An axis without a rule is sharded as the first axis with its name, or with its index.
     keys = [(*range(len(shape) - len(n)), *n) for shape, n in arrays]
     known: dict[Any, Any] = {}
     for x, key in reversed([*zip(args, keys, strict=False)]):
         known |= zip(key, spec_of(x), strict=True)
-    full = [
+    *ins, of_result = (
         rules.fill_unconstrained(spec, [known.get(name) for name in key])
         for spec, key in zip(specs, keys, strict=True)
-    ]
-    ins, out_specs = full[: len(args)], full[len(args) :]
-    outs = out_specs if has_many else out_specs[0]
+    )
     manual = manual_axes(specs) | {*over}
-    return shard_map.run_on_shards(fn, manual, ins, outs, *map(reshard, args, ins))
+    return shard_map.run_on_shards(fn, manual, ins, of_result, *map(reshard, args, ins))
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -143,13 +128,12 @@ def like(x: jax.Array, other: jax.Array) -> jax.Array:
 def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     """Return fn(*args), with the sharding inside left to the compiler on any mesh.
 
-    Explicit axes are Auto inside fn, because JAX would require output shardings of many operations
-    (reshapes, gathers, matmuls over a sharded axis).
+    Explicit axes are Auto inside fn.
 
     Args:
       fn: a function that closes over no JAX array.
-      names: the logical names of the result, in a tree like the result. An axis without a rule is
-        sharded like the same axis of the first array.
+      names: the logical names of the result, in a tree like the result. Axes without a rule follow
+        the first array.
       *args: trees of arrays.
     """
     mesh = shard_map.ambient_mesh()
@@ -160,15 +144,13 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return run(*args)
     is_named = any(map(any, jax.tree.leaves(names, is_leaf=_is_names)))
-    lacks_rules = is_named and not initializing.value and not nn.get_logical_axis_rules()
-    is_replicated = lacks_rules or (is_named and initializing.value)
+    is_replicated = is_named and (initializing.value or not nn.get_logical_axis_rules())
     arrays, static = partition(args, is_array)
-    of_arrays = [spec_of(x) for x in jax.tree.leaves(arrays)] if lacks_rules else []
-    if any(map(any, of_arrays)):
-        fitting = rules.suggest(of_arrays[0], of_arrays)
+    is_sharded = any(any(spec_of(x)) for x in jax.tree.leaves(arrays))
+    if is_replicated and is_sharded and not initializing.value:
         raise ValueError(
             f"arrays sharded over the Explicit mesh axes {mesh.explicit_axes} need logical axis "
-            f"rules; wrap in `with nn.logical_axis_rules({fitting})` (nnx has the same context)"
+            f"rules; wrap in `with nn.logical_axis_rules(rules)`, such as sharding.RULES"
         )
 
     def spec(n: rules.LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -191,16 +173,3 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
 def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
-
-
-def warn_of_unseen_mesh() -> None:
-    """Warn under `with mesh:`, which sets a mesh that logical axis rules do not see."""
-    try:
-        # JAX has no public way to read this mesh, but accepts a PartitionSpec only under one.
-        jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
-    except (RuntimeError, ValueError):
-        return
-    checks.warn(
-        "logical axis rules divide nothing under `with mesh:`, which JAX has deprecated; "
-        "write `with jax.set_mesh(mesh):`"
-    )

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mha.base import shapes
 from flax_mha.sharding import layout, rules
 
-# True while `of` traces, so that parameters are boxed with their names whatever `partitioned` is.
-# A JAX context is part of the key of JAX's caches.
+# True while `of` traces: parameters are boxed with their names. The context keys JAX's caches.
 _naming = jax.make_user_context(False)
 
 
@@ -22,7 +21,6 @@ class Named(nn.LogicallyPartitioned):
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """Return the value. JAX rejects Flax's sharding constraint on Explicit axes."""
-        del apply_constraint
         return self.value
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
@@ -40,7 +38,7 @@ def named(init: Initializer, names: rules.LogicalNames, partitioned: bool = Fals
     """Return an initializer of parameters with a logical name, or None, for each axis.
 
     Parameters are plain arrays, unless `partitioned` boxes them as `nn.with_logical_partitioning`
-    does. They are also boxed while `sharding.of` reads the names.
+    does.
     """
 
     def initialize(rng: jax.Array, shape: Sequence[int], dtype: Dtype) -> Any:
@@ -60,7 +58,7 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
     """Return the shardings of the parameters that a function creates.
 
     Args:
-      fn: a function that initializes Flax modules, and perhaps an optimizer. It is only traced.
+      fn: a function that initializes Flax modules, and perhaps an optimizer.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`.
 
     Returns:
@@ -96,14 +94,10 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, An
         with layout.initializing(True):
             return model.init(rngs, *args, **kwargs)
 
-    variables: dict[str, Any]
-    if jax.sharding.get_mesh().empty:
-        variables = jax.jit(create)(rngs, *args)
-        return variables
-    shardings = of(create, rngs, *args)
+    shardings = None if jax.sharding.get_mesh().empty else of(create, rngs, *args)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
         # Otherwise each device would draw the full parameters, with other rounding.
         specs = jax.tree.map(lambda at: rules.keep_axes(at.spec, explicit), shardings)
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=specs)
-    variables = jax.jit(create, out_shardings=shardings)(rngs, *args)
+    variables: dict[str, Any] = jax.jit(create, out_shardings=shardings)(rngs, *args)
     return variables

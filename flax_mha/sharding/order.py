@@ -1,6 +1,5 @@
 """Orders of tokens that balance the work of the devices of a ring."""
 
-import functools
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 from flax_mha.base import checks
 from flax_mha.base.coordinates import Array, tiles_of, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import Struct
 
 # The swaps that are compared at once, and the most table entries of all swaps: some seconds.
 _SWAPS, _ENTRIES = 32, 2**29
@@ -19,8 +17,7 @@ _SWAPS, _ENTRIES = 32, 2**29
 def zigzag(length: int, devices: int) -> np.ndarray:
     """Return an order of tokens that balances causal attention over devices.
 
-    Device i of n gets pieces i and 2n − 1 − i of 2n pieces: an early one, which sees few keys, and
-    a late one, which sees many.
+    Device i of n gets pieces i and 2n − 1 − i of 2n pieces, one of few keys and one of many.
 
     >>> order = sharding.zigzag(x.shape[1], 8)
     >>> y = layer.apply(variables, x[:, order], order=order)[:, np.argsort(order)]
@@ -34,10 +31,9 @@ def zigzag(length: int, devices: int) -> np.ndarray:
 
     Raises:
       ValueError: if T is not a positive multiple of 2n.
-      TypeError: if T or n is not an int.
 
-    Source: the zig-zag placement of ring-flash-attention (Zhu, 2024), and of Grattafiori et al.,
-    "The Llama 3 Herd of Models", 2024.
+    Sources: ring-flash-attention (Zhu, 2024); Grattafiori et al., "The Llama 3 Herd of Models",
+    2024.
     """
     checks.positive(length=length, devices=devices)
     if length % (2 * devices):
@@ -54,61 +50,46 @@ def balanced(
 ) -> np.ndarray:
     """Return an order of tokens that balances attention within packed documents over a ring.
 
-    The tokens are cut into pieces of one tile, which are dealt to n devices in turn. Then pieces of
-    two devices are swapped while that reduces the time of the ring,
+    Pieces of two devices are swapped while that reduces the time of the ring,
 
         Σₛ (Σᵢ Wᵢₛ⁸)^(1/8)  ≈  Σₛ maxᵢ Wᵢₛ
 
-    where Wᵢₛ is the work of device i in step s: the number of tiles that are not empty between its
-    queries and the keys of device i − s. The search is deterministic and takes seconds. The slowest
-    device then takes about 1.1 of the mean on up to 64 devices, more where Wᵢₛ are few tiles.
+    where Wᵢₛ counts the tiles, not empty, of queries of device i and keys of device i − s.
 
     >>> lengths = [700, 1000, 348]
     >>> order = sharding.balanced(lengths, 8)
     >>> layer = MultiHeadAttention(8, mask=masks.Causal() & masks.Documents(lengths))
 
     Args:
-      lengths: int [documents], the tokens of each document, T in all, with padding as a document.
-        Rows that share the order are [rows, documents], filled with 0.
+      lengths: int [documents], the tokens of each document, T in all, with padding as a document,
+        or [rows, documents], filled with 0, for rows that share the order.
       devices: n, the number of devices of the ring.
       mask: a static mask within documents, the same in all rows (default: causal).
-      tile: the tokens of a piece (default: 512 or 256 if that leaves each device 16 pieces and 4·n,
-        else 128). Kernels on a ring use the default if the order is traced.
+      tile: the tokens of a piece (default: 512, 256 or 128, by the length).
 
     Returns:
       The positions of the tokens, int32 [T].
 
     Raises:
-      ValueError: if T is not a positive multiple of n·tile, or is not the same in all rows.
-      TypeError: if an argument is traced, or has a wrong type.
+      ValueError: if T is not the same positive multiple of n·tile in all rows.
     """
-    checks.positive(devices=devices)
-    rows = np.atleast_2d(checks.integers("lengths", checks.static("lengths", lengths)))
-    checks.within("lengths", rows, None, "a length counts tokens")
-    totals = sorted(set(rows.sum(-1).tolist()))
-    if rows.ndim != 2 or len(totals) != 1:
+    checks.optional(devices=devices, tile=tile)
+    rows = np.atleast_2d(checks.integers("lengths", lengths))
+    length, *others = {*rows.sum(-1).tolist()}
+    tile = tile or piece_size(length // devices, devices)
+    if others or not length or length % (devices * tile):
         raise ValueError(
-            f"lengths must be [documents] or [rows, documents], with the same number of tokens in "
-            f"each row, got {rows.shape} and {totals} tokens; add a document of padding"
-        )
-    checks.optional(tile=tile)
-    tile = tile or piece_size(totals[0] // devices, devices)
-    if totals[0] % (devices * tile) or not totals[0]:
-        raise ValueError(
-            f"lengths must sum to a multiple of devices · tile = {devices * tile}, got "
-            f"{totals[0]}; add a document of padding, or give a smaller tile"
+            f"each row of lengths must sum to the same multiple of devices · tile = "
+            f"{devices * tile}, got {[length, *others]}; add a document of padding, or give a "
+            f"smaller tile"
         )
     pieces = np.argsort(_deal(_count_work(rows, mask, tile), devices), kind="stable")
-    tokens = np.arange(totals[0], dtype=np.int32).reshape(-1, tile)
+    tokens = np.arange(length, dtype=np.int32).reshape(-1, tile)
     return tokens[pieces].reshape(-1)
 
 
 def piece_size(length: int, devices: int, positions: Array | None = None) -> int:
-    """Return the tokens of a piece, if each device has `length` tokens.
-
-    `positions` are all tokens' positions, as in `AttentionSpec`. If they are traced or None, the
-    result is the default of `balanced`.
-    """
+    """Return the tokens of a piece of `length` tokens a device, given positions if static."""
     if positions is None or isinstance(positions, jax.Array):
         least = max(16, 4 * devices)
         return next((s for s in (512, 256) if length % s == 0 and least * s <= length), 128)
@@ -122,16 +103,8 @@ def _count_work(rows: np.ndarray, mask: Any, tile: int) -> np.ndarray:
     length = int(rows[0].sum())
     dims = Dims((), length, length, 1, 1, 1, 1)
     tiles = tiles_of(*whole(dims)[2:], tile, tile)
-    rule: Any = mask
-    if mask is None:
-        visible = tiles.k_min <= tiles.q_max
-    elif isinstance(mask, Struct):
-        jax.tree.map(functools.partial(checks.static, "mask"), mask)
-        visible = np.asarray(rule.bind(dims).tiles(tiles)) > 0
-    else:
-        raise TypeError(
-            f"mask must be a flax_mha.masks.Mask, got {checks.describe(mask)}; give masks.Causal()"
-        )
+    states = tiles.k_min <= tiles.q_max if mask is None else mask.bind(dims).tiles(tiles)
+    visible = np.asarray(states) > 0
     work = np.zeros((length // tile,) * 2, np.float32)
     for row in rows:
         documents = np.repeat(np.arange(len(row)), row)

@@ -30,15 +30,15 @@ def product(
 ) -> Any:  # fmt: skip
     """Return multiply(x, kernel) [*rows, *features].
 
-    A kernel sharded by FSDP is gathered on Manual axes, so that its gradient is reduce-scattered.
-    XLA would all-reduce it and then slice.
+    A kernel sharded by FSDP is gathered on Manual axes, so that its gradient is reduce-scattered,
+    not all-reduced.
 
     Args:
       parallel: `column_parallel` or `row_parallel`.
       multiply: a function of a module, or a `Partial` of one.
       names: the logical names of the kernel's axes.
       rows: the logical names of the other axes of the result.
-      contracted: the number of contracted axes, the last ones of x and the first of the kernel.
+      contracted: the number of contracted axes.
       x: [*rows, *in].
       kernel: [*in, *features].
     """
@@ -82,10 +82,9 @@ def column_parallel(
 ) -> Any:  # fmt: skip
     """Multiply by a kernel whose features are sharded, and whole along the axes of FSDP.
 
-    If positions of x are sharded between layers, each device gathers all of them before the
-    product, and keeps the gradient of its own: one all-gather forward and one reduce-scatter
-    backward. If devices share key/value heads, the gradient of x is a sum over all devices, which
-    XLA joins with the sum for the queries.
+    If positions of x are sharded between layers: one all-gather forward, one reduce-scatter
+    backward. If devices share key/value heads, XLA joins the sum of their gradients of x with the
+    queries'.
     """
     at = x.ndim - 2
     if contracted > 1 or rows != ("batch", "length") or at < 0:
@@ -111,8 +110,8 @@ def row_parallel(
 ) -> Any:  # fmt: skip
     """Multiply by a kernel whose contracted axes are sharded, and whole along the axes of FSDP.
 
-    If the devices that sum a product also shard its positions, each keeps the sums of its own: one
-    reduce-scatter forward, one all-gather backward.
+    If the devices that sum a product also shard its positions: one reduce-scatter forward, one
+    all-gather backward.
     """
     at, whole = x.ndim - contracted - 1, gathered(names)
     shape = (*x.shape[: at + 1], *kernel.shape[contracted:])

@@ -19,19 +19,13 @@ _TOKENS = ("batch", "length", "norm_length")
 
 
 def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
-    """Return the `PartitionSpec` of an array by the rules, which must fit its shape and the mesh.
-
-    `names` are the logical names of its last axes. Axes without a rule or a name are
-    `UNCONSTRAINED`.
-    """
-    if not isinstance(names, tuple | list) or not all(isinstance(n, str | None) for n in names):
-        raise TypeError(
-            f"names must be a tuple of logical names, a str or None for each axis, got {names!r}; "
-            f"give ('batch', None), for example"
-        )
+    """Return the `PartitionSpec` of an array by the rules, given the names of its last axes."""
     last: Any = tuple(names[max(len(names) - len(shape), 0) :])
     names = (UNCONSTRAINED,) * (len(shape) - len(last)) + last
-    rules = _rules()
+    # By default, key/value heads follow query heads, and slots are whole.
+    rules = (*nn.get_logical_axis_rules(), ("cache_length", None))
+    if not has_rule("kv_heads"):
+        rules += tuple(("kv_heads", axes) for name, axes in rules if name == "heads")
     resolved = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
     entries = [
         _resolve_axis(size, name, axes, names, rules, mesh)
@@ -47,7 +41,13 @@ def _resolve_axis(
     targets = [target for rule, target in rules if rule == name]
     if name is not None and not targets:
         return UNCONSTRAINED
-    _check_rule(name, targets, rules, dict(mesh.shape))
+    unknown = {axis for target in targets for axis in unpack_entry(target)} - {*mesh.axis_names}
+    if unknown:
+        raise ValueError(
+            f"the rule {(name, targets[0])} names the mesh axis {sorted(unknown)}, and the mesh "
+            f"has {dict(mesh.shape)}; make it with that axis (a size of 1 will do), or change the "
+            f"rule"
+        )
     if axes is None and targets and None not in targets:
         raise ValueError(
             f"{name!r} is to be sharded over {targets[0]!r}, which another axis of the same "
@@ -62,41 +62,10 @@ def _resolve_axis(
         return leading_axes(axes, size, mesh)
     if size == 1 and name in _TOKENS:
         return None
-    legal = [n for n in range(1, size + 1) if size % n == 0]
     raise ValueError(
         f"{name!r} counts {size}, which does not divide over the {devices} devices of the mesh "
-        f"axis {axes!r}; choose a multiple of {devices}, or an axis of one of {legal}"
+        f"axis {axes!r}; choose a multiple of {devices}, or another axis"
     )
-
-
-def _check_rule(name: Any, targets: Sequence[Any], rules: Rules, sizes: dict[str, int]) -> None:
-    """Check that the mesh has the axes of the rules of a name."""
-    unknown = {axis for target in targets for axis in unpack_entry(target)} - set(sizes)
-    if unknown:
-        named = {axis for _, target in rules for axis in unpack_entry(target)}
-        other = [f", to {(name, axis)}, say" for axis in sizes if axis not in named][:1]
-        raise ValueError(
-            f"the rule {(name, targets[0])} names the mesh axis {sorted(unknown)}, and the mesh "
-            f"has {sizes}; make it with that axis (a size of 1 will do), or change the rule"
-            f"{''.join(other)}"
-        )
-
-
-def suggest(inputs: PartitionSpec, specs: Iterable[PartitionSpec]) -> str:
-    """Return code of rules that fit the specs of inputs [*B, T, ·] and of parameters."""
-    batch = unpack_entry(inputs[0] if len(inputs) > 1 else None)
-    used = {axis: None for spec in specs for part in spec for axis in unpack_entry(part)}
-    model = [axis for axis in used if axis not in batch]
-    names = {"batch": batch, "heads": model, "mlp": model, "vocab": model}
-    return str([(name, pack_entry(axes)) for name, axes in names.items() if axes])
-
-
-def _rules() -> Rules:
-    """Return Flax's rules. By default, key/value heads follow query heads, and slots are whole."""
-    rules = (*nn.get_logical_axis_rules(), ("cache_length", None))
-    if not has_rule("kv_heads"):
-        rules += tuple(("kv_heads", axes) for name, axes in rules if name == "heads")
-    return rules
 
 
 def has_rule(name: str) -> bool:
@@ -126,29 +95,24 @@ def leading_axes(axes: Any, size: int, mesh: AbstractMesh) -> Any:
 
 def keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """Return a spec with only the mesh axes in `axes`."""
-
-    def keep(part: Any) -> Any:
-        return pack_entry([axis for axis in unpack_entry(part) if axis in axes])
-
-    return PartitionSpec(*(part if part is UNCONSTRAINED else keep(part) for part in spec))
+    return PartitionSpec(*(
+        part if part is UNCONSTRAINED else pack_entry([a for a in unpack_entry(part) if a in axes])
+        for part in spec
+    ))  # fmt: skip
 
 
 def fill_unconstrained(spec: PartitionSpec, default: Iterable[Any] = ()) -> PartitionSpec:
     """Replace the unconstrained entries of a spec by `default`, without mesh axes in use."""
     taken = {axis for part in spec for axis in unpack_entry(part)}
-
-    def fill(axes: Any) -> Any:
-        return pack_entry([axis for axis in unpack_entry(axes) if axis not in taken])
-
-    pairs = itertools.zip_longest(spec, default)
-    return PartitionSpec(*(fill(axes) if part is UNCONSTRAINED else part for part, axes in pairs))
+    return PartitionSpec(*(
+        pack_entry([a for a in unpack_entry(axes) if a not in taken])
+        if part is UNCONSTRAINED else part
+        for part, axes in itertools.zip_longest(spec, default)
+    ))  # fmt: skip
 
 
 def undivided_tokens(decode: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the rules do not shard tokens, if `decode` is True.
-
-    A decoding step has one token and a prompt any number, which need not divide over devices.
-    """
+    """Return a context in which the rules do not shard tokens, if `decode` is True."""
     rules = nn.get_logical_axis_rules()
     if not rules or not decode:
         return contextlib.nullcontext()

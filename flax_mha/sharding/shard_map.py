@@ -55,10 +55,7 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def vary(x: Any, like: Any) -> Any:
-    """Mark x as varying over the mesh axes that `like` varies over.
-
-    Inside `jax.shard_map`, the first carry of a loop must vary over the same axes as the last.
-    """
+    """Mark x as varying over the mesh axes that `like` varies over, as carries of loops must."""
     missing = frozenset().union(*map(varying, jax.tree.leaves(like))) - varying(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
@@ -69,13 +66,12 @@ def run_on_shards(
     """Return fn(*args), computed on shards along the `manual` mesh axes.
 
     Args:
-      fn: a module's function, or a `Partial` of one and static values, so that outside jit equal
-        calls share a program.
+      fn: a module's function, or a `Partial` of one, so that equal eager calls share a program.
       manual: mesh axes.
-      ins: the PartitionSpecs of the arrays, which are sharded by them on Explicit axes.
+      ins: the PartitionSpecs of the arrays.
       outs: the PartitionSpecs of the result.
       *args: the arrays.
-      pure: False if fn calls functions of the user, which may read mutable state.
+      pure: False if fn calls functions of the user.
     """
     mesh, (explicit, spmd) = jax.sharding.get_abstract_mesh(), mapped_axes()
     if (explicit | spmd).intersection(mesh.explicit_axes):

@@ -200,9 +200,9 @@ def tied(layer: Any) -> Encoder:
 REFUSED: list[tuple[Any, Any, str]] = [
     (PLAIN, (1,), "heads must be a dict of indices by path, got (1,) of tuple"),
     (PLAIN, {"": 1}, "heads of the layer must be a tuple of sizes, got 1 of int"),
-    (PLAIN, {"": ("1",)}, "heads of the layer must be an int, got '1'"),
+    (PLAIN, {"": ("1",)}, "heads of the layer[0] must be an int, got '1'"),
     (PLAIN, {"": (4,)}, "must be in 0 … 3, and layers in 0 … 0, got heads [4] of"),
-    (PLAIN, {"": (-1,)}, "heads of the layer must be in 0"),
+    (PLAIN, {"": (-1,)}, "heads of the layer[0] must be at least 0"),
     (PLAIN, {"": range(4)}, "must be a tuple of sizes"),
     (PLAIN, {"": (0, 1, 2, 3)}, "the layer must keep a head, and as many in each"),
     (PLAIN, {"": {1: (0,)}}, "and layers in 0 … 0, got heads [0] of layer 1"),

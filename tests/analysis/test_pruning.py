@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "learned scores": (
         MultiHeadAttention(
             N, scores=(scores.RelativeBias(), scores.SoftCap(5.0), scores.RelativeBias(),
-            scores.Relative(per_head=True, max_distance=3), scores.TransformerXL()),
+            scores.Relative(max_distance=3), scores.TransformerXL()),
         ), (0, 2),
     ),
     "given scores": (

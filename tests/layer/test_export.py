@@ -191,8 +191,6 @@ def test_exported_gradient_has_the_kernels_of_its_platform_only(
         for others in (("cpu",), (lowered, "cpu")):
             with pytest.raises(ValueError, match=r"must be lowered only for it, .*; export one"):
                 text(*others)
-    with pytest.raises(TypeError, match=r"platform must be a flax_mha.Platform, got 'tpu'; write"):
-        kernels.use(platform="tpu").__enter__()  # type: ignore[arg-type]
 
 
 NEW: dict[str, Any] = {
@@ -255,7 +253,7 @@ def test_exported_programs_take_and_return_caches_masks_and_scores() -> None:
 
 def test_functions_in_arguments_of_exported_programs_are_an_error() -> None:
     mask = masks.Predicate(lambda row, head, i, j: i >= j)
-    with pytest.raises(TypeError, match=r"must be numbers, strings or dtypes, got <func.*; keep"):
+    with pytest.raises(TypeError, match=r"<func.* as a data type"):
         saved(lambda mask: 0.0, mask)
 
 

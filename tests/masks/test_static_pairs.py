@@ -11,7 +11,7 @@ from flax_mha import dot_product_attention
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import bind_call
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
-from flax_mha.masks import EMPTY, FULL, PARTIAL, Causal, Mask, Predicate, static_pairs
+from flax_mha.masks import EMPTY, FULL, PARTIAL, Causal, Mask, Predicate, algebra
 from tests.support.oracle import error
 
 T, S = 40, 56
@@ -84,7 +84,7 @@ def test_traced_values_are_partial() -> None:
 
 
 def test_too_many_pairs_are_partial(monkeypatch) -> None:
-    monkeypatch.setattr(static_pairs, "MOST", T * S - 1)
+    monkeypatch.setattr(algebra, "MOST", T * S - 1)
     assert (states(Predicate(blocked(8, 4))) == PARTIAL).all()
 
 
@@ -126,5 +126,5 @@ def test_skipped_tiles_change_nothing(kernel: str, monkeypatch) -> None:
         return jnp.sin(dot_product_attention(q, q, q, mask=mask, kernel=kernel)).sum()
 
     skipped = jax.grad(loss)(q)
-    monkeypatch.setattr(static_pairs, "MOST", 0)
+    monkeypatch.setattr(algebra, "MOST", 0)
     assert error(skipped, jax.grad(loss)(q)) < 1e-5

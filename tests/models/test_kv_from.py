@@ -191,7 +191,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "itself": (lambda: stack(None, 1), ValueError, r"kv_from\[1\] must be None or an .* got 1"),
     "the first": (lambda: stack(0, None), ValueError, r"kv_from\[0\] must be None .* got 0 in"),
     "of a taker": (lambda: stack(None, 0, 1), ValueError, r"kv_from\[2\] .* of \[0\], got 1"),
-    "negative": (lambda: stack(None, -1), ValueError, r"kv_from\[1\] must be in 0 …"),
+    "negative": (lambda: stack(None, -1), ValueError, r"kv_from\[1\] must be at least 0"),
     "a name": (lambda: stack(None, "0"), TypeError, r"kv_from\[1\] must be an int, got '0'"),
     "scan of one": (lambda: stack(None, 0, scan=True), ValueError,
                     r"scan .* has 1\), .* \(None, None\), got \(None, 0\); give"),

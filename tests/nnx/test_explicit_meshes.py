@@ -1,10 +1,8 @@
 """nnx layers on meshes whose axes have a user's own names, as in Flax's tutorials."""
 
 import contextlib
-import re
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flax_mha.nnx
-from flax_mha import masks, sharding
+from flax_mha import masks
 
 pytestmark = pytest.mark.slow
 X = np.random.default_rng(0).normal(size=(4, 6, 16)).astype(np.float32)
@@ -55,25 +53,6 @@ def compare(rules: Any, types: AxisType, places: Any = ("batch",)) -> None:
     found, wanted = (jax.tree.leaves(nnx.to_pure_dict(x)) for x in (grads, gradients))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(jax.device_get(a), b, atol=2e-5)
-
-
-@pytest.mark.parametrize("module", [nn, nnx], ids=["linen", "nnx"])
-@pytest.mark.parametrize("places", [("batch",), (None,)], ids=["rows", "no rows"])
-def test_remedy_of_missing_rules_works_as_it_stands(places: Any, module: Any) -> None:
-    with pytest.raises(ValueError, match="need logical axis rules") as raised:
-        compare(contextlib.nullcontext(), AxisType.Explicit, places)
-    assert "Explicit mesh axes ('batch', 'model')" in str(raised.value)
-    (code,) = re.findall(r"`with nn\.(logical_axis_rules\(.*\))`", str(raised.value))
-    compare(eval(f"module.{code}", {"module": module}), AxisType.Explicit, places)
-
-
-def test_remedy_of_rules_for_another_mesh_works_as_it_stands() -> None:
-    with pytest.raises(ValueError, match="names the mesh axis") as raised:
-        compare(nn.logical_axis_rules(sharding.RULES), AxisType.Explicit)
-    (rule,) = re.findall(r"change the rule, to (\(.*?\)), say", str(raised.value))
-    assert eval(rule) == ("batch", "batch")
-    rules = [eval(rule) if name == "batch" else (name, axes) for name, axes in sharding.RULES]
-    compare(nnx.logical_axis_rules(rules), AxisType.Explicit)
 
 
 def test_auto_axes_need_no_rules() -> None:

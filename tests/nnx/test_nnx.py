@@ -294,13 +294,12 @@ MISTAKES = {
         lambda: MultiHeadAttention(4, D, decode=True, rngs=nnx.Rngs(0))(X), "call init_cache",
     ),
     "heads": (lambda: MultiHeadAttention(3, D, rngs=nnx.Rngs(0)), "num_heads=3 must divide"),
-    "groups": (lambda: MultiHeadAttention(4, D, num_kv_heads=3, rngs=nnx.Rngs(0)), r"of \[1, 2, 4"),
-    "rotary": (lambda: MultiHeadAttention(4, D, rotary=Rotary, rngs=nnx.Rngs(0)), "parentheses"),
+    "groups": (lambda: MultiHeadAttention(4, D, num_kv_heads=3, rngs=nnx.Rngs(0)), "must divide"),
     "ring": (
         lambda: MultiHeadAttention(4, D, cache=CacheConfig(slots=3), rngs=nnx.Rngs(0)),
         "masks.Window",
     ),
-    "dtype": (lambda: MultiHeadAttention(4, D, dtype="foo", rngs=nnx.Rngs(0)), "bfloat16"),
+    "dtype": (lambda: MultiHeadAttention(4, D, dtype="foo", rngs=nnx.Rngs(0)), "not understood"),
     "capture": (lambda: MultiHeadAttention(4, D, capture="lse", rngs=nnx.Rngs(0)), "Capture"),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 import flax_mha
 import flax_mha.nnx
-from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, interop
+from flax_mha import EncoderBlock, MultiHeadAttention, interop
 from tests.repository.test_reference import directives, found
 from tests.repository.test_security import CONFIG
 from tests.support.oracle import random_like
@@ -98,10 +98,6 @@ def of_captures() -> dict[str, Any]:
     return {"model": model, "variables": drawn(model), "x": X}
 
 
-def of_block(kind: Any) -> dict[str, Any]:
-    return {"block": kind(MultiHeadAttention(8), 64)}
-
-
 # The names that an example uses beside public ones.
 GIVEN: dict[str, Any] = {
     "flax_mha.cache": lambda: dict.fromkeys("qkv", jnp.ones((2, 3, 4, 8))),
@@ -113,12 +109,8 @@ GIVEN: dict[str, Any] = {
     "flax_mha.kernels.use": of_derivatives,
     "flax_mha.masks": lambda: {"ids": np.zeros((2, 16), int)},
     "flax_mha.masks.Dilated": dict,
-    "flax_mha.masks.helpers": lambda: {"tokens": np.zeros((2, 16), int)},
     "flax_mha.optimizers.muon.muon_dimensions": lambda: {"optax": optax},
     "flax_mha.scores": dict,
-    "flax_mha.scores.Relative": dict,
-    "flax_mha.scores.RelativeBias": lambda: of_block(EncoderBlock),
-    "flax_mha.scores.TransformerXL": lambda: of_block(DecoderBlock),
     "flax_mha.sharding": of_layer,
     "flax_mha.sharding.balanced": dict,
     "flax_mha.sharding.zigzag": of_layer,

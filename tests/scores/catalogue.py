@@ -22,7 +22,7 @@ from flax_mha.scores import (
 from tests.masks.catalogue import Scene
 from tests.support.oracle import Array, ScoreRule
 
-CAP, REACH, BASE = 1.5, 3, 50.0
+CAP, REACH, BASE = 1.5, 3, 10_000.0
 
 
 class Row(NamedTuple):
@@ -128,7 +128,7 @@ SCORES: dict[str, Row] = {
         lambda: Relative(max_distance=REACH), shaw, params={"table": "relative_keys"}
     ),
     "transformer_xl": Row(
-        lambda: TransformerXL(features=6, base=BASE), transformer_xl,
+        lambda: TransformerXL(features=6), transformer_xl,
         params={name: f"relative_{name}" for name in ("content_bias", "position_bias", "kernel")},
     ),
 }  # fmt: skip

@@ -1,7 +1,6 @@
 """Heads are really sharded over a mesh, and the numbers stay the same."""
 
 import re
-import warnings
 
 import flax.linen as nn
 import jax
@@ -186,21 +185,6 @@ def test_rules_for_heads_only_keep_rows_sharded(optimized, kind: AxisType) -> No
     assert specs(variables["params"])["value/kernel"] == P(None, "model", None)
     assert collectives(compiled.as_text()) == [("all-reduce", 4 * X.size // 2)]
     assert compiled.output_shardings.spec[0] == "data"
-
-
-def test_mesh_hidden_from_rules_warns() -> None:
-    mesh = make_mesh()
-    with nn.logical_axis_rules(sharding.RULES):
-        assert sharding.constrain(X, ("batch", "length", None)) is X
-        with warnings.catch_warnings():
-            # JAX's own warning about `with mesh:`.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            mesh.__enter__()
-        try:
-            with pytest.warns(UserWarning, match=r"nothing under `with mesh:`.*jax.set_mesh\(mesh"):
-                jax.eval_shape(MultiHeadAttention(8).init, jax.random.key(1), X)
-        finally:
-            mesh.__exit__(None, None, None)
 
 
 @pytest.mark.sampled(0.16)

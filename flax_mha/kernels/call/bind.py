@@ -66,8 +66,6 @@ def bind_call(
         k, v = (jnp.asarray(checks.floating(name, x)) for name, x in (("k", k), ("v", v)))
     if sinks is not None:
         sinks = jnp.asarray(checks.floating("sinks", sinks))
-    if precision is not None:
-        checks.precision("precision", precision)
     checks.choice("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
     if sinks is not None and normalizer != SOFTMAX:
         raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")

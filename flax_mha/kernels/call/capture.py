@@ -107,7 +107,6 @@ def as_capture(capture: Any, in_layer: bool = False) -> Capture | None:
 def _check_indices(name: str, chosen: Any) -> tuple[int, ...] | None:
     if chosen is None:
         return None
-    checks.static(name, chosen)
     is_list = isinstance(chosen, Sequence | np.ndarray | jax.Array) and not isinstance(chosen, str)
     indices = np.asarray(checks.integers(name, chosen) if is_list else ())
     if indices.ndim != 1 or not indices.size:
