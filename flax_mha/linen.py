@@ -4,19 +4,18 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import flax.linen as nn
 import jax
-from flax.errors import SetAttributeInModuleSetupError
 from flax.typing import Initializer
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks
-from flax_mha.base.arguments import check_refused, hidden_field
+from flax_mha.base.arguments import check_refused
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import KVCache, as_cache_config, collection, resolve
+from flax_mha.cache import CacheConfig, KVCache, collection, resolve
 from flax_mha.cache.resolve import CacheLike, KVLike
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection, make_parameter
@@ -115,16 +114,6 @@ class MultiHeadAttention(Settings, nn.Module):
 
     _: dataclasses.KW_ONLY  # Flax adds `parent` and `name`.
 
-    if not TYPE_CHECKING:  # Fields are frozen.
-
-        @nn.nowrap
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute of a layer that is being made, or in a subclass's `setup`."""
-            try:
-                super().__setattr__(name, value)
-            except SetAttributeInModuleSetupError:
-                raise hidden_field(type(self), name) from None
-
     @nn.compact
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
@@ -185,7 +174,7 @@ class MultiHeadAttention(Settings, nn.Module):
         if (at_layer := contexts.current().at_layer) is not None:
             self = at_layer(self)
         with rules.undivided_tokens(checks.flag("decode", self.decode)):
-            config = as_cache_config(self.cache) if self.decode else None
+            config = self.cache or CacheConfig() if self.decode else None
             inputs_k, inputs_v, cache = resolve.resolve_call(
                 kv, inputs_q, inputs_k, inputs_v, config, self._kept(), self.is_initializing()
             )
@@ -250,10 +239,16 @@ class MultiHeadAttention(Settings, nn.Module):
     @nn.nowrap
     def _kept(self) -> KVCache | None:
         """Return the cache of earlier calls, or None if there is none."""
-        held = self.variables.get("cache") if self.decode else None
-        if not held or (self.is_initializing() and not collection.NAMES & {*held}):
+        held = self.variables.get("cache", {}) if self.decode else {}
+        caches = [held[name] for name in ("kv", "memory") if name in held]
+        if not held or (self.is_initializing() and not caches):
             return None
-        return collection.find_cache(held, as_cache_config(self.cache).window(self.mask))
+        if len(caches) != 1 or not isinstance(caches[0], KVCache):
+            raise TypeError(
+                f"a layer's collection 'cache' must have one flax_mha.cache.KVCache, kv or memory, "
+                f"got {[*held]}; start from an empty one, which init with decode=True returns"
+            )
+        return caches[0]
 
     @nn.nowrap
     def _dropout_rng(self, told: bool | None, rng: jax.Array | None) -> jax.Array | None:

@@ -19,7 +19,7 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_given, check_refused
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache, as_cache_config, collection, resolve
+from flax_mha.cache import CacheConfig, KVCache, collection, resolve
 from flax_mha.cache.resolve import KVLike
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
@@ -34,7 +34,7 @@ from flax_mha.signatures.attention_fn import attention_fn
 from flax_mha.taps.tap import Tap
 
 __all__ = [
-    "CacheVariables", "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention",
+    "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention",
     "MultiHeadAttention", "MultiHeadLatentAttention", "Projection", "TalkingHeadsAttention",
 ]  # fmt: skip
 __dir__ = __all__.copy
@@ -44,40 +44,6 @@ _NOTHING: Metadata = FrozenDict()
 # The fields that a layer has as attributes, because they may change.
 _CHANGING = ("mask", "scores", "kernel", "dropout_rate", "deterministic", "decode", "capture")
 _INITIALIZERS = ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init")
-
-
-class CacheVariables(nnx.Pytree):
-    """The cache of a layer, with a variable for each field of a `KVCache`."""
-
-    def get_value(self) -> KVCache:
-        """Return the cache."""
-        return collection.restore(self._variables())
-
-    def set_value(self, cache: KVCache) -> None:
-        """Replace the cache."""
-        fields = dict(vars(cache))
-        window = fields.pop("window", None)
-        for name in self._variables().keys() - fields.keys():
-            delattr(self, name)
-        for name, x in fields.items():
-            held = getattr(self, name, None)
-            # A reference can't hold None, and keeps its shape and dtype.
-            if (
-                held is not None
-                and held.window == window
-                and (
-                    not held.ref
-                    or (x is not None and (held.shape, held.dtype) == (x.shape, x.dtype))
-                )
-            ):
-                held.set_value(x)
-            else:
-                # `cache.truncate` of a state reads the window.
-                form = {"ref": False} if x is None else {}
-                setattr(self, name, nnx.Cache(x, window=window, **form))
-
-    def _variables(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if isinstance(x, nnx.Variable)}
 
 
 def _as_variables(tree: Any) -> Any:
@@ -214,7 +180,7 @@ class MultiHeadAttention(nnx.Module):
             num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, mask=mask,
             rotary=rotary, scores=scores, scale=scale, sinks=sinks, normalizer=normalizer,
             kernel=kernel, dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic, decode=decode, cache=as_cache_config(cache),
+            deterministic=deterministic, decode=decode, cache=cache or CacheConfig(),
             capture=capture, qk_norm=qk_norm, gate=gate, exclusive=exclusive, use_bias=use_bias,
             project_out=project_out, dtype=dtype, param_dtype=param_dtype, precision=precision,
             kernel_init=kernel_init, out_kernel_init=out_kernel_init, bias_init=bias_init,
@@ -397,18 +363,25 @@ class MultiHeadAttention(nnx.Module):
             dtype = self.config.cache.dtype or self.dtype
             self.init_cache((*batch, max_length, self.in_features), dtype)
 
-    def _kept(self) -> Any:
-        """Return the cache of earlier calls, or None. A user can set it in its saved form."""
-        if self.kv is None:
-            return None
-        kept = self.kv.get_value() if hasattr(self.kv, "get_value") else self.kv
-        return collection.restore(kept, self.config.cache.window(nnx.as_pure(self.mask)))
+    def _kept(self) -> KVCache | None:
+        """Return the cache of earlier calls, or None."""
+        return nnx.as_pure(self.kv)
 
     def _keep(self, cache: KVCache) -> None:
-        """Keep a cache for the next call."""
-        if not isinstance(self.kv, CacheVariables):
-            self.kv = CacheVariables()
-        self.kv.set_value(cache)
+        """Keep a cache for the next call, in the same variables if shapes and dtypes stay."""
+        new, form = jax.tree.flatten(cache)
+        old, held = jax.tree.flatten(self.kv, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        fits = form == held and all(
+            isinstance(x, nnx.Variable) and (x.shape, x.dtype) == (y.shape, y.dtype)
+            for x, y in zip(old, new, strict=True)
+        )
+        if not fits:
+            # `cache.truncate` of a state reads the window.
+            variables = jax.tree.map(lambda x: nnx.Cache(x, window=cache.window), cache)
+            self.kv = nnx.data(variables)
+            return
+        for variable, x in zip(old, new, strict=True):
+            variable.set_value(x)
 
     def _check_features(self, *inputs: Any) -> None:
         D, Dk = self.in_features, self.in_kv_features

@@ -10,7 +10,7 @@ from flax import struct
 
 from flax_mha import masks
 from flax_mha.base import loops, shapes, symbols
-from flax_mha.base.coordinates import Array, ScoreArray
+from flax_mha.base.coordinates import Array, is_score_array
 from flax_mha.base.trees import Struct
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call import stored
@@ -95,73 +95,59 @@ class KeyValues(Struct):
         `attention` is called in place of `dot_product_attention`, with its arguments `call`. See
         `places` for the others.
         """
-        if self.window is not None and (arrays := self.key_arrays(q, mask, call)):
+        if self.window is not None and self._varies_by_key(q, mask, call):
             raise ValueError(
-                f"in a ring buffer slots are not positions, so masks, segment ids and biases "
-                f"cannot be arrays over the keys, got one of shape {arrays[0]} over the scores; "
-                f"give rules of positions, such as masks.Window, or a cache without a window"
+                "in a ring buffer slots are not positions, so masks, segment ids and biases cannot "
+                "be arrays over the keys, got one; give rules of positions, such as masks.Window, "
+                "or a cache without a window"
             )
         places = self.places(q, mask, lengths, order, call.get("normalizer", SOFTMAX))
         attend = functools.partial(attention, q, self.key, self.value, **places, **call)
-        if self.new is None or not self._may_skip_slots(q, mask, call, attention):
-            result = attend()
-        else:
+        capture = as_capture(call.get("capture"))
+        # These results have an axis of slots.
+        is_over_slots = call.get("return_weights") or (
+            capture is not None and not SQUARE.isdisjoint(capture.what)
+        )
+        may_skip_slots = (
+            self.new is not None
+            and not symbols.at_most(q.shape[-3], stored.QUERIES)
+            and not is_over_slots
+            # Another function may sow, which `lax.cond` does not allow.
+            and attention is dot_product_attention
+            and not self._varies_by_key(q, mask, call)
+        )
+        if may_skip_slots:
             # In an empty cache the positions are static, so that kernels can skip tiles.
             prompt = functools.partial(attention, q, *self.new, mask=places["mask"], **call)
             is_empty = (self.q_positions[..., 0] == 0).all()
             result = loops.cond(is_empty, prompt, attend)
+        else:
+            result = attend()
         if self.lost is None:
             return result
         out, *extras = result if isinstance(result, tuple) else (result,)
         out = jnp.where(self.lost[..., None, None], jnp.nan, out)
         return (out, *extras) if isinstance(result, tuple) else out
 
-    def _may_skip_slots(
-        self, q: jax.Array, mask: masks.MaskLike | None, call: dict[str, Any], attention: Any
-    ) -> bool:
-        """Return True for a long call that needs only its own tokens if the cache was empty."""
-        capture = as_capture(call.get("capture"))
-        # These have an axis of slots. `attention` may sow, which `lax.cond` does not allow.
-        has_slots = capture is not None and not SQUARE.isdisjoint(capture.what)
-        needs_slots = has_slots or call.get("return_weights", False) is True
-        if symbols.at_most(q.shape[-3], stored.QUERIES) or needs_slots:
-            return False
-        return attention is dot_product_attention and not self.key_arrays(q, mask, call)
-
-    def key_arrays(
+    def _varies_by_key(
         self, q: jax.Array, mask: masks.MaskLike | None, call: dict[str, Any]
-    ) -> list[shapes.Shape]:
-        """Return the shapes over the scores of masks, ids and biases that vary by key."""
+    ) -> bool:
+        """Return True if a mask, ids or a bias of the call is an array over the keys."""
         parts: list[Mask | ScoreMod] = [*call.get("scores", ())]
         if call.get("bias") is not None:
             parts.append(Bias(call["bias"]))
         if mask is not None:
             parts.append(masks.as_mask(mask))
         dims = shapes.Dims.of(q, self.key, self.value)
-        bound = [part.bind(dims) for part in parts]
-        leaves = jax.tree.leaves(bound, is_leaf=lambda x: isinstance(x, ScoreArray))
-        arrays = [x.array.shape for x in leaves if isinstance(x, ScoreArray)]
-        return [shape for shape in arrays if shape[-1] > 1]
+        leaves = jax.tree.leaves([part.bind(dims) for part in parts], is_leaf=is_score_array)
+        return any(is_score_array(x) and x.array.shape[-1] > 1 for x in leaves)
 
-    def check(self, q: jax.Array, Hv: int | None, mask: Any, order: Array | None) -> None:
-        """Check that another layer's queries q [*B, T, N, H] can attend to these keys and values.
-
-        `Hv` is the size of the values that its output projection takes, None for any.
-        """
-        *B, _, N, H = q.shape
-        k, v = self.key.shape, self.value.shape
-        fits = len(k) > 2 and k[:-3] == tuple(B) and k[:-1] == v[:-1] and k[-1] == H
-        if not fits or N % k[-2] or v[-1] != (Hv or v[-1]):
-            raise ValueError(
-                f"kv must be keys [*B, S, K, H] and values [*B, S, K, Hv] with K a divisor of N, "
-                f"and H and Hv as in this layer, whose queries [*B, T, N, H] are {q.shape} and Hv "
-                f"= {Hv or 'any'}; got {k} and {v}; give both layers the same head_dim and "
-                f"v_head_dim"
-            )
+    def check(self, mask: masks.MaskLike | None, order: Array | None) -> None:
+        """Check that another layer with this mask and order can attend to these keys."""
         if not self.has_slots and self.ordered != (order is not None):
             raise ValueError(
-                f"order must be given to both layers, the one that returns kv and the one that "
-                f"takes it, or to none; got it for one, and keys of {k[-3]} tokens"
+                "order must be given to both layers, the one that returns kv and the one that "
+                "takes it, or to none; got it for one"
             )
         lookback = None if mask is None else masks.as_mask(mask).max_lookback()
         if self.window is not None and (lookback is None or lookback > self.window):

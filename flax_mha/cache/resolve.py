@@ -4,7 +4,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.cache.key_values import KeyValues
 from flax_mha.cache.kv_cache import CacheConfig, Encoded, KVCache
 from flax_mha.cache.slots import positions_from
@@ -47,7 +47,7 @@ def resolve_call(
     shapes.check_inputs(x_q, x_k, x_v)
     x_v = x_k if x_v is None else x_v
     if kv is not None and encoded is None:
-        return None, None, _as_key_values(kv)
+        return None, None, KeyValues(*kv) if isinstance(kv, tuple) else kv
     if encoded is not None and x_k is None and cache is None:
         raise ValueError(
             "Encoded() stands for keys and values that a layer that decodes has kept, got none; "
@@ -95,15 +95,6 @@ def projected(
     return (x_q, x_q) if x_k is None and not has_own_keys(cache) else (x_k, x_v)
 
 
-def check_cache(cache: Any) -> None:
-    """Check the type of the argument `cache` of `core.attention`."""
-    if not isinstance(cache, KVCache | CacheConfig | KeyValues | Encoded | None):
-        raise TypeError(
-            f"cache must be a KVCache, a CacheConfig, keys and values of another layer, or None, "
-            f"got {checks.describe(cache)}; give one of these"
-        )
-
-
 def _check_own_tokens(encoded: Encoded | None, x_q: jax.Array, x_k: jax.Array | None) -> None:
     """Check that a call appends one key for each query."""
     if encoded is not None:
@@ -118,15 +109,3 @@ def _check_own_tokens(encoded: Encoded | None, x_q: jax.Array, x_k: jax.Array | 
         )
 
 
-def _as_key_values(kv: Any) -> KeyValues:
-    """Return a layer's argument `kv` as keys and values."""
-    if isinstance(kv, tuple) and len(kv) == 2:
-        for name, x in zip(("keys", "values"), kv, strict=True):
-            checks.floating(f"kv's {name}", x)
-        return KeyValues(*kv)
-    if isinstance(kv, KeyValues):
-        return kv
-    raise TypeError(
-        f"kv must be the kv that a layer returns with return_kv=True, a pair (keys, values), or "
-        f"cache.Encoded(inputs_k), got {checks.describe(kv)}; give one of these"
-    )

@@ -89,16 +89,16 @@ def stored(arrays: dict[str, Any], slots: str = "length") -> tuple[Stored, Store
     `slots` is the logical name of their axis S.
     """
 
-    def heads_last(name: str) -> Any:
-        add = (lambda x: x[..., None]) if name.endswith("scale") else lambda x: x
-        x = arrays.get(name)
-        return None if x is None else map_part(lambda x: jnp.swapaxes(add(x), -3, -2), x)
+    def heads_last(x: Any) -> Any:
+        return map_part(lambda y: jnp.swapaxes(y, -3, -2), x)
 
-    k, v = (
-        Stored(heads_last(name), heads_last(f"{name}_scale"), jnp.float32, slots)
-        for name in ("key", "value")
-    )
-    return k, v
+    def part(name: str) -> Stored:
+        scale = arrays.get(f"{name}_scale")
+        if scale is not None:
+            scale = heads_last(map_part(lambda x: x[..., None], scale))
+        return Stored(heads_last(arrays[name]), scale, jnp.float32, slots)
+
+    return part("key"), part("value")
 
 
 def write(

@@ -13,7 +13,7 @@ import jax
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, numerics
-from flax_mha.cache import Encoded, KeyValues, KVCache, resolve
+from flax_mha.cache import Encoded, KeyValues, KVCache
 from flax_mha.cache.resolve import CacheLike
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
@@ -79,7 +79,6 @@ def attend(
     Arguments are as in `attention`, with `heads` in place of the inputs. It reads the parameters
     `sinks`, `score_scale` and `out`.
     """
-    resolve.check_cache(cache)
     tap = call.tap
     q = numerics.scale_heads("score_scale", heads.q, p.get("score_scale"))
     q = tap("q", sharding.constrain(q, sharding.HEADS))
@@ -117,8 +116,7 @@ def _append(
     q, T, tap, lengths = heads.q, heads.q.shape[-3], call.tap, call.lengths
     after: KVCache | None
     if isinstance(cache, KeyValues):
-        kernel = p["out"].kernel if "out" in p else None
-        cache.check(q, None if kernel is None else kernel.shape[-2], mask, heads.order)
+        cache.check(mask, heads.order)
         return internals.edit_given(tap, q, cache), None
     if isinstance(cache, KVCache) and cache.queries is not None:
         keys, after = cache.counted(T, lengths)

@@ -55,7 +55,6 @@ def project_heads(
     Arguments are as in `core.attention`. With `in_kernel`, the rotation is left to the kernel where
     nothing else reads queries and keys.
     """
-    resolve.check_cache(cache)
     order, T, appends = call.order, x_q.shape[-2], resolve.appends(cache)
     if order is not None:
         is_whole = x_k is None and not appends and resolve.next_positions(cache, T) is None

@@ -14,7 +14,7 @@ from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_given, hidden_field
 from flax_mha.base.coordinates import Array
-from flax_mha.cache import CacheConfig, as_cache_config
+from flax_mha.cache import CacheConfig
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
@@ -157,9 +157,8 @@ class Settings:
             remedy = "give positions.Rotary(), with its parentheses"
             checks.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
         as_capture(self.capture, in_layer=True)
-        cache = as_cache_config(self.cache)
-        if self.decode:
-            cache.window(self.mask)
+        if self.decode and self.cache is not None:
+            self.cache.window(self.mask)
 
     def sizes(self, features: int) -> tuple[int, int, int, int]:
         """Return N, K, H and Hv, for inputs_q with this number of features."""
