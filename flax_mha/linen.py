@@ -192,7 +192,7 @@ class MultiHeadAttention(Settings, nn.Module):
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
             if output.cache is not None and output.cache is not cache:
                 new = collection.constrain_cache(output.cache)
-                self.put_variable("cache", new.variable, new)
+                self.put_variable("cache", "kv" if new.queries is None else "memory", new)
         return core.returned(output, return_weights, return_kv)
 
     @nn.nowrap
@@ -202,9 +202,8 @@ class MultiHeadAttention(Settings, nn.Module):
     ) -> core.Output:  # fmt: skip
         """Compute the layer from arrays. A variant overrides this, `table` and `check_fields`.
 
-        Arguments are those of `core.attention`.
+        Arguments are those of `core.project_heads`.
         """
-        # Not `core.attention`, which is one frame more in every traceback.
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache, in_kernel=True)
         return core.attend(p, self, heads, call, cache)
 

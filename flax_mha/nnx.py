@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import FrozenDict
+from flax.nnx.module import first_from
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import linen, masks, variants
@@ -190,8 +191,6 @@ class MultiHeadAttention(nnx.Module):
         config.check_fields()
         config.cache.window(mask)  # A call may decode.
         D, Dk = in_features, in_kv_features
-        checks.positive(num_heads=num_heads, in_features=D)
-        checks.optional(out_features=out_features, in_kv_features=Dk or None)
         self.in_features, self.in_kv_features = D, D if Dk is None else Dk
         N, K, H, Hv = config.sizes(D)
         # Two functions are never equal, and few can be pickled, so initializers are not kept.
@@ -243,11 +242,6 @@ class MultiHeadAttention(nnx.Module):
     num_kv_heads = _field("num_kv_heads")
     head_dim = _field("head_dim")
     dtype = _field("dtype")
-    param_dtype = _field("param_dtype")
-    precision = _field("precision")
-    use_bias = _field("use_bias")
-    broadcast_dropout = _field("broadcast_dropout")
-    normalize_qk = _field("normalize_qk")
     attention_fn = _field("attention_fn")
 
     @property
@@ -302,8 +296,12 @@ class MultiHeadAttention(nnx.Module):
                 "decode=True needs a cache, and there is none; call init_cache(x.shape) of inputs "
                 "[*B, S, D] as long as all tokens together"
             )
-        of_kv = resolve.projected(inputs_q, inputs_k, inputs_v, cache)
-        self._check_features(inputs_q, *of_kv)
+        x_k, _ = resolve.projected(inputs_q, inputs_k, inputs_v, cache)
+        if x_k is not None and not self.in_kv_features:
+            raise ValueError(
+                "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
+                "call, or leave in_kv_features out"
+            )
         if checks.flag("is_causal", is_causal):
             mask = masks.combine(masks.Causal(), mask)
         # Compute only what `sow` keeps. nnx has no public sign of a capture.
@@ -330,7 +328,6 @@ class MultiHeadAttention(nnx.Module):
           dtype: the dtype of the cache: floating point of 16 bits or more, int8, float8_e4m3fn or
             float8_e5m2 (default: from the field `cache`, or float32).
         """
-        shape = checks.sizes("input_shape", input_shape)
         if not self.in_kv_features:
             return
         config = self.config.cache
@@ -338,7 +335,7 @@ class MultiHeadAttention(nnx.Module):
 
         # The computation makes the cache it needs, which is all zeros.
         compute = functools.partial(self.settings.compute, self._parameters())
-        x = jax.ShapeDtypeStruct(shape, self.param_dtype)
+        x = jax.ShapeDtypeStruct(input_shape, self.config.param_dtype)
         output = jax.eval_shape(lambda x: compute(x, None, None, Call(), config), x)
         self._keep(collection.constrain_cache(jax.tree.map(jnp.zeros_like, output.cache)))
 
@@ -383,21 +380,6 @@ class MultiHeadAttention(nnx.Module):
         for variable, x in zip(old, new, strict=True):
             variable.set_value(x)
 
-    def _check_features(self, *inputs: Any) -> None:
-        D, Dk = self.in_features, self.in_kv_features
-        if not Dk and inputs[1] is not None:
-            raise ValueError(
-                "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
-                "call, or leave in_kv_features out"
-            )
-        names = ("inputs_q", "inputs_k", "inputs_v")
-        for name, features, x in zip(names, (D, Dk, Dk), inputs, strict=True):
-            if x is not None and x.shape[-1] != features:
-                raise ValueError(
-                    f"{name} must have {features} features, as the layer was made for, got "
-                    f"{x.shape}; change in_features or in_kv_features"
-                )
-
     def _learned(self, settings: linen.MultiHeadAttention) -> tuple[ScoreMod, ...]:
         """Return the layer's scores with their parameters."""
 
@@ -420,22 +402,17 @@ class MultiHeadAttention(nnx.Module):
         """Return a key for dropout, or None for no dropout."""
         if self.dropout_rate == 0:
             return None
-        deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic is None:
-            raise ValueError(
-                f"dropout_rate={self.dropout_rate} needs to know whether to drop, got "
-                f"deterministic=None; give it here or in the constructor, or call train() or eval()"
-            )
+        deterministic = first_from(
+            deterministic, self.deterministic,
+            error_msg=f"dropout_rate={self.dropout_rate} needs to know whether to drop, got "
+            f"deterministic=None; give it here or in the constructor, or call train() or eval()",
+        )  # fmt: skip
         if checks.flag("deterministic", deterministic):
             return None
-        stream = self.rngs if rngs is None else rngs
-        stream = stream.dropout if isinstance(stream, nnx.Rngs) else stream
-        if stream is None:
-            raise ValueError(
-                "dropout needs rngs, and the layer has kept none; give rngs= in the call, or "
-                "keep_rngs=True"
-            )
-        return stream()
+        stream = first_from(
+            rngs, self.rngs, error_msg="dropout needs rngs; give it in the call, or keep_rngs=True"
+        )
+        return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()
 
     def _cached(self, name: str) -> jax.Array | None:
         """Return an array of the cache in the order of Flax's axes."""

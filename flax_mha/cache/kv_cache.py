@@ -15,8 +15,8 @@ from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
 from flax_mha.cache.key_values import KeyValues
 from flax_mha.cache.slots import (
+    EIGHT_BITS,
     NO_POSITION,
-    checked_dtype,
     encode,
     has_scales,
     positions_from,
@@ -73,7 +73,7 @@ class KVCache(Struct):
             its range, or int8, float8_e4m3fn or float8_e5m2, with a scale for each token and head.
           window: the number of earlier tokens that a token sees, for a ring buffer; None for all.
         """
-        dtype = checked_dtype("dtype", dtype)
+        dtype = checks.dtype("dtype", dtype, EIGHT_BITS)
         if window is not None and window >= slots:
             raise ValueError(
                 f"a window of {window} needs at least {window + 1} slots, got {slots}; give more"
@@ -87,11 +87,6 @@ class KVCache(Struct):
             jnp.zeros(batch, jnp.int32), *scales,
             None if window is None else jnp.zeros(batch, jnp.int32), window=window,
         )  # fmt: skip
-
-    @property
-    def variable(self) -> str:
-        """The name of the cache in a layer's collection."""
-        return "kv" if self.queries is None else "memory"
 
     @property
     def names(self) -> LogicalNames:
@@ -150,8 +145,16 @@ class KVCache(Struct):
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[KeyValues, Self]:
         """Append tokens, and return the keys that their queries attend to, and the new cache."""
-        self._check(key, value)
-        T = key.shape[-3]
+        *B, K, S, H = self.key.shape
+        T = checks.floating("key", key).shape[-3]
+        expected = (*B, T, K, H), (*B, T, K, self.value.shape[-1])
+        fits = self.window is not None or symbols.at_most(T, S)
+        if (key.shape, checks.floating("value", value).shape) != expected or not fits:
+            raise ValueError(
+                f"keys and values for the cache must have shapes [*B, T, K, ·], with T at most S "
+                f"where the cache is [*B, K, S, H] = {self.key.shape}, got {key.shape} and "
+                f"{value.shape}; initialize the cache with the full batch and length"
+            )
         count, q_positions = self._count(T, lengths), self.next_positions(T)
         length, tokens = self.length + count, encode(key, value, self.key.dtype)
         arrays, written = {name: getattr(self, name) for name in tokens}, self.written
@@ -166,10 +169,11 @@ class KVCache(Struct):
             axis = self.length.ndim + 1
             slots = {n: jnp.concatenate([read(x), tokens[n]], axis) for n, x in arrays.items()}
             k_positions = jnp.concatenate([self._positions(), q_positions], -1)
-        k, v = stored(slots, self.names[2] or "length")
+        # The first token that found no slot, and those after it.
+        lost = new.overflowed[..., None] & (q_positions >= self._max_length)
         keys = KeyValues(
-            k, v, None if lengths is None else length, q_positions, k_positions, stored(tokens),
-            new._lost(q_positions), has_slots=True, window=self.window,
+            *stored(slots, self.names[2] or "length"), None if lengths is None else length,
+            q_positions, k_positions, stored(tokens), lost, has_slots=True, window=self.window,
         )  # fmt: skip
         return keys, new
 
@@ -178,10 +182,8 @@ class KVCache(Struct):
 
         Only the first `lengths` (int [*B]) queries of each row count (default: all).
         """
-        k, v = stored(vars(self))
-        q_positions = self.next_positions(T)
-        after = self.replace(queries=self.queries + self._count(T, lengths))
-        return KeyValues(k, v, q_positions=q_positions), after
+        keys = KeyValues(*stored(vars(self)), q_positions=self.next_positions(T))
+        return keys, self.replace(queries=self.queries + self._count(T, lengths))
 
     def free(self) -> jax.Array:
         """Return the number of tokens that each row has room for, int32 [*B].
@@ -266,10 +268,6 @@ class KVCache(Struct):
             return jnp.full_like(self.length, T)
         return jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
 
-    def _lost(self, positions: jax.Array) -> jax.Array:
-        """Return True for positions [*B, T] at or after the first token that found no slot."""
-        return self.overflowed[..., None] & (positions >= self._max_length)
-
     def _positions(self) -> Any:
         """Return the position of the token in each slot of a ring, int32 [*B, S].
 
@@ -282,19 +280,6 @@ class KVCache(Struct):
         # The last position of each slot that is below the length.
         newest = last - (last - slot) % self.slots
         return jnp.where(newest < 0, NO_POSITION, newest)
-
-    def _check(self, key: Any, value: Any) -> None:
-        """Check that keys and values have the same number of tokens, and fit the slots."""
-        *B, K, S, H = self.key.shape
-        T = checks.floating("key", key).shape[-3]
-        expected = (*B, T, K, H), (*B, T, K, self.value.shape[-1])
-        fits = self.window is not None or symbols.at_most(T, S)
-        if (key.shape, checks.floating("value", value).shape) != expected or not fits:
-            raise ValueError(
-                f"keys and values for the cache must have shapes [*B, T, K, ·], with T at most S "
-                f"where the cache is [*B, K, S, H] = {self.key.shape}, got {key.shape} and "
-                f"{value.shape}; initialize the cache with the full batch and length"
-            )
 
 
 class Encoded(Struct):
@@ -357,7 +342,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            checked_dtype("CacheConfig.dtype", self.dtype)
+            checks.dtype("CacheConfig.dtype", self.dtype, EIGHT_BITS)
 
     @property
     def is_ring(self) -> bool:

@@ -21,7 +21,7 @@ def resolve_call(
     kv: KVLike | None, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
     config: CacheConfig | None, cache: KVCache | None, makes_room: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, CacheLike]:  # fmt: skip
-    """Return the inputs of keys and values, and the `cache` of `core.attention`.
+    """Return the inputs of keys and values, and the `cache` of `project_heads`.
 
     The arguments and the cache that exists decide the meaning of a call, and only here. The inputs
     are None if they are those of the queries, or if keys and values exist already.
@@ -107,5 +107,3 @@ def _check_own_tokens(encoded: Encoded | None, x_q: jax.Array, x_k: jax.Array | 
             f"a layer that decodes appends a key for each query, got {x_q.shape[-2]} queries and "
             f"{x_k.shape[-2]} keys; give kv=cache.Encoded(inputs_k) to keep an encoder's keys"
         )
-
-

@@ -13,7 +13,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import shapes, symbols
 from flax_mha.kernels.call.stored import OfLayer, Stored, cast, is_part, map_part, read
 from flax_mha.sharding import LogicalNames, rules
 
@@ -23,11 +23,7 @@ NO_POSITION = 2**30
 _FEW = 64
 # The dtypes of 8 bits, whose slots have scales, and the number that a token's largest is scaled to.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-
-
-def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """Return the dtype of a cache's slots, the argument `name` of a public function."""
-    return checks.dtype(name, dtype, tuple(_LARGEST))
+EIGHT_BITS = tuple(_LARGEST)
 
 
 def has_scales(dtype: Any) -> bool:

@@ -12,7 +12,7 @@ import chex
 import jax
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, numerics
+from flax_mha.base import numerics
 from flax_mha.cache import Encoded, KeyValues, KVCache
 from flax_mha.cache.resolve import CacheLike
 from flax_mha.kernels import dot_product_attention
@@ -47,37 +47,13 @@ class Output(NamedTuple):
     kv: KeyValues | None
 
 
-def attention(
-    p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: CacheLike = None,
-) -> Output:  # fmt: skip
-    """Attend from x_q to x_k and x_v.
-
-    Args:
-      p: the parameters by name, as `Settings.table` lists them: `query`, `key`, `value`,
-        `out` and `output_gate` as `Linear`, the norms `query_ln` and `key_ln` as functions, the
-        arrays `sinks` and `score_scale`. All but `query` can be missing.
-      settings: the settings of the layer.
-      x_q: the inputs of the queries [*B, T, D].
-      x_k: the inputs of the keys [*B, S, D']; None for x_q, or if `cache` has the keys.
-      x_v: the inputs of the values [*B, S, D''] (default: x_k).
-      call: the other arguments.
-      cache: what `resolve.resolve_call` returns: the cache of earlier calls, to which these tokens
-        are appended; the `CacheConfig` of an empty one to make, with room for as many tokens as
-        these; `Encoded()` to keep the keys of x_k, or the cache that has them; another layer's keys
-        and values; or None.
-    """
-    heads = project_heads(p, settings, x_q, x_k, x_v, call, cache, in_kernel=True)
-    return attend(p, settings, heads, call, cache)
-
-
 def attend(
     p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: CacheLike
 ) -> Output:
     """Run everything after the projections: append, attend, gate, head mask, merge.
 
-    Arguments are as in `attention`, with `heads` in place of the inputs. It reads the parameters
-    `sinks`, `score_scale` and `out`.
+    It reads the parameters `sinks`, `score_scale` and `out`. `project_heads` describes the
+    arguments.
     """
     tap = call.tap
     q = numerics.scale_heads("score_scale", heads.q, p.get("score_scale"))
@@ -104,7 +80,6 @@ def attend(
     z = z if heads.gate is None else numerics.scaled(z, jax.nn.sigmoid(heads.gate))
     z = numerics.scale_heads("head_mask", z, call.head_mask)
     out = tap.last("out", _merge(p.get("out"), sharding.constrain(z, sharding.HEADS), tap))
-    chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
     return Output(out, weights, after, keys)
 
 
@@ -121,9 +96,9 @@ def _append(
     if isinstance(cache, KVCache) and cache.queries is not None:
         keys, after = cache.counted(T, lengths)
         return internals.edit_given(tap, q, keys), after
-    k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
+    k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (heads.k, heads.v))
     if isinstance(cache, Encoded):
-        dtype = None if settings.cache is None else settings.cache.dtype
+        dtype = settings.cache and settings.cache.dtype
         keys, after = cache.keep(k, v, dtype or k.dtype, T, lengths)
         return internals.edit_given(tap, q, keys), after
     k, v = tap("k", k), tap("v", v)
@@ -157,7 +132,6 @@ def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
     """Return the result of a layer's call: the output, in a tuple if more was asked for."""
-    checks.flag("return_kv", return_kv)
     if return_kv and output.kv is None:
         raise ValueError(
             "this layer has no keys and values that others could attend to, got return_kv=True; "

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import resolve
 from flax_mha.cache.resolve import CacheLike
@@ -50,10 +49,22 @@ def project_heads(
     p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
     x_v: jax.Array | None, call: Call, cache: CacheLike, in_kernel: bool = False,
 ) -> Heads:  # fmt: skip
-    """Return queries, keys and values of the heads: the first half of `core.attention`.
+    """Return queries, keys and values of the heads: the first half of a layer.
 
-    Arguments are as in `core.attention`. With `in_kernel`, the rotation is left to the kernel where
-    nothing else reads queries and keys.
+    Args:
+      p: the parameters by name, as `Settings.table` lists them: `query`, `key`, `value`,
+        `out` and `output_gate` as `Linear`, the norms `query_ln` and `key_ln` as functions, the
+        arrays `sinks` and `score_scale`. All but `query` can be missing.
+      settings: the settings of the layer.
+      x_q: the inputs of the queries [*B, T, D].
+      x_k: the inputs of the keys [*B, S, D']; None for x_q, or if `cache` has the keys.
+      x_v: the inputs of the values [*B, S, D''] (default: x_k).
+      call: the other arguments.
+      cache: what `resolve.resolve_call` returns: the cache of earlier calls, to which these tokens
+        are appended; the `CacheConfig` of an empty one to make, with room for as many tokens as
+        these; `Encoded()` to keep the keys of x_k, or the cache that has them; another layer's keys
+        and values; or None.
+      in_kernel: True to leave the rotation to the kernel where nothing else reads queries and keys.
     """
     order, T, appends = call.order, x_q.shape[-2], resolve.appends(cache)
     if order is not None:
@@ -135,10 +146,6 @@ def turn_positions(
         q_pos = jnp.asarray(order)
     next_positions = resolve.next_positions(cache, q.shape[-3])
     q_pos = q_pos if next_positions is None else next_positions
-    if positions is None and isinstance(rotary, Axial):
-        # Positions may be traced, but T tokens need T places from any start.
-        for x in (q, k):
-            rotary.check(np.arange(0 if x is None else x.shape[-3]))
     is_pair = isinstance(positions, tuple) and len(positions) == 2
     q_own, k_own = positions if is_pair else (positions, None)
     q_pos = q_pos if q_own is None else q_own
@@ -154,18 +161,9 @@ def turn(
     rotary: Any, q: jax.Array, k: jax.Array | None, q_pos: Any, k_pos: Any
 ) -> tuple[jax.Array, Any]:
     """Return queries and keys, rotated by their positions."""
-    return _rotate(rotary, q, q_pos), None if k is None else _rotate(rotary, k, k_pos)
-
-
-def _rotate(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return queries or keys after a rotation, perhaps a user-defined one."""
-    y = rotation(x, positions if type(rotation) in _ROTATIONS else jnp.asarray(positions))
-    if getattr(y, "shape", None) != x.shape:
-        raise ValueError(
-            f"rotary must keep the shape of queries and keys, {x.shape}, got {checks.describe(y)}; "
-            f"return the rotated array"
-        )
-    return checks.floating("what rotary gives", y)
+    if type(rotary) not in _ROTATIONS:
+        q_pos, k_pos = jnp.asarray(q_pos), jnp.asarray(k_pos)
+    return rotary(q, q_pos), None if k is None else rotary(k, k_pos)
 
 
 def check_order(order: Array | None, whole: bool, length: int) -> Array | None:

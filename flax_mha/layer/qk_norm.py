@@ -48,10 +48,6 @@ class QKNorm:
 
     def __post_init__(self) -> None:
         checks.choice("QKNorm.kind", self.kind, _KINDS)
-        for name in ("scale", "after_rotary", "over_heads"):
-            checks.flag(f"QKNorm.{name}", getattr(self, name))
-        if checks.number("QKNorm.epsilon", self.epsilon) < 0:
-            raise ValueError(f"QKNorm.epsilon must be at least 0, got {self.epsilon}")
 
     def module(self, library: Any, *args: Any, **fields: Any) -> Any:
         """Return this norm as a module of `flax.linen` or `flax.nnx`, with more arguments."""
@@ -67,11 +63,6 @@ class QKNorm:
 
 def as_qk_norm(norm: QKNorm | None, normalize_qk: bool) -> QKNorm | None:
     """Return the norm that a layer's fields `qk_norm` and `normalize_qk` (Flax's) ask for."""
-    if norm is not None and not isinstance(norm, QKNorm):
-        raise TypeError(
-            f"qk_norm must be a flax_mha.QKNorm, got {checks.describe(norm)}; give "
-            f"QKNorm('rmsnorm')"
-        )
     if norm is not None and normalize_qk:
         raise ValueError(
             "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"

@@ -12,7 +12,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_given, hidden_field
+from flax_mha.base.arguments import check_given
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig
 from flax_mha.kernels import Capture
@@ -121,13 +121,6 @@ class Settings:
     qk_attn_weights_einsum_cls: None = dataclasses.field(default=None, repr=False)
     attn_weights_value_einsum_cls: None = dataclasses.field(default=None, repr=False)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse attributes that `__init__` would replace by the values of fields."""
-        inherited = {x for base in cls.__mro__ for x in getattr(base, "__dataclass_fields__", ())}
-        for name in vars(cls).keys() & inherited - vars(cls).get("__annotations__", {}).keys():
-            raise hidden_field(cls, name)
-        super().__init_subclass__(**kwargs)
-
     if not TYPE_CHECKING:  # Type checkers and editors show the fields.
 
         def __new__(cls, *args: Any, **fields: Any) -> Self:
@@ -153,9 +146,6 @@ class Settings:
     def check_fields(self) -> None:
         """Check the fields as far as no inputs are needed."""
         checks.fields(self)
-        if self.rotary is not None:
-            remedy = "give positions.Rotary(), with its parentheses"
-            checks.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
         as_capture(self.capture, in_layer=True)
         if self.decode and self.cache is not None:
             self.cache.window(self.mask)

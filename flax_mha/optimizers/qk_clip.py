@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from flax_mha.base import checks
-
 _NAME = "attention_max_logit"
 # Parameters of layers with scores other than q·k of each head.
 _REFUSED = {
@@ -44,16 +42,12 @@ def qk_clip(
       step, or a tree of that form. Other layers stay as they are.
 
     Raises:
-      ValueError: if the threshold or the balance is out of range; from `update`, without params,
-        if nothing was captured, if some heads of a layer are missing, or for a layer that norms
-        queries and keys or mixes heads, because its scores do not follow W_q and W_k.
+      ValueError: from `update`, without params, if nothing was captured, if some heads of a layer
+        are missing, or for a layer that norms queries and keys or mixes heads, because its scores
+        do not follow W_q and W_k.
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1 (MuonClip).
     """
-    if checks.number("threshold", threshold) <= 0:
-        raise ValueError(f"threshold must be above 0, got {threshold}")
-    if not 0 <= checks.number("balance", balance) <= 1:
-        raise ValueError(f"balance must be in [0, 1], got {balance}")
 
     def update(
         updates: Any, state: Any, params: Any = None, *, max_logits: Any = None, **_: Any
@@ -103,11 +97,6 @@ def _by_head(
                 f"qk_clip is for layers without {reason}, got one at {where}; leave it out of "
                 f"max_logits"
             )
-    if (*path, "query", "kernel") not in params:
-        raise ValueError(
-            f"max_logits must be of layers in params, got {where}, which has no query there; give "
-            f"the parameters of the model that captured them"
-        )
     query = params[(*path, "query", "kernel")].shape
     if greatest.ndim < 2 or greatest.shape[-2] != query[-2]:
         raise ValueError(

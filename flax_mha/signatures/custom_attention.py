@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
@@ -66,11 +66,6 @@ def run(
     of_dropout = ("dropout_rng", "dropout_rate") if rate else ()
     needed = {"bias", "mask", "module", *of_dropout}
     out = fn(q, k, v, **_taken(fn, call, {name for name in needed if call[name] is not None}))
-    if jnp.shape(out) != (*dims.B, dims.T, dims.N, dims.Hv):
-        raise ValueError(
-            f"attention_fn must give [*B, T, N, Hv] = {(*dims.B, dims.T, dims.N, dims.Hv)}, got "
-            f"{checks.describe(out)}; its queries are [*B, T, N, H]"
-        )
     if isinstance(spec.mask, TracedNumbers):
         of_queries = jnp.swapaxes(spec.mask.others().any(-1, keepdims=True), -3, -2)
         factor = jnp.where(of_queries, jnp.nan, 1.0).astype(out.dtype)
