@@ -16,11 +16,11 @@ from flax.nnx.module import first_from
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import linen, masks, variants
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.base.arguments import check_given, check_refused
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache, collection, resolve
+from flax_mha.cache import CacheConfig, KeyValues, KVCache, collection, resolve
 from flax_mha.cache.resolve import KVLike
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
@@ -47,6 +47,10 @@ _CHANGING = ("mask", "scores", "kernel", "dropout_rate", "deterministic", "decod
 _INITIALIZERS = ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init")
 
 
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
 def _as_variables(tree: Any) -> Any:
     """Return a tree as an attribute of a layer, with a variable for each array."""
     kinds = jax.Array | np.ndarray
@@ -58,10 +62,8 @@ class Projection(nnx.LinearGeneral):
 
     entry: LinearEntry
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array) -> jax.Array:  # type: ignore[override]
         """Map [*B, T, *in] to [*B, T, *features]."""
-        if out_sharding is not None:
-            return super().__call__(inputs, out_sharding)
         return self._weights().product(inputs)
 
     # Private, or `nnx.tabulate` would take it for a call.
@@ -95,12 +97,8 @@ def _read(module: Any, entry: Entry) -> Any:
     """Return the parameters of an entry, as `compute` reads them."""
     if isinstance(entry, ArrayEntry):
         return module.get_value()
-    if isinstance(entry, NormEntry):
-        return module
-    if isinstance(module, Projection):
-        return module._weights()
-    # A module that a user has put there is called.
-    return Linear(None, None, entry.names, len(entry.inputs), entry.rows, module=module)
+    # A norm is called, and so is a module that a user has put there.
+    return module._weights() if isinstance(module, Projection) else module
 
 
 def _field(name: str) -> Any:
@@ -112,42 +110,31 @@ class MultiHeadAttention(nnx.Module):
     """`flax_mha.MultiHeadAttention` in nnx, a drop-in for `flax.nnx.MultiHeadAttention`.
 
     Parameter names, shapes and float32 initial values match Flax's layer, and so do its arguments
-    and their order. `config` is a linen layer with the same fields, and does not change. You can
-    set the attributes `deterministic`, `decode`, `dropout_rate`, `rngs`, `mask`, `kernel` and
-    `capture`, and the cache `kv`.
+    and their order. `config` is a linen layer with the same fields. You can set `deterministic`,
+    `decode`, `dropout_rate`, `rngs`, `mask`, `kernel`, `capture`, and the cache `kv`.
 
     Args:
       in_features: the features of inputs_q, D.
-      in_kv_features: the features of inputs_k and inputs_v, D' (default: D). With 0 the layer has
-        no parameters for keys and values, and every call needs `kv`.
+      in_kv_features: the features of inputs_k and inputs_v, D' (default: D). With 0 every call
+        needs `kv`.
       rngs: the streams of keys for parameters and dropout.
       keep_rngs: True to keep a stream for dropout; otherwise give one in the call.
-      kernel_metadata: the metadata of the projections' kernels, such as `{"out_sharding": (None,
-        "model", None)}`.
-      out_kernel_metadata: the metadata of the output projection's kernel (default:
-        kernel_metadata).
-      bias_metadata: the metadata of the biases.
-      out_bias_metadata: the metadata of the output projection's bias (default: bias_metadata).
-      query_ln_scale_metadata: the metadata of the scale of the queries' norm.
-      key_ln_scale_metadata: the metadata of the scale of the keys' norm.
+      kernel_metadata: of the projections' kernels, such as {"out_sharding": (None, "model", None)}.
+      out_kernel_metadata: of the output projection's kernel (default: kernel_metadata).
+      bias_metadata: of the biases.
+      out_bias_metadata: of the output projection's bias (default: bias_metadata).
+      query_ln_scale_metadata: of the scale of the queries' norm.
+      key_ln_scale_metadata: of the scale of the keys' norm.
       **fields: the fields that only a variant has.
 
     `flax_mha.MultiHeadAttention` describes the other arguments. With `decode`, call `init_cache`
-    first to make room. `decode` and `deterministic` can be given in the call instead.
+    first.
     """
 
     # The linen layer of the same kind. An instance that is bound to nothing is the config.
     kind: ClassVar[type[linen.MultiHeadAttention]] = linen.MultiHeadDotProductAttention
 
-    dropout_rate: float
-    deterministic: bool | None
-    decode: bool | None
     # What a layer may lack.
-    key: Any = None
-    value: Any = None
-    out: Any = None
-    query_ln: Any = None
-    key_ln: Any = None
     rngs: Any = None
     edits: Any = None
     scores: Any = ()
@@ -264,15 +251,13 @@ class MultiHeadAttention(nnx.Module):
     ) -> Any:  # fmt: skip
         """Attend from inputs_q to inputs_k and inputs_v.
 
-        `flax_mha.MultiHeadAttention.__call__` describes the other arguments, the results and the
-        errors.
+        `flax_mha.MultiHeadAttention.__call__` describes the other arguments.
 
         Args:
           inputs_q: the inputs of the queries [*B, T, D].
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
-            `nnx.Intermediate`. Read them with `nnx.capture`, or with `nnx.pop` after the call. The
-            same holds for the values of the field `capture`.
+            `nnx.Intermediate`. Read them with `nnx.capture`, or with `nnx.pop` after the call.
           decode: True to append these tokens to the cache that `init_cache` made, and to attend
             causally to all tokens so far (default: the layer's `decode`).
           is_causal: True to hide later keys. Decoding always does.
@@ -296,13 +281,12 @@ class MultiHeadAttention(nnx.Module):
                 "decode=True needs a cache, and there is none; call init_cache(x.shape) of inputs "
                 "[*B, S, D] as long as all tokens together"
             )
-        x_k, _ = resolve.projected(inputs_q, inputs_k, inputs_v, cache)
-        if x_k is not None and not self.in_kv_features:
+        if not self.in_kv_features and not isinstance(cache, KeyValues):
             raise ValueError(
                 "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
                 "call, or leave in_kv_features out"
             )
-        if checks.flag("is_causal", is_causal):
+        if is_causal:
             mask = masks.combine(masks.Causal(), mask)
         # Compute only what `sow` keeps. nnx has no public sign of a capture.
         keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
@@ -325,8 +309,7 @@ class MultiHeadAttention(nnx.Module):
 
         Args:
           input_shape: the shape of all inputs together, [*B, S, D].
-          dtype: the dtype of the cache: floating point of 16 bits or more, int8, float8_e4m3fn or
-            float8_e5m2 (default: from the field `cache`, or float32).
+          dtype: the dtype of the cache (default: from the field `cache`, or float32).
         """
         if not self.in_kv_features:
             return
@@ -349,7 +332,7 @@ class MultiHeadAttention(nnx.Module):
           deterministic: True for no dropout.
           decode: True to decode.
           batch_size: the size of the batch, or a tuple of sizes.
-          max_length: the number of tokens to make room for.
+          max_length: the number of tokens.
         """
         if deterministic is not None:
             self.deterministic = deterministic
@@ -366,19 +349,15 @@ class MultiHeadAttention(nnx.Module):
 
     def _keep(self, cache: KVCache) -> None:
         """Keep a cache for the next call, in the same variables if shapes and dtypes stay."""
-        new, form = jax.tree.flatten(cache)
-        old, held = jax.tree.flatten(self.kv, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        fits = form == held and all(
-            isinstance(x, nnx.Variable) and (x.shape, x.dtype) == (y.shape, y.dtype)
-            for x, y in zip(old, new, strict=True)
-        )
-        if not fits:
+
+        def form(x: Any) -> Any:
+            return jax.tree.map(lambda x: (x.shape, x.dtype), x, is_leaf=_is_variable)
+
+        if _is_variable(getattr(self.kv, "key", None)) and form(self.kv) == form(cache):
+            jax.tree.map(lambda held, x: held.set_value(x), self.kv, cache, is_leaf=_is_variable)
+        else:
             # `cache.truncate` of a state reads the window.
-            variables = jax.tree.map(lambda x: nnx.Cache(x, window=cache.window), cache)
-            self.kv = nnx.data(variables)
-            return
-        for variable, x in zip(old, new, strict=True):
-            variable.set_value(x)
+            self.kv = nnx.data(jax.tree.map(lambda x: nnx.Cache(x, window=cache.window), cache))
 
     def _learned(self, settings: linen.MultiHeadAttention) -> tuple[ScoreMod, ...]:
         """Return the layer's scores with their parameters."""
@@ -407,7 +386,7 @@ class MultiHeadAttention(nnx.Module):
             error_msg=f"dropout_rate={self.dropout_rate} needs to know whether to drop, got "
             f"deterministic=None; give it here or in the constructor, or call train() or eval()",
         )  # fmt: skip
-        if checks.flag("deterministic", deterministic):
+        if deterministic:
             return None
         stream = first_from(
             rngs, self.rngs, error_msg="dropout needs rngs; give it in the call, or keep_rngs=True"

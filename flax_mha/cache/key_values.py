@@ -14,7 +14,7 @@ from flax_mha.base.coordinates import Array, is_score_array
 from flax_mha.base.trees import Struct
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call import stored
-from flax_mha.kernels.call.capture import SQUARE, as_capture
+from flax_mha.kernels.call.capture import SQUARE
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.masks.algebra import Mask
 from flax_mha.scores import Bias, ScoreMod
@@ -28,13 +28,12 @@ class KeyValues(Struct):
     Attributes:
       key: [*B, S, K, H]; `Stored` if a cache holds them.
       value: [*B, S, K, Hv], likewise.
-      lengths: int [*B], the number of keys of each row that are filled, neither padding nor empty
-        slots; None if all are, or if causality hides the others.
-      q_positions: int32 [*B, T], the positions of queries that continue those of earlier calls;
-        None for 0 … T−1, or the call's order.
+      lengths: int [*B], the number of filled keys of each row; None if all are, or if causality
+        hides the others.
+      q_positions: int32 [*B, T], the positions of queries that continue earlier calls; else None.
       k_positions: int32 [*B, S], the positions of keys in a ring buffer; None for 0 … S−1.
-      new: the keys and values of the call's own tokens, if a cache holds more; else None.
-      lost: bool [*B, T], True for queries that miss a key, whose output is NaN; None for none.
+      new: a pair of the keys and values of the call's own tokens, if a cache holds more; else None.
+      lost: bool [*B, T], True for queries to a cache that miss a key; else None.
       has_slots: True for the slots of a self-attention cache, to which attention is causal.
       window: the number of earlier tokens that a query sees in a ring buffer; else None.
       ordered: True if the call that computed them had an `order`.
@@ -45,7 +44,7 @@ class KeyValues(Struct):
     lengths: Any = None
     q_positions: Any = None
     k_positions: Any = None
-    new: tuple[Any, Any] | None = None
+    new: Any = None
     lost: Any = None
     has_slots: bool = struct.field(pytree_node=False, default=False)
     window: int | None = struct.field(pytree_node=False, default=None)
@@ -61,19 +60,15 @@ class KeyValues(Struct):
     ) -> dict[str, Any]:  # fmt: skip
         """Return the mask and positions of a call of `dot_product_attention` to these keys.
 
-        Args:
-          q: the queries [*B, T, N, H].
-          mask: the mask of the call, to be joined by one of padding and empty slots.
-          lengths: int [*B], the number of real queries of each row; None for all.
-          order: the place of each token in the sequence, as in a layer's call.
-          normalizer: the name of the normalizer. All but the softmax count the visible keys.
+        The mask of the call is joined by one of padding and empty slots. `lengths` and `order` are
+        as in a layer's call. Normalizers other than the softmax count the visible keys.
         """
         q_positions: Any = order if self.q_positions is None else self.q_positions
         end, filled = lengths, self.lengths
-        if lengths is not None:
-            end = shapes.per_row("lengths", lengths, q.shape[:-3], q.shape[-3])
-        if end is not None and self.q_positions is not None:
-            end = self.q_positions[..., 0] + jnp.clip(end, 0, q.shape[-3])
+        if end is not None:
+            end = shapes.per_row("lengths", end, q.shape[:-3], q.shape[-3])
+            if self.q_positions is not None:
+                end = self.q_positions[..., 0] + jnp.clip(end, 0, q.shape[-3])
         counts_keys = self.has_slots and normalizer != SOFTMAX
         if filled is None and (end is not None or counts_keys):
             filled = q_positions[..., -1] + 1 if self.has_slots else self.key.shape[-3]
@@ -90,10 +85,9 @@ class KeyValues(Struct):
         mask: masks.MaskLike | None = None, lengths: jax.Array | None = None,
         order: Array | None = None, **call: Any,
     ) -> Any:  # fmt: skip
-        """Attend from queries q [*B, T, N, H], with a NaN output for queries that miss a key.
+        """Attend to slots from queries q [*B, T, N, H]. The output is NaN if they miss a key.
 
-        `attention` is called in place of `dot_product_attention`, with its arguments `call`. See
-        `places` for the others.
+        `attention` is called with the arguments `call`. See `places` for the others.
         """
         if self.window is not None and self._varies_by_key(q, mask, call):
             raise ValueError(
@@ -103,15 +97,12 @@ class KeyValues(Struct):
             )
         places = self.places(q, mask, lengths, order, call.get("normalizer", SOFTMAX))
         attend = functools.partial(attention, q, self.key, self.value, **places, **call)
-        capture = as_capture(call.get("capture"))
-        # These results have an axis of slots.
-        is_over_slots = call.get("return_weights") or (
-            capture is not None and not SQUARE.isdisjoint(capture.what)
-        )
+        capture = call.get("capture")
         may_skip_slots = (
-            self.new is not None
-            and not symbols.at_most(q.shape[-3], stored.QUERIES)
-            and not is_over_slots
+            not symbols.at_most(q.shape[-3], stored.QUERIES)
+            # These results have an axis of slots.
+            and not call.get("return_weights")
+            and (capture is None or SQUARE.isdisjoint(capture.what))
             # Another function may sow, which `lax.cond` does not allow.
             and attention is dot_product_attention
             and not self._varies_by_key(q, mask, call)
@@ -123,8 +114,6 @@ class KeyValues(Struct):
             result = loops.cond(is_empty, prompt, attend)
         else:
             result = attend()
-        if self.lost is None:
-            return result
         out, *extras = result if isinstance(result, tuple) else (result,)
         out = jnp.where(self.lost[..., None, None], jnp.nan, out)
         return (out, *extras) if isinstance(result, tuple) else out

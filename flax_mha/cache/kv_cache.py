@@ -31,20 +31,18 @@ class KVCache(Struct):
     """The keys and values of earlier tokens. Each row of the batch has its own length.
 
     Slot j holds the token at position j. With a window, the slots are a ring buffer of the last S
-    tokens, and slot p mod S holds the token at position p. An encoder's keys fill their cache, and
-    `queries` counts the tokens that attended to them.
+    tokens, and slot p mod S holds the token at position p. An encoder's keys fill their cache.
 
     Attributes:
-      key: [*B, K, S, H], heads first, as decoding reads them.
+      key: [*B, K, S, H].
       value: [*B, K, S, Hv]. A value that is infinite or NaN is 0 here, and its key is NaN.
       length: int32 [*B], the number of tokens appended to each row.
       key_scale: float32 [*B, K, S], the scales of keys in 8 bits; else None.
       value_scale: float32 [*B, K, S], the scales of values in 8 bits; else None.
       written: int32 [*B], the largest length since the row was empty, for a ring buffer; else None.
-        Tokens before written − S have been overwritten, even if the row was truncated since.
+        Tokens before written − S have been overwritten.
       queries: int32 [*B], the number of queries so far, for an encoder's keys; else None.
-      window: the number of earlier tokens that a token sees (`masks.Window(window, 0)`), at most
-        S − 1; None for all.
+      window: the number of earlier tokens that a token sees, at most S − 1; None for all.
     """
 
     key: jax.Array
@@ -65,12 +63,11 @@ class KVCache(Struct):
 
         Args:
           batch: the batch dimensions *B.
-          slots: S; with a window at least window + 1.
+          slots: S.
           num_kv_heads: K.
           head_dim: H.
           v_head_dim: Hv (default: H).
-          dtype: the dtype of keys and values: one of 16 bits or more, which clips finite numbers to
-            its range, or int8, float8_e4m3fn or float8_e5m2, with a scale for each token and head.
+          dtype: the dtype of keys and values, as in `CacheConfig`.
           window: the number of earlier tokens that a token sees, for a ring buffer; None for all.
         """
         dtype = checks.dtype("dtype", dtype, EIGHT_BITS)
@@ -79,11 +76,11 @@ class KVCache(Struct):
                 f"a window of {window} needs at least {window + 1} slots, got {slots}; give more"
             )
         heads = (*batch, num_kv_heads, slots)
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
         # Each scale is an array of its own, because one array cannot be donated twice.
         scales = [jnp.zeros(heads, jnp.float32) if has_scales(dtype) else None for _ in range(2)]
         return cls(
-            jnp.zeros((*heads, head_dim), dtype), jnp.zeros((*heads, v_head_dim), dtype),
+            jnp.zeros((*heads, head_dim), dtype),
+            jnp.zeros((*heads, v_head_dim or head_dim), dtype),
             jnp.zeros(batch, jnp.int32), *scales,
             None if window is None else jnp.zeros(batch, jnp.int32), window=window,
         )  # fmt: skip
@@ -99,24 +96,15 @@ class KVCache(Struct):
         """The number of slots, S."""
         return self.key.shape[-2]
 
-    @property
-    def is_ring(self) -> bool:
-        """True for a ring buffer."""
-        return self.window is not None
-
     def next_positions(self, T: int) -> jax.Array:
         """Return the positions of the next T queries of each row, int32 [*B, T]."""
         return positions_from(self.length if self.queries is None else self.queries, T)
 
     def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None) -> Self:
-        """Append T ≥ 1 tokens to each row, or its first `lengths` tokens, and return the cache.
+        """Append T tokens to each row, or its first `lengths` tokens, and return the cache.
 
         Without a window, tokens beyond the last slot are dropped, and the row has overflowed.
-
-        Args:
-          key: [*B, T, K, H].
-          value: [*B, T, K, Hv].
-          lengths: int [*B], the real tokens of each row, clipped to 0 … T if traced (default: all).
+        Arguments are as in `extend`.
         """
         return self.extended(key, value, lengths)[1]
 
@@ -130,7 +118,8 @@ class KVCache(Struct):
           q: [*B, T, N, H], the queries of the new tokens.
           key: [*B, T, K, H].
           value: [*B, T, K, Hv].
-          lengths: int [*B], the real tokens of each row (default: all). The other outputs are 0.
+          lengths: int [*B], the real tokens of each row, clipped to 0 … T if traced (default: all).
+            The outputs of other tokens are 0.
           mask: a mask, combined with causality and the window.
           **call: other arguments of `dot_product_attention`. `attention` is called in its place.
 
@@ -157,10 +146,11 @@ class KVCache(Struct):
             )
         count, q_positions = self._count(T, lengths), self.next_positions(T)
         length, tokens = self.length + count, encode(key, value, self.key.dtype)
-        arrays, written = {name: getattr(self, name) for name in tokens}, self.written
+        arrays = {name: x for name, x in vars(self).items() if name in tokens}
+        written = self.written
         new = self.replace(
             length=length, written=None if written is None else jnp.maximum(written, length),
-            **{name: write(x, tokens[name], self.length, count, self.names, self.is_ring)
+            **{name: write(x, tokens[name], self.length, count, self.names, self.window is not None)
                for name, x in arrays.items()},
         )  # fmt: skip
         slots, k_positions = vars(new), new._positions()
@@ -169,26 +159,24 @@ class KVCache(Struct):
             axis = self.length.ndim + 1
             slots = {n: jnp.concatenate([read(x), tokens[n]], axis) for n, x in arrays.items()}
             k_positions = jnp.concatenate([self._positions(), q_positions], -1)
+        k, v = stored(slots, self.names[2] or "length")
         # The first token that found no slot, and those after it.
         lost = new.overflowed[..., None] & (q_positions >= self._max_length)
         keys = KeyValues(
-            *stored(slots, self.names[2] or "length"), None if lengths is None else length,
-            q_positions, k_positions, stored(tokens), lost, has_slots=True, window=self.window,
+            k, v, None if lengths is None else length, q_positions, k_positions, stored(tokens),
+            lost, has_slots=True, window=self.window,
         )  # fmt: skip
         return keys, new
 
     def counted(self, T: int, lengths: jax.Array | None) -> tuple[KeyValues, Self]:
-        """Return an encoder's keys and values for T queries, and the cache that has counted them.
-
-        Only the first `lengths` (int [*B]) queries of each row count (default: all).
-        """
+        """Return an encoder's keys and values for T queries, and the cache that counts them."""
         keys = KeyValues(*stored(vars(self)), q_positions=self.next_positions(T))
         return keys, self.replace(queries=self.queries + self._count(T, lengths))
 
     def free(self) -> jax.Array:
         """Return the number of tokens that each row has room for, int32 [*B].
 
-        With a window, this is 2³⁰ − 1 minus the row's length.
+        With a window, this is beyond any length.
         """
         return jnp.maximum(self._max_length - self.length, 0)
 
@@ -200,8 +188,7 @@ class KVCache(Struct):
         """Return the cache with at most the first `lengths` (int, or int [*B]) tokens of each row.
 
         With a window, a row can drop its last S − window tokens, or all. A row that drops more has
-        overflowed, because tokens that it needs were overwritten, and so has a row whose traced
-        length is negative. An encoder's keys stay, and at most `lengths` queries are counted.
+        overflowed. An encoder's keys stay, and at most `lengths` queries are counted.
         """
         keep = checks.integers("lengths", lengths)
         remedy = "give the number of tokens to keep, such as length - 1 to drop one"
@@ -210,7 +197,7 @@ class KVCache(Struct):
         if self.queries is not None:
             return self.replace(queries=jnp.minimum(self.queries, keep))
         length, written = jnp.minimum(self.length, keep), self.written
-        if self.window is None or written is None:
+        if written is None or self.window is None:
             lost = (self.length >= NO_POSITION) & (length > 0)
         else:
             # The first token that the next token sees.
@@ -227,7 +214,7 @@ class KVCache(Struct):
         """Return the cache with some rows of the batch: beams, or copies for best-of-n.
 
         `rows` are indices into the last axis of *B, int [R]. A traced index out of range gives an
-        overflowed row, until the row is reset.
+        overflowed row.
         """
         indices, batch = checks.integers("rows", rows), self.length.shape
         checks.within("rows", indices, batch[-1], "give indices of existing rows")
@@ -269,10 +256,7 @@ class KVCache(Struct):
         return jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
 
     def _positions(self) -> Any:
-        """Return the position of the token in each slot of a ring, int32 [*B, S].
-
-        It is NO_POSITION for an empty slot. Without a ring the result is None.
-        """
+        """Return the position of the token in each slot of a ring, int32 [*B, S], else None."""
         if self.window is None:
             return None
         slot = shapes.lead(jnp.arange(self.slots, dtype=jnp.int32), self.length.ndim + 1)
@@ -285,16 +269,15 @@ class KVCache(Struct):
 class Encoded(Struct):
     """An encoder's output, as the argument `kv` of a layer that decodes.
 
-    The layer projects it once and keeps the keys and values. Later calls attend to them, with
-    `Encoded()` or without `kv`. Without `decode` it means the same as `inputs_k` and `inputs_v`.
+    The layer projects it once. Later calls attend to the same keys and values, with `Encoded()` or
+    without `kv`. Without `decode` it means the same as `inputs_k` and `inputs_v`.
 
     Attributes:
       inputs_k: the inputs of the keys [*B, S, D']; None for the keys and values that are kept.
       inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
-      makes_room: True in a call that only makes the cache, as `init` does. Its queries are not
-        counted if they are the first.
-      queries: int32 [*B], the number of queries of earlier calls; None before the first. The layer
-        sets it.
+      makes_room: True in a call that only makes the cache, as `init` does. Its queries do not
+        count.
+      queries: int32 [*B], the number of earlier queries, or None. The layer sets it.
     """
 
     inputs_k: Any = None
@@ -307,12 +290,8 @@ class Encoded(Struct):
     ) -> tuple[KeyValues, KVCache]:
         """Return the keys and values that T queries attend to, and the cache that keeps them.
 
-        Args:
-          key: the projected keys [*B, S, K, H].
-          value: the projected values [*B, S, K, Hv].
-          dtype: the dtype of the cache.
-          T: the number of queries.
-          lengths: int [*B], the number of queries of each row to count (default: all).
+        Arguments are the projected keys [*B, S, K, H] and values, the dtype of the cache, and as in
+        `KVCache.counted`.
         """
         *batch, S, _, _ = key.shape
         queries = jnp.zeros(batch, jnp.int32) if self.queries is None else self.queries
@@ -332,9 +311,8 @@ class CacheConfig:
     Attributes:
       dtype: the dtype of stored keys and values (default: their own): one of 16 bits or more, or
         "int8", "float8_e4m3fn" or "float8_e5m2", with a scale for each token and head.
-      slots: the size of a ring buffer that holds the last tokens: at least W + 1 under a mask
-        `Window(W, ·)` (default: no ring buffer, but one slot for each token of the input that
-        creates the cache).
+      slots: the size of a ring buffer, at least W + 1 under a mask `Window(W, ·)` (default: no ring
+        buffer, but a slot for each token of the input that creates the cache).
     """
 
     dtype: Dtype | None = None
@@ -344,17 +322,8 @@ class CacheConfig:
         if self.dtype is not None:
             checks.dtype("CacheConfig.dtype", self.dtype, EIGHT_BITS)
 
-    @property
-    def is_ring(self) -> bool:
-        """True for a ring buffer."""
-        return self.slots is not None
-
     def window(self, mask: masks.MaskLike | None) -> int | None:
-        """Return a ring buffer's window: the number of earlier tokens that a token sees, or None.
-
-        Raises:
-          ValueError: if the mask sees tokens that the ring has overwritten.
-        """
+        """Return the number of earlier tokens that a token sees in a ring buffer, or None."""
         if self.slots is None:
             return None
         window = None if mask is None else masks.as_mask(mask).max_lookback()

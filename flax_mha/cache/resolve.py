@@ -11,9 +11,7 @@ from flax_mha.cache.slots import positions_from
 
 # What a layer's argument `kv` takes.
 KVLike: TypeAlias = KeyValues | Encoded | tuple[Any, Any]
-# The argument `cache` of the functions of `layer.core`. None stands for the tokens of the call, and
-# a `CacheConfig` for an empty cache to make, to which a later call appends. A call with `Encoded`
-# keeps the keys of its inputs.
+# What the functions of `layer.core` take as `cache`: see `project_heads`.
 CacheLike: TypeAlias = KVCache | CacheConfig | KeyValues | Encoded | None
 
 
@@ -24,16 +22,8 @@ def resolve_call(
     """Return the inputs of keys and values, and the `cache` of `project_heads`.
 
     The arguments and the cache that exists decide the meaning of a call, and only here. The inputs
-    are None if they are those of the queries, or if keys and values exist already.
-
-    Args:
-      kv: the argument of the layer.
-      x_q: the inputs of the queries [*B, T, D].
-      x_k: the inputs of the keys [*B, S, D'], or None.
-      x_v: the inputs of the values [*B, S, D''], or None.
-      config: the format of a new cache; None for a layer that does not decode.
-      cache: the cache of earlier calls, or None.
-      makes_room: True in a call that only makes a cache, as `init` does.
+    are None if they are the queries' or if keys and values exist already. `config` is the format of
+    a new cache, None for a layer that does not decode. `cache` is the one of earlier calls.
     """
     if kv is not None and (x_k is not None or x_v is not None):
         raise ValueError(
@@ -56,7 +46,17 @@ def resolve_call(
     if config is None:
         return x_k, x_v, None
     if appends(cache) or (cache is None and encoded is None):
-        _check_own_tokens(encoded, x_q, x_k)
+        if encoded is not None:
+            raise ValueError(
+                "the layer's cache holds the tokens of earlier calls, got kv=Encoded(...); give "
+                "an encoder's output to a layer of its own"
+            )
+        if x_k is not None and x_k.shape[-2] != x_q.shape[-2]:
+            raise ValueError(
+                f"a layer that decodes appends a key for each query, got {x_q.shape[-2]} queries "
+                f"and {x_k.shape[-2]} keys; give kv=cache.Encoded(inputs_k) to keep an encoder's "
+                f"keys"
+            )
         return x_k, x_v, config if cache is None else cache
     if x_k is None:
         return None, None, cache
@@ -93,17 +93,3 @@ def projected(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Return the inputs that keys and values are computed from, None if they exist already."""
     return (x_q, x_q) if x_k is None and not has_own_keys(cache) else (x_k, x_v)
-
-
-def _check_own_tokens(encoded: Encoded | None, x_q: jax.Array, x_k: jax.Array | None) -> None:
-    """Check that a call appends one key for each query."""
-    if encoded is not None:
-        raise ValueError(
-            "the layer's cache holds the tokens of earlier calls, got kv=Encoded(...); give "
-            "an encoder's output to a layer of its own"
-        )
-    if x_k is not None and x_k.shape[-2] != x_q.shape[-2]:
-        raise ValueError(
-            f"a layer that decodes appends a key for each query, got {x_q.shape[-2]} queries and "
-            f"{x_k.shape[-2]} keys; give kv=cache.Encoded(inputs_k) to keep an encoder's keys"
-        )

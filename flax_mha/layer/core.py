@@ -1,7 +1,6 @@
 """The layer as functions of arrays: project → norm → rotate → append → attend → gate → merge.
 
-Parameters are a dict, settings a dataclass, and the cache goes in and comes out. The layers of
-linen and nnx make the parameters, keep the cache between calls, and call these functions.
+The layers of linen and nnx make the parameters, keep the cache between calls, and call these.
 """
 
 import functools
@@ -62,21 +61,27 @@ def attend(
         "mask": masks.combine(settings.mask, call.mask), "lengths": call.lengths,
         "order": heads.order,
     }  # fmt: skip
-    keys, after = _append(p, settings, heads._replace(q=q), call, cache, places["mask"])
+    keys, after = _append(settings, heads._replace(q=q), call, cache, places["mask"])
     options = internals.edit_scores(tap, _options(p, settings, call), q, keys)
     queries: Any = q if heads.turns is None else Turned(q, heads.turns[0])
     with jax.named_scope("kernel"):
-        kernel = options.get("attention", dot_product_attention)
-        others = {name: x for name, x in options.items() if name != "attention"}
         if keys.has_slots:
-            result = keys.attend(queries, kernel, **places, **others)
+            result = keys.attend(queries, **places, **options)
         else:
-            result = kernel(queries, keys.key, keys.value, **keys.places(q, **places), **others)
+            arguments = keys.places(q, **places) | options
+            kernel = arguments.pop("attention", dot_product_attention)
+            result = kernel(queries, keys.key, keys.value, **arguments)
     has_pairs = heads.same_tokens or isinstance(cache, KeyValues)
     z, weights = internals.read_result(tap, result, q, keys, has_pairs, options | places)
     chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
     z = tap("z", z)
-    z = exclude_own(z, _own_values(keys, heads.same_tokens)) if settings.exclusive else z
+    if settings.exclusive:
+        if not heads.same_tokens:
+            raise ValueError(
+                "exclusive=True takes each token's own value from its output, so it needs "
+                "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
+            )
+        z = exclude_own(z, dequantize(keys.own()[1]))
     z = z if heads.gate is None else numerics.scaled(z, jax.nn.sigmoid(heads.gate))
     z = numerics.scale_heads("head_mask", z, call.head_mask)
     out = tap.last("out", _merge(p.get("out"), sharding.constrain(z, sharding.HEADS), tap))
@@ -84,8 +89,7 @@ def attend(
 
 
 def _append(
-    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: CacheLike,
-    mask: masks.Mask | None,
+    settings: Settings, heads: Heads, call: Call, cache: CacheLike, mask: masks.Mask | None
 ) -> tuple[KeyValues, KVCache | None]:  # fmt: skip
     """Return the keys and values that the queries attend to, and the cache after the call."""
     q, T, tap, lengths = heads.q, heads.q.shape[-3], call.tap, call.lengths
@@ -110,21 +114,11 @@ def _append(
     return KeyValues(k, v, lengths, ordered=heads.order is not None), after
 
 
-def _own_values(keys: KeyValues, same_tokens: bool) -> jax.Array:
-    """Return the values [*B, T, K, Hv] of the queries' tokens, as a call attends to them."""
-    if not same_tokens:
-        raise ValueError(
-            "exclusive=True takes each token's own value from its output, so it needs "
-            "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
-        )
-    return dequantize(keys.own()[1])
-
-
 def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
     """Return the output [*B, T, D] of heads z [*B, T, N, Hv], with the point of their shares."""
     with jax.named_scope("merge"):
         out = jax.lax.collapse(z, z.ndim - 2) if linear is None else linear(z)
-    if linear is None or linear.kernel is None or not tap.needs("result"):
+    if not isinstance(linear, Linear) or not tap.needs("result"):
         return out
     shares = tap("result", linear.shares(z))
     return linear.join(shares, out.dtype) if tap.is_edited("result") else out

@@ -1,12 +1,11 @@
 """Linear maps, on any mesh, and their parameters in linen."""
 
 import math
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
 from flax.core import Scope, meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
@@ -26,11 +25,11 @@ default_bias_init = nn.initializers.zeros_init()
 _SUMS = {(1, 1): "...d,df->...f", (1, 2): "...td,dnh->...tnh", (2, 1): "...tnv,nvd->...td"}
 
 
-class Linear(struct.PyTreeNode):
+class Linear(NamedTuple):
     """A linear map y = x·W + b over the last axes of x, on any mesh.
 
     Attributes:
-      kernel: the kernel W [*in, *features]; None for a user-defined `module`, which is called.
+      kernel: the kernel W [*in, *features].
       bias: the bias b [*features], or None.
       names: the logical names of W's axes.
       contracted: the number of contracted axes, the last ones of x.
@@ -40,14 +39,14 @@ class Linear(struct.PyTreeNode):
       module: the submodule with these parameters, or None. Flax's tools see its calls.
     """
 
-    kernel: Any
+    kernel: jax.Array
     bias: jax.Array | None
-    names: LogicalNames = struct.field(pytree_node=False)
-    contracted: int = struct.field(pytree_node=False, default=1)
-    rows: LogicalNames = struct.field(pytree_node=False, default=("batch", "length"))
-    dtype: Dtype | None = struct.field(pytree_node=False, default=None)
-    precision: PrecisionLike = struct.field(pytree_node=False, default=None)
-    module: Any = struct.field(pytree_node=False, default=None)
+    names: LogicalNames
+    contracted: int = 1
+    rows: LogicalNames = ("batch", "length")
+    dtype: Dtype | None = None
+    precision: PrecisionLike = None
+    module: Any = None
 
     @property
     def names_of_result(self) -> LogicalNames:
@@ -94,10 +93,7 @@ class Linear(struct.PyTreeNode):
 
 
 def _has_flat_heads(rows: Shape) -> bool:
-    """Tell whether to write heads side by side, as the TPU kernel for short sequences reads them.
-
-    XLA would choose the order of other kernels, and transpose it for this one.
-    """
+    """Tell whether to write heads side by side, as the TPU kernel for short inputs reads them."""
     length = rows[-1] if rows else 1
     is_short = symbols.at_most(length, SHORT) and not symbols.at_most(length, SHORTEST - 1)
     return is_short and sharding.platform() == "tpu"
@@ -130,7 +126,7 @@ def _plus(y: jax.Array, bias: jax.Array | None, flat: bool) -> jax.Array:
 class Projection(nn.Module):
     """A `Linear` as a module: Flax's `DenseGeneral`, with named axes.
 
-    See `Linear` for features, names, contracted, rows, dtype and precision.
+    `Linear` describes the other fields.
 
     Attributes:
       kernel_init: the initializer of W, called with the shape [in, out].

@@ -32,8 +32,7 @@ class QKNorm:
       scale: True for a learned scale [H] for all heads, or [N, H] and [K, H] with `over_heads`.
       epsilon: ε.
       after_rotary: True to apply the norm after `rotary`.
-      over_heads: True for one norm over the features of all heads (OLMo 2). If heads are sharded,
-        devices exchange a number for each token.
+      over_heads: True for one norm over the features of all heads (OLMo 2).
 
     Sources: Henry et al., "Query-Key Normalization for Transformers", 2020; Dehghani et al.,
     "Scaling Vision Transformers to 22 Billion Parameters", 2023; OLMo Team, "2 OLMo 2 Furious",

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -18,6 +18,7 @@ from flax_mha.cache import CacheConfig
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.layer.linear import default_bias_init, default_kernel_init
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
 from flax_mha.positions import Rotation
@@ -26,11 +27,12 @@ from flax_mha.signatures.attention_fn import attention_fn
 from flax_mha.taps.contexts import capture_of
 from flax_mha.taps.tap import Tap
 
-ZEROS = nn.initializers.zeros_init()
+ZEROS = default_bias_init
+# A field for which only None is accepted, see `base.arguments`.
+_refused = functools.partial(dataclasses.field, default=None, repr=False)
 # One function for equal values, so that layers with equal fields are equal.
 _constant = functools.cache(nn.initializers.constant)
-# Fields that do not change what a layer computes from its parameters. A function that reads a layer
-# adds the fields that it handles.
+# Fields that do not change what a layer computes from its parameters.
 NEUTRAL = (
     "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
     "head_dim", "v_head_dim", "mask", "kernel", "dropout_rate", "broadcast_dropout",
@@ -72,8 +74,8 @@ def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:
 class Settings:
     """The fields of a layer, and the table of its parameters.
 
-    `MultiHeadAttention` inherits and describes the fields. The functions of `core` read them, and
-    need no module: `Settings(8)` is enough.
+    `MultiHeadAttention` inherits and describes the fields. The functions of `core` need no module:
+    `Settings(8)` is enough.
     """
 
     # First, so that a subclass can give any later field another default.
@@ -104,7 +106,7 @@ class Settings:
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None
-    kernel_init: Initializer = nn.linear.default_kernel_init
+    kernel_init: Initializer = default_kernel_init
     out_kernel_init: Initializer | None = None
     bias_init: Initializer = ZEROS
     out_bias_init: Initializer | None = None
@@ -113,20 +115,12 @@ class Settings:
     attention_fn: Callable[..., Any] | None = attention_fn
     force_fp32_for_softmax: bool = False
     partitioned: bool = False
-    # Only None is accepted, see `base.arguments`.
-    qkv_dot_general: None = dataclasses.field(default=None, repr=False)
-    out_dot_general: None = dataclasses.field(default=None, repr=False)
-    qkv_dot_general_cls: None = dataclasses.field(default=None, repr=False)
-    out_dot_general_cls: None = dataclasses.field(default=None, repr=False)
-    qk_attn_weights_einsum_cls: None = dataclasses.field(default=None, repr=False)
-    attn_weights_value_einsum_cls: None = dataclasses.field(default=None, repr=False)
-
-    if not TYPE_CHECKING:  # Type checkers and editors show the fields.
-
-        def __new__(cls, *args: Any, **fields: Any) -> Self:
-            """Refuse values that only Flax's layers take."""
-            check_given(cls.__name__, fields)
-            return super().__new__(cls)
+    qkv_dot_general: None = _refused()
+    out_dot_general: None = _refused()
+    qkv_dot_general_cls: None = _refused()
+    out_dot_general_cls: None = _refused()
+    qk_attn_weights_einsum_cls: None = _refused()
+    attn_weights_value_einsum_cls: None = _refused()
 
     @property
     def custom_attention(self) -> Callable[..., Any] | None:
@@ -145,6 +139,7 @@ class Settings:
 
     def check_fields(self) -> None:
         """Check the fields as far as no inputs are needed."""
+        check_given(type(self).__name__, vars(self))
         checks.fields(self)
         as_capture(self.capture, in_layer=True)
         if self.decode and self.cache is not None:
@@ -172,9 +167,9 @@ class Settings:
             entries["value"] = self.to_heads("value", Dv, (K, Hv), "kv_heads")
         norm = as_qk_norm(self.qk_norm, self.normalize_qk)
         if norm is not None:
-            entries["query_ln"] = NormEntry(H, norm, N if norm.over_heads else None)
+            entries["query_ln"] = NormEntry((N, H) if norm.over_heads else (H,), norm)
         if norm is not None and Dk:
-            entries["key_ln"] = NormEntry(H, norm, K if norm.over_heads else None)
+            entries["key_ln"] = NormEntry((K, H) if norm.over_heads else (H,), norm)
         if self.gate is not None:
             gate = checks.choice("gate", self.gate, {"head": (N, 1), "feature": (N, Hv)})
             entries["output_gate"] = self.to_heads("output_gate", D, gate)
@@ -221,7 +216,6 @@ def reading(settings: Settings, tap: Tap, sow_weights: bool, is_captured: bool) 
 
     `is_captured` is True if intermediates are collected.
     """
-    sow_weights = checks.flag("sow_weights", sow_weights)
     reads, is_custom = capture_of(settings.capture), settings.custom_attention is not None
     if sow_weights and not is_custom:  # A custom function sows them itself.
         names = dict.fromkeys((*(reads.what if reads else ()), "weights"))

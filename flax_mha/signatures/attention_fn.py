@@ -24,7 +24,7 @@ from flax_mha.kernels.call.bind import bind_call
 Function = Callable[..., Any]
 
 
-def attention_fn(
+def attention_fn(  # noqa: D417
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None,
     mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
@@ -42,24 +42,16 @@ def attention_fn(
       query: the queries [*B, T, N, H].
       key: the keys [*B, S, K, H].
       value: the values [*B, S, K, Hv].
-      bias: an array that broadcasts to [*B, N, T, S], added to the scores.
-      mask: an array from Flax's helpers, or a `flax_mha.masks.Mask`.
-      broadcast_dropout: True for one dropout pattern for all batch rows and heads.
-      dropout_rng: a JAX key, needed if dropout_rate > 0.
-      dropout_rate: the share of weights set to 0.
       deterministic: True for no dropout.
       dtype: the dtype of the computation (default: promoted from the arrays).
-      precision: the precision of matmuls. See `jax.lax.Precision`.
       module: a linen or nnx module that sows the weights, before dropout, as `attention_weights`.
-      force_fp32_for_softmax: ignored. The softmax is always in at least float32, and sown weights
-        are in the dtype of the query.
+      force_fp32_for_softmax: ignored. The softmax is always in at least float32.
       einsum_dot_general: None; kernels have no einsum to replace.
       qk_attn_weights_einsum: None.
       attn_weights_value_einsum: None.
       promote_dtype: nnx's function that promotes the arrays to `dtype`.
       is_causal: True to hide later positions.
-      **call: other arguments of `dot_product_attention`, such as `kernel` and `scores`. Set them
-        with `functools.partial`.
+      **call: other arguments of `dot_product_attention`, such as `kernel` and `scores`.
 
     Returns:
       out [*B, T, N, Hv].

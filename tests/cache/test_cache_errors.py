@@ -15,7 +15,6 @@ from tests.support.arrays import ones
 IDS = np.arange(4, dtype=np.int32)
 Q = ones((2, 4, 6, 8))  # [B, T, N, H]
 HELD = KVCache.empty((2,), 4, 6, 8)
-_, MEMORY = cache.Encoded().keep(Q, Q, jnp.float32, 1, None)
 STATE = {"layer": {"kv": HELD}}
 
 Case = tuple[str, Callable[[], Any], type[Exception], str]
@@ -75,8 +74,6 @@ CASES: list[Case] = [
     *cached("no caches", ValueError, r"the cache of a layer, got one without; give variables",
             {"params": {"kernel": Q}}),
     *cached("None", ValueError, r"the cache of a layer, got one without", None),
-    ("free of an encoder's tokens", lambda: cache.free({"memory": MEMORY}), ValueError,
-     r"free needs.*a self-attention layer, got only encoders' keys"),
     *VALUE,
     *[(f"fork: {name}", partial(HELD.fork, given), *error) for name, *error, given in ROWS],
     *[(f"caches, fork: {name}", partial(cache.fork, STATE, given), *error)

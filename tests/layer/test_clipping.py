@@ -114,7 +114,6 @@ def test_training_with_clip_keeps_scores_at_threshold() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda p, s: qk_clip().update(p, None, None, max_logits=s), "needs the parameters"),
         (lambda p, s: qk_clip().update(p, None, p), "needs max_logits="),
         (lambda p, s: qk_clip().update(p, None, p, max_logits={"x": 1}), "needs max_logits="),
     ],

@@ -172,7 +172,7 @@ def test_each_none_of_flax_is_taken_and_other_values_are_refused(theirs: Any, ou
     alone = [p.name for p in of_class if p.name.endswith(("_general", "_cls", "_promote_dtype"))]
     for name in alone:
         with pytest.raises(TypeError, match=f"{ours.__name__} takes only {name}=None, got .*; "):
-            made(ours, **{name: jax.lax.dot_general})
+            result(made(ours, **{name: jax.lax.dot_general}))
     of_linen = () if ours is nnx.MultiHeadAttention else ("input_positions",)
     for name in ("inputs_kv", "out_sharding", "qkv_sharding", *of_linen):
         with pytest.raises(TypeError, match=f"takes only {name}=None, got ndarray; "):
