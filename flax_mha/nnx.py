@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -288,14 +287,12 @@ class MultiHeadAttention(nnx.Module):
             )
         if is_causal:
             mask = masks.combine(masks.Causal(), mask)
-        # Compute only what `sow` keeps. nnx has no public sign of a capture.
-        keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
-        is_captured = hasattr(self, "__captures__") or not keeps_none
         tap = Tap(self, nnx.as_pure(self.edits) or {}, collection=nnx.Intermediate)
         call = Call(
             mask, bias, self._learned(settings) + as_scores(scores), positions, head_mask, lengths,
             order, dropout_rng=self._dropout_rng(deterministic, rngs),
-            return_weights=return_weights, tap=reading(settings, tap, sow_weights, is_captured),
+            return_weights=return_weights,
+            tap=reading(settings, tap, sow_weights, is_captured=True),
         )  # fmt: skip
         output = settings.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
@@ -343,7 +340,7 @@ class MultiHeadAttention(nnx.Module):
             dtype = self.config.cache.dtype or self.dtype
             self.init_cache((*batch, max_length, self.in_features), dtype)
 
-    def _kept(self) -> KVCache | None:
+    def _kept(self) -> Any:
         """Return the cache of earlier calls, or None."""
         return nnx.as_pure(self.kv)
 

@@ -81,7 +81,7 @@ class KVCache(Struct):
         return cls(
             jnp.zeros((*heads, head_dim), dtype),
             jnp.zeros((*heads, v_head_dim or head_dim), dtype),
-            jnp.zeros(batch, jnp.int32), *scales,
+            jnp.zeros(batch, jnp.int32), scales[0], scales[1],
             None if window is None else jnp.zeros(batch, jnp.int32), window=window,
         )  # fmt: skip
 
@@ -295,7 +295,8 @@ class Encoded(Struct):
         """
         *batch, S, _, _ = key.shape
         queries = jnp.zeros(batch, jnp.int32) if self.queries is None else self.queries
-        length, arrays = jnp.full(batch, S, jnp.int32), encode(key, value, dtype)
+        length = jnp.full(batch, S, jnp.int32)
+        arrays: Any = encode(key, value, dtype)
         new = KVCache(length=length, queries=queries, **arrays)
         keys, counted = new.counted(T, lengths)
         if self.queries is not None:

@@ -100,7 +100,7 @@ def _append(
     if isinstance(cache, KVCache) and cache.queries is not None:
         keys, after = cache.counted(T, lengths)
         return internals.edit_given(tap, q, keys), after
-    k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (heads.k, heads.v))
+    k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
     if isinstance(cache, Encoded):
         dtype = settings.cache and settings.cache.dtype
         keys, after = cache.keep(k, v, dtype or k.dtype, T, lengths)

@@ -317,20 +317,6 @@ def test_values_are_captured_and_popped(fields: Any, call: Any, way: str, jitted
         assert not nnx.to_pure_dict(nnx.state(model, nnx.Intermediate))
 
 
-@pytest.mark.skipif(not hasattr(flax.config, "nnx_sow_capture_noop"), reason="no such setting")
-def test_nothing_stays_where_flax_keeps_nothing() -> None:
-    plain, model = Block(), Block(capture=Capture(("weights",)))
-    flax.config.update("nnx_sow_capture_noop", True)
-    try:
-        jaxpr = jax.make_jaxpr(lambda x: model(x))(X)
-        assert not nnx.to_pure_dict(nnx.state(model, nnx.Intermediate))
-        _, sown = nnx.capture(model, nnx.Intermediate)(X)
-    finally:
-        flax.config.update("nnx_sow_capture_noop", False)
-    assert str(jaxpr) == str(jax.make_jaxpr(lambda x: plain(x))(X))
-    assert sown["attention"]["attention_weights"]
-
-
 @pytest.mark.parametrize("name", ["mask", "scores"])
 def test_layers_work_as_linen_modules(name: str) -> None:
     cls, fields, *_ = STATES[name]
