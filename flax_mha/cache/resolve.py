@@ -37,7 +37,10 @@ def resolve_call(
     shapes.check_inputs(x_q, x_k, x_v)
     x_v = x_k if x_v is None else x_v
     if kv is not None and encoded is None:
-        return None, None, KeyValues(*kv) if isinstance(kv, tuple) else kv
+        if isinstance(kv, tuple):
+            k, v = kv
+            kv = KeyValues(k, v)
+        return None, None, kv
     if encoded is not None and x_k is None and cache is None:
         raise ValueError(
             "Encoded() stands for keys and values that a layer that decodes has kept, got none; "

@@ -58,12 +58,3 @@ class QKNorm:
             # exact one costs a layer 27% more cycles forward and 22% with gradients.
             fields["use_bias"] = False
         return getattr(library, _KINDS[self.kind])(*args, **fields)
-
-
-def as_qk_norm(norm: QKNorm | None, normalize_qk: bool) -> QKNorm | None:
-    """Return the norm that a layer's fields `qk_norm` and `normalize_qk` (Flax's) ask for."""
-    if norm is not None and normalize_qk:
-        raise ValueError(
-            "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"
-        )
-    return QKNorm("layernorm") if normalize_qk else norm

@@ -20,7 +20,7 @@ from flax_mha.kernels.call.capture import as_capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer.linear import default_bias_init, default_kernel_init
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
-from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
+from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
 from flax_mha.signatures.attention_fn import attention_fn
@@ -34,11 +34,10 @@ _refused = functools.partial(dataclasses.field, default=None, repr=False)
 _constant = functools.cache(nn.initializers.constant)
 # Fields that do not change what a layer computes from its parameters.
 NEUTRAL = (
-    "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
-    "head_dim", "v_head_dim", "mask", "kernel", "dropout_rate", "broadcast_dropout",
-    "deterministic", "decode", "cache", "capture", "use_bias", "dtype", "param_dtype", "precision",
-    "kernel_init", "out_kernel_init", "bias_init", "out_bias_init", "force_fp32_for_softmax",
-    "partitioned",
+    "num_heads", "qkv_features", "out_features", "num_kv_heads", "head_dim", "v_head_dim", "mask",
+    "kernel", "dropout_rate", "broadcast_dropout", "deterministic", "decode", "cache", "capture",
+    "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "out_kernel_init", "bias_init",
+    "out_bias_init", "force_fp32_for_softmax", "partitioned",
 )  # fmt: skip
 PROJECTIONS = ("query", "key", "value", "out", "output_gate")
 
@@ -165,7 +164,11 @@ class Settings:
         if Dk and Dv:
             entries["key"] = self.to_heads("key", Dk, (K, H), "kv_heads")
             entries["value"] = self.to_heads("value", Dv, (K, Hv), "kv_heads")
-        norm = as_qk_norm(self.qk_norm, self.normalize_qk)
+        norm = QKNorm("layernorm") if self.normalize_qk else self.qk_norm
+        if self.normalize_qk and self.qk_norm is not None:
+            raise ValueError(
+                "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"
+            )
         if norm is not None:
             entries["query_ln"] = NormEntry((N, H) if norm.over_heads else (H,), norm)
         if norm is not None and Dk:
@@ -184,7 +187,6 @@ class Settings:
 
     def out_table(self, N: int, Hv: int, D: int) -> Table:
         """Return the table of the output projection from heads [N, Hv]."""
-        checks.optional(out_features=self.out_features)
         if not self.project_out:
             return {}
         features, names = (self.out_features or D,), ("heads", "head_dim", "embed")

@@ -23,7 +23,7 @@ ROOT = Path(flax_mha.__file__).parent
 X = np.ones((2, 4, 8), np.float32)
 VARIANTS = [name for name in vars(variants) if name.endswith("Attention")]
 CHECKS = {
-    "as_qk_norm", "check_fields", "fields", "function", "has_bias", "head_sizes", "out_table",
+    "check_fields", "fields", "function", "has_bias", "head_sizes", "out_table",
     "score_table", "table",
 }  # fmt: skip
 
