@@ -258,7 +258,7 @@ def with_parameters(
 ) -> tuple[ScoreMod, ...]:
     """Return scores with parameters of a linen module, for the heads of the layer `like`."""
 
-    def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> jax.Array:
+    def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> Any:
         init = sharding.named(init, names, like.partitioned)
         return make_parameter(module, name, init, shape, like.param_dtype)
 

@@ -51,8 +51,7 @@ def attend(
 ) -> Output:
     """Run everything after the projections: append, attend, gate, head mask, merge.
 
-    It reads the parameters `sinks`, `score_scale` and `out`. `project_heads` describes the
-    arguments.
+    It reads `sinks`, `score_scale` and `out`. `project_heads` describes the arguments.
     """
     tap = call.tap
     q = numerics.scale_heads("score_scale", heads.q, p.get("score_scale"))

@@ -1,12 +1,12 @@
 """Linear maps, on any mesh, and their parameters in linen."""
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import Scope, meta
+from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.tree_util import Partial
@@ -162,7 +162,7 @@ class Projection(nn.Module):
     def weights(self, inputs: Shape) -> Linear:
         """Return W [*inputs, *features] and b [*features]. Interceptors see no call."""
 
-        def param(name: str, init: Initializer, inputs: Shape, names: LogicalNames) -> jax.Array:
+        def param(name: str, init: Initializer, inputs: Shape, names: LogicalNames) -> Any:
             shape = (*inputs, *self.features)
             init = sharding.named(for_shape(init, len(inputs)), names, self.partitioned)
             return make_parameter(self, name, init, shape, self.param_dtype)
@@ -177,13 +177,14 @@ class Projection(nn.Module):
 
 def make_parameter(
     module: nn.Module, name: str, init: Initializer, shape: Shape, dtype: Dtype
-) -> jax.Array:
+) -> Any:  # fmt: skip
     """Return a parameter of a linen module, outside of its methods too."""
-    scope = cast(Scope, module.scope).rewound()
+    scope: Any = module.scope
+    scope = scope.rewound()
     if not scope.has_variable("params", name):
-        return cast(jax.Array, scope.param(name, init, shape, dtype))
+        return scope.param(name, init, shape, dtype)
     # `param` would trace the initializer in each call, to check the shape.
-    return cast(jax.Array, meta.unbox(scope.get_variable("params", name)))
+    return meta.unbox(scope.get_variable("params", name))
 
 
 def projection(

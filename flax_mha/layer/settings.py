@@ -235,8 +235,7 @@ class Call:
 
     Attributes:
       scores: the scores of the layer, with their parameters, then the scores of the call.
-      attention: a function in place of `dot_product_attention`, with the same arguments. Keys and
-        values of a cache are `Stored`.
+      attention: a function in place of `dot_product_attention`. Cached keys are `Stored`.
       scale: the scale of the scores, in place of the layer's.
       dropout_rng: a key for dropout, or None for no dropout.
       return_weights: True to return the weights.
