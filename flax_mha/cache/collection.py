@@ -42,7 +42,7 @@ def of_layer(collection: Collection, layer: jax.Array) -> Collection:
         large = x.key.ndim - 1
         return jax.tree.map(lambda y: OfLayer(y, layer) if y.ndim >= large else y[layer], x)
 
-    return jax.tree.map(part, collection, is_leaf=lambda x: isinstance(x, KVCache))
+    return jax.tree.map(part, collection, is_leaf=_is_cache)
 
 
 def to_stack(collection: Collection, stack: Collection, layer: jax.Array) -> Collection:

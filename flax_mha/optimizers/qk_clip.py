@@ -10,10 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 _NAME = "attention_max_logit"
 # Parameters of layers with scores other than q·k of each head.
-_REFUSED = {
-    "query_ln": "a norm of queries and keys", "key_ln": "a norm of queries and keys",
-    "mix_scores": "mixed heads",
-}  # fmt: skip
+_REFUSED = ("query_ln", "key_ln", "mix_scores")
 
 
 def qk_clip(
@@ -86,10 +83,10 @@ def _by_head(
 ) -> jax.Array:
     """Return the maximum score of each head, [layers…, N], of a layer that can be scaled."""
     where = "/".join(path) or "the top"
-    for name, reason in _REFUSED.items():
+    for name in _REFUSED:
         if any(at[: len(path) + 1] == (*path, name) for at in params):
             raise ValueError(
-                f"qk_clip is for layers without {reason}, got one at {where}; leave it out of "
+                f"qk_clip is for layers without {name}, got one at {where}; leave it out of "
                 f"max_logits"
             )
     query = params[(*path, "query", "kernel")].shape

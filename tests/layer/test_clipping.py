@@ -128,8 +128,8 @@ def test_invalid_arguments_raise(call: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (layer(qk_norm=QKNorm()), "without a norm of queries and keys, got one at the top"),
-        (TalkingHeadsAttention(4, capture=SCORES), "without mixed heads, got one"),
+        (layer(qk_norm=QKNorm()), "without query_ln, got one at the top"),
+        (TalkingHeadsAttention(4, capture=SCORES), "without mix_scores, got one"),
         (
             MultiHeadAttention(4, capture=Capture(("max_logit",), heads=(0,))),
             r"of all 4 heads of the top, \[\*B, 4, T\], got \(2, 1, 7\)",
