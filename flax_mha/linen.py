@@ -4,19 +4,17 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import flax.linen as nn
 import jax
-from flax.errors import SetAttributeInModuleSetupError
 from flax.typing import Initializer
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks
-from flax_mha.base.arguments import check_refused, hidden_field
+from flax_mha.base.arguments import check_refused
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import KVCache, as_cache_config, collection, resolve
+from flax_mha.cache import CacheConfig, KVCache, collection, resolve
 from flax_mha.cache.resolve import CacheLike, KVLike
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection, make_parameter
@@ -54,8 +52,7 @@ class MultiHeadAttention(Settings, nn.Module):
         out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
 
     with W_q [D, N, H], W_k [D, K, H], W_v [D, K, Hv], W_o [N, Hv, D_out]. Parameter names, shapes
-    and float32 initial values match Flax's layer, so its checkpoints load as they are. See
-    `flax_mha.base.shapes` for the letters.
+    and float32 initial values match Flax's layer. `flax_mha.base.shapes` describes the letters.
 
     Attributes:
       num_heads: the number of query heads, N.
@@ -69,21 +66,18 @@ class MultiHeadAttention(Settings, nn.Module):
       scores: functions of the scores for all calls, such as `(scores.SoftCap(50.0),)`.
       scale: the factor of the scores (default: 1/√H). "learned" makes it a parameter of each head,
         `score_scale`, which starts at that value.
-      sinks: True to learn an extra score for each head, which takes weight in the softmax and has
-        no value.
-      normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". Only the
-        kernel `reference` computes the last two; see `flax_mha.kernels.xla.reference`.
+      sinks: True to learn an extra score for each head, which takes weight and has no value.
+      normalizer: the function from scores to weights: "softmax", or, in the kernel `reference`,
+        "sigmoid" or "softpick".
       kernel: the name of the attention kernel, or "auto"; see `flax_mha.explain`.
       dropout_rate: the dropout rate of the attention weights.
       broadcast_dropout: True for one dropout pattern for all examples and heads (Flax's default).
       deterministic: True for no dropout. A call can give it instead.
       decode: True to keep keys and values in the collection `cache` (see `flax_mha.cache`). `init`
-        with an input of the full length makes room for its tokens. Each `apply` appends its tokens,
-        one or more, and attends causally. Beyond the capacity the output is NaN. To keep an
-        encoder's keys and values, call with `kv=cache.Encoded(inputs_k)`.
+        with an input of the full length makes room. Each `apply` appends its tokens.
       cache: the format of the cache, such as `CacheConfig(dtype="int8")`.
       capture: the internals to sow as intermediates in each call. `Capture(("z", "entropy"))` sows
-        `attention_z` and `attention_entropy`. The output stays the same to the bit.
+        `attention_z` and `attention_entropy`.
       qk_norm: the norm of queries and keys, such as `QKNorm("rmsnorm")`.
       gate: "head" or "feature" to scale the heads' outputs by the sigmoid of a projection of
         inputs_q, `output_gate`: one number for each head, or for each of its features (Qwen3-Next).
@@ -102,11 +96,8 @@ class MultiHeadAttention(Settings, nn.Module):
       out_bias_init: the initializer of the output projection's bias (default: bias_init).
       normalize_qk: True for a LayerNorm without bias on each head's queries and keys (ViT-22B).
       attention_fn: a function with the signature of `nn.dot_product_attention`, called in place of
-        the kernels as Flax's layer calls it: keys and values are repeated to N heads, and the mask
-        is an array of bools. An option that it has no parameter for is an error. The default,
-        `flax_mha.attention_fn`, and None stand for the kernels.
-      force_fp32_for_softmax: an argument for `attention_fn`. The softmax of the kernels is always
-        in float32; sown weights are in the dtype of the computation.
+        the kernels. The default, `flax_mha.attention_fn`, and None stand for the kernels.
+      force_fp32_for_softmax: an argument for `attention_fn`. Kernels ignore it.
       partitioned: True to box the parameters with their logical axis names, as
         `nn.with_logical_partitioning` does.
 
@@ -114,16 +105,6 @@ class MultiHeadAttention(Settings, nn.Module):
     """
 
     _: dataclasses.KW_ONLY  # Flax adds `parent` and `name`.
-
-    if not TYPE_CHECKING:  # Fields are frozen.
-
-        @nn.nowrap
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute of a layer that is being made, or in a subclass's `setup`."""
-            try:
-                super().__setattr__(name, value)
-            except SetAttributeInModuleSetupError:
-                raise hidden_field(type(self), name) from None
 
     @nn.compact
     def __call__(
@@ -140,32 +121,26 @@ class MultiHeadAttention(Settings, nn.Module):
 
         Args:
           inputs_q: the inputs of the queries [*B, T, D].
-          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention). They are
-            taken for tokens of another sequence. With `decode` they are other inputs of the same
-            tokens, whose keys are appended.
+          inputs_k: the inputs of the keys [*B, S, D'] of another sequence (default: inputs_q). With
+            `decode` they are other inputs of the same tokens, whose keys are appended.
           inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
           mask: a mask that joins the field `mask`, or an array of bools that broadcasts to
-            [*B, N, T, S], True where a query may attend to a key: [T, S] with two axes, [N, T, S]
-            with three. For a mask of keys [*B, S], pass `masks.Keys(array)`.
+            [*B, N, T, S], True where a query may attend to a key. For a mask of keys [*B, S], pass
+            `masks.Keys(array)`.
           bias: an array that is added to the scores; broadcasts to [*B, N, T, S].
           scores: more functions of the scores, after the field's.
           positions: the positions of the tokens of inputs_q for `rotary`, int [T] or [*B, T], or a
             pair of these for queries and keys (default: 0 … T−1, continued in decoding). In a pair,
-            None for queries means this default; None for keys means the positions of the queries if
-            they are the same tokens, else 0 … S−1. Masks do not read positions.
+            None stands for the default, and for keys of the same tokens for the queries' positions.
           head_mask: factors of the heads' outputs, [N] or [*B, N]: 0 prunes a head.
           lengths: the number of real tokens of inputs_q in each example, int [*B], from the first
-            on (default: all). The others are padding: they neither attend nor are attended to, are
-            not kept, and their values, NaN included, reach no outputs or gradients. Hide keys of
-            another sequence by the mask, such as `masks.Lengths(n)`.
+            on (default: all). The others are padding, whose values, NaN included, reach no outputs
+            or gradients. Hide keys of another sequence by the mask, such as `masks.Lengths(n)`.
           order: the place of each token in the sequence, int [T], if tokens come in another order,
-            such as `sharding.zigzag(T, 8)`. Masks, scores, dropout and, without `positions`,
-            `rotary` go by it. Arrays in masks are in the order of the inputs.
+            such as `sharding.zigzag(T, 8)`. Arrays in masks are in the order of the inputs.
           kv: keys and values in place of inputs_k: another layer's, as `return_kv` returns them, or
-            a pair of [*B, S, K, H] and [*B, S, K, Hv]. If the other layer decodes, they are in its
-            cache, and this layer keeps none. A layer that is initialized with them has no
-            parameters for keys and values. Or `cache.Encoded(inputs_k)`, an encoder's output: a
-            layer that decodes computes its keys and values once and keeps them.
+            a pair of [*B, S, K, H] and [*B, S, K, Hv]. The layer then needs no parameters for them.
+            Or `cache.Encoded(inputs_k)`, whose keys and values a layer that decodes keeps.
           deterministic: True for no dropout. The constructor can set it instead.
           sow_weights: True to sow the weights [*B, N, T, S] into `intermediates/attention_weights`,
             as `capture=Capture(("weights",))` does.
@@ -184,8 +159,8 @@ class MultiHeadAttention(Settings, nn.Module):
         check_refused(self, refused)
         if (at_layer := contexts.current().at_layer) is not None:
             self = at_layer(self)
-        with rules.undivided_tokens(checks.flag("decode", self.decode)):
-            config = as_cache_config(self.cache) if self.decode else None
+        with rules.undivided_tokens(bool(self.decode)):
+            config = self.cache or CacheConfig() if self.decode else None
             inputs_k, inputs_v, cache = resolve.resolve_call(
                 kv, inputs_q, inputs_k, inputs_v, config, self._kept(), self.is_initializing()
             )
@@ -203,7 +178,7 @@ class MultiHeadAttention(Settings, nn.Module):
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
             if output.cache is not None and output.cache is not cache:
                 new = collection.constrain_cache(output.cache)
-                self.put_variable("cache", new.variable, new)
+                self.put_variable("cache", "kv" if new.queries is None else "memory", new)
         return core.returned(output, return_weights, return_kv)
 
     @nn.nowrap
@@ -213,9 +188,8 @@ class MultiHeadAttention(Settings, nn.Module):
     ) -> core.Output:  # fmt: skip
         """Compute the layer from arrays. A variant overrides this, `table` and `check_fields`.
 
-        Arguments are those of `core.attention`.
+        Arguments are those of `core.project_heads`.
         """
-        # Not `core.attention`, which is one frame more in every traceback.
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache, in_kernel=True)
         return core.attend(p, self, heads, call, cache)
 
@@ -225,7 +199,7 @@ class MultiHeadAttention(Settings, nn.Module):
 
         Linen clones a layer for each call, so the layer itself can't keep them.
         """
-        names = {field.name for field in dataclasses.fields(self)} - {"parent", "name"}
+        names = self.__dataclass_fields__.keys() - {"parent", "name"}
         fields = {name: getattr(self, name) for name in names}
         cls: Any = type(self)
         with contextlib.suppress(TypeError):  # A mask with arrays has no hash.
@@ -250,10 +224,16 @@ class MultiHeadAttention(Settings, nn.Module):
     @nn.nowrap
     def _kept(self) -> KVCache | None:
         """Return the cache of earlier calls, or None if there is none."""
-        held = self.variables.get("cache") if self.decode else None
-        if not held or (self.is_initializing() and not collection.NAMES & {*held}):
+        held = self.variables.get("cache", {}) if self.decode else {}
+        caches = [held[name] for name in ("kv", "memory") if name in held]
+        if not held or (self.is_initializing() and not caches):
             return None
-        return collection.find_cache(held, as_cache_config(self.cache).window(self.mask))
+        if len(caches) != 1 or not isinstance(caches[0], KVCache):
+            raise TypeError(
+                f"a layer's collection 'cache' must have one flax_mha.cache.KVCache, kv or memory, "
+                f"got {[*held]}; start from an empty one, which init with decode=True returns"
+            )
+        return caches[0]
 
     @nn.nowrap
     def _dropout_rng(self, told: bool | None, rng: jax.Array | None) -> jax.Array | None:
@@ -261,7 +241,7 @@ class MultiHeadAttention(Settings, nn.Module):
         if self.dropout_rate == 0:
             return None
         deterministic = nn.merge_param("deterministic", self.deterministic, told)
-        if checks.flag("deterministic", deterministic):
+        if deterministic:
             return None
         return self.make_rng("dropout") if rng is None else rng
 
@@ -278,7 +258,7 @@ def with_parameters(
 ) -> tuple[ScoreMod, ...]:
     """Return scores with parameters of a linen module, for the heads of the layer `like`."""
 
-    def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> jax.Array:
+    def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> Any:
         init = sharding.named(init, names, like.partitioned)
         return make_parameter(module, name, init, shape, like.param_dtype)
 
@@ -288,11 +268,10 @@ def with_parameters(
 
 
 class MultiHeadDotProductAttention(MultiHeadAttention):
-    """`MultiHeadAttention` under the name of Flax's layer, and with its defaults.
+    """`MultiHeadAttention` under the name of Flax's layer, and with its `broadcast_dropout`.
 
     Flax names a submodule after its class, and draws initial values by these names. In a model that
-    builds `nn.MultiHeadDotProductAttention(...)`, this class keeps the names and values of
-    parameters. Only the default of `broadcast_dropout` differs from `MultiHeadAttention`.
+    builds `nn.MultiHeadDotProductAttention(...)`, this class keeps both.
     """
 
     _: dataclasses.KW_ONLY
@@ -319,7 +298,7 @@ class SelfAttention(MultiHeadDotProductAttention):
           deterministic: True for no dropout.
           dropout_rng: a key for dropout.
           sow_weights: True to sow the weights.
-          **options: other arguments of `MultiHeadAttention.__call__`, which describes them all.
+          **options: other arguments of `MultiHeadAttention.__call__`.
         """
         return super().__call__(
             inputs_q, mask=mask, deterministic=deterministic, dropout_rng=dropout_rng,

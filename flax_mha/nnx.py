@@ -6,20 +6,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import FrozenDict
+from flax.nnx.module import first_from
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import linen, masks, variants
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.base.arguments import check_given, check_refused
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache, as_cache_config, collection, resolve
+from flax_mha.cache import CacheConfig, KeyValues, KVCache, collection, resolve
 from flax_mha.cache.resolve import KVLike
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
@@ -34,7 +34,7 @@ from flax_mha.signatures.attention_fn import attention_fn
 from flax_mha.taps.tap import Tap
 
 __all__ = [
-    "CacheVariables", "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention",
+    "ChosenBlocksAttention", "DifferentialAttention", "ForgettingAttention",
     "MultiHeadAttention", "MultiHeadLatentAttention", "Projection", "TalkingHeadsAttention",
 ]  # fmt: skip
 __dir__ = __all__.copy
@@ -46,38 +46,8 @@ _CHANGING = ("mask", "scores", "kernel", "dropout_rate", "deterministic", "decod
 _INITIALIZERS = ("kernel_init", "out_kernel_init", "bias_init", "out_bias_init")
 
 
-class CacheVariables(nnx.Pytree):
-    """The cache of a layer, with a variable for each field of a `KVCache`."""
-
-    def get_value(self) -> KVCache:
-        """Return the cache."""
-        return collection.restore(self._variables())
-
-    def set_value(self, cache: KVCache) -> None:
-        """Replace the cache."""
-        fields = dict(vars(cache))
-        window = fields.pop("window", None)
-        for name in self._variables().keys() - fields.keys():
-            delattr(self, name)
-        for name, x in fields.items():
-            held = getattr(self, name, None)
-            # A reference can't hold None, and keeps its shape and dtype.
-            if (
-                held is not None
-                and held.window == window
-                and (
-                    not held.ref
-                    or (x is not None and (held.shape, held.dtype) == (x.shape, x.dtype))
-                )
-            ):
-                held.set_value(x)
-            else:
-                # `cache.truncate` of a state reads the window.
-                form = {"ref": False} if x is None else {}
-                setattr(self, name, nnx.Cache(x, window=window, **form))
-
-    def _variables(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if isinstance(x, nnx.Variable)}
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
 
 
 def _as_variables(tree: Any) -> Any:
@@ -91,10 +61,8 @@ class Projection(nnx.LinearGeneral):
 
     entry: LinearEntry
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array) -> jax.Array:  # type: ignore[override]
         """Map [*B, T, *in] to [*B, T, *features]."""
-        if out_sharding is not None:
-            return super().__call__(inputs, out_sharding)
         return self._weights().product(inputs)
 
     # Private, or `nnx.tabulate` would take it for a call.
@@ -128,12 +96,8 @@ def _read(module: Any, entry: Entry) -> Any:
     """Return the parameters of an entry, as `compute` reads them."""
     if isinstance(entry, ArrayEntry):
         return module.get_value()
-    if isinstance(entry, NormEntry):
-        return module
-    if isinstance(module, Projection):
-        return module._weights()
-    # A module that a user has put there is called.
-    return Linear(None, None, entry.names, len(entry.inputs), entry.rows, module=module)
+    # A norm is called, and so is a module that a user has put there.
+    return module._weights() if isinstance(module, Projection) else module
 
 
 def _field(name: str) -> Any:
@@ -145,42 +109,31 @@ class MultiHeadAttention(nnx.Module):
     """`flax_mha.MultiHeadAttention` in nnx, a drop-in for `flax.nnx.MultiHeadAttention`.
 
     Parameter names, shapes and float32 initial values match Flax's layer, and so do its arguments
-    and their order. `config` is a linen layer with the same fields, and does not change. You can
-    set the attributes `deterministic`, `decode`, `dropout_rate`, `rngs`, `mask`, `kernel` and
-    `capture`, and the cache `kv`.
+    and their order. `config` is a linen layer with the same fields. You can set `deterministic`,
+    `decode`, `dropout_rate`, `rngs`, `mask`, `kernel`, `capture`, and the cache `kv`.
 
     Args:
       in_features: the features of inputs_q, D.
-      in_kv_features: the features of inputs_k and inputs_v, D' (default: D). With 0 the layer has
-        no parameters for keys and values, and every call needs `kv`.
+      in_kv_features: the features of inputs_k and inputs_v, D' (default: D). With 0 every call
+        needs `kv`.
       rngs: the streams of keys for parameters and dropout.
       keep_rngs: True to keep a stream for dropout; otherwise give one in the call.
-      kernel_metadata: the metadata of the projections' kernels, such as `{"out_sharding": (None,
-        "model", None)}`.
-      out_kernel_metadata: the metadata of the output projection's kernel (default:
-        kernel_metadata).
-      bias_metadata: the metadata of the biases.
-      out_bias_metadata: the metadata of the output projection's bias (default: bias_metadata).
-      query_ln_scale_metadata: the metadata of the scale of the queries' norm.
-      key_ln_scale_metadata: the metadata of the scale of the keys' norm.
+      kernel_metadata: of the projections' kernels, such as {"out_sharding": (None, "model", None)}.
+      out_kernel_metadata: of the output projection's kernel (default: kernel_metadata).
+      bias_metadata: of the biases.
+      out_bias_metadata: of the output projection's bias (default: bias_metadata).
+      query_ln_scale_metadata: of the scale of the queries' norm.
+      key_ln_scale_metadata: of the scale of the keys' norm.
       **fields: the fields that only a variant has.
 
     `flax_mha.MultiHeadAttention` describes the other arguments. With `decode`, call `init_cache`
-    first to make room. `decode` and `deterministic` can be given in the call instead.
+    first.
     """
 
     # The linen layer of the same kind. An instance that is bound to nothing is the config.
     kind: ClassVar[type[linen.MultiHeadAttention]] = linen.MultiHeadDotProductAttention
 
-    dropout_rate: float
-    deterministic: bool | None
-    decode: bool | None
     # What a layer may lack.
-    key: Any = None
-    value: Any = None
-    out: Any = None
-    query_ln: Any = None
-    key_ln: Any = None
     rngs: Any = None
     edits: Any = None
     scores: Any = ()
@@ -214,7 +167,7 @@ class MultiHeadAttention(nnx.Module):
             num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, mask=mask,
             rotary=rotary, scores=scores, scale=scale, sinks=sinks, normalizer=normalizer,
             kernel=kernel, dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic, decode=decode, cache=as_cache_config(cache),
+            deterministic=deterministic, decode=decode, cache=cache or CacheConfig(),
             capture=capture, qk_norm=qk_norm, gate=gate, exclusive=exclusive, use_bias=use_bias,
             project_out=project_out, dtype=dtype, param_dtype=param_dtype, precision=precision,
             kernel_init=kernel_init, out_kernel_init=out_kernel_init, bias_init=bias_init,
@@ -224,8 +177,6 @@ class MultiHeadAttention(nnx.Module):
         config.check_fields()
         config.cache.window(mask)  # A call may decode.
         D, Dk = in_features, in_kv_features
-        checks.positive(num_heads=num_heads, in_features=D)
-        checks.optional(out_features=out_features, in_kv_features=Dk or None)
         self.in_features, self.in_kv_features = D, D if Dk is None else Dk
         N, K, H, Hv = config.sizes(D)
         # Two functions are never equal, and few can be pickled, so initializers are not kept.
@@ -277,11 +228,6 @@ class MultiHeadAttention(nnx.Module):
     num_kv_heads = _field("num_kv_heads")
     head_dim = _field("head_dim")
     dtype = _field("dtype")
-    param_dtype = _field("param_dtype")
-    precision = _field("precision")
-    use_bias = _field("use_bias")
-    broadcast_dropout = _field("broadcast_dropout")
-    normalize_qk = _field("normalize_qk")
     attention_fn = _field("attention_fn")
 
     @property
@@ -304,15 +250,13 @@ class MultiHeadAttention(nnx.Module):
     ) -> Any:  # fmt: skip
         """Attend from inputs_q to inputs_k and inputs_v.
 
-        `flax_mha.MultiHeadAttention.__call__` describes the other arguments, the results and the
-        errors.
+        `flax_mha.MultiHeadAttention.__call__` describes the other arguments.
 
         Args:
           inputs_q: the inputs of the queries [*B, T, D].
           rngs: the streams of keys for dropout (default: the layer's).
           sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
-            `nnx.Intermediate`. Read them with `nnx.capture`, or with `nnx.pop` after the call. The
-            same holds for the values of the field `capture`.
+            `nnx.Intermediate`. Read them with `nnx.capture`, or with `nnx.pop` after the call.
           decode: True to append these tokens to the cache that `init_cache` made, and to attend
             causally to all tokens so far (default: the layer's `decode`).
           is_causal: True to hide later keys. Decoding always does.
@@ -336,18 +280,19 @@ class MultiHeadAttention(nnx.Module):
                 "decode=True needs a cache, and there is none; call init_cache(x.shape) of inputs "
                 "[*B, S, D] as long as all tokens together"
             )
-        of_kv = resolve.projected(inputs_q, inputs_k, inputs_v, cache)
-        self._check_features(inputs_q, *of_kv)
-        if checks.flag("is_causal", is_causal):
+        if not self.in_kv_features and not isinstance(cache, KeyValues):
+            raise ValueError(
+                "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
+                "call, or leave in_kv_features out"
+            )
+        if is_causal:
             mask = masks.combine(masks.Causal(), mask)
-        # Compute only what `sow` keeps. nnx has no public sign of a capture.
-        keeps_none = getattr(flax.config, "nnx_sow_capture_noop", False)
-        is_captured = hasattr(self, "__captures__") or not keeps_none
         tap = Tap(self, nnx.as_pure(self.edits) or {}, collection=nnx.Intermediate)
         call = Call(
             mask, bias, self._learned(settings) + as_scores(scores), positions, head_mask, lengths,
             order, dropout_rng=self._dropout_rng(deterministic, rngs),
-            return_weights=return_weights, tap=reading(settings, tap, sow_weights, is_captured),
+            return_weights=return_weights,
+            tap=reading(settings, tap, sow_weights, is_captured=True),
         )  # fmt: skip
         output = settings.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
@@ -361,10 +306,8 @@ class MultiHeadAttention(nnx.Module):
 
         Args:
           input_shape: the shape of all inputs together, [*B, S, D].
-          dtype: the dtype of the cache: floating point of 16 bits or more, int8, float8_e4m3fn or
-            float8_e5m2 (default: from the field `cache`, or float32).
+          dtype: the dtype of the cache (default: from the field `cache`, or float32).
         """
-        shape = checks.sizes("input_shape", input_shape)
         if not self.in_kv_features:
             return
         config = self.config.cache
@@ -372,7 +315,7 @@ class MultiHeadAttention(nnx.Module):
 
         # The computation makes the cache it needs, which is all zeros.
         compute = functools.partial(self.settings.compute, self._parameters())
-        x = jax.ShapeDtypeStruct(shape, self.param_dtype)
+        x = jax.ShapeDtypeStruct(input_shape, self.config.param_dtype)
         output = jax.eval_shape(lambda x: compute(x, None, None, Call(), config), x)
         self._keep(collection.constrain_cache(jax.tree.map(jnp.zeros_like, output.cache)))
 
@@ -386,7 +329,7 @@ class MultiHeadAttention(nnx.Module):
           deterministic: True for no dropout.
           decode: True to decode.
           batch_size: the size of the batch, or a tuple of sizes.
-          max_length: the number of tokens to make room for.
+          max_length: the number of tokens.
         """
         if deterministic is not None:
             self.deterministic = deterministic
@@ -398,32 +341,20 @@ class MultiHeadAttention(nnx.Module):
             self.init_cache((*batch, max_length, self.in_features), dtype)
 
     def _kept(self) -> Any:
-        """Return the cache of earlier calls, or None. A user can set it in its saved form."""
-        if self.kv is None:
-            return None
-        kept = self.kv.get_value() if hasattr(self.kv, "get_value") else self.kv
-        return collection.restore(kept, self.config.cache.window(nnx.as_pure(self.mask)))
+        """Return the cache of earlier calls, or None."""
+        return nnx.as_pure(self.kv)
 
     def _keep(self, cache: KVCache) -> None:
-        """Keep a cache for the next call."""
-        if not isinstance(self.kv, CacheVariables):
-            self.kv = CacheVariables()
-        self.kv.set_value(cache)
+        """Keep a cache for the next call, in the same variables if shapes and dtypes stay."""
 
-    def _check_features(self, *inputs: Any) -> None:
-        D, Dk = self.in_features, self.in_kv_features
-        if not Dk and inputs[1] is not None:
-            raise ValueError(
-                "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
-                "call, or leave in_kv_features out"
-            )
-        names = ("inputs_q", "inputs_k", "inputs_v")
-        for name, features, x in zip(names, (D, Dk, Dk), inputs, strict=True):
-            if x is not None and x.shape[-1] != features:
-                raise ValueError(
-                    f"{name} must have {features} features, as the layer was made for, got "
-                    f"{x.shape}; change in_features or in_kv_features"
-                )
+        def form(x: Any) -> Any:
+            return jax.tree.map(lambda x: (x.shape, x.dtype), x, is_leaf=_is_variable)
+
+        if _is_variable(getattr(self.kv, "key", None)) and form(self.kv) == form(cache):
+            jax.tree.map(lambda held, x: held.set_value(x), self.kv, cache, is_leaf=_is_variable)
+        else:
+            # `cache.truncate` of a state reads the window.
+            self.kv = nnx.data(jax.tree.map(lambda x: nnx.Cache(x, window=cache.window), cache))
 
     def _learned(self, settings: linen.MultiHeadAttention) -> tuple[ScoreMod, ...]:
         """Return the layer's scores with their parameters."""
@@ -447,22 +378,17 @@ class MultiHeadAttention(nnx.Module):
         """Return a key for dropout, or None for no dropout."""
         if self.dropout_rate == 0:
             return None
-        deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic is None:
-            raise ValueError(
-                f"dropout_rate={self.dropout_rate} needs to know whether to drop, got "
-                f"deterministic=None; give it here or in the constructor, or call train() or eval()"
-            )
-        if checks.flag("deterministic", deterministic):
+        deterministic = first_from(
+            deterministic, self.deterministic,
+            error_msg=f"dropout_rate={self.dropout_rate} needs to know whether to drop, got "
+            f"deterministic=None; give it here or in the constructor, or call train() or eval()",
+        )  # fmt: skip
+        if deterministic:
             return None
-        stream = self.rngs if rngs is None else rngs
-        stream = stream.dropout if isinstance(stream, nnx.Rngs) else stream
-        if stream is None:
-            raise ValueError(
-                "dropout needs rngs, and the layer has kept none; give rngs= in the call, or "
-                "keep_rngs=True"
-            )
-        return stream()
+        stream = first_from(
+            rngs, self.rngs, error_msg="dropout needs rngs; give it in the call, or keep_rngs=True"
+        )
+        return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()
 
     def _cached(self, name: str) -> jax.Array | None:
         """Return an array of the cache in the order of Flax's axes."""

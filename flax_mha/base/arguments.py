@@ -40,14 +40,6 @@ def check_refused(layer: Any, arguments: Mapping[str, Any]) -> None:
             raise TypeError(f"{owner} takes no {name}; give one of {sorted(known)}")
 
 
-def hidden_field(cls: type, name: str) -> TypeError:
-    """Return the error for a subclass of a layer that redefines a field."""
-    return TypeError(
-        f"{cls.__name__}.{name} must be the field of this name of flax_mha's layer, got an "
-        f"attribute of the subclass; rename it, or write `{name}: Any = …` for another default"
-    )
-
-
 def names_of(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of the parameters of a function."""
     return frozenset(inspect.signature(function).parameters)

@@ -7,18 +7,11 @@ With `decode=True`, a layer keeps its cache in the collection `cache`. `fork`, `
 and `free` apply the methods of the same names to all caches of such a collection.
 """
 
-from flax_mha.cache.collection import fork as fork
-from flax_mha.cache.collection import free as free
-from flax_mha.cache.collection import reset as reset
-from flax_mha.cache.collection import truncate as truncate
-from flax_mha.cache.key_values import KeyValues as KeyValues
-from flax_mha.cache.kv_cache import CacheConfig as CacheConfig
-from flax_mha.cache.kv_cache import Encoded as Encoded
-from flax_mha.cache.kv_cache import KVCache as KVCache
-from flax_mha.cache.kv_cache import as_cache_config as as_cache_config
+from flax_mha.cache.collection import fork, free, reset, truncate
+from flax_mha.cache.key_values import KeyValues
+from flax_mha.cache.kv_cache import CacheConfig, Encoded, KVCache
 
 __all__ = [
-    "CacheConfig", "Encoded", "KVCache", "KeyValues", "as_cache_config", "fork", "free", "reset",
-    "truncate",
+    "CacheConfig", "Encoded", "KVCache", "KeyValues", "fork", "free", "reset", "truncate",
 ]  # fmt: skip
 __dir__ = __all__.copy

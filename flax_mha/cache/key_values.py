@@ -10,11 +10,11 @@ from flax import struct
 
 from flax_mha import masks
 from flax_mha.base import loops, shapes, symbols
-from flax_mha.base.coordinates import Array, ScoreArray
+from flax_mha.base.coordinates import Array, is_score_array
 from flax_mha.base.trees import Struct
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call import stored
-from flax_mha.kernels.call.capture import SQUARE, as_capture
+from flax_mha.kernels.call.capture import SQUARE
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.masks.algebra import Mask
 from flax_mha.scores import Bias, ScoreMod
@@ -28,13 +28,12 @@ class KeyValues(Struct):
     Attributes:
       key: [*B, S, K, H]; `Stored` if a cache holds them.
       value: [*B, S, K, Hv], likewise.
-      lengths: int [*B], the number of keys of each row that are filled, neither padding nor empty
-        slots; None if all are, or if causality hides the others.
-      q_positions: int32 [*B, T], the positions of queries that continue those of earlier calls;
-        None for 0 … T−1, or the call's order.
+      lengths: int [*B], the number of filled keys of each row; None if all are, or if causality
+        hides the others.
+      q_positions: int32 [*B, T], the positions of queries that continue earlier calls; else None.
       k_positions: int32 [*B, S], the positions of keys in a ring buffer; None for 0 … S−1.
-      new: the keys and values of the call's own tokens, if a cache holds more; else None.
-      lost: bool [*B, T], True for queries that miss a key, whose output is NaN; None for none.
+      new: a pair of the keys and values of the call's own tokens, if a cache holds more; else None.
+      lost: bool [*B, T], True for queries to a cache that miss a key; else None.
       has_slots: True for the slots of a self-attention cache, to which attention is causal.
       window: the number of earlier tokens that a query sees in a ring buffer; else None.
       ordered: True if the call that computed them had an `order`.
@@ -45,7 +44,7 @@ class KeyValues(Struct):
     lengths: Any = None
     q_positions: Any = None
     k_positions: Any = None
-    new: tuple[Any, Any] | None = None
+    new: Any = None
     lost: Any = None
     has_slots: bool = struct.field(pytree_node=False, default=False)
     window: int | None = struct.field(pytree_node=False, default=None)
@@ -61,19 +60,15 @@ class KeyValues(Struct):
     ) -> dict[str, Any]:  # fmt: skip
         """Return the mask and positions of a call of `dot_product_attention` to these keys.
 
-        Args:
-          q: the queries [*B, T, N, H].
-          mask: the mask of the call, to be joined by one of padding and empty slots.
-          lengths: int [*B], the number of real queries of each row; None for all.
-          order: the place of each token in the sequence, as in a layer's call.
-          normalizer: the name of the normalizer. All but the softmax count the visible keys.
+        The mask of the call is joined by one of padding and empty slots. `lengths` and `order` are
+        as in a layer's call. Normalizers other than the softmax count the visible keys.
         """
         q_positions: Any = order if self.q_positions is None else self.q_positions
         end, filled = lengths, self.lengths
-        if lengths is not None:
-            end = shapes.per_row("lengths", lengths, q.shape[:-3], q.shape[-3])
-        if end is not None and self.q_positions is not None:
-            end = self.q_positions[..., 0] + jnp.clip(end, 0, q.shape[-3])
+        if end is not None:
+            end = shapes.per_row("lengths", end, q.shape[:-3], q.shape[-3])
+            if self.q_positions is not None:
+                end = self.q_positions[..., 0] + jnp.clip(end, 0, q.shape[-3])
         counts_keys = self.has_slots and normalizer != SOFTMAX
         if filled is None and (end is not None or counts_keys):
             filled = q_positions[..., -1] + 1 if self.has_slots else self.key.shape[-3]
@@ -90,78 +85,58 @@ class KeyValues(Struct):
         mask: masks.MaskLike | None = None, lengths: jax.Array | None = None,
         order: Array | None = None, **call: Any,
     ) -> Any:  # fmt: skip
-        """Attend from queries q [*B, T, N, H], with a NaN output for queries that miss a key.
+        """Attend to slots from queries q [*B, T, N, H]. The output is NaN if they miss a key.
 
-        `attention` is called in place of `dot_product_attention`, with its arguments `call`. See
-        `places` for the others.
+        `attention` is called with the arguments `call`. See `places` for the others.
         """
-        if self.window is not None and (arrays := self.key_arrays(q, mask, call)):
+        if self.window is not None and self._varies_by_key(q, mask, call):
             raise ValueError(
-                f"in a ring buffer slots are not positions, so masks, segment ids and biases "
-                f"cannot be arrays over the keys, got one of shape {arrays[0]} over the scores; "
-                f"give rules of positions, such as masks.Window, or a cache without a window"
+                "in a ring buffer slots are not positions, so masks, segment ids and biases cannot "
+                "be arrays over the keys, got one; give rules of positions, such as masks.Window, "
+                "or a cache without a window"
             )
         places = self.places(q, mask, lengths, order, call.get("normalizer", SOFTMAX))
         attend = functools.partial(attention, q, self.key, self.value, **places, **call)
-        if self.new is None or not self._may_skip_slots(q, mask, call, attention):
-            result = attend()
-        else:
+        capture = call.get("capture")
+        may_skip_slots = (
+            not symbols.at_most(q.shape[-3], stored.QUERIES)
+            # These results have an axis of slots.
+            and not call.get("return_weights")
+            and (capture is None or SQUARE.isdisjoint(capture.what))
+            # Another function may sow, which `lax.cond` does not allow.
+            and attention is dot_product_attention
+            and not self._varies_by_key(q, mask, call)
+        )
+        if may_skip_slots:
             # In an empty cache the positions are static, so that kernels can skip tiles.
             prompt = functools.partial(attention, q, *self.new, mask=places["mask"], **call)
             is_empty = (self.q_positions[..., 0] == 0).all()
             result = loops.cond(is_empty, prompt, attend)
-        if self.lost is None:
-            return result
+        else:
+            result = attend()
         out, *extras = result if isinstance(result, tuple) else (result,)
         out = jnp.where(self.lost[..., None, None], jnp.nan, out)
         return (out, *extras) if isinstance(result, tuple) else out
 
-    def _may_skip_slots(
-        self, q: jax.Array, mask: masks.MaskLike | None, call: dict[str, Any], attention: Any
-    ) -> bool:
-        """Return True for a long call that needs only its own tokens if the cache was empty."""
-        capture = as_capture(call.get("capture"))
-        # These have an axis of slots. `attention` may sow, which `lax.cond` does not allow.
-        has_slots = capture is not None and not SQUARE.isdisjoint(capture.what)
-        needs_slots = has_slots or call.get("return_weights", False) is True
-        if symbols.at_most(q.shape[-3], stored.QUERIES) or needs_slots:
-            return False
-        return attention is dot_product_attention and not self.key_arrays(q, mask, call)
-
-    def key_arrays(
+    def _varies_by_key(
         self, q: jax.Array, mask: masks.MaskLike | None, call: dict[str, Any]
-    ) -> list[shapes.Shape]:
-        """Return the shapes over the scores of masks, ids and biases that vary by key."""
+    ) -> bool:
+        """Return True if a mask, ids or a bias of the call is an array over the keys."""
         parts: list[Mask | ScoreMod] = [*call.get("scores", ())]
         if call.get("bias") is not None:
             parts.append(Bias(call["bias"]))
         if mask is not None:
             parts.append(masks.as_mask(mask))
         dims = shapes.Dims.of(q, self.key, self.value)
-        bound = [part.bind(dims) for part in parts]
-        leaves = jax.tree.leaves(bound, is_leaf=lambda x: isinstance(x, ScoreArray))
-        arrays = [x.array.shape for x in leaves if isinstance(x, ScoreArray)]
-        return [shape for shape in arrays if shape[-1] > 1]
+        leaves = jax.tree.leaves([part.bind(dims) for part in parts], is_leaf=is_score_array)
+        return any(is_score_array(x) and x.array.shape[-1] > 1 for x in leaves)
 
-    def check(self, q: jax.Array, Hv: int | None, mask: Any, order: Array | None) -> None:
-        """Check that another layer's queries q [*B, T, N, H] can attend to these keys and values.
-
-        `Hv` is the size of the values that its output projection takes, None for any.
-        """
-        *B, _, N, H = q.shape
-        k, v = self.key.shape, self.value.shape
-        fits = len(k) > 2 and k[:-3] == tuple(B) and k[:-1] == v[:-1] and k[-1] == H
-        if not fits or N % k[-2] or v[-1] != (Hv or v[-1]):
-            raise ValueError(
-                f"kv must be keys [*B, S, K, H] and values [*B, S, K, Hv] with K a divisor of N, "
-                f"and H and Hv as in this layer, whose queries [*B, T, N, H] are {q.shape} and Hv "
-                f"= {Hv or 'any'}; got {k} and {v}; give both layers the same head_dim and "
-                f"v_head_dim"
-            )
+    def check(self, mask: masks.MaskLike | None, order: Array | None) -> None:
+        """Check that another layer with this mask and order can attend to these keys."""
         if not self.has_slots and self.ordered != (order is not None):
             raise ValueError(
-                f"order must be given to both layers, the one that returns kv and the one that "
-                f"takes it, or to none; got it for one, and keys of {k[-3]} tokens"
+                "order must be given to both layers, the one that returns kv and the one that "
+                "takes it, or to none; got it for one"
             )
         lookback = None if mask is None else masks.as_mask(mask).max_lookback()
         if self.window is not None and (lookback is None or lookback > self.window):

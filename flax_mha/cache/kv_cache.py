@@ -6,19 +6,17 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from flax.typing import Dtype
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes, symbols
-from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.base.trees import Struct
 from flax_mha.cache.key_values import KeyValues
 from flax_mha.cache.slots import (
+    EIGHT_BITS,
     NO_POSITION,
-    checked_dtype,
     encode,
     has_scales,
     positions_from,
@@ -33,20 +31,18 @@ class KVCache(Struct):
     """The keys and values of earlier tokens. Each row of the batch has its own length.
 
     Slot j holds the token at position j. With a window, the slots are a ring buffer of the last S
-    tokens, and slot p mod S holds the token at position p. An encoder's keys fill their cache, and
-    `queries` counts the tokens that attended to them.
+    tokens, and slot p mod S holds the token at position p. An encoder's keys fill their cache.
 
     Attributes:
-      key: [*B, K, S, H], heads first, as decoding reads them.
+      key: [*B, K, S, H].
       value: [*B, K, S, Hv]. A value that is infinite or NaN is 0 here, and its key is NaN.
       length: int32 [*B], the number of tokens appended to each row.
       key_scale: float32 [*B, K, S], the scales of keys in 8 bits; else None.
       value_scale: float32 [*B, K, S], the scales of values in 8 bits; else None.
       written: int32 [*B], the largest length since the row was empty, for a ring buffer; else None.
-        Tokens before written − S have been overwritten, even if the row was truncated since.
+        Tokens before written − S have been overwritten.
       queries: int32 [*B], the number of queries so far, for an encoder's keys; else None.
-      window: the number of earlier tokens that a token sees (`masks.Window(window, 0)`), at most
-        S − 1; None for all.
+      window: the number of earlier tokens that a token sees, at most S − 1; None for all.
     """
 
     key: jax.Array
@@ -67,20 +63,15 @@ class KVCache(Struct):
 
         Args:
           batch: the batch dimensions *B.
-          slots: S; with a window at least window + 1.
+          slots: S.
           num_kv_heads: K.
           head_dim: H.
           v_head_dim: Hv (default: H).
-          dtype: the dtype of keys and values: one of 16 bits or more, which clips finite numbers to
-            its range, or int8, float8_e4m3fn or float8_e5m2, with a scale for each token and head.
+          dtype: the dtype of keys and values, as in `CacheConfig`.
           window: the number of earlier tokens that a token sees, for a ring buffer; None for all.
         """
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        checks.positive(
-            slots=slots, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
-        )
-        batch, dtype = checks.sizes("batch", batch), checked_dtype("dtype", dtype)
-        if window is not None and checks.integer("window", window) >= slots:
+        dtype = checks.dtype("dtype", dtype, EIGHT_BITS)
+        if window is not None and window >= slots:
             raise ValueError(
                 f"a window of {window} needs at least {window + 1} slots, got {slots}; give more"
             )
@@ -88,28 +79,11 @@ class KVCache(Struct):
         # Each scale is an array of its own, because one array cannot be donated twice.
         scales = [jnp.zeros(heads, jnp.float32) if has_scales(dtype) else None for _ in range(2)]
         return cls(
-            jnp.zeros((*heads, head_dim), dtype), jnp.zeros((*heads, v_head_dim), dtype),
+            jnp.zeros((*heads, head_dim), dtype),
+            jnp.zeros((*heads, v_head_dim or head_dim), dtype),
             jnp.zeros(batch, jnp.int32), scales[0], scales[1],
             None if window is None else jnp.zeros(batch, jnp.int32), window=window,
         )  # fmt: skip
-
-    @classmethod
-    def of_encoder(
-        cls, key: jax.Array, value: jax.Array, dtype: Dtype, queries: jax.Array | None = None
-    ) -> Self:
-        """Return a full cache of an encoder's keys [*B, S, K, H] and values [*B, S, K, Hv].
-
-        `queries` is the number of queries so far, int32 [*B] (default: 0).
-        """
-        *batch, S, _, _ = key.shape
-        arrays: Any = encode(key, value, checked_dtype("dtype", dtype))
-        queries = jnp.zeros(batch, jnp.int32) if queries is None else queries
-        return cls(length=jnp.full(batch, S, jnp.int32), queries=queries, **arrays)
-
-    @property
-    def variable(self) -> str:
-        """The name of the cache in a layer's collection."""
-        return "kv" if self.queries is None else "memory"
 
     @property
     def names(self) -> LogicalNames:
@@ -122,57 +96,17 @@ class KVCache(Struct):
         """The number of slots, S."""
         return self.key.shape[-2]
 
-    @property
-    def is_ring(self) -> bool:
-        """True for a ring buffer."""
-        return self.window is not None
-
     def next_positions(self, T: int) -> jax.Array:
         """Return the positions of the next T queries of each row, int32 [*B, T]."""
-        if not symbols.is_symbolic(T):
-            checks.integer("T", T)
         return positions_from(self.length if self.queries is None else self.queries, T)
 
     def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None) -> Self:
-        """Append T ≥ 1 tokens to each row, or its first `lengths` tokens, and return the cache.
+        """Append T tokens to each row, or its first `lengths` tokens, and return the cache.
 
         Without a window, tokens beyond the last slot are dropped, and the row has overflowed.
-
-        Args:
-          key: [*B, T, K, H].
-          value: [*B, T, K, Hv].
-          lengths: int [*B], the real tokens of each row, clipped to 0 … T if traced (default: all).
+        Arguments are as in `extend`.
         """
         return self.extended(key, value, lengths)[1]
-
-    def attend(
-        self, q: jax.Array, q_positions: jax.Array, *, mask: masks.MaskLike | None = None,
-        **call: Any,
-    ) -> Any:  # fmt: skip
-        """Attend to all cached tokens, each query up to its own position.
-
-        Args:
-          q: [*B, T, N, H].
-          q_positions: int [*B, T], such as `next_positions(T)` from before the last `append`.
-          mask: a mask, combined with causality and the window. The last axis of an array is the
-            slots.
-          **call: other arguments of `dot_product_attention`. `attention` is called in its place.
-
-        Returns:
-          The result of `dot_product_attention`. The output of a query is NaN if a token that it
-          should see found no slot, or was overwritten in the ring buffer.
-        """
-        positions = checks.integers("q_positions", q_positions)
-        rows = jnp.asarray(shapes.lead(positions, self.length.ndim + 1))
-        lost = self._lost(rows)
-        if self.window is not None and self.written is not None:
-            # The first tokens that the queries see may have been overwritten.
-            lost |= jnp.maximum(rows - self.window, 0) < self.written[..., None] - self.slots
-        keys = KeyValues(
-            *stored(self._arrays(), self.names[2] or "length"), self.length, positions,
-            self._positions(), None, lost, True, self.window,
-        )  # fmt: skip
-        return keys.attend(q, mask=mask, **call)
 
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
@@ -184,7 +118,8 @@ class KVCache(Struct):
           q: [*B, T, N, H], the queries of the new tokens.
           key: [*B, T, K, H].
           value: [*B, T, K, Hv].
-          lengths: int [*B], the real tokens of each row (default: all). The other outputs are 0.
+          lengths: int [*B], the real tokens of each row, clipped to 0 … T if traced (default: all).
+            The outputs of other tokens are 0.
           mask: a mask, combined with causality and the window.
           **call: other arguments of `dot_product_attention`. `attention` is called in its place.
 
@@ -193,55 +128,55 @@ class KVCache(Struct):
           tokens of its row; and the new cache.
         """
         keys, new = self.extended(key, value, lengths)
-        shape, T = checks.floating("q", q).shape, key.shape[-3]
-        if len(shape) < 3 or shape[-3] != T:
-            raise ValueError(
-                f"q must have shape [*B, T, N, H] with a query for each of the {T} new tokens, got "
-                f"{shape}; append tokens without queries by `append`"
-            )
         return keys.attend(q, mask=mask, lengths=lengths, **call), new
 
     def extended(
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[KeyValues, Self]:
         """Append tokens, and return the keys that their queries attend to, and the new cache."""
-        self._check(key, value)
-        T = key.shape[-3]
+        *B, K, S, H = self.key.shape
+        T = checks.floating("key", key).shape[-3]
+        expected = (*B, T, K, H), (*B, T, K, self.value.shape[-1])
+        fits = self.window is not None or symbols.at_most(T, S)
+        if (key.shape, checks.floating("value", value).shape) != expected or not fits:
+            raise ValueError(
+                f"keys and values for the cache must have shapes [*B, T, K, ·], with T at most S "
+                f"where the cache is [*B, K, S, H] = {self.key.shape}, got {key.shape} and "
+                f"{value.shape}; initialize the cache with the full batch and length"
+            )
         count, q_positions = self._count(T, lengths), self.next_positions(T)
         length, tokens = self.length + count, encode(key, value, self.key.dtype)
-        arrays, written = self._arrays(), self.written
+        arrays = {name: x for name, x in vars(self).items() if name in tokens}
+        written = self.written
         new = self.replace(
             length=length, written=None if written is None else jnp.maximum(written, length),
-            **{name: write(x, tokens[name], self.length, count, self.names, self.is_ring)
+            **{name: write(x, tokens[name], self.length, count, self.names, self.window is not None)
                for name, x in arrays.items()},
         )  # fmt: skip
-        slots, k_positions = new._arrays(), new._positions()
+        slots, k_positions = vars(new), new._positions()
         if self.window is not None and self.slots < self.window + T:
             # The new tokens overwrite slots that these queries see: read the old ring and them.
             axis = self.length.ndim + 1
             slots = {n: jnp.concatenate([read(x), tokens[n]], axis) for n, x in arrays.items()}
             k_positions = jnp.concatenate([self._positions(), q_positions], -1)
         k, v = stored(slots, self.names[2] or "length")
+        # The first token that found no slot, and those after it.
+        lost = new.overflowed[..., None] & (q_positions >= self._max_length)
         keys = KeyValues(
             k, v, None if lengths is None else length, q_positions, k_positions, stored(tokens),
-            new._lost(q_positions), has_slots=True, window=self.window,
+            lost, has_slots=True, window=self.window,
         )  # fmt: skip
         return keys, new
 
     def counted(self, T: int, lengths: jax.Array | None) -> tuple[KeyValues, Self]:
-        """Return an encoder's keys and values for T queries, and the cache that has counted them.
-
-        Only the first `lengths` (int [*B]) queries of each row count (default: all).
-        """
-        k, v = stored(self._arrays())
-        q_positions = self.next_positions(T)
-        after = self.replace(queries=self.queries + self._count(T, lengths))
-        return KeyValues(k, v, q_positions=q_positions), after
+        """Return an encoder's keys and values for T queries, and the cache that counts them."""
+        keys = KeyValues(*stored(vars(self)), q_positions=self.next_positions(T))
+        return keys, self.replace(queries=self.queries + self._count(T, lengths))
 
     def free(self) -> jax.Array:
         """Return the number of tokens that each row has room for, int32 [*B].
 
-        With a window, this is 2³⁰ − 1 minus the row's length.
+        With a window, this is beyond any length.
         """
         return jnp.maximum(self._max_length - self.length, 0)
 
@@ -253,14 +188,16 @@ class KVCache(Struct):
         """Return the cache with at most the first `lengths` (int, or int [*B]) tokens of each row.
 
         With a window, a row can drop its last S − window tokens, or all. A row that drops more has
-        overflowed, because tokens that it needs were overwritten, and so has a row whose traced
-        length is negative. An encoder's keys stay, and at most `lengths` queries are counted.
+        overflowed. An encoder's keys stay, and at most `lengths` queries are counted.
         """
-        keep = self._checked_lengths(lengths)
+        keep = checks.integers("lengths", lengths)
+        remedy = "give the number of tokens to keep, such as length - 1 to drop one"
+        checks.within("lengths", keep, None, remedy)
+        keep = jnp.asarray(shapes.lead(keep, self.length.ndim))
         if self.queries is not None:
             return self.replace(queries=jnp.minimum(self.queries, keep))
         length, written = jnp.minimum(self.length, keep), self.written
-        if self.window is None or written is None:
+        if written is None or self.window is None:
             lost = (self.length >= NO_POSITION) & (length > 0)
         else:
             # The first token that the next token sees.
@@ -277,10 +214,12 @@ class KVCache(Struct):
         """Return the cache with some rows of the batch: beams, or copies for best-of-n.
 
         `rows` are indices into the last axis of *B, int [R]. A traced index out of range gives an
-        overflowed row, until the row is reset.
+        overflowed row.
         """
-        batch = self.key.ndim - 3
-        indices, axis = _check_rows(rows, self.key.shape[:batch]), batch - 1
+        indices, batch = checks.integers("rows", rows), self.length.shape
+        checks.within("rows", indices, batch[-1], "give indices of existing rows")
+        shapes.check_shape("rows", indices, {"[R]": (indices.size,)}, "give jnp.array([row])")
+        axis = len(batch) - 1
 
         def take(x: jax.Array, rows: jax.Array) -> jax.Array:
             # For `take`, negative indices count from the end.
@@ -296,11 +235,13 @@ class KVCache(Struct):
         return self.length > self._max_length
 
     def map_by_names(self, fn: Callable[[jax.Array, LogicalNames], jax.Array]) -> Self:
-        """Return the cache with fn applied to each array and the logical names of its last axes."""
-        batch = self.key.ndim - 3
+        """Return the cache with fn applied to each array and the logical names of its axes."""
+        end = 4 - self.key.ndim
 
         def apply(x: Any) -> Any:
-            return map_part(lambda y: fn(y, self.names[: x.ndim - batch + 1]), x)
+            names = self.names[: x.ndim + end]
+            # Leading axes have no name.
+            return map_part(lambda y: fn(y, (None,) * (y.ndim - len(names)) + names), x)
 
         return jax.tree.map(apply, self, is_leaf=is_part)
 
@@ -314,20 +255,8 @@ class KVCache(Struct):
             return jnp.full_like(self.length, T)
         return jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
 
-    def _arrays(self) -> dict[str, Any]:
-        """Return the arrays that have slots, by name."""
-        names = ("key", "value", "key_scale", "value_scale")
-        return {name: x for name in names if (x := getattr(self, name)) is not None}
-
-    def _lost(self, positions: jax.Array) -> jax.Array:
-        """Return True for positions [*B, T] at or after the first token that found no slot."""
-        return self.overflowed[..., None] & (positions >= self._max_length)
-
     def _positions(self) -> Any:
-        """Return the position of the token in each slot of a ring, int32 [*B, S].
-
-        It is NO_POSITION for an empty slot. Without a ring the result is None.
-        """
+        """Return the position of the token in each slot of a ring, int32 [*B, S], else None."""
         if self.window is None:
             return None
         slot = shapes.lead(jnp.arange(self.slots, dtype=jnp.int32), self.length.ndim + 1)
@@ -336,72 +265,19 @@ class KVCache(Struct):
         newest = last - (last - slot) % self.slots
         return jnp.where(newest < 0, NO_POSITION, newest)
 
-    def _check(self, key: Any, value: Any) -> None:
-        """Check that keys and values have the same number of tokens, and fit the slots."""
-        for name, x, slots in (("key", key, self.key), ("value", value, self.value)):
-            shape = checks.floating(name, x).shape
-            *B, K, S, F = slots.shape
-            T = shape[-3] if len(shape) == slots.ndim else 0
-            fits = self.window is not None or symbols.at_most(T, S)
-            if symbols.at_most(T, 0) or shape != (*B, T, K, F) or not fits:
-                raise ValueError(
-                    f"{name}s for the cache must have shape [*B, at most S, K, H] where the cache "
-                    f"is [*B, K, S, H] = {slots.shape}, got {shape}; initialize the cache with the "
-                    f"full batch and length"
-                )
-        if key.shape[-3] != value.shape[-3]:
-            raise ValueError(
-                f"keys and values must be of as many tokens, got key {key.shape} and value "
-                f"{value.shape}; give every key its value"
-            )
-
-    def _checked_lengths(self, lengths: Any) -> jax.Array:
-        """Check the `lengths` of `truncate`, int or int [*B], and return them as int32 [*B|1]."""
-        keep, batch = checks.integers("lengths", lengths), self.length.shape
-        if keep.shape != batch[len(batch) - keep.ndim :]:
-            raise ValueError(
-                f"lengths must be one number or have shape [*B] = {batch}, got {keep.shape}; "
-                f"give one number for each row of the batch"
-            )
-        remedy = "give the number of tokens to keep, such as length - 1 to drop one"
-        checks.within("lengths", keep, None, remedy)
-        return jnp.asarray(shapes.lead(keep, len(batch)))
-
-
-def _check_rows(rows: Integers, batch: Shape) -> Integers:
-    """Check the indices [R] of rows of the batch's last axis, and convert them to int32."""
-    if not batch:
-        raise ValueError(
-            "fork takes rows of a batch, and this cache has no batch axis; give it one of size 1"
-        )
-    leaves = jax.tree.leaves(rows)
-    if any(isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_ for x in leaves):
-        raise TypeError(
-            "rows must be indices of rows, got bools; of a mask give np.flatnonzero(mask)"
-        )
-    indices = checks.integers("rows", rows)
-    if indices.ndim != 1 or not indices.size:
-        raise ValueError(
-            f"rows must have shape [R], got {indices.shape}: at least one index of a row; "
-            f"give one row as jnp.array([row])"
-        )
-    checks.within("rows", indices, batch[-1], "give indices of existing rows")
-    return indices
-
 
 class Encoded(Struct):
     """An encoder's output, as the argument `kv` of a layer that decodes.
 
-    The layer projects it once and keeps the keys and values. Later calls attend to them, with
-    `Encoded()` or without `kv`. Without `decode` it means the same as `inputs_k` and `inputs_v`.
+    The layer projects it once. Later calls attend to the same keys and values, with `Encoded()` or
+    without `kv`. Without `decode` it means the same as `inputs_k` and `inputs_v`.
 
     Attributes:
       inputs_k: the inputs of the keys [*B, S, D']; None for the keys and values that are kept.
       inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
-      makes_room: True in a call that only makes the cache, as `init` does. Its queries are not
-        counted if they are the first.
-      queries: int32 [*B], the number of queries of earlier calls; None before the first. The layer
-        sets it.
+      makes_room: True in a call that only makes the cache, as `init` does. Its queries do not
+        count.
+      queries: int32 [*B], the number of earlier queries, or None. The layer sets it.
     """
 
     inputs_k: Any = None
@@ -414,14 +290,14 @@ class Encoded(Struct):
     ) -> tuple[KeyValues, KVCache]:
         """Return the keys and values that T queries attend to, and the cache that keeps them.
 
-        Args:
-          key: the projected keys [*B, S, K, H].
-          value: the projected values [*B, S, K, Hv].
-          dtype: the dtype of the cache.
-          T: the number of queries.
-          lengths: int [*B], the number of queries of each row to count (default: all).
+        Arguments are the projected keys [*B, S, K, H] and values, the dtype of the cache, and as in
+        `KVCache.counted`.
         """
-        new = KVCache.of_encoder(key, value, dtype, self.queries)
+        *batch, S, _, _ = key.shape
+        queries = jnp.zeros(batch, jnp.int32) if self.queries is None else self.queries
+        length = jnp.full(batch, S, jnp.int32)
+        arrays: Any = encode(key, value, dtype)
+        new = KVCache(length=length, queries=queries, **arrays)
         keys, counted = new.counted(T, lengths)
         if self.queries is not None:
             return keys, counted
@@ -436,9 +312,8 @@ class CacheConfig:
     Attributes:
       dtype: the dtype of stored keys and values (default: their own): one of 16 bits or more, or
         "int8", "float8_e4m3fn" or "float8_e5m2", with a scale for each token and head.
-      slots: the size of a ring buffer that holds the last tokens: at least W + 1 under a mask
-        `Window(W, ·)` (default: no ring buffer, but one slot for each token of the input that
-        creates the cache).
+      slots: the size of a ring buffer, at least W + 1 under a mask `Window(W, ·)` (default: no ring
+        buffer, but a slot for each token of the input that creates the cache).
     """
 
     dtype: Dtype | None = None
@@ -446,20 +321,10 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            checked_dtype("CacheConfig.dtype", self.dtype)
-        checks.optional(**{"CacheConfig.slots": self.slots})
-
-    @property
-    def is_ring(self) -> bool:
-        """True for a ring buffer."""
-        return self.slots is not None
+            checks.dtype("CacheConfig.dtype", self.dtype, EIGHT_BITS)
 
     def window(self, mask: masks.MaskLike | None) -> int | None:
-        """Return a ring buffer's window: the number of earlier tokens that a token sees, or None.
-
-        Raises:
-          ValueError: if the mask sees tokens that the ring has overwritten.
-        """
+        """Return the number of earlier tokens that a token sees in a ring buffer, or None."""
         if self.slots is None:
             return None
         window = None if mask is None else masks.as_mask(mask).max_lookback()
@@ -478,15 +343,3 @@ class CacheConfig:
             tuple(B), self.slots or S, K, H, v.shape[-1], dtype=self.dtype or k.dtype,
             window=self.window(mask),
         )  # fmt: skip
-
-
-def as_cache_config(config: CacheConfig | None) -> CacheConfig:
-    """Return a layer's `cache` argument as a `CacheConfig`."""
-    if config is None:
-        return CacheConfig()
-    if isinstance(config, CacheConfig):
-        return config
-    raise TypeError(
-        f"cache must be a flax_mha.CacheConfig, got {checks.describe(config)}; give "
-        f"CacheConfig(dtype='int8'), for example"
-    )

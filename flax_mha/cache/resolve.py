@@ -4,16 +4,14 @@ from typing import Any, TypeAlias
 
 import jax
 
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.cache.key_values import KeyValues
 from flax_mha.cache.kv_cache import CacheConfig, Encoded, KVCache
 from flax_mha.cache.slots import positions_from
 
 # What a layer's argument `kv` takes.
 KVLike: TypeAlias = KeyValues | Encoded | tuple[Any, Any]
-# The argument `cache` of the functions of `layer.core`. None stands for the tokens of the call, and
-# a `CacheConfig` for an empty cache to make, to which a later call appends. A call with `Encoded`
-# keeps the keys of its inputs.
+# What the functions of `layer.core` take as `cache`: see `project_heads`.
 CacheLike: TypeAlias = KVCache | CacheConfig | KeyValues | Encoded | None
 
 
@@ -21,19 +19,11 @@ def resolve_call(
     kv: KVLike | None, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
     config: CacheConfig | None, cache: KVCache | None, makes_room: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, CacheLike]:  # fmt: skip
-    """Return the inputs of keys and values, and the `cache` of `core.attention`.
+    """Return the inputs of keys and values, and the `cache` of `project_heads`.
 
     The arguments and the cache that exists decide the meaning of a call, and only here. The inputs
-    are None if they are those of the queries, or if keys and values exist already.
-
-    Args:
-      kv: the argument of the layer.
-      x_q: the inputs of the queries [*B, T, D].
-      x_k: the inputs of the keys [*B, S, D'], or None.
-      x_v: the inputs of the values [*B, S, D''], or None.
-      config: the format of a new cache; None for a layer that does not decode.
-      cache: the cache of earlier calls, or None.
-      makes_room: True in a call that only makes a cache, as `init` does.
+    are None if they are the queries' or if keys and values exist already. `config` is the format of
+    a new cache, None for a layer that does not decode. `cache` is the one of earlier calls.
     """
     if kv is not None and (x_k is not None or x_v is not None):
         raise ValueError(
@@ -47,7 +37,10 @@ def resolve_call(
     shapes.check_inputs(x_q, x_k, x_v)
     x_v = x_k if x_v is None else x_v
     if kv is not None and encoded is None:
-        return None, None, _as_key_values(kv)
+        if isinstance(kv, tuple):
+            k, v = kv
+            kv = KeyValues(k, v)
+        return None, None, kv
     if encoded is not None and x_k is None and cache is None:
         raise ValueError(
             "Encoded() stands for keys and values that a layer that decodes has kept, got none; "
@@ -56,7 +49,17 @@ def resolve_call(
     if config is None:
         return x_k, x_v, None
     if appends(cache) or (cache is None and encoded is None):
-        _check_own_tokens(encoded, x_q, x_k)
+        if encoded is not None:
+            raise ValueError(
+                "the layer's cache holds the tokens of earlier calls, got kv=Encoded(...); give "
+                "an encoder's output to a layer of its own"
+            )
+        if x_k is not None and x_k.shape[-2] != x_q.shape[-2]:
+            raise ValueError(
+                f"a layer that decodes appends a key for each query, got {x_q.shape[-2]} queries "
+                f"and {x_k.shape[-2]} keys; give kv=cache.Encoded(inputs_k) to keep an encoder's "
+                f"keys"
+            )
         return x_k, x_v, config if cache is None else cache
     if x_k is None:
         return None, None, cache
@@ -93,40 +96,3 @@ def projected(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Return the inputs that keys and values are computed from, None if they exist already."""
     return (x_q, x_q) if x_k is None and not has_own_keys(cache) else (x_k, x_v)
-
-
-def check_cache(cache: Any) -> None:
-    """Check the type of the argument `cache` of `core.attention`."""
-    if not isinstance(cache, KVCache | CacheConfig | KeyValues | Encoded | None):
-        raise TypeError(
-            f"cache must be a KVCache, a CacheConfig, keys and values of another layer, or None, "
-            f"got {checks.describe(cache)}; give one of these"
-        )
-
-
-def _check_own_tokens(encoded: Encoded | None, x_q: jax.Array, x_k: jax.Array | None) -> None:
-    """Check that a call appends one key for each query."""
-    if encoded is not None:
-        raise ValueError(
-            "the layer's cache holds the tokens of earlier calls, got kv=Encoded(...); give "
-            "an encoder's output to a layer of its own"
-        )
-    if x_k is not None and x_k.shape[-2] != x_q.shape[-2]:
-        raise ValueError(
-            f"a layer that decodes appends a key for each query, got {x_q.shape[-2]} queries and "
-            f"{x_k.shape[-2]} keys; give kv=cache.Encoded(inputs_k) to keep an encoder's keys"
-        )
-
-
-def _as_key_values(kv: Any) -> KeyValues:
-    """Return a layer's argument `kv` as keys and values."""
-    if isinstance(kv, tuple) and len(kv) == 2:
-        for name, x in zip(("keys", "values"), kv, strict=True):
-            checks.floating(f"kv's {name}", x)
-        return KeyValues(*kv)
-    if isinstance(kv, KeyValues):
-        return kv
-    raise TypeError(
-        f"kv must be the kv that a layer returns with return_kv=True, a pair (keys, values), or "
-        f"cache.Encoded(inputs_k), got {checks.describe(kv)}; give one of these"
-    )

@@ -13,7 +13,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import shapes, symbols
 from flax_mha.kernels.call.stored import OfLayer, Stored, cast, is_part, map_part, read
 from flax_mha.sharding import LogicalNames, rules
 
@@ -23,11 +23,7 @@ NO_POSITION = 2**30
 _FEW = 64
 # The dtypes of 8 bits, whose slots have scales, and the number that a token's largest is scaled to.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-
-
-def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """Return the dtype of a cache's slots, the argument `name` of a public function."""
-    return checks.dtype(name, dtype, tuple(_LARGEST))
+EIGHT_BITS = tuple(_LARGEST)
 
 
 def has_scales(dtype: Any) -> bool:
@@ -55,9 +51,8 @@ def encode(key: jax.Array, value: jax.Array, dtype: Dtype) -> dict[str, jax.Arra
 def _to_slots(name: str, x: jax.Array, dtype: Dtype) -> dict[str, jax.Array]:
     """Convert tokens [*B, T, K, F] to slots [*B, K, T, F], and scales [*B, K, T] if it has 8 bits.
 
-    A finite number never becomes infinite or NaN, which would reach queries that can't see it: it
-    is clipped to the dtype's largest number. With scales all slots are finite, and a token that is
-    not finite has a NaN scale. In int8, |x − slots·scale| ≤ max|x| / 254.
+    Finite numbers are clipped to the dtype's range. With scales all slots are finite, and a token
+    that is not finite has a NaN scale. In int8, |x − slots·scale| ≤ max|x| / 254.
     """
     x = jnp.swapaxes(x, -3, -2)
     if not has_scales(dtype):
@@ -84,21 +79,18 @@ def _nan_flag(x: jax.Array) -> jax.Array:
 
 
 def stored(arrays: dict[str, Any], slots: str = "length") -> tuple[Stored, Stored]:
-    """Return the keys and values of slots in the form that kernels read, [*B, S, K, ·].
+    """Return keys and values as kernels read them, [*B, S, K, ·]. `slots` is the name of S."""
 
-    `slots` is the logical name of their axis S.
-    """
+    def heads_last(x: Any) -> Any:
+        return map_part(lambda y: jnp.swapaxes(y, -3, -2), x)
 
-    def heads_last(name: str) -> Any:
-        add = (lambda x: x[..., None]) if name.endswith("scale") else lambda x: x
-        x = arrays.get(name)
-        return None if x is None else map_part(lambda x: jnp.swapaxes(add(x), -3, -2), x)
+    def part(name: str) -> Stored:
+        scale = arrays.get(f"{name}_scale")
+        if scale is not None:
+            scale = heads_last(map_part(lambda x: x[..., None], scale))
+        return Stored(heads_last(arrays[name]), scale, jnp.float32, slots)
 
-    k, v = (
-        Stored(heads_last(name), heads_last(f"{name}_scale"), jnp.float32, slots)
-        for name in ("key", "value")
-    )
-    return k, v
+    return part("key"), part("value")
 
 
 def write(
@@ -107,14 +99,8 @@ def write(
 ) -> Any:  # fmt: skip
     """Write token t of each row into slot start + t, for t < count, and return the slots.
 
-    Args:
-      slots: [*B, K, S, F], or one layer's part of them; or scales [*B, K, S].
-      tokens: [*B, K, T, F] in the same dtype, or scales [*B, K, T].
-      start: int32 [*B], at least 0.
-      count: int32 [*B].
-      names: the logical names of the last four axes of slots.
-      wraps: True for a ring buffer, where slot S is slot 0 and the last S tokens stay. Otherwise
-        tokens beyond the last slot are dropped.
+    Slots are [*B, K, S, F], or one layer's part of them, and tokens [*B, K, T, F]; scales have no
+    axis F. `wraps` is True for a ring buffer. Otherwise tokens beyond the last slot are dropped.
     """
     if slots.ndim == tokens.ndim == start.ndim + 2:
         # Scales are written as slots with one feature.
@@ -155,10 +141,7 @@ def _write_few(
     wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array,
     *layer: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Write tokens one by one, in place on every machine.
-
-    If a window of slots is read first, libtpu transposes all slots.
-    """
+    """Write tokens one by one. If a window is read first, libtpu transposes all slots."""
     R, (K, S, F), T = math.prod(start.shape), slots.shape[-3:], tokens.shape[-2]
     rows = slots.reshape(*slots.shape[: len(layer)], R, K, S, F)
     start, count = start.reshape(R, 1, 1), count.reshape(R, 1, 1)

@@ -49,7 +49,7 @@ class Gemma4Attention(MultiHeadAttention):
         if self.keys_as_values:
             entries.pop("value", None)
         norm = QKNorm(scale=False, epsilon=self.qk_norm.epsilon)
-        return entries | {"value_ln": NormEntry(self.sizes(D)[3], norm)}
+        return entries | {"value_ln": NormEntry(self.sizes(D)[3:], norm)}
 
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Any, cache: Any) -> core.Output:
         """Return the output of the layer."""

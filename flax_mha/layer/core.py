@@ -1,7 +1,6 @@
 """The layer as functions of arrays: project → norm → rotate → append → attend → gate → merge.
 
-Parameters are a dict, settings a dataclass, and the cache goes in and comes out. The layers of
-linen and nnx make the parameters, keep the cache between calls, and call these functions.
+The layers of linen and nnx make the parameters, keep the cache between calls, and call these.
 """
 
 import functools
@@ -12,8 +11,8 @@ import chex
 import jax
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, numerics
-from flax_mha.cache import Encoded, KeyValues, KVCache, resolve
+from flax_mha.base import numerics
+from flax_mha.cache import Encoded, KeyValues, KVCache
 from flax_mha.cache.resolve import CacheLike
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
@@ -47,39 +46,13 @@ class Output(NamedTuple):
     kv: KeyValues | None
 
 
-def attention(
-    p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: CacheLike = None,
-) -> Output:  # fmt: skip
-    """Attend from x_q to x_k and x_v.
-
-    Args:
-      p: the parameters by name, as `Settings.table` lists them: `query`, `key`, `value`,
-        `out` and `output_gate` as `Linear`, the norms `query_ln` and `key_ln` as functions, the
-        arrays `sinks` and `score_scale`. All but `query` can be missing.
-      settings: the settings of the layer.
-      x_q: the inputs of the queries [*B, T, D].
-      x_k: the inputs of the keys [*B, S, D']; None for x_q, or if `cache` has the keys.
-      x_v: the inputs of the values [*B, S, D''] (default: x_k).
-      call: the other arguments.
-      cache: what `resolve.resolve_call` returns: the cache of earlier calls, to which these tokens
-        are appended; the `CacheConfig` of an empty one to make, with room for as many tokens as
-        these; `Encoded()` to keep the keys of x_k, or the cache that has them; another layer's keys
-        and values; or None.
-    """
-    heads = project_heads(p, settings, x_q, x_k, x_v, call, cache, in_kernel=True)
-    return attend(p, settings, heads, call, cache)
-
-
 def attend(
     p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: CacheLike
 ) -> Output:
     """Run everything after the projections: append, attend, gate, head mask, merge.
 
-    Arguments are as in `attention`, with `heads` in place of the inputs. It reads the parameters
-    `sinks`, `score_scale` and `out`.
+    It reads `sinks`, `score_scale` and `out`. `project_heads` describes the arguments.
     """
-    resolve.check_cache(cache)
     tap = call.tap
     q = numerics.scale_heads("score_scale", heads.q, p.get("score_scale"))
     q = tap("q", sharding.constrain(q, sharding.HEADS))
@@ -87,45 +60,48 @@ def attend(
         "mask": masks.combine(settings.mask, call.mask), "lengths": call.lengths,
         "order": heads.order,
     }  # fmt: skip
-    keys, after = _append(p, settings, heads._replace(q=q), call, cache, places["mask"])
+    keys, after = _append(settings, heads._replace(q=q), call, cache, places["mask"])
     options = internals.edit_scores(tap, _options(p, settings, call), q, keys)
     queries: Any = q if heads.turns is None else Turned(q, heads.turns[0])
     with jax.named_scope("kernel"):
-        kernel = options.get("attention", dot_product_attention)
-        others = {name: x for name, x in options.items() if name != "attention"}
         if keys.has_slots:
-            result = keys.attend(queries, kernel, **places, **others)
+            result = keys.attend(queries, **places, **options)
         else:
-            result = kernel(queries, keys.key, keys.value, **keys.places(q, **places), **others)
+            arguments = keys.places(q, **places) | options
+            kernel = arguments.pop("attention", dot_product_attention)
+            result = kernel(queries, keys.key, keys.value, **arguments)
     has_pairs = heads.same_tokens or isinstance(cache, KeyValues)
     z, weights = internals.read_result(tap, result, q, keys, has_pairs, options | places)
     chex.assert_shape(z, (*q.shape[:-2], settings.num_heads, None))  # [*B, T, N, Hv]
     z = tap("z", z)
-    z = exclude_own(z, _own_values(keys, heads.same_tokens)) if settings.exclusive else z
+    if settings.exclusive:
+        if not heads.same_tokens:
+            raise ValueError(
+                "exclusive=True takes each token's own value from its output, so it needs "
+                "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
+            )
+        z = exclude_own(z, dequantize(keys.own()[1]))
     z = z if heads.gate is None else numerics.scaled(z, jax.nn.sigmoid(heads.gate))
     z = numerics.scale_heads("head_mask", z, call.head_mask)
     out = tap.last("out", _merge(p.get("out"), sharding.constrain(z, sharding.HEADS), tap))
-    chex.assert_shape(out, (*q.shape[:-2], None))  # [*B, T, D]
     return Output(out, weights, after, keys)
 
 
 def _append(
-    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: CacheLike,
-    mask: masks.Mask | None,
+    settings: Settings, heads: Heads, call: Call, cache: CacheLike, mask: masks.Mask | None
 ) -> tuple[KeyValues, KVCache | None]:  # fmt: skip
     """Return the keys and values that the queries attend to, and the cache after the call."""
     q, T, tap, lengths = heads.q, heads.q.shape[-3], call.tap, call.lengths
     after: KVCache | None
     if isinstance(cache, KeyValues):
-        kernel = p["out"].kernel if "out" in p else None
-        cache.check(q, None if kernel is None else kernel.shape[-2], mask, heads.order)
+        cache.check(mask, heads.order)
         return internals.edit_given(tap, q, cache), None
     if isinstance(cache, KVCache) and cache.queries is not None:
         keys, after = cache.counted(T, lengths)
         return internals.edit_given(tap, q, keys), after
     k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
     if isinstance(cache, Encoded):
-        dtype = None if settings.cache is None else settings.cache.dtype
+        dtype = settings.cache and settings.cache.dtype
         keys, after = cache.keep(k, v, dtype or k.dtype, T, lengths)
         return internals.edit_given(tap, q, keys), after
     k, v = tap("k", k), tap("v", v)
@@ -137,21 +113,11 @@ def _append(
     return KeyValues(k, v, lengths, ordered=heads.order is not None), after
 
 
-def _own_values(keys: KeyValues, same_tokens: bool) -> jax.Array:
-    """Return the values [*B, T, K, Hv] of the queries' tokens, as a call attends to them."""
-    if not same_tokens:
-        raise ValueError(
-            "exclusive=True takes each token's own value from its output, so it needs "
-            "self-attention, got keys of other tokens (inputs_k or kv); leave them out"
-        )
-    return dequantize(keys.own()[1])
-
-
 def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
     """Return the output [*B, T, D] of heads z [*B, T, N, Hv], with the point of their shares."""
     with jax.named_scope("merge"):
         out = jax.lax.collapse(z, z.ndim - 2) if linear is None else linear(z)
-    if linear is None or linear.kernel is None or not tap.needs("result"):
+    if not isinstance(linear, Linear) or not tap.needs("result"):
         return out
     shares = tap("result", linear.shares(z))
     return linear.join(shares, out.dtype) if tap.is_edited("result") else out
@@ -159,7 +125,6 @@ def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
     """Return the result of a layer's call: the output, in a tuple if more was asked for."""
-    checks.flag("return_kv", return_kv)
     if return_kv and output.kv is None:
         raise ValueError(
             "this layer has no keys and values that others could attend to, got return_kv=True; "

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes, symbols
+from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import resolve
 from flax_mha.cache.resolve import CacheLike
@@ -32,8 +31,7 @@ class Heads(NamedTuple):
       order: the place of each token in the sequence, as `Call.order`.
       same_tokens: True if keys and queries are of the same tokens.
       turns: the rotations of q and k that are left to the kernel, or None.
-      kept: a function from k and v to those that a cache of these tokens keeps (default: the
-        same). Reads and edits are of k and v.
+      kept: a function from k and v to what a cache keeps of these tokens (default: the same).
     """
 
     q: jax.Array
@@ -50,12 +48,21 @@ def project_heads(
     p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
     x_v: jax.Array | None, call: Call, cache: CacheLike, in_kernel: bool = False,
 ) -> Heads:  # fmt: skip
-    """Return queries, keys and values of the heads: the first half of `core.attention`.
+    """Return queries, keys and values of the heads: the first half of a layer.
 
-    Arguments are as in `core.attention`. With `in_kernel`, the rotation is left to the kernel where
-    nothing else reads queries and keys.
+    Args:
+      p: the parameters by the names of `Settings.table`: projections as `Linear`, norms as
+        functions, and arrays. All but `query` can be missing.
+      settings: the settings of the layer.
+      x_q: the inputs of the queries [*B, T, D].
+      x_k: the inputs of the keys [*B, S, D']; None for x_q, or if `cache` has the keys.
+      x_v: the inputs of the values [*B, S, D''] (default: x_k).
+      call: the other arguments.
+      cache: the cache of earlier calls, to which these tokens are appended; the `CacheConfig` of an
+        empty one to make, with room for these tokens; `Encoded()` to keep the keys of x_k, or the
+        cache that has them; another layer's keys and values; or None.
+      in_kernel: True to leave the rotation to the kernel where nothing else reads queries and keys.
     """
-    resolve.check_cache(cache)
     order, T, appends = call.order, x_q.shape[-2], resolve.appends(cache)
     if order is not None:
         is_whole = x_k is None and not appends and resolve.next_positions(cache, T) is None
@@ -81,10 +88,17 @@ def project_heads(
         q, k = norm(p, q, k)
     turns = None
     with jax.named_scope("rotate"):
-        places = turn_positions(
+        places: Any = turn_positions(
             settings.rotary, q, k, call.positions, order, cache, call.lengths, same_tokens
         )
-        if places and k is not None and in_kernel and _may_turn_later(p, settings, call, cache):
+        # Kernels for TPUs rotate queries and keys that only they read.
+        is_left = (
+            in_kernel and places is not None and k is not None and not norms_after
+            and sharding.platform() == "tpu" and type(settings.rotary) in _ROTATIONS
+            and "score_scale" not in p and cache is None and not call.tap.is_active
+            and call.attention is None and settings.custom_attention is None
+        )  # fmt: skip
+        if is_left:
             rotary: Any = settings.rotary
             turns = rotary.turn(q, places[0]), rotary.turn(k, places[1])
         elif places is not None:
@@ -92,20 +106,6 @@ def project_heads(
     if norms_after:
         q, k = norm(p, q, k)
     return Heads(q, k, v, gate, order, same_tokens, turns)
-
-
-def _may_turn_later(p: Mapping[str, Any], settings: Settings, call: Call, cache: CacheLike) -> bool:
-    """Return True if a kernel for TPUs may rotate, because it alone reads queries and keys."""
-    return (
-        sharding.platform() == "tpu"
-        and type(settings.rotary) in _ROTATIONS
-        and not (settings.qk_norm is not None and settings.qk_norm.after_rotary)
-        and "score_scale" not in p
-        and cache is None
-        and not call.tap.is_active
-        and call.attention is None
-        and settings.custom_attention is None
-    )
 
 
 def norm(p: Mapping[str, Any], q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
@@ -120,9 +120,7 @@ def turn_positions(
 ) -> tuple[Any, Any] | None:  # fmt: skip
     """Return where `rotary` turns queries and keys: `positions`, or their places in the sequence.
 
-    One array of positions is that of the queries, and of keys of the `same_tokens`. The keys are
-    None where a cache holds them, rotated. A rotation that reads the length of a row gets 0 for
-    padding.
+    One array of positions is for queries, and for keys of the `same_tokens`.
     """
     if rotary is None:
         if positions is not None:
@@ -136,10 +134,6 @@ def turn_positions(
         q_pos = jnp.asarray(order)
     next_positions = resolve.next_positions(cache, q.shape[-3])
     q_pos = q_pos if next_positions is None else next_positions
-    if positions is None and isinstance(rotary, Axial):
-        # Positions may be traced, but T tokens need T places from any start.
-        for x in (q, k):
-            rotary.check(np.arange(0 if x is None else x.shape[-3]))
     is_pair = isinstance(positions, tuple) and len(positions) == 2
     q_own, k_own = positions if is_pair else (positions, None)
     q_pos = q_pos if q_own is None else q_own
@@ -155,18 +149,9 @@ def turn(
     rotary: Any, q: jax.Array, k: jax.Array | None, q_pos: Any, k_pos: Any
 ) -> tuple[jax.Array, Any]:
     """Return queries and keys, rotated by their positions."""
-    return _rotate(rotary, q, q_pos), None if k is None else _rotate(rotary, k, k_pos)
-
-
-def _rotate(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return queries or keys after a rotation, perhaps a user-defined one."""
-    y = rotation(x, positions if type(rotation) in _ROTATIONS else jnp.asarray(positions))
-    if getattr(y, "shape", None) != x.shape:
-        raise ValueError(
-            f"rotary must keep the shape of queries and keys, {x.shape}, got {checks.describe(y)}; "
-            f"return the rotated array"
-        )
-    return checks.floating("what rotary gives", y)
+    if type(rotary) not in _ROTATIONS:
+        q_pos, k_pos = jnp.asarray(q_pos), jnp.asarray(k_pos)
+    return rotary(q, q_pos), None if k is None else rotary(k, k_pos)
 
 
 def check_order(order: Array | None, whole: bool, length: int) -> Array | None:

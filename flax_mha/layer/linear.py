@@ -1,20 +1,18 @@
 """Linear maps, on any mesh, and their parameters in linen."""
 
 import math
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
-from flax.core import Scope, meta
-from flax.errors import ScopeParamShapeError
+from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.base import checks, numerics, shapes, symbols
+from flax_mha.base import numerics, shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.kernels.chips.tpus import SHORT, SHORTEST
 from flax_mha.sharding import LogicalNames, products
@@ -27,11 +25,11 @@ default_bias_init = nn.initializers.zeros_init()
 _SUMS = {(1, 1): "...d,df->...f", (1, 2): "...td,dnh->...tnh", (2, 1): "...tnv,nvd->...td"}
 
 
-class Linear(struct.PyTreeNode):
+class Linear(NamedTuple):
     """A linear map y = x·W + b over the last axes of x, on any mesh.
 
     Attributes:
-      kernel: the kernel W [*in, *features]; None for a user-defined `module`, which is called.
+      kernel: the kernel W [*in, *features].
       bias: the bias b [*features], or None.
       names: the logical names of W's axes.
       contracted: the number of contracted axes, the last ones of x.
@@ -41,20 +39,14 @@ class Linear(struct.PyTreeNode):
       module: the submodule with these parameters, or None. Flax's tools see its calls.
     """
 
-    kernel: Any
+    kernel: jax.Array
     bias: jax.Array | None
-    names: LogicalNames = struct.field(pytree_node=False)
-    contracted: int = struct.field(pytree_node=False, default=1)
-    rows: LogicalNames = struct.field(pytree_node=False, default=("batch", "length"))
-    dtype: Dtype | None = struct.field(pytree_node=False, default=None)
-    precision: PrecisionLike = struct.field(pytree_node=False, default=None)
-    module: Any = struct.field(pytree_node=False, default=None)
-
-    @property
-    def features(self) -> Shape:
-        """The sizes of the new axes of y."""
-        shape: Shape = self.kernel.shape[self.contracted :]
-        return shape
+    names: LogicalNames
+    contracted: int = 1
+    rows: LogicalNames = ("batch", "length")
+    dtype: Dtype | None = None
+    precision: PrecisionLike = None
+    module: Any = None
 
     @property
     def names_of_result(self) -> LogicalNames:
@@ -63,17 +55,7 @@ class Linear(struct.PyTreeNode):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x·W + b [*B, T, *features], by a call of the submodule if there is one."""
-        if self.module is None:
-            return self.product(x)
-        y: jax.Array = self.module(x)
-        if self.kernel is not None:
-            expected = (*x.shape[: -self.contracted], *self.features)
-            if jnp.shape(y) != expected:
-                raise ValueError(
-                    f"the output of a submodule must keep its shape {expected}, got "
-                    f"{checks.describe(y)}; let the interceptor return such an array"
-                )
-        return y
+        return self.product(x) if self.module is None else self.module(x)
 
     def product(self, x: jax.Array) -> jax.Array:
         """Return x·W + b."""
@@ -111,10 +93,7 @@ class Linear(struct.PyTreeNode):
 
 
 def _has_flat_heads(rows: Shape) -> bool:
-    """Tell whether to write heads side by side, as the TPU kernel for short sequences reads them.
-
-    XLA would choose the order of other kernels, and transpose it for this one.
-    """
+    """Tell whether to write heads side by side, as the TPU kernel for short inputs reads them."""
     length = rows[-1] if rows else 1
     is_short = symbols.at_most(length, SHORT) and not symbols.at_most(length, SHORTEST - 1)
     return is_short and sharding.platform() == "tpu"
@@ -147,7 +126,7 @@ def _plus(y: jax.Array, bias: jax.Array | None, flat: bool) -> jax.Array:
 class Projection(nn.Module):
     """A `Linear` as a module: Flax's `DenseGeneral`, with named axes.
 
-    See `Linear` for features, names, contracted, rows, dtype and precision.
+    `Linear` describes the other fields.
 
     Attributes:
       kernel_init: the initializer of W, called with the shape [in, out].
@@ -183,7 +162,7 @@ class Projection(nn.Module):
     def weights(self, inputs: Shape) -> Linear:
         """Return W [*inputs, *features] and b [*features]. Interceptors see no call."""
 
-        def param(name: str, init: Initializer, inputs: Shape, names: LogicalNames) -> jax.Array:
+        def param(name: str, init: Initializer, inputs: Shape, names: LogicalNames) -> Any:
             shape = (*inputs, *self.features)
             init = sharding.named(for_shape(init, len(inputs)), names, self.partitioned)
             return make_parameter(self, name, init, shape, self.param_dtype)
@@ -198,17 +177,14 @@ class Projection(nn.Module):
 
 def make_parameter(
     module: nn.Module, name: str, init: Initializer, shape: Shape, dtype: Dtype
-) -> jax.Array:
+) -> Any:  # fmt: skip
     """Return a parameter of a linen module, outside of its methods too."""
-    scope = cast(Scope, module.scope).rewound()
+    scope: Any = module.scope
+    scope = scope.rewound()
     if not scope.has_variable("params", name):
-        return cast(jax.Array, scope.param(name, init, shape, dtype))
+        return scope.param(name, init, shape, dtype)
     # `param` would trace the initializer in each call, to check the shape.
-    value = meta.unbox(scope.get_variable("params", name))
-    for leaf in jax.tree.leaves(value)[:1]:  # A quantized kernel has several.
-        if jnp.shape(leaf) != shape:
-            raise ScopeParamShapeError(name, scope.path_text, jnp.shape(leaf), shape)
-    return cast(jax.Array, value)
+    return meta.unbox(scope.get_variable("params", name))
 
 
 def projection(
@@ -229,15 +205,9 @@ def for_shape(init: Initializer, contracted: int) -> Initializer:
         ins, outs = shape[:contracted], shape[contracted:]
         flat = (math.prod(ins), math.prod(outs)) if ins else (math.prod(outs),)
         value = init(rng, flat, dtype)
-        if isinstance(value, meta.AxisMetadata):
+        if isinstance(value, nn.Partitioned):
             # A sharding constraint for the final shape would not fit the flat one.
-            raw = {"apply_constraint": False} if isinstance(value, nn.Partitioned) else {}
-            return value.replace_boxed(value.unbox(**raw).reshape(shape))
-        if jnp.shape(checks.array("what an initializer gives", value)) != flat:
-            raise ValueError(
-                f"an initializer must give an array of the shape it is asked for, {flat}, got "
-                f"{checks.describe(value)}; make it of its second argument"
-            )
+            return value.replace_boxed(value.unbox(apply_constraint=False).reshape(shape))
         return jnp.reshape(value, shape)
 
     return initialize

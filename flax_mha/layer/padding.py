@@ -10,25 +10,14 @@ from flax_mha.base import shapes
 
 
 def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
-    """Return features x [*B, T, D] with 0 in place of padding.
+    """Return x [*B, T, ·] with 0 in place of padding, by `lengths` [*B] and the `order` [T].
 
     A mask keeps padding from outputs, but not from gradients: the gradient of a projection
     multiplies all its inputs, and 0·NaN is NaN.
-
-    Args:
-      x: the features, or None.
-      lengths: the number of real tokens of each example, int [*B], or None for all.
-      order: the place of each token in the sequence, int [T], or None for 0 … T−1.
     """
     if x is None or lengths is None:
         return x
-    shapes.check_features("x", x)
-    return _cleared(x, lengths, order)
-
-
-def _cleared(x: Any, lengths: Any, order: Any) -> Any:
-    """Clear the padding of numbers [*B, T, ·]."""
-    lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
+    lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
     tokens = x.shape[-2]
     order = jnp.arange(tokens) if order is None else shapes.check_order(order, tokens)
 
@@ -43,9 +32,6 @@ def _cleared(x: Any, lengths: Any, order: Any) -> Any:
 def cleared_positions(
     positions: Any, tokens: shapes.Shape, lengths: Any, order: Any = None
 ) -> jax.Array:
-    """Return the positions [*B, T] of tokens, with 0 in place of padding.
-
-    The greatest position of a row then belongs to a real token.
-    """
+    """Return the positions [*B, T] of tokens, with 0 in place of padding."""
     positions = jnp.broadcast_to(shapes.per_token("positions", positions, tokens), tokens)
-    return _cleared(positions[..., None], lengths, order)[..., 0]
+    return cleared(positions[..., None], lengths, order)[..., 0]

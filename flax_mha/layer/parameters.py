@@ -20,7 +20,7 @@ class LinearEntry:
       names: the logical names of the kernel's axes.
       has_bias: True for a bias.
       rows: the logical names of the other axes of the result.
-      is_out: True for the initializers of the output projection.
+      is_out: True for the output projection.
     """
 
     inputs: Shape
@@ -36,19 +36,12 @@ class NormEntry:
     """A norm: the parameter `name/scale`.
 
     Attributes:
-      features: the size of the last axis.
+      shape: the shape of the scale, with an axis of heads if the norm is over them too.
       norm: the norm.
-      heads: the size of the axis before it, if the norm is over both.
     """
 
-    features: int
+    shape: Shape
     norm: QKNorm
-    heads: int | None = None
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the scale."""
-        return (self.features,) if self.heads is None else (self.heads, self.features)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +52,7 @@ class ArrayEntry:
       shape: the shape of the array.
       names: the logical names of its axes.
       init: the initializer, of a key, the shape and the dtype.
-      is_random: False if init ignores its key. nnx then draws none, so that later layers made of
-        the same `rngs` start as they would without this array.
+      is_random: False if init ignores its key, so that nnx draws none.
     """
 
     shape: Shape

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -12,31 +12,32 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_given, hidden_field
+from flax_mha.base.arguments import check_given
 from flax_mha.base.coordinates import Array
-from flax_mha.cache import CacheConfig, as_cache_config
+from flax_mha.cache import CacheConfig
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
+from flax_mha.layer.linear import default_bias_init, default_kernel_init
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
-from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
+from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
 from flax_mha.signatures.attention_fn import attention_fn
 from flax_mha.taps.contexts import capture_of
 from flax_mha.taps.tap import Tap
 
-ZEROS = nn.initializers.zeros_init()
+ZEROS = default_bias_init
+# A field for which only None is accepted, see `base.arguments`.
+_refused = functools.partial(dataclasses.field, default=None, repr=False)
 # One function for equal values, so that layers with equal fields are equal.
 _constant = functools.cache(nn.initializers.constant)
-# Fields that do not change what a layer computes from its parameters. A function that reads a layer
-# adds the fields that it handles.
+# Fields that do not change what a layer computes from its parameters.
 NEUTRAL = (
-    "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
-    "head_dim", "v_head_dim", "mask", "kernel", "dropout_rate", "broadcast_dropout",
-    "deterministic", "decode", "cache", "capture", "use_bias", "dtype", "param_dtype", "precision",
-    "kernel_init", "out_kernel_init", "bias_init", "out_bias_init", "force_fp32_for_softmax",
-    "partitioned",
+    "num_heads", "qkv_features", "out_features", "num_kv_heads", "head_dim", "v_head_dim", "mask",
+    "kernel", "dropout_rate", "broadcast_dropout", "deterministic", "decode", "cache", "capture",
+    "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "out_kernel_init", "bias_init",
+    "out_bias_init", "force_fp32_for_softmax", "partitioned",
 )  # fmt: skip
 PROJECTIONS = ("query", "key", "value", "out", "output_gate")
 
@@ -72,8 +73,8 @@ def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:
 class Settings:
     """The fields of a layer, and the table of its parameters.
 
-    `MultiHeadAttention` inherits and describes the fields. The functions of `core` read them, and
-    need no module: `Settings(8)` is enough.
+    `MultiHeadAttention` inherits and describes the fields. The functions of `core` need no module:
+    `Settings(8)` is enough.
     """
 
     # First, so that a subclass can give any later field another default.
@@ -104,7 +105,7 @@ class Settings:
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None
-    kernel_init: Initializer = nn.linear.default_kernel_init
+    kernel_init: Initializer = default_kernel_init
     out_kernel_init: Initializer | None = None
     bias_init: Initializer = ZEROS
     out_bias_init: Initializer | None = None
@@ -113,27 +114,12 @@ class Settings:
     attention_fn: Callable[..., Any] | None = attention_fn
     force_fp32_for_softmax: bool = False
     partitioned: bool = False
-    # Only None is accepted, see `base.arguments`.
-    qkv_dot_general: None = dataclasses.field(default=None, repr=False)
-    out_dot_general: None = dataclasses.field(default=None, repr=False)
-    qkv_dot_general_cls: None = dataclasses.field(default=None, repr=False)
-    out_dot_general_cls: None = dataclasses.field(default=None, repr=False)
-    qk_attn_weights_einsum_cls: None = dataclasses.field(default=None, repr=False)
-    attn_weights_value_einsum_cls: None = dataclasses.field(default=None, repr=False)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse attributes that `__init__` would replace by the values of fields."""
-        inherited = {x for base in cls.__mro__ for x in getattr(base, "__dataclass_fields__", ())}
-        for name in vars(cls).keys() & inherited - vars(cls).get("__annotations__", {}).keys():
-            raise hidden_field(cls, name)
-        super().__init_subclass__(**kwargs)
-
-    if not TYPE_CHECKING:  # Type checkers and editors show the fields.
-
-        def __new__(cls, *args: Any, **fields: Any) -> Self:
-            """Refuse values that only Flax's layers take."""
-            check_given(cls.__name__, fields)
-            return super().__new__(cls)
+    qkv_dot_general: None = _refused()
+    out_dot_general: None = _refused()
+    qkv_dot_general_cls: None = _refused()
+    out_dot_general_cls: None = _refused()
+    qk_attn_weights_einsum_cls: None = _refused()
+    attn_weights_value_einsum_cls: None = _refused()
 
     @property
     def custom_attention(self) -> Callable[..., Any] | None:
@@ -152,11 +138,11 @@ class Settings:
 
     def check_fields(self) -> None:
         """Check the fields as far as no inputs are needed."""
+        check_given(type(self).__name__, vars(self))
         checks.fields(self)
         as_capture(self.capture, in_layer=True)
-        cache = as_cache_config(self.cache)
-        if self.decode:
-            cache.window(self.mask)
+        if self.decode and self.cache is not None:
+            self.cache.window(self.mask)
 
     def sizes(self, features: int) -> tuple[int, int, int, int]:
         """Return N, K, H and Hv, for inputs_q with this number of features."""
@@ -178,11 +164,15 @@ class Settings:
         if Dk and Dv:
             entries["key"] = self.to_heads("key", Dk, (K, H), "kv_heads")
             entries["value"] = self.to_heads("value", Dv, (K, Hv), "kv_heads")
-        norm = as_qk_norm(self.qk_norm, self.normalize_qk)
+        norm = QKNorm("layernorm") if self.normalize_qk else self.qk_norm
+        if self.normalize_qk and self.qk_norm is not None:
+            raise ValueError(
+                "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"
+            )
         if norm is not None:
-            entries["query_ln"] = NormEntry(H, norm, N if norm.over_heads else None)
+            entries["query_ln"] = NormEntry((N, H) if norm.over_heads else (H,), norm)
         if norm is not None and Dk:
-            entries["key_ln"] = NormEntry(H, norm, K if norm.over_heads else None)
+            entries["key_ln"] = NormEntry((K, H) if norm.over_heads else (H,), norm)
         if self.gate is not None:
             gate = checks.choice("gate", self.gate, {"head": (N, 1), "feature": (N, Hv)})
             entries["output_gate"] = self.to_heads("output_gate", D, gate)
@@ -197,7 +187,6 @@ class Settings:
 
     def out_table(self, N: int, Hv: int, D: int) -> Table:
         """Return the table of the output projection from heads [N, Hv]."""
-        checks.optional(out_features=self.out_features)
         if not self.project_out:
             return {}
         features, names = (self.out_features or D,), ("heads", "head_dim", "embed")
@@ -229,7 +218,6 @@ def reading(settings: Settings, tap: Tap, sow_weights: bool, is_captured: bool) 
 
     `is_captured` is True if intermediates are collected.
     """
-    sow_weights = checks.flag("sow_weights", sow_weights)
     reads, is_custom = capture_of(settings.capture), settings.custom_attention is not None
     if sow_weights and not is_custom:  # A custom function sows them itself.
         names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
@@ -247,8 +235,7 @@ class Call:
 
     Attributes:
       scores: the scores of the layer, with their parameters, then the scores of the call.
-      attention: a function in place of `dot_product_attention`, with the same arguments. Keys and
-        values of a cache are `Stored`.
+      attention: a function in place of `dot_product_attention`. Cached keys are `Stored`.
       scale: the scale of the scores, in place of the layer's.
       dropout_rng: a key for dropout, or None for no dropout.
       return_weights: True to return the weights.

@@ -172,7 +172,7 @@ class Stack(nn.Module):
         # A call with an encoder's output makes memories, perhaps of another size.
         cross = [getattr(block, "cross_attention", None) for block in blocks]
         keeps = not (inputs and any(getattr(layer, "decode", False) for layer in cross))
-        in_place = keeps and caches is not None and collection.has_slots(caches)
+        in_place = keeps and caches is not None
         axes: dict[Any, Any] = {"params": 0, "intermediates": 0, COLLECTION: 0}
         scanned = nn.scan(
             _write_in_place(step) if in_place else step,

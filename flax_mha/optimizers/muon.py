@@ -21,10 +21,9 @@ def muon_dimensions(params: Any) -> Any:
     """Return the axes of each kernel that are the rows and columns of a matrix, for Muon.
 
     In attention layers each head has its own matrix, [D, H] of queries, keys and values and [H, D]
-    of the output, so that no device needs the heads of another. MLPs have one matrix, each expert
-    one, and other kernels of two axes, such as `nn.Dense`, too. The rest goes to Adam: embeddings,
-    biases, norms, a model's last layer, per-head vectors. Optax joins the axes of layers under
-    `scan` with the axis of heads, which gathers heads that are sharded.
+    of the output. MLPs have one matrix, each expert one, and other kernels of two axes, such as
+    `nn.Dense`, too. The rest goes to Adam: embeddings, biases, norms, vectors, last layers. Optax
+    gathers sharded heads of layers under `scan`.
 
     >>> optimizer = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=muon_dimensions)
 

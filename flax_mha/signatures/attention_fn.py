@@ -12,7 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype as promote
+from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import masks
@@ -24,15 +24,14 @@ from flax_mha.kernels.call.bind import bind_call
 Function = Callable[..., Any]
 
 
-def attention_fn(
+def attention_fn(  # noqa: D417
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None,
     mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
     dtype: Dtype | None = None, precision: PrecisionLike = None, module: Any = None,
     force_fp32_for_softmax: bool = False, einsum_dot_general: Function | None = None,
     qk_attn_weights_einsum: Function | None = None,
-    attn_weights_value_einsum: Function | None = None, *, promote_dtype: Function | None = None,
-    is_causal: bool = False, **call: Any,
+    attn_weights_value_einsum: Function | None = None, *, is_causal: bool = False, **call: Any,
 ) -> jax.Array:  # fmt: skip
     """Compute `dot_product_attention`, with the signature that Flax's layers expect.
 
@@ -42,24 +41,15 @@ def attention_fn(
       query: the queries [*B, T, N, H].
       key: the keys [*B, S, K, H].
       value: the values [*B, S, K, Hv].
-      bias: an array that broadcasts to [*B, N, T, S], added to the scores.
-      mask: an array from Flax's helpers, or a `flax_mha.masks.Mask`.
-      broadcast_dropout: True for one dropout pattern for all batch rows and heads.
-      dropout_rng: a JAX key, needed if dropout_rate > 0.
-      dropout_rate: the share of weights set to 0.
       deterministic: True for no dropout.
       dtype: the dtype of the computation (default: promoted from the arrays).
-      precision: the precision of matmuls. See `jax.lax.Precision`.
       module: a linen or nnx module that sows the weights, before dropout, as `attention_weights`.
-      force_fp32_for_softmax: ignored. The softmax is always in at least float32, and sown weights
-        are in the dtype of the query.
+      force_fp32_for_softmax: ignored. The softmax is always in at least float32.
       einsum_dot_general: None; kernels have no einsum to replace.
       qk_attn_weights_einsum: None.
       attn_weights_value_einsum: None.
-      promote_dtype: nnx's function that promotes the arrays to `dtype`.
       is_causal: True to hide later positions.
-      **call: other arguments of `dot_product_attention`, such as `kernel` and `scores`. Set them
-        with `functools.partial`.
+      **call: other arguments of `dot_product_attention`, such as `kernel` and `scores`.
 
     Returns:
       out [*B, T, N, Hv].
@@ -73,7 +63,7 @@ def attention_fn(
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }  # fmt: skip
     check_given("attention_fn", einsums)
-    query, key, value = _promote(promote_dtype, dtype, query=query, key=key, value=value)
+    query, key, value = _promote(dtype, query=query, key=key, value=value)
     if not deterministic:
         call |= {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
     result = dot_product_attention(
@@ -117,7 +107,7 @@ def dot_product_attention_weights(  # noqa: D417
     del force_fp32_for_softmax
     einsums = {"einsum_dot_general": einsum_dot_general, "einsum": einsum}
     check_given("dot_product_attention_weights", einsums)
-    query, key = _promote(None, dtype, query=query, key=key)
+    query, key = _promote(dtype, query=query, key=key)
     call |= {"mask": masks.combine(masks.Causal(), mask) if is_causal else mask, "bias": bias}
     values = jnp.zeros_like(key[..., :1])  # Not used.
     weights: jax.Array = dot_product_attention(
@@ -134,10 +124,9 @@ def dot_product_attention_weights(  # noqa: D417
     return spec.scale_kept(spec.apply_dropout(weights, spec.at(shapes.Dims.of(query, key, values))))
 
 
-def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array) -> Any:
-    """Promote arrays to one dtype, by nnx's function or linen's."""
-    checked = tuple(checks.array(name, x) for name, x in arrays.items())
-    return promote(*checked, dtype=dtype) if function is None else function(checked, dtype=dtype)
+def _promote(dtype: Dtype | None, **arrays: jax.Array) -> Any:
+    """Promote arrays to one dtype."""
+    return promote_dtype(*(checks.array(name, x) for name, x in arrays.items()), dtype=dtype)
 
 
 def _intermediates(module: Any) -> Any:

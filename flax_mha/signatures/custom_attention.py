@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
@@ -32,9 +32,8 @@ def run(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Compute (out,) by a function, called as Flax's layer calls its `attention_fn`.
 
-    The mask becomes an array of bools [*B, N|1, T, S]; keys and values, which can be `Stored`, are
-    repeated to N heads. Options that change nothing are left out if the function has no parameter
-    for them. Arguments are those of `dot_product_attention` and of Flax's function.
+    The mask becomes an array of bools [*B, N|1, T, S], and keys and values are repeated to N heads.
+    Options that change nothing are left out if the function has no parameter for them.
     """
     call = {name: options.pop(name, None) for name in _OPTIONS}
     for name, value in options.items():
@@ -61,35 +60,16 @@ def run(
     call |= {
         "mask": table, "dropout_rate": rate, "deterministic": not rate,
         "broadcast_dropout": bool(call["broadcast_dropout"]),
-        "qk_attn_weights_einsum": None, "attn_weights_value_einsum": None,
     }  # fmt: skip
     of_dropout = ("dropout_rng", "dropout_rate") if rate else ()
     needed = {"bias", "mask", "module", *of_dropout}
-    out = fn(q, k, v, **_taken(fn, call, {name for name in needed if call[name] is not None}))
-    if jnp.shape(out) != (*dims.B, dims.T, dims.N, dims.Hv):
-        raise ValueError(
-            f"attention_fn must give [*B, T, N, Hv] = {(*dims.B, dims.T, dims.N, dims.Hv)}, got "
-            f"{checks.describe(out)}; its queries are [*B, T, N, H]"
-        )
+    # A partial function can hold `bias` and `module`: Flax's layer never passes the first, and the
+    # second only to sow. Nothing else goes to **kwargs, where a mask would be dropped in silence.
+    names = inspect.signature(fn).parameters.keys() & call.keys() - {"bias", "module"}
+    names |= {name for name in needed if call[name] is not None}
+    out = fn(q, k, v, **{name: call[name] for name in names})
     if isinstance(spec.mask, TracedNumbers):
         of_queries = jnp.swapaxes(spec.mask.others().any(-1, keepdims=True), -3, -2)
         factor = jnp.where(of_queries, jnp.nan, 1.0).astype(out.dtype)
         out = out * sharding.like(jnp.broadcast_to(factor, out.shape), out)
     return (checkpoint_name(out, "z"),)
-
-
-def _taken(fn: Function, call: dict[str, Any], needed: set[str]) -> dict[str, Any]:
-    """Select the arguments that a function has parameters for. It must have all that are needed."""
-    parameters = inspect.signature(fn).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    missing = set() if anything else needed - parameters.keys()
-    if missing:
-        raise ValueError(
-            f"attention_fn must take {' and '.join(sorted(missing))}, which this call has, got a "
-            f"function of {', '.join(parameters)}; give it those parameters"
-        )
-    # A partial function can hold `bias` and `module`: Flax's layer never passes the first, and the
-    # second only to sow.
-    names = needed | (parameters.keys() & call.keys() - {"bias", "module"})
-    # Pass nothing to **kwargs, like Flax's layer: a mask would be dropped in silence.
-    return {name: call[name] for name in names}

@@ -194,10 +194,10 @@ class ChosenBlocksAttention(MultiHeadAttention):
                 raise ValueError(
                     f"decoding chooses for each token, got query_block={self.query_block}; give 1"
                 )
-            if cache.is_ring:
+            if self.cache is not None and self.cache.slots is not None:
                 raise ValueError(
                     "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
-                    "slots or a window; leave them out"
+                    "slots; leave them out"
                 )
 
 

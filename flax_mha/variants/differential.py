@@ -92,7 +92,7 @@ class DifferentialAttention(MultiHeadAttention):
         vectors = ArrayEntry((H,), (None,), nn.initializers.normal(0.1))
         entries |= self.out_table(N, 2 * H, D)
         entries |= dict.fromkeys(_LAMBDA, vectors)
-        return entries | {"norm": NormEntry(2 * H, QKNorm(epsilon=self.norm_epsilon))}
+        return entries | {"norm": NormEntry((2 * H,), QKNorm(epsilon=self.norm_epsilon))}
 
     @nn.nowrap
     def sizes(self, features: int) -> tuple[int, int, int, int]:

@@ -109,10 +109,10 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
         if self.q_rank is not None:
             add("query_down", D, (self.q_rank,), "embed", None)
-            entries["query_norm"] = NormEntry(self.q_rank, norm)
+            entries["query_norm"] = NormEntry((self.q_rank,), norm)
         add("query", self.q_rank or D, (N, H + R), None, "heads", None)
         add("kv_down", D, (rank + R,), "embed", None)
-        entries["kv_norm"] = NormEntry(rank, norm)
+        entries["kv_norm"] = NormEntry((rank,), norm)
         add("key", rank, (N, H), None, "heads", "head_dim")
         add("value", rank, (N, Hv), None, "heads", "head_dim")
         return entries | self.out_table(N, Hv, D) | self.score_table(H)

@@ -266,8 +266,6 @@ def test_kv_cache_works_under_vmap_and_scan() -> None:
     close(outs, expected)
     close(held.key, full.key)
     np.testing.assert_array_equal(held.free(), 0)
-    again = full.attend(q[:, -2:], jnp.full((3, 1), T - 2) + jnp.arange(2)[None])
-    close(again, expected[:, -2:])
     close(
         full.fork(jnp.array([2, 0])).truncate(3).extend(q[:2, :1], k[:2, :1], v[:2, :1])[1].length,
         4,

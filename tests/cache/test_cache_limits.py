@@ -178,36 +178,6 @@ def test_int8_ring_takes_prompt_longer_than_itself() -> None:
         close(out, expected)
 
 
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize(
-    ("window", "sound"),
-    [
-        (None, [0, 1]),  # Six of the eight tokens found a slot.
-        (
-            4,
-            [3],
-        ),  # The last six are held: the query at 6 needs token 2, the one at 7 needs none before 3.
-    ],
-)
-def test_queries_are_nan_where_tokens_are_missing(window: int | None, sound: list[int]) -> None:
-    q, k, v = heads()
-    own = Causal() if window is None else Window(window, 0)
-
-    @jax.jit
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        held = KVCache.empty((1,), 6, 2, 4, window=window)
-        for piece in (slice(4), slice(4, 9) if window else slice(4, 8)):
-            held = held.append(k[:, piece], v[:, piece])
-        out = held.attend(q[:, 4:8], jnp.arange(4, 8))
-        return out, dot_product_attention(q, k, v, mask=own)[:, 4:8], held.overflowed
-
-    out, expected, overflowed = run(q, k, v)
-    assert overflowed.all() == (window is None)
-    close(out[:, sound], expected[:, sound])
-    others = np.setdiff1d(np.arange(4), sound)
-    assert np.isnan(out[:, others]).all()
-
-
 @pytest.mark.parametrize("window", [None, 3])
 def test_nonexistent_rows_are_lost_until_emptied(window: int | None) -> None:
     _, k, v = heads()

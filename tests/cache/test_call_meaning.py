@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import flax_mha
-from flax_mha import CacheConfig, Decoder, DecoderBlock, MultiHeadAttention, cache, masks, scores
+from flax_mha import Decoder, DecoderBlock, MultiHeadAttention, cache, masks, scores
 from flax_mha.cache import Encoded
 from flax_mha.positions import Rotary
 from tests.support.oracle import random_like
@@ -197,7 +197,6 @@ def test_a_cache_says_which_calls_it_takes() -> None:
 JUNK: dict[str, Any] = {
     "none": {"kv": None}, "flax": {"cached_key": X, "cached_value": X, "cache_index": 0},
     "two": {"kv": None, "memory": None}, "array": {"kv": X}, "name": {"keys": X},
-    "memory": {"kv": cache.KVCache.of_encoder(X[:, None], X[:, None], jnp.float32)},
 }  # fmt: skip
 
 
@@ -207,18 +206,3 @@ def test_a_cache_of_another_kind_is_an_error(name: str) -> None:
     v = variables(MultiHeadAttention(2), X)
     with pytest.raises(TypeError, match=r"a layer's c.*must (be|have)"):
         run(layer, {**v, "cache": JUNK[name]}, X[:, :1])
-
-
-@pytest.mark.sampled(0.25, slow=0.2)
-@pytest.mark.parametrize(
-    "fields", [{}, {"mask": masks.Window(2, 0), "cache": CacheConfig(slots=4)}]
-)
-def test_a_plain_dict_of_a_cache_continues(fields: dict[str, Any]) -> None:
-    layer = MultiHeadAttention(2, decode=True, **fields)
-    _, held = run(layer, layer.init(KEY, X), X[:, :3])
-    raw = nn.FrozenDict(jax.tree.map(np.asarray, jax.device_get(held)))
-    for plain in (
-        flax.serialization.msgpack_restore(flax.serialization.to_bytes(held)),
-        flax.serialization.to_state_dict(held), raw,
-    ):  # fmt: skip
-        np.testing.assert_array_equal(*(run(layer, w, X[:, 3:4])[0] for w in (plain, held)))

@@ -146,9 +146,8 @@ def test_additive_masks_give_nan_with_a_cache(length: int) -> None:
         return layer.apply(variables, x, mask=mask[None, None, None], mutable="cache")[0]
 
     assert np.isnan(run(mask)).all()
-    cache = KVCache.empty((B,), 12, N, 8).append(*jnp.ones((2, B, length, N, 8)))
-    q = jnp.ones((B, length, N, 8))
-    assert np.isnan(jax.jit(lambda m: cache.attend(q, length - 1, mask=m))(mask[None])).all()
+    empty, qkv = KVCache.empty((B,), 12, N, 8), jnp.ones((3, B, length, N, 8))
+    assert np.isnan(jax.jit(lambda m: empty.extend(*qkv, mask=m)[0])(mask[None])).all()
 
 
 def test_programs_pay_only_where_numbers_are_converted() -> None:

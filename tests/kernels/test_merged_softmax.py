@@ -79,9 +79,9 @@ def test_devices_with_slots_merge_by_maxima_and_sums() -> None:
     empty = KVCache.empty((B,), T, N, H)
 
     def loss(q: Any, bias: Any, sinks: Any) -> Any:
-        cache = empty.append(K, V)
+        cache = empty.append(K[:, :-1], V[:, :-1])
         call = {"bias": bias, "scale": 1.0, "sinks": sinks}
-        out = cache.attend(q, jnp.full((B, 1), T - 1), **call)
+        out, _ = cache.extend(q, K[:, -1:], V[:, -1:], **call)
         return (out * DOUT[:, :1]).sum(), out
 
     # At the level of the scores.
@@ -105,8 +105,8 @@ def test_nan_of_an_example_changes_no_gradient_of_others_with_slots_on_devices()
     @jax.jit
     @jax.grad
     def gradient(k: jax.Array) -> jax.Array:
-        cache = KVCache.empty((B,), T, N, H).append(k, k)
-        out = cache.attend(k[:, :1], jnp.full((B, 1), T - 1), sinks=jnp.ones(N))
+        cache = KVCache.empty((B,), T, N, H).append(k[:, :-1], k[:, :-1])
+        out, _ = cache.extend(k[:, :1], k[:, -1:], k[:, -1:], sinks=jnp.ones(N))
         return jnp.sin(out[1]).sum()
 
     mesh, rules = on((2, 1), cache_length="a")

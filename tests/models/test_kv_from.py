@@ -199,18 +199,8 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
                     r"scan .* has 2\), .*; give block= more blocks, or scan=False"),
     "table and kv": (lambda: stack(None, 0, kv=PAIR), ValueError, "kv= must be None with kv_from"),
     "inputs too": (lambda: take(PAIR, X), ValueError, "kv are keys and values themselves, got inp"),
-    "one array": (lambda: take(PAIR[0]), TypeError, r"kv must be the kv that .* got float32"),
-    "integers": (lambda: take((PAIR[0].astype(int),) * 2), TypeError, "kv's keys must be floating"),
-    "batch": (lambda: take((PAIR[0][:1],) * 2), ValueError, r"kv must be .*got \(1, 9, 2, 4\)"),
-    "heads": (lambda: take((PAIR[0].repeat(2, -2)[:, :, :3],) * 2), ValueError, "K a divisor of N"),
-    "features": (lambda: take(PAIR, head_dim=8, v_head_dim=4), ValueError,
-                 r"H and Hv as in this layer, whose queries .* are \(2, 9, 4, 8\) and Hv = 4; got"),
-    "values": (lambda: take(PAIR, v_head_dim=8), ValueError, "the same head_dim and v_head_dim"),
-    "key for each": (lambda: take((PAIR[0], PAIR[0][:, 1:])), ValueError, r"got \(2, 9, 2, 4\) a"),
-    "rank": (lambda: take((PAIR[0][0, 0],) * 2), ValueError, r"kv must be keys \[\*B, S, K, H\]"),
     "order": (lambda: take(PAIR, call={"order": np.arange(T)}), ValueError,
               "order must be given to both layers"),
-    "flag": (lambda: take(None, call={"return_kv": 1}), TypeError, "return_kv must be True or F"),
     "a ring": (lambda: in_a_ring(), ValueError, r"ring buffer with a window of 2, .* at most 2"),
     "torch": (lambda: flax_mha.interop.to_torch(
         Encoder(2, blocks(EncoderBlock)[0], kv_from=(None, 0)), {}

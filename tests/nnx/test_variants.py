@@ -68,7 +68,7 @@ def _check_decoding(linen: Any, ours: Any, params: Any) -> None:
     ours.init_cache(X.shape)
     decoding = linen.clone(decode=True, cache=CacheConfig(dtype=jnp.float32))
     cache = jax.jit(decoding.init)(jax.random.key(0), X)["cache"]
-    jax.tree.map(np.testing.assert_array_equal, ours.kv.get_value(), cache["kv"])
+    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(ours.kv), cache["kv"])
 
     @jax.jit
     def step(cache: Any, x: jax.Array) -> Any:

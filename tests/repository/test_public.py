@@ -77,10 +77,8 @@ def test_public_modules_import_and_list_their_names(name: str) -> None:
     names = set()
     for node in ast.parse(Path(str(module.__file__)).read_text()).body:
         if isinstance(node, ast.ImportFrom):
-            names |= {
-                alias.name for alias in node.names
-                if alias.asname == alias.name or alias.name in module.__all__
-            }  # fmt: skip
+            listed = {alias.name for alias in node.names} & {*module.__all__}
+            names |= listed | {x.name for x in node.names if x.asname == x.name}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
