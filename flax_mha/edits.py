@@ -6,7 +6,7 @@ gradient.
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -27,23 +27,12 @@ __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sw
 __dir__ = __all__.copy
 
 
+# Tensors by path, each with the sizes of the axes that scans add, and True if it is edited.
+Tensors: TypeAlias = dict[str, tuple[jax.ShapeDtypeStruct, shapes.Shape, bool]]
+
+
 class Edits(nnx.Variable[Any]):
     """An array of an edit of an nnx layer; `nnx.DiffState(0, Edits)` selects all of them."""
-
-
-class _ByPath(dict[str, Any]):
-    """Tensors by path, a line for each if printed. A wrong path is an error with the nearest."""
-
-    def __missing__(self, path: str) -> Any:
-        raise KeyError(f"{path!r} is no tensor of the run; {checks.nearest(path, self)}")
-
-    def __str__(self) -> str:
-        width = max(map(len, self), default=0)
-        leaves = ((name, jax.tree.leaves(x)) for name, x in self.items())
-        return "\n".join(
-            f"{name:{width}}  {', '.join(f'{x.dtype}{[*x.shape]}' for x in xs)}"
-            for name, xs in leaves
-        )
 
 
 def names(model: Any, *args: Any, **kwargs: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -56,28 +45,24 @@ def names(model: Any, *args: Any, **kwargs: Any) -> dict[str, jax.ShapeDtypeStru
       *args: arguments of the call; for linen, the variables first.
       **kwargs: more arguments of `apply`, or of the call.
     """
-    return _trace(model, *args, **kwargs)[0]
+    return {path: x for path, (x, *_) in _trace(model, *args, **kwargs).items()}
 
 
-def _trace(
-    model: Any, *args: Any, **kwargs: Any
-) -> tuple[_ByPath, dict[str, shapes.Shape], set[str]]:
-    """Return tensors by path, the sizes of the axes that scans add to each, and edited paths."""
-    tensors, scanned, edited = _ByPath(), dict[str, shapes.Shape](), set[str]()
+def _trace(model: Any, *args: Any, **kwargs: Any) -> Tensors:
+    """Trace a call, and return its tensors."""
+    tensors: Tensors = {}
     parameters: Any = {}
 
     def visit(module: Any, name: str, x: Any, is_edited: bool) -> None:
-        path = "/".join((*getattr(module, "path", ()), name))
-        scanned[path] = ()
+        path, layers = getattr(module, "path", ()), ()
         if isinstance(module, nn.Module):
-            whole = functools.reduce(lambda x, part: x.get(part, {}), module.path, parameters)
+            whole = functools.reduce(lambda x, part: x.get(part, {}), path, parameters)
             # A scan slices the parameters.
             leaves = map(jax.tree.leaves, (whole, module.variables.get("params", {})))
             for outer, inner in [*zip(*leaves, strict=False)][:1]:
-                scanned[path] = outer.shape[: outer.ndim - inner.ndim]
-        tensors[path] = jax.ShapeDtypeStruct((*scanned[path], *x.shape), x.dtype)
-        if is_edited:
-            edited.add(path)
+                layers = outer.shape[: outer.ndim - inner.ndim]
+        whole_x = jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype)
+        tensors["/".join((*path, name))] = whole_x, layers, is_edited
 
     if isinstance(model, nnx.Module):
         definition, state = nnx.split(model)
@@ -96,7 +81,7 @@ def _trace(
         call = functools.partial(model.apply, mutable=mutable, **kwargs)
     with looking(at_tensor=visit):
         jax.eval_shape(call, *args)
-    return tensors, scanned, edited
+    return tensors
 
 
 def values(sown: Any) -> dict[str, Any]:
@@ -110,7 +95,7 @@ def values(sown: Any) -> dict[str, Any]:
       sown: the collection `intermediates`, or all collections of a run; for nnx, the state of
         `nnx.pop(model, nnx.Intermediate)`. A module that is called several times has a tuple.
     """
-    return _ByPath(by_path(sown))
+    return by_path(sown)
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,30 +117,24 @@ def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
       ValueError: if a path names no tensor, or an edit does not broadcast to its tensor.
       TypeError: if a value is not an `Edit`.
     """
-    if isinstance(model, nnx.Module):
-        edits, *inputs = args
-        trial = nnx.clone(model)
+    is_nnx = isinstance(model, nnx.Module)
+    variables, edits, *inputs = (None, *args) if is_nnx else args
 
-        def trace(chosen: Any, inside: Any) -> Any:
-            del inside
-            _set(trial, chosen)
-            return model, _trace(trial, *inputs, **kwargs)
+    def trace(chosen: Any, inside: Any) -> Any:
+        if is_nnx:
+            changed = nnx.clone(model)
+            _set(changed, chosen)
+            return model, _trace(changed, *inputs, **kwargs)
+        changed = _store(variables, chosen, inside)
+        return changed, _trace(model, changed, *inputs, **kwargs)
 
-    else:
-        variables, edits, *inputs = args
-
-        def trace(chosen: Any, inside: Any) -> Any:
-            stored = _store(variables, chosen, inside)
-            return stored, _trace(model, stored, *inputs, **kwargs)
-
-    tensors, scanned, _ = trace({}, ())[1]
-    chosen = _resolve(edits, tensors, scanned)
+    chosen = _resolve(edits, trace({}, ())[1])
     lost: set[str] = set()
     for _ in range(2):  # First all are in the collection, then the lost ones next to parameters.
-        changed, (*_, edited) = trace(chosen, lost)
-        lost = {*chosen} - edited
+        changed, tensors = trace(chosen, lost)
+        lost = {path for path in chosen if not tensors[path][-1]}
         if not lost:
-            if changed is model:
+            if is_nnx:
                 _set(model, chosen)
             return changed
     raise ValueError(
@@ -169,6 +148,7 @@ def detach(model: nnx.Module) -> None:
     _set(model, {})
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="batch_size")
 def sweep(fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None = None) -> Any:
     """Return fn(edits, *args) for many edits, stacked, computed by one compiled program.
 
@@ -178,22 +158,11 @@ def sweep(fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None
       *args: arguments that are the same for all edits.
       batch_size: the number of edits that are computed together (default: one).
     """
-    shared, several = partition(edits, lambda x: np.ndim(x) == 0)
-    if not jax.tree.leaves(several):
-        raise ValueError("edits must have an array with a leading axis, got none; give one")
-    return _sweep(fn, batch_size, several, shared, *args)
+    shared, several = partition(edits, lambda x: jnp.ndim(x) == 0)
+    return jax.lax.map(lambda x: fn(combine(x, shared), *args), several, batch_size=batch_size)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sweep(
-    fn: Callable[..., Any], batch_size: int | None, edits: Any, shared: Any, *args: Any
-) -> Any:
-    return jax.lax.map(lambda one: fn(combine(one, shared), *args), edits, batch_size=batch_size)
-
-
-def _resolve(
-    edits: Any, tensors: Mapping[str, Any], scanned: Mapping[str, shapes.Shape]
-) -> dict[str, Edit]:
+def _resolve(edits: Any, tensors: Tensors) -> dict[str, Edit]:
     """Check edits, and return them by path, with one edit for all layers of a scan."""
     chosen: dict[str, Any] = flatten_dict(
         edits, sep="/", is_leaf=lambda _, x: not all(isinstance(key, str) for key in x)
@@ -204,16 +173,15 @@ def _resolve(
             f"{checks.nearest(unknown[0], tensors)}; flax_mha.edits.names lists them"
         )
     for path, edit in chosen.items():
-        layers = scanned[path]
-        parts = edit if layers and isinstance(edit, Mapping) else {0: edit}
-        if not all(isinstance(part, Edit) for part in parts.values()):
+        layers = tensors[path][1][:1]
+        if layers and isinstance(edit, Mapping):
+            chosen[path] = edit = _stack(edit, *layers)
+        if not isinstance(edit, Edit):
             raise TypeError(
                 f"the edit of {path} must be an Edit, or under nn.scan a dict of them by layer, "
                 f"got {checks.describe(edit)}; give edits.Edit(keep=0), say"
             )
-        if parts is edit:
-            chosen[path] = _stack(edit, layers[0])
-        elif layers and any(np.shape(x)[:1] != layers[:1] for x in (edit.keep, edit.add)):
+        if layers and any(np.shape(x)[:1] != layers for x in (edit.keep, edit.add)):
             raise ValueError(
                 f"an edit of {path} must have a leading axis of the {layers[0]} layers in `keep` "
                 f"and `add`, got {np.shape(edit.keep)} and {np.shape(edit.add)}; give a dict by "
@@ -224,22 +192,19 @@ def _resolve(
 
 def _stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
     """Return edits as one with a leading axis of layers, neutral for layers without any."""
-    if not all(layer in range(num_layers) for layer in edits):
-        raise ValueError(f"edits must be of layers 0 to {num_layers - 1}, got {sorted(edits)}")
-    programs = {(edit.heads, edit.fn) for edit in edits.values()}
-    (heads, fn), *others = programs
-    if others or (fn is not None and len(edits) < num_layers):
-        raise ValueError(
-            f"edits of layers under scan, which run one program, must have the same heads, and one "
-            f"fn for all {num_layers} layers, got {len(edits)} edits with {programs}; give each "
-            f"layer the same function, and numbers in args"
-        )
 
     def join(*rows: Any) -> jax.Array:
         return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(row, jnp.float32) for row in rows)))
 
-    neutral = Edit(heads=heads)
-    stacked: Edit = jax.tree.map(join, *(edits.get(n, neutral) for n in range(num_layers)))
+    neutral = Edit(heads=next(iter(edits.values())).heads)
+    rows = [edits.get(n, neutral) for n in range(num_layers)]
+    if edits.keys() - {*range(num_layers)} or len({(row.heads, row.fn) for row in rows}) > 1:
+        raise ValueError(
+            f"edits of layers under scan, which run one program, must be of layers 0 to "
+            f"{num_layers - 1}, with the same heads, and one fn for all layers, got {edits}; give "
+            f"each layer the same function, and numbers in args"
+        )
+    stacked: Edit = jax.tree.map(join, *rows)
     return stacked
 
 

@@ -2,19 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from flax_mha import linen, masks
-from flax_mha.analysis.selection import Kept, keep
+from flax_mha import linen, masks, scores, sharding
 from flax_mha.base import checks
+from flax_mha.base.coordinates import is_user_defined
 from flax_mha.edits import attention_layers
 from flax_mha.interop.contexts import within
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
@@ -23,35 +27,37 @@ from flax_mha.scores import as_scores, learned
 from flax_mha.taps.contexts import looking
 
 Path: TypeAlias = tuple[str, ...]
+# The heads that a layer's scores keep, their number before, and the features of a head.
+Kept: TypeAlias = tuple[tuple[int, ...], int, int]
+
+# The axis of heads, counted from the end, in the arrays of masks and scores.
+_AXES = {
+    masks.Dense: -3, masks.BlockSparse: -3, scores.Bias: -3, scores.Alibi: -1,
+    scores.RelativeBias: -2, scores.Relative: -3, scores.TransformerXL: -2,
+}  # fmt: skip
 
 
 def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
     """Return a model without some attention heads, and its variables.
 
     `prune(linen_model, variables, heads, *inputs)` returns a module and its variables, and
-    `prune(nnx_model, heads)` a new module. Outputs are those of a `head_mask` of 0 for these heads.
-    Keys and values that no query head reads any more are removed too.
+    `prune(nnx_model, heads)` a new module, without caches. Outputs are the same as with a
+    `head_mask` of 0 for these heads. Keys and values that no query head reads are removed too.
 
     Args:
-      model: a linen or nnx module. A pruned stack has a block for each layer, or each of a step.
+      model: a linen or nnx module. A stack that loses heads has a block for each layer, no scan.
       *args: the arguments above. `heads` are the indices to remove by path of the layer, such as
-        `{"layers_0/attention": (1, 3)}`; the path of a bare layer is "". Layers under `scan` have
-        one path: give one tuple for all, or a dict of as many heads for each layer, such as
-        `{"layers/attention": {0: (1,), 1: (3,)}}`. Give inputs to find, by tracing a call, layers
-        that are made in `setup` or `@nn.compact`, and those of `interop.swap`.
+        `{"layers_0/attention": (1, 3)}`, with or without scan; the path of a bare layer is "". Give
+        inputs to find, by tracing a call, layers that are made in `setup` or `@nn.compact`, and
+        those of `interop.swap`.
       repeat_kv: True to repeat key/value heads that would be shared by unequal numbers of heads.
 
     Raises:
-      ValueError: if a path or a head is unknown, or no smaller model has these outputs.
-      TypeError: if heads are not indices.
+      ValueError: if a path is unknown, or no smaller model has these outputs.
+      IndexError: if there is no such head.
     """
     is_nnx = isinstance(model, nnx.Module)
     heads, *inputs = args if is_nnx else args[1:]
-    if not isinstance(heads, Mapping):
-        raise TypeError(
-            f"heads must be a dict of indices by path, got {checks.describe(heads)}; give "
-            f"{{'layers_0/attention': (1, 3)}}, say, or {{'': (1, 3)}} for a bare layer"
-        )
     removed = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
     if is_nnx:
         return _prune_nnx(model, removed, repeat_kv)
@@ -64,9 +70,10 @@ def _prune_linen(
 ) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
     """Return a linen model and its variables without the removed heads."""
     params = flatten_dict(variables["params"])
+    layers: dict[Path, Any] = {}
     kept: dict[Path, Kept] = {}
 
-    def smaller(layer: Any, path: Path) -> dict[str, Any]:
+    def smaller(layer: Any, path: Path) -> Any:
         """Return the new fields of a layer, and change its parameters."""
         N, own = layer.num_heads, _under(path, params)
         table = layer.table(2 * N, 2 * N, 2 * N)
@@ -75,43 +82,35 @@ def _prune_linen(
         return fields
 
     def change(x: Any, path: Path) -> Any:
-        if isinstance(x, Stack):
-            return _stack(x, path, params, kept, change)
-        if not isinstance(x, linen.MultiHeadAttention):
-            return _change_fields(x, path, change)
-        if path in removed:
-            return x.clone(**smaller(x, path))
-        N, K = x.num_heads, x.num_kv_heads or x.num_heads
-        kept[path] = Kept("", [np.arange(N).reshape(K, -1)], N, K, 1, N)
-        return x
+        """Return a linen module, or a value of a field, with its layers changed."""
+        if type(x) in (tuple, list):
+            return type(x)(change(y, (*path[:-1], f"{path[-1]}_{i}")) for i, y in enumerate(x))
+        if not isinstance(x, nn.Module):
+            return x
+        if isinstance(x, linen.MultiHeadAttention):
+            layers[path] = x
+            return x.clone(**smaller(x, path)) if path in removed else x
+        is_stack = isinstance(x, Stack) and bool(_below(path, removed))
+        x = _unstack(x, path, params) if is_stack else x
+        fields = {
+            field.name: getattr(x, field.name) for field in dataclasses.fields(x)
+            if field.name not in ("parent", "name")
+        }  # fmt: skip
+        for name, value in fields.items():
+            part = "layers" if is_stack and name == "block" else getattr(value, "name", None)
+            fields[name] = change(value, (*path, part or name))
+        if is_stack:
+            heads = [kept.get((*path, *place.path, "attention")) for place in x.places]
+            fields["scores"] = _of_stack(x, path, heads, params)
+        return x.clone(**fields)
 
-    made = dict(attention_layers(model, variables, *inputs)) if inputs else {}
     model = change(model, ())
-    in_calls = {path: made[path] for path in removed if path in made and path not in kept}
-    _check_paths(removed, {**kept, **made})
+    made = dict(attention_layers(model, variables, *inputs)) if inputs else {}
+    _check_paths(removed, {**made, **layers})
+    in_calls = {path: smaller(made[path], path) for path in removed if path not in layers}
     if in_calls:
-        fields = {path: smaller(layer, path) for path, layer in in_calls.items()}
-        model = within(model, _in_calls, functools.partial(_replace, fields))
-    for name in variables.keys() - {"params"}:
-        if any(_under(path, flatten_dict(variables[name])) for path in removed):
-            raise ValueError(f"variables must have no {name!r} of pruned layers; leave it out")
+        model = within(model, _in_calls, functools.partial(_replace, in_calls))
     return model, {**variables, "params": unflatten_dict(params)}
-
-
-def _change_fields(x: Any, path: Path, change: Callable[[Any, Path], Any]) -> Any:
-    """Return a linen module, or a value of a field, with the modules in its fields changed."""
-    if isinstance(x, tuple | list):
-        parts = [change(y, (*path[:-1], f"{path[-1]}_{i}")) for i, y in enumerate(x)]
-        return type(x)(parts) if any(a is not b for a, b in zip(x, parts, strict=True)) else x
-    if not isinstance(x, nn.Module):
-        return x
-    fields = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
-    changed = {
-        name: change(value, (*path, getattr(value, "name", None) or name))
-        for name, value in fields.items() if name not in ("parent", "name")
-    }  # fmt: skip
-    changed = {name: value for name, value in changed.items() if value is not fields[name]}
-    return x.clone(**changed) if changed else x
 
 
 def _in_calls(cls: Any, replace: Any) -> AbstractContextManager[None]:
@@ -125,43 +124,37 @@ def _replace(fields: Mapping[Path, Mapping[str, Any]], layer: Any) -> Any:
     return layer.clone(parent=layer.scope, **fields[layer.path]) if layer.path in fields else layer
 
 
-def _stack(
-    stack: Any, path: Path, params: dict[Path, Any], kept: Mapping[Path, Kept],
-    change: Callable[[Any, Path], Any],
-) -> Any:  # fmt: skip
-    """Return a stack with its blocks changed, and change the parameters of its scores."""
-    places, owner = stack.places, "/".join(path) or "the stack"
-    old = {place.path: stack.blocks[place.block] for place in places}
-    new = {name: change(x, (*path, *name)) for name, x in old.items()}
-    if all(new[name] is old[name] for name in old):
-        return stack
-    is_scanned = {place.step is not None for place in places}
-    if len(is_scanned) > 1:
+def _unstack(stack: Any, path: Path, params: dict[Path, Any]) -> Any:
+    """Return a stack with a block for each layer, and give each its own parameters."""
+    stacked = {name: params.pop(name) for name in _below((*path, "layers"), params)}
+    for i, place in enumerate(stack.places):
+        for name, x in _under((*path, *place.path), stacked).items():
+            x = jax.tree.map(operator.itemgetter(place.step), x)
+            x = meta.remove_axis(x, 0, {nn.PARTITION_NAME: "layers"})
+            params[*path, f"layers_{i}", *name] = x
+    return stack.clone(block=tuple(stack.blocks[x.block] for x in stack.places), scan=False)
+
+
+def _of_stack(stack: Any, path: Path, heads: Sequence[Kept | None], params: dict[Path, Any]) -> Any:
+    """Return the scores of a stack whose layers keep these heads, and change their parameters."""
+    owner, scores = "/".join(path) or "the stack", stack.scores
+    if any(heads[i] for i in stack.kv_from or () if i is not None):
         raise ValueError(
-            f"the layers of {owner} must fill the steps of its scan to lose heads, got "
-            f"{len(places)} in steps of {len(stack.blocks)}; unstack the layers, and set "
-            f"scan=False"
+            f"layers of {owner} must keep the keys and values that others read (kv_from); remove "
+            f"heads from layers that share none"
         )
-    names = [place.path for place in places]
-    is_smaller = [new[name].attention is not old[name].attention for name in names]
-    if any(is_smaller[i] for i in stack.kv_from or () if i is not None):
+    if not scores or not any(heads):
+        return scores
+    if len({*heads}) > 1:
         raise ValueError(
-            f"layers of {owner} must keep the keys and values that others read (kv_from); "
-            f"remove heads from layers that share none"
+            f"layers that share the scores of {owner} must lose the same heads; remove the same "
+            f"from each, or give each layer its own scores"
         )
-    block, scores = tuple(new.values()), stack.scores
-    if any(is_smaller):
-        layers = [kept[(*path, *name, "attention")] for name in names]
-        rows = [row for layer in layers for row in layer.rows]
-        heads = dataclasses.replace(layers[0], owner=owner, rows=rows)
-        for name, axes in _score_axes(scores).items():
-            if "heads" in axes:
-                at = (*path, *name)
-                params[at] = heads.shared(name[0]).take(params[at], axes)
-        scores = heads.select(as_scores(scores))
-    return stack.clone(
-        block=block if len(block) > 1 else block[0], scan=True in is_scanned, scores=scores
-    )
+    for name, axes in _score_axes(scores).items():
+        if "heads" in axes:
+            at = (*path, *name)
+            params[at] = _take(params[at], axes.index("heads") - len(axes), heads[0][0])
+    return _select(as_scores(scores), *heads[0])
 
 
 def _without(
@@ -171,44 +164,109 @@ def _without(
 
     Only the names of axes in the table of parameters are used, not the sizes.
     """
-    owner, query = "/".join(path) or "the layer", ("query", "kernel")
-    axes = _score_axes(layer.scores)
+    owner, axes = "/".join(path) or "the layer", _score_axes(layer.scores)
     for name, entry in table.items():
         if isinstance(entry, LinearEntry):
             axes[name, "kernel"], axes[name, "bias"] = entry.names, entry.names[len(entry.inputs) :]
         elif isinstance(entry, ArrayEntry):
             axes[name,] = entry.names
-    missing = [name for name, *leaf in axes if leaf == ["kernel"] and (name, *leaf) not in arrays]
-    unknown = ["/".join(x) for x in arrays if x not in axes and x[0] not in table]
-    _check_layer(owner, layer, missing, unknown)
-    shapes = {name: np.shape(meta.unbox(x)) for name, x in arrays.items()}
+    needed, given = {name for name, *_ in axes}, {name for name, *_ in arrays}
+    has_own = needed <= given <= {*needed, *table}
+    if layer.mixes_heads or not layer.project_out or not has_own:
+        raise ValueError(
+            f"a layer that loses heads must not mix them, and must have project_out=True and all "
+            f"parameters of its class and no others, got a {type(layer).__qualname__} with "
+            f"{sorted(given)}; keep all heads of {owner}"
+        )
     # The first kernel with an axis of features has those of inputs_q.
-    D = next(shapes[x][-len(names)] for x, names in axes.items() if names[:1] == ("embed",))
-    N, K, H, _ = layer.sizes(D)
-    at = len(shapes[query]) - len(axes[query])
-    layers, count = shapes[query][:at], shapes[query][at + axes[query].index("heads")]
-    rows = keep(owner, removed, N, K, layers, repeat_kv)
-    heads = Kept(owner, rows, N, K, H, count, layers)
+    first, names = next((x, names) for x, names in axes.items() if names[:1] == ("embed",))
+    N, K, H, _ = layer.sizes(np.shape(meta.unbox(arrays[first]))[-len(names)])
+    rows = _rows(owner, removed, N, K, repeat_kv)
+    kv_heads, in_group = np.divmod(rows, N // K)
+
+    def indices(size: int, name: str) -> np.ndarray:
+        """Return the indices to keep of r·K key/value heads, or of the r·N heads that read them."""
+        if name == "kv_heads":
+            return np.arange(size).reshape(K, -1)[kv_heads[:, 0]].ravel()
+        groups = np.arange(size).reshape(K, -1, N // K)[kv_heads[:, 0]]
+        return np.take_along_axis(groups, in_group[:, None], 2).ravel()
+
+    kept = (tuple(indices(layer.score_heads, "heads").tolist()), layer.score_heads, H)
     fields = {
-        "num_heads": rows[0].size, "num_kv_heads": layer.num_kv_heads and len(rows[0]),
-        "head_dim": H, "qkv_features": None, "scores": heads.select(as_scores(layer.scores)),
-        "mask": None if layer.mask is None else heads.select(masks.as_mask(layer.mask)),
+        "num_heads": rows.size, "num_kv_heads": layer.num_kv_heads and len(rows),
+        "head_dim": H, "qkv_features": None, "scores": _select(as_scores(layer.scores), *kept),
+        "mask": _select(masks.combine(layer.mask), *kept),
     }  # fmt: skip
-    return fields, {name: heads.take(x, axes.get(name, ())) for name, x in arrays.items()}, heads
+
+    def smaller(x: Any, names: Sequence[str | None]) -> Any:
+        for axis, name in enumerate(names, -len(names)):
+            if name in ("heads", "kv_heads"):
+                x = _take(x, axis, indices(np.shape(meta.unbox(x))[axis], name))
+        return x
+
+    return fields, {name: smaller(x, axes.get(name, ())) for name, x in arrays.items()}, kept
 
 
-def _check_layer(owner: str, layer: Any, missing: Sequence[str], unknown: Sequence[str]) -> None:
-    """Check that a layer can lose heads."""
-    kind, heads = type(layer).__qualname__, layer.capture and layer.capture.heads
-    for is_wrong, rule in (
-        (layer.mixes_heads, f"not mix its heads, as {kind} does"),
-        (missing, f"have parameters for {missing}, got none: it reads those of another layer"),
-        (unknown, f"have the parameters of its class alone, got {unknown} too: merge them"),
-        (not layer.project_out, "have project_out=True, or its output would have fewer features"),
-        (heads, f"capture all heads, got {heads}, which would have other numbers"),
-    ):
-        if is_wrong:
-            raise ValueError(f"a layer that loses heads must {rule}; keep all heads of {owner}")
+def _rows(owner: str, removed: Any, N: int, K: int, repeat_kv: bool) -> np.ndarray:
+    """Return the query heads [K', G'] that are kept, by the key/value head that they read.
+
+    With `repeat_kv` several rows can be of one key/value head.
+    """
+    kept = np.delete(np.arange(N), list(removed))
+    counts = {*np.bincount(kept // (N // K)).tolist()} - {0}
+    if not counts or (len(counts) > 1 and not repeat_kv):
+        raise ValueError(
+            f"key/value heads of {owner} must keep as many query heads each, or none, got "
+            f"{sorted(counts)}; keep a head, and give repeat_kv=True to repeat keys and values"
+        )
+    return kept.reshape(-1, math.gcd(*counts))
+
+
+def _select(tree: Any, index: Sequence[int], count: int, H: int) -> Any:
+    """Return masks and scores for the heads at `index` out of `count`, each of H features."""
+
+    def select(x: Any) -> Any:
+        if isinstance(x, masks.PerHead):
+            chosen = (masks.as_mask(x.masks[i]) for i in index)
+            return x.replace(masks=_select(tuple(chosen), index, count, H))
+        if isinstance(x, masks.Predicate | scores.Score):
+            fn, at = x.fn, 2 if isinstance(x, scores.Score) else 1
+            # The function gets the heads' earlier numbers.
+            return x.replace(
+                fn=lambda *args: fn(*args[:at], jnp.asarray(index)[args[at]], *args[at + 1 :])
+            )
+        if is_user_defined(x):
+            raise ValueError(
+                f"masks and scores must be of flax_mha for a layer to lose heads, got "
+                f"{type(x).__name__}; write it as masks.Predicate or scores.Score"
+            )
+        # Defaults of the number of heads would change with it.
+        if isinstance(x, scores.Alibi) and x.slopes is None:
+            x = x.replace(slopes=scores.alibi_slopes(count))
+        if isinstance(x, scores.TransformerXL):
+            x = x.replace(features=x.features or count * H)
+        axis = _AXES.get(type(x))
+        return x if axis is None else _take(x, axis, index)
+
+    def is_leaf(x: Any) -> bool:
+        is_joined = isinstance(x, masks.And | masks.Or | masks.Not)
+        return isinstance(x, masks.Mask | scores.ScoreMod) and not is_joined
+
+    return jax.tree.map(select, tree, is_leaf=is_leaf)
+
+
+def _take(tree: Any, axis: int, index: Any) -> Any:
+    """Return entries of arrays along an axis, counted from the end. An axis of size 1 stays."""
+
+    def take(x: Any) -> Any:
+        if np.ndim(x) < -axis or np.shape(x)[axis] == 1:
+            return x
+        if isinstance(x, np.ndarray):
+            return np.take(x, index, axis)  # It stays static.
+        with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
+            return sharding.auto(lambda x: jnp.take(x, jnp.asarray(index), axis), (), x)
+
+    return jax.tree.map(take, tree)
 
 
 def _score_axes(scores: Any) -> dict[Path, Sequence[str | None]]:
@@ -223,18 +281,22 @@ def _score_axes(scores: Any) -> dict[Path, Sequence[str | None]]:
 
 
 def _check_paths(heads: Mapping[Path, Any], layers: Iterable[Path]) -> None:
-    if unknown := ["/".join(path) for path in heads if path not in layers]:
-        remedy = checks.nearest(unknown[0], map("/".join, layers))
+    for path in heads.keys() - {*layers}:
+        remedy = checks.nearest("/".join(path), map("/".join, layers))
         raise ValueError(
-            f"heads must be of attention layers in the model's fields, got {unknown}; for "
-            f"{unknown[0]!r} {remedy}, or for layers made in a call give its inputs too, as in "
-            f"prune(model, variables, heads, x)"
+            f"heads must be of attention layers of the model, got {'/'.join(path)!r}; {remedy}, or "
+            f"for layers made in a call give its inputs too: prune(model, variables, heads, x)"
         )
+
+
+def _below(path: Path, flat: Mapping[Path, Any]) -> list[Path]:
+    """Return the names below a path in a flat tree."""
+    return [name for name in flat if name[: len(path)] == path]
 
 
 def _under(path: Path, flat: Mapping[Path, Any]) -> dict[Path, Any]:
     """Return the part of a flat tree below a path."""
-    return {name[len(path) :]: x for name, x in flat.items() if name[: len(path)] == path}
+    return {name[len(path) :]: flat[name] for name in _below(path, flat)}
 
 
 def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
@@ -244,17 +306,12 @@ def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
     _check_paths(heads, layers)
     for path, removed in heads.items():
         layer = layers[path]
-        if layer.kv is not None or layer.edits is not None:
-            raise ValueError(
-                f"{'/'.join(path) or 'the layer'} must have no cache and no edits, got some; set "
-                f"kv and edits to None"
-            )
         own, settings = nnx.to_pure_dict(nnx.state(layer, nnx.Param)), layer.settings
         table = settings.table(layer.in_features, layer.in_kv_features, layer.in_kv_features)
         fields, new, _ = _without(path, settings, table, flatten_dict(own), removed, repeat_kv)
         nnx.update(layer, nnx.State(unflatten_dict(new)))
         fields["qkv_features"] = fields["num_heads"] * fields["head_dim"]
-        layer.mask, layer.scores = fields.pop("mask"), fields.pop("scores")
+        layer.kv, layer.mask, layer.scores = None, fields.pop("mask"), fields.pop("scores")
         layer.config = dataclasses.replace(layer.config, **fields)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
