@@ -5,7 +5,7 @@ gradient.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
@@ -102,14 +102,13 @@ def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Attach edits to a model, in place of earlier ones, and check that a call uses each.
 
     `attach(linen_model, variables, edits, *inputs)` returns variables with the edits in the
-    collection `edits`, or next to the layer's parameters if a transformation passes only these:
-    train and save the variables without them. `attach(nnx_model, edits, *inputs)` sets `edits` of
-    the layers, and returns the model. The call is traced, not run.
+    collection `edits`: train and save the variables without them. `attach(nnx_model, edits,
+    *inputs)` sets `edits` of the layers, and returns the model. The call is traced, not run.
 
     Args:
       model: a linen or nnx module.
-      *args: the arguments above. `edits` are by path, such as `{"layers_0/resid_pre": Edit(0)}`,
-        or nested. Under `nn.scan` give a dict by layer, `{3: Edit(keep=0)}`, or an edit whose
+      *args: the arguments above. `edits` are by path, such as `{"layers_0/resid_pre": Edit(0)}`.
+        Under `nn.scan` give a dict by layer, `{3: Edit(keep=0)}`, or an edit whose
         arrays have a leading axis of layers.
       **kwargs: more arguments of `apply`, or of the call.
 
@@ -120,27 +119,26 @@ def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
     is_nnx = isinstance(model, nnx.Module)
     variables, edits, *inputs = (None, *args) if is_nnx else args
 
-    def trace(chosen: Any, inside: Any) -> Any:
+    def placed(chosen: Any) -> tuple[Any, ...]:
+        """Return the model and its variables with edits."""
         if is_nnx:
-            changed = nnx.clone(model)
-            _set(changed, chosen)
-            return model, _trace(changed, *inputs, **kwargs)
-        changed = _store(variables, chosen, inside)
-        return changed, _trace(model, changed, *inputs, **kwargs)
+            copy = nnx.clone(model)
+            _set(copy, chosen)
+            return (copy,)
+        return model, {**variables, COLLECTION: unflatten_dict(chosen, sep="/")}
 
-    chosen = _resolve(edits, trace({}, ())[1])
-    lost: set[str] = set()
-    for _ in range(2):  # First all are in the collection, then the lost ones next to parameters.
-        changed, tensors = trace(chosen, lost)
-        lost = {path for path in chosen if not tensors[path][-1]}
-        if not lost:
-            if is_nnx:
-                _set(model, chosen)
-            return changed
-    raise ValueError(
-        f"edits must be of tensors that the model's transformations reach, got {sorted(lost)}; "
-        f"leave them out"
-    )
+    chosen = _resolve(edits, _trace(*placed({}), *inputs, **kwargs))
+    changed = placed(chosen)
+    tensors = _trace(*changed, *inputs, **kwargs)
+    if lost := [path for path in chosen if not tensors[path][-1]]:
+        raise ValueError(
+            f"transformations must pass edits to {lost}, got none there; give nn.scan "
+            f"variable_axes={{'edits': 0}}, say"
+        )
+    if is_nnx:
+        _set(model, chosen)
+        return model
+    return changed[1]
 
 
 def detach(model: nnx.Module) -> None:
@@ -164,15 +162,13 @@ def sweep(fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None
 
 def _resolve(edits: Any, tensors: Tensors) -> dict[str, Edit]:
     """Check edits, and return them by path, with one edit for all layers of a scan."""
-    chosen: dict[str, Any] = flatten_dict(
-        edits, sep="/", is_leaf=lambda _, x: not all(isinstance(key, str) for key in x)
-    )
-    if unknown := [path for path in chosen if path not in tensors]:
-        raise ValueError(
-            f"edits must be of tensors of the model, got {unknown}; for {unknown[0]!r} "
-            f"{checks.nearest(unknown[0], tensors)}; flax_mha.edits.names lists them"
-        )
-    for path, edit in chosen.items():
+    chosen: dict[str, Any] = {**edits}
+    for path, edit in edits.items():
+        if path not in tensors:
+            raise ValueError(
+                f"edits must be of tensors of the model, got {path!r}; "
+                f"{checks.nearest(path, tensors)}; flax_mha.edits.names lists them"
+            )
         layers = tensors[path][1][:1]
         if layers and isinstance(edit, Mapping):
             chosen[path] = edit = _stack(edit, *layers)
@@ -208,20 +204,6 @@ def _stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
     return stacked
 
 
-def _store(
-    variables: Mapping[str, Any], edits: Mapping[str, Edit], inside: Collection[str]
-) -> dict[str, Any]:
-    """Return variables with these edits, those of the paths `inside` next to parameters."""
-    flat = flatten_dict(variables.get("params", {}), sep="/")
-    parameters = {path: x for path, x in flat.items() if not isinstance(x, Edit)}
-    for path in inside:
-        *module, name = path.split("/")
-        parameters["/".join((*module, COLLECTION, name))] = edits[path]
-    outside = {path: edit for path, edit in edits.items() if path not in inside}
-    nested = {"params": parameters, COLLECTION: outside}
-    return {**variables, **{name: unflatten_dict(x, sep="/") for name, x in nested.items()}}
-
-
 def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
     """Set the edits of an nnx model, in place of earlier ones."""
     for path, layer in attention_layers(model):
@@ -234,28 +216,13 @@ def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
         layer.edits = nnx.data(own or None)
 
 
-def attention_layers(model: Any, *args: Any, **kwargs: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the attention layers of a model, each with its path.
+def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
+    """Return the attention layers of an nnx model, each with its path.
 
     >>> for path, layer in attention_layers(model):
     ...     layer.capture = flax_mha.Capture(("weights",))
-
-    Args:
-      model: an nnx module; or a linen module, whose layers are found by tracing a call.
-      *args: the arguments of that call, the variables first.
-      **kwargs: more arguments of `apply`.
     """
-    if isinstance(model, nnx.Module):
-        return [
-            (tuple(map(str, path)), x) for path, x in nnx.iter_modules(model)
-            if isinstance(getattr(x, "config", None), Settings)
-        ]  # fmt: skip
-    layers: dict[tuple[str, ...], Any] = {}
-
-    def visit(layer: Any) -> Any:
-        layers[layer.path] = layer.clone(parent=None, name=None)
-        return layer
-
-    with looking(at_layer=visit):
-        jax.eval_shape(functools.partial(model.apply, mutable=True, **kwargs), *args)
-    return [*layers.items()]
+    return [
+        (tuple(map(str, path)), x) for path, x in nnx.iter_modules(model)
+        if isinstance(getattr(x, "config", None), Settings)
+    ]  # fmt: skip

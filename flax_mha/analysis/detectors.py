@@ -30,13 +30,12 @@ from flax import nnx
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.trees import Static, combine, is_array, partition
 from flax_mha.kernels import observe
 from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.taps.contexts import looking
-from flax_mha.taps.sown import by_path
+from flax_mha.taps.sown import named
 from flax_mha.taps.tap import Tap
 
 _EARLIER = ~masks.Window(left=0)
@@ -82,20 +81,27 @@ def detect(
       ValueError: if there is no layer, if weights are not one softmax, as with another normalizer,
         an `attention_fn` or an edit of weights, or if pairs do not fit.
     """
-    root, inputs = model, args[not isinstance(model, nnx.Module) :]
+    is_linen = isinstance(model, nn.Module)
+    first, *inputs = args if is_linen else (None, *args)
     if pairs is None:
         if kwargs.get("order") is not None:
             raise ValueError("detect takes tokens in their order, got order=; give pairs= with it")
         pairs = token_pairs(*inputs[:1])
-    if isinstance(model, nnx.Module):
-        root, state = nnx.split(model)
-        args = (state, *args)
     bound = {name: masks.as_mask(mask) for name, mask in pairs.items()}
-    inputs = jax.tree.map(
-        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
-    )
-    arrays, static = partition((inputs, bound), is_array)
-    calls = _read(Static((root, static, nn.get_logical_axis_rules())), arrays)
+    definition, state = (model, first) if is_linen else nnx.split(model)
+
+    @jax.jit
+    def read(state: Any) -> dict[str, Any]:
+        with looking(at_softmax=functools.partial(_sow_pairs, bound)):
+            if is_linen:
+                _, sown = definition.apply(state, *inputs, mutable="intermediates", **kwargs)
+            else:
+                run = nnx.capture(lambda m: m(*inputs, **kwargs), nnx.Intermediate)
+                _, sown = run(nnx.merge(definition, state))
+        return named(sown, "attention_pairs")
+
+    calls = read(state)
+    bound.clear()  # JAX's caches keep the function, which must keep no arrays.
     if not calls:
         raise ValueError(
             f"a model to detect heads in must call self-attention layers of flax_mha, got "
@@ -107,37 +113,16 @@ def detect(
     }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read(call: Static, arrays: Any) -> dict[str, Any]:
-    """Return the weights on pairs of each call of a layer, by path of the layer."""
-    model, static, _ = call.tree
-    (args, kwargs), pairs = combine(arrays, static)
-    with looking(at_softmax=functools.partial(_sow_pairs, pairs)):
-        if isinstance(model, nn.Module):
-            _, sown = model.apply(*args, mutable="intermediates", **kwargs)
-        else:
-            run = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
-            _, sown = run(nnx.merge(model, args[0]))
-    pairs.clear()  # JAX's caches keep the function, which must keep no arrays.
-    name = "attention_pairs"
-    values = {f"/{path}": x for path, x in by_path(sown).items()}
-    return {
-        path.removesuffix(f"/{name}").removeprefix("/"): x
-        for path, x in values.items()
-        if path.endswith(f"/{name}")
-    }
-
-
 def _sow_pairs(
     pairs: Mapping[str, masks.Mask], tap: Tap, q: jax.Array, source: Any, call: Mapping[str, Any]
 ) -> None:
     """Sow the mean weight [N] of the heads on each of the pairs, as `pairs` by name."""
     normalizer, attention = call["normalizer"], call.get("attention")
     if attention is not None or normalizer != SOFTMAX:
-        got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
         raise ValueError(
-            f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
-            f"at {tap.path('attention_pairs')}; read `weights` of this layer instead"
+            f"weights on pairs need a layer whose weights are one softmax of its scores, got "
+            f"{normalizer=} and {attention=} at {tap.path('attention_pairs')}; read `weights` of "
+            f"this layer instead"
         )
     qkv = (q, source.key, source.value)
     options = {name: x for name, x in call.items() if name in Options.__annotations__}

@@ -1,11 +1,9 @@
 """Models without some of their attention heads."""
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -20,15 +18,14 @@ from flax_mha import linen, masks, scores, sharding
 from flax_mha.base import checks
 from flax_mha.base.coordinates import is_user_defined
 from flax_mha.edits import attention_layers
-from flax_mha.interop.contexts import within
-from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
+from flax_mha.layer.parameters import ArrayEntry, LinearEntry
 from flax_mha.models.stacks import Stack
+from flax_mha.nnx import Projection
 from flax_mha.scores import as_scores, learned
-from flax_mha.taps.contexts import looking
 
 Path: TypeAlias = tuple[str, ...]
-# The heads that a layer's scores keep, their number before, and the features of a head.
-Kept: TypeAlias = tuple[tuple[int, ...], int, int]
+# The heads that a layer's scores keep, and their number before.
+Kept: TypeAlias = tuple[tuple[int, ...], int]
 
 # The axis of heads, counted from the end, in the arrays of masks and scores.
 _AXES = {
@@ -40,16 +37,15 @@ _AXES = {
 def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
     """Return a model without some attention heads, and its variables.
 
-    `prune(linen_model, variables, heads, *inputs)` returns a module and its variables, and
+    `prune(linen_model, variables, heads)` returns a module and its variables, and
     `prune(nnx_model, heads)` a new module, without caches. Outputs are the same as with a
     `head_mask` of 0 for these heads. Keys and values that no query head reads are removed too.
 
     Args:
-      model: a linen or nnx module. A stack that loses heads has a block for each layer, no scan.
+      model: an nnx module, or a linen module with its layers in fields. A stack that loses heads
+        has a block for each layer, and no scan.
       *args: the arguments above. `heads` are the indices to remove by path of the layer, such as
-        `{"layers_0/attention": (1, 3)}`, with or without scan; the path of a bare layer is "". Give
-        inputs to find, by tracing a call, layers that are made in `setup` or `@nn.compact`, and
-        those of `interop.swap`.
+        `{"layers_0/attention": (1, 3)}`, with or without scan; the path of a bare layer is "".
       repeat_kv: True to repeat key/value heads that would be shared by unequal numbers of heads.
 
     Raises:
@@ -57,29 +53,21 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
       IndexError: if there is no such head.
     """
     is_nnx = isinstance(model, nnx.Module)
-    heads, *inputs = args if is_nnx else args[1:]
+    *variables, heads = args
     removed = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
     if is_nnx:
         return _prune_nnx(model, removed, repeat_kv)
-    return _prune_linen(model, args[0], removed, inputs, repeat_kv)
+    return _prune_linen(model, *variables, removed, repeat_kv)
 
 
 def _prune_linen(
     model: nn.Module, variables: Mapping[str, Any], removed: Mapping[Path, Any],
-    inputs: Sequence[Any], repeat_kv: bool,
+    repeat_kv: bool,
 ) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
     """Return a linen model and its variables without the removed heads."""
     params = flatten_dict(variables["params"])
-    layers: dict[Path, Any] = {}
+    layers: list[Path] = []
     kept: dict[Path, Kept] = {}
-
-    def smaller(layer: Any, path: Path) -> Any:
-        """Return the new fields of a layer, and change its parameters."""
-        N, own = layer.num_heads, _under(path, params)
-        table = layer.table(2 * N, 2 * N, 2 * N)
-        fields, own, kept[path] = _without(path, layer, table, own, removed[path], repeat_kv)
-        params.update({(*path, *name): x for name, x in own.items()})
-        return fields
 
     def change(x: Any, path: Path) -> Any:
         """Return a linen module, or a value of a field, with its layers changed."""
@@ -88,8 +76,13 @@ def _prune_linen(
         if not isinstance(x, nn.Module):
             return x
         if isinstance(x, linen.MultiHeadAttention):
-            layers[path] = x
-            return x.clone(**smaller(x, path)) if path in removed else x
+            layers.append(path)
+            if path not in removed:
+                return x
+            own = _under(path, params)
+            fields, own, kept[path] = _without(path, x, own, removed[path], repeat_kv)
+            params.update({(*path, *name): x for name, x in own.items()})
+            return x.clone(**fields)
         is_stack = isinstance(x, Stack) and bool(_below(path, removed))
         x = _unstack(x, path, params) if is_stack else x
         fields = {
@@ -105,23 +98,8 @@ def _prune_linen(
         return x.clone(**fields)
 
     model = change(model, ())
-    made = dict(attention_layers(model, variables, *inputs)) if inputs else {}
-    _check_paths(removed, {**made, **layers})
-    in_calls = {path: smaller(made[path], path) for path in removed if path not in layers}
-    if in_calls:
-        model = within(model, _in_calls, functools.partial(_replace, in_calls))
+    _check_paths(removed, layers)
     return model, {**variables, "params": unflatten_dict(params)}
-
-
-def _in_calls(cls: Any, replace: Any) -> AbstractContextManager[None]:
-    """Return the context of a model whose calls make layers, which are replaced."""
-    del cls
-    return looking(at_layer=replace)
-
-
-def _replace(fields: Mapping[Path, Mapping[str, Any]], layer: Any) -> Any:
-    """Return a layer with the fields that a pruned model has at its path."""
-    return layer.clone(parent=layer.scope, **fields[layer.path]) if layer.path in fields else layer
 
 
 def _unstack(stack: Any, path: Path, params: dict[Path, Any]) -> Any:
@@ -137,19 +115,14 @@ def _unstack(stack: Any, path: Path, params: dict[Path, Any]) -> Any:
 
 def _of_stack(stack: Any, path: Path, heads: Sequence[Kept | None], params: dict[Path, Any]) -> Any:
     """Return the scores of a stack whose layers keep these heads, and change their parameters."""
-    owner, scores = "/".join(path) or "the stack", stack.scores
-    if any(heads[i] for i in stack.kv_from or () if i is not None):
+    scores = stack.scores
+    if (scores or stack.kv_from) and len({*heads}) > 1:
         raise ValueError(
-            f"layers of {owner} must keep the keys and values that others read (kv_from); remove "
-            f"heads from layers that share none"
+            f"layers that share scores or keys (kv_from) in {'/'.join(path) or 'the stack'} must "
+            f"lose the same heads; remove the same from each, or let them share nothing"
         )
-    if not scores or not any(heads):
+    if not heads[0]:
         return scores
-    if len({*heads}) > 1:
-        raise ValueError(
-            f"layers that share the scores of {owner} must lose the same heads; remove the same "
-            f"from each, or give each layer its own scores"
-        )
     for name, axes in _score_axes(scores).items():
         if "heads" in axes:
             at = (*path, *name)
@@ -158,13 +131,12 @@ def _of_stack(stack: Any, path: Path, heads: Sequence[Kept | None], params: dict
 
 
 def _without(
-    path: Path, layer: Any, table: Table, arrays: Mapping[Path, Any], removed: Any, repeat_kv: bool
+    path: Path, layer: Any, arrays: Mapping[Path, Any], removed: Any, repeat_kv: bool
 ) -> tuple[dict[str, Any], dict[Path, Any], Kept]:
-    """Return the new fields of a layer, its parameters, and the heads that it keeps.
-
-    Only the names of axes in the table of parameters are used, not the sizes.
-    """
+    """Return the new fields of a layer, its parameters, and the heads that it keeps."""
     owner, axes = "/".join(path) or "the layer", _score_axes(layer.scores)
+    features = 2 * layer.num_heads  # Only the names of the table's axes are used, not the sizes.
+    table = layer.table(features, features, features)
     for name, entry in table.items():
         if isinstance(entry, LinearEntry):
             axes[name, "kernel"], axes[name, "bias"] = entry.names, entry.names[len(entry.inputs) :]
@@ -191,7 +163,7 @@ def _without(
         groups = np.arange(size).reshape(K, -1, N // K)[kv_heads[:, 0]]
         return np.take_along_axis(groups, in_group[:, None], 2).ravel()
 
-    kept = (tuple(indices(layer.score_heads, "heads").tolist()), layer.score_heads, H)
+    kept = (tuple(indices(layer.score_heads, "heads").tolist()), layer.score_heads)
     fields = {
         "num_heads": rows.size, "num_kv_heads": layer.num_kv_heads and len(rows),
         "head_dim": H, "qkv_features": None, "scores": _select(as_scores(layer.scores), *kept),
@@ -222,29 +194,18 @@ def _rows(owner: str, removed: Any, N: int, K: int, repeat_kv: bool) -> np.ndarr
     return kept.reshape(-1, math.gcd(*counts))
 
 
-def _select(tree: Any, index: Sequence[int], count: int, H: int) -> Any:
-    """Return masks and scores for the heads at `index` out of `count`, each of H features."""
+def _select(tree: Any, index: Sequence[int], count: int) -> Any:
+    """Return masks and scores for the heads at `index` out of `count`."""
 
     def select(x: Any) -> Any:
-        if isinstance(x, masks.PerHead):
-            chosen = (masks.as_mask(x.masks[i]) for i in index)
-            return x.replace(masks=_select(tuple(chosen), index, count, H))
-        if isinstance(x, masks.Predicate | scores.Score):
-            fn, at = x.fn, 2 if isinstance(x, scores.Score) else 1
-            # The function gets the heads' earlier numbers.
-            return x.replace(
-                fn=lambda *args: fn(*args[:at], jnp.asarray(index)[args[at]], *args[at + 1 :])
-            )
-        if is_user_defined(x):
+        by_default = isinstance(x, scores.TransformerXL) and x.features is None
+        if is_user_defined(x) or isinstance(x, masks.PerHead) or by_default:
             raise ValueError(
-                f"masks and scores must be of flax_mha for a layer to lose heads, got "
-                f"{type(x).__name__}; write it as masks.Predicate or scores.Score"
+                f"a layer that loses heads must have masks and scores whose heads are known, got "
+                f"{type(x).__name__}; give arrays, such as masks.Dense, or keep all heads"
             )
-        # Defaults of the number of heads would change with it.
         if isinstance(x, scores.Alibi) and x.slopes is None:
             x = x.replace(slopes=scores.alibi_slopes(count))
-        if isinstance(x, scores.TransformerXL):
-            x = x.replace(features=x.features or count * H)
         axis = _AXES.get(type(x))
         return x if axis is None else _take(x, axis, index)
 
@@ -284,8 +245,8 @@ def _check_paths(heads: Mapping[Path, Any], layers: Iterable[Path]) -> None:
     for path in heads.keys() - {*layers}:
         remedy = checks.nearest("/".join(path), map("/".join, layers))
         raise ValueError(
-            f"heads must be of attention layers of the model, got {'/'.join(path)!r}; {remedy}, or "
-            f"for layers made in a call give its inputs too: prune(model, variables, heads, x)"
+            f"heads must be of attention layers in the model's fields, got {'/'.join(path)!r}; "
+            f"{remedy}"
         )
 
 
@@ -306,16 +267,15 @@ def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
     _check_paths(heads, layers)
     for path, removed in heads.items():
         layer = layers[path]
-        own, settings = nnx.to_pure_dict(nnx.state(layer, nnx.Param)), layer.settings
-        table = settings.table(layer.in_features, layer.in_kv_features, layer.in_kv_features)
-        fields, new, _ = _without(path, settings, table, flatten_dict(own), removed, repeat_kv)
+        own = flatten_dict(nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+        fields, new, _ = _without(path, layer.settings, own, removed, repeat_kv)
         nnx.update(layer, nnx.State(unflatten_dict(new)))
         fields["qkv_features"] = fields["num_heads"] * fields["head_dim"]
         layer.kv, layer.mask, layer.scores = None, fields.pop("mask"), fields.pop("scores")
         layer.config = dataclasses.replace(layer.config, **fields)
-        for name, entry in table.items():
-            if isinstance(entry, LinearEntry):
-                shape, at = new[name, "kernel"].shape[-len(entry.names) :], len(entry.inputs)
-                projection = getattr(layer, name)
-                projection.in_features, projection.out_features = shape[:at], shape[at:]
+        for name, projection in vars(layer).items():
+            if isinstance(projection, Projection):
+                shape, at = new[name, "kernel"].shape, -len(projection.out_features)
+                projection.in_features = shape[at - len(projection.in_features) : at]
+                projection.out_features = shape[at:]
     return model

@@ -2,16 +2,12 @@
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from flax_mha.kernels import Capture
-
-# The classes of watched models whose calls could capture values.
-WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +18,11 @@ class Looking:
 
     Attributes:
       capture: the values to capture (default: those in the modules' fields).
-      watched: the class of a watched model.
-      at_layer: a function of a linen layer to the layer that runs in its place.
       at_tensor: a function of a module, a tensor's name, the tensor, and True if it is edited.
       at_softmax: a function of a tap, queries, their keys and values, and a call's arguments.
     """
 
     capture: Capture | None = None
-    watched: type = object
-    at_layer: Callable[[Any], Any] | None = None
     at_tensor: Callable[..., None] | None = None
     at_softmax: Callable[..., None] | None = None
 
@@ -53,8 +45,5 @@ def looking(**fields: Any) -> Iterator[None]:
 
 def capture_of(own: Capture | None) -> Capture | None:
     """Return the capture of a module that has a capture of its own."""
-    context = current()
-    if context.capture is None:
-        return own
-    WATCHED.add(context.watched)
-    return context.capture if context.capture.what else None
+    capture = current().capture or own
+    return capture if capture and capture.what else None

@@ -65,9 +65,7 @@ class Edit(ScoreMod):
                 f"fn of an edit must be None for {path}, because kernels compute scores piece by "
                 f"piece, got {self.fn!r}; give the layer scores=(scores.Score(fn),)"
             )
-        checks.function("fn", self.fn, "(x, *args) -> x", "give one, or None")
-        args = checks.arguments("args", self.args)
-        y = jax.eval_shape(self.fn, jax.ShapeDtypeStruct(shape, x.dtype), *args)
+        y = jax.eval_shape(self.fn, jax.ShapeDtypeStruct(shape, x.dtype), *self.args)
         if not jnp.issubdtype(getattr(y, "dtype", bool), jnp.floating) or y.shape != shape:
             raise ValueError(
                 f"`fn` of the edit {path} must return real numbers {shape}, got "

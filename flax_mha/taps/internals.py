@@ -22,24 +22,21 @@ from flax_mha.taps.edit import Edit
 from flax_mha.taps.tap import Tap
 
 
-def edit_keys(tap: Tap, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
-    """Return stored keys and values after their edits, for queries [*B, T, N, H]."""
-
-    def edit(name: str, x: Any) -> Any:
-        read = dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x)
-        y = tap.look(name, read)
-        return y if tap.is_edited(name) else x
-
-    return edit("k", k), edit("v", v)
-
-
 def edit_given(tap: Tap, q: jax.Array, source: KeyValues) -> KeyValues:
-    """Return the keys and values of an encoder or another layer after their edits."""
+    """Return the keys and values of an encoder or another layer after their edits.
+
+    The queries are [*B, T, N, H].
+    """
     if not tap.is_active:
         return source
     if source.has_slots:
         tap.refuse("kv", "kv of a layer that decodes; edit that layer")
-    k, v = edit_keys(tap, q, *source.own())
+
+    def edit(name: str, x: Any) -> Any:
+        y = tap(name, dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x))
+        return y if tap.is_edited(name) else x
+
+    k, v = map(edit, "kv", source.own())
     return source if source.has_slots else source.replace(key=k, value=v)
 
 

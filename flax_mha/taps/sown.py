@@ -20,6 +20,12 @@ def by_path(sown: Any) -> dict[str, Any]:
     }
 
 
+def named(sown: Any, name: str) -> dict[str, Any]:
+    """Return the values of one name by path of the module that sowed them."""
+    flat = {path.rpartition("/"): x for path, x in by_path(sown).items()}
+    return {module: x for (module, _, last), x in flat.items() if last == name}
+
+
 def find_weights(tree: Any) -> dict[str, np.ndarray]:
     """Return the weights [N, T, S] of each layer by its path, in the model's order.
 
@@ -51,25 +57,22 @@ def find(tree: Any, name: str, axes: int) -> dict[str, np.ndarray]:
       axes: the number of their axes after the batch.
     """
     layers: dict[str, np.ndarray] = {}
-    for path, values in (by_path(tree) if isinstance(tree, Mapping) else {}).items():
-        if not f"/{path}".endswith(f"/{name}"):
-            continue
-        place = path.removesuffix(name).strip("/")
+    for place, values in (named(tree, name) if isinstance(tree, Mapping) else {}).items():
         calls = values if isinstance(values, tuple) else (values,)
-        # The index of a scan's step follows `layers` in a stack.
-        before, is_in_stack, after = f"/{place}/".partition("/layers/")
         for call, x in enumerate(calls):
-            shape = x.shape[-axes:]
-            is_scanned = x.ndim > axes + 1 and x.size == x.shape[0] * np.prod(shape)
-            if x.ndim < axes or (not is_scanned and x.size != np.prod(shape)):
+            shape, leading = x.shape[-axes:], x.shape[:-axes]
+            batch = leading[1:] or leading
+            if x.ndim < axes or any(size != 1 for size in batch):
                 raise ValueError(
                     f"weights must be [heads, queries, keys] of one example, got {x.shape}; choose "
                     f"an example, such as weights[:1]"
                 )
             each = np.asarray(x, np.float32).reshape(-1, *shape)
             for step, layer in enumerate(each):
-                numbered = f"{before}/layers[{step}]/{after}" if is_in_stack else f"{place}[{step}]"
-                key = numbered.strip("/") if len(each) > 1 else place
+                # The index of a scan's step follows `layers` in a stack.
+                key, is_in_stack = re.subn(r"\blayers\b", f"layers[{step}]", place, count=1)
+                key = key if is_in_stack else f"{place}[{step}]"
+                key = key if len(each) > 1 else place
                 layers[key + (f", call {call}" if len(calls) > 1 else "")] = layer
 
     def in_order(item: tuple[str, np.ndarray]) -> list[str | int]:

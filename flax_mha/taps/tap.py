@@ -57,18 +57,14 @@ class Tap:
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
         """Return a tensor after its edit, named for remat, and sow it if it is captured."""
-        x = self.look(name, x) if self.is_active else x
+        axes = TENSORS[name].axes
+        if self.is_active:
+            if (edit := self.edit(name, x)) is not None:
+                x = sharding.auto(lambda x, edit: edit(x), axes, x, edit)
+            if self.reads is not None and name in self.reads.what:
+                num_heads = self.seen["attention_q"][-2] if "kv_heads" in axes else 0
+                self.sow(name, self.reads.pick(x, axes, num_heads))
         return checkpoint_name(x, name) if TENSORS[name].named else x
-
-    def look(self, name: str, x: jax.Array) -> jax.Array:
-        """Return a tensor after its edit, and sow it if it is captured."""
-        axes, edit = TENSORS[name].axes, self.edit(name, x)
-        if edit is not None:
-            x = sharding.auto(lambda x, edit: edit(x), axes, x, edit)
-        if self.reads is not None and name in self.reads.what:
-            num_heads = self.seen["attention_q"][-2] if "kv_heads" in axes else 0
-            self.sow(name, self.reads.pick(x, axes, num_heads))
-        return x
 
     def edit(self, name: str, x: jax.Array | jax.ShapeDtypeStruct) -> Edit | None:
         """Return the edit of a tensor like x, or None."""
@@ -117,9 +113,8 @@ class Tap:
 
 
 def tap_of(module: nn.Module, reads: Capture | None = None, prefix: str = "") -> Tap:
-    """Return the tap of a linen module, with edits in their collection or next to parameters."""
-    places = (module.variables, module.variables.get("params", {}))
-    values = [pair for place in places for pair in place.get(COLLECTION, {}).items()]
-    edits = {name: edit for name, edit in values if isinstance(edit, Edit)}
+    """Return the tap of a linen module."""
+    values = module.variables.get(COLLECTION, {})
+    edits = {name: edit for name, edit in values.items() if isinstance(edit, Edit)}
     reads = capture_of(reads) if module.is_mutable_collection("intermediates") else None
     return Tap(module, edits, prefix, reads=reads)

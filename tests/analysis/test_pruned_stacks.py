@@ -115,10 +115,6 @@ MODELS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
             "decoder/decoder/layers_1/cross_attention": (0, 2),
         },
     ),
-    "one source of kv_from stays": (
-        Encoder(3, EncoderBlock(PLAIN, 24), kv_from=(None, 0, None)), (X,),
-        {"layers_2/attention": (1,)},
-    ),
     "classifier": (
         Classifier(TokenEmbedding(20, D), Encoder(1, EncoderBlock(PLAIN, 24)), 3), (IDS,),
         {"encoder/layers_0/attention": (1,)},
@@ -179,7 +175,7 @@ def tied(layer: Any) -> Encoder:
 REFUSED: list[tuple[Any, Any, str]] = [
     (PLAIN, {"": (0, 1, 2, 3)}, "as many query heads each, or none, got []; keep a head"),
     (PLAIN, {"attention": (0,)}, "got 'attention'; give '' (of 1)"),
-    (MLP(8), {"": (0,)}, "attention layers of the model, got ''; there are none"),
+    (MLP(8), {"": (0,)}, "layers in the model's fields, got ''; there are none"),
     (ROTATED, {"": (0,)}, "as many query heads each, or none, got [1, 2]; keep a head"),
     (PLAIN.clone(project_out=False), {"": (0,)}, "must have project_out=True"),
     (variants.TalkingHeadsAttention(N), {"": (0,)}, "not mix them, and must have project_out"),
@@ -190,18 +186,20 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ),
     (
         PLAIN.clone(scores=(Kerple(np.ones(N, np.float32)),)), {"": (0,)},
-        "must be of flax_mha for a layer to lose heads, got Kerple",
+        "masks and scores whose heads are known, got Kerple",
     ),
     (
         Encoder(2, EncoderBlock(PLAIN, 8), **SHARED), {"layers_0/attention": (1,)},
-        "layers that share the scores of the stack must lose the same heads",
+        "layers that share scores or keys (kv_from) in the stack must lose the same",
     ),
     (
         Encoder(2, EncoderBlock(PLAIN, 8), scores=(scores.Alibi(),)),
-        {"layers_0/attention": (1,), "layers_1/attention": (2,)}, "layers that share the scores of",
+        {"layers_0/attention": (1,), "layers_1/attention": (2,)}, "layers that share scores",
     ),
-    (tied(PLAIN), {"layers_0/attention": (1,)}, "must keep the keys and values that others read"),
+    (tied(PLAIN), {"layers_0/attention": (1,)}, "that share scores or keys (kv_from) in the stack"),
     (tied(PLAIN), {"layers_1/attention": (1,)}, "parameters of its class"),
+    (PLAIN.clone(mask=masks.PerHead([masks.Causal()] * N)), {"": (0,)}, "known, got PerHead"),
+    (PLAIN.clone(scores=(scores.TransformerXL(),)), {"": (0,)}, "known, got TransformerXL"),
 ]  # fmt: skip
 
 

@@ -17,16 +17,7 @@ from tests.support.decoding import decoded
 from tests.support.meshes import KINDS, on
 from tests.support.oracle import error, random_like
 
-PER_HEAD = masks.PerHead([masks.Window(1), masks.Window(2), masks.Causal(), masks.Dilated(2)])
 TABLE = RNG.random((1, N, T, T)) < 0.7
-
-
-def by_head(row: Any, head: Any, i: Any, j: Any) -> Any:
-    return (i - j) % (head + 2) != 1
-
-
-def slope(score: Any, row: Any, head: Any, i: Any, j: Any) -> Any:
-    return score + 0.1 * (head * (i - j)).astype(score.dtype)
 
 
 LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -45,19 +36,19 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "one mask of all heads": (MultiHeadAttention(N, mask=TABLE[:, :1]), (0, 2)),
     "masks": (
         MultiHeadAttention(
-            N, mask=(masks.Causal() & PER_HEAD & ~masks.Predicate(by_head)) | masks.Dense(TABLE)
+            N, mask=(masks.Causal() & ~masks.Dense(TABLE)) | masks.Dense(TABLE[..., ::-1])
         ), (0, 2),
     ),
     "learned scores": (
         MultiHeadAttention(
             N, scores=(scores.RelativeBias(), scores.SoftCap(5.0), scores.RelativeBias(),
-            scores.Relative(per_head=True, max_distance=3), scores.TransformerXL()),
+            scores.Relative(per_head=True, max_distance=3), scores.TransformerXL(features=D)),
         ), (0, 2),
     ),
     "given scores": (
         MultiHeadAttention(
             N, scores=(scores.Alibi(), scores.Bias(RNG.normal(size=(N, 1, T))),
-            scores.Relative(RNG.normal(size=(5, 4))), scores.Score(slope)),
+            scores.Relative(RNG.normal(size=(5, 4)))),
         ), (0, 2),
     ),
     "latent": (
