@@ -18,10 +18,9 @@ from flax.traverse_util import unflatten_dict
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
 from flax_mha.layer.settings import Settings
-from flax_mha.taps.contexts import looking
 from flax_mha.taps.edit import Edit
 from flax_mha.taps.sown import by_path
-from flax_mha.taps.tap import COLLECTION
+from flax_mha.taps.tap import COLLECTION, looking
 
 __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
 __dir__ = __all__.copy
@@ -108,8 +107,8 @@ def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
     Args:
       model: a linen or nnx module.
       *args: the arguments above. `edits` are by path, such as `{"layers_0/resid_pre": Edit(0)}`.
-        Under `nn.scan` give a dict by layer, `{3: Edit(keep=0)}`, or an edit whose
-        arrays have a leading axis of layers.
+        Under `nn.scan` give a dict by layer, `{3: Edit(keep=0)}`, or an edit whose arrays have a
+        leading axis of layers.
       **kwargs: more arguments of `apply`, or of the call.
 
     Raises:
@@ -171,18 +170,15 @@ def _resolve(edits: Any, tensors: Tensors) -> dict[str, Edit]:
             )
         layers = tensors[path][1][:1]
         if layers and isinstance(edit, Mapping):
-            chosen[path] = edit = _stack(edit, *layers)
+            edit = _stack(edit, *layers)
         if not isinstance(edit, Edit):
             raise TypeError(
                 f"the edit of {path} must be an Edit, or under nn.scan a dict of them by layer, "
                 f"got {checks.describe(edit)}; give edits.Edit(keep=0), say"
             )
-        if layers and any(np.shape(x)[:1] != layers for x in (edit.keep, edit.add)):
-            raise ValueError(
-                f"an edit of {path} must have a leading axis of the {layers[0]} layers in `keep` "
-                f"and `add`, got {np.shape(edit.keep)} and {np.shape(edit.add)}; give a dict by "
-                f"layer"
-            )
+        if layers:  # Numbers are of all layers.
+            edit = jax.tree.map(lambda x, n=layers: x if np.ndim(x) else jnp.full(n, x), edit)
+        chosen[path] = edit
     return chosen
 
 

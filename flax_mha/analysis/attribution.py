@@ -15,8 +15,8 @@ from flax_mha.base import checks, numerics, shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
 from flax_mha.models.stacks import Place
-from flax_mha.taps.contexts import looking
 from flax_mha.taps.sown import by_path
+from flax_mha.taps.tap import looking
 
 # The fields with which logits are not linear in the captured parts.
 _NOT_LINEAR = {"logits_cap", "branch_norm", "layer_scale", "output_scale"}

@@ -34,9 +34,8 @@ from flax_mha.kernels import observe
 from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
-from flax_mha.taps.contexts import looking
 from flax_mha.taps.sown import named
-from flax_mha.taps.tap import Tap
+from flax_mha.taps.tap import Tap, looking
 
 _EARLIER = ~masks.Window(left=0)
 
@@ -88,16 +87,17 @@ def detect(
             raise ValueError("detect takes tokens in their order, got order=; give pairs= with it")
         pairs = token_pairs(*inputs[:1])
     bound = {name: masks.as_mask(mask) for name, mask in pairs.items()}
-    definition, state = (model, first) if is_linen else nnx.split(model)
+    parts: Any = (model, first) if is_linen else nnx.split(model)
+    root, state = parts
 
     @jax.jit
     def read(state: Any) -> dict[str, Any]:
         with looking(at_softmax=functools.partial(_sow_pairs, bound)):
             if is_linen:
-                _, sown = definition.apply(state, *inputs, mutable="intermediates", **kwargs)
+                _, sown = root.apply(state, *inputs, mutable="intermediates", **kwargs)
             else:
                 run = nnx.capture(lambda m: m(*inputs, **kwargs), nnx.Intermediate)
-                _, sown = run(nnx.merge(definition, state))
+                _, sown = run(nnx.merge(root, state))
         return named(sown, "attention_pairs")
 
     calls = read(state)
@@ -107,10 +107,7 @@ def detect(
             f"a model to detect heads in must call self-attention layers of flax_mha, got "
             f"{checks.describe(model)}; give the part of it that does"
         )
-    return {
-        path: jax.tree.map(lambda *xs: jnp.stack(xs), *each) if isinstance(each, tuple) else each
-        for path, each in calls.items()
-    }
+    return calls
 
 
 def _sow_pairs(

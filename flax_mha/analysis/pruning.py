@@ -14,7 +14,7 @@ from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from flax_mha import linen, masks, scores, sharding
+from flax_mha import linen, masks, scores
 from flax_mha.base import checks
 from flax_mha.base.coordinates import is_user_defined
 from flax_mha.edits import attention_layers
@@ -23,7 +23,6 @@ from flax_mha.models.stacks import Stack
 from flax_mha.nnx import Projection
 from flax_mha.scores import as_scores, learned
 
-Path: TypeAlias = tuple[str, ...]
 # The heads that a layer's scores keep, and their number before.
 Kept: TypeAlias = tuple[tuple[int, ...], int]
 
@@ -52,123 +51,113 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
       ValueError: if a path is unknown, or no smaller model has these outputs.
       IndexError: if there is no such head.
     """
-    is_nnx = isinstance(model, nnx.Module)
-    *variables, heads = args
-    removed = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
-    if is_nnx:
-        return _prune_nnx(model, removed, repeat_kv)
-    return _prune_linen(model, *variables, removed, repeat_kv)
+    *variables, removed = args
+    run: Any = _prune_nnx if isinstance(model, nnx.Module) else _prune_linen
+    return run(model, *variables, removed, repeat_kv)
 
 
 def _prune_linen(
-    model: nn.Module, variables: Mapping[str, Any], removed: Mapping[Path, Any],
-    repeat_kv: bool,
-) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
+    model: nn.Module, variables: Mapping[str, Any], removed: Mapping[str, Any], repeat_kv: bool
+) -> tuple[nn.Module, dict[str, Any]]:
     """Return a linen model and its variables without the removed heads."""
-    params = flatten_dict(variables["params"])
-    layers: list[Path] = []
-    kept: dict[Path, Kept] = {}
+    params = flatten_dict(variables["params"], sep="/")
+    layers: list[str] = []
+    kept: dict[str, Kept] = {}
 
-    def change(x: Any, path: Path) -> Any:
+    def change(x: Any, path: str) -> Any:
         """Return a linen module, or a value of a field, with its layers changed."""
         if type(x) in (tuple, list):
-            return type(x)(change(y, (*path[:-1], f"{path[-1]}_{i}")) for i, y in enumerate(x))
+            return type(x)(change(y, f"{path}_{i}") for i, y in enumerate(x))
         if not isinstance(x, nn.Module):
             return x
+        prefix = path and f"{path}/"
         if isinstance(x, linen.MultiHeadAttention):
             layers.append(path)
             if path not in removed:
                 return x
-            own = _under(path, params)
+            own = _under(prefix, params)
             fields, own, kept[path] = _without(path, x, own, removed[path], repeat_kv)
-            params.update({(*path, *name): x for name, x in own.items()})
+            params.update({prefix + name: x for name, x in own.items()})
             return x.clone(**fields)
-        is_stack = isinstance(x, Stack) and bool(_below(path, removed))
-        x = _unstack(x, path, params) if is_stack else x
+        is_stack = isinstance(x, Stack) and any(name.startswith(prefix) for name in removed)
+        x = _unstack(x, prefix, params) if is_stack else x
         fields = {
             field.name: getattr(x, field.name) for field in dataclasses.fields(x)
             if field.name not in ("parent", "name")
         }  # fmt: skip
         for name, value in fields.items():
             part = "layers" if is_stack and name == "block" else getattr(value, "name", None)
-            fields[name] = change(value, (*path, part or name))
+            fields[name] = change(value, prefix + (part or name))
         if is_stack:
-            heads = [kept.get((*path, *place.path, "attention")) for place in x.places]
-            fields["scores"] = _of_stack(x, path, heads, params)
+            heads = [kept.get(f"{prefix}layers_{i}/attention") for i in range(x.num_layers)]
+            fields["scores"] = _of_stack(x, prefix, heads, params)
         return x.clone(**fields)
 
-    model = change(model, ())
+    model = change(model, "")
     _check_paths(removed, layers)
-    return model, {**variables, "params": unflatten_dict(params)}
+    return model, {**variables, "params": unflatten_dict(params, sep="/")}
 
 
-def _unstack(stack: Any, path: Path, params: dict[Path, Any]) -> Any:
+def _unstack(stack: Any, prefix: str, params: dict[str, Any]) -> Any:
     """Return a stack with a block for each layer, and give each its own parameters."""
-    stacked = {name: params.pop(name) for name in _below((*path, "layers"), params)}
+    scanned = {name: params.pop(name) for name in [*params] if name.startswith(f"{prefix}layers/")}
     for i, place in enumerate(stack.places):
-        for name, x in _under((*path, *place.path), stacked).items():
+        for name, x in _under(prefix + "/".join((*place.path, "")), scanned).items():
             x = jax.tree.map(operator.itemgetter(place.step), x)
             x = meta.remove_axis(x, 0, {nn.PARTITION_NAME: "layers"})
-            params[*path, f"layers_{i}", *name] = x
+            params[f"{prefix}layers_{i}/{name}"] = x
     return stack.clone(block=tuple(stack.blocks[x.block] for x in stack.places), scan=False)
 
 
-def _of_stack(stack: Any, path: Path, heads: Sequence[Kept | None], params: dict[Path, Any]) -> Any:
+def _of_stack(stack: Any, prefix: str, heads: Sequence[Kept | None], params: dict[str, Any]) -> Any:
     """Return the scores of a stack whose layers keep these heads, and change their parameters."""
-    scores = stack.scores
-    if (scores or stack.kv_from) and len({*heads}) > 1:
+    if (stack.scores or stack.kv_from) and len({*heads}) > 1:
         raise ValueError(
-            f"layers that share scores or keys (kv_from) in {'/'.join(path) or 'the stack'} must "
-            f"lose the same heads; remove the same from each, or let them share nothing"
+            f"layers that share scores or keys (kv_from) in {prefix or 'the stack'} must lose the "
+            f"same heads; remove the same from each, or let them share nothing"
         )
     if not heads[0]:
-        return scores
-    for name, axes in _score_axes(scores).items():
+        return stack.scores
+    for name, axes in _score_axes(stack.scores).items():
         if "heads" in axes:
-            at = (*path, *name)
-            params[at] = _take(params[at], axes.index("heads") - len(axes), heads[0][0])
-    return _select(as_scores(scores), *heads[0])
+            axis = axes.index("heads") - len(axes)
+            params[prefix + name] = _take(params[prefix + name], axis, heads[0][0])
+    return _select(as_scores(stack.scores), *heads[0])
 
 
 def _without(
-    path: Path, layer: Any, arrays: Mapping[Path, Any], removed: Any, repeat_kv: bool
-) -> tuple[dict[str, Any], dict[Path, Any], Kept]:
+    path: str, layer: Any, arrays: Mapping[str, Any], removed: Any, repeat_kv: bool
+) -> tuple[dict[str, Any], dict[str, Any], Kept]:
     """Return the new fields of a layer, its parameters, and the heads that it keeps."""
-    owner, axes = "/".join(path) or "the layer", _score_axes(layer.scores)
+    axes = _score_axes(layer.scores)
     features = 2 * layer.num_heads  # Only the names of the table's axes are used, not the sizes.
     table = layer.table(features, features, features)
     for name, entry in table.items():
         if isinstance(entry, LinearEntry):
-            axes[name, "kernel"], axes[name, "bias"] = entry.names, entry.names[len(entry.inputs) :]
+            axes[f"{name}/kernel"] = entry.names
+            axes[f"{name}/bias"] = entry.names[len(entry.inputs) :]
         elif isinstance(entry, ArrayEntry):
-            axes[name,] = entry.names
-    needed, given = {name for name, *_ in axes}, {name for name, *_ in arrays}
+            axes[name] = entry.names
+    needed, given = ({name.partition("/")[0] for name in names} for names in (axes, arrays))
     has_own = needed <= given <= {*needed, *table}
     if layer.mixes_heads or not layer.project_out or not has_own:
         raise ValueError(
             f"a layer that loses heads must not mix them, and must have project_out=True and all "
             f"parameters of its class and no others, got a {type(layer).__qualname__} with "
-            f"{sorted(given)}; keep all heads of {owner}"
+            f"{sorted(given)}; keep all heads of {path!r}"
         )
     # The first kernel with an axis of features has those of inputs_q.
     first, names = next((x, names) for x, names in axes.items() if names[:1] == ("embed",))
     N, K, H, _ = layer.sizes(np.shape(meta.unbox(arrays[first]))[-len(names)])
-    rows = _rows(owner, removed, N, K, repeat_kv)
+    rows = _rows(path, removed, N, K, repeat_kv)
     kv_heads, in_group = np.divmod(rows, N // K)
 
-    def indices(size: int, name: str) -> np.ndarray:
+    def indices(size: int, name: str = "heads") -> Any:
         """Return the indices to keep of r·K key/value heads, or of the r·N heads that read them."""
         if name == "kv_heads":
             return np.arange(size).reshape(K, -1)[kv_heads[:, 0]].ravel()
         groups = np.arange(size).reshape(K, -1, N // K)[kv_heads[:, 0]]
         return np.take_along_axis(groups, in_group[:, None], 2).ravel()
-
-    kept = (tuple(indices(layer.score_heads, "heads").tolist()), layer.score_heads)
-    fields = {
-        "num_heads": rows.size, "num_kv_heads": layer.num_kv_heads and len(rows),
-        "head_dim": H, "qkv_features": None, "scores": _select(as_scores(layer.scores), *kept),
-        "mask": _select(masks.combine(layer.mask), *kept),
-    }  # fmt: skip
 
     def smaller(x: Any, names: Sequence[str | None]) -> Any:
         for axis, name in enumerate(names, -len(names)):
@@ -176,10 +165,16 @@ def _without(
                 x = _take(x, axis, indices(np.shape(meta.unbox(x))[axis], name))
         return x
 
+    kept = (tuple(indices(layer.score_heads).tolist()), layer.score_heads)
+    fields = {
+        "num_heads": rows.size, "num_kv_heads": layer.num_kv_heads and len(rows),
+        "head_dim": H, "qkv_features": None, "scores": _select(as_scores(layer.scores), *kept),
+        "mask": _select(masks.combine(layer.mask), *kept),
+    }  # fmt: skip
     return fields, {name: smaller(x, axes.get(name, ())) for name, x in arrays.items()}, kept
 
 
-def _rows(owner: str, removed: Any, N: int, K: int, repeat_kv: bool) -> np.ndarray:
+def _rows(path: str, removed: Any, N: int, K: int, repeat_kv: bool) -> np.ndarray:
     """Return the query heads [K', G'] that are kept, by the key/value head that they read.
 
     With `repeat_kv` several rows can be of one key/value head.
@@ -188,7 +183,7 @@ def _rows(owner: str, removed: Any, N: int, K: int, repeat_kv: bool) -> np.ndarr
     counts = {*np.bincount(kept // (N // K)).tolist()} - {0}
     if not counts or (len(counts) > 1 and not repeat_kv):
         raise ValueError(
-            f"key/value heads of {owner} must keep as many query heads each, or none, got "
+            f"key/value heads of {path!r} must keep as many query heads each, or none, got "
             f"{sorted(counts)}; keep a head, and give repeat_kv=True to repeat keys and values"
         )
     return kept.reshape(-1, math.gcd(*counts))
@@ -198,8 +193,7 @@ def _select(tree: Any, index: Sequence[int], count: int) -> Any:
     """Return masks and scores for the heads at `index` out of `count`."""
 
     def select(x: Any) -> Any:
-        by_default = isinstance(x, scores.TransformerXL) and x.features is None
-        if is_user_defined(x) or isinstance(x, masks.PerHead) or by_default:
+        if is_user_defined(x) or isinstance(x, masks.PerHead):
             raise ValueError(
                 f"a layer that loses heads must have masks and scores whose heads are known, got "
                 f"{type(x).__name__}; give arrays, such as masks.Dense, or keep all heads"
@@ -222,60 +216,52 @@ def _take(tree: Any, axis: int, index: Any) -> Any:
     def take(x: Any) -> Any:
         if np.ndim(x) < -axis or np.shape(x)[axis] == 1:
             return x
-        if isinstance(x, np.ndarray):
-            return np.take(x, index, axis)  # It stays static.
-        with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
-            return sharding.auto(lambda x: jnp.take(x, jnp.asarray(index), axis), (), x)
+        # NumPy arrays stay static.
+        return (np if isinstance(x, np.ndarray) else jnp).take(x, np.asarray(index), axis)
 
     return jax.tree.map(take, tree)
 
 
-def _score_axes(scores: Any) -> dict[Path, Sequence[str | None]]:
-    """Return the logical names of the axes of the parameters of scores, by path."""
-    axes: dict[Path, Sequence[str | None]] = {}
+def _score_axes(scores: Any) -> dict[str, Any]:
+    """Return the logical names of the axes of the parameters of scores."""
+    axes: dict[str, Any] = {}
 
     def make(name: str, shape: Any, names: Any, *_: Any) -> Any:
-        axes[name,] = names
+        axes[name] = names
 
     learned(scores, 1, 1, make)
     return axes
 
 
-def _check_paths(heads: Mapping[Path, Any], layers: Iterable[Path]) -> None:
-    for path in heads.keys() - {*layers}:
-        remedy = checks.nearest("/".join(path), map("/".join, layers))
+def _check_paths(removed: Mapping[str, Any], layers: Iterable[str]) -> None:
+    for path in removed.keys() - {*layers}:
         raise ValueError(
-            f"heads must be of attention layers in the model's fields, got {'/'.join(path)!r}; "
-            f"{remedy}"
+            f"heads must be of attention layers in the model's fields, got {path!r}; "
+            f"{checks.nearest(path, layers)}"
         )
 
 
-def _below(path: Path, flat: Mapping[Path, Any]) -> list[Path]:
-    """Return the names below a path in a flat tree."""
-    return [name for name in flat if name[: len(path)] == path]
-
-
-def _under(path: Path, flat: Mapping[Path, Any]) -> dict[Path, Any]:
+def _under(prefix: str, flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a flat tree below a path."""
-    return {name[len(path) :]: flat[name] for name in _below(path, flat)}
+    return {name.removeprefix(prefix): x for name, x in flat.items() if name.startswith(prefix)}
 
 
-def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
+def _prune_nnx(model: Any, removed: Mapping[str, Any], repeat_kv: bool) -> Any:
     """Return a copy of an nnx model without the heads."""
     model = nnx.clone(model)
-    layers = dict(attention_layers(model))
-    _check_paths(heads, layers)
-    for path, removed in heads.items():
+    layers = {"/".join(path): layer for path, layer in attention_layers(model)}
+    _check_paths(removed, layers)
+    for path, heads in removed.items():
         layer = layers[path]
-        own = flatten_dict(nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
-        fields, new, _ = _without(path, layer.settings, own, removed, repeat_kv)
-        nnx.update(layer, nnx.State(unflatten_dict(new)))
+        own = flatten_dict(nnx.to_pure_dict(nnx.state(layer, nnx.Param)), sep="/")
+        fields, new, _ = _without(path, layer.settings, own, heads, repeat_kv)
+        nnx.update(layer, nnx.State(unflatten_dict(new, sep="/")))
         fields["qkv_features"] = fields["num_heads"] * fields["head_dim"]
         layer.kv, layer.mask, layer.scores = None, fields.pop("mask"), fields.pop("scores")
         layer.config = dataclasses.replace(layer.config, **fields)
         for name, projection in vars(layer).items():
             if isinstance(projection, Projection):
-                shape, at = new[name, "kernel"].shape, -len(projection.out_features)
+                shape, at = new[f"{name}/kernel"].shape, -len(projection.out_features)
                 projection.in_features = shape[at - len(projection.in_features) : at]
                 projection.out_features = shape[at:]
     return model

@@ -1,12 +1,14 @@
 """A page of HTML that shows the attention heads of a model on a prompt."""
 
 import base64
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 from flax_mha.taps.sown import find, find_weights
@@ -45,13 +47,13 @@ def report(
             f"runs must be one, or two with the same layers, heads and numbers of tokens, got "
             f"{dict(zip(runs, shapes, strict=True))}; choose prompts of the same number of tokens"
         )
+    measures = _measures([*runs.values()], weights, scores or {})
     heads = sum(N for N, *_ in shapes[0].values())
-    measures = _of_runs([*runs.values()], weights) | _of_scores(scores or {}, weights[0])
-    for name, numbers in measures.items():
-        if any(len(x) != heads for x in numbers):
+    for name, (numbers, *_) in measures.items():
+        if len(numbers) != heads:
             raise ValueError(
-                f"{name} must have a number for each of the {heads} heads, got "
-                f"{[*map(len, numbers)]}; give [layers, heads] or a list by layer"
+                f"{name} must have a number for each of the {heads} heads, got {len(numbers)}; "
+                f"give [layers, heads] or a list by layer"
             )
     flat = [np.concatenate([x.ravel() for x in layers.values()]) for layers in weights]
     if not all(np.isfinite(x).all() and x.min(initial=0) >= 0 for x in flat):
@@ -72,34 +74,33 @@ def report(
     Path(path).write_text(page.replace("%DATA%", text), "utf-8")
 
 
-def _of_runs(trees: Sequence[Any], weights: Sequence[Layers]) -> dict[str, list[np.ndarray]]:
-    """Return the entropy and the largest logit of all heads in each run."""
+def _measures(
+    trees: Sequence[Any], weights: Sequence[Layers], scores: Mapping[str, Any]
+) -> dict[str, list[np.ndarray]]:
+    """Return numbers of all heads by name: in each run, or one array for all runs.
+
+    The result of `detect` in scores is by the path of a layer first.
+    """
 
     def entropy(w: np.ndarray) -> np.ndarray:
         return -(w * np.log(np.where(w > 0, w, 1))).sum(-1).mean(-1)
 
-    measures = {"entropy": [_join(map(entropy, layers.values())) for layers in weights]}
+    measures: dict[str, Any] = {"entropy": [map(entropy, layers.values()) for layers in weights]}
     logits = [find(tree, "attention_max_logit", 2) for tree in trees]
     if all(layers.keys() == weights[0].keys() for layers in logits):
-        measures["max logit"] = [_join(x.max(-1) for x in each.values()) for each in logits]
-    return measures
-
-
-def _of_scores(scores: Mapping[str, Any], layers: Layers) -> dict[str, list[np.ndarray]]:
-    """Return scores of all heads by name. Those of `detect` are by the path of a layer first."""
+        measures["max logit"] = [[x.max(-1) for x in layers.values()] for layers in logits]
     detected = {path: x for path, x in scores.items() if isinstance(x, Mapping)}
-    measures = {name: [_join(x)] for name, x in scores.items() if name not in detected}
-    for pair in dict.fromkeys(pair for xs in detected.values() for pair in xs):
-        # An axis for the batch, so that a leading axis is that of a scan.
-        tree = {path: {f"pairs {pair}": xs[pair][..., None, :]} for path, xs in detected.items()}
-        found = find(tree, f"pairs {pair}", 1)
-        measures[pair] = [_join(found.get(name, np.nan * x[:, 0, 0]) for name, x in layers.items())]
-    return measures
-
-
-def _join(layers: Iterable[Any]) -> np.ndarray:
-    """Return numbers [heads] by layer as one array."""
-    return np.concatenate([*map(np.ravel, layers), []])
+    measures |= {name: [x] for name, x in scores.items() if name not in detected}
+    # An axis for the batch, so that a leading axis is that of a scan.
+    tree = jax.tree.map(lambda x: x[..., None, :], detected)
+    for pair in dict.fromkeys(itertools.chain(*detected.values())):
+        found = find(tree, pair, 1)
+        layers = weights[0].items()
+        measures[pair] = [[found.get(name, np.nan * x[:, 0, 0]) for name, x in layers]]
+    return {
+        name: [np.concatenate([*map(np.ravel, layers), []]) for layers in runs]
+        for name, runs in measures.items()
+    }
 
 
 def _by_view(runs: Sequence[np.ndarray]) -> list[Any]:

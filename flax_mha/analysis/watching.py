@@ -10,7 +10,7 @@ from flax_mha.edits import attention_layers
 from flax_mha.interop.contexts import within
 from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
-from flax_mha.taps.contexts import looking
+from flax_mha.taps.tap import looking
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 

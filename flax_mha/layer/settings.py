@@ -23,8 +23,7 @@ from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
 from flax_mha.signatures.attention_fn import attention_fn
-from flax_mha.taps.contexts import capture_of
-from flax_mha.taps.tap import Tap
+from flax_mha.taps.tap import Tap, capture_of
 
 ZEROS = nn.initializers.zeros_init()
 # One function for equal values, so that layers with equal fields are equal.

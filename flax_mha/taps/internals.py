@@ -17,9 +17,8 @@ from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.masks.algebra import evaluate
 from flax_mha.scores import Bias
-from flax_mha.taps.contexts import current
 from flax_mha.taps.edit import Edit
-from flax_mha.taps.tap import Tap
+from flax_mha.taps.tap import Tap, current
 
 
 def edit_given(tap: Tap, q: jax.Array, source: KeyValues) -> KeyValues:

@@ -36,7 +36,7 @@ def test_class_token_is_drawn_over_the_image() -> None:
 
 
 def test_tokens_between_dollars_are_text() -> None:
-    figure = plots.heads({"$x^$": WEIGHTS}, ["$$", "$x^$", r"$\foo$", "$a$"])
+    figure = plots.heads({"$x^$": {"attention_weights": WEIGHTS}}, ["$$", "$x^$", r"$\foo$", "$a$"])
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert not any(tick.get_parse_math() for tick in figure.axes[0].get_yticklabels())
 
