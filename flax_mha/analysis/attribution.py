@@ -19,7 +19,9 @@ from flax_mha.taps.sown import by_path
 from flax_mha.taps.tap import looking
 
 # The fields with which logits are not linear in the captured parts.
-_NOT_LINEAR = {"logits_cap", "branch_norm", "layer_scale", "output_scale"}
+_NOT_LINEAR = {
+    "logits_cap", "pre_norm", "branch_norm", "layer_scale", "output_scale", "project_out",
+}  # fmt: skip
 
 
 def logit_lens(model: LanguageModel, variables: Any, tokens: Any, **kwargs: Any) -> jax.Array:
@@ -116,14 +118,10 @@ def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
 
 def _check_linear(model: LanguageModel, norm: Any) -> None:
     """Check that logits are linear in the outputs of heads and MLPs."""
-    blocks = model.decoder.blocks
-    got = {name for part in (model, *blocks) for name in checks.unhandled(part, ())} & _NOT_LINEAR
-    for block in blocks:
-        layers = (block.attention, getattr(block, "cross_attention", None))
-        if not all(layer is None or layer.project_out for layer in layers):
-            got.add("project_out=False")
-        if block.post_norm:
-            got.add("norms after the sum (pre_norm)")
+    parts: list[nn.Module] = [model]
+    for block in model.decoder.blocks:
+        parts += [block, block.attention, getattr(block, "cross_attention", None) or block]
+    got = {name for part in parts for name in checks.unhandled(part, ())} & _NOT_LINEAR
     if not isinstance(norm, nn.LayerNorm | nn.RMSNorm | None):
         got.add("a norm of another kind")
     if got:

@@ -251,7 +251,7 @@ def test_models_that_are_not_linear_after_their_heads_are_refused() -> None:
     embedding = models.TokenEmbedding(V, D)
     for block, message in (
         (DecoderBlock(LAYER, 8, branch_norm=True, layer_scale=0.1), "branch_norm and layer_scale"),
-        (DecoderBlock(LAYER, 8, pre_norm=False), "norms after the sum"),
+        (DecoderBlock(LAYER, 8, pre_norm=False), "with pre_norm"),
         (DecoderBlock(LAYER, 8, norm=nn.GroupNorm(2)), "a norm of another kind"),
     ):
         with pytest.raises(ValueError, match=message):

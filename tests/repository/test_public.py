@@ -78,13 +78,13 @@ def test_public_modules_import_and_list_their_names(name: str) -> None:
     for node in ast.parse(Path(str(module.__file__)).read_text()).body:
         if isinstance(node, ast.ImportFrom):
             names |= {alias.name for alias in node.names if alias.asname == alias.name}
+            names |= {alias.name for alias in node.names} & {*module.__all__}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             parts = (part for target in targets for part in ast.walk(target))
             names |= {x.id for x in parts if isinstance(x, ast.Name) and x.id.isupper()}
-    names |= {"Edit"} if name == "edits" else set()  # Of the room below.
     assert sorted(module.__all__) == sorted(x for x in names if x[0] != "_")
     assert dir(module) == sorted(module.__all__)
 
