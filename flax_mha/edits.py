@@ -1,7 +1,6 @@
 """Change a model while it runs, by edits of its named tensors: x ← fn(keep·x + add).
 
-One compiled program runs all edits of one shape without `fn`. The gradient of `add` is the tensor's
-gradient.
+One compiled program runs all edits of one shape. The gradient of `add` is the tensor's.
 """
 
 import functools
@@ -58,10 +57,10 @@ def _trace(model: Any, *args: Any, **kwargs: Any) -> Tensors:
             whole = functools.reduce(lambda x, part: x.get(part, {}), path, parameters)
             # A scan slices the parameters.
             leaves = map(jax.tree.leaves, (whole, module.variables.get("params", {})))
-            for outer, inner in [*zip(*leaves, strict=False)][:1]:
+            for outer, inner in zip(*leaves, strict=False):
                 layers = outer.shape[: outer.ndim - inner.ndim]
-        whole_x = jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype)
-        tensors["/".join((*path, name))] = whole_x, layers, is_edited
+        x = jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype)
+        tensors["/".join((*path, name))] = x, layers, is_edited
 
     if isinstance(model, nnx.Module):
         definition, state = nnx.split(model)
@@ -84,25 +83,23 @@ def _trace(model: Any, *args: Any, **kwargs: Any) -> Tensors:
 
 
 def values(sown: Any) -> dict[str, Any]:
-    """Return captured tensors by the paths of `names`.
+    """Return captured tensors by the paths of `names`. Several calls of a module give a tuple.
 
     >>> _, sown = model.apply(variables, x, mutable="intermediates")
-    >>> cache = edits.values(sown)
-    >>> z = cache["layers_0/attention/attention_z"]
+    >>> z = edits.values(sown)["layers_0/attention/attention_z"]
 
     Args:
-      sown: the collection `intermediates`, or all collections of a run; for nnx, the state of
-        `nnx.pop(model, nnx.Intermediate)`. A module that is called several times has a tuple.
+      sown: `intermediates`, or all collections of a run; for nnx, the state of intermediates.
     """
     return by_path(sown)
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attach edits to a model, in place of earlier ones, and check that a call uses each.
+    """Attach edits to a model, in place of earlier ones. A trace checks that a call uses each.
 
-    `attach(linen_model, variables, edits, *inputs)` returns variables with the edits in the
-    collection `edits`: train and save the variables without them. `attach(nnx_model, edits,
-    *inputs)` sets `edits` of the layers, and returns the model. The call is traced, not run.
+    `attach(linen_model, variables, edits, *inputs)` returns variables with the collection `edits`.
+    Train and save the variables without it. `attach(nnx_model, edits, *inputs)` sets `edits` of
+    the layers, and returns the model.
 
     Args:
       model: a linen or nnx module.
@@ -151,7 +148,7 @@ def sweep(fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None
 
     Args:
       fn: a function of edits and the other arguments.
-      edits: a tree, such as edits by path, whose arrays have a leading axis. Numbers are shared.
+      edits: a tree whose arrays have a leading axis. Numbers are the same for all edits.
       *args: arguments that are the same for all edits.
       batch_size: the number of edits that are computed together (default: one).
     """
@@ -192,9 +189,8 @@ def _stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
     rows = [edits.get(n, neutral) for n in range(num_layers)]
     if edits.keys() - {*range(num_layers)} or len({(row.heads, row.fn) for row in rows}) > 1:
         raise ValueError(
-            f"edits of layers under scan, which run one program, must be of layers 0 to "
-            f"{num_layers - 1}, with the same heads, and one fn for all layers, got {edits}; give "
-            f"each layer the same function, and numbers in args"
+            f"edits under scan must be of layers 0 to {num_layers - 1}, with the same heads, and "
+            f"one fn for all layers, got {edits}; give each the same fn, and numbers in args"
         )
     stacked: Edit = jax.tree.map(join, *rows)
     return stacked
@@ -213,11 +209,7 @@ def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
 
 
 def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the attention layers of an nnx model, each with its path.
-
-    >>> for path, layer in attention_layers(model):
-    ...     layer.capture = flax_mha.Capture(("weights",))
-    """
+    """Return the attention layers of an nnx model, each with its path."""
     return [
         (tuple(map(str, path)), x) for path, x in nnx.iter_modules(model)
         if isinstance(getattr(x, "config", None), Settings)

@@ -43,12 +43,12 @@ def heads(weights: Any, tokens: Sequence[str] | None = None) -> "Figure":
 
 
 def class_token(weights: Any, image: Any) -> "Figure":
-    """Draw for every head, over an image, how much its class token attends to each patch.
+    """Draw over an image how much the class token of each head attends to each patch.
 
     Args:
-      weights: as in `heads`, of a vision transformer whose first token is the class token and
-        whose last ones are the patches, row by row.
-      image: the image [height, width] or [height, width, 3], for example from 0 to 1.
+      weights: as in `heads`. The first token is the class token, the last ones are the patches,
+        row by row.
+      image: the image [height, width] or [height, width, 3].
 
     Raises:
       ValueError: if there are no weights, or the patches do not form a grid like the image.

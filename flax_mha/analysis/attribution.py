@@ -25,10 +25,9 @@ _NOT_LINEAR = {
 
 
 def logit_lens(model: LanguageModel, variables: Any, tokens: Any, **kwargs: Any) -> jax.Array:
-    """Return the logits of the residual stream before each layer and after the last.
+    """Return logits of the residual stream before each layer and after the last, [L + 1, *B, T, V].
 
-    They are [L + 1, *B, T, V], through the final norm and the table of logits. The last are the
-    model's logits.
+    They go through the final norm and the table of logits, so the last are the model's.
 
     Args:
       model: a linen language model.
@@ -52,8 +51,7 @@ def attribute_logits(
 ) -> dict[str, jax.Array]:
     """Return the share of each part of a model in the logit of a token, or in a difference.
 
-    With the final norm's division kept as it is in this call, logits are linear in the parts c of
-    the residual stream, so the shares sum to the logit:
+    For a fixed division by the final norm, logits are sums over the parts c of the residual stream:
 
         share of c = ((c − mean(c)) / σ ⊙ γ) · (u_right − u_wrong)
 
@@ -63,8 +61,7 @@ def attribute_logits(
       model: a linen language model that ends with a LayerNorm, an RMSNorm or no norm.
       variables: its variables.
       tokens: int [*B, T].
-      targets: int [*B, T], the token of each logit; or a pair (right, wrong), for the difference
-        of their logits.
+      targets: int [*B, T], the token of each logit; or a pair (right, wrong).
       **kwargs: more arguments of the call.
 
     Returns:

@@ -62,11 +62,11 @@ class Factored(struct.PyTreeNode):
 
 
 def parameters(variables: Mapping[str, Any], path: str, layer: int | None = None) -> Any:
-    """Return the parameters of a module by its path, such as "decoder/layers_0/attention".
+    """Return the parameters of a module.
 
     Args:
       variables: the variables of a linen model, or the parameters of an nnx model as a dict.
-      path: the path of the module.
+      path: the path of the module, such as "decoder/layers_0/attention".
       layer: the index on the leading axis of layers under `nn.scan`.
     """
     part = meta.unbox(variables.get("params", variables))
@@ -85,12 +85,12 @@ def qk(
       layer: the layer, linen or nnx.
       p: its parameters, as `parameters` returns them.
       distance: i − j for a layer with `rotary`.
-      norm: the parameters of the norm before the layer, to fold in its scale: features are then
-        normalized, but not scaled. Its bias is one of `biases`.
+      norm: the parameters of the norm before the layer, for features that are normalized, but not
+        scaled. Its bias is one of `biases`.
       biases: True for [N, D + 1, D + 1] with biases, for features that end with a 1.
 
     Raises:
-      ValueError: if scores are no bilinear forms, as with a norm of queries and keys, or `scores`.
+      ValueError: if scores are no bilinear forms, as with a norm of queries and keys.
     """
     handled = ("rotary", "scale", "sinks", "normalizer", "gate", "exclusive", "project_out")
     layer = _check(layer, handled)
@@ -160,7 +160,7 @@ def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: boo
 
 
 def _check(layer: Any, handled: tuple[str, ...]) -> MultiHeadAttention:
-    """Return a layer's fields, after a check that its circuit follows from parameters only."""
+    """Return a layer's fields if its circuit follows from parameters only."""
     layer = getattr(layer, "settings", layer)  # of an nnx layer
     if (
         not isinstance(layer, MultiHeadAttention)

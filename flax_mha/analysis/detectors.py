@@ -1,21 +1,22 @@
 """Detectors of kinds of heads. A kind is a mask: the keys j that such a head's query i attends to.
 
-| pairs | query i, key j | source |
-|---|---|---|
-| `previous` | j = i − 1 | Elhage et al., 2021 |
-| `first` | j = 0 < i | Xiao et al., 2023 |
-| `duplicate` | j < i and token j = token i | Wang et al., 2022 |
-| `induction` | j ≤ i and token j − 1 = token i | Olsson et al., 2022 |
+| pairs | query i, key j |
+|---|---|
+| `previous` | j = i − 1 |
+| `first` | j = 0 < i |
+| `duplicate` | j < i and token j = token i |
+| `induction` | j ≤ i and token j − 1 = token i |
 
 The score of a head with weights p is its mean weight on the pairs,
 
     mean over i of Σ_{j: (i, j) ∈ pairs} p_ij,
 
-over queries that may attend to such a key. For `induction` it is the prefix-matching score.
+over queries that may attend to such a key.
 
-Sources: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; Olsson et al.,
-"In-context Learning and Induction Heads", 2022; Wang et al., "Interpretability in the Wild", 2022;
-Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023.
+Sources: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021 (previous); Xiao
+et al., "Efficient Streaming Language Models with Attention Sinks", 2023 (first); Wang et al.,
+"Interpretability in the Wild", 2022 (duplicate); Olsson et al., "In-context Learning and Induction
+Heads", 2022 (induction, the prefix-matching score).
 """
 
 import functools
@@ -60,15 +61,14 @@ def token_pairs(tokens: Any) -> dict[str, masks.Mask]:
 def detect(
     model: Any, *args: Any, pairs: Mapping[str, masks.MaskLike] | None = None, **kwargs: Any
 ) -> dict[str, dict[str, jax.Array]]:
-    """Return the mean weight of each head on pairs of tokens, such as those of an induction head.
+    """Return the mean weight of each head on pairs of tokens, which tells what kind it is.
 
     `detect(linen_model, variables, tokens)` and `detect(nnx_model, tokens)` run the model. Each
     layer of self-attention computes its weights once more, in memory linear in sequence length.
 
     Args:
       model: a linen or nnx module with attention layers of flax_mha, without cache.
-      *args: the arguments of the call; for linen, the variables first. The first input is tokens,
-        int [*B, T], unless `pairs` are given.
+      *args: the arguments of the call, first int tokens [*B, T] unless you give `pairs`.
       pairs: masks by name (default: `token_pairs(tokens)`).
       **kwargs: more arguments of the call.
 
@@ -77,8 +77,8 @@ def detect(
       key. Layers under `nn.scan`, and several calls of a layer, have a leading axis.
 
     Raises:
-      ValueError: if there is no layer, if weights are not one softmax, as with another normalizer,
-        an `attention_fn` or an edit of weights, or if pairs do not fit.
+      ValueError: if there is no layer, or weights are not one softmax, as with another normalizer,
+        an `attention_fn` or an edit of weights.
     """
     is_linen = isinstance(model, nn.Module)
     first, *inputs = args if is_linen else (None, *args)

@@ -23,22 +23,20 @@ def report(
 ) -> None:  # fmt: skip
     """Write a page that shows the attention weights of every head, in one run or in two.
 
-    Any browser opens the page, without a network. It stores each weight w in 8 bits, or 1.3 bytes
-    of the file, with an error of at most about √w/255. A head's entropy is the mean over its
-    queries.
+    Any browser opens the page, without a network. It stores each weight w in 8 bits (1.3 bytes of
+    the file), with an error of at most about √w/255. A head's entropy is the mean over its queries.
 
     Args:
       path: the file to write.
       runs: one or two runs by name. Each is the weights [*B, N, T, S] of one example (every B = 1),
-        or a tree of them, such as all `intermediates`. If it has `attention_max_logit`, the page
-        shows the largest one of each head.
+        or a tree such as all `intermediates`, perhaps with `attention_max_logit`.
       tokens: names of the tokens, or a dict of them by run. Queries or keys of another number, as
         in cross-attention, are numbered.
       scores: numbers by name, each [layers, heads] or a list by layer; and the result of `detect`.
 
     Raises:
-      ValueError: if weights are missing, negative, not finite or of several examples, or if
-        runs or numbers do not fit each other.
+      ValueError: if weights are missing, negative, not finite or of several examples, or if runs or
+        numbers do not fit each other.
     """
     weights = [find_weights(tree) for tree in runs.values()]
     shapes = [{layer: x.shape for layer, x in layers.items()} for layers in weights]

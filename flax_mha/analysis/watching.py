@@ -18,8 +18,7 @@ Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 def watch(model: Model, capture: Capture | None) -> Model:
     """Return a copy of a model whose attention layers capture values, for the same variables.
 
-    These are all layers of flax_mha that a linen model calls, wherever they are made: in fields,
-    `setup` or `@nn.compact`, and those of `interop.swap`.
+    These are all layers of flax_mha that the model calls, wherever a linen model makes them.
 
     Args:
       model: a linen module; or an nnx module, whose copy shares its variables.

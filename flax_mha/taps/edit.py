@@ -30,8 +30,8 @@ class Edit(ScoreMod):
     Attributes:
       keep: a number or an array that broadcasts to x, with gradients (default: 1).
       add: the same (default: 0).
-      heads: for `attention_weights`, the indices of the heads to change (default: all). Only these
-        leave the fused kernel, and the arrays' axis of heads has only these.
+      heads: for `attention_weights`, the indices of the heads to change (default: all). The arrays'
+        axis of heads has only these.
       fn: a function fn(x, *args) to a tensor of x's shape, for any tensor but `attention_scores`
         (default: x). Reuse it: another function compiles a new program.
       args: the function's arrays, with gradients.

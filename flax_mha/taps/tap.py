@@ -22,8 +22,6 @@ COLLECTION = "edits"
 class Looking(NamedTuple):
     """The values that modules in a context capture, and functions that they call.
 
-    JAX shares traces between equal values. Functions are equal only to themselves.
-
     Attributes:
       capture: the values to capture (default: those in the modules' fields).
       at_tensor: a function of a module, a tensor's name, the tensor, and True if it is edited.
