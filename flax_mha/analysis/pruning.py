@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,9 +23,6 @@ from flax_mha.models.stacks import Stack
 from flax_mha.nnx import Projection
 from flax_mha.scores import as_scores, learned
 
-# The heads that a layer's scores keep, and their number before.
-Kept: TypeAlias = tuple[tuple[int, ...], int]
-
 # The axis of heads, counted from the end, in the arrays of masks and scores.
 _AXES = {
     masks.Dense: -3, masks.BlockSparse: -3, scores.Bias: -3, scores.Alibi: -1,
@@ -41,8 +38,8 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
     `head_mask` of 0 for these heads. Keys and values that no query head reads are removed too.
 
     Args:
-      model: an nnx module, or a linen module with its layers in fields. A stack that loses heads
-        has a block for each layer, and no scan.
+      model: an nnx module, or a linen module with its layers in fields. In a stack that loses heads
+        layers share nothing: no scan, block or scores.
       *args: the arguments above. `heads` are the indices to remove by path of the layer, such as
         `{"layers_0/attention": (1, 3)}`, with or without scan; the path of a bare layer is "".
       repeat_kv: True to repeat key/value heads that would be shared by unequal numbers of heads.
@@ -62,7 +59,6 @@ def _prune_linen(
     """Return a linen model and its variables without the removed heads."""
     params = flatten_dict(variables["params"], sep="/")
     layers: list[str] = []
-    kept: dict[str, Kept] = {}
 
     def change(x: Any, path: str) -> Any:
         """Return a linen module, or a value of a field, with its layers changed."""
@@ -75,8 +71,7 @@ def _prune_linen(
             layers.append(path)
             if path not in removed:
                 return x
-            own = _under(prefix, params)
-            fields, own, kept[path] = _without(path, x, own, removed[path], repeat_kv)
+            fields, own = _without(path, x, _under(prefix, params), removed[path], repeat_kv)
             params.update({prefix + name: x for name, x in own.items()})
             return x.clone(**fields)
         is_stack = isinstance(x, Stack) and any(name.startswith(prefix) for name in removed)
@@ -88,9 +83,6 @@ def _prune_linen(
         for name, value in fields.items():
             part = "layers" if is_stack and name == "block" else getattr(value, "name", None)
             fields[name] = change(value, prefix + (part or name))
-        if is_stack:
-            heads = [kept.get(f"{prefix}layers_{i}/attention") for i in range(x.num_layers)]
-            fields["scores"] = _of_stack(x, prefix, heads, params)
         return x.clone(**fields)
 
     model = change(model, "")
@@ -99,36 +91,32 @@ def _prune_linen(
 
 
 def _unstack(stack: Any, prefix: str, params: dict[str, Any]) -> Any:
-    """Return a stack with a block for each layer, and give each its own parameters."""
+    """Return a stack whose layers share no block, parameters and scores, and change `params`."""
+    if stack.kv_from:
+        raise ValueError(
+            f"layers of {prefix or 'the stack'} must share no keys to lose heads, got kv_from="
+            f"{stack.kv_from}; keep their heads"
+        )
+    shared = {name: params.pop(prefix + name) for name in _score_axes(stack.scores)}
     scanned = {name: params.pop(name) for name in [*params] if name.startswith(f"{prefix}layers/")}
+    blocks = []
     for i, place in enumerate(stack.places):
+        block, at = stack.blocks[place.block], f"{prefix}layers_{i}/"
         for name, x in _under(prefix + "/".join((*place.path, "")), scanned).items():
             x = jax.tree.map(operator.itemgetter(place.step), x)
-            x = meta.remove_axis(x, 0, {nn.PARTITION_NAME: "layers"})
-            params[f"{prefix}layers_{i}/{name}"] = x
-    return stack.clone(block=tuple(stack.blocks[x.block] for x in stack.places), scan=False)
-
-
-def _of_stack(stack: Any, prefix: str, heads: Sequence[Kept | None], params: dict[str, Any]) -> Any:
-    """Return the scores of a stack whose layers keep these heads, and change their parameters."""
-    if (stack.scores or stack.kv_from) and len({*heads}) > 1:
-        raise ValueError(
-            f"layers that share scores or keys (kv_from) in {prefix or 'the stack'} must lose the "
-            f"same heads; remove the same from each, or let them share nothing"
-        )
-    if not heads[0]:
-        return stack.scores
-    for name, axes in _score_axes(stack.scores).items():
-        if "heads" in axes:
-            axis = axes.index("heads") - len(axes)
-            params[prefix + name] = _take(params[prefix + name], axis, heads[0][0])
-    return _select(as_scores(stack.scores), *heads[0])
+            params[at + name] = meta.remove_axis(x, 0, {nn.PARTITION_NAME: "layers"})
+        own = as_scores(block.attention.scores)
+        attention = block.attention.clone(scores=(*own, *as_scores(stack.scores)))
+        names = [name for name in _score_axes(attention.scores) if name not in _score_axes(own)]
+        params |= {f"{at}attention/{x}": y for x, y in zip(names, shared.values(), strict=True)}
+        blocks.append(block.clone(attention=attention))
+    return stack.clone(block=tuple(blocks), scan=False, scores=())
 
 
 def _without(
     path: str, layer: Any, arrays: Mapping[str, Any], removed: Any, repeat_kv: bool
-) -> tuple[dict[str, Any], dict[str, Any], Kept]:
-    """Return the new fields of a layer, its parameters, and the heads that it keeps."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the new fields of a layer, and its parameters."""
     axes = _score_axes(layer.scores)
     features = 2 * layer.num_heads  # Only the names of the table's axes are used, not the sizes.
     table = layer.table(features, features, features)
@@ -165,13 +153,13 @@ def _without(
                 x = _take(x, axis, indices(np.shape(meta.unbox(x))[axis], name))
         return x
 
-    kept = (tuple(indices(layer.score_heads).tolist()), layer.score_heads)
+    kept = indices(layer.score_heads)
     fields = {
-        "num_heads": rows.size, "num_kv_heads": layer.num_kv_heads and len(rows),
-        "head_dim": H, "qkv_features": None, "scores": _select(as_scores(layer.scores), *kept),
-        "mask": _select(masks.combine(layer.mask), *kept),
+        "num_heads": rows.size, "num_kv_heads": layer.num_kv_heads and len(rows), "head_dim": H,
+        "qkv_features": None, "scores": _select(as_scores(layer.scores), kept, layer),
+        "mask": _select(masks.combine(layer.mask), kept, layer),
     }  # fmt: skip
-    return fields, {name: smaller(x, axes.get(name, ())) for name, x in arrays.items()}, kept
+    return fields, {name: smaller(x, axes.get(name, ())) for name, x in arrays.items()}
 
 
 def _rows(path: str, removed: Any, N: int, K: int, repeat_kv: bool) -> np.ndarray:
@@ -189,17 +177,19 @@ def _rows(path: str, removed: Any, N: int, K: int, repeat_kv: bool) -> np.ndarra
     return kept.reshape(-1, math.gcd(*counts))
 
 
-def _select(tree: Any, index: Sequence[int], count: int) -> Any:
-    """Return masks and scores for the heads at `index` out of `count`."""
+def _select(tree: Any, index: np.ndarray, layer: Any) -> Any:
+    """Return masks and scores for some heads of a layer."""
 
     def select(x: Any) -> Any:
-        if is_user_defined(x) or isinstance(x, masks.PerHead):
+        # Features of TransformerXL are by default those of all heads.
+        is_unknown = isinstance(x, masks.PerHead) or getattr(x, "features", True) is None
+        if is_user_defined(x) or is_unknown:
             raise ValueError(
                 f"a layer that loses heads must have masks and scores whose heads are known, got "
                 f"{type(x).__name__}; give arrays, such as masks.Dense, or keep all heads"
             )
         if isinstance(x, scores.Alibi) and x.slopes is None:
-            x = x.replace(slopes=scores.alibi_slopes(count))
+            x = x.replace(slopes=scores.alibi_slopes(layer.score_heads))
         axis = _AXES.get(type(x))
         return x if axis is None else _take(x, axis, index)
 
@@ -210,14 +200,14 @@ def _select(tree: Any, index: Sequence[int], count: int) -> Any:
     return jax.tree.map(select, tree, is_leaf=is_leaf)
 
 
-def _take(tree: Any, axis: int, index: Any) -> Any:
+def _take(tree: Any, axis: int, index: np.ndarray) -> Any:
     """Return entries of arrays along an axis, counted from the end. An axis of size 1 stays."""
 
     def take(x: Any) -> Any:
         if np.ndim(x) < -axis or np.shape(x)[axis] == 1:
             return x
         # NumPy arrays stay static.
-        return (np if isinstance(x, np.ndarray) else jnp).take(x, np.asarray(index), axis)
+        return (np if isinstance(x, np.ndarray) else jnp).take(x, index, axis)
 
     return jax.tree.map(take, tree)
 
@@ -254,7 +244,7 @@ def _prune_nnx(model: Any, removed: Mapping[str, Any], repeat_kv: bool) -> Any:
     for path, heads in removed.items():
         layer = layers[path]
         own = flatten_dict(nnx.to_pure_dict(nnx.state(layer, nnx.Param)), sep="/")
-        fields, new, _ = _without(path, layer.settings, own, heads, repeat_kv)
+        fields, new = _without(path, layer.settings, own, heads, repeat_kv)
         nnx.update(layer, nnx.State(unflatten_dict(new, sep="/")))
         fields["qkv_features"] = fields["num_heads"] * fields["head_dim"]
         layer.kv, layer.mask, layer.scores = None, fields.pop("mask"), fields.pop("scores")

@@ -107,6 +107,10 @@ MODELS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "a scan that loses none": (
         translator(scan=True), (IDS, IDS), {"decoder/decoder/layers_0/attention": (0,)},
     ),
+    "shared scores": (
+        Encoder(3, EncoderBlock(BIASED, 24), scan=True, scores=(*SHARED["scores"], scores.Alibi())),
+        (X,), {"layers_0/attention": (1, 3), "layers_2/attention": (0,)},
+    ),
     "translator": (
         translator(**SHARED), (IDS, IDS),
         {
@@ -188,16 +192,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
         PLAIN.clone(scores=(Kerple(np.ones(N, np.float32)),)), {"": (0,)},
         "masks and scores whose heads are known, got Kerple",
     ),
-    (
-        Encoder(2, EncoderBlock(PLAIN, 8), **SHARED), {"layers_0/attention": (1,)},
-        "layers that share scores or keys (kv_from) in the stack must lose the same",
-    ),
-    (
-        Encoder(2, EncoderBlock(PLAIN, 8), scores=(scores.Alibi(),)),
-        {"layers_0/attention": (1,), "layers_1/attention": (2,)}, "layers that share scores",
-    ),
-    (tied(PLAIN), {"layers_0/attention": (1,)}, "that share scores or keys (kv_from) in the stack"),
-    (tied(PLAIN), {"layers_1/attention": (1,)}, "parameters of its class"),
+    (tied(PLAIN), {"layers_0/attention": (1,)}, "must share no keys to lose heads, got kv"),
     (PLAIN.clone(mask=masks.PerHead([masks.Causal()] * N)), {"": (0,)}, "known, got PerHead"),
     (PLAIN.clone(scores=(scores.TransformerXL(),)), {"": (0,)}, "known, got TransformerXL"),
 ]  # fmt: skip
