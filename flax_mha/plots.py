@@ -80,7 +80,7 @@ def _panels(weights: Any, size: float) -> tuple["Figure", list[tuple[Any, str, A
 
     layers = find_weights(weights)
     panels = [
-        (f"{layer}, head {i}" if layer else f"head {i}", head)
+        (f"{layer}, head {i}".removeprefix(", "), head)
         for layer, each in layers.items()
         for i, head in enumerate(each)
     ]
