@@ -17,9 +17,8 @@ from flax.traverse_util import unflatten_dict
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
 from flax_mha.layer.settings import Settings
-from flax_mha.taps.edit import Edit
 from flax_mha.taps.sown import by_path
-from flax_mha.taps.tap import COLLECTION, looking
+from flax_mha.taps.tap import COLLECTION, Edit, looking
 
 __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
 __dir__ = __all__.copy
@@ -34,9 +33,9 @@ class Edits(nnx.Variable[Any]):
 
 
 def names(model: Any, *args: Any, **kwargs: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the tensors that edits can change by path, with their shapes and dtypes.
+    """Trace a call, and return the tensors that edits can change by path, as shapes and dtypes.
 
-    A call is traced, not run. Under `nn.scan` a tensor has a leading axis of layers.
+    Under `nn.scan` a tensor has a leading axis of layers.
 
     Args:
       model: a linen or nnx module.

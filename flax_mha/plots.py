@@ -20,16 +20,14 @@ def heads(weights: Any, tokens: Sequence[str] | None = None) -> "Figure":
     """Draw a panel of attention weights for every head, with queries as rows and keys as columns.
 
     White is 0, and the darkest blue the largest weight of a panel, which stands above it.
-    `figure.savefig("heads.png")` writes the figure.
 
     Args:
-      weights: the weights [*B, N, T, S] of one example (every B = 1), or a tree of them, such as
-        all `intermediates`.
+      weights: the weights [*B, N, T, S] of one example (every B = 1), or a tree such as all
+        `intermediates`.
       tokens: names of the tokens. Queries or keys of another number have no names.
 
     Raises:
       ValueError: if there are no weights, or they are of several examples.
-      ImportError: if Matplotlib is not installed.
     """
     figure, panels = _panels(weights, 3.2 if tokens is not None else 2.2)
     for axis, title, head in panels:
@@ -52,7 +50,6 @@ def class_token(weights: Any, image: Any) -> "Figure":
 
     Raises:
       ValueError: if there are no weights, or the patches do not form a grid like the image.
-      ImportError: if Matplotlib is not installed.
     """
     height, width = image.shape[:2]
     figure, panels = _panels(weights, 2.2)

@@ -51,7 +51,7 @@ class Factored(struct.PyTreeNode):
 
     def svd(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return u [..., D, r], the singular values s [..., r] and vh [..., r, D']."""
-        # After two QR decompositions only the product of the triangles, [r, r], needs an SVD.
+        # Only the product of two triangles, [r, r], needs an SVD.
         (q, r), (p, t) = (jnp.linalg.qr(x.left) for x in (self, self.T))
         u, s, vh = jnp.linalg.svd(r @ jnp.swapaxes(t, -1, -2), full_matrices=False)
         return q @ u, s, vh @ jnp.swapaxes(p, -1, -2)
@@ -116,10 +116,10 @@ def ov(
 ) -> Factored:
     """Return W_OV of each head, [N, D, D].
 
-    Arguments are those of `qk`. With `biases`, b_V W_O is one more row. b_O belongs to no head.
+    Arguments are as for `qk`. With `biases`, b_V W_O is one more row. b_O belongs to no head.
 
     Raises:
-      ValueError: if outputs are no such products, as with `gate` or `exclusive`.
+      ValueError: if outputs are no such products, as with `gate`.
     """
     handled = ("rotary", "scores", "scale", "sinks", "normalizer", "qk_norm", "normalize_qk")
     _check(layer, handled)

@@ -31,11 +31,11 @@ _AXES = {
 
 
 def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
-    """Return a model without some attention heads, and its variables.
+    """Return a model without some attention heads, with the outputs of a `head_mask` of 0 for them.
 
     `prune(linen_model, variables, heads)` returns a module and its variables, and
-    `prune(nnx_model, heads)` a new module, without caches. Outputs are the same as with a
-    `head_mask` of 0 for these heads. Keys and values that no query head reads are removed too.
+    `prune(nnx_model, heads)` a new module, without caches. Keys and values that no query head reads
+    are removed too.
 
     Args:
       model: an nnx module, or a linen module with its layers in fields. In a stack that loses heads
@@ -91,7 +91,7 @@ def _prune_linen(
 
 
 def _unstack(stack: Any, prefix: str, params: dict[str, Any]) -> Any:
-    """Return a stack whose layers share no block, parameters and scores, and change `params`."""
+    """Return a stack whose layers share nothing, and change its parameters."""
     if stack.kv_from:
         raise ValueError(
             f"layers of {prefix or 'the stack'} must share no keys to lose heads, got kv_from="
@@ -163,10 +163,7 @@ def _without(
 
 
 def _rows(path: str, removed: Any, N: int, K: int, repeat_kv: bool) -> np.ndarray:
-    """Return the query heads [K', G'] that are kept, by the key/value head that they read.
-
-    With `repeat_kv` several rows can be of one key/value head.
-    """
+    """Return the query heads to keep, [K', G'], a row for each key/value head or repeat of one."""
     kept = np.delete(np.arange(N), list(removed))
     counts = {*np.bincount(kept // (N // K)).tolist()} - {0}
     if not counts or (len(counts) > 1 and not repeat_kv):

@@ -17,15 +17,11 @@ from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.masks.algebra import evaluate
 from flax_mha.scores import Bias
-from flax_mha.taps.edit import Edit
-from flax_mha.taps.tap import Tap, current
+from flax_mha.taps.tap import Edit, Tap, current
 
 
 def edit_given(tap: Tap, q: jax.Array, source: KeyValues) -> KeyValues:
-    """Return the keys and values of an encoder or another layer after their edits.
-
-    The queries are [*B, T, N, H].
-    """
+    """Return the keys and values of an encoder or another layer after their edits."""
     if not tap.is_active:
         return source
     if source.has_slots:
@@ -42,7 +38,7 @@ def edit_given(tap: Tap, q: jax.Array, source: KeyValues) -> KeyValues:
 def read_result(
     tap: Tap, result: Any, q: jax.Array, source: KeyValues, has_pairs: bool, call: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Sow the captured values of a kernel's result, and return its output and its weights or None.
+    """Sow the captured values of a kernel's result, and return its output and weights or None.
 
     `has_pairs` is True if queries and keys are of the same tokens.
     """

@@ -32,11 +32,9 @@ def named(sown: Any, name: str) -> dict[str, Any]:
 
 
 def find_weights(tree: Any) -> dict[str, np.ndarray]:
-    """Return the weights [N, T, S] of each layer by its path, in the model's order.
+    """Return the weights [N, T, S] of one example in each layer, as `find` does.
 
-    Args:
-      tree: the weights of one example, [*B, N, T, S] with every B = 1, or a tree such as all
-        `intermediates`, from which `attention_weights` are taken.
+    They are [*B, N, T, S] with every B = 1, or all `attention_weights` in a tree.
     """
     layers = find(tree, "attention_weights", 3)
     if not layers:
@@ -55,7 +53,7 @@ def find(tree: Any, name: str, axes: int) -> dict[str, np.ndarray]:
 
     Args:
       tree: a tree of arrays.
-      name: the name of the arrays, such as "attention_entropy".
+      name: the name of the arrays.
       axes: the number of their axes after the batch.
     """
     layers: dict[str, np.ndarray] = {}
