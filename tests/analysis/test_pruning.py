@@ -14,7 +14,7 @@ from flax_mha.analysis import prune
 from flax_mha.positions import Rotary
 from tests.analysis.pruning_cases import KEY, RNG, D, N, T, X, drawn
 from tests.support.decoding import decoded
-from tests.support.meshes import KINDS, on
+from tests.support.meshes import on
 from tests.support.oracle import error, random_like
 
 TABLE = RNG.random((1, N, T, T)) < 0.7
@@ -191,13 +191,12 @@ def test_nnx_layers_under_scan_lose_heads() -> None:
     assert error(call(small, X, None), call(layers, X, keep)) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sharded_layers_lose_heads(kind: str) -> None:
+def test_sharded_layers_lose_heads() -> None:
     """Inside the context of the mesh, and outside."""
     layer = flax_mha.nnx.MultiHeadAttention(N, D, use_bias=False, rngs=nnx.Rngs(0))
     keep = jnp.array([1.0, 0, 1, 0])
     wanted = layer(X, head_mask=keep)
-    mesh, leave = on(kind, shape=(1, 2))
+    mesh, leave = on("Auto", shape=(1, 2))
     try:
         at = jax.NamedSharding(mesh, jax.P(None, "model"))
         nnx.update(layer, jax.tree.map(lambda x: jax.device_put(x, at), nnx.state(layer)))
