@@ -31,6 +31,7 @@ from flax import nnx
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
+from flax_mha.base.trees import Static, combine, is_array, partition
 from flax_mha.kernels import observe
 from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
@@ -80,34 +81,42 @@ def detect(
       ValueError: if there is no layer, or weights are not one softmax, as with another normalizer,
         an `attention_fn` or an edit of weights.
     """
-    is_linen = isinstance(model, nn.Module)
-    first, *inputs = args if is_linen else (None, *args)
+    root, inputs = model, args[isinstance(model, nn.Module) :]
     if pairs is None:
         if kwargs.get("order") is not None:
             raise ValueError("detect takes tokens in their order, got order=; give pairs= with it")
         pairs = token_pairs(*inputs[:1])
+    if not isinstance(model, nn.Module):
+        root, state = nnx.split(model)
+        args = (state, *args)
+    call = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
+    )
     bound = {name: masks.as_mask(mask) for name, mask in pairs.items()}
-    parts: Any = (model, first) if is_linen else nnx.split(model)
-    root, state = parts
-
-    @jax.jit
-    def read(state: Any) -> dict[str, Any]:
-        with looking(at_softmax=functools.partial(_sow_pairs, bound)):
-            if is_linen:
-                _, sown = root.apply(state, *inputs, mutable="intermediates", **kwargs)
-            else:
-                run = nnx.capture(lambda m: m(*inputs, **kwargs), nnx.Intermediate)
-                _, sown = run(nnx.merge(root, state))
-        return named(sown, "attention_pairs")
-
-    calls = read(state)
-    bound.clear()  # JAX's caches keep the function, which must keep no arrays.
+    arrays, static = partition((call, bound), is_array)
+    # Later calls with the same shapes compile nothing.
+    calls = _read(Static((root, static, nn.get_logical_axis_rules())), arrays)
     if not calls:
         raise ValueError(
             f"a model to detect heads in must call self-attention layers of flax_mha, got "
             f"{checks.describe(model)}; give the part of it that does"
         )
     return calls
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(call: Static, arrays: Any) -> dict[str, Any]:
+    """Return the weights on pairs by path of the layer."""
+    root, static, _ = call.tree
+    (args, kwargs), pairs = combine(arrays, static)
+    with looking(at_softmax=functools.partial(_sow_pairs, pairs)):
+        if isinstance(root, nn.Module):
+            _, sown = root.apply(*args, mutable="intermediates", **kwargs)
+        else:
+            run = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
+            _, sown = run(nnx.merge(root, args[0]))
+    pairs.clear()  # JAX's caches keep the function, which must keep no arrays.
+    return named(sown, "attention_pairs")
 
 
 def _sow_pairs(
