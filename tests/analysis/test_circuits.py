@@ -97,7 +97,7 @@ def test_an_nnx_layer_and_scanned_layers_have_circuits_too() -> None:
     stacked = {"params": {"layers": {"attention": jax.tree.map(lambda x: np.stack([0 * x, x]), p)}}}
     one = analysis.parameters(stacked, "layers/attention", 1)
     jax.tree.map(np.testing.assert_array_equal, analysis.qk(linen, one, distance=3), want)
-    with pytest.raises(ValueError, match=r"'mlp' is none of \['attention'\]"):
+    with pytest.raises(KeyError, match="mlp"):
         analysis.parameters(stacked, "layers/mlp")
 
 
