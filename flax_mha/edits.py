@@ -1,83 +1,65 @@
 """Change a model while it runs, by edits of its named tensors: x ← fn(keep·x + add).
 
-One compiled program runs all edits of one shape without `fn`. The gradient of `add` is the tensor's
-gradient.
+One compiled program runs all edits of one shape. The gradient of `add` is the tensor's.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
 from flax_mha.layer.settings import Settings
-from flax_mha.taps.contexts import looking
-from flax_mha.taps.edit import Edit
 from flax_mha.taps.sown import by_path
-from flax_mha.taps.tap import COLLECTION
+from flax_mha.taps.tap import COLLECTION, Edit, looking
 
 __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
 __dir__ = __all__.copy
+
+
+# Tensors by path, each with the sizes of the axes that scans add, and True if it is edited.
+Tensors: TypeAlias = dict[str, tuple[jax.ShapeDtypeStruct, shapes.Shape, bool]]
 
 
 class Edits(nnx.Variable[Any]):
     """An array of an edit of an nnx layer; `nnx.DiffState(0, Edits)` selects all of them."""
 
 
-class _ByPath(dict[str, Any]):
-    """Tensors by path, a line for each if printed. A wrong path is an error with the nearest."""
-
-    def __missing__(self, path: str) -> Any:
-        raise KeyError(f"{path!r} is no tensor of the run; {checks.nearest(path, self)}")
-
-    def __str__(self) -> str:
-        width = max(map(len, self), default=0)
-        leaves = ((name, jax.tree.leaves(x)) for name, x in self.items())
-        return "\n".join(
-            f"{name:{width}}  {', '.join(f'{x.dtype}{[*x.shape]}' for x in xs)}"
-            for name, xs in leaves
-        )
-
-
 def names(model: Any, *args: Any, **kwargs: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the tensors that edits can change by path, with their shapes and dtypes.
+    """Trace a call, and return the tensors that edits can change by path, as shapes and dtypes.
 
-    A call is traced, not run. Under `nn.scan` a tensor has a leading axis of layers.
+    Under `nn.scan` a tensor has a leading axis of layers.
 
     Args:
       model: a linen or nnx module.
       *args: arguments of the call; for linen, the variables first.
       **kwargs: more arguments of `apply`, or of the call.
     """
-    return _trace(model, *args, **kwargs)[0]
+    return {path: x for path, (x, *_) in _trace(model, *args, **kwargs).items()}
 
 
-def _trace(
-    model: Any, *args: Any, **kwargs: Any
-) -> tuple[_ByPath, dict[str, shapes.Shape], set[str]]:
-    """Return tensors by path, the sizes of the axes that scans add to each, and edited paths."""
-    tensors, scanned, edited = _ByPath(), dict[str, shapes.Shape](), set[str]()
+def _trace(model: Any, *args: Any, **kwargs: Any) -> Tensors:
+    """Trace a call, and return its tensors."""
+    tensors: Tensors = {}
     parameters: Any = {}
 
     def visit(module: Any, name: str, x: Any, is_edited: bool) -> None:
-        path = "/".join((*getattr(module, "path", ()), name))
-        scanned[path] = ()
+        path, layers = getattr(module, "path", ()), ()
         if isinstance(module, nn.Module):
-            whole = functools.reduce(lambda x, part: x.get(part, {}), module.path, parameters)
+            whole = functools.reduce(lambda x, part: x.get(part, {}), path, parameters)
             # A scan slices the parameters.
             leaves = map(jax.tree.leaves, (whole, module.variables.get("params", {})))
-            for outer, inner in [*zip(*leaves, strict=False)][:1]:
-                scanned[path] = outer.shape[: outer.ndim - inner.ndim]
-        tensors[path] = jax.ShapeDtypeStruct((*scanned[path], *x.shape), x.dtype)
-        if is_edited:
-            edited.add(path)
+            for outer, inner in zip(*leaves, strict=False):
+                layers = outer.shape[: outer.ndim - inner.ndim]
+        x = jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype)
+        tensors["/".join((*path, name))] = x, layers, is_edited
 
     if isinstance(model, nnx.Module):
         definition, state = nnx.split(model)
@@ -96,72 +78,62 @@ def _trace(
         call = functools.partial(model.apply, mutable=mutable, **kwargs)
     with looking(at_tensor=visit):
         jax.eval_shape(call, *args)
-    return tensors, scanned, edited
+    return tensors
 
 
 def values(sown: Any) -> dict[str, Any]:
-    """Return captured tensors by the paths of `names`.
+    """Return captured tensors by the paths of `names`. Several calls of a module give a tuple.
 
     >>> _, sown = model.apply(variables, x, mutable="intermediates")
-    >>> cache = edits.values(sown)
-    >>> z = cache["layers_0/attention/attention_z"]
+    >>> z = edits.values(sown)["layers_0/attention/attention_z"]
 
     Args:
-      sown: the collection `intermediates`, or all collections of a run; for nnx, the state of
-        `nnx.pop(model, nnx.Intermediate)`. A module that is called several times has a tuple.
+      sown: `intermediates`, or all collections of a run; for nnx, the state of intermediates.
     """
-    return _ByPath(by_path(sown))
+    return by_path(sown)
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attach edits to a model, in place of earlier ones, and check that a call uses each.
+    """Attach edits to a model, in place of earlier ones. A trace checks that a call uses each.
 
-    `attach(linen_model, variables, edits, *inputs)` returns variables with the edits in the
-    collection `edits`, or next to the layer's parameters if a transformation passes only these:
-    train and save the variables without them. `attach(nnx_model, edits, *inputs)` sets `edits` of
-    the layers, and returns the model. The call is traced, not run.
+    `attach(linen_model, variables, edits, *inputs)` returns variables with the collection `edits`.
+    Train and save the variables without it. `attach(nnx_model, edits, *inputs)` sets `edits` of
+    the layers, and returns the model.
 
     Args:
       model: a linen or nnx module.
-      *args: the arguments above. `edits` are by path, such as `{"layers_0/resid_pre": Edit(0)}`,
-        or nested. Under `nn.scan` give a dict by layer, `{3: Edit(keep=0)}`, or an edit whose
-        arrays have a leading axis of layers.
+      *args: the arguments above. `edits` are by path, such as `{"layers_0/resid_pre": Edit(0)}`.
+        Under `nn.scan` give a dict by layer, `{3: Edit(keep=0)}`, or an edit whose arrays have a
+        leading axis of layers.
       **kwargs: more arguments of `apply`, or of the call.
 
     Raises:
       ValueError: if a path names no tensor, or an edit does not broadcast to its tensor.
       TypeError: if a value is not an `Edit`.
     """
-    if isinstance(model, nnx.Module):
-        edits, *inputs = args
-        trial = nnx.clone(model)
+    is_nnx = isinstance(model, nnx.Module)
+    variables, edits, *inputs = (None, *args) if is_nnx else args
 
-        def trace(chosen: Any, inside: Any) -> Any:
-            del inside
-            _set(trial, chosen)
-            return model, _trace(trial, *inputs, **kwargs)
+    def placed(chosen: Any) -> tuple[Any, ...]:
+        """Return the model and its variables with edits."""
+        if is_nnx:
+            copy = nnx.clone(model)
+            _set(copy, chosen)
+            return (copy,)
+        return model, {**variables, COLLECTION: unflatten_dict(chosen, sep="/")}
 
-    else:
-        variables, edits, *inputs = args
-
-        def trace(chosen: Any, inside: Any) -> Any:
-            stored = _store(variables, chosen, inside)
-            return stored, _trace(model, stored, *inputs, **kwargs)
-
-    tensors, scanned, _ = trace({}, ())[1]
-    chosen = _resolve(edits, tensors, scanned)
-    lost: set[str] = set()
-    for _ in range(2):  # First all are in the collection, then the lost ones next to parameters.
-        changed, (*_, edited) = trace(chosen, lost)
-        lost = {*chosen} - edited
-        if not lost:
-            if changed is model:
-                _set(model, chosen)
-            return changed
-    raise ValueError(
-        f"edits must be of tensors that the model's transformations reach, got {sorted(lost)}; "
-        f"leave them out"
-    )
+    chosen = _resolve(edits, _trace(*placed({}), *inputs, **kwargs))
+    changed = placed(chosen)
+    tensors = _trace(*changed, *inputs, **kwargs)
+    if lost := [path for path in chosen if not tensors[path][-1]]:
+        raise ValueError(
+            f"transformations must pass edits to {lost}, got none there; give nn.scan "
+            f"variable_axes={{'edits': 0}}, say"
+        )
+    if is_nnx:
+        _set(model, chosen)
+        return model
+    return changed[1]
 
 
 def detach(model: nnx.Module) -> None:
@@ -169,92 +141,58 @@ def detach(model: nnx.Module) -> None:
     _set(model, {})
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="batch_size")
 def sweep(fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None = None) -> Any:
     """Return fn(edits, *args) for many edits, stacked, computed by one compiled program.
 
     Args:
       fn: a function of edits and the other arguments.
-      edits: a tree, such as edits by path, whose arrays have a leading axis. Numbers are shared.
+      edits: a tree whose arrays have a leading axis. Numbers are the same for all edits.
       *args: arguments that are the same for all edits.
       batch_size: the number of edits that are computed together (default: one).
     """
-    shared, several = partition(edits, lambda x: np.ndim(x) == 0)
-    if not jax.tree.leaves(several):
-        raise ValueError("edits must have an array with a leading axis, got none; give one")
-    return _sweep(fn, batch_size, several, shared, *args)
+    shared, several = partition(edits, lambda x: jnp.ndim(x) == 0)
+    return jax.lax.map(lambda x: fn(combine(x, shared), *args), several, batch_size=batch_size)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sweep(
-    fn: Callable[..., Any], batch_size: int | None, edits: Any, shared: Any, *args: Any
-) -> Any:
-    return jax.lax.map(lambda one: fn(combine(one, shared), *args), edits, batch_size=batch_size)
-
-
-def _resolve(
-    edits: Any, tensors: Mapping[str, Any], scanned: Mapping[str, shapes.Shape]
-) -> dict[str, Edit]:
+def _resolve(edits: Any, tensors: Tensors) -> dict[str, Edit]:
     """Check edits, and return them by path, with one edit for all layers of a scan."""
-    chosen: dict[str, Any] = flatten_dict(
-        edits, sep="/", is_leaf=lambda _, x: not all(isinstance(key, str) for key in x)
-    )
-    if unknown := [path for path in chosen if path not in tensors]:
-        raise ValueError(
-            f"edits must be of tensors of the model, got {unknown}; for {unknown[0]!r} "
-            f"{checks.nearest(unknown[0], tensors)}; flax_mha.edits.names lists them"
-        )
-    for path, edit in chosen.items():
-        layers = scanned[path]
-        parts = edit if layers and isinstance(edit, Mapping) else {0: edit}
-        if not all(isinstance(part, Edit) for part in parts.values()):
+    chosen: dict[str, Any] = {**edits}
+    for path, edit in edits.items():
+        if path not in tensors:
+            raise ValueError(
+                f"edits must be of tensors of the model, got {path!r}; "
+                f"{checks.nearest(path, tensors)}; flax_mha.edits.names lists them"
+            )
+        layers = tensors[path][1][:1]
+        if layers and isinstance(edit, Mapping):
+            edit = _stack(edit, *layers)
+        if not isinstance(edit, Edit):
             raise TypeError(
                 f"the edit of {path} must be an Edit, or under nn.scan a dict of them by layer, "
                 f"got {checks.describe(edit)}; give edits.Edit(keep=0), say"
             )
-        if parts is edit:
-            chosen[path] = _stack(edit, layers[0])
-        elif layers and any(np.shape(x)[:1] != layers[:1] for x in (edit.keep, edit.add)):
-            raise ValueError(
-                f"an edit of {path} must have a leading axis of the {layers[0]} layers in `keep` "
-                f"and `add`, got {np.shape(edit.keep)} and {np.shape(edit.add)}; give a dict by "
-                f"layer"
-            )
+        if layers:  # Numbers are of all layers.
+            edit = jax.tree.map(lambda x, n=layers: x if np.ndim(x) else jnp.full(n, x), edit)
+        chosen[path] = edit
     return chosen
 
 
 def _stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
     """Return edits as one with a leading axis of layers, neutral for layers without any."""
-    if not all(layer in range(num_layers) for layer in edits):
-        raise ValueError(f"edits must be of layers 0 to {num_layers - 1}, got {sorted(edits)}")
-    programs = {(edit.heads, edit.fn) for edit in edits.values()}
-    (heads, fn), *others = programs
-    if others or (fn is not None and len(edits) < num_layers):
-        raise ValueError(
-            f"edits of layers under scan, which run one program, must have the same heads, and one "
-            f"fn for all {num_layers} layers, got {len(edits)} edits with {programs}; give each "
-            f"layer the same function, and numbers in args"
-        )
 
     def join(*rows: Any) -> jax.Array:
         return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(row, jnp.float32) for row in rows)))
 
-    neutral = Edit(heads=heads)
-    stacked: Edit = jax.tree.map(join, *(edits.get(n, neutral) for n in range(num_layers)))
+    neutral = Edit(heads=next(iter(edits.values())).heads)
+    rows = [edits.get(n, neutral) for n in range(num_layers)]
+    if edits.keys() - {*range(num_layers)} or len({(row.heads, row.fn) for row in rows}) > 1:
+        raise ValueError(
+            f"edits under scan must be of layers 0 to {num_layers - 1}, with the same heads, and "
+            f"one fn for all layers, got {edits}; give each the same fn, and numbers in args"
+        )
+    stacked: Edit = jax.tree.map(join, *rows)
     return stacked
-
-
-def _store(
-    variables: Mapping[str, Any], edits: Mapping[str, Edit], inside: Collection[str]
-) -> dict[str, Any]:
-    """Return variables with these edits, those of the paths `inside` next to parameters."""
-    flat = flatten_dict(variables.get("params", {}), sep="/")
-    parameters = {path: x for path, x in flat.items() if not isinstance(x, Edit)}
-    for path in inside:
-        *module, name = path.split("/")
-        parameters["/".join((*module, COLLECTION, name))] = edits[path]
-    outside = {path: edit for path, edit in edits.items() if path not in inside}
-    nested = {"params": parameters, COLLECTION: outside}
-    return {**variables, **{name: unflatten_dict(x, sep="/") for name, x in nested.items()}}
 
 
 def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
@@ -269,28 +207,9 @@ def _set(model: nnx.Module, edits: Mapping[str, Edit]) -> None:
         layer.edits = nnx.data(own or None)
 
 
-def attention_layers(model: Any, *args: Any, **kwargs: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the attention layers of a model, each with its path.
-
-    >>> for path, layer in attention_layers(model):
-    ...     layer.capture = flax_mha.Capture(("weights",))
-
-    Args:
-      model: an nnx module; or a linen module, whose layers are found by tracing a call.
-      *args: the arguments of that call, the variables first.
-      **kwargs: more arguments of `apply`.
-    """
-    if isinstance(model, nnx.Module):
-        return [
-            (tuple(map(str, path)), x) for path, x in nnx.iter_modules(model)
-            if isinstance(getattr(x, "config", None), Settings)
-        ]  # fmt: skip
-    layers: dict[tuple[str, ...], Any] = {}
-
-    def visit(layer: Any) -> Any:
-        layers[layer.path] = layer.clone(parent=None, name=None)
-        return layer
-
-    with looking(at_layer=visit):
-        jax.eval_shape(functools.partial(model.apply, mutable=True, **kwargs), *args)
-    return [*layers.items()]
+def attention_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Any]]:
+    """Return the attention layers of an nnx model, each with its path."""
+    return [
+        (tuple(map(str, path)), x) for path, x in nnx.iter_modules(model)
+        if isinstance(getattr(x, "config", None), Settings)
+    ]  # fmt: skip

@@ -22,7 +22,6 @@ from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry, Table
 from flax_mha.layer.settings import Call, Settings, reading
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import rules
-from flax_mha.taps import contexts
 from flax_mha.taps.tap import tap_of
 
 
@@ -157,8 +156,6 @@ class MultiHeadAttention(Settings, nn.Module):
           TypeError: if a dtype is not supported.
         """
         check_refused(self, refused)
-        if (at_layer := contexts.current().at_layer) is not None:
-            self = at_layer(self)
         with rules.undivided_tokens(bool(self.decode)):
             config = self.cache or CacheConfig() if self.decode else None
             inputs_k, inputs_v, cache = resolve.resolve_call(

@@ -16,35 +16,23 @@ _COLUMNS = 8  # panels side by side
 _LABELS = 40  # tokens whose names still fit along a panel
 
 
-def heads(
-    weights: Any, tokens: Sequence[str] | None = None, *, vmax: float | None = None
-) -> "Figure":
+def heads(weights: Any, tokens: Sequence[str] | None = None) -> "Figure":
     """Draw a panel of attention weights for every head, with queries as rows and keys as columns.
 
-    White is 0. `figure.savefig("heads.png")` writes the figure.
+    White is 0, and the darkest blue the largest weight of a panel, which stands above it.
 
     Args:
-      weights: the weights [*B, N, T, S] of one example (every B = 1), or a tree of them, such as
-        all `intermediates`.
+      weights: the weights [*B, N, T, S] of one example (every B = 1), or a tree such as all
+        `intermediates`.
       tokens: names of the tokens. Queries or keys of another number have no names.
-      vmax: the weight that is drawn in the darkest blue (default: the largest weight of each
-        panel, which stands above it). With 1, panels of all heads and models compare.
 
     Raises:
-      ValueError: if there are no weights, they are of several examples, or names do not fit.
-      ImportError: if Matplotlib is not installed.
+      ValueError: if there are no weights, or they are of several examples.
     """
     figure, panels = _panels(weights, 3.2 if tokens is not None else 2.2)
     for axis, title, head in panels:
-        largest = float(head.max()) if vmax is None else vmax
-        axis.imshow(head, cmap="Blues", vmin=0, vmax=largest, aspect="auto")
-        shown = f"{title}, up to {largest:.2g}" if vmax is None else title
-        axis.set_title(shown, fontsize=9, parse_math=False)
-        if tokens is not None and len(tokens) not in head.shape:
-            raise ValueError(
-                f"tokens must name the {head.shape[0]} queries or {head.shape[1]} keys, got "
-                f"{len(tokens)} names"
-            )
+        axis.imshow(head, cmap="Blues", vmin=0, aspect="auto")
+        axis.set_title(f"{title}, up to {head.max():.2g}", fontsize=9, parse_math=False)
         for set_ticks, count in zip((axis.set_yticks, axis.set_xticks), head.shape, strict=True):
             set_ticks([])
             if tokens is not None and len(tokens) == count <= _LABELS:
@@ -53,16 +41,15 @@ def heads(
 
 
 def class_token(weights: Any, image: Any) -> "Figure":
-    """Draw for every head, over an image, how much its class token attends to each patch.
+    """Draw over an image how much the class token of each head attends to each patch.
 
     Args:
-      weights: as in `heads`, of a vision transformer whose first token is the class token and
-        whose last ones are the patches, row by row.
-      image: the image [height, width] or [height, width, 3], for example from 0 to 1.
+      weights: as in `heads`. The first token is the class token, the last ones are the patches,
+        row by row.
+      image: the image [height, width] or [height, width, 3].
 
     Raises:
       ValueError: if there are no weights, or the patches do not form a grid like the image.
-      ImportError: if Matplotlib is not installed.
     """
     height, width = image.shape[:2]
     figure, panels = _panels(weights, 2.2)
@@ -75,11 +62,10 @@ def class_token(weights: Any, image: Any) -> "Figure":
                 f"for an image of {height}×{width}"
             )
         patches = head[0, -side * columns :].reshape(side, columns)
-        extent = (0, width, height, 0)
+        largest, extent = float(patches.max()), (0, width, height, 0)
         axis.imshow(image, cmap="gray", extent=extent)
-        largest = float(patches.max())
-        shares = patches / (largest or 1.0)  # A masked class token attends to nothing.
-        axis.imshow(patches, cmap="Reds", vmin=0, extent=extent, alpha=shares)
+        # A masked class token attends to nothing.
+        axis.imshow(patches, cmap="Reds", vmin=0, extent=extent, alpha=patches / (largest or 1.0))
         axis.set_title(f"{title}, up to {largest:.2g}", fontsize=9, parse_math=False)
         axis.set(xticks=[], yticks=[])
     return figure
@@ -87,13 +73,11 @@ def class_token(weights: Any, image: Any) -> "Figure":
 
 def _panels(weights: Any, size: float) -> tuple["Figure", list[tuple[Any, str, Any]]]:
     """Return a figure, and for each head its axes, its title and its weights [T, S]."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need Matplotlib; pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     layers = find_weights(weights)
     panels = [
-        (f"{layer}, head {i}" if layer else f"head {i}", head)
+        (f"{layer}, head {i}".removeprefix(", "), head)
         for layer, each in layers.items()
         for i, head in enumerate(each)
     ]

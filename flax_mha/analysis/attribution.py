@@ -4,7 +4,6 @@ Sources: nostalgebraist, "Interpreting GPT: the Logit Lens", 2020; Elhage et al.
 Framework for Transformer Circuits", 2021 (direct attribution).
 """
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -16,24 +15,19 @@ from flax_mha.base import checks, numerics, shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
 from flax_mha.models.stacks import Place
-from flax_mha.taps.contexts import looking
+from flax_mha.taps.sown import by_path
+from flax_mha.taps.tap import looking
 
-# The fields with which logits are linear in the captured parts.
-_MODEL = (
-    "embedding", "decoder", "tied", "position_embedding", "dropout_rate", "logits_scale",
-)  # fmt: skip
-_STACK = ("num_layers", "block", "scan", "scores", "input_norm", "final_norm", "kv_from")
-_BLOCK = (
-    "attention", "cross_attention", "mlp_dim", "norm", "pre_norm", "activation", "gated",
-    "dropout_rate", "remat", "norm_epsilon", "mlp_bias", "parallel", "mlp",
-)  # fmt: skip
+# The fields with which logits are not linear in the captured parts.
+_NOT_LINEAR = {
+    "logits_cap", "pre_norm", "branch_norm", "layer_scale", "output_scale", "project_out",
+}  # fmt: skip
 
 
 def logit_lens(model: LanguageModel, variables: Any, tokens: Any, **kwargs: Any) -> jax.Array:
-    """Return the logits of the residual stream before each layer and after the last.
+    """Return logits of the residual stream before each layer and after the last, [L + 1, *B, T, V].
 
-    They are [L + 1, *B, T, V], through the final norm and the table of logits. The last are the
-    model's logits.
+    They go through the final norm and the table of logits, so the last are the model's.
 
     Args:
       model: a linen language model.
@@ -48,7 +42,7 @@ def logit_lens(model: LanguageModel, variables: Any, tokens: Any, **kwargs: Any)
         x = x if norm is None else norm.apply({"params": p}, x)
         return model.apply(variables, x, method="to_logits")
 
-    resid = [layer["resid_pre"][0] for layer in layers] + [layers[-1]["resid_post"][0]]
+    resid = [layer["resid_pre"] for layer in layers] + [layers[-1]["resid_post"]]
     return jnp.stack([to_logits(x) for x in resid])
 
 
@@ -57,8 +51,7 @@ def attribute_logits(
 ) -> dict[str, jax.Array]:
     """Return the share of each part of a model in the logit of a token, or in a difference.
 
-    With the final norm's division kept as it is in this call, logits are linear in the parts c of
-    the residual stream, so the shares sum to the logit:
+    For a fixed division by the final norm, logits are sums over the parts c of the residual stream:
 
         share of c = ((c − mean(c)) / σ ⊙ γ) · (u_right − u_wrong)
 
@@ -68,8 +61,7 @@ def attribute_logits(
       model: a linen language model that ends with a LayerNorm, an RMSNorm or no norm.
       variables: its variables.
       tokens: int [*B, T].
-      targets: int [*B, T], the token of each logit; or a pair (right, wrong), for the difference
-        of their logits.
+      targets: int [*B, T], the token of each logit; or a pair (right, wrong).
       **kwargs: more arguments of the call.
 
     Returns:
@@ -90,7 +82,7 @@ def attribute_logits(
             shares["decoder/norm/bias"] = direction @ p["bias"].astype(dtype)
         if "scale" in p:
             direction = direction * shapes.lead(p["scale"].astype(dtype), direction.ndim)
-        final = layers[-1]["resid_post"][0].astype(dtype)
+        final = layers[-1]["resid_post"].astype(dtype)
         if isinstance(norm, nn.LayerNorm):
             direction, final = (x - x.mean(-1, keepdims=True) for x in (direction, final))
         square = jnp.mean(jnp.square(final), -1, keepdims=True)
@@ -99,15 +91,15 @@ def attribute_logits(
     def share(x: jax.Array, sums: str = "...d,...d->...") -> jax.Array:
         return jnp.einsum(sums, x.astype(dtype), direction, precision=jax.lax.Precision.HIGHEST)
 
-    shares["decoder/embed"] = share(layers[0]["resid_pre"][0])
+    shares["decoder/embed"] = share(layers[0]["resid_pre"])
     for n, layer in enumerate(layers):
         path = f"decoder/layers_{n}"
-        shares[f"{path}/mlp"] = share(layer["mlp_out"][0])
+        shares[f"{path}/mlp"] = share(layer["mlp_out"])
         for name in ("attention", "cross_attention"):
-            if name in layer:
-                results, out = (layer[name][f"attention_{x}"][0] for x in ("result", "out"))
+            if (results := layer.get(f"{name}/attention_result")) is not None:
                 shares[f"{path}/{name}"] = heads = share(results, "...nd,...d->...n")
-                shares[f"{path}/{name}/bias"] = share(out) - heads.sum(-1)
+                out = share(layer[f"{name}/attention_out"])
+                shares[f"{path}/{name}/bias"] = out - heads.sum(-1)
     return shares
 
 
@@ -123,14 +115,12 @@ def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
 
 def _check_linear(model: LanguageModel, norm: Any) -> None:
     """Check that logits are linear in the outputs of heads and MLPs."""
-    got = {*checks.unhandled(model, _MODEL), *checks.unhandled(model.decoder, _STACK)}
+    parts: list[nn.Module] = [model]
     for block in model.decoder.blocks:
-        got |= checks.unhandled(block, _BLOCK).keys()
-        layers = (block.attention, getattr(block, "cross_attention", None))
-        got |= {"project_out"} if any(x and not x.project_out for x in layers) else set()
-        got |= {"norms after the sum (pre_norm)"} if block.post_norm else set()
+        parts += [block, block.attention, getattr(block, "cross_attention", None) or block]
+    got = {name for part in parts for name in checks.unhandled(part, ())} & _NOT_LINEAR
     if not isinstance(norm, nn.LayerNorm | nn.RMSNorm | None):
-        got |= {"a norm of another kind"}
+        got.add("a norm of another kind")
     if got:
         raise ValueError(
             f"shares in logits need residual branches that are added unchanged, and logits linear "
@@ -141,20 +131,19 @@ def _check_linear(model: LanguageModel, norm: Any) -> None:
 
 def _capture(
     model: LanguageModel, variables: Any, names: tuple[str, ...], tokens: Any, kwargs: Any
-) -> list[Any]:
-    """Return the captured tensors of each layer."""
-    if not isinstance(model, LanguageModel):
-        raise TypeError(
-            f"model must be a flax_mha.LanguageModel, got {type(model).__name__}; give the decoder "
-            f"of an encoder-decoder model"
-        )
+) -> list[dict[str, jax.Array]]:
+    """Return the captured tensors of each layer by their paths in it."""
     with looking(capture=Capture(names)):
         _, sown = model.apply(variables, tokens, mutable="intermediates", **kwargs)
+    values = by_path(sown)
 
-    def layer(place: Place) -> Any:
-        path = ("intermediates", "decoder", *place.path)
-        values = functools.reduce(lambda tree, name: tree[name], path, sown)
-        return values if place.step is None else jax.tree.map(lambda x: x[place.step], values)
+    def layer(place: Place) -> dict[str, jax.Array]:
+        prefix = "/".join(("decoder", *place.path, ""))
+        step = ... if place.step is None else place.step
+        return {
+            path.removeprefix(prefix): x[step] for path, x in values.items()
+            if path.startswith(prefix)
+        }  # fmt: skip
 
     return [layer(place) for place in model.decoder.places]
 

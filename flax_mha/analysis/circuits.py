@@ -51,31 +51,26 @@ class Factored(struct.PyTreeNode):
 
     def svd(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return u [..., D, r], the singular values s [..., r] and vh [..., r, D']."""
-        # After two QR decompositions only the product of the triangles, [r, r], needs an SVD.
+        # Only the product of two triangles, [r, r], needs an SVD.
         (q, r), (p, t) = (jnp.linalg.qr(x.left) for x in (self, self.T))
         u, s, vh = jnp.linalg.svd(r @ jnp.swapaxes(t, -1, -2), full_matrices=False)
         return q @ u, s, vh @ jnp.swapaxes(p, -1, -2)
 
     def norm(self) -> jax.Array:
         """Return the Frobenius norm [...]."""
-        r, t = (jnp.linalg.qr(x.left, mode="r") for x in (self, self.T))
-        return jnp.linalg.norm(r @ jnp.swapaxes(t, -1, -2), axis=(-2, -1))
+        return jnp.linalg.norm(self.svd()[1], axis=-1)
 
 
 def parameters(variables: Mapping[str, Any], path: str, layer: int | None = None) -> Any:
-    """Return the parameters of a module by its path, such as "decoder/layers_0/attention".
+    """Return the parameters of a module.
 
     Args:
       variables: the variables of a linen model, or the parameters of an nnx model as a dict.
-      path: the path of the module.
+      path: the path of the module, such as "decoder/layers_0/attention".
       layer: the index on the leading axis of layers under `nn.scan`.
     """
-    part: Any = meta.unbox(variables.get("params", variables))
+    part = meta.unbox(variables.get("params", variables))
     for name in path.split("/"):
-        if name not in part:
-            raise ValueError(
-                f"path must name parameters, got {path!r}; {name!r} is none of {sorted(part)}"
-            )
         part = part[name]
     return part if layer is None else jax.tree.map(lambda x: x[layer], part)
 
@@ -90,15 +85,15 @@ def qk(
       layer: the layer, linen or nnx.
       p: its parameters, as `parameters` returns them.
       distance: i − j for a layer with `rotary`.
-      norm: the parameters of the norm before the layer, to fold in its scale: features are then
-        normalized, but not scaled. Its bias is one of `biases`.
+      norm: the parameters of the norm before the layer, for features that are normalized, but not
+        scaled. Its bias is one of `biases`.
       biases: True for [N, D + 1, D + 1] with biases, for features that end with a 1.
 
     Raises:
-      ValueError: if scores are no bilinear forms, as with a norm of queries and keys, or `scores`.
+      ValueError: if scores are no bilinear forms, as with a norm of queries and keys.
     """
     handled = ("rotary", "scale", "sinks", "normalizer", "gate", "exclusive", "project_out")
-    layer = _check(layer, p, ("query", "key"), handled)
+    layer = _check(layer, handled)
     q, k = (_fold(p[name], norm, biases) for name in ("query", "key"))
     if (rotary := layer.rotary) is not None:
         if not isinstance(rotary, Rotary) or isinstance(rotary.scaling, Growing):
@@ -109,7 +104,7 @@ def qk(
         if distance is None:
             raise ValueError("a layer that rotates needs a distance, got None; give distance=0")
         at = jnp.zeros(len(q), jnp.int32)
-        q, k = rotary(q, at + checks.integer("distance", distance, -(2**30))), rotary(k, at)
+        q, k = rotary(q, at + distance), rotary(k, at)
     scale = q.shape[-1] ** -0.5 if layer.scale is None else layer.scale
     scale = p["score_scale"][None, :, None] if "score_scale" in p else scale
     q, k = jnp.swapaxes(q * scale, 0, 1), jnp.moveaxis(k, 0, -1)
@@ -121,13 +116,13 @@ def ov(
 ) -> Factored:
     """Return W_OV of each head, [N, D, D].
 
-    Arguments are those of `qk`. With `biases`, b_V W_O is one more row. b_O belongs to no head.
+    Arguments are as for `qk`. With `biases`, b_V W_O is one more row. b_O belongs to no head.
 
     Raises:
-      ValueError: if outputs are no such products, as with `gate` or `exclusive`.
+      ValueError: if outputs are no such products, as with `gate`.
     """
     handled = ("rotary", "scores", "scale", "sinks", "normalizer", "qk_norm", "normalize_qk")
-    _check(layer, p, ("value", "out"), handled)
+    _check(layer, handled)
     v, out = jnp.swapaxes(_fold(p["value"], norm, biases), 0, 1), p["out"]["kernel"]
     return Factored(jnp.repeat(v, len(out) // len(v), axis=0), out)
 
@@ -156,7 +151,7 @@ def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: boo
     """Return the kernel [D, N, H], with biases [D + 1, N, H], with a norm folded in."""
     kernel, norm = linear["kernel"], norm or {}
     scaled = kernel * norm["scale"][:, None, None] if "scale" in norm else kernel
-    if not checks.flag("biases", biases):
+    if not biases:
         return scaled
     bias = linear.get("bias", jnp.zeros(kernel.shape[1:], kernel.dtype))
     if "bias" in norm:
@@ -164,10 +159,8 @@ def _fold(linear: Mapping[str, Any], norm: Mapping[str, Any] | None, biases: boo
     return jnp.concatenate([scaled, bias[None]])
 
 
-def _check(
-    layer: Any, p: Mapping[str, Any], needed: tuple[str, ...], handled: tuple[str, ...]
-) -> MultiHeadAttention:
-    """Return a layer's fields, after a check that its circuit follows from parameters only."""
+def _check(layer: Any, handled: tuple[str, ...]) -> MultiHeadAttention:
+    """Return a layer's fields if its circuit follows from parameters only."""
     layer = getattr(layer, "settings", layer)  # of an nnx layer
     if (
         not isinstance(layer, MultiHeadAttention)
@@ -179,6 +172,4 @@ def _check(
             f"a circuit of only weights needs a layer without {name}, got {value!r}; read the "
             f"layer's values with Capture, or clone the layer without {name}"
         )
-    if missing := [name for name in needed if name not in p]:
-        raise ValueError(f"p must be the layer's parameters, got {sorted(p)} without {missing}")
     return layer

@@ -1,21 +1,22 @@
 """Detectors of kinds of heads. A kind is a mask: the keys j that such a head's query i attends to.
 
-| pairs | query i, key j | source |
-|---|---|---|
-| `previous` | j = i − 1 | Elhage et al., 2021 |
-| `first` | j = 0 < i | Xiao et al., 2023 |
-| `duplicate` | j < i and token j = token i | Wang et al., 2022 |
-| `induction` | j ≤ i and token j − 1 = token i | Olsson et al., 2022 |
+| pairs | query i, key j |
+|---|---|
+| `previous` | j = i − 1 |
+| `first` | j = 0 < i |
+| `duplicate` | j < i and token j = token i |
+| `induction` | j ≤ i and token j − 1 = token i |
 
 The score of a head with weights p is its mean weight on the pairs,
 
     mean over i of Σ_{j: (i, j) ∈ pairs} p_ij,
 
-over queries that may attend to such a key. For `induction` it is the prefix-matching score.
+over queries that may attend to such a key.
 
-Sources: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; Olsson et al.,
-"In-context Learning and Induction Heads", 2022; Wang et al., "Interpretability in the Wild", 2022;
-Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023.
+Sources: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021 (previous); Xiao
+et al., "Efficient Streaming Language Models with Attention Sinks", 2023 (first); Wang et al.,
+"Interpretability in the Wild", 2022 (duplicate); Olsson et al., "In-context Learning and Induction
+Heads", 2022 (induction, the prefix-matching score).
 """
 
 import functools
@@ -35,9 +36,8 @@ from flax_mha.kernels import observe
 from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
-from flax_mha.taps.contexts import looking
-from flax_mha.taps.sown import by_path
-from flax_mha.taps.tap import Tap
+from flax_mha.taps.sown import named
+from flax_mha.taps.tap import Tap, looking
 
 _EARLIER = ~masks.Window(left=0)
 
@@ -62,15 +62,14 @@ def token_pairs(tokens: Any) -> dict[str, masks.Mask]:
 def detect(
     model: Any, *args: Any, pairs: Mapping[str, masks.MaskLike] | None = None, **kwargs: Any
 ) -> dict[str, dict[str, jax.Array]]:
-    """Return the mean weight of each head on pairs of tokens, such as those of an induction head.
+    """Return the mean weight of each head on pairs of tokens, which tells what kind it is.
 
     `detect(linen_model, variables, tokens)` and `detect(nnx_model, tokens)` run the model. Each
     layer of self-attention computes its weights once more, in memory linear in sequence length.
 
     Args:
       model: a linen or nnx module with attention layers of flax_mha, without cache.
-      *args: the arguments of the call; for linen, the variables first. The first input is tokens,
-        int [*B, T], unless `pairs` are given.
+      *args: the arguments of the call, first int tokens [*B, T] unless you give `pairs`.
       pairs: masks by name (default: `token_pairs(tokens)`).
       **kwargs: more arguments of the call.
 
@@ -79,53 +78,45 @@ def detect(
       key. Layers under `nn.scan`, and several calls of a layer, have a leading axis.
 
     Raises:
-      ValueError: if there is no layer, if weights are not one softmax, as with another normalizer,
-        an `attention_fn` or an edit of weights, or if pairs do not fit.
+      ValueError: if there is no layer, or weights are not one softmax, as with another normalizer,
+        an `attention_fn` or an edit of weights.
     """
-    root, inputs = model, args[not isinstance(model, nnx.Module) :]
+    root, inputs = model, args[isinstance(model, nn.Module) :]
     if pairs is None:
         if kwargs.get("order") is not None:
             raise ValueError("detect takes tokens in their order, got order=; give pairs= with it")
         pairs = token_pairs(*inputs[:1])
-    if isinstance(model, nnx.Module):
+    if not isinstance(model, nn.Module):
         root, state = nnx.split(model)
         args = (state, *args)
-    bound = {name: masks.as_mask(mask) for name, mask in pairs.items()}
-    inputs = jax.tree.map(
+    call = jax.tree.map(
         lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
     )
-    arrays, static = partition((inputs, bound), is_array)
+    bound = {name: masks.as_mask(mask) for name, mask in pairs.items()}
+    arrays, static = partition((call, bound), is_array)
+    # Later calls with the same shapes compile nothing.
     calls = _read(Static((root, static, nn.get_logical_axis_rules())), arrays)
     if not calls:
         raise ValueError(
             f"a model to detect heads in must call self-attention layers of flax_mha, got "
             f"{checks.describe(model)}; give the part of it that does"
         )
-    return {
-        path: jax.tree.map(lambda *xs: jnp.stack(xs), *each) if isinstance(each, tuple) else each
-        for path, each in calls.items()
-    }
+    return calls
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _read(call: Static, arrays: Any) -> dict[str, Any]:
-    """Return the weights on pairs of each call of a layer, by path of the layer."""
-    model, static, _ = call.tree
+    """Return the weights on pairs by path of the layer."""
+    root, static, _ = call.tree
     (args, kwargs), pairs = combine(arrays, static)
     with looking(at_softmax=functools.partial(_sow_pairs, pairs)):
-        if isinstance(model, nn.Module):
-            _, sown = model.apply(*args, mutable="intermediates", **kwargs)
+        if isinstance(root, nn.Module):
+            _, sown = root.apply(*args, mutable="intermediates", **kwargs)
         else:
             run = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
-            _, sown = run(nnx.merge(model, args[0]))
+            _, sown = run(nnx.merge(root, args[0]))
     pairs.clear()  # JAX's caches keep the function, which must keep no arrays.
-    name = "attention_pairs"
-    values = {f"/{path}": x for path, x in by_path(sown).items()}
-    return {
-        path.removesuffix(f"/{name}").removeprefix("/"): x
-        for path, x in values.items()
-        if path.endswith(f"/{name}")
-    }
+    return named(sown, "attention_pairs")
 
 
 def _sow_pairs(
@@ -134,10 +125,10 @@ def _sow_pairs(
     """Sow the mean weight [N] of the heads on each of the pairs, as `pairs` by name."""
     normalizer, attention = call["normalizer"], call.get("attention")
     if attention is not None or normalizer != SOFTMAX:
-        got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
         raise ValueError(
-            f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
-            f"at {tap.path('attention_pairs')}; read `weights` of this layer instead"
+            f"weights on pairs need a layer whose weights are one softmax of its scores, got "
+            f"{normalizer=} and {attention=} at {tap.path('attention_pairs')}; read `weights` of "
+            f"this layer instead"
         )
     qkv = (q, source.key, source.value)
     options = {name: x for name, x in call.items() if name in Options.__annotations__}

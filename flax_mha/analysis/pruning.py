@@ -1,264 +1,255 @@
 """Models without some of their attention heads."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from flax_mha import linen, masks
-from flax_mha.analysis.selection import Kept, keep
+from flax_mha import linen, masks, scores
 from flax_mha.base import checks
+from flax_mha.base.coordinates import is_user_defined
 from flax_mha.edits import attention_layers
-from flax_mha.interop.contexts import within
-from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
+from flax_mha.layer.parameters import ArrayEntry, LinearEntry
 from flax_mha.models.stacks import Stack
+from flax_mha.nnx import Projection
 from flax_mha.scores import as_scores, learned
-from flax_mha.taps.contexts import looking
 
-Path: TypeAlias = tuple[str, ...]
+# The axis of heads, counted from the end, in the arrays of masks and scores.
+_AXES = {
+    masks.Dense: -3, masks.BlockSparse: -3, scores.Bias: -3, scores.Alibi: -1,
+    scores.RelativeBias: -2, scores.TransformerXL: -2,
+}  # fmt: skip
 
 
 def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
-    """Return a model without some attention heads, and its variables.
+    """Return a model without some attention heads, with the outputs of a `head_mask` of 0 for them.
 
-    `prune(linen_model, variables, heads, *inputs)` returns a module and its variables, and
-    `prune(nnx_model, heads)` a new module. Outputs are those of a `head_mask` of 0 for these heads.
-    Keys and values that no query head reads any more are removed too.
+    `prune(linen_model, variables, heads)` returns a module and its variables, and
+    `prune(nnx_model, heads)` a new module, without caches. Keys and values that no query head reads
+    are removed too.
 
     Args:
-      model: a linen or nnx module. A pruned stack has a block for each layer, or each of a step.
+      model: an nnx module, or a linen module with its layers in fields. In a stack that loses heads
+        layers share nothing: no scan, block or scores.
       *args: the arguments above. `heads` are the indices to remove by path of the layer, such as
-        `{"layers_0/attention": (1, 3)}`; the path of a bare layer is "". Layers under `scan` have
-        one path: give one tuple for all, or a dict of as many heads for each layer, such as
-        `{"layers/attention": {0: (1,), 1: (3,)}}`. Give inputs to find, by tracing a call, layers
-        that are made in `setup` or `@nn.compact`, and those of `interop.swap`.
+        `{"layers_0/attention": (1, 3)}`, with or without scan; the path of a bare layer is "".
       repeat_kv: True to repeat key/value heads that would be shared by unequal numbers of heads.
 
     Raises:
-      ValueError: if a path or a head is unknown, or no smaller model has these outputs.
-      TypeError: if heads are not indices.
+      ValueError: if a path is unknown, or no smaller model has these outputs.
+      IndexError: if there is no such head.
     """
-    is_nnx = isinstance(model, nnx.Module)
-    heads, *inputs = args if is_nnx else args[1:]
-    if not isinstance(heads, Mapping):
-        raise TypeError(
-            f"heads must be a dict of indices by path, got {checks.describe(heads)}; give "
-            f"{{'layers_0/attention': (1, 3)}}, say, or {{'': (1, 3)}} for a bare layer"
-        )
-    removed = {tuple(filter(None, path.split("/"))): x for path, x in heads.items()}
-    if is_nnx:
-        return _prune_nnx(model, removed, repeat_kv)
-    return _prune_linen(model, args[0], removed, inputs, repeat_kv)
+    *variables, removed = args
+    run: Any = _prune_nnx if isinstance(model, nnx.Module) else _prune_linen
+    return run(model, *variables, removed, repeat_kv)
 
 
 def _prune_linen(
-    model: nn.Module, variables: Mapping[str, Any], removed: Mapping[Path, Any],
-    inputs: Sequence[Any], repeat_kv: bool,
-) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
+    model: nn.Module, variables: Mapping[str, Any], removed: Mapping[str, Any], repeat_kv: bool
+) -> tuple[nn.Module, dict[str, Any]]:
     """Return a linen model and its variables without the removed heads."""
-    params = flatten_dict(variables["params"])
-    kept: dict[Path, Kept] = {}
+    params = flatten_dict(variables["params"], sep="/")
+    layers: list[str] = []
 
-    def smaller(layer: Any, path: Path) -> dict[str, Any]:
-        """Return the new fields of a layer, and change its parameters."""
-        N, own = layer.num_heads, _under(path, params)
-        table = layer.table(2 * N, 2 * N, 2 * N)
-        fields, own, kept[path] = _without(path, layer, table, own, removed[path], repeat_kv)
-        params.update({(*path, *name): x for name, x in own.items()})
-        return fields
+    def change(x: Any, path: str) -> Any:
+        """Return a linen module, or a value of a field, with its layers changed."""
+        if type(x) in (tuple, list):
+            return type(x)(change(y, f"{path}_{i}") for i, y in enumerate(x))
+        if not isinstance(x, nn.Module):
+            return x
+        prefix = path and f"{path}/"
+        if isinstance(x, linen.MultiHeadAttention):
+            layers.append(path)
+            if path not in removed:
+                return x
+            fields, own = _without(path, x, _under(prefix, params), removed[path], repeat_kv)
+            params.update({prefix + name: x for name, x in own.items()})
+            return x.clone(**fields)
+        is_stack = isinstance(x, Stack) and any(name.startswith(prefix) for name in removed)
+        x = _unstack(x, prefix, params) if is_stack else x
+        fields = {
+            field.name: getattr(x, field.name) for field in dataclasses.fields(x)
+            if field.name not in ("parent", "name")
+        }  # fmt: skip
+        for name, value in fields.items():
+            part = "layers" if is_stack and name == "block" else getattr(value, "name", None)
+            fields[name] = change(value, prefix + (part or name))
+        return x.clone(**fields)
 
-    def change(x: Any, path: Path) -> Any:
-        if isinstance(x, Stack):
-            return _stack(x, path, params, kept, change)
-        if not isinstance(x, linen.MultiHeadAttention):
-            return _change_fields(x, path, change)
-        if path in removed:
-            return x.clone(**smaller(x, path))
-        N, K = x.num_heads, x.num_kv_heads or x.num_heads
-        kept[path] = Kept("", [np.arange(N).reshape(K, -1)], N, K, 1, N)
-        return x
-
-    made = dict(attention_layers(model, variables, *inputs)) if inputs else {}
-    model = change(model, ())
-    in_calls = {path: made[path] for path in removed if path in made and path not in kept}
-    _check_paths(removed, {**kept, **made})
-    if in_calls:
-        fields = {path: smaller(layer, path) for path, layer in in_calls.items()}
-        model = within(model, _in_calls, functools.partial(_replace, fields))
-    for name in variables.keys() - {"params"}:
-        if any(_under(path, flatten_dict(variables[name])) for path in removed):
-            raise ValueError(f"variables must have no {name!r} of pruned layers; leave it out")
-    return model, {**variables, "params": unflatten_dict(params)}
+    model = change(model, "")
+    _check_paths(removed, layers)
+    return model, {**variables, "params": unflatten_dict(params, sep="/")}
 
 
-def _change_fields(x: Any, path: Path, change: Callable[[Any, Path], Any]) -> Any:
-    """Return a linen module, or a value of a field, with the modules in its fields changed."""
-    if isinstance(x, tuple | list):
-        parts = [change(y, (*path[:-1], f"{path[-1]}_{i}")) for i, y in enumerate(x)]
-        return type(x)(parts) if any(a is not b for a, b in zip(x, parts, strict=True)) else x
-    if not isinstance(x, nn.Module):
-        return x
-    fields = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
-    changed = {
-        name: change(value, (*path, getattr(value, "name", None) or name))
-        for name, value in fields.items() if name not in ("parent", "name")
-    }  # fmt: skip
-    changed = {name: value for name, value in changed.items() if value is not fields[name]}
-    return x.clone(**changed) if changed else x
-
-
-def _in_calls(cls: Any, replace: Any) -> AbstractContextManager[None]:
-    """Return the context of a model whose calls make layers, which are replaced."""
-    del cls
-    return looking(at_layer=replace)
-
-
-def _replace(fields: Mapping[Path, Mapping[str, Any]], layer: Any) -> Any:
-    """Return a layer with the fields that a pruned model has at its path."""
-    return layer.clone(parent=layer.scope, **fields[layer.path]) if layer.path in fields else layer
-
-
-def _stack(
-    stack: Any, path: Path, params: dict[Path, Any], kept: Mapping[Path, Kept],
-    change: Callable[[Any, Path], Any],
-) -> Any:  # fmt: skip
-    """Return a stack with its blocks changed, and change the parameters of its scores."""
-    places, owner = stack.places, "/".join(path) or "the stack"
-    old = {place.path: stack.blocks[place.block] for place in places}
-    new = {name: change(x, (*path, *name)) for name, x in old.items()}
-    if all(new[name] is old[name] for name in old):
-        return stack
-    is_scanned = {place.step is not None for place in places}
-    if len(is_scanned) > 1:
+def _unstack(stack: Any, prefix: str, params: dict[str, Any]) -> Any:
+    """Return a stack whose layers share nothing, and change its parameters."""
+    if stack.kv_from:
         raise ValueError(
-            f"the layers of {owner} must fill the steps of its scan to lose heads, got "
-            f"{len(places)} in steps of {len(stack.blocks)}; unstack the layers, and set "
-            f"scan=False"
+            f"layers of {prefix or 'the stack'} must share no keys to lose heads, got kv_from="
+            f"{stack.kv_from}; keep their heads"
         )
-    names = [place.path for place in places]
-    is_smaller = [new[name].attention is not old[name].attention for name in names]
-    if any(is_smaller[i] for i in stack.kv_from or () if i is not None):
-        raise ValueError(
-            f"layers of {owner} must keep the keys and values that others read (kv_from); "
-            f"remove heads from layers that share none"
-        )
-    block, scores = tuple(new.values()), stack.scores
-    if any(is_smaller):
-        layers = [kept[(*path, *name, "attention")] for name in names]
-        rows = [row for layer in layers for row in layer.rows]
-        heads = dataclasses.replace(layers[0], owner=owner, rows=rows)
-        for name, axes in _score_axes(scores).items():
-            if "heads" in axes:
-                at = (*path, *name)
-                params[at] = heads.shared(name[0]).take(params[at], axes)
-        scores = heads.select(as_scores(scores))
-    return stack.clone(
-        block=block if len(block) > 1 else block[0], scan=True in is_scanned, scores=scores
-    )
+    shared = {name: params.pop(prefix + name) for name in _score_axes(stack.scores)}
+    scanned = {name: params.pop(name) for name in [*params] if name.startswith(f"{prefix}layers/")}
+    blocks = []
+    for i, place in enumerate(stack.places):
+        block, at = stack.blocks[place.block], f"{prefix}layers_{i}/"
+        for name, x in _under(prefix + "/".join((*place.path, "")), scanned).items():
+            x = jax.tree.map(operator.itemgetter(place.step), x)
+            params[at + name] = meta.remove_axis(x, 0, {nn.PARTITION_NAME: "layers"})
+        own = as_scores(block.attention.scores)
+        attention = block.attention.clone(scores=(*own, *as_scores(stack.scores)))
+        names = [name for name in _score_axes(attention.scores) if name not in _score_axes(own)]
+        params |= {f"{at}attention/{x}": y for x, y in zip(names, shared.values(), strict=True)}
+        blocks.append(block.clone(attention=attention))
+    return stack.clone(block=tuple(blocks), scan=False, scores=())
 
 
 def _without(
-    path: Path, layer: Any, table: Table, arrays: Mapping[Path, Any], removed: Any, repeat_kv: bool
-) -> tuple[dict[str, Any], dict[Path, Any], Kept]:
-    """Return the new fields of a layer, its parameters, and the heads that it keeps.
-
-    Only the names of axes in the table of parameters are used, not the sizes.
-    """
-    owner, query = "/".join(path) or "the layer", ("query", "kernel")
+    path: str, layer: Any, arrays: Mapping[str, Any], removed: Any, repeat_kv: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the new fields of a layer, and its parameters."""
     axes = _score_axes(layer.scores)
+    features = 2 * layer.num_heads  # Only the names of the table's axes are used, not the sizes.
+    table = layer.table(features, features, features)
     for name, entry in table.items():
         if isinstance(entry, LinearEntry):
-            axes[name, "kernel"], axes[name, "bias"] = entry.names, entry.names[len(entry.inputs) :]
+            axes[f"{name}/kernel"] = entry.names
+            axes[f"{name}/bias"] = entry.names[len(entry.inputs) :]
         elif isinstance(entry, ArrayEntry):
-            axes[name,] = entry.names
-    missing = [name for name, *leaf in axes if leaf == ["kernel"] and (name, *leaf) not in arrays]
-    unknown = ["/".join(x) for x in arrays if x not in axes and x[0] not in table]
-    _check_layer(owner, layer, missing, unknown)
-    shapes = {name: np.shape(meta.unbox(x)) for name, x in arrays.items()}
+            axes[name] = entry.names
+    needed, given = ({name.partition("/")[0] for name in names} for names in (axes, arrays))
+    has_own = needed <= given <= {*needed, *table}
+    captures_some = layer.capture and layer.capture.heads
+    if layer.mixes_heads or captures_some or not layer.project_out or not has_own:
+        raise ValueError(
+            f"a layer that loses heads must not mix them nor capture some of them, and must have "
+            f"project_out=True and all parameters of its class and no others, got a "
+            f"{type(layer).__qualname__} with {sorted(given)}; keep all heads of {path!r}"
+        )
     # The first kernel with an axis of features has those of inputs_q.
-    D = next(shapes[x][-len(names)] for x, names in axes.items() if names[:1] == ("embed",))
-    N, K, H, _ = layer.sizes(D)
-    at = len(shapes[query]) - len(axes[query])
-    layers, count = shapes[query][:at], shapes[query][at + axes[query].index("heads")]
-    rows = keep(owner, removed, N, K, layers, repeat_kv)
-    heads = Kept(owner, rows, N, K, H, count, layers)
+    first, names = next((x, names) for x, names in axes.items() if names[:1] == ("embed",))
+    N, K, H, _ = layer.sizes(np.shape(meta.unbox(arrays[first]))[-len(names)])
+    rows = _rows(path, removed, N, K, repeat_kv)
+    kv_heads, in_group = np.divmod(rows, N // K)
+
+    def indices(size: int, name: str = "heads") -> Any:
+        """Return the indices to keep of r·K key/value heads, or of the r·N heads that read them."""
+        if name == "kv_heads":
+            return np.arange(size).reshape(K, -1)[kv_heads[:, 0]].ravel()
+        groups = np.arange(size).reshape(K, -1, N // K)[kv_heads[:, 0]]
+        return np.take_along_axis(groups, in_group[:, None], 2).ravel()
+
+    def smaller(x: Any, names: Sequence[str | None]) -> Any:
+        for axis, name in enumerate(names, -len(names)):
+            if name in ("heads", "kv_heads"):
+                x = _take(x, axis, indices(np.shape(meta.unbox(x))[axis], name))
+        return x
+
+    kept = indices(layer.score_heads)
     fields = {
-        "num_heads": rows[0].size, "num_kv_heads": layer.num_kv_heads and len(rows[0]),
-        "head_dim": H, "qkv_features": None, "scores": heads.select(as_scores(layer.scores)),
-        "mask": None if layer.mask is None else heads.select(masks.as_mask(layer.mask)),
+        "num_heads": rows.size, "num_kv_heads": layer.num_kv_heads and len(rows), "head_dim": H,
+        "qkv_features": None, "scores": _select(as_scores(layer.scores), kept, layer),
+        "mask": _select(masks.combine(layer.mask), kept, layer),
     }  # fmt: skip
-    return fields, {name: heads.take(x, axes.get(name, ())) for name, x in arrays.items()}, heads
+    return fields, {name: smaller(x, axes.get(name, ())) for name, x in arrays.items()}
 
 
-def _check_layer(owner: str, layer: Any, missing: Sequence[str], unknown: Sequence[str]) -> None:
-    """Check that a layer can lose heads."""
-    kind, heads = type(layer).__qualname__, layer.capture and layer.capture.heads
-    for is_wrong, rule in (
-        (layer.mixes_heads, f"not mix its heads, as {kind} does"),
-        (missing, f"have parameters for {missing}, got none: it reads those of another layer"),
-        (unknown, f"have the parameters of its class alone, got {unknown} too: merge them"),
-        (not layer.project_out, "have project_out=True, or its output would have fewer features"),
-        (heads, f"capture all heads, got {heads}, which would have other numbers"),
-    ):
-        if is_wrong:
-            raise ValueError(f"a layer that loses heads must {rule}; keep all heads of {owner}")
+def _rows(path: str, removed: Any, N: int, K: int, repeat_kv: bool) -> np.ndarray:
+    """Return the query heads to keep, [K', G'], a row for each key/value head or repeat of one."""
+    kept = np.delete(np.arange(N), list(removed))
+    counts = {*np.bincount(kept // (N // K)).tolist()} - {0}
+    if not counts or (len(counts) > 1 and not repeat_kv):
+        raise ValueError(
+            f"key/value heads of {path!r} must keep as many query heads each, or none, got "
+            f"{sorted(counts)}; keep a head, and give repeat_kv=True to repeat keys and values"
+        )
+    return kept.reshape(-1, math.gcd(*counts))
 
 
-def _score_axes(scores: Any) -> dict[Path, Sequence[str | None]]:
-    """Return the logical names of the axes of the parameters of scores, by path."""
-    axes: dict[Path, Sequence[str | None]] = {}
+def _select(tree: Any, index: np.ndarray, layer: Any) -> Any:
+    """Return masks and scores for some heads of a layer."""
+
+    def select(x: Any) -> Any:
+        # Features of TransformerXL are by default those of all heads.
+        is_unknown = isinstance(x, masks.PerHead) or getattr(x, "features", True) is None
+        if is_user_defined(x) or is_unknown:
+            raise ValueError(
+                f"a layer that loses heads must have masks and scores whose heads are known, got "
+                f"{type(x).__name__}; give arrays, such as masks.Dense, or keep all heads"
+            )
+        if isinstance(x, scores.Alibi) and x.slopes is None:
+            x = x.replace(slopes=scores.alibi_slopes(layer.score_heads))
+        axis = _AXES.get(type(x))
+        return x if axis is None else _take(x, axis, index)
+
+    def is_leaf(x: Any) -> bool:
+        is_joined = isinstance(x, masks.And | masks.Or | masks.Not)
+        return isinstance(x, masks.Mask | scores.ScoreMod) and not is_joined
+
+    return jax.tree.map(select, tree, is_leaf=is_leaf)
+
+
+def _take(tree: Any, axis: int, index: np.ndarray) -> Any:
+    """Return entries of arrays along an axis, counted from the end. An axis of size 1 stays."""
+
+    def take(x: Any) -> Any:
+        if np.ndim(x) < -axis or np.shape(x)[axis] == 1:
+            return x
+        # NumPy arrays stay static.
+        return (np if isinstance(x, np.ndarray) else jnp).take(x, index, axis)
+
+    return jax.tree.map(take, tree)
+
+
+def _score_axes(scores: Any) -> dict[str, Any]:
+    """Return the logical names of the axes of the parameters of scores."""
+    axes: dict[str, Any] = {}
 
     def make(name: str, shape: Any, names: Any, *_: Any) -> Any:
-        axes[name,] = names
+        axes[name] = names
 
     learned(scores, 1, 1, make)
     return axes
 
 
-def _check_paths(heads: Mapping[Path, Any], layers: Iterable[Path]) -> None:
-    if unknown := ["/".join(path) for path in heads if path not in layers]:
-        remedy = checks.nearest(unknown[0], map("/".join, layers))
+def _check_paths(removed: Mapping[str, Any], layers: Iterable[str]) -> None:
+    for path in removed.keys() - {*layers}:
         raise ValueError(
-            f"heads must be of attention layers in the model's fields, got {unknown}; for "
-            f"{unknown[0]!r} {remedy}, or for layers made in a call give its inputs too, as in "
-            f"prune(model, variables, heads, x)"
+            f"heads must be of attention layers in the model's fields, got {path!r}; "
+            f"{checks.nearest(path, layers)}"
         )
 
 
-def _under(path: Path, flat: Mapping[Path, Any]) -> dict[Path, Any]:
+def _under(prefix: str, flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a flat tree below a path."""
-    return {name[len(path) :]: x for name, x in flat.items() if name[: len(path)] == path}
+    return {name.removeprefix(prefix): x for name, x in flat.items() if name.startswith(prefix)}
 
 
-def _prune_nnx(model: Any, heads: Mapping[Path, Any], repeat_kv: bool) -> Any:
+def _prune_nnx(model: Any, removed: Mapping[str, Any], repeat_kv: bool) -> Any:
     """Return a copy of an nnx model without the heads."""
     model = nnx.clone(model)
-    layers = dict(attention_layers(model))
-    _check_paths(heads, layers)
-    for path, removed in heads.items():
+    layers = {"/".join(path): layer for path, layer in attention_layers(model)}
+    _check_paths(removed, layers)
+    for path, heads in removed.items():
         layer = layers[path]
-        if layer.kv is not None or layer.edits is not None:
-            raise ValueError(
-                f"{'/'.join(path) or 'the layer'} must have no cache and no edits, got some; set "
-                f"kv and edits to None"
-            )
-        own, settings = nnx.to_pure_dict(nnx.state(layer, nnx.Param)), layer.settings
-        table = settings.table(layer.in_features, layer.in_kv_features, layer.in_kv_features)
-        fields, new, _ = _without(path, settings, table, flatten_dict(own), removed, repeat_kv)
-        nnx.update(layer, nnx.State(unflatten_dict(new)))
+        own = flatten_dict(nnx.to_pure_dict(nnx.state(layer, nnx.Param)), sep="/")
+        fields, new = _without(path, layer.settings, own, heads, repeat_kv)
+        nnx.update(layer, nnx.State(unflatten_dict(new, sep="/")))
         fields["qkv_features"] = fields["num_heads"] * fields["head_dim"]
-        layer.mask, layer.scores = fields.pop("mask"), fields.pop("scores")
+        layer.kv, layer.mask, layer.scores = None, fields.pop("mask"), fields.pop("scores")
         layer.config = dataclasses.replace(layer.config, **fields)
-        for name, entry in table.items():
-            if isinstance(entry, LinearEntry):
-                shape, at = new[name, "kernel"].shape[-len(entry.names) :], len(entry.inputs)
-                projection = getattr(layer, name)
-                projection.in_features, projection.out_features = shape[:at], shape[at:]
+        for name, projection in vars(layer).items():
+            if isinstance(projection, Projection):
+                shape, at = new[f"{name}/kernel"].shape, -len(projection.out_features)
+                projection.in_features = shape[at - len(projection.in_features) : at]
+                projection.out_features = shape[at:]
     return model

@@ -24,8 +24,7 @@ from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
 from flax_mha.signatures.attention_fn import attention_fn
-from flax_mha.taps.contexts import capture_of
-from flax_mha.taps.tap import Tap
+from flax_mha.taps.tap import Tap, capture_of
 
 ZEROS = default_bias_init
 # A field for which only None is accepted, see `base.arguments`.

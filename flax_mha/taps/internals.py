@@ -17,20 +17,7 @@ from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.masks.algebra import evaluate
 from flax_mha.scores import Bias
-from flax_mha.taps.contexts import current
-from flax_mha.taps.edit import Edit
-from flax_mha.taps.tap import Tap
-
-
-def edit_keys(tap: Tap, q: jax.Array, k: Any, v: Any) -> tuple[Any, Any]:
-    """Return stored keys and values after their edits, for queries [*B, T, N, H]."""
-
-    def edit(name: str, x: Any) -> Any:
-        read = dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x)
-        y = tap.look(name, read)
-        return y if tap.is_edited(name) else x
-
-    return edit("k", k), edit("v", v)
+from flax_mha.taps.tap import Edit, Tap, current
 
 
 def edit_given(tap: Tap, q: jax.Array, source: KeyValues) -> KeyValues:
@@ -39,14 +26,19 @@ def edit_given(tap: Tap, q: jax.Array, source: KeyValues) -> KeyValues:
         return source
     if source.has_slots:
         tap.refuse("kv", "kv of a layer that decodes; edit that layer")
-    k, v = edit_keys(tap, q, *source.own())
+
+    def edit(name: str, x: Any) -> Any:
+        y = tap(name, dequantize(x.replace(dtype=q.dtype) if isinstance(x, Stored) else x))
+        return y if tap.is_edited(name) else x
+
+    k, v = map(edit, "kv", source.own())
     return source if source.has_slots else source.replace(key=k, value=v)
 
 
 def read_result(
     tap: Tap, result: Any, q: jax.Array, source: KeyValues, has_pairs: bool, call: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Sow the captured values of a kernel's result, and return its output and its weights or None.
+    """Sow the captured values of a kernel's result, and return its output and weights or None.
 
     `has_pairs` is True if queries and keys are of the same tokens.
     """

@@ -5,14 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
 
 def by_path(sown: Any) -> dict[str, Any]:
-    """Return sown values by path; of several calls of a module a tuple."""
+    """Return sown values by path; of several calls of a module a tuple. An array is weights."""
     tree = nnx.to_pure_dict(sown) if isinstance(sown, nnx.State) else sown
+    tree = tree if isinstance(tree, Mapping) else {"attention_weights": tree}
     flat = flatten_dict(tree.get("intermediates", tree))
     return {
         "/".join(map(str, path)): x[0] if isinstance(x, tuple) and len(x) == 1 else x
@@ -20,16 +22,20 @@ def by_path(sown: Any) -> dict[str, Any]:
     }
 
 
-def find_weights(tree: Any) -> dict[str, np.ndarray]:
-    """Return the weights [N, T, S] of each layer by its path, in the model's order.
+def named(sown: Any, name: str) -> dict[str, Any]:
+    """Return the values of one name by path of the module that sowed them, all calls stacked."""
+    flat = {path.rpartition("/"): x for path, x in by_path(sown).items()}
+    return {
+        module: jax.tree.map(lambda *xs: jnp.stack(xs), *x) if isinstance(x, tuple) else x
+        for (module, _, last), x in flat.items() if last == name
+    }  # fmt: skip
 
-    Args:
-      tree: the weights of one example, [*B, N, T, S] with every B = 1, or a tree of such arrays,
-        such as all `intermediates`, from which `attention_weights` are taken.
+
+def find_weights(tree: Any) -> dict[str, np.ndarray]:
+    """Return the weights [N, T, S] of one example in each layer, as `find` does.
+
+    They are [*B, N, T, S] with every B = 1, or all `attention_weights` in a tree.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if len(leaves) == 1 and "attention_" not in jax.tree_util.keystr(leaves[0][0]):
-        tree = {"attention_weights": leaves[0][1]}
     layers = find(tree, "attention_weights", 3)
     if not layers:
         raise ValueError(
@@ -42,35 +48,27 @@ def find_weights(tree: Any) -> dict[str, np.ndarray]:
 def find(tree: Any, name: str, axes: int) -> dict[str, np.ndarray]:
     """Return sown arrays of one example by the path of their layer, in the model's order.
 
-    With `nn.scan` an array has a leading axis of layers: `layers[0]/attention`, and so on. If a
-    module is called several times, its calls are `path, call 0`, and so on.
+    With `nn.scan`, or if a module is called several times, an array has a leading axis: its entries
+    are `layers[0]/attention`, and so on.
 
     Args:
       tree: a tree of arrays.
-      name: the name of the arrays, such as "attention_entropy".
+      name: the name of the arrays.
       axes: the number of their axes after the batch.
     """
     layers: dict[str, np.ndarray] = {}
-    for path, values in (by_path(tree) if isinstance(tree, Mapping) else {}).items():
-        if not f"/{path}".endswith(f"/{name}"):
-            continue
-        place = path.removesuffix(name).strip("/")
-        calls = values if isinstance(values, tuple) else (values,)
-        # The index of a scan's step follows `layers` in a stack.
-        before, is_in_stack, after = f"/{place}/".partition("/layers/")
-        for call, x in enumerate(calls):
-            shape = x.shape[-axes:]
-            is_scanned = x.ndim > axes + 1 and x.size == x.shape[0] * np.prod(shape)
-            if x.ndim < axes or (not is_scanned and x.size != np.prod(shape)):
-                raise ValueError(
-                    f"weights must be [heads, queries, keys] of one example, got {x.shape}; choose "
-                    f"an example, such as weights[:1]"
-                )
-            each = np.asarray(x, np.float32).reshape(-1, *shape)
-            for step, layer in enumerate(each):
-                numbered = f"{before}/layers[{step}]/{after}" if is_in_stack else f"{place}[{step}]"
-                key = numbered.strip("/") if len(each) > 1 else place
-                layers[key + (f", call {call}" if len(calls) > 1 else "")] = layer
+    for place, x in named(tree, name).items():
+        leading = x.shape[:-axes]
+        if x.ndim < axes or any(size != 1 for size in leading[1:] or leading):
+            raise ValueError(
+                f"weights must be [heads, queries, keys] of one example, got {x.shape}; choose an "
+                f"example, such as weights[:1]"
+            )
+        each = np.asarray(x, np.float32).reshape(-1, *x.shape[-axes:])
+        for step, layer in enumerate(each):
+            # The index of a scan's step follows `layers` in a stack.
+            key = re.sub(r"\blayers\b|$", rf"\g<0>[{step}]", place, count=1)
+            layers[key if len(each) > 1 else place] = layer
 
     def in_order(item: tuple[str, np.ndarray]) -> list[str | int]:
         # Numbers are compared as numbers, so that `layers_2` is before `layers_10`.

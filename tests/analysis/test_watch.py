@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -163,10 +162,8 @@ def test_heads_of_layers_made_in_calls_are_detected(kind: Any) -> None:
 def test_a_bare_layer_captures(layer: Any) -> None:
     values = jax.eval_shape(layer.init, jax.random.key(0), X)
     watched = analysis.watch(layer, WEIGHTS)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="a watched")
-        call = functools.partial(watched.apply, mutable="intermediates")
-        _, sown = jax.eval_shape(call, values, X)
+    call = functools.partial(watched.apply, mutable="intermediates")
+    _, sown = jax.eval_shape(call, values, X)
     assert sown["intermediates"]["attention_weights"][0].shape == (B, N, T, T)
     assert isinstance(watched, type(layer))
 
@@ -178,31 +175,8 @@ def test_watched_models_are_equal_and_pickle() -> None:
     assert pickle.loads(pickle.dumps(watched)) == watched
 
 
-@pytest.mark.slow
-def test_linen_inside_nnx_captures() -> None:
-    model = nnx.bridge.ToNNX(Made(), rngs=nnx.Rngs(0)).lazy_init(TOKENS)
-    watched = analysis.watch(model, WEIGHTS)
-    out, sown = watched.to_nnx__module.apply(
-        {"params": nnx.to_pure_dict(nnx.state(model, nnx.Param))}, TOKENS, mutable="intermediates"
-    )
-    np.testing.assert_allclose(out, model(TOKENS), atol=1e-6)
-    assert {*sown["intermediates"]} == {*PATHS[Made]}
-
-
-@pytest.mark.parametrize("model", [nn.Dense(3), Made(nn.MultiHeadDotProductAttention)])
-def test_a_call_without_layers_warns(model: Any) -> None:
-    watched = analysis.watch(model, Z)
-    inputs = X if isinstance(model, nn.Dense) else TOKENS
-    with pytest.warns(UserWarning, match=r"has called no attention layer of .*; swap those of Fl"):
-        jax.eval_shape(watched.init, jax.random.key(0), inputs)
-
-
 def test_models_that_hold_no_layer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must hold attention layers of .*, got Linear; swap"):
         analysis.watch(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), Z)
-    with pytest.raises(
-        TypeError, match=r"must be a module of linen or nnx, got .*; give Model\(\)"
-    ):
-        analysis.watch(Made, Z)
     with pytest.raises(TypeError, match=r"capture must be a flax_mha\.Capture"):
         analysis.watch(Made(), "weights")

@@ -48,14 +48,13 @@ def test_a_capture_that_a_scan_drops_is_a_warning(asked: dict[str, Any]) -> None
     assert sown(Stranger(**asked, passes=("params", "intermediates")), "intermediates")
 
 
-@pytest.mark.slow
-def test_edits_reach_a_layer_whose_scan_drops_collections() -> None:
-    model = Stranger()
-    values = variables(model, X)
-    edit = Edit(keep=np.array([[1], [0], [1], [1]]))
-    attached = edits.attach(model, values, {"attention": {"attention_z": {2: edit}}}, X)
-    assert not attached["edits"]
-    assert "edits" in attached["params"]["attention"]
+def test_edits_that_a_scan_drops_are_refused() -> None:
+    values = variables(Stranger(), X)
+    changes = {"attention/attention_z": {2: Edit(keep=np.array([[1], [0], [1], [1]]))}}
+    with pytest.raises(ValueError, match=r"must pass edits to .*attention_z.*nn\.scan"):
+        edits.attach(Stranger(), values, changes, X)
+    model = Stranger(passes=("params", "edits"))
+    attached = edits.attach(model, values, changes, X)
     mask = np.ones((3, N))
     mask[2, 1] = 0
     x = jnp.asarray(X)
@@ -63,10 +62,6 @@ def test_edits_reach_a_layer_whose_scan_drops_collections() -> None:
         params = jax.tree.map(lambda p, i=i: p[i], values["params"]["attention"])
         x = x + MultiHeadAttention(N).apply({"params": params}, x, head_mask=jnp.asarray(mask[i]))
     np.testing.assert_allclose(model.apply(attached, X), x, rtol=1e-5, atol=1e-5)
-    grads = jax.grad(lambda v: model.apply(v, X).sum())(attached)
-    assert np.abs(grads["params"]["attention"]["edits"]["attention_z"].keep).min() > 0
-    again = edits.attach(model, attached, {}, X)
-    assert jax.tree.structure(again["params"]) == jax.tree.structure(values["params"])
 
 
 @pytest.mark.slow
@@ -91,7 +86,7 @@ def test_a_sweep_is_a_loop() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_zz": Edit()}, r"must be of tensors of the model, got \['attention_zz'\]"),
+        ({"attention_zz": Edit()}, r"must be of tensors of the model, got 'attention_zz'"),
         ({"layer/attention_z": Edit()}, "got .*'layer/attention_z'"),
         ({"attention_z": Edit(np.ones(3))}, r"`keep` of the edit attention_z must broadcast"),
         ({"attention_z": Edit(add=np.ones((3, B, T, N, H)))}, "`add` of the edit"),

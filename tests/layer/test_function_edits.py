@@ -133,7 +133,7 @@ def test_layers_under_scan_have_one_function_and_their_own_numbers() -> None:
     attached = edits.attach(scanned, both, {"layers/attention/attention_z": each}, X)
     np.testing.assert_allclose(jax.jit(scanned.apply)(attached, X), wanted, rtol=1e-4, atol=1e-5)
     for some in ({1: Edit(fn=cut, args=(1.0,))}, {0: Edit(fn=clamp), 1: Edit(fn=top_2)}):
-        with pytest.raises(ValueError, match="and one fn for all 2 layers, got"):
+        with pytest.raises(ValueError, match="and one fn for all layers, got"):
             edits.attach(scanned, both, {"layers/attention/attention_z": some}, X)
 
 
@@ -180,11 +180,6 @@ def test_values_of_a_run_by_path() -> None:
     path = "layers_0/attention/attention_z"
     patched = edits.attach(model, given, {path: Edit(0, found[path])}, X)
     np.testing.assert_allclose(model.apply(patched, X), model.apply(given, X), atol=1e-5)
-    with pytest.raises(KeyError) as error:
-        found["layers_0.attention_z"]
-    assert "'layers_0/attention/attention_z'" in str(error.value)
-    assert "(of 6)" in str(error.value)
-    assert "layers_1/attention" not in found
 
 
 def test_values_of_nnx_and_of_repeated_calls() -> None:
@@ -211,7 +206,7 @@ MANY = Encoder(20, EncoderBlock(MultiHeadAttention(N), 8))
 @pytest.mark.sampled(0.13, slow=0.2)
 def test_wrong_paths_name_the_three_nearest() -> None:
     given = jax.eval_shape(MANY.init, jax.random.key(0), X)
-    words = r"for 'layers_7/attn/attention_z' give '.*\(of 2\d\d\)"
+    words = r"got 'layers_7/attn/attention_z'; give '.*\(of 2\d\d\)"
     with pytest.raises(ValueError, match=words) as e:
         edits.attach(MANY, given, {"layers_7/attn/attention_z": Edit(0)}, X)
     assert "'layers_7/attention/attention_z'" in str(e.value)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import flax_mha
 import flax_mha.nnx
@@ -83,11 +82,6 @@ def of_derivatives() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_nnx() -> dict[str, Any]:
-    layer = flax_mha.nnx.MultiHeadAttention(8, 64, rngs=nnx.Rngs(0))
-    return {"flax_mha": flax_mha, "model": nnx.Sequential(layer, nnx.relu)}
-
-
 def of_function_edits() -> dict[str, Any]:
     return {"jnp": jnp, "splice": lambda x, encoder, decoder: x, "encoder": X, "decoder": X}
 
@@ -102,7 +96,6 @@ def of_captures() -> dict[str, Any]:
 GIVEN: dict[str, Any] = {
     "flax_mha.cache": lambda: dict.fromkeys("qkv", jnp.ones((2, 3, 4, 8))),
     "flax_mha.edits.Edit": of_function_edits,
-    "flax_mha.edits.attention_layers": of_nnx,
     "flax_mha.edits.values": of_captures,
     "flax_mha.optimizers.qk_clip.qk_clip": of_clip,
     "flax_mha.interop": of_interop,
