@@ -15,7 +15,6 @@ from flax_mha.analysis.circuits import parameters
 from flax_mha.base import checks, numerics, shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
-from flax_mha.models.stacks import Place
 from flax_mha.taps.contexts import looking
 
 # The fields with which logits are linear in the captured parts.
@@ -151,12 +150,12 @@ def _capture(
     with looking(capture=Capture(names)):
         _, sown = model.apply(variables, tokens, mutable="intermediates", **kwargs)
 
-    def layer(place: Place) -> Any:
-        path = ("intermediates", "decoder", *place.path)
+    def layer(path: tuple[str, ...], step: int | None) -> Any:
+        path = ("intermediates", "decoder", *path)
         values = functools.reduce(lambda tree, name: tree[name], path, sown)
-        return values if place.step is None else jax.tree.map(lambda x: x[place.step], values)
+        return values if step is None else jax.tree.map(lambda x: x[step], values)
 
-    return [layer(place) for place in model.decoder.places]
+    return [layer(path, step) for path, _, step in model.decoder.places]
 
 
 def _final_norm(model: LanguageModel, variables: Any) -> tuple[Any, Any]:

@@ -131,18 +131,18 @@ def _stack(
 ) -> Any:  # fmt: skip
     """Return a stack with its blocks changed, and change the parameters of its scores."""
     places, owner = stack.places, "/".join(path) or "the stack"
-    old = {place.path: stack.blocks[place.block] for place in places}
+    old = {name: stack.blocks[block] for name, block, _ in places}
     new = {name: change(x, (*path, *name)) for name, x in old.items()}
     if all(new[name] is old[name] for name in old):
         return stack
-    is_scanned = {place.step is not None for place in places}
+    is_scanned = {step is not None for *_, step in places}
     if len(is_scanned) > 1:
         raise ValueError(
             f"the layers of {owner} must fill the steps of its scan to lose heads, got "
             f"{len(places)} in steps of {len(stack.blocks)}; unstack the layers, and set "
             f"scan=False"
         )
-    names = [place.path for place in places]
+    names = [name for name, *_ in places]
     is_smaller = [new[name].attention is not old[name].attention for name in names]
     if any(is_smaller[i] for i in stack.kv_from or () if i is not None):
         raise ValueError(

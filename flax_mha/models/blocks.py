@@ -17,12 +17,10 @@ from flax_mha.models import remat
 from flax_mha.models.feed_forward import MLP, Activation, Dropout
 from flax_mha.models.remat import Remat
 from flax_mha.sharding import rules
-from flax_mha.taps.tap import Tap, tap_of
+from flax_mha.taps.tap import tap_of
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": layer_norm, "rmsnorm": nn.RMSNorm}
 Calls: TypeAlias = dict[str, Any]  # the arguments of each layer's call, by the name of its field
-# A function of x to a branch's output, and the keys and values of a layer that returns them.
-Branch: TypeAlias = Callable[[jax.Array], tuple[jax.Array, KeyValues | None]]
 # Options of self-attention that cross-attention gets too.
 _SHARED_OPTIONS = ("lengths", "dropout_rng", "sow_weights")
 _AXES = ("batch", "norm_length", None)
@@ -103,11 +101,10 @@ class Block(nn.Module):
         x = padding.cleared(x, options.get("lengths"), options.get("order"))
         deterministic = options.pop("deterministic", None)
         checks.fields(self)
-        has_own_norms = self.parallel == "own_norms" and self.pre_norm
-        if not (has_own_norms or isinstance(self.parallel, bool)):
+        if self.parallel not in (False, True, "own_norms") or (self.parallel and not self.pre_norm):
             raise ValueError(
-                f"parallel must be a bool, or with pre_norm 'own_norms', got "
-                f"{checks.describe(self.parallel)}; give one of these"
+                f"parallel must be False, or with pre_norm True or 'own_norms', got "
+                f"{self.parallel!r}"
             )
         if checks.flag("return_kv", return_kv):
             options["return_kv"] = True
@@ -129,18 +126,11 @@ class Block(nn.Module):
         """Return the norm that the block's norms copy. It has no parent."""
         if isinstance(self.norm, nn.Module):
             return self.norm
-        if not isinstance(self.norm, str):
-            raise TypeError(
-                f"norm must be one of {[*NORMS]} or a module, got {checks.describe(self.norm)}; "
-                f"give nn.LayerNorm(), say, with its parentheses"
-            )
-        norm = checks.choice("norm", self.norm, NORMS)
-        if checks.number("norm_epsilon", self.norm_epsilon) < 0:
-            raise ValueError(f"norm_epsilon must be at least 0, got {self.norm_epsilon}; raise it")
-        layer = self.attention
+        norm, layer = checks.choice("norm", self.norm, NORMS), self.attention
         return norm(
-            epsilon=self.norm_epsilon, dtype=layer.dtype, param_dtype=layer.param_dtype, parent=None
-        )
+            epsilon=checks.number("norm_epsilon", self.norm_epsilon), dtype=layer.dtype,
+            param_dtype=layer.param_dtype, parent=None,
+        )  # fmt: skip
 
     @nn.nowrap
     def _add_branches(
@@ -149,54 +139,33 @@ class Block(nn.Module):
         """Return x with all branches added, and the keys and values of self-attention or None."""
         for name in calls:
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
-        tap = tap_of(self, self.attention.capture)
-        branches = self._branches(x.shape, deterministic, calls, tap)
-        normed = self._pre_normed([*branches])
+        tap, kv, names = tap_of(self, self.attention.capture), None, [*calls, "mlp"]
+        normed = self._pre_normed(names)
         x = start = tap("resid_pre", sharding.constrain(x, _AXES))
         # Branches in parallel have one norm, unless each has its own.
-        shared = self._norm("attention", x) if self.parallel is True and normed else None
-        kept = []
-        for name, branch in branches.items():
-            if not self.parallel:
-                x = start = tap("resid_mid", x) if name == "mlp" else x
-            own = self._norm(name, start) if shared is None and name in normed else start
-            y, kv = branch(own if shared is None else shared)
-            x = x + y
-            kept.append(kv)
+        shared = self._norm("attention", x) if self.parallel is True else None
+        for name in names:
+            if name == "mlp" and not self.parallel:
+                x = tap("resid_mid", x)
+            y = shared
+            if y is None:
+                y = start if self.parallel else x
+                y = self._norm(name, y) if name in normed else y
+            if name == "mlp":
+                y = tap("mlp_out", self._mlp()(y, deterministic=deterministic))
+            else:
+                layer = getattr(self, name)
+                # The layer's field `deterministic`, if set, takes precedence.
+                flag = deterministic if layer.deterministic is None else None
+                y = layer(y, deterministic=flag, **calls[name])
+                y, kv = y if calls[name].get("return_kv") else (y, kv)
+            x = x + self._scale(name, y, x.shape, deterministic)
             if not self.parallel:
                 x = sharding.constrain(self._norm(name, x) if self.post_norm else x, _AXES)
-        if self.parallel:
-            x = self._norm("attention", x) if self.post_norm else x
-            x = sharding.constrain(x, _AXES)
+        x = sharding.constrain(x, _AXES) if self.parallel else x
         if self.output_scale is not None:
             x = self._scaled("output_scale", x, self.output_scale, (1,), "output_scale")
-        return tap.last("resid_post", x), kept[0]
-
-    @nn.nowrap
-    def _branches(
-        self, shape: shapes.Shape, deterministic: bool | None, calls: Calls, tap: Tap
-    ) -> dict[str, Branch]:
-        """Return the branches by name, in their order: attention layers, then the MLP."""
-
-        def of_layer(name: str, call: dict[str, Any]) -> Branch:
-            layer = getattr(self, name)
-            # The layer's field `deterministic`, if set, takes precedence.
-            flag = deterministic if layer.deterministic is None else None
-
-            def branch(x: jax.Array) -> tuple[jax.Array, KeyValues | None]:
-                y = layer(x, deterministic=flag, **call)
-                y, kv = y if call.get("return_kv") else (y, None)
-                return self._scale(name, y, shape, deterministic), kv
-
-            return branch
-
-        mlp = self._mlp()
-
-        def of_mlp(x: jax.Array) -> tuple[jax.Array, None]:
-            y = tap("mlp_out", mlp(x, deterministic=deterministic))
-            return self._scale("mlp", y, shape, deterministic), None
-
-        return {name: of_layer(name, call) for name, call in calls.items()} | {"mlp": of_mlp}
+        return tap.last("resid_post", x), kv
 
     @nn.nowrap
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
@@ -218,23 +187,19 @@ class Block(nn.Module):
         normed = self.pre_norm
         if isinstance(normed, bool):
             return names if normed else ()
-        is_valid = isinstance(normed, tuple) and normed and {*normed} <= {*names}
-        if not is_valid or self.parallel is True:
+        if {*normed} - {*names}:
             raise ValueError(
-                f"pre_norm must be a bool, or without parallel=True a tuple of branches, of "
-                f"{names}, got {normed!r}; give pre_norm=True for a norm in each"
+                f"pre_norm must be a bool, or a tuple of branches, of {names}, got {normed!r}; "
+                f"give pre_norm=True for a norm in each"
             )
         return normed
 
     @nn.nowrap
     def _mlp(self) -> nn.Module:
-        if isinstance(self.mlp, nn.Module) and self.mlp_dim is None:
+        if self.mlp is not None and self.mlp_dim is None:
             return self.mlp
         if self.mlp is not None:
-            raise ValueError(
-                f"mlp must be a module without mlp_dim, got {checks.describe(self.mlp)} and "
-                f"mlp_dim={self.mlp_dim}; give one of the two"
-            )
+            raise ValueError(f"give one of mlp and mlp_dim, got mlp_dim={self.mlp_dim} and a module")
         layer, biased = self.attention, self.mlp_bias
         biased = settings.has_bias(layer.use_bias, "out") if biased is None else biased
         hidden = checks.integer("mlp_dim", self.mlp_dim, 1)
@@ -324,10 +289,7 @@ class DecoderBlock(Block):
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.
         """
-        settings.check_module("attention", self.attention, MultiHeadAttention)
         cross = self.cross_attention
-        if cross is not None:
-            settings.check_module("cross_attention", cross, MultiHeadAttention)
         if cross is self.attention:
             raise ValueError(
                 "attention and cross_attention must be two modules, got one with shared "

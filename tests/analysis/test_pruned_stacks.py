@@ -212,10 +212,6 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (PLAIN.clone(project_out=False), {"": (0,)}, "must have project_out=True"),
     (variants.TalkingHeadsAttention(N), {"": (0,)}, "not mix its heads, as TalkingHeadsAttention"),
     (MultiHeadAttention(N, qk_norm=QKNorm(over_heads=True)), {"": (0,)}, "not mix its heads"),
-    (
-        variants.ChosenBlocksAttention(N, num_kv_heads=2, share=True), {"": (0, 1)},
-        "must not mix its heads, as ChosenBlocksAttention does",
-    ),
     (PLAIN.clone(capture=Capture(("z",), heads=(1,))), {"": (0,)}, "capture all heads, got (1,)"),
     (
         PLAIN.clone(scores=(Kerple(np.ones(N, np.float32)),)), {"": (0,)},

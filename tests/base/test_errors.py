@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from flax_mha import (
     MLP,
@@ -498,16 +497,12 @@ MODULES: list[Case] = [
            Experts(4, 8, 3, groups=4, top_groups=5), X),
     module("experts: routing", ValueError, r"routing must be one of \['sigmoid', 'softmax'\], got",
            Experts(4, 2, 1, routing="relu"), X),
-    module("block: mlp and mlp_dim", ValueError, r"mlp must be a module .* got .* and mlp_dim=4",
+    module("block: mlp and mlp_dim", ValueError, r"one of mlp and mlp_dim, got mlp_dim=4",
            EncoderBlock(ATTENTION, 4, mlp=MLP(4)), X),
-    module("block: mlp of no module", ValueError, r"mlp must be a module .* got 4 of int and",
-           EncoderBlock(ATTENTION, mlp=4), X),
     module("mlp: activation", ValueError, r"one of \['gelu', 'gelu_exact', .*, got 'tanh'",
            MLP(4, "tanh"), X),
     module("mlp: activation of two", TypeError, r"activation must be a function x -> y, of 1 arg",
            MLP(4, lambda x, y: x), X),
-    module("block: epsilon", ValueError, r"norm_epsilon must be at least 0, got -1",
-           EncoderBlock(ATTENTION, 4, norm_epsilon=-1.0), X),
     module("mlp: initializer of nothing", TypeError, r"what an initializer gives must be an array",
            MLP(4, kernel_init=lambda *_: None), X),
     module("mlp: initializer's shape", ValueError, r"of the shape it is asked for, \(8, 4\), got",
@@ -558,10 +553,6 @@ MODULES: list[Case] = [
      r"need a mesh.*got none; wrap in"),
 ]  # fmt: skip
 
-LISTED = LanguageModel(
-    EMBED, Decoder(1, DecoderBlock(MultiHeadAttention(2, mask=masks.Lengths(IDS)), 16))
-)
-
 
 def generated(
     name: str, error: type[Exception], message: str, model: Any = MODEL, prompt: Any = TOKENS,
@@ -592,24 +583,15 @@ MODELS: list[Case] = [
         with_caches(TABLE).init(KEY, TOKENS), TOKENS[:, :1], mutable=["cache"])), ValueError,
      r"positions must be given for position_embedding in decoding"),
     generated("model", TypeError, r"must be a LanguageModel or a Translator.*got Encoder", ENCODER),
-    generated("list in a field", TypeError, r"model must be hashable.*instead of arrays", LISTED),
-    *[generated(f"variables of {names}", ValueError,
-                rf"variables must have the collection 'params', got {names}; give", variables=v)
-      for v, names in (({}, r"\[\]"), ({"decoder": {}}, r"\['decoder'\]"))],
-    generated("a model of nnx", TypeError, r"got ToNNX; .* a ToNNX give its linen module",
-              nnx.bridge.ToNNX(MODEL), cache={}),
     generated("start", ValueError, r"got start=None for a Translator; give it", TRANSLATOR),
     generated("start for nobody", ValueError, r"got start=1 for a LanguageModel; drop it", start=1),
     generated("ragged prompt", TypeError, r"prompt.*got \[\[1\], \[1, 2\]\], which is ragged; pad",
               prompt=[[1], [1, 2]]),
     generated("prompt beyond int32", ValueError, r"prompt must fit int32, got 4294967296, which",
               prompt=[[2**32]]),
-    ("generate: variables", lambda: generate(MODEL, 3, TOKENS, max_new_tokens=1), TypeError,
-     r"variables must be the model's, a mapping, got int; give"),
-    generated("rng", TypeError, r"rng must be one JAX key, got int32 \(4,\); give", rng=IDS),
+    generated("rng", TypeError, r"rng must be one JAX key, got int32 \(4,\); give", rng=IDS,
+              temperature=1.0),
     generated("eos name", TypeError, r"eos must be an int, got '</s' of str", eos="</s"),
-    generated("callback", TypeError, r"callback must be.*of 2 arguments, got one of \(tokens\)",
-              callback=lambda tokens: None),
     *[("language model: at", lambda at=at: MODEL.init(KEY, TOKENS, at=at), error, message)
       for error, message, at in [
         (ValueError, r"at must be in 0 … 3, got \[-1, 0\]; each", [-1, 0]),
@@ -624,23 +606,20 @@ MODELS: list[Case] = [
     *[generated("prompt's ids", ValueError, rf"prompt must be in 0 … 4, got {i}; give ids of",
                 prompt=np.where(np.arange(8).reshape(2, 4) == 6, i, TOKENS)) for i in (-1, 5)],
     generated("eos", ValueError, r"eos must be in 0 … 4, got 5", eos=5),
-    generated("no eos", ValueError, r"eos must be a token or several, got none", eos=[]),
     generated("start of none", ValueError, r"start must be in 0 … 4, got 9",
               TRANSLATOR, start=9),
-    generated("callback", TypeError, r"callback must be a function \(step, tokens\).*got 3",
-              callback=3),
     generated("rng", TypeError, r"rng must be one JAX key, got 0 of int; give", rng=0,
               temperature=1.0),
     generated("prompt rank", ValueError, r"\[B, T\].*got \(4,\); give.*prompt\[None\]",
               prompt=TOKENS[0]),
     generated("empty prompt", ValueError, r"at least one row and token, got \(2, 0\)",
               prompt=TOKENS[:, :0]),
-    generated("capacity", ValueError, r"capacity must be at least 6, the 4.*got 5; raise it",
+    generated("capacity", ValueError, r"capacity must have room for 6 tokens, the 4.*got 5; enl",
               capacity=5),
     generated("table", ValueError, r"max_length=5 of the learned .* got 6; shorten",
               TABLE),
     generated("temperature", ValueError, r"temperature must be at least 0.*got -1", temperature=-1),
-    generated("no rng", ValueError, r"rng must be .* got None", temperature=1.0),
+    generated("no rng", TypeError, r"rng must be .* got None", temperature=1.0),
     generated("top_p", ValueError, r"top_p must be in \(0, 1\], got 0", rng=KEY, temperature=1.0,
               top_p=0),
     generated("top_k", ValueError, r"top_k must be at least 1, got 0", rng=KEY, temperature=1.0,
@@ -654,12 +633,12 @@ MODELS: list[Case] = [
               beams=2, length_penalty=100),
     generated("early_stopping", ValueError, r"must be True, False or 'never', got 'always'",
               beams=2, early_stopping="always"),
-    generated("length_penalty alone", ValueError, r"must be left out with beams=1.*got 1.0 and Fal",
+    generated("length_penalty alone", ValueError, r"must be left out with beams=1, got .* 1.0",
               length_penalty=1.0),
     generated("beams drawn", ValueError, r"must be left out with beams=2", beams=2, rng=KEY,
               temperature=1.0),
     generated("cache of a module", ValueError,
-              r"cache must be None for a Lang.* creates one",
+              r"cache must be given for a step, .* got dict for LanguageModel",
               cache={}),
     ("logits of no tokens", lambda: sampling.top_k(jnp.float32(1), 1), ValueError,
      r"logits must have shape \[\*B, V\], got \(\); add the axis V"),
