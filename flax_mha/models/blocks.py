@@ -199,7 +199,9 @@ class Block(nn.Module):
         if self.mlp is not None and self.mlp_dim is None:
             return self.mlp
         if self.mlp is not None:
-            raise ValueError(f"give one of mlp and mlp_dim, got mlp_dim={self.mlp_dim} and a module")
+            raise ValueError(
+                f"give one of mlp and mlp_dim, got mlp_dim={self.mlp_dim} and a module"
+            )
         layer, biased = self.attention, self.mlp_bias
         biased = settings.has_bias(layer.use_bias, "out") if biased is None else biased
         hidden = checks.integer("mlp_dim", self.mlp_dim, 1)

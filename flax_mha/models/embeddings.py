@@ -117,13 +117,8 @@ class PatchEmbedding(nn.Module):
           images: [*B, height, width, channels].
           lengths: int [*B], the number of real patches in each image (default: all).
         """
-        sizes = self.patch_size if isinstance(self.patch_size, Sequence) else [self.patch_size] * 2
-        if len(sizes) != 2:
-            raise ValueError(
-                f"patch_size must be one number, or height and width, got {self.patch_size!r}; "
-                f"change it"
-            )
-        h, w = sizes
+        size = self.patch_size
+        h, w = size if isinstance(size, Sequence) else (size, size)
         checks.fields(self)
         checks.positive(patch_height=h, patch_width=w, features=self.features)
         checks.floating("images", images)

@@ -175,7 +175,11 @@ class Experts(nn.Module):
         shapes.check_features("x", x)
         E, names = self.num_experts, ("embed", None)
         logits = projection(self, "router", (E,), names, self.use_bias)(x)
-        bias, every = self._choice_bias(), None
+        bias = []
+        if self.choice_bias:
+            init = sharding.named(nn.initializers.zeros, (None,), self.partitioned)
+            bias = [self.param("choice_bias", init, (E,), self.param_dtype)]
+        every: Any = 0
         if self.shared is not None:
             every = MLP(
                 self.shared, self.activation, True, 0.0, self.use_bias, self.kernel_init,
@@ -188,14 +192,13 @@ class Experts(nn.Module):
             self.sow("intermediates", "balance_loss", loss)
         D, M = x.shape[-1], self.hidden
         sizes = {"gate": (D, M), "up": (D, M), "down": (M, D)}
-        weights = [self._weights(f"{name}_kernel", sizes[name], _NAMES[name]) for name in sizes]
-        if self.use_bias:
-            weights += [
-                self._weights(f"{name}_bias", sizes[name][1:], _NAMES[name][1:]) for name in sizes
-            ]
+        leaves = ("kernel", "bias") if self.use_bias else ("kernel",)
+        weights = [
+            self._weights(f"{name}_{leaf}", sizes[name][i:], _NAMES[name][i:])
+            for i, leaf in enumerate(leaves) for name in sizes
+        ]  # fmt: skip
         x, *weights = promote_dtype(x, *weights, dtype=self.dtype)
-        y = sharding.auto(self._divided, _TOKENS, x, logits, *bias, *weights)
-        return y if every is None else y + every
+        return sharding.auto(self._divided, _TOKENS, x, logits, *bias, *weights) + every
 
     @nn.nowrap
     def _check(self) -> None:
@@ -204,27 +207,11 @@ class Experts(nn.Module):
         checks.positive(hidden=self.hidden, num_experts=E, top_k=k, groups=groups)
         checks.optional(top_groups=self.top_groups, shared=self.shared)
         checks.fields(self)
-        checks.choice("routing", self.routing, dict.fromkeys(("softmax", "sigmoid")))
-        checks.number("factor", self.factor)
-        if E % groups or (groups > 1 and E // groups < 2):
+        most = E // groups * (self.top_groups or groups)
+        if k > most:
             raise ValueError(
-                f"num_experts={E} must be a multiple of groups={groups}, at least 2 in each; try "
-                f"groups=1"
+                f"top_k={k} must be at most {most}, the experts of the chosen groups; lower it"
             )
-        chosen = groups if self.top_groups is None else self.top_groups
-        if chosen > groups:
-            raise ValueError(f"top_groups={chosen} must be at most groups={groups}; lower it")
-        if k > E // groups * chosen:
-            within = "" if chosen == groups else f" · {chosen}/{groups}, in top_groups={chosen}"
-            raise ValueError(f"top_k={k} must be at most num_experts={E}{within}; lower it")
-
-    @nn.nowrap
-    def _choice_bias(self) -> list[jax.Array]:
-        """Return the parameter b in a list, or an empty list."""
-        if not self.choice_bias:
-            return []
-        init = sharding.named(nn.initializers.zeros, (None,), self.partitioned)
-        return [self.param("choice_bias", init, (self.num_experts,), self.param_dtype)]
 
     @nn.nowrap
     def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:
@@ -294,7 +281,7 @@ class Experts(nn.Module):
         """Return E Σ_e f_e P_e over all tokens."""
         _, ids = self._route(logits, *bias)
         p = self._probabilities(logits)
-        p = p / jnp.sum(p, -1, keepdims=True) if self.routing == "sigmoid" else p
+        p = p / jnp.sum(p, -1, keepdims=True)
         chosen = jax.nn.one_hot(ids, self.num_experts, dtype=p.dtype).mean(-2)
         tokens = range(p.ndim - 1)
         return self.num_experts * jnp.sum(chosen.mean(tokens) * p.mean(tokens))
@@ -302,33 +289,32 @@ class Experts(nn.Module):
     @nn.nowrap
     def _probabilities(self, logits: jax.Array) -> jax.Array:
         """Return p of all experts, before any division by their sum."""
-        of_routing = jax.nn.sigmoid if self.routing == "sigmoid" else jax.nn.softmax
-        return of_routing(logits.astype(shapes.wide(logits.dtype)))
+        kinds = {"sigmoid": jax.nn.sigmoid, "softmax": jax.nn.softmax}
+        wide = logits.astype(shapes.wide(logits.dtype))
+        return checks.choice("routing", self.routing, kinds)(wide)
 
     @nn.nowrap
     def _route(self, logits: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weights p [n, top_k] and the ids of each token's experts."""
         p = self._probabilities(logits)
         choice = lax.stop_gradient(p + shapes.lead(bias[0].astype(p.dtype), p.ndim)) if bias else p
-        if self.groups > 1 and self.top_groups not in (None, self.groups):
+        if self.top_groups is not None:
             by_group = choice.reshape(*choice.shape[:-1], self.groups, -1)
             best = jnp.sum(lax.top_k(by_group, 2)[0], -1)
             groups = lax.top_k(best, self.top_groups)[1]
             is_in = jax.nn.one_hot(groups, self.groups, dtype=bool).any(-2)
             choice = jnp.where(is_in[..., None], by_group, -jnp.inf).reshape(choice.shape)
-        best, ids = lax.top_k(choice, self.top_k)
-        p = best if choice is p else jnp.take_along_axis(p, ids, -1)
+        ids = lax.top_k(choice, self.top_k)[1]
+        p = jnp.take_along_axis(p, ids, -1)
         if self.normalize:
             # All sigmoids may underflow to 0.
-            p = p / (jnp.sum(p, -1, keepdims=True) + (1e-20 if self.routing == "sigmoid" else 0))
-        return p if self.factor == 1 else p * self.factor, ids
+            p = p / (jnp.sum(p, -1, keepdims=True) + 1e-20)
+        return p * self.factor, ids
 
     @nn.nowrap
     def _expert(self, dense: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
         """Return the output of experts, with linear layers dense(x, kernel, bias)."""
         gate, up = dense(x, *layers[0]), dense(x, *layers[1])
         if self.limit is not None:
-            limit = checks.number("limit", self.limit)
-            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        up = up + self.offset if self.offset else up
-        return dense(activation(self.activation)(gate) * up, *layers[2])
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return dense(activation(self.activation)(gate) * (up + self.offset), *layers[2])

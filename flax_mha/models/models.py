@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, numerics, shapes
-from flax_mha.base.checks import choice, fields, integer, number, optional
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions
@@ -59,41 +58,35 @@ class Classifier(nn.Module):
         Returns:
           Logits [*B, num_classes], float32; or features [*B, T, D].
         """
-        check_module("encoder", self.encoder, Encoder)
-        if not isinstance(self.embedding, nn.Module):
-            raise TypeError(
-                f"embedding must be a module that returns [*B, T, D], got "
-                f"{type(self.embedding).__name__}; give TokenEmbedding(…) or PatchEmbedding(…)"
-            )
-        optional(num_classes=self.num_classes)
-        fields(self)
+        checks.fields(self)
         lengths = options.get("lengths")
         # Padded patches are cleared, as a NaN there would reach the projection's gradient.
         patches = isinstance(self.embedding, PatchEmbedding)
         if isinstance(self.embedding, TokenEmbedding):
             inputs, _ = read_padding(inputs, None, options)
         x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
-        if integer("class_tokens", self.class_tokens):
+        if checks.integer("class_tokens", self.class_tokens):
             x, options = self._with_tokens("class_tokens", 0, x, options)
         x = PositionEmbedding(self.positions, name="positions")(x)
-        if integer("register_tokens", self.register_tokens):
+        if checks.integer("register_tokens", self.register_tokens):
             x, options = self._with_tokens("register_tokens", self.class_tokens, x, options)
         x = Dropout(self.dropout_rate)(x, deterministic=options.get("deterministic"))
         x = self.encoder(x, **options)
         if self.num_classes is None:
             return x
-        x, first = x.astype(jnp.float32), x[..., 0, :].astype(jnp.float32)
-        kinds = dict.fromkeys(("mean", "first", "first_and_mean"))
-        choice("pooling", self.pooling, kinds)
-        if self.pooling == "first_and_mean":
-            inputs = x[..., self.class_tokens + self.register_tokens :, :]
-            pooled = jnp.concatenate([first, mean(inputs, lengths)], -1)
-        else:
-            pooled = first if self.pooling == "first" else mean(x, options.get("lengths"))
+        x = x.astype(jnp.float32)
+        first, learned = x[..., 0, :], self.class_tokens + self.register_tokens
+        pooled = checks.choice("pooling", self.pooling, {
+            "first": lambda: first,
+            "mean": lambda: mean(x, options.get("lengths")),
+            "first_and_mean": lambda: jnp.concatenate(
+                [first, mean(x[..., learned:, :], lengths)], -1
+            ),
+        })  # fmt: skip
         head = Projection(
             (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"
         )
-        return head(pooled)
+        return head(pooled())
 
     @nn.nowrap
     def _with_tokens(self, name: str, at: int, x: jax.Array, options: Any) -> tuple[jax.Array, Any]:
@@ -149,15 +142,8 @@ class LanguageModel(nn.Module):
 
     def setup(self) -> None:
         """Create dropout and head."""
-        check_module("embedding", self.embedding, TokenEmbedding)
         check_module("decoder", self.decoder, Decoder)
-        check_module("position_embedding", self.position_embedding, PositionEmbedding)
-        fields(self)
-        number("logits_scale", self.logits_scale)
-        if self.logits_cap is not None and not number("logits_cap", self.logits_cap) > 0:
-            raise ValueError(
-                f"logits_cap must be above 0, got {self.logits_cap}; give None for no cap"
-            )
+        checks.fields(self)
         self.dropout = Dropout(self.dropout_rate)
         if not self.tied:
             self.head = self.embedding.copy(name=None)
@@ -187,17 +173,16 @@ class LanguageModel(nn.Module):
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 or wider.
         """
         tokens = shapes.check_tokens("tokens", tokens)
-        decodes = getattr(self.decoder, "decodes", False)
+        decodes = self.decoder.decodes
         if decodes and attention_mask is not None:
             raise ValueError(
-                f"attention_mask must be None in decoding, got {checks.describe(attention_mask)}; "
-                f"give lengths, or call flax_mha.generate, which takes it"
+                "attention_mask must be None in decoding; give lengths, or call flax_mha.generate, "
+                "which takes it"
             )
         tokens, options = read_padding(tokens, attention_mask, options)
-        positions, order = options.get("positions"), options.get("order")
-        if order is not None:
-            order = shapes.check_order(order, tokens.shape[-1])
-        places: Any = order if positions is None and order is not None else positions
+        places: Any = options.get("positions")
+        if places is None and options.get("order") is not None:
+            places = shapes.check_order(options["order"], tokens.shape[-1])
         with rules.undivided_tokens(decodes):
             x = self.embed(tokens, positions=places, deterministic=options.get("deterministic"))
             if all(block.attention.rotary is None for block in self.decoder.blocks):
@@ -297,13 +282,9 @@ class Translator(nn.Module):
         sow_weights: bool = False,
     ) -> jax.Array:  # fmt: skip
         """Return the encoder's output [*B, S, D], with the arguments of `__call__`."""
-        check_module("encoder", self.encoder, Encoder)
-        check_module("decoder", self.decoder, LanguageModel)
-        if self.embedding is not None:
-            check_module("embedding", self.embedding, TokenEmbedding)
-        table = self.embedding or self.decoder.embedding
         source, options = read_padding(source, attention_mask, {"lengths": source_lengths})
         positions = options.pop("positions", None)
+        table = self.embedding or self.decoder.embedding
         x = self.decoder.embed(source, table, positions=positions, deterministic=deterministic)
         if any(block.attention.rotary is not None for block in self.encoder.blocks):
             options["positions"] = positions

@@ -135,8 +135,7 @@ class Stack(nn.Module):
     ) -> jax.Array:  # fmt: skip
         """Run a scan whose steps have all blocks."""
         blocks = self.blocks
-        if not self.decodes:
-            blocks = tuple(block.copy(remat=remat.in_scan(block.remat)) for block in blocks)
+        policies = [not self.decodes and block.remat for block in blocks]
         caches = self.variables.get("cache", {}).get("layers")
         # The caches of all layers are a carry: as inputs and outputs of the scan, they would be
         # copied. But a call with an encoder's output makes memories, perhaps of another size.
@@ -145,8 +144,8 @@ class Stack(nn.Module):
         def run(module: Any, x: jax.Array, by_layer: Sequence[Options]) -> tuple[jax.Array, None]:
             options = [x | y for x, y in zip(by_block, by_layer, strict=True)]
             if isinstance(module, _Group):
-                return module(x, inputs, options), None
-            return module(x, *inputs, **options[0]), None
+                return module(x, inputs, options, policies), None
+            return _run_in_scan(module, x, inputs, options[0], policies[0]), None
 
         def step(module: Any, x: jax.Array, by_layer: Any, layer: jax.Array) -> Any:
             # The variables of each module among the fields, in the order in which Flax maps them.
@@ -170,7 +169,10 @@ class Stack(nn.Module):
             split_rngs={"params": True, "dropout": True},
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        group = _Group(blocks, name="layers") if len(blocks) > 1 else blocks[0].copy(name="layers")
+        if len(blocks) > 1:
+            group: nn.Module = _Group(blocks, name="layers")
+        else:
+            group = blocks[0].copy(name="layers", remat=False)
         by_step = [by_layer[i :: len(blocks)] for i in range(len(blocks))]
         stacked = [jax.tree.map(lambda *x: jnp.stack(x), *options) for options in by_step]
         # The carry of a scan must keep its dtype.
@@ -222,11 +224,21 @@ class _Group(nn.Module):
     blocks: Sequence[Block]
 
     @nn.compact
-    def __call__(self, x: jax.Array, inputs: Inputs, options: Sequence[Options]) -> jax.Array:
-        for n, (block, call) in enumerate(zip(self.blocks, options, strict=True)):
-            layer: Any = block.copy(name=f"block_{n}")
-            x = layer(x, *inputs, **call)
+    def __call__(
+        self, x: jax.Array, inputs: Inputs, options: Sequence[Options], policies: Sequence[Any]
+    ) -> jax.Array:
+        for n, block in enumerate(self.blocks):
+            layer = block.copy(name=f"block_{n}", remat=False)
+            x = _run_in_scan(layer, x, inputs, options[n], policies[n])
         return x
+
+
+def _run_in_scan(
+    block: Any, x: jax.Array, inputs: Inputs, options: Options, policy: remat.Remat
+) -> jax.Array:
+    """Run a block in a scan, which recomputes its activations by a policy of `Block.remat`."""
+    run = remat.apply(policy, lambda block, x: block(x, *inputs, **options), in_scan=True)
+    return run(block, x)
 
 
 class Encoder(Stack):
