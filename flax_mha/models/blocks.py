@@ -292,37 +292,34 @@ class DecoderBlock(Block):
           [*B, T, D], or a tuple of it and the keys and values.
         """
         cross = self.cross_attention
+        options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
+        if cross is None:
+            if any(x is not None for x in (memory, memory_mask, memory_lengths)):
+                raise ValueError(
+                    "memory, memory_mask and memory_lengths are for cross_attention, which is "
+                    "None; set it to a MultiHeadAttention, or drop them"
+                )
+            return self.run(x, {"attention": options}, return_kv)
         if cross is self.attention:
             raise ValueError(
                 "attention and cross_attention must be two modules, got one with shared "
                 "parameters; give cross_attention=layer.copy()"
             )
-        if cross is None and any(x is not None for x in (memory, memory_mask, memory_lengths)):
-            raise ValueError(
-                "memory, memory_mask and memory_lengths are for cross_attention, which is None; "
-                "set it to a MultiHeadAttention, or drop them"
-            )
         shared: dict[str, Any] = {n: x for n, x in options.items() if n in _SHARED_OPTIONS}
+        if shared.get("dropout_rng") is not None:
+            # Split the key, or both layers would drop the same weights.
+            key = checks.key("dropout_rng", shared["dropout_rng"])
+            options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
         if memory_lengths is not None:
             memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
-            if memory is not None:
-                shapes.check_features("memory", memory)
-                memory = padding.cleared(memory, memory_lengths)
-                if getattr(getattr(cross, "rotary", None), "reads_length", False):
-                    places = jnp.arange(memory.shape[-2])
-                    at = padding.cleared_positions(places, memory.shape[:-1], memory_lengths)
-                    shared["positions"] = (None, at)
-        options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
-        calls: Calls = {"attention": options}
-        if cross is not None:
-            if shared.get("dropout_rng") is not None:
-                # Split the key, or both layers would drop the same weights.
-                key = checks.key("dropout_rng", shared["dropout_rng"])
-                options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
-            # Self-attention without a cache makes an empty one, and its tokens are not counted.
-            follows = getattr(options.get("kv"), "q_positions", None) is not None
-            has_cache = follows or self.variables.get("cache")
-            makes_room = bool(self.attention.decode and not has_cache)
-            encoded = Encoded(memory, makes_room=makes_room)
-            calls["cross_attention"] = {"kv": encoded, "mask": memory_mask, **shared}
-        return self.run(x, calls, return_kv)
+            memory = padding.cleared(memory, memory_lengths)
+            if memory is not None and getattr(cross.rotary, "reads_length", False):
+                places = jnp.arange(memory.shape[-2])
+                at = padding.cleared_positions(places, memory.shape[:-1], memory_lengths)
+                shared["positions"] = (None, at)
+        # Self-attention without a cache makes an empty one, and its tokens are not counted.
+        follows = getattr(options.get("kv"), "q_positions", None) is not None
+        has_cache = follows or self.variables.get("cache")
+        encoded = Encoded(memory, makes_room=bool(self.attention.decode and not has_cache))
+        of_memory = {"kv": encoded, "mask": memory_mask, **shared}
+        return self.run(x, {"attention": options, "cross_attention": of_memory}, return_kv)

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -82,17 +81,20 @@ class State(struct.PyTreeNode):
 
 def with_caches(model: Any) -> Any:
     """Return a model with caches in its decoder's layers, and a step unchanged."""
-    if not isinstance(model, nn.Module):
-        return model
     if isinstance(model, Translator):
         return model.clone(decoder=with_caches(model.decoder))
-    blocks = tuple(map(_with_cache, model.decoder.blocks))
+    if not isinstance(model, LanguageModel):
+        return model
+
+    def cached(layer: Any) -> Any:
+        return layer and layer.clone(decode=True)
+
+    blocks: Any = model.decoder.blocks
+    blocks = tuple(
+        x.clone(attention=cached(x.attention), cross_attention=cached(x.cross_attention))
+        for x in blocks
+    )
     return model.clone(decoder=model.decoder.clone(block=blocks))
-
-
-def _with_cache(block: Any) -> Any:
-    layers = {"attention": block.attention, "cross_attention": block.cross_attention}
-    return block.clone(**{n: layer.clone(decode=True) for n, layer in layers.items() if layer})
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -147,31 +149,19 @@ def begin(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def advance(
-    request: Request, variables: Any, state: State, rule: Sampling | jax.Array, rng: Any
+    request: Request, variables: Any, state: State, rule: Sampling | jax.Array, rng: Any, end: Any
 ) -> State:
-    """Read the newest token, and choose the next."""
-    logits, cache = _read(
-        request, variables, state.cache, state.last[:, None],
-        at=jnp.zeros_like(state.at), positions=state.at[:, None],
-        memory_lengths=state.memory_lengths,
-    )  # fmt: skip
-    return _choose(request, state.replace(cache=cache), logits, rule, rng)
+    """Read the newest token and choose the next, until step `end` or all sequences have ended."""
 
+    def step(state: State) -> State:
+        logits, cache = _read(
+            request, variables, state.cache, state.last[:, None],
+            at=jnp.zeros_like(state.at), positions=state.at[:, None],
+            memory_lengths=state.memory_lengths,
+        )  # fmt: skip
+        return _choose(request, state.replace(cache=cache), logits, rule, rng)
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def finish(
-    request: Request, variables: Any, state: State, rule: Sampling | jax.Array, rng: Any
-) -> State:
-    """Advance until all sequences have ended."""
-    return jax.lax.while_loop(
-        lambda state: ~is_over(request, state),
-        lambda state: advance(request, variables, state, rule, rng), state,
-    )  # fmt: skip
-
-
-def is_over(request: Request, state: State) -> jax.Array:
-    """Return True if all sequences have ended."""
-    return (state.step == request.max_new_tokens) | jnp.all(state.done)
+    return jax.lax.while_loop(lambda state: (state.step < end) & ~state.done.all(), step, state)
 
 
 def best(request: Request, state: State) -> Generated:

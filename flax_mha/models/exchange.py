@@ -86,5 +86,10 @@ def _send(
     y = compute(received, experts[:, None], jnp.ones((size, 1), p.dtype)).astype(x.dtype)
 
     y = send(y, jnp.zeros_like(rows), at_receiver[:, me], sizes[:, me], at_sender[:, me], sizes[me])
-    y = y[jnp.argsort(order)].reshape(*ids.shape, -1)
+    return weighted_sum(y, order, p)
+
+
+def weighted_sum(y: jax.Array, order: jax.Array, p: jax.Array) -> jax.Array:
+    """Return the sums [n, D] of the experts' outputs [n·top_k, D] in an order, times p [n, top_k]."""
+    y = y[jnp.argsort(order)].reshape(*p.shape, -1)
     return jnp.sum(y.astype(p.dtype) * p[..., None], 1)

@@ -34,11 +34,9 @@ def expert_by_expert(
 ) -> jax.Array:  # fmt: skip
     """Compute one expert after another for all tokens, skipping experts without tokens.
 
-    On CPUs this beats `sorted_by_expert`, because `lax.ragged_dot` computes every expert for every
-    token
-    there: for 1,024 tokens and 2 of 8 experts, a gradient of `sorted_by_expert` takes 1.7 times the
-      time and 7 times the memory, with 4 of 32 it takes 4 and 49 times (two cores, 256 features,
-      512 hidden).
+    CPUs use it, where `lax.ragged_dot` computes every expert for every token: for 1,024 tokens and
+    2 of 8 experts, a gradient of `sorted_by_expert` takes 1.7 times the time and 7 times the memory,
+    with 4 of 32 it takes 4 and 49 times (two cores, 256 features, 512 hidden).
 
     Args:
       expert: a function of a linear layer's computation, tokens and layers, `Experts._expert`.
@@ -74,7 +72,7 @@ def sorted_by_expert(
 ) -> jax.Array:  # fmt: skip
     """Compute only each token's experts, by ragged matmuls over tokens sorted by expert.
 
-    The arguments are those of `expert_by_expert`.
+    Arguments are as in `expert_by_expert`.
     """
     count, flat = len(layers[0][0]), ids.reshape(-1)
     order = jnp.argsort(flat)
@@ -88,8 +86,7 @@ def sorted_by_expert(
     # Clear the tokens of other devices' experts, where `ragged_dot` leaves arbitrary values.
     tokens = jnp.where(is_local, x[order // ids.shape[1]], 0)
     y = jnp.where(is_local, expert(dense, tokens, layers), 0)
-    y = y[jnp.argsort(order)].reshape(*ids.shape, -1)
-    return jnp.sum(y.astype(p.dtype) * p[..., None], 1)
+    return exchange.weighted_sum(y, order, p)
 
 
 # Other platforms have `sorted_by_expert`.
@@ -253,10 +250,10 @@ class Experts(nn.Module):
         size = len(_NAMES) * (2 if self.use_bias else 1)
         bias, weights = arrays[:-size], arrays[-size:]
         layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
-        if hidden and self.use_bias:  # Only one term of the sum has the bias.
+        if self.use_bias:  # Only one term of the sum over `hidden` has the bias.
             layers[2] = (weights[2], jnp.where(lax.axis_index(hidden) == 0, weights[5], 0))
         count = len(weights[0])
-        first = lax.axis_index(experts) * count if experts else 0
+        first = lax.axis_index(experts) * count
         method = METHODS.get(sharding.platform(), sorted_by_expert)
 
         def compute(x: jax.Array, ids: jax.Array, p: jax.Array) -> jax.Array:
@@ -272,8 +269,7 @@ class Experts(nn.Module):
             run = functools.partial(exchange.exchanged, compute, shared, experts, self.num_experts)
         parts = math.gcd(len(tokens), lax.axis_size((*{*experts, *shared},)))
         y = exchange.in_parts(run, parts, tokens, ids, p)
-        axes = tuple(axis for axis in experts + hidden if axis not in shared)
-        y = lax.psum(y, axes) if axes else y
+        y = lax.psum(y, tuple(axis for axis in experts + hidden if axis not in shared))
         return y.reshape(x.shape).astype(x.dtype)
 
     @nn.nowrap

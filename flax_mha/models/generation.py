@@ -102,11 +102,11 @@ def generate(
         weights = {name: value for name, value in variables.items() if name != "cache"}
     state = decoding.begin(request, weights, prompt, lengths, rule, rng, cache)
     if callback is None:
-        state = decoding.finish(request, weights, state, rule, rng)
+        state = decoding.advance(request, weights, state, rule, rng, max_new_tokens)
     else:
         callback(0, np.asarray(state.last))
-        while not decoding.is_over(request, state):
-            state = decoding.advance(request, weights, state, rule, rng)
+        while state.step < max_new_tokens and not state.done.all():
+            state = decoding.advance(request, weights, state, rule, rng, state.step + 1)
             callback(int(state.step) - 1, np.asarray(state.last))
     return decoding.best(request, state)
 

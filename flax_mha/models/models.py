@@ -184,7 +184,14 @@ class LanguageModel(nn.Module):
         if places is None and options.get("order") is not None:
             places = shapes.check_order(options["order"], tokens.shape[-1])
         with rules.undivided_tokens(decodes):
-            x = self.embed(tokens, positions=places, deterministic=options.get("deterministic"))
+            # The position after the cached tokens depends on their number.
+            adds_positions = self.position_embedding.kind != "none"
+            if places is None and adds_positions and self.has_variable("cache", "decoder"):
+                raise ValueError(
+                    "positions must be given for position_embedding in decoding, got None; give "
+                    "positions=, or use layers that rotate"
+                )
+            x = self.embed(self.embedding(tokens), places, options.get("deterministic"))
             if all(block.attention.rotary is None for block in self.decoder.blocks):
                 options.pop("positions", None)
             x = self.decoder(
@@ -204,18 +211,9 @@ class LanguageModel(nn.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def embed(
-        self, tokens: jax.Array, embedding: TokenEmbedding | None = None, *,
-        positions: jax.Array | None = None, deterministic: bool | None = None,
-    ) -> jax.Array:  # fmt: skip
-        """Return the features [*B, T, D] of tokens int [*B, T], by E or another embedding."""
-        # The position after the cached tokens depends on their number.
-        is_needed = self.has_variable("cache", "decoder") and self.position_embedding.kind != "none"
-        if positions is None and embedding is None and is_needed:
-            raise ValueError(
-                "positions must be given for position_embedding in decoding, got None; give "
-                "positions=, or use layers that rotate"
-            )
-        x = (self.embedding if embedding is None else embedding)(tokens)
+        self, x: jax.Array, positions: jax.Array | None, deterministic: bool | None
+    ) -> jax.Array:
+        """Return embedded tokens x [*B, T, D] with their positions, after dropout."""
         return self.dropout(self.position_embedding(x, positions), deterministic=deterministic)
 
 
@@ -285,7 +283,7 @@ class Translator(nn.Module):
         source, options = read_padding(source, attention_mask, {"lengths": source_lengths})
         positions = options.pop("positions", None)
         table = self.embedding or self.decoder.embedding
-        x = self.decoder.embed(source, table, positions=positions, deterministic=deterministic)
+        x = self.decoder.embed(table(source), positions, deterministic)
         if any(block.attention.rotary is not None for block in self.encoder.blocks):
             options["positions"] = positions
         return self.encoder(x, deterministic=deterministic, sow_weights=sow_weights, **options)
