@@ -58,36 +58,31 @@ class ForgettingAttention(MultiHeadAttention):
         # A sum over tokens would carry NaN of padding to all later ones.
         x = padding.cleared(x_q, call.lengths, call.order)
         heads = core.project_heads(p, self, x, None, None, call, cache)
-        z = p["forget_gate"](x)
-        q, k, v, order = heads.q, heads.k, heads.v, heads.order
-        dims, positions, last = shapes.Dims.of(q, k, v), order, None
+        z, q, k, order = p["forget_gate"](x), heads.q, heads.k, heads.order
+        dims, positions, last = Dims.of(q, k, heads.v), order, None
         has_slots = isinstance(cache, KVCache)
         if has_slots:
             dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
             names = ("batch", None, "heads")
             last = sharding.auto(_last, (names, names), read(cache.key), cache.length, z)
+        if cache is not None:
+            _check_dtype(cache.key.dtype if has_slots else cache.dtype or k.dtype)
         mask = masks.combine(self.mask, call.mask)
         of_tokens = functools.partial(_gates, dims, has_slots)
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], mask, positions)
         c = sharding.auto(_summed, (_OF_TOKENS, _OF_TOKENS), gates, order, last)
-        if self.scale is None:  # Padded queries have more features.
-            call = dataclasses.replace(call, scale=q.shape[-1] ** -0.5)
 
         def kept(k: Any, v: Any) -> tuple[Any, Any]:
             return sharding.auto(_joined, sharding.KV_HEADS, k, *c), v
 
-        forget = _Forget(c, c)
-        if has_slots:
-            _check_dtype(cache.key.dtype)
-            forget = _Forget(c)
-            call = dataclasses.replace(call, attention=functools.partial(_attend, c))
-        else:
-            call = dataclasses.replace(call, mask=masks.combine(masks.Causal(), call.mask))
-            if cache is not None:
-                _check_dtype(cache.dtype or k.dtype)
-        heads = heads._replace(kept=kept)
-        call = dataclasses.replace(call, scores=(*call.scores, forget))
-        return core.attend(p, self, heads, call, cache)._replace(kv=None)
+        call = dataclasses.replace(
+            call, mask=call.mask if has_slots else masks.combine(masks.Causal(), call.mask),
+            # Padded queries have more features.
+            scale=q.shape[-1] ** -0.5 if self.scale is None else call.scale,
+            scores=(*call.scores, _Forget(c, None if has_slots else c)),
+            attention=functools.partial(_attend, c) if has_slots else call.attention,
+        )  # fmt: skip
+        return core.attend(p, self, heads._replace(kept=kept), call, cache)._replace(kv=None)
 
     @nn.nowrap
     def check_fields(self) -> None:
@@ -109,7 +104,7 @@ class _Forget(ScoreMod):
     """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N], None in a cache."""
 
     q: Any
-    k: Any = None
+    k: Any
 
     def bind(self, dims: Dims) -> Self:
         q, k = jax.tree.map(lambda c: jnp.swapaxes(c, -1, -2), (self.q, self.k))
@@ -200,5 +195,5 @@ def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> _Pair:
     """Read c [*B, 1, N] of the last token from keys [*B, K, S, ·], 0 if there is none."""
     slot = (length - 1)[..., None, None, None] % k.shape[-2]
     c, error = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
-    empty = length[..., None, None] == 0
-    return jnp.where(empty, 0.0, c), jnp.where(empty, 0.0, error)
+    is_first = length[..., None, None] == 0
+    return jnp.where(is_first, 0.0, c), jnp.where(is_first, 0.0, error)
