@@ -143,14 +143,14 @@ class Block(nn.Module):
         normed = self._pre_normed(names)
         x = start = tap("resid_pre", sharding.constrain(x, _AXES))
         # Branches in parallel have one norm, unless each has its own.
-        shared = self._norm("attention", x) if self.parallel is True else None
+        shared = self.make_norm("attention_norm")(x) if self.parallel is True else None
         for name in names:
             if name == "mlp" and not self.parallel:
                 x = tap("resid_mid", x)
             y = shared
             if y is None:
                 y = start if self.parallel else x
-                y = self._norm(name, y) if name in normed else y
+                y = self.make_norm(f"{name}_norm")(y) if name in normed else y
             if name == "mlp":
                 y = tap("mlp_out", self._mlp()(y, deterministic=deterministic))
             else:
@@ -160,24 +160,17 @@ class Block(nn.Module):
                 y = layer(y, deterministic=flag, **calls[name])
                 y, kv = y if calls[name].get("return_kv") else (y, kv)
             x = x + self._scale(name, y, x.shape, deterministic)
-            if not self.parallel:
-                x = sharding.constrain(self._norm(name, x) if self.post_norm else x, _AXES)
+            x = self.make_norm(f"{name}_norm")(x) if self.post_norm else x
+            x = x if self.parallel else sharding.constrain(x, _AXES)
         x = sharding.constrain(x, _AXES) if self.parallel else x
         if self.output_scale is not None:
-            x = self._scaled("output_scale", x, self.output_scale, (1,), "output_scale")
+            x = self._scaled("output_scale", x, self.output_scale, (1,))
         return tap.last("resid_post", x), kv
 
     @nn.nowrap
-    def _norm(self, name: str, x: jax.Array) -> jax.Array:
-        """Apply the norm of a branch."""
-        return self.make_norm(f"{name}_norm")(x)
-
-    @nn.nowrap
-    def _scaled(
-        self, name: str, x: jax.Array, start: float, shape: shapes.Shape, field: str
-    ) -> jax.Array:
-        """Multiply x by a learned parameter, which starts at a number that a field has."""
-        init = nn.initializers.constant(checks.number(field, start))
+    def _scaled(self, name: str, x: jax.Array, start: float, shape: shapes.Shape) -> jax.Array:
+        """Multiply x by a learned parameter, which starts at a number."""
+        init = nn.initializers.constant(start)
         scale = self.param(name, init, shape, self.attention.param_dtype)
         return numerics.scaled(x, shapes.lead(scale, x.ndim))
 
@@ -224,7 +217,7 @@ class Block(nn.Module):
         if self.branch_norm:
             y = self.make_norm(f"{name}_branch_norm")(y)
         if self.layer_scale is not None:
-            y = self._scaled(f"{name}_scale", y, self.layer_scale, shape[-1:], "layer_scale")
+            y = self._scaled(f"{name}_scale", y, self.layer_scale, shape[-1:])
         return Dropout(self.dropout_rate, name=f"{name}_dropout")(y, deterministic=deterministic)
 
 

@@ -60,11 +60,10 @@ class TokenEmbedding(nn.Module):
         ids = shapes.check_tokens("tokens", tokens)
         remedy = "raise vocab_size, or map such tokens to another id"
         checks.within("tokens", ids, self.vocab_size, remedy)
-        scale = checks.number("scale", self.scale)
 
         def look_up(tokens: jax.Array, table: jax.Array) -> jax.Array:
             x = numerics.look_up(sharding.constrain(table, ("vocab", None)), tokens, self.dtype)
-            return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+            return x * jnp.asarray(self.scale, x.dtype)
 
         return sharding.auto(
             look_up, ("batch", "norm_length", None), jnp.asarray(ids), self.table.embedding

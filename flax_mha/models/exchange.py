@@ -90,6 +90,6 @@ def _send(
 
 
 def weighted_sum(y: jax.Array, order: jax.Array, p: jax.Array) -> jax.Array:
-    """Return the sums [n, D] of the experts' outputs [n·top_k, D] in an order, times p [n, top_k]."""
+    """Return the sums [n, D] of outputs [n·top_k, D] in an order, times p [n, top_k]."""
     y = y[jnp.argsort(order)].reshape(*p.shape, -1)
     return jnp.sum(y.astype(p.dtype) * p[..., None], 1)

@@ -82,11 +82,10 @@ def generate(
     rule: Any = Sampling.checked(temperature, top_k, top_p, min_p)
     if temperature:
         checks.key("rng", rng)
+    unused: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     if beams > 1:
         rule = _check_penalty(length_penalty, early_stopping, max_new_tokens)
         unused = {"temperature": temperature, "callback": callback}
-    else:
-        unused = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     if any(unused.values()):
         raise ValueError(
             f"{' and '.join(unused)} must be left out with beams={beams}, got {unused}"

@@ -94,8 +94,7 @@ class Classifier(nn.Module):
         count, lengths = getattr(self, name), options.get("lengths")
         tokens = self.param(name, nn.initializers.normal(0.02), (count, x.shape[-1]))
         if lengths is not None:
-            lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
-            options = options | {"lengths": lengths + count}
+            options = options | {"lengths": checks.integers("lengths", lengths) + count}
 
         def join(tokens: jax.Array, x: jax.Array) -> jax.Array:
             tokens = numerics.spread(tokens, (*x.shape[:-2], *tokens.shape), x.dtype)
@@ -205,8 +204,7 @@ class LanguageModel(nn.Module):
 
     def to_logits(self, x: jax.Array) -> jax.Array:
         """Return the logits [*B, T, V] of the decoder's output [*B, T, D]."""
-        logits = (self.embedding if self.tied else self.head).logits(x)
-        logits = logits if self.logits_scale == 1 else logits * self.logits_scale
+        logits = (self.embedding if self.tied else self.head).logits(x) * self.logits_scale
         cap = self.logits_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

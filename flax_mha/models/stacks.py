@@ -88,7 +88,7 @@ class Stack(nn.Module):
     @property
     def decodes(self) -> bool:
         """True if its attention layers keep a cache."""
-        return self.first.attention.decode
+        return bool(self.first.attention.decode)
 
     @nn.nowrap
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
@@ -119,8 +119,8 @@ class Stack(nn.Module):
             for i, ((name, *_), n, _) in list(enumerate(self.places))[scanned:]:
                 block: Any = self.blocks[n].copy(name=name)
                 options = by_block[n] | by_layer[i]
-                if sources[i] is not None:
-                    options["kv"] = shared[sources[i]]
+                if (source := sources[i]) is not None:
+                    options["kv"] = shared[source]
                 if i in sources:
                     x, shared[i] = block(x, *inputs, **options, return_kv=True)
                 else:
@@ -204,7 +204,7 @@ class Stack(nn.Module):
 
         These are dropout keys, so that layers drop different weights, and head masks in a list.
         """
-        differing: dict[str, Sequence[jax.Array]] = {}
+        differing: dict[str, Any] = {}
         if "dropout_rng" in call:
             key = checks.key("dropout_rng", call.pop("dropout_rng"))
             differing["dropout_rng"] = jax.random.split(key, self.num_layers)

@@ -156,8 +156,6 @@ def test_input_and_final_norms_of_stack(pre_norm: bool, norms: tuple[bool, bool 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"layer_scale": "small"}, "layer_scale must be a number"),
-        ({"output_scale": "one"}, "output_scale must be a number"),
         ({"norm": nn.LayerNorm}, "norm must be one of .* got .*LayerNorm"),
         ({"branch_norm": 1}, "branch_norm must be True or False"),
         ({"parallel": "own"}, "parallel must be False, or with pre_norm .* got 'own'"),

@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
        for name, table in (("forwards", (None, 2, None)), ("itself", (None, 1)),
                            ("the first", (0, None)), ("of a taker", (None, 0, 1)),
                            ("negative", (None, -1)), ("a name", (None, "0")))},
-    "scan": (lambda: stack(None, 0, scan=True), ValueError, "kv_from cannot be used with scan=True"),
+    "scan": (lambda: stack(None, 0, scan=True), ValueError, "cannot be used with scan=True"),
     "table and kv": (lambda: stack(None, 0, kv=PAIR), ValueError, "cannot be used with .* or kv="),
     "inputs too": (lambda: take(PAIR, X), ValueError, "kv are keys and values themselves, got inp"),
     "one array": (lambda: take(PAIR[0]), TypeError, r"kv must be the kv that .* got float32"),
