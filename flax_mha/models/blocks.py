@@ -140,7 +140,13 @@ class Block(nn.Module):
         for name in calls:
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
         tap, kv, names = tap_of(self, self.attention.capture), None, [*calls, "mlp"]
-        normed = self._pre_normed(names)
+        pre_norm: Any = self.pre_norm
+        normed = {True: names, False: ()}.get(pre_norm, pre_norm)
+        if not {*normed} <= {*names}:
+            raise ValueError(
+                f"pre_norm must be a bool, or a tuple of branches, of {names}, got {pre_norm!r}; "
+                f"give pre_norm=True for a norm in each"
+            )
         x = start = tap("resid_pre", sharding.constrain(x, _AXES))
         # Branches in parallel have one norm, unless each has its own.
         shared = self.make_norm("attention_norm")(x) if self.parallel is True else None
@@ -175,19 +181,6 @@ class Block(nn.Module):
         return numerics.scaled(x, shapes.lead(scale, x.ndim))
 
     @nn.nowrap
-    def _pre_normed(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the names of the branches whose input is normalized."""
-        normed = self.pre_norm
-        if isinstance(normed, bool):
-            return names if normed else ()
-        if {*normed} - {*names}:
-            raise ValueError(
-                f"pre_norm must be a bool, or a tuple of branches, of {names}, got {normed!r}; "
-                f"give pre_norm=True for a norm in each"
-            )
-        return normed
-
-    @nn.nowrap
     def _mlp(self) -> nn.Module:
         if self.mlp is not None and self.mlp_dim is None:
             return self.mlp
@@ -197,7 +190,7 @@ class Block(nn.Module):
             )
         layer, biased = self.attention, self.mlp_bias
         biased = settings.has_bias(layer.use_bias, "out") if biased is None else biased
-        hidden = checks.integer("mlp_dim", self.mlp_dim, 1)
+        hidden: Any = self.mlp_dim
         return MLP(
             hidden, self.activation, self.gated, self.dropout_rate, biased, layer.kernel_init,
             layer.bias_init, layer.dtype, layer.param_dtype, layer.precision, layer.partitioned,

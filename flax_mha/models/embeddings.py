@@ -10,7 +10,6 @@ from flax.typing import Dtype, Initializer
 
 from flax_mha import sharding
 from flax_mha.base import checks, numerics, shapes
-from flax_mha.layer import padding
 from flax_mha.layer.linear import Projection, default_bias_init, default_kernel_init
 from flax_mha.layer.qk_norm import layer_norm
 
@@ -109,17 +108,11 @@ class PatchEmbedding(nn.Module):
     norm_epsilon: float | None = None
 
     @nn.compact
-    def __call__(self, images: jax.Array, *, lengths: jax.Array | None = None) -> jax.Array:
-        """Return the features [*B, (height/h)·(width/w), D] of image patches.
-
-        Args:
-          images: [*B, height, width, channels].
-          lengths: int [*B], the number of real patches in each image (default: all).
-        """
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Return features [*B, (height/h)·(width/w), D] of images [*B, height, width, channels]."""
         size = self.patch_size
         h, w = size if isinstance(size, Sequence) else (size, size)
         checks.fields(self)
-        checks.positive(patch_height=h, patch_width=w, features=self.features)
         checks.floating("images", images)
         shape = images.shape
         if images.ndim < 3 or 0 in shape[-3:] or shape[-3] % h or shape[-2] % w:
@@ -136,7 +129,7 @@ class PatchEmbedding(nn.Module):
             return patches.reshape(*B, (height // h) * (width // w), h * w * channels)
 
         patches = sharding.auto(cut, ("batch", "norm_length", None), images)
-        patches = self._norm("patches_norm", padding.cleared(patches, lengths))
+        patches = self._norm("patches_norm", patches)
         x = Projection(
             (self.features,), (None, "embed"), kernel_init=self.kernel_init, dtype=self.dtype,
             param_dtype=self.param_dtype, partitioned=self.partitioned, name="patches",
@@ -148,5 +141,5 @@ class PatchEmbedding(nn.Module):
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         if self.norm_epsilon is None:
             return x
-        epsilon = checks.number("norm_epsilon", self.norm_epsilon)
-        return layer_norm(epsilon, dtype=self.dtype, param_dtype=self.param_dtype, name=name)(x)
+        dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        return layer_norm(self.norm_epsilon, **dtypes, name=name)(x)

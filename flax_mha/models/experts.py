@@ -168,9 +168,16 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
         """Apply the experts to x [*B, T, D]. There is no dropout."""
-        self._check()
+        E, k, groups = self.num_experts, self.top_k, self.groups
+        checks.positive(hidden=self.hidden, num_experts=E, top_k=k, groups=groups)
+        checks.fields(self)
+        most = E // groups * (self.top_groups or groups)
+        if k > most:
+            raise ValueError(
+                f"top_k={k} must be at most {most}, the experts of the chosen groups; lower it"
+            )
         shapes.check_features("x", x)
-        E, names = self.num_experts, ("embed", None)
+        names = ("embed", None)
         logits = projection(self, "router", (E,), names, self.use_bias)(x)
         bias = []
         if self.choice_bias:
@@ -196,19 +203,6 @@ class Experts(nn.Module):
         ]  # fmt: skip
         x, *weights = promote_dtype(x, *weights, dtype=self.dtype)
         return sharding.auto(self._divided, _TOKENS, x, logits, *bias, *weights) + every
-
-    @nn.nowrap
-    def _check(self) -> None:
-        """Check the fields."""
-        E, k, groups = self.num_experts, self.top_k, self.groups
-        checks.positive(hidden=self.hidden, num_experts=E, top_k=k, groups=groups)
-        checks.optional(top_groups=self.top_groups, shared=self.shared)
-        checks.fields(self)
-        most = E // groups * (self.top_groups or groups)
-        if k > most:
-            raise ValueError(
-                f"top_k={k} must be at most {most}, the experts of the chosen groups; lower it"
-            )
 
     @nn.nowrap
     def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:

@@ -75,9 +75,10 @@ def generate(
       TypeError: if a dtype is not supported.
     """
     _check_model(model, start, cache)
-    source, target = _vocabularies(model)
-    prompt, lengths = _check_prompt(model, prompt, lengths, attention_mask, source)
-    starts, ends = _ids("start", start, target), _ids("eos", eos, target)
+    inner: Any = model.decoder if isinstance(model, Translator) else model
+    vocabulary = inner.embedding.vocab_size if isinstance(model, Own) else None
+    prompt, lengths = _check_prompt(model, prompt, lengths, attention_mask, vocabulary)
+    starts, ends = _ids("start", start, vocabulary), _ids("eos", eos, vocabulary)
     checks.positive(max_new_tokens=max_new_tokens, beams=beams)
     rule: Any = Sampling.checked(temperature, top_k, top_p, min_p)
     if temperature:
@@ -93,7 +94,7 @@ def generate(
     read = prompt.shape[1] if start is None else len(starts)
     request = Request(
         decoding.with_caches(model), max_new_tokens,
-        _check_capacity(model, read, max_new_tokens, capacity, cache), starts, ends, beams,
+        _check_capacity(inner, read, max_new_tokens, capacity, cache), starts, ends, beams,
         early_stopping, tuple(nn.get_logical_axis_rules()),
     )  # fmt: skip
     weights: Any = variables
@@ -128,14 +129,6 @@ def _check_model(model: Model, start: Any, cache: Any) -> None:
             f"start must be given for a Translator, and for no other model, got start={start} for "
             f"a {type(model).__name__}; {'give it' if start is None else 'drop it'}"
         )
-
-
-def _vocabularies(model: Any) -> tuple[int | None, int | None]:
-    """Return the numbers of tokens that a model reads and writes, None if unknown."""
-    if not isinstance(model, Own):
-        return None, None
-    target = (model.decoder if isinstance(model, Translator) else model).embedding
-    return (model.embedding or target).vocab_size, target.vocab_size
 
 
 def _ids(name: str, ids: Any, vocabulary: int | None) -> tuple[int, ...]:
@@ -204,12 +197,12 @@ def _check_capacity(model: Any, read: int, new: int, capacity: int | None, cache
             f"{read} read first and all but one of max_new_tokens={new}, got {slots}; enlarge it, "
             f"or generate fewer"
         )
-    if isinstance(model, Own):
-        table = (model.decoder if isinstance(model, Translator) else model).position_embedding
-        rows = table.max_length if table.kind == "learned" else None
-        if rows is not None and rows < slots:
-            raise ValueError(
-                f"prompt and new tokens must fit max_length={rows} of the learned position table, "
-                f"got {slots}; shorten the prompt, max_new_tokens or capacity"
-            )
-    return slots if cache is None else needed
+    if cache is not None:
+        return needed
+    table = model.position_embedding
+    if table.kind == "learned" and slots > (table.max_length or slots):
+        raise ValueError(
+            f"prompt and new tokens must fit max_length={table.max_length} of the learned position "
+            f"table, got {slots}; shorten the prompt, max_new_tokens or capacity"
+        )
+    return slots

@@ -12,7 +12,7 @@ from flax_mha.layer.linear import Projection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions
 from flax_mha.models.attention_mask import read_padding
-from flax_mha.models.embeddings import PatchEmbedding, TokenEmbedding
+from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.feed_forward import Dropout
 from flax_mha.models.stacks import Decoder, Encoder
 from flax_mha.positions import PositionEmbedding
@@ -60,15 +60,13 @@ class Classifier(nn.Module):
         """
         checks.fields(self)
         lengths = options.get("lengths")
-        # Padded patches are cleared, as a NaN there would reach the projection's gradient.
-        patches = isinstance(self.embedding, PatchEmbedding)
         if isinstance(self.embedding, TokenEmbedding):
             inputs, _ = read_padding(inputs, None, options)
-        x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
-        if checks.integer("class_tokens", self.class_tokens):
+        x = self.embedding(inputs)
+        if self.class_tokens:
             x, options = self._with_tokens("class_tokens", 0, x, options)
         x = PositionEmbedding(self.positions, name="positions")(x)
-        if checks.integer("register_tokens", self.register_tokens):
+        if self.register_tokens:
             x, options = self._with_tokens("register_tokens", self.class_tokens, x, options)
         x = Dropout(self.dropout_rate)(x, deterministic=options.get("deterministic"))
         x = self.encoder(x, **options)
@@ -227,16 +225,14 @@ class Translator(nn.Module):
         logits = decoder(target, encoder(E[source] + P))
 
     Attributes:
-      encoder: the stack over the source.
+      encoder: the stack over the source, whose tokens the decoder's table embeds.
       decoder: the model of the target, whose blocks have `cross_attention`.
-      embedding: the table of source tokens (default: the decoder's).
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
     encoder: Encoder
     decoder: LanguageModel
-    embedding: TokenEmbedding | None = None
     # False in subclasses with another source than tokens.
     reads_tokens = True
 
@@ -280,8 +276,7 @@ class Translator(nn.Module):
         """Return the encoder's output [*B, S, D], with the arguments of `__call__`."""
         source, options = read_padding(source, attention_mask, {"lengths": source_lengths})
         positions = options.pop("positions", None)
-        table = self.embedding or self.decoder.embedding
-        x = self.decoder.embed(table(source), positions, deterministic)
+        x = self.decoder.embed(self.decoder.embedding(source), positions, deterministic)
         if any(block.attention.rotary is not None for block in self.encoder.blocks):
             options["positions"] = positions
         return self.encoder(x, deterministic=deterministic, sow_weights=sow_weights, **options)

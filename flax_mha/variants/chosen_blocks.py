@@ -55,7 +55,19 @@ class ChosenBlocksAttention(MultiHeadAttention):
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Compute the layer."""
         common.check_inputs("attention to chosen blocks", x_k, cache)
-        self._check_call(call, cache)
+        if call.order is not None:
+            raise ValueError(
+                "order cannot be used with chosen blocks, which hold consecutive keys; leave it out"
+            )
+        if appends(cache) and self.query_block > 1:
+            raise ValueError(
+                f"decoding chooses for each token, got query_block={self.query_block}; give 1"
+            )
+        if appends(cache) and cache.is_ring:
+            raise ValueError(
+                "in a ring buffer blocks of slots are not blocks of keys, got a cache with slots "
+                "or a window; leave them out"
+            )
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(p, x_q, x_k, x_v, call, cache)
 
@@ -161,20 +173,3 @@ class ChosenBlocksAttention(MultiHeadAttention):
         S, nk = x.shape[-1], -(-x.shape[-1] // self.block)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, nk * self.block - S)])
         return x.reshape(*x.shape[:-1], nk, self.block).sum(-1)
-
-    @nn.nowrap
-    def _check_call(self, call: Call, cache: Any) -> None:
-        if call.order is not None:
-            raise ValueError(
-                "order cannot be used with chosen blocks, which hold consecutive keys; leave it out"
-            )
-        if appends(cache):
-            if self.query_block > 1:
-                raise ValueError(
-                    f"decoding chooses for each token, got query_block={self.query_block}; give 1"
-                )
-            if cache.is_ring:
-                raise ValueError(
-                    "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
-                    "slots or a window; leave them out"
-                )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, NormEntry, Table
@@ -55,12 +55,15 @@ class DifferentialAttention(MultiHeadAttention):
         heads = core.project_heads(p, self, x_q, None, None, call, cache)
         v = sharding.auto(functools.partial(_of_both, K), sharding.KV_HEADS, heads.v)
 
-        def norm(x: jax.Array) -> jax.Array:
-            return p["norm"](x) * jnp.asarray(1 - self.offset, x.dtype)
-
         a1, b1, a2, b2 = (p[name].astype(jnp.float32) for name in _LAMBDA)
         weight = jnp.exp(jnp.vdot(a1, b1)) - jnp.exp(jnp.vdot(a2, b2)) + self.offset
-        attention = functools.partial(_attend, weight, norm, K)
+
+        def change(out: jax.Array) -> jax.Array:
+            difference = functools.partial(_difference, K)
+            out = p["norm"](sharding.auto(difference, sharding.HEADS, out, weight))
+            return out * jnp.asarray(1 - self.offset, out.dtype)
+
+        attention = functools.partial(common.attend, change)
         heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
@@ -73,7 +76,6 @@ class DifferentialAttention(MultiHeadAttention):
     def check_fields(self) -> None:
         """Check the fields."""
         super().check_fields()
-        checks.number("offset", self.offset)
         absent = (
             "v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "exclusive", "attention_fn",
         )  # fmt: skip
@@ -110,16 +112,9 @@ def _of_both(K: int, v: jax.Array) -> jax.Array:
     return jnp.repeat(v.reshape(*tokens, K, 1, size), 2, -2).reshape(*tokens, heads, size)
 
 
-def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-    """Subtract the second map from the first: 2·N heads in, N out."""
-
-    def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
-        *rows, heads, features = out.shape
-        maps = out.astype(shapes.wide(out.dtype)).reshape(*rows, K, 2, heads // (2 * K), features)
-        left = maps[..., 0, :, :] - weight * maps[..., 1, :, :]
-        return left.astype(out.dtype).reshape(*rows, heads // 2, features)
-
-    def normed(out: jax.Array) -> jax.Array:
-        return norm(sharding.auto(difference, sharding.HEADS, out, weight))
-
-    return common.attend(normed, q, k, v, **call)
+def _difference(K: int, out: jax.Array, weight: jax.Array) -> jax.Array:
+    """Subtract the second map, times a weight, from the first: 2·N heads in, N out."""
+    *rows, heads, features = out.shape
+    maps = out.astype(shapes.wide(out.dtype)).reshape(*rows, K, 2, heads // (2 * K), features)
+    left = maps[..., 0, :, :] - weight * maps[..., 1, :, :]
+    return left.astype(out.dtype).reshape(*rows, heads // 2, features)

@@ -121,7 +121,6 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Differential", {"sinks": True}, {}, "has no sinks"),
     ("Differential", {"v_head_dim": 3}, {}, "has no v_head_dim"),
     ("Differential", {"scale": "learned"}, {}, "scale must be a number"),
-    ("Differential", {"offset": "0.8"}, {}, "offset must be a number"),
     ("Forgetting", {"attention_fn": nn.dot_product_attention}, {}, "has no attention_fn"),
     ("Forgetting", RELATIVE, {}, "no scores of query .* got Relative"),
     ("Forgetting", {"decode": True, "cache": CacheConfig(dtype="int8")}, {}, "all digits .* int8"),
