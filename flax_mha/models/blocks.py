@@ -34,16 +34,12 @@ class Block(nn.Module):
         branch_norm only    x ← x + norm′(branch(x))
         neither             x ← norm(x + branch(x))
 
-    With `parallel` all branches read the same x, and their outputs are added. With `output_scale`
-    the result is multiplied by a learned number.
-
     Attributes:
       attention: the self-attention layer. The MLP shares its dtypes, precision, initializers,
         biases and partitioning; the norms share its dtypes.
       mlp_dim: the MLP's hidden features; None if `mlp` is given.
-      norm: "layernorm" (with PyTorch's exact variance), "rmsnorm", or a module to copy for each
-        norm, such as `nn.LayerNorm(use_bias=False, use_fast_variance=False)`.
-      pre_norm: True to normalize the input of each branch, or a tuple of branches to do so for:
+      norm: "layernorm" (with PyTorch's exact variance), "rmsnorm", or a module to copy.
+      pre_norm: True to normalize the input of each branch, or a tuple of branches:
         ("mlp",) in the first block of ModernBERT.
       activation: the MLP's activation, a name or a function (see `MLP`).
       gated: True for a gated MLP.
@@ -58,14 +54,12 @@ class Block(nn.Module):
         mlp_hidden (before and after the activation), mlp_out, products (all matrix products).
       norm_epsilon: the epsilon of "layernorm" and "rmsnorm" (PyTorch's LayerNorm: 1e-5).
       mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
-      branch_norm: True to normalize the output of each branch (Gemma 2; without `pre_norm`, OLMo
-        2).
-      parallel: True for parallel branches with one norm (GPT-J, ViT-22B), "own_norms" with a norm
-        each (GPT-NeoX), False for sequential branches.
-      layer_scale: the initial value of a learned scale [D] of each branch's output (CaiT, DINOv2);
-        None for none.
+      branch_norm: True to normalize the output of each branch (Gemma 2).
+      parallel: True if all branches read the same x and one norm (GPT-J), "own_norms" with a norm
+        each (GPT-NeoX). Needs `pre_norm`.
+      layer_scale: the initial value of a learned scale [D] of each branch's output (DINOv2).
       mlp: a module in place of the MLP, such as `Experts`.
-      output_scale: the initial value of the output's learned factor (Gemma 4); None for none.
+      output_scale: the initial value of a learned factor of the block's output (Gemma 4).
 
     Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
     Transformer Architecture", 2020 (pre-norm); Touvron et al., "Going deeper with Image
@@ -245,13 +239,12 @@ class DecoderBlock(Block):
         x ← x + cross_attention(norm(x), memory)   if not None
         x ← x + mlp(norm(x))
 
-    With `decode=True` in its layers, the block continues from the cached tokens (see
-    `MultiHeadAttention`). Pass the memory only to the call that creates the cache, which keeps its
-    keys and values. A call that has no cache yet makes an empty one, in `apply` as in `init`.
+    With `decode=True` in its layers, the block continues from the cached tokens. Pass the memory
+    only to the call that creates the cache, which keeps its keys and values. A call without a cache
+    makes an empty one, in `apply` as in `init`.
 
     Attributes:
-      cross_attention: the layer that attends to the memory, an encoder's output; None for a decoder
-        without one.
+      cross_attention: the layer that attends to the memory, an encoder's output.
     """
 
     cross_attention: MultiHeadAttention | None = None
@@ -270,9 +263,9 @@ class DecoderBlock(Block):
           memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
           return_kv: True to also return self-attention's keys and values.
-          **options: arguments of self-attention (see `MultiHeadAttention`), whose mask becomes
-            causal too. Cross-attention gets `lengths`, `dropout_rng` and `sow_weights`. With
-            dropout you must give `deterministic`, unless the layer has the field.
+          **options: arguments of self-attention, whose mask becomes causal too. Cross-attention
+            gets `lengths`, `dropout_rng` and `sow_weights`. With dropout you must give
+            `deterministic`, unless the layer has the field.
 
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.

@@ -223,11 +223,9 @@ def _extend(
 ) -> list[Any]:  # fmt: skip
     """Extend live candidates by a token with log-probabilities [R, V].
 
-    A score is −∞ for a missing candidate, and not normalized for a live one. The search for a
-    prompt may be `over` [R].
-
-    Returns:
-      For each new live candidate its parent and token; and the new `live`, `ended` and `over`.
+    A score is −∞ for a missing candidate, and not normalized for a live one. `over` [R] is True for
+    a search that has ended. Return for each new live candidate its parent and token; and the new
+    `live`, `ended` and `over`.
     """
     beams, eos, early = request.beams, request.eos, request.early_stopping
     log_p, live, ended, over = jax.tree.map(

@@ -87,10 +87,7 @@ class PatchEmbedding(nn.Module):
     Attributes:
       patch_size: the height and width of a patch, or one number for both.
       features: D, the number of features.
-      kernel_init: the initializer of the projection.
-      dtype: the result's dtype (default: promoted from image and parameters).
-      param_dtype: the dtype of the parameters.
-      partitioned: True to box the parameters with their logical axis names.
+      kernel_init, dtype, param_dtype, partitioned: as in `MLP`.
       use_bias: True if the projection has a bias.
       norm_epsilon: the epsilon of LayerNorms before and after the projection (vit-pytorch); None
         for no norms.

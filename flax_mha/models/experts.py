@@ -101,9 +101,8 @@ class Experts(nn.Module):
 
         Σ_e p_e · (act(x W_gate,e) ⊙ (x W_up,e + offset)) W_down,e
 
-    Here p is the softmax of x W_router over all experts, divided by its sum over the token's.
-    Experts have no capacity limit: no token is dropped, and tokens do not influence each other.
-    DeepSeek-V3 chooses otherwise, and adds an MLP for all tokens:
+    Here p is the softmax of x W_router over all experts, divided by its sum over the token's. No
+    token is dropped. DeepSeek-V3 chooses otherwise, and adds an MLP for all tokens:
 
         p = σ(x W_router),  p_e ← factor · p_e / Σ p of the token's experts     routing="sigmoid"
         e: the top_k of p + b, in the top_groups groups whose best two p + b have the largest sums
@@ -119,29 +118,23 @@ class Experts(nn.Module):
       top_k: the number of experts of a token.
       activation: the gate's activation (see `MLP`).
       normalize: True to divide p by its sum over the token's experts.
-      limit: the maximum of a gate, and of the absolute value of x W_up; None for no limit.
+      limit: the maximum of a gate, and of the absolute value of x W_up.
       offset: a number added to x W_up (gpt-oss: 1, with limit=7.0 and activation="quick_gelu").
       use_bias: True if router and experts have biases.
       routing: "softmax" or "sigmoid".
-      choice_bias: True for a parameter `choice_bias` b [E], which counts only where experts are
-        chosen. It starts at 0 and gets no gradient; a training loop can raise it for experts with
-        few tokens.
+      choice_bias: True for a parameter `choice_bias` b [E], which only the choice reads. It starts
+        at 0 and gets no gradient; a training loop can raise it for experts with few tokens.
       groups: the number of groups that experts are in, in order.
       top_groups: the number of groups that a token's experts are in (default: all).
       factor: a factor of p.
-      shared: the hidden features of the shared MLP, gated as the experts are; None for none.
-      kernel_init: the initializer of the kernels, called for each expert.
-      bias_init: the initializer of the biases.
-      dtype: the dtype of the computation (default: promoted from inputs and parameters); p is
-        float32 or wider.
-      param_dtype: the dtype of the parameters.
-      precision: the precision of matmuls (see `jax.lax.Precision`).
-      partitioned: True to box the parameters with their logical axis names.
+      shared: the hidden features of the shared gated MLP; None for none.
+      kernel_init, bias_init, dtype, param_dtype, precision, partitioned: as in `MLP`; p is float32
+        or wider.
 
-    Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of
-    Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (limit and offset); Fedus
-    et al., "Switch Transformers", arXiv 2101.03961, 2021, equation 4 without α (balance_loss);
-    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2 (routing … shared).
+    Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; OpenAI, "gpt-oss-120b &
+    gpt-oss-20b Model Card", 2025 (limit and offset); Fedus et al., "Switch Transformers", 2021,
+    equation 4 without α (balance_loss); DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section
+    2.1.2 (routing … shared).
     """
 
     hidden: int

@@ -39,8 +39,7 @@ class MLP(nn.Module):
       param_dtype: the dtype of the parameters.
       precision: the precision of matmuls (see `jax.lax.Precision`).
       partitioned: True to box the parameters with their logical axis names.
-      capture: the names of tensors to sow; the MLP has "mlp_pre", the hidden features before the
-        activation.
+      capture: the tensors to sow; the MLP has "mlp_pre", the features before the activation.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (gated).
     """

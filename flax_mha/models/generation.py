@@ -32,21 +32,20 @@ def generate(
     """Generate tokens that continue or translate each prompt.
 
     The prompt is read in one call; then each step reads one token, in a compiled loop that ends
-    when all sequences have ended. Tokens are chosen greedily unless a temperature or beams are
-    given. The loop is compiled once for each model, shape and combination of options; numbers
-    such as the temperature may change. On a mesh, arrays follow the logical axis rules.
+    when all sequences have ended. Without a temperature or beams, tokens are chosen greedily. The
+    loop is compiled once for each model, shape and combination of options; numbers such as the
+    temperature may change. On a mesh, arrays follow the logical axis rules.
 
     Args:
       model: a `LanguageModel`, or a `Translator` such as Whisper, whose prompt is the source. For
-        any other linen or nnx model, pass a function step(variables, cache, tokens [B, T],
-        positions [B, T]) -> (logits [B, T, V], cache), with an argument `lengths` if prompts
-        differ in length. Reuse the same function, or each call compiles a new loop.
+        any other model, a function step(variables, cache, tokens [B, T], positions [B, T]) ->
+        (logits [B, T, V], cache), with an argument `lengths` if prompts differ in length. Reuse
+        the same function, or each call compiles a new loop.
       variables: the model's variables, without its cache; or the first argument of the step.
       prompt: int [B, T], token ids. A traced id out of range makes its score NaN. For Whisper,
         spectrograms [B, frames, bins].
       max_new_tokens: the maximum number of new tokens.
-      lengths: int [B], the number of real tokens of each prompt, 1 … T (default: all). The others
-        may have any value.
+      lengths: int [B], the number of real tokens of each prompt, 1 … T (default: all).
       attention_mask: bool or int [B, T] in place of `lengths`, as tokenizers give it: 0 for
         padding, on either side or between tokens. Positions and windows count only the tokens.
       start: one or several tokens that a `Translator`'s target begins with; they are not returned.
@@ -58,17 +57,15 @@ def generate(
       min_p: the least probability to draw, as a share of the highest one (default: 0).
       beams: the number of candidates of a beam search. It returns the ended one with the highest
         score, log-probability / length ** length_penalty. The length counts new tokens.
-      length_penalty: a number; above 0 it favors longer sequences. (Its default in `transformers`
-        is 1.)
+      length_penalty: a number; above 0 it favors longer sequences (default in `transformers`: 1).
       early_stopping: the rule that ends a beam search, as in `transformers`. True: as soon as
         `beams` candidates have ended. False: when no live one scores higher than the worst of
         these, at its present length. "never": when none could at any length.
       capacity: the number of cache slots (default: as many as needed). A fixed number serves
         prompts of several lengths.
-      callback: a function callback(step, tokens), called after each step with int32 [B], which are
-        eos for sequences that have ended. The loop then runs on the host.
-      cache: a step's cache, with room for the prompt and the new tokens: a tree of `KVCache`,
-        such as the collection of a linen model or the state of an nnx one.
+      callback: a function callback(step, tokens), called after each step with int32 [B], eos for
+        sequences that have ended. The loop then runs on the host.
+      cache: a step's cache, a tree of `KVCache` with room for the prompt and the new tokens.
 
     Raises:
       ValueError: if sizes or settings do not fit; raised before compilation.

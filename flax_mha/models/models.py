@@ -11,7 +11,7 @@ from flax_mha.base import checks, numerics, shapes
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions
-from flax_mha.models.attention_mask import read_padding
+from flax_mha.models.attention_mask import move_to_front, read_padding
 from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.feed_forward import Dropout
 from flax_mha.models.stacks import Decoder, Encoder
@@ -116,9 +116,6 @@ class LanguageModel(nn.Module):
 
         logits[t] = decoder(E[tokens[0 … t]] + P)[t] · Eᵀ
 
-    With `decode=True` in its layers, the model continues from the cached tokens (see
-    `MultiHeadAttention` and `flax_mha.generate`).
-
     Attributes:
       embedding: the table E.
       decoder: the stack. With `cross_attention` in its blocks, the model attends to a memory.
@@ -155,16 +152,14 @@ class LanguageModel(nn.Module):
         Args:
           tokens: int [*B, T].
           attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding anywhere.
-            Positions count tokens, as in `generate` of `transformers`. For padding after the
-            tokens, `lengths` does the same, and is faster under jit.
+            Positions count tokens. For padding at the end, `lengths` is faster under jit.
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
-          at: int [*B], in 0 … T−1, the only token of each example to return logits for (default:
-            all). An index out of range gives NaN.
+          at: int [*B], the only token of each example to return logits for (default: all). An
+            index out of range gives NaN.
           memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
-            **options: arguments of the blocks (see `MultiHeadAttention`), whose mask becomes causal
-            too. `position_embedding` gets `positions` or `order`, and needs one of them in
-            decoding. With dropout you must give `deterministic`.
+          **options: arguments of the blocks. `position_embedding` gets `positions` or `order`, and
+            needs one of them in decoding. With dropout you must give `deterministic`.
 
         Returns:
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 or wider.
@@ -247,38 +242,29 @@ class Translator(nn.Module):
           source: int [*B, S].
           target: int [*B, T].
           attention_mask: bool or int [*B, S] of the source as tokenizers give it, 0 for padding
-            anywhere.
+            anywhere, in place of `source_lengths`. The encoder reads the tokens without gaps.
           source_lengths: int [*B], the number of real tokens in each source (default: all).
-          deterministic: False to apply dropout, which needs the rng `dropout`; you must give it if
-            the model has dropout.
+          deterministic: False to apply dropout; you must give it if the model has dropout.
           sow_weights: True to sow the attention weights (see `MultiHeadAttention`).
 
         Returns:
           Logits [*B, T, vocab_size], float32 or wider.
         """
-        call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
-        memory = self.encode(
-            source, source_lengths=source_lengths, attention_mask=attention_mask, **call
-        )
-        padding: dict[str, Any] = {"lengths": source_lengths}
+        if attention_mask is not None and source_lengths is not None:
+            raise ValueError("attention_mask must be None with source_lengths, got both; give one")
         if attention_mask is not None:
-            _, padding = read_padding(source, attention_mask, padding)
-        return self.decode(
-            target, memory, memory_mask=padding.get("mask"), memory_lengths=padding["lengths"],
-            **call,
-        )  # fmt: skip
+            source, source_lengths = move_to_front(jnp.asarray(source), attention_mask)
+        call: Any = {"deterministic": deterministic, "sow_weights": sow_weights}
+        memory = self.encode(source, source_lengths=source_lengths, **call)
+        return self.decode(target, memory, memory_lengths=source_lengths, **call)
 
     def encode(
         self, source: jax.Array, *, source_lengths: jax.Array | None = None,
-        attention_mask: jax.Array | None = None, deterministic: bool | None = None,
-        sow_weights: bool = False,
+        deterministic: bool | None = None, sow_weights: bool = False,
     ) -> jax.Array:  # fmt: skip
         """Return the encoder's output [*B, S, D], with the arguments of `__call__`."""
-        source, options = read_padding(source, attention_mask, {"lengths": source_lengths})
-        positions = options.pop("positions", None)
-        x = self.decoder.embed(self.decoder.embedding(source), positions, deterministic)
-        if any(block.attention.rotary is not None for block in self.encoder.blocks):
-            options["positions"] = positions
+        source, options = read_padding(source, None, {"lengths": source_lengths})
+        x = self.decoder.embed(self.decoder.embedding(source), None, deterministic)
         return self.encoder(x, deterministic=deterministic, sow_weights=sow_weights, **options)
 
     def decode(self, target: jax.Array, memory: jax.Array | None = None, **call: Any) -> jax.Array:

@@ -29,17 +29,16 @@ class Stack(nn.Module):
       num_layers: the number of layers.
       block: the block that each layer copies, with separate parameters; or several blocks to
         alternate, such as five with a window and one without.
-      scan: True to run the layers by `nn.scan`, compiled once instead of num_layers times. The
-        parameters are then stacked on a leading axis under `layers` instead of `layers_0`, … One
-        step has all alternating blocks, as `block_0`, `block_1`, …; layers that fill no step keep
-        their name `layers_i`.
-      scores: score functions of all self-attention layers, applied after the layers' own. Their
-        parameters are shared, such as the table of `RelativeBias()` in T5.
+      scan: True to run the layers by `nn.scan`, compiled once. Their parameters are stacked on a
+        leading axis under `layers` instead of `layers_0`, … One step has all alternating blocks,
+        `block_0`, `block_1`, …; layers that fill no step keep their name `layers_i`.
+      scores: score functions of all self-attention layers, applied after the layers' own, with
+        shared parameters, such as the table of `RelativeBias()` in T5.
       input_norm: True for a norm before the first block (BERT, CLIP).
       final_norm: True for a norm after the last block (default: unless the blocks are post-norm).
-      kv_from: for each layer, the index of an earlier layer whose keys and values its
-        self-attention uses, or None, such as (None, None, 0, 1). A layer with an index has no
-        parameters for keys and values, and no cache. Not for `scan` (default: None for all).
+      kv_from: for each layer, None or the index of an earlier layer whose keys and values its
+        self-attention uses, such as (None, None, 0, 1). A layer with an index has no parameters
+        for keys and values, and no cache. Not for `scan` (default: None for all).
 
     Sources: Brandon et al., "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention",
     2024, and Sun et al., "You Only Cache Once", 2024 (kv_from).

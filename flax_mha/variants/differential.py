@@ -29,12 +29,11 @@ class DifferentialAttention(MultiHeadAttention):
         λ = exp(a₁·b₁) − exp(a₂·b₂) + λ₀
 
     with 2·H features of v in each head, an RMSNorm with a scale over them, and learned a, b [H].
-    Each head has two maps, so use half as many as in other layers. Everything else is as in
-    `MultiHeadAttention`, but there is no cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
-    `gate`, `sinks`, `exclusive`, `attention_fn` or learned `scale`. Scores and weights have 2·N
-    heads: for each key/value head all of the first map, then all of the second. A cache holds the
-    values of a head with each of its two keys, 6·H numbers for each token and key/value head, so
-    that a step neither copies them nor sends them between devices.
+    Each head has two maps, so use half as many heads. There is no cross-attention, `v_head_dim`,
+    `qk_norm`, `normalize_qk`, `gate`, `sinks`, `exclusive`, `attention_fn` or learned `scale`.
+    Scores and weights have 2·N heads: for each key/value head all of the first map, then all of the
+    second. A cache holds the values with each of a head's two keys, 6·H numbers for each token and
+    key/value head, so that a step neither copies nor sends them.
 
     Attributes:
       offset: the initial λ, λ₀. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.

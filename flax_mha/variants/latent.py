@@ -35,12 +35,11 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
     with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps only
     c and r, `kv_rank` + R numbers for each token, and computes neither k nor v: (q W_kᵀ) cᵀ is
-    q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v become a row of W_k and W_v, and c
-    gets a 1.
+    q kᵀ, and (weights · c) W_v is weights · v.
 
-    `rotary` is required, and `qkv_features` is N·H without R. Everything else is as in
-    `MultiHeadAttention`, but there is no cross-attention, `num_kv_heads`, `qk_norm`,
-    `normalize_qk`, `gate`, `exclusive`, `attention_fn` or learned `scale`.
+    `rotary` is required, and `qkv_features` is N·H without R. There is no cross-attention,
+    `num_kv_heads`, `qk_norm`, `normalize_qk`, `gate`, `exclusive`, `attention_fn` or learned
+    `scale`.
 
     Attributes:
       kv_rank: the features of c.

@@ -29,14 +29,13 @@ class TalkingHeadsAttention(MultiHeadAttention):
         s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
 
     with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks,
-    dropout and the weights returned or captured belong to a mixed head n. Everything else is as in
-    `MultiHeadAttention`, but there is no `attention_fn`, `exclusive`, learned `scale`, or score
-    that reads queries and keys.
+    dropout and the weights belong to a mixed head n. There is no `attention_fn`, `exclusive`,
+    learned `scale`, or score that reads queries and keys.
 
     Longer vectors compute the sums, so any kernel works: query n holds all P_mn q_m, and each key
-    and value holds all heads. Memory is the kernel's, and both products take K times as long as in
-    `MultiHeadAttention`. If heads are sharded, each device receives the queries, keys and values of
-    all, and outputs are summed on the device of their head (see docs/communication.md).
+    and value holds all heads. Both products take K times as long as in `MultiHeadAttention`. If
+    heads are sharded, each device receives the queries, keys and values of all, and outputs are
+    summed on the device of their head (see docs/communication.md).
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """

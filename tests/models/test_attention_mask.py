@@ -251,7 +251,7 @@ def test_masks_that_translators_cannot_read_raise() -> None:
         generate(
             speech.module, {"params": {}}, sound, attention_mask=MASK, start=1, max_new_tokens=1
         )
-    with pytest.raises(ValueError, match="attention_mask must be None for Whisper, which always"):
+    with pytest.raises(ValueError, match="attention_mask must have shape the tokens' shape"):
         speech.module.init(jax.random.key(0), sound, target, attention_mask=MASK)
 
 
