@@ -105,8 +105,7 @@ def _is_selected(logits: jax.Array, k: int) -> jax.Array:
 def _fewest(logits: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Return True for the fewest of the most likely tokens [*B, V] that are enough.
 
-    A sort of a vocabulary takes longer than two bisections: one of the bits of the least logit, and
-    one of the ids of equal ones.
+    Bisect the bits of the least logit, then the ids of equal ones. A sort would take longer.
 
     Args:
       logits: [*B, V].

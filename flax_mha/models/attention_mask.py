@@ -66,11 +66,10 @@ def move_to_front(prompt: Any, attention_mask: Any) -> list[jax.Array]:
 
 def _check(tokens: Any, attention_mask: Any) -> Any:
     """Return a mask as bools of the tokens' shape, in NumPy if their values are static."""
-    is_bool = getattr(attention_mask, "dtype", None) == np.bool_
-    real = attention_mask if is_bool else checks.integers("attention_mask", attention_mask)
+    if getattr(attention_mask, "dtype", None) == np.bool_:
+        attention_mask = attention_mask.astype(np.int32)
+    real = checks.integers("attention_mask", attention_mask)
     remedy = "give the one that the tokenizer returns with the ids"
     shapes.check_shape("attention_mask", real, {"the tokens' shape": tokens.shape}, remedy)
-    if not is_bool:
-        checks.within("attention_mask", real, 2, "give 1 for tokens and 0 for padding")
-    real = checks.as_numpy(real)
-    return real if is_bool else real != 0
+    checks.within("attention_mask", real, 2, "give 1 for tokens and 0 for padding")
+    return checks.as_numpy(real) != 0

@@ -48,10 +48,8 @@ class Block(nn.Module):
       remat: the activations to store for the backward pass, which recomputes all others. False:
         every activation. True: only the block's input. A tuple of names such as ("z", "lse"), or a
         policy of `jax.checkpoint_policies`: these too. "offload:" before a name stores it in the
-        host's memory. None: ("products", "q", "k", "v", "z", "lse") under the `scan` of a stack
-        that does not decode, because a scan copies all that it stores; else False. The names: q,
-        k, v (the kernel's inputs), z and lse (its results), out (the layer's output), mlp_pre and
-        mlp_hidden (before and after the activation), mlp_out, products (all matrix products).
+        host's memory. None: ("products", "q", "k", "v", "z", "lse") under a `scan` that does not
+        decode, else False. docs/language-models.md has all names.
       norm_epsilon: the epsilon of "layernorm" and "rmsnorm" (PyTorch's LayerNorm: 1e-5).
       mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
       branch_norm: True to normalize the output of each branch (Gemma 2).
@@ -176,12 +174,10 @@ class Block(nn.Module):
 
     @nn.nowrap
     def _mlp(self) -> nn.Module:
-        if self.mlp is not None and self.mlp_dim is None:
-            return self.mlp
         if self.mlp is not None:
-            raise ValueError(
-                f"give one of mlp and mlp_dim, got mlp_dim={self.mlp_dim} and a module"
-            )
+            if self.mlp_dim is not None:
+                raise ValueError(f"give one of mlp and mlp_dim, got mlp_dim={self.mlp_dim} too")
+            return self.mlp
         layer, biased = self.attention, self.mlp_bias
         biased = settings.has_bias(layer.use_bias, "out") if biased is None else biased
         hidden: Any = self.mlp_dim
@@ -223,8 +219,7 @@ class EncoderBlock(Block):
         Args:
           x: [*B, T, D].
           return_kv: True to also return the attention layer's keys and values.
-          **options: arguments of `MultiHeadAttention`. With dropout you must give `deterministic`,
-            unless the attention layer has the field.
+          **options: arguments of `MultiHeadAttention`. With dropout you must give `deterministic`.
 
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.
@@ -265,7 +260,7 @@ class DecoderBlock(Block):
           return_kv: True to also return self-attention's keys and values.
           **options: arguments of self-attention, whose mask becomes causal too. Cross-attention
             gets `lengths`, `dropout_rng` and `sow_weights`. With dropout you must give
-            `deterministic`, unless the layer has the field.
+            `deterministic`.
 
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.

@@ -61,12 +61,12 @@ class State(struct.PyTreeNode):
     Attributes:
       step: the number of generated tokens.
       live: the generated tokens; in a beam search the candidates that have not ended, best first.
-      ended: the candidates of a beam search that have ended, best first; or None.
+      ended: the candidates of a beam search that have ended, best first.
       last: [R], the newest token of `live`.
       at: [R], its position.
       done: [R], True for a sequence, or a prompt's search, that has ended.
       cache: the model's cache.
-      memory_lengths: [R], the lengths of the encoder's output; None without one.
+      memory_lengths: [R], the lengths of the encoder's output.
     """
 
     step: jax.Array
@@ -119,18 +119,13 @@ def begin(
         tokens = _constrain(jnp.broadcast_to(first, (len(prompt), count)))
         lengths = jnp.full_like(lengths, count)
     at, beams = lengths - 1, request.beams
+    read = functools.partial(_read, request, variables, memory_lengths=memory_lengths)
     if cache is None:
         # A call without a cache creates one; XLA removes the rest of its computation.
         slots = jnp.zeros((len(tokens), request.capacity), jnp.int32)
-        _, cache = _read(
-            request, variables, None, slots, memory, at=jnp.zeros_like(at),
-            memory_lengths=memory_lengths,
-        )  # fmt: skip
-    logits, cache = _read(
-        request, variables, cache, tokens, at=at, lengths=lengths,
-        positions=jax.lax.broadcasted_iota(jnp.int32, tokens.shape[:2], 1),
-        memory_lengths=memory_lengths,
-    )  # fmt: skip
+        _, cache = read(None, slots, memory, at=jnp.zeros_like(at))
+    positions = jax.lax.broadcasted_iota(jnp.int32, tokens.shape[:2], 1)
+    logits, cache = read(cache, tokens, at=at, lengths=lengths, positions=positions)
     if beams > 1:
         owners = jnp.repeat(jnp.arange(len(tokens)), beams)
         cache = caches.fork(cache, owners)
@@ -221,11 +216,10 @@ def _extend(
     request: Request, log_p: jax.Array, live: Generated, ended: Generated, over: jax.Array,
     length_penalty: jax.Array,
 ) -> list[Any]:  # fmt: skip
-    """Extend live candidates by a token with log-probabilities [R, V].
+    """Return the parent and token of each new live candidate, and the new live, ended and over.
 
-    A score is −∞ for a missing candidate, and not normalized for a live one. `over` [R] is True for
-    a search that has ended. Return for each new live candidate its parent and token; and the new
-    `live`, `ended` and `over`.
+    log_p [R, V] are the next token's log-probabilities. A score is −∞ for a missing candidate, and
+    not normalized for a live one. `over` [R] is True for a search that has ended.
     """
     beams, eos, early = request.beams, request.eos, request.early_stopping
     log_p, live, ended, over = jax.tree.map(

@@ -26,7 +26,7 @@ class TokenEmbedding(nn.Module):
       dtype: the dtype of the features (default: the table's).
       param_dtype: the dtype of the table.
       partitioned: True to box the table with its logical axis names.
-      scale: the factor of the features, such as √D (Vaswani et al., 2017; Gemma).
+      scale: the factor of the features, such as √D (Gemma).
 
     Source: Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017 (logits).
     """
@@ -42,7 +42,6 @@ class TokenEmbedding(nn.Module):
     def setup(self) -> None:
         """Create the table."""
         checks.fields(self)
-        checks.positive(vocab_size=self.vocab_size, features=self.features)
         init = sharding.named(self.embedding_init, ("vocab", "embed"), self.partitioned)
         self.table = nn.Embed(
             self.vocab_size, self.features, dtype=self.dtype, param_dtype=self.param_dtype,
@@ -54,7 +53,7 @@ class TokenEmbedding(nn.Module):
 
         Args:
           tokens: int [*B, T], ids in 0 … V−1. A static id out of range is an error; a traced one
-            gives NaN (`nn.Embed` counts negative ids from the end).
+            gives NaN.
         """
         ids = shapes.check_tokens("tokens", tokens)
         remedy = "raise vocab_size, or map such tokens to another id"

@@ -25,8 +25,8 @@ Compute: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def in_parts(compute: Compute, parts: int, *args: jax.Array) -> jax.Array:
     """Return compute(*args) for one part of the tokens after another, to save memory.
 
-    All tokens can choose one device's experts, so its buffers have rows for all of them. The
-    gradient computes each part again.
+    A device's buffers have rows for all tokens, which can choose the same experts. The gradient
+    computes each part again.
     """
     if parts == 1:
         return compute(*args)
@@ -51,7 +51,7 @@ def exchanged(
       num_experts: E, the number of experts on all devices.
       x: [n, D], this device's tokens.
       ids: [n, top_k], their experts.
-      p: [n, top_k], the weights of these experts.
+      p: [n, top_k], the weights of these.
     """
     can_send = sharding.platform() in SENDING and axes == experts
     if can_send and ids.shape[1] < lax.axis_size(axes):

@@ -29,7 +29,7 @@ class MLP(nn.Module):
     Attributes:
       hidden: the number of hidden features.
       activation: "gelu" (by tanh, JAX's default), "gelu_exact" (by erf, PyTorch's default),
-        "quick_gelu" (x·σ(1.702·x), of CLIP), "relu", "silu", or a function.
+        "quick_gelu" (x·σ(1.702·x)), "relu", "silu", or a function.
       gated: True to multiply by an activated gate (GEGLU, SwiGLU).
       dropout_rate: the dropout rate of the hidden features.
       use_bias: True if the projections have biases.

@@ -53,14 +53,14 @@ def generate(
       rng: the random key; required with a temperature.
       temperature: the divisor of logits before a draw; 0 takes the most likely token.
       top_k: the number of most likely tokens to draw from (default: all).
-      top_p: the total probability of the most likely tokens to draw from (default: all).
+      top_p: the total probability of the tokens to draw from (default: 1).
       min_p: the least probability to draw, as a share of the highest one (default: 0).
       beams: the number of candidates of a beam search. It returns the ended one with the highest
         score, log-probability / length ** length_penalty. The length counts new tokens.
       length_penalty: a number; above 0 it favors longer sequences (default in `transformers`: 1).
-      early_stopping: the rule that ends a beam search, as in `transformers`. True: as soon as
-        `beams` candidates have ended. False: when no live one scores higher than the worst of
-        these, at its present length. "never": when none could at any length.
+      early_stopping: the rule that ends a beam search. True: as soon as `beams` candidates have
+        ended. False: when no live one scores higher than the worst of these, at its present
+        length. "never": when none could at any length.
       capacity: the number of cache slots (default: as many as needed). A fixed number serves
         prompts of several lengths.
       callback: a function callback(step, tokens), called after each step with int32 [B], eos for
@@ -69,7 +69,6 @@ def generate(
 
     Raises:
       ValueError: if sizes or settings do not fit; raised before compilation.
-      TypeError: if a dtype is not supported.
     """
     _check_model(model, start, cache)
     inner: Any = model.decoder if isinstance(model, Translator) else model

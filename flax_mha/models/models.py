@@ -29,10 +29,9 @@ class Classifier(nn.Module):
       positions: the kind of `PositionEmbedding`; "none" if the attention layers rotate.
       dropout_rate: the dropout rate of the embedded tokens.
       class_tokens: the number of learned tokens before the input's tokens.
-      pooling: "mean" over all tokens, "first" for the first one (ViT, with class_tokens=1), or
-        "first_and_mean" for the first one joined with the mean over the input's tokens (DINOv2).
-      register_tokens: the number of learned tokens after the class tokens, without positions
-        (DINOv2 with registers).
+      pooling: "mean" over all tokens, "first" for the first one (ViT), or "first_and_mean" for the
+        first one joined with the mean over the input's tokens (DINOv2).
+      register_tokens: the number of learned tokens after the class tokens, without positions.
 
     Source: Darcet et al., "Vision Transformers Need Registers", 2023 (register_tokens).
     """
@@ -51,9 +50,8 @@ class Classifier(nn.Module):
         """Classify each example of the batch.
 
         Args:
-          inputs: the embedding's input. **options: arguments of the encoder (see
-            `MultiHeadAttention`). Tokens beyond `lengths` have no influence. With dropout you must
-            give `deterministic`.
+          inputs: the embedding's input.
+          **options: arguments of the encoder. With dropout you must give `deterministic`.
 
         Returns:
           Logits [*B, num_classes], float32; or features [*B, T, D].
@@ -123,7 +121,7 @@ class LanguageModel(nn.Module):
       position_embedding: P, for layers that do not rotate (default: none).
       dropout_rate: the dropout rate of the embedded tokens.
       logits_scale: the factor of the logits, such as 1/√D in T5.
-      logits_cap: c of the soft cap c·tanh(logits / c) after the scale (Gemma 2); None for no cap.
+      logits_cap: c of the soft cap c·tanh(logits / c) after the scale (Gemma 2).
     """
 
     embedding: TokenEmbedding

@@ -106,11 +106,9 @@ class _Forget(ScoreMod):
     k: Any
 
     def bind(self, dims: Dims) -> Self:
-        q, k = jax.tree.map(lambda c: jnp.swapaxes(c, -1, -2), (self.q, self.k))
-        return self.replace(
-            q=jax.tree.map(lambda c: ScoreArray(c[..., None]), q),
-            k=jax.tree.map(lambda c: ScoreArray(c[..., None, :]), k),
-        )
+        q, k = jax.tree.map(lambda c: jnp.swapaxes(c, -1, -2)[..., None], (self.q, self.k))
+        k = jax.tree.map(lambda c: jnp.swapaxes(c, -1, -2), k)
+        return self.replace(q=jax.tree.map(ScoreArray, q), k=jax.tree.map(ScoreArray, k))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         # Subtract the sums first: the score would lose digits next to a large one.
@@ -184,9 +182,9 @@ def _kept(k: jax.Array, like: jax.Array) -> _Pair:
     *tokens, K, features = k.shape
     G, count = like.shape[-1] // K, sum(PARTS)
     parts = k[..., features - count * G :].astype(jnp.float32).reshape(*tokens, K, count, G)
-    p = [parts[..., n, :] for n in range(count)]
-    # In this order all sums are exact.
-    c, error = (lax.collapse(x, x.ndim - 2) for x in (p[0] + p[1] + p[2], p[3] + p[4]))
+    # The sums are exact, because the parts have other bits.
+    sums = [x.sum(-2) for x in jnp.split(parts, PARTS[:1], -2)]
+    c, error = (lax.collapse(x, x.ndim - 2) for x in sums)
     return c, error
 
 
@@ -194,5 +192,5 @@ def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> _Pair:
     """Read c [*B, 1, N] of the last token from keys [*B, K, S, ·], 0 if there is none."""
     slot = (length - 1)[..., None, None, None] % k.shape[-2]
     c, error = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
-    is_first = length[..., None, None] == 0
-    return jnp.where(is_first, 0.0, c), jnp.where(is_first, 0.0, error)
+    has_last = length[..., None, None] > 0
+    return jnp.where(has_last, c, 0.0), jnp.where(has_last, error, 0.0)

@@ -71,8 +71,6 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         to_turn = self.rotary, q[..., H:], kv[..., None, self.kv_rank :]
         places: Any = turn_positions(*to_turn, call.positions, order, cache, call.lengths)
         q_rope, r = turn(*to_turn, *places)
-        if self.scale is None:
-            call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]
         heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
         has_slots = isinstance(cache, KVCache)
@@ -80,8 +78,11 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if has_slots:
             call.tap.refuse("kv", "a cache, which has only latents; edit `z` or `out`")
-            absorbed = functools.partial(_absorbed, p["key"], p["value"])
-            call = dataclasses.replace(call, attention=absorbed)
+        absorbed = functools.partial(_absorbed, p["key"], p["value"])
+        call = dataclasses.replace(
+            call, scale=(H + R) ** -0.5 if self.scale is None else call.scale,
+            attention=absorbed if has_slots else call.attention,
+        )  # fmt: skip
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     @nn.nowrap

@@ -77,9 +77,8 @@ class TalkingHeadsAttention(MultiHeadAttention):
     @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters."""
-        mixing = ArrayEntry(
-            (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
-        )
+        N = self.num_heads
+        mixing = ArrayEntry((N, N), (None, "heads"), _identity, is_random=False)
         return super().table(D, Dk, Dv) | {"mix_scores": mixing, "mix_weights": mixing}
 
 

@@ -489,7 +489,7 @@ MODULES: list[Case] = [
            Experts(4, 8, 3, groups=4, top_groups=1), X),
     module("experts: routing", ValueError, r"routing must be one of \['sigmoid', 'softmax'\], got",
            Experts(4, 2, 1, routing="relu"), X),
-    module("block: mlp and mlp_dim", ValueError, r"one of mlp and mlp_dim, got mlp_dim=4",
+    module("block: mlp and mlp_dim", ValueError, r"one of mlp and mlp_dim, got mlp_dim=4 too",
            EncoderBlock(ATTENTION, 4, mlp=MLP(4)), X),
     module("mlp: activation", ValueError, r"one of \['gelu', 'gelu_exact', .*, got 'tanh'",
            MLP(4, "tanh"), X),
