@@ -152,9 +152,9 @@ class Sampling(struct.PyTreeNode):
 
     Attributes:
       temperature: the divisor of logits; None for the most likely token (greedy).
-      top_k: the number of tokens to keep; None for all.
-      top_p: the probability to keep; None for all tokens.
-      min_p: the least share of the highest probability; None for all tokens.
+      top_k: the number of tokens to keep (default: all).
+      top_p: the probability to keep (default: 1).
+      min_p: the least share of the highest probability (default: 0).
     """
 
     temperature: Any = None

@@ -18,10 +18,9 @@ def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, A
 
     Args:
       tokens: int [*B, T].
-      attention_mask: bool or int [*B, T], False or 0 for padding anywhere in a row; or None.
-      options: arguments of the layers. Their `lengths` and `order` show padding too. Padding that
-        an `attention_mask` has after all tokens becomes `lengths`; elsewhere it becomes a `mask`
-        and `positions` that count tokens.
+      attention_mask: bool or int [*B, T], 0 for padding; or None. Static padding after all tokens
+        becomes `lengths`, other padding a `mask` and `positions` that count tokens.
+      options: arguments of the layers. Their `lengths` and `order` show padding too.
     """
     lengths, order = options.get("lengths"), options.get("order")
     if attention_mask is None and lengths is None:

@@ -44,13 +44,12 @@ class Block(nn.Module):
       activation: the MLP's activation, a name or a function (see `MLP`).
       gated: True for a gated MLP.
       dropout_rate: the dropout rate of the MLP's hidden features and of each branch's output.
-        Attention weights have the layer's own `dropout_rate`.
       remat: the activations to store for the backward pass, which recomputes all others. False:
         every activation. True: only the block's input. A tuple of names such as ("z", "lse"), or a
         policy of `jax.checkpoint_policies`: these too. "offload:" before a name stores it in the
         host's memory. None: ("products", "q", "k", "v", "z", "lse") under a `scan` that does not
         decode, else False. docs/language-models.md has all names.
-      norm_epsilon: the epsilon of "layernorm" and "rmsnorm" (PyTorch's LayerNorm: 1e-5).
+      norm_epsilon: the epsilon of the norms (PyTorch's LayerNorm: 1e-5).
       mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
       branch_norm: True to normalize the output of each branch (Gemma 2).
       parallel: True if all branches read the same x and one norm (GPT-J), "own_norms" with a norm
@@ -59,9 +58,8 @@ class Block(nn.Module):
       mlp: a module in place of the MLP, such as `Experts`.
       output_scale: the initial value of a learned factor of the block's output (Gemma 4).
 
-    Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
-    Transformer Architecture", 2020 (pre-norm); Touvron et al., "Going deeper with Image
-    Transformers", 2021 (layer scale).
+    Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020; Touvron
+    et al., "Going deeper with Image Transformers", 2021 (layer scale).
     """
 
     attention: MultiHeadAttention

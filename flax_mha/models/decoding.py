@@ -29,8 +29,8 @@ class Generated(NamedTuple):
     Attributes:
       tokens: int32 [B, max_new_tokens], padded with the first eos after the end of a sequence.
       lengths: int32 [B], the number of tokens up to and including eos.
-      scores: float32 [B], the sum of the log-probabilities of these tokens under the model, without
-        temperature, top_k, top_p and min_p. With beams it is divided by lengths ** length_penalty.
+      scores: float32 [B], the sum of the log-probabilities of these tokens, at temperature 1 among
+        all tokens. With beams it is divided by lengths ** length_penalty.
     """
 
     tokens: jax.Array
@@ -42,7 +42,7 @@ class Generated(NamedTuple):
 class Request:
     """The static arguments of a call of `generate`, after its checks.
 
-    The model has caches in its layers. Compiled code also depends on the logical axis `rules`.
+    The model has caches in its layers.
     """
 
     model: Model

@@ -41,7 +41,7 @@ def exchanged(
 ) -> jax.Array:  # fmt: skip
     """Return compute(x, ids, p), where other devices compute their terms of each token's sum.
 
-    Tokens are sent to their experts if the platform can and that sends fewer bytes. Otherwise each
+    Tokens are sent to their experts if the platform can and that takes fewer bytes. Otherwise each
     device gathers all tokens, and the sums are scattered.
 
     Args:

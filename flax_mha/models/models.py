@@ -239,8 +239,8 @@ class Translator(nn.Module):
         Args:
           source: int [*B, S].
           target: int [*B, T].
-          attention_mask: bool or int [*B, S] of the source as tokenizers give it, 0 for padding
-            anywhere, in place of `source_lengths`. The encoder reads the tokens without gaps.
+          attention_mask: bool or int [*B, S] in place of `source_lengths`, as tokenizers give it, 0
+            for padding, which the encoder reads after the tokens.
           source_lengths: int [*B], the number of real tokens in each source (default: all).
           deterministic: False to apply dropout; you must give it if the model has dropout.
           sow_weights: True to sow the attention weights (see `MultiHeadAttention`).

@@ -32,16 +32,15 @@ class Stack(nn.Module):
       scan: True to run the layers by `nn.scan`, compiled once. Their parameters are stacked on a
         leading axis under `layers` instead of `layers_0`, … One step has all alternating blocks,
         `block_0`, `block_1`, …; layers that fill no step keep their name `layers_i`.
-      scores: score functions of all self-attention layers, applied after the layers' own, with
-        shared parameters, such as the table of `RelativeBias()` in T5.
+      scores: score functions of all self-attention layers, after their own, with shared
+        parameters, such as the table of `RelativeBias()` in T5.
       input_norm: True for a norm before the first block (BERT, CLIP).
       final_norm: True for a norm after the last block (default: unless the blocks are post-norm).
       kv_from: for each layer, None or the index of an earlier layer whose keys and values its
         self-attention uses, such as (None, None, 0, 1). A layer with an index has no parameters
         for keys and values, and no cache. Not for `scan` (default: None for all).
 
-    Sources: Brandon et al., "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention",
-    2024, and Sun et al., "You Only Cache Once", 2024 (kv_from).
+    Source: Sun et al., "You Only Cache Once", 2024 (kv_from).
     """
 
     num_layers: int
@@ -65,10 +64,9 @@ class Stack(nn.Module):
 
     @property
     def places(self) -> list[tuple[tuple[str, ...], int, int | None]]:
-        """The places of the layers: path of the variables, index of the block, step of the scan.
+        """The path of each layer's variables, the index of its block, and its step of the scan.
 
-        A path is ("layers_0",), or under a scan ("layers",) or ("layers", "block_1"), with the step
-        as the index on the leading axis. Layers that fill no step are next to the scan.
+        A path is ("layers_0",), or in a scan ("layers",) or ("layers", "block_1").
         """
         size = len(self.blocks)
         scanned = self.num_layers // size * size if self.scan else 0
@@ -199,10 +197,7 @@ class Stack(nn.Module):
 
     @nn.nowrap
     def _by_layer(self, call: Options) -> list[Options]:
-        """Remove the arguments that differ by layer from a call, and return them for each layer.
-
-        These are dropout keys, so that layers drop different weights, and head masks in a list.
-        """
+        """Remove dropout keys and a list of head masks from a call, and return them by layer."""
         differing: dict[str, Any] = {}
         if "dropout_rng" in call:
             key = checks.key("dropout_rng", call.pop("dropout_rng"))

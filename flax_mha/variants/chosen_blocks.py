@@ -32,15 +32,14 @@ class ChosenBlocksAttention(MultiHeadAttention):
         out = attention to the query's own block, and the `count` − 1 before it of the highest score
 
     A query never chooses a fully masked block. There is no cross-attention, `order`, `attention_fn`
-    or cache with a window. The choice has no gradient: queries learn to find a block as they learn
-    to find keys in it. It is faster if neighboring queries choose the same blocks.
+    or cache with a window. The choice has no gradient. It is faster if neighboring queries choose
+    the same blocks.
 
     Attributes:
       block: the number of keys in a block.
       count: the number of blocks that a query sees, its own block included.
       query_block: the number of queries that choose together, by the first of their tokens that any
-        of them sees: a later one would leak the future. Means are over the keys that any of them
-        may attend to. Decoding needs 1.
+        of them sees. Means are over the keys that any of them sees. Decoding needs 1.
 
     Source: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
     """

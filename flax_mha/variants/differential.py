@@ -28,15 +28,15 @@ class DifferentialAttention(MultiHeadAttention):
         out = (1 − λ₀) · norm((softmax(q₁ k₁ᵀ / √H) − λ softmax(q₂ k₂ᵀ / √H)) v) W_o
         λ = exp(a₁·b₁) − exp(a₂·b₂) + λ₀
 
-    with 2·H features of v in each head, an RMSNorm with a scale over them, and learned a, b [H].
-    Each head has two maps, so use half as many heads. There is no cross-attention, `v_head_dim`,
-    `qk_norm`, `normalize_qk`, `gate`, `sinks`, `exclusive`, `attention_fn` or learned `scale`.
-    Scores and weights have 2·N heads: for each key/value head all of the first map, then all of the
-    second. A cache holds the values with each of a head's two keys, 6·H numbers for each token and
-    key/value head, so that a step neither copies nor sends them.
+    with 2·H features of v in each head, an RMSNorm over them, and learned a, b [H]. Each head has
+    two maps, so use half as many heads. There is no cross-attention, `v_head_dim`, `qk_norm`,
+    `normalize_qk`, `gate`, `sinks`, `exclusive`, `attention_fn` or learned `scale`. Scores and
+    weights have 2·N heads: for each key/value head all of the first map, then all of the second. A
+    cache holds the values with each of a head's two keys, so that a step neither copies nor sends
+    them.
 
     Attributes:
-      offset: the initial λ, λ₀. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
+      offset: λ₀, the initial λ. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l = 0, 1, ….
       norm_epsilon: the epsilon of the norm.
 
     Source: Ye et al., "Differential Transformer", 2024.
