@@ -72,13 +72,11 @@ def _share(name: str, p: Any, dtype: Any) -> jax.Array:
 # Jitted, because outside of jit JAX would compile the loops in each call.
 @jax.jit
 def _is_counted(logits: jax.Array, k: int) -> jax.Array:
-    """Return True for the k most likely tokens of logits [*B, V]."""
     return _fewest(logits, lambda first: jnp.sum(first, -1, keepdims=True) >= k)
 
 
 @jax.jit
 def _is_likely(logits: jax.Array, p: jax.Array) -> jax.Array:
-    """Return True for the fewest tokens of logits [*B, V] with a total probability of p."""
     x = lax.stop_gradient(logits).astype(p.dtype)
     e = jnp.exp(x - x.max(-1, keepdims=True))
     total = jnp.sum(e, -1, keepdims=True)
@@ -95,7 +93,6 @@ def _is_likely(logits: jax.Array, p: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _is_selected(logits: jax.Array, k: int) -> jax.Array:
-    """Return True for the k most likely tokens of logits [*B, V], by `lax.top_k`."""
     x, _ = _ordered(logits)
     # The barrier keeps JAX 0.10 from a sort of all tokens.
     _, ids = lax.optimization_barrier(lax.top_k(x, k))

@@ -189,7 +189,6 @@ class Block(nn.Module):
     def _scale(
         self, name: str, y: jax.Array, shape: shapes.Shape, deterministic: bool | None
     ) -> jax.Array:
-        """Apply a branch's norm, scale and dropout to its output y."""
         if y.shape != shape:
             raise ValueError(
                 f"{name} must keep the shape of its input {shape} for the residual, got "

@@ -189,7 +189,6 @@ def _read(
 def _choose(
     request: Request, state: State, logits: jax.Array, rule: Any, rng: jax.Array | None
 ) -> State:
-    """Choose the next token of each sequence."""
     log_p, live = jax.nn.log_softmax(logits, axis=-1).astype(jnp.float32), state.live
     state = state.replace(step=state.step + 1, at=state.at + 1)
     if state.ended is not None:
@@ -272,7 +271,6 @@ def _appended(texts: Generated, token: jax.Array) -> jax.Array:
 
 
 def _ends(tokens: jax.Array, eos: tuple[int, ...]) -> jax.Array:
-    """Return True for each token that is one of `eos`."""
     return functools.reduce(lambda is_end, token: is_end | (tokens == token), eos, tokens < 0)
 
 

@@ -270,7 +270,6 @@ class Experts(nn.Module):
 
     @nn.nowrap
     def _probabilities(self, logits: jax.Array) -> jax.Array:
-        """Return p of all experts, before any division by their sum."""
         kinds = {"sigmoid": jax.nn.sigmoid, "softmax": jax.nn.softmax}
         wide = logits.astype(shapes.wide(logits.dtype))
         return checks.choice("routing", self.routing, kinds)(wide)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -65,16 +65,12 @@ class MLP(nn.Module):
         shapes.check_features("x", x)
         act = activation(self.activation)
         dense = functools.partial(projection, self, biased=self.use_bias)
-        names = ("batch", "length", "mlp")
-
-        def to_hidden(name: str) -> jax.Array:
-            return dense(name, (self.hidden,), ("embed", "mlp"))(x)
-
-        up = to_hidden("up")
-        pre = to_hidden("gate") if self.gated else up
+        hidden: Any = {"features": (self.hidden,), "names": ("embed", "mlp")}
+        up = dense("up", **hidden)(x)
+        pre = dense("gate", **hidden)(x) if self.gated else up
         pre = tap_of(self, self.capture).last("mlp_pre", pre)
         h = act(pre) * checkpoint_name(up, "mlp_pre") if self.gated else act(pre)
-        h = checkpoint_name(sharding.constrain(h, names), "mlp_hidden")
+        h = checkpoint_name(sharding.constrain(h, ("batch", "length", "mlp")), "mlp_hidden")
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
         rows = ("batch", "norm_length")
         return dense("down", x.shape[-1:], ("mlp", "embed"), rows=rows)(h)
@@ -82,9 +78,7 @@ class MLP(nn.Module):
 
 def activation(act: str | Activation) -> Activation:
     """Return an activation function, given its name or the function itself."""
-    if isinstance(act, str) or not callable(act):
-        return checks.choice("activation", act, ACTIVATIONS)
-    return act
+    return act if callable(act) else checks.choice("activation", act, ACTIVATIONS)
 
 
 class Dropout(nn.Module):

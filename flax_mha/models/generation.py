@@ -128,7 +128,6 @@ def _check_model(model: Model, start: Any, cache: Any) -> None:
 
 
 def _ids(name: str, ids: Any, vocabulary: int | None) -> tuple[int, ...]:
-    """Check one or several token ids, and return them as a tuple."""
     several = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
     tokens = tuple(checks.integer(name, token) for token in several)
     checks.within(name, np.array(tokens), vocabulary, "give ids of the model's embedding")
@@ -168,7 +167,6 @@ def _check_prompt(
 
 
 def _check_penalty(length_penalty: float, early_stopping: bool | str, most: int) -> jax.Array:
-    """Check the settings of a beam search, and return its length penalty."""
     if abs(checks.number("length_penalty", length_penalty)) * math.log(most) > 64:
         raise ValueError(
             f"length_penalty must leave max_new_tokens={most} ** length_penalty a number of "

@@ -180,7 +180,6 @@ class Stack(nn.Module):
 
     @nn.nowrap
     def _sources(self, call: Options) -> Sequence[int | None]:
-        """Check `kv_from`, and return it."""
         sources = self.kv_from
         if sources is None:
             return (None,) * self.num_layers

@@ -78,7 +78,6 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
     @nn.nowrap
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-        """Attend to the chosen blocks."""
         at = call.get("q_positions")
         mask = masks.combine(masks.Causal(), call.get("mask"))
         if not (q.size and k.shape[-3]):
