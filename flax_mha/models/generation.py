@@ -70,7 +70,18 @@ def generate(
     Raises:
       ValueError: if sizes or settings do not fit; raised before compilation.
     """
-    _check_model(model, start, cache)
+    kind = type(model).__name__
+    if (cache is None) != isinstance(model, Own):
+        raise ValueError(
+            f"model must be a LanguageModel or a Translator of flax_mha.models without cache=, or "
+            f"a function step(variables, cache, tokens, positions) -> (logits, cache) with it, got "
+            f"{kind} and a cache of {type(cache).__name__}"
+        )
+    if isinstance(model, Translator) != (start is not None):
+        raise ValueError(
+            f"start must be given for a Translator, and for no other model, got start={start} for "
+            f"a {kind}; {'give it' if start is None else 'drop it'}"
+        )
     inner: Any = model.decoder if isinstance(model, Translator) else model
     vocabulary = inner.embedding.vocab_size if isinstance(model, Own) else None
     prompt, lengths = _check_prompt(model, prompt, lengths, attention_mask, vocabulary)
@@ -107,26 +118,6 @@ def generate(
     return decoding.best(request, state)
 
 
-def _check_model(model: Model, start: Any, cache: Any) -> None:
-    is_own = isinstance(model, Own)
-    if not is_own and (isinstance(model, nn.Module) or not callable(model)):
-        raise TypeError(
-            f"model must be a LanguageModel or a Translator of flax_mha.models, got "
-            f"{type(model).__name__}; for another model give a function step(variables, cache, "
-            f"tokens, positions) -> (logits, cache), and cache="
-        )
-    if (cache is None) != is_own:
-        raise ValueError(
-            f"cache must be given for a step, with room for the prompt and max_new_tokens, and for "
-            f"no model that creates one, got {type(cache).__name__} for {type(model).__name__}"
-        )
-    if isinstance(model, Translator) != (start is not None):
-        raise ValueError(
-            f"start must be given for a Translator, and for no other model, got start={start} for "
-            f"a {type(model).__name__}; {'give it' if start is None else 'drop it'}"
-        )
-
-
 def _ids(name: str, ids: Any, vocabulary: int | None) -> tuple[int, ...]:
     several = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
     tokens = tuple(checks.integer(name, token) for token in several)
@@ -145,13 +136,11 @@ def _check_prompt(
             f"prompt must have shape {'[B, T]' if reads_tokens else '[B, S, D]'} with at least one "
             f"row and token, got {prompt.shape}; give a single prompt as prompt[None]"
         )
-    if lengths is not None and attention_mask is not None:
-        raise ValueError("attention_mask must be None with lengths, got both; give one")
     takes_lengths = reads_tokens if isinstance(model, Own) else "lengths" in names_of(model)
-    if not (takes_lengths or lengths is attention_mask is None):
+    if (lengths is not None) + (attention_mask is not None) > takes_lengths:
         raise ValueError(
-            f"lengths and attention_mask must be None for a {type(model).__name__} that reads "
-            f"whole prompts, got one; a step that caches fewer tokens has an argument `lengths`"
+            f"give at most one of lengths and attention_mask, and none to Whisper or a step "
+            f"without an argument `lengths`, got more for a {type(model).__name__}"
         )
     if attention_mask is not None:
         prompt, lengths = move_to_front(prompt, attention_mask)

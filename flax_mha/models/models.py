@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, numerics, shapes
+from flax_mha.layer import padding
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions
@@ -103,10 +104,8 @@ def mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """Return the mean [*B, D] of the real tokens in [*B, T, D], or 0 if an example has none."""
     if lengths is None:
         return jnp.mean(x, axis=-2)
-    lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
-    count = lengths[..., None]
-    real = shapes.lead(jnp.arange(x.shape[-2], dtype=jnp.int32), x.ndim - 1) < count
-    return jnp.sum(x, axis=-2, where=real[..., None]) / jnp.maximum(count, 1).astype(x.dtype)
+    count = jnp.maximum(jnp.asarray(lengths), 1)[..., None]
+    return jnp.sum(padding.cleared(x, lengths), axis=-2) / count.astype(x.dtype)
 
 
 class LanguageModel(nn.Module):

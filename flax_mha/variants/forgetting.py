@@ -65,7 +65,12 @@ class ForgettingAttention(MultiHeadAttention):
             names = ("batch", None, "heads")
             last = sharding.auto(_last, (names, names), read(cache.key), cache.length, z)
         if cache is not None:
-            _check_dtype(cache.key.dtype if has_slots else cache.dtype or k.dtype)
+            dtype = jnp.dtype(cache.key.dtype if has_slots else cache.dtype or k.dtype)
+            if dtype not in _EXACT:
+                raise ValueError(
+                    f"forgetting attention needs a cache that keeps all digits of its gates, got "
+                    f"{dtype}; give CacheConfig(dtype='bfloat16'), or a wider one"
+                )
         mask = masks.combine(self.mask, call.mask)
         of_tokens = functools.partial(_gates, dims, has_slots)
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], mask, positions)
@@ -124,14 +129,6 @@ def _attend(of_q: Any, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
     # As many features as the keys, 0 where the keys have c.
     q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, k.shape[-1] - q.shape[-1])])
     return dot_product_attention(q, k, v, scores=scores, **call)
-
-
-def _check_dtype(dtype: Any) -> None:
-    if jnp.dtype(dtype) not in _EXACT:
-        raise ValueError(
-            f"forgetting attention needs a cache of bfloat16, float32 or float64, which keeps all "
-            f"digits of its gates, got {jnp.dtype(dtype)}; give CacheConfig(dtype='bfloat16')"
-        )
 
 
 def _gates(

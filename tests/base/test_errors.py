@@ -568,7 +568,7 @@ MODELS: list[Case] = [
     ("language model: positions", lambda: jax.eval_shape(lambda: with_caches(TABLE).apply(
         with_caches(TABLE).init(KEY, TOKENS), TOKENS[:, :1], mutable=["cache"])), ValueError,
      r"positions must be given for position_embedding in decoding"),
-    generated("model", TypeError, r"must be a LanguageModel or a Translator.*got Encoder", ENCODER),
+    generated("model", ValueError, r"must be a LanguageModel or a Tran.*got Encoder", ENCODER),
     generated("start", ValueError, r"got start=None for a Translator; give it", TRANSLATOR),
     generated("start for nobody", ValueError, r"got start=1 for a LanguageModel; drop it", start=1),
     generated("ragged prompt", TypeError, r"prompt.*got \[\[1\], \[1, 2\]\], which is ragged; pad",
@@ -623,7 +623,7 @@ MODELS: list[Case] = [
     generated("beams drawn", ValueError, r"must be left out with beams=2", beams=2, rng=KEY,
               temperature=1.0),
     generated("cache of a module", ValueError,
-              r"cache must be given for a step, .* got dict for LanguageModel",
+              r"without cache=.* got LanguageModel and a cache of dict",
               cache={}),
     ("top_p of rows", lambda: sampling.top_p(ones(2, 5), ones(2)), ValueError,
      r"top_p must be one number, got shape \(2,\); vmap"),
