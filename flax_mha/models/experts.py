@@ -169,12 +169,11 @@ class Experts(nn.Module):
                 f"top_k={k} must be at most {most}, the experts of the chosen groups; lower it"
             )
         shapes.check_features("x", x)
-        names = ("embed", None)
-        logits = projection(self, "router", (E,), names, self.use_bias)(x)
-        bias = []
+        logits = projection(self, "router", (E,), ("embed", None), self.use_bias)(x)
+        bias = jnp.zeros(E)
         if self.choice_bias:
             init = sharding.named(nn.initializers.zeros, (None,), self.partitioned)
-            bias = [self.param("choice_bias", init, (E,), self.param_dtype)]
+            bias = self.param("choice_bias", init, (E,), self.param_dtype)
         every: Any = 0
         if self.shared is not None:
             every = MLP(
@@ -184,7 +183,7 @@ class Experts(nn.Module):
             )(x, deterministic=deterministic)  # fmt: skip
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "router_logits", logits)
-            loss = sharding.auto(self._balance_loss, (), logits, *bias)
+            loss = sharding.auto(self._balance_loss, (), logits, bias)
             self.sow("intermediates", "balance_loss", loss)
         D, M = x.shape[-1], self.hidden
         sizes = {"gate": (D, M), "up": (D, M), "down": (M, D)}
@@ -194,7 +193,7 @@ class Experts(nn.Module):
             for i, leaf in enumerate(leaves) for name in sizes
         ]  # fmt: skip
         x, *weights = promote_dtype(x, *weights, dtype=self.dtype)
-        return sharding.auto(self._divided, _TOKENS, x, logits, *bias, *weights) + every
+        return sharding.auto(self._divided, _TOKENS, x, logits, bias, *weights) + every
 
     @nn.nowrap
     def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:
@@ -218,8 +217,7 @@ class Experts(nn.Module):
         names = [products.gathered(("experts", *n)) for n in _NAMES.values()]
         if self.use_bias:
             names += [(n[0], n[-1]) for n in names]
-        of_bias: list[Any] = [(None,)] * (len(arrays) - len(names))
-        all_names = [_TOKENS, _TOKENS, *of_bias, *names]
+        all_names = [_TOKENS, _TOKENS, (None,), *names]
         # Without the parameters of this call, equal modules share a program.
         on_device = Partial(Experts._on_device, self.clone(parent=None), experts, hidden, shared)
         return sharding.local(on_device, all_names, (x.shape, _TOKENS), x, logits, *arrays)
@@ -227,14 +225,12 @@ class Experts(nn.Module):
     @nn.nowrap
     def _on_device(
         self, experts: tuple[str, ...], hidden: tuple[str, ...], shared: tuple[str, ...],
-        x: jax.Array, logits: jax.Array, *arrays: jax.Array,
+        x: jax.Array, logits: jax.Array, bias: jax.Array, *weights: jax.Array,
     ) -> jax.Array:  # fmt: skip
         """Return the sum of a device's experts, which these mesh axes shard.
 
         Along the axes `shared`, devices have other tokens too.
         """
-        size = len(_NAMES) * (2 if self.use_bias else 1)
-        bias, weights = arrays[:-size], arrays[-size:]
         layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
         if self.use_bias:  # Only one term of the sum over `hidden` has the bias.
             layers[2] = (weights[2], jnp.where(lax.axis_index(hidden) == 0, weights[5], 0))
@@ -249,7 +245,7 @@ class Experts(nn.Module):
             return method(self._expert, x, ids, p, layers, self.precision)
 
         tokens = x.reshape(-1, x.shape[-1])
-        p, ids = self._route(logits.reshape(-1, self.num_experts), *bias)
+        p, ids = self._route(logits.reshape(-1, self.num_experts), bias)
         run = compute
         if shared:
             run = functools.partial(exchange.exchanged, compute, shared, experts, self.num_experts)
@@ -259,9 +255,9 @@ class Experts(nn.Module):
         return y.reshape(x.shape).astype(x.dtype)
 
     @nn.nowrap
-    def _balance_loss(self, logits: jax.Array, *bias: jax.Array) -> jax.Array:
+    def _balance_loss(self, logits: jax.Array, bias: jax.Array) -> jax.Array:
         """Return E Σ_e f_e P_e over all tokens."""
-        _, ids = self._route(logits, *bias)
+        _, ids = self._route(logits, bias)
         p = self._probabilities(logits)
         p = p / jnp.sum(p, -1, keepdims=True)
         chosen = jax.nn.one_hot(ids, self.num_experts, dtype=p.dtype).mean(-2)
@@ -275,10 +271,10 @@ class Experts(nn.Module):
         return checks.choice("routing", self.routing, kinds)(wide)
 
     @nn.nowrap
-    def _route(self, logits: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _route(self, logits: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weights p [n, top_k] and the ids of each token's experts."""
         p = self._probabilities(logits)
-        choice = lax.stop_gradient(p + shapes.lead(bias[0].astype(p.dtype), p.ndim)) if bias else p
+        choice = lax.stop_gradient(p + shapes.lead(bias.astype(p.dtype), p.ndim))
         if self.top_groups is not None:
             by_group = choice.reshape(*choice.shape[:-1], self.groups, -1)
             best = jnp.sum(lax.top_k(by_group, 2)[0], -1)
