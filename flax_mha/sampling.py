@@ -194,7 +194,7 @@ class Sampling(struct.PyTreeNode):
             lambda logits, rule: rule.limit(logits), ("batch", None), logits, self
         )
         # The argmax of logits with Gumbel noise is a sample of their softmax. Without mode="high",
-        # noise ends at 16, and tokens of probability 1e-7 are hardly ever drawn.
+        # tokens of probability 1e-7 are hardly ever drawn.
         noise = jax.random.gumbel(key, limited.shape, limited.dtype, mode="high")
         return jnp.argmax(limited + sharding.like(noise, limited), axis=-1).astype(jnp.int32)
 

@@ -225,14 +225,13 @@ def _extend(
         lambda x: x.reshape(-1, beams, *x.shape[1:]), (log_p, live, ended, over)
     )
     V, most = log_p.shape[-1], request.max_new_tokens
-    # top_k takes a NaN first, if it has no sign. The NaN of a missing candidate must not count.
+    # top_k takes a NaN without a sign first. The NaN of a missing candidate must not count.
     log_p = jnp.where(jnp.isnan(log_p), jnp.nan, log_p)
     scores = live.scores[..., None]
     total = jnp.where(scores == -jnp.inf, scores, scores + log_p).reshape(-1, V)
     # Each eos may end all candidates, and then as many must remain.
     count = min((1 + max(1, len(eos))) * beams, beams * V)
-    # First of each candidate: XLA:TPU sorts a vocabulary, in seconds of compilation, if it is the
-    # only row.
+    # First of each candidate: XLA:TPU takes seconds to compile a sort of one row of a vocabulary.
     total, token = (x.reshape(-1, beams * x.shape[-1]) for x in jax.lax.top_k(total, min(count, V)))
     total, flat = jax.lax.top_k(total, count)
     parents, token = flat // min(count, V), jnp.take_along_axis(token, flat, -1)

@@ -18,7 +18,7 @@ from flax_mha.sharding.shard_map import vary
 SENDING = ("tpu",)
 
 # The weighted sum [n, D] of this device's experts, for tokens [n, D], the ids [n, top_k] of their
-# experts among all and the weights of these. A device's share of a sum has ids of other experts.
+# experts among all devices' and the weights of these.
 Compute: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 

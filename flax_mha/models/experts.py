@@ -130,10 +130,9 @@ class Experts(nn.Module):
       kernel_init, bias_init, dtype, param_dtype, precision, partitioned: as in `MLP`; p is float32
         or wider.
 
-    Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; OpenAI, "gpt-oss-120b &
-    gpt-oss-20b Model Card", 2025 (limit and offset); Fedus et al., "Switch Transformers", 2021,
-    equation 4 without α (balance_loss); DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section
-    2.1.2 (routing … shared).
+    Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; Fedus et al., "Switch
+    Transformers", 2021, equation 4 without α (balance_loss); DeepSeek-AI, "DeepSeek-V3 Technical
+    Report", 2024, section 2.1.2.
     """
 
     hidden: int

@@ -33,8 +33,7 @@ def generate(
 
     The prompt is read in one call; then each step reads one token, in a compiled loop that ends
     when all sequences have ended. Without a temperature or beams, tokens are chosen greedily. The
-    loop is compiled once for each model, shape and combination of options; numbers such as the
-    temperature may change. On a mesh, arrays follow the logical axis rules.
+    loop is compiled once for each model, shape and combination of options, not for each number.
 
     Args:
       model: a `LanguageModel`, or a `Translator` such as Whisper, whose prompt is the source. For
@@ -61,8 +60,7 @@ def generate(
       early_stopping: the rule that ends a beam search. True: as soon as `beams` candidates have
         ended. False: when no live one scores higher than the worst of these, at its present
         length. "never": when none could at any length.
-      capacity: the number of cache slots (default: as many as needed). A fixed number serves
-        prompts of several lengths.
+      capacity: the number of cache slots (default: as many as needed).
       callback: a function callback(step, tokens), called after each step with int32 [B], eos for
         sequences that have ended. The loop then runs on the host.
       cache: a step's cache, a tree of `KVCache` with room for the prompt and the new tokens.
@@ -101,7 +99,7 @@ def generate(
     read = prompt.shape[1] if start is None else len(starts)
     request = Request(
         decoding.with_caches(model), max_new_tokens,
-        _check_capacity(inner, read, max_new_tokens, capacity, cache), starts, ends, beams,
+        _check_capacity(read, max_new_tokens, capacity, cache), starts, ends, beams,
         early_stopping, tuple(nn.get_logical_axis_rules()),
     )  # fmt: skip
     weights: Any = variables
@@ -166,7 +164,7 @@ def _check_penalty(length_penalty: float, early_stopping: bool | str, most: int)
     return jnp.float32(length_penalty)
 
 
-def _check_capacity(model: Any, read: int, new: int, capacity: int | None, cache: Any) -> int:
+def _check_capacity(read: int, new: int, capacity: int | None, cache: Any) -> int:
     """Return the number of cache slots, for the tokens read first and all but the last new one."""
     checks.optional(capacity=capacity)
     needed = read + new - 1
@@ -180,12 +178,4 @@ def _check_capacity(model: Any, read: int, new: int, capacity: int | None, cache
             f"{read} read first and all but one of max_new_tokens={new}, got {slots}; enlarge it, "
             f"or generate fewer"
         )
-    if cache is not None:
-        return needed
-    table = model.position_embedding
-    if table.kind == "learned" and slots > (table.max_length or slots):
-        raise ValueError(
-            f"prompt and new tokens must fit max_length={table.max_length} of the learned position "
-            f"table, got {slots}; shorten the prompt, max_new_tokens or capacity"
-        )
-    return slots
+    return slots if cache is None else needed

@@ -30,8 +30,8 @@ class Classifier(nn.Module):
       positions: the kind of `PositionEmbedding`; "none" if the attention layers rotate.
       dropout_rate: the dropout rate of the embedded tokens.
       class_tokens: the number of learned tokens before the input's tokens.
-      pooling: "mean" over all tokens, "first" for the first one (ViT), or "first_and_mean" for the
-        first one joined with the mean over the input's tokens (DINOv2).
+      pooling: "mean" over all tokens, "first" (ViT), or "first_and_mean" for the first one joined
+        with the mean over the input's tokens (DINOv2).
       register_tokens: the number of learned tokens after the class tokens, without positions.
 
     Source: Darcet et al., "Vision Transformers Need Registers", 2023 (register_tokens).
@@ -151,8 +151,7 @@ class LanguageModel(nn.Module):
           attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding anywhere.
             Positions count tokens. For padding at the end, `lengths` is faster under jit.
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
-          at: int [*B], the only token of each example to return logits for (default: all). An
-            index out of range gives NaN.
+          at: int [*B], the only token of each example to return logits for (default: all).
           memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
           **options: arguments of the blocks. `position_embedding` gets `positions` or `order`, and

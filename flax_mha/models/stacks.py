@@ -27,8 +27,8 @@ class Stack(nn.Module):
 
     Attributes:
       num_layers: the number of layers.
-      block: the block that each layer copies, with separate parameters; or several blocks to
-        alternate, such as five with a window and one without.
+      block: the block that each layer copies, or several blocks to alternate, such as five with a
+        window and one without.
       scan: True to run the layers by `nn.scan`, compiled once. Their parameters are stacked on a
         leading axis under `layers` instead of `layers_0`, … One step has all alternating blocks,
         `block_0`, `block_1`, …; layers that fill no step keep their name `layers_i`.
@@ -134,8 +134,8 @@ class Stack(nn.Module):
         blocks = self.blocks
         policies = [not self.decodes and block.remat for block in blocks]
         caches = self.variables.get("cache", {}).get("layers")
-        # The caches of all layers are a carry: as inputs and outputs of the scan, they would be
-        # copied. But a call with an encoder's output makes memories, perhaps of another size.
+        # Carry the caches of all layers: as inputs and outputs of the scan they would be copied.
+        # But a call with an encoder's output makes memories, perhaps of another size.
         in_place = not inputs and caches is not None and collection.has_slots(caches)
 
         def run(module: Any, x: jax.Array, by_layer: Sequence[Options]) -> tuple[jax.Array, None]:
@@ -241,10 +241,7 @@ class Encoder(Stack):
 
     @nn.compact
     def __call__(self, x: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
-        """Run the blocks in sequence, each with the arguments of `EncoderBlock.__call__`.
-
-        `head_mask` may be a list with one for each block.
-        """
+        """Run the blocks, each with these arguments. A `head_mask` may be a list by block."""
         return self.run(x, **options)
 
 
@@ -259,10 +256,7 @@ class Decoder(Stack):
         memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
         **options: Unpack[LayerOptions],
     ) -> jax.Array:  # fmt: skip
-        """Run the blocks in sequence, each with the arguments of `DecoderBlock.__call__`.
-
-        `head_mask` may be a list with one for each block.
-        """
+        """Run the blocks, each with these arguments. A `head_mask` may be a list by block."""
         return self.run(
             x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
         )

@@ -42,9 +42,9 @@ class ForgettingAttention(MultiHeadAttention):
     with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
     positions. A token that the mask hides from itself, such as padding, has f = 1. NaN in a token
     reaches all later outputs, unless it is padding by `lengths`. There is no cross-attention,
-    `attention_fn`, or score that reads queries and keys. A float32 sum c would lose the digits of
-    c_i − c_j far from the start, so its rounding error is kept too. A cache stores 40 bits of c in
-    5·N/K extra features of each key; its dtype is bfloat16, float32 or float64.
+    `attention_fn`, or score that reads queries and keys. The rounding error of c is kept too, so
+    that c_i − c_j keeps its digits at any length. A cache stores 40 bits of c in 5·N/K extra
+    features of each key; its dtype is bfloat16, float32 or float64.
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """

@@ -33,9 +33,7 @@ class TalkingHeadsAttention(MultiHeadAttention):
     learned `scale`, or score that reads queries and keys.
 
     Longer vectors compute the sums, so any kernel works: query n holds all P_mn q_m, and each key
-    and value holds all heads. Both products take K times as long as in `MultiHeadAttention`. If
-    heads are sharded, each device receives the queries, keys and values of all, and outputs are
-    summed on the device of their head (see docs/communication.md).
+    and value holds all heads. Both products take K times as long as in `MultiHeadAttention`.
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """
