@@ -104,9 +104,7 @@ def _fewest(logits: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> j
 
     Bisect the bits of the least logit, then the ids of equal ones. A sort would take longer.
 
-    Args:
-      logits: [*B, V].
-      is_enough: a function of such a mask [*B, V] to bool [*B, 1].
+    `is_enough` maps such a mask [*B, V] to bool [*B, 1].
     """
     _, ranks = _ordered(logits)
     index = _indices(ranks)
@@ -183,9 +181,7 @@ class Sampling(struct.PyTreeNode):
     def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         """Draw tokens int32 [B] from logits [B, V].
 
-        Args:
-          key: the random key; a row's draw depends only on it and on the row's index.
-          logits: [B, V].
+        A row's draw depends only on the key and on the row's index.
         """
         if self.temperature is None or key is None:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -199,7 +195,7 @@ class Sampling(struct.PyTreeNode):
         return jnp.argmax(limited + sharding.like(noise, limited), axis=-1).astype(jnp.int32)
 
     def limit(self, logits: jax.Array) -> jax.Array:
-        """Divide logits [*B, V] by the temperature, and set those of excluded tokens to −∞."""
+        """Divide logits [*B, V] by the temperature, and set excluded ones to −∞."""
         logits = logits.astype(shapes.wide(logits.dtype))
         logits = logits / jnp.asarray(self.temperature, logits.dtype)
         logits = logits if self.top_k is None else top_k(logits, self.top_k)

@@ -35,8 +35,7 @@ class Block(nn.Module):
         neither             x ← norm(x + branch(x))
 
     Attributes:
-      attention: the self-attention layer. The MLP shares its dtypes, precision, initializers,
-        biases and partitioning; the norms share its dtypes.
+      attention: the self-attention layer. The MLP and the norms share its fields, such as dtypes.
       mlp_dim: the MLP's hidden features; None if `mlp` is given.
       norm: "layernorm" (with PyTorch's exact variance), "rmsnorm", or a module to copy.
       pre_norm: True to normalize the input of each branch, or a tuple of branches:
@@ -165,7 +164,6 @@ class Block(nn.Module):
 
     @nn.nowrap
     def _scaled(self, name: str, x: jax.Array, start: float, shape: shapes.Shape) -> jax.Array:
-        """Multiply x by a learned parameter, which starts at a number."""
         init = nn.initializers.constant(start)
         scale = self.param(name, init, shape, self.attention.param_dtype)
         return numerics.scaled(x, shapes.lead(scale, x.ndim))

@@ -104,7 +104,7 @@ def begin(
 ) -> State:  # fmt: skip
     """Create a cache if there is none, read the prompt, and choose the first token.
 
-    Arguments are those of `generate`. `rule` is the length penalty of a beam search.
+    Arguments are as in `generate`. `rule` is a `Sampling`, or the length penalty of a beam search.
     """
     model: Any = request.model
     tokens, lengths = _constrain(prompt), _constrain(lengths)

@@ -24,8 +24,7 @@ class TokenEmbedding(nn.Module):
       features: D, the number of features.
       embedding_init: the initializer of the table.
       dtype: the dtype of the features (default: the table's).
-      param_dtype: the dtype of the table.
-      partitioned: True to box the table with its logical axis names.
+      param_dtype, partitioned: as in `MLP`.
       scale: the factor of the features, such as √D (Gemma).
 
     Source: Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017 (logits).
@@ -88,8 +87,7 @@ class PatchEmbedding(nn.Module):
       features: D, the number of features.
       kernel_init, dtype, param_dtype, partitioned: as in `MLP`.
       use_bias: True if the projection has a bias.
-      norm_epsilon: the epsilon of LayerNorms before and after the projection (vit-pytorch); None
-        for no norms.
+      norm_epsilon: the epsilon of LayerNorms before and after the projection (default: none).
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
     """

@@ -46,7 +46,7 @@ def exchanged(
 
     Args:
       compute: the computation of this device's experts.
-      axes: the mesh axes that shard the tokens, and experts or hidden features.
+      axes: the mesh axes that shard tokens, and experts or hidden features.
       experts: the mesh axes that shard the experts.
       num_experts: E, the number of experts on all devices.
       x: [n, D], this device's tokens.

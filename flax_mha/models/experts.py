@@ -118,7 +118,7 @@ class Experts(nn.Module):
       activation: the gate's activation (see `MLP`).
       normalize: True to divide p by its sum over the token's experts.
       limit: the maximum of a gate, and of the absolute value of x W_up.
-      offset: a number added to x W_up (gpt-oss: 1, with limit=7.0 and activation="quick_gelu").
+      offset: a number added to x W_up (gpt-oss: 1, with limit=7.0).
       use_bias: True if router and experts have biases.
       routing: "softmax" or "sigmoid".
       choice_bias: True for a parameter `choice_bias` b [E], which starts at 0 and gets no gradient;
@@ -196,7 +196,6 @@ class Experts(nn.Module):
 
     @nn.nowrap
     def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:
-        """Create a parameter with an array of this shape for each expert."""
         init = for_shape(self.kernel_init if len(shape) > 1 else self.bias_init, len(shape) - 1)
 
         def by_expert(rng: jax.Array, shape: shapes.Shape, dtype: Dtype) -> Any:

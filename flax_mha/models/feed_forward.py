@@ -82,11 +82,7 @@ def activation(act: str | Activation) -> Activation:
 
 
 class Dropout(nn.Module):
-    """A dropout layer with the bits of `nn.Dropout`, on any mesh.
-
-    Attributes:
-      rate: the share of features to drop.
-    """
+    """A dropout layer with the bits of `nn.Dropout`, on any mesh."""
 
     rate: float
 

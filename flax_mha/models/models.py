@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
 
     Attributes:
       embedding: the table E.
-      decoder: the stack. With `cross_attention` in its blocks, the model attends to a memory.
+      decoder: the stack.
       tied: True to compute logits with E; False for a separate table, `head`.
       position_embedding: P, for layers that do not rotate (default: none).
       dropout_rate: the dropout rate of the embedded tokens.
@@ -241,7 +241,7 @@ class Translator(nn.Module):
             for padding, which the encoder reads after the tokens.
           source_lengths: int [*B], the number of real tokens in each source (default: all).
           deterministic: False to apply dropout; you must give it if the model has dropout.
-          sow_weights: True to sow the attention weights (see `MultiHeadAttention`).
+          sow_weights: True to sow the attention weights.
 
         Returns:
           Logits [*B, T, vocab_size], float32 or wider.

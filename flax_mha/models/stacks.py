@@ -229,7 +229,6 @@ class _Group(nn.Module):
 def _run_in_scan(
     block: Any, x: jax.Array, inputs: Inputs, options: Options, policy: remat.Remat
 ) -> jax.Array:
-    """Run a block in a scan, which recomputes its activations by a policy of `Block.remat`."""
     run = remat.apply(policy, lambda block, x: block(x, *inputs, **options), in_scan=True)
     return run(block, x)
 

@@ -97,10 +97,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
     def _scores(
         self, q: jax.Array, k: jax.Array, positions: Array | None, mask: masks.Mask
     ) -> list[jax.Array]:
-        """Return scores of past blocks [*B, N, nq, nk], and a mask of the visible ones.
-
-        Scores of other blocks have no meaning.
-        """
+        """Return scores of past blocks [*B, N, nq, nk], and a mask of the visible ones."""
         q, k = jax.lax.stop_gradient((q, k.astype(shapes.wide(q.dtype))))
         dims = shapes.Dims.of(q, k, k)
         at = whole(dims, positions)

@@ -44,7 +44,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
     Attributes:
       kv_rank: the features of c.
       rope_dim: the features of queries and keys that `rotary` rotates, R.
-      q_rank: the features W_d projects to; None to project queries from x.
+      q_rank: the features of x W_d; None to project queries from x.
       norm_epsilon: the epsilon of the norms.
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
