@@ -108,13 +108,6 @@ class PatchEmbedding(nn.Module):
         h, w = size if isinstance(size, Sequence) else (size, size)
         checks.fields(self)
         checks.floating("images", images)
-        shape = images.shape
-        if images.ndim < 3 or 0 in shape[-3:] or shape[-3] % h or shape[-2] % w:
-            raise ValueError(
-                f"images must have shape [*B, height, width, channels], at least one channel, and "
-                f"a height and width that are positive multiples of the patch {(h, w)}, got "
-                f"{shape}; pad or crop them"
-            )
         *B, height, width, channels = images.shape
 
         def cut(images: jax.Array) -> jax.Array:

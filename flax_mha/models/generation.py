@@ -1,6 +1,5 @@
 """Text generation: read a prompt once, then generate token by token with a cache."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,7 +89,11 @@ def generate(
         checks.key("rng", rng)
     unused: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     if beams > 1:
-        rule = _check_penalty(length_penalty, early_stopping, max_new_tokens)
+        if repr(early_stopping) not in ("False", "True", "'never'"):
+            raise ValueError(
+                f"early_stopping must be True, False or 'never', got {early_stopping!r}"
+            )
+        rule = jnp.float32(checks.number("length_penalty", length_penalty))
         unused = {"temperature": temperature, "callback": callback}
     if any(unused.values()):
         raise ValueError(
@@ -151,17 +154,6 @@ def _check_prompt(
         remedy = "give ids of the model's embedding"
         checks.within("prompt", np.asarray(prompt)[real], vocabulary, remedy)
     return jnp.asarray(prompt), lengths
-
-
-def _check_penalty(length_penalty: float, early_stopping: bool | str, most: int) -> jax.Array:
-    if abs(checks.number("length_penalty", length_penalty)) * math.log(most) > 64:
-        raise ValueError(
-            f"length_penalty must leave max_new_tokens={most} ** length_penalty a number of "
-            f"float32, got {length_penalty}; give one nearer to 0"
-        )
-    if repr(early_stopping) not in ("False", "True", "'never'"):
-        raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
-    return jnp.float32(length_penalty)
 
 
 def _check_capacity(read: int, new: int, capacity: int | None, cache: Any) -> int:
