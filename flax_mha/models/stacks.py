@@ -206,7 +206,8 @@ class Stack(nn.Module):
             if len(differing["head_mask"]) != self.num_layers:
                 raise ValueError(
                     f"head_mask must be one array, or a list of one for each of the "
-                    f"{self.num_layers} blocks; give jnp.ones(N) for blocks that keep all heads"
+                    f"{self.num_layers} blocks, got {len(differing['head_mask'])}; give "
+                    f"jnp.ones(N) for blocks that keep all heads"
                 )
         return [{name: xs[i] for name, xs in differing.items()} for i in range(self.num_layers)]
 
