@@ -121,7 +121,7 @@ def begin(
     at, beams = lengths - 1, request.beams
     read = functools.partial(_read, request, variables, memory_lengths=memory_lengths)
     if cache is None:
-        # A call without a cache creates one; XLA removes the rest of its computation.
+        # A call without a cache creates one; XLA removes the rest.
         slots = jnp.zeros((len(tokens), request.capacity), jnp.int32)
         _, cache = read(None, slots, memory, at=jnp.zeros_like(at))
     positions = jax.lax.broadcasted_iota(jnp.int32, tokens.shape[:2], 1)

@@ -51,8 +51,7 @@ class TokenEmbedding(nn.Module):
         """Return the features [*B, T, D] of tokens.
 
         Args:
-          tokens: int [*B, T], ids in 0 … V−1. A static id out of range is an error; a traced one
-            gives NaN.
+          tokens: int [*B, T]. A static id out of range is an error; a traced one gives NaN.
         """
         ids = shapes.check_tokens("tokens", tokens)
         remedy = "raise vocab_size, or map such tokens to another id"

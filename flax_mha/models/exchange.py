@@ -25,8 +25,7 @@ Compute: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def in_parts(compute: Compute, parts: int, *args: jax.Array) -> jax.Array:
     """Return compute(*args) for one part of the tokens after another, to save memory.
 
-    A device's buffers have rows for all tokens, which can choose the same experts. The gradient
-    computes each part again.
+    A device's buffers have rows for all tokens. The gradient computes each part again.
     """
     if parts == 1:
         return compute(*args)

@@ -114,7 +114,7 @@ class Experts(nn.Module):
     Attributes:
       hidden: the hidden features of an expert.
       num_experts: E, the number of experts.
-      top_k: the number of experts of a token.
+      top_k: the experts of a token.
       activation: the gate's activation (see `MLP`).
       normalize: True to divide p by its sum over the token's experts.
       limit: the maximum of a gate, and of the absolute value of x W_up.

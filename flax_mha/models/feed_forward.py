@@ -88,7 +88,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None) -> jax.Array:
-        """Drop a share of x unless deterministic, and scale the rest to keep the mean."""
+        """Drop a share of x unless deterministic, and scale the rest."""
         if self.rate and deterministic is None:
             raise ValueError(
                 f"deterministic must be a bool with dropout_rate={self.rate}, got None; give "

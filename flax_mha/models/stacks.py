@@ -89,7 +89,7 @@ class Stack(nn.Module):
 
     @nn.nowrap
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
-        """Run the blocks in sequence, each with the same other inputs and arguments."""
+        """Run the blocks in sequence, each with the same arguments."""
         with rules.undivided_tokens(self.decodes):
             checks.fields(self)
             shapes.check_features("x", x)
