@@ -21,15 +21,11 @@ def top_k(logits: jax.Array, k: int) -> jax.Array:
 
     Args:
       logits: [*B, V].
-      k: the number of tokens, 1 … V. Among equal logits, smaller token ids come first.
+      k: the number of tokens; V or more keeps all. Among equal logits, smaller token ids come
+        first.
     """
-    _check_logits(logits)
     checks.positive(top_k=k)
-    if k > logits.shape[-1]:
-        raise ValueError(
-            f"top_k must be at most the {logits.shape[-1]} tokens of the vocabulary, got {k}; "
-            f"None keeps all"
-        )
+    k = min(k, logits.shape[-1])
     # XLA:CPU selects a few float32 numbers quickly. Other platforms may sort all of them.
     if k <= 1024 and sharding.platform() == "cpu" and shapes.wide(logits.dtype) == jnp.float32:
         return jnp.where(_is_selected(logits, k), logits, -jnp.inf)
@@ -45,7 +41,6 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
-    _check_logits(logits)
     return jnp.where(_is_likely(logits, _share("top_p", p, logits.dtype)), logits, -jnp.inf)
 
 
@@ -58,7 +53,6 @@ def min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
 
     Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
     """
-    _check_logits(logits)
     p = _share("min_p", p, logits.dtype)
     x = logits.astype(p.dtype)
     return jnp.where(x >= x.max(-1, keepdims=True) + jnp.log(p), logits, -jnp.inf)
@@ -75,22 +69,14 @@ def _share(name: str, p: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(p, shapes.wide(dtype))
 
 
-def _check_logits(logits: jax.Array) -> None:
-    checks.floating("logits", logits)
-    if not logits.ndim or not logits.shape[-1]:
-        raise ValueError(f"logits must have shape [*B, V], got {logits.shape}; add the axis V")
-
-
 # Jitted, because outside of jit JAX would compile the loops in each call.
 @jax.jit
 def _is_counted(logits: jax.Array, k: int) -> jax.Array:
-    """Return True for the k most likely tokens of logits [*B, V]."""
     return _fewest(logits, lambda first: jnp.sum(first, -1, keepdims=True) >= k)
 
 
 @jax.jit
 def _is_likely(logits: jax.Array, p: jax.Array) -> jax.Array:
-    """Return True for the fewest tokens of logits [*B, V] with a total probability of p."""
     x = lax.stop_gradient(logits).astype(p.dtype)
     e = jnp.exp(x - x.max(-1, keepdims=True))
     total = jnp.sum(e, -1, keepdims=True)
@@ -107,23 +93,18 @@ def _is_likely(logits: jax.Array, p: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _is_selected(logits: jax.Array, k: int) -> jax.Array:
-    """Return True for the k most likely tokens of logits [*B, V], by `lax.top_k`."""
-    x, ranks = _ordered(logits)
+    x, _ = _ordered(logits)
     # The barrier keeps JAX 0.10 from a sort of all tokens.
-    last = lax.optimization_barrier(lax.top_k(x, k))[1][..., -1:]
-    least = jnp.take_along_axis(ranks, last, -1)
-    return (ranks > least) | ((ranks == least) & (_indices(x) <= last))
+    _, ids = lax.optimization_barrier(lax.top_k(x, k))
+    return jnp.put_along_axis(jnp.zeros(x.shape, bool), ids, True, axis=-1, inplace=False)
 
 
 def _fewest(logits: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Return True for the fewest of the most likely tokens [*B, V] that are enough.
 
-    A sort of a vocabulary takes longer than two bisections: one of the bits of the least logit, and
-    one of the ids of equal ones.
+    Bisect the bits of the least logit, then the ids of equal ones. A sort would take longer.
 
-    Args:
-      logits: [*B, V].
-      is_enough: a function of such a mask [*B, V] to bool [*B, 1].
+    `is_enough` maps such a mask [*B, V] to bool [*B, 1].
     """
     _, ranks = _ordered(logits)
     index = _indices(ranks)
@@ -166,9 +147,9 @@ class Sampling(struct.PyTreeNode):
 
     Attributes:
       temperature: the divisor of logits; None for the most likely token (greedy).
-      top_k: the number of tokens to keep; None for all.
-      top_p: the probability to keep; None for all tokens.
-      min_p: the least share of the highest probability; None for all tokens.
+      top_k: the number of tokens to keep (default: all).
+      top_p: the probability to keep (default: 1).
+      min_p: the least share of the highest probability (default: 0).
     """
 
     temperature: Any = None
@@ -200,9 +181,7 @@ class Sampling(struct.PyTreeNode):
     def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         """Draw tokens int32 [B] from logits [B, V].
 
-        Args:
-          key: the random key; a row's draw depends only on it and on the row's index.
-          logits: [B, V].
+        A row's draw depends only on the key and on the row's index.
         """
         if self.temperature is None or key is None:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -211,15 +190,14 @@ class Sampling(struct.PyTreeNode):
             lambda logits, rule: rule.limit(logits), ("batch", None), logits, self
         )
         # The argmax of logits with Gumbel noise is a sample of their softmax. Without mode="high",
-        # noise ends at 16, and tokens of probability 1e-7 are hardly ever drawn.
+        # tokens of probability 1e-7 are hardly ever drawn.
         noise = jax.random.gumbel(key, limited.shape, limited.dtype, mode="high")
         return jnp.argmax(limited + sharding.like(noise, limited), axis=-1).astype(jnp.int32)
 
     def limit(self, logits: jax.Array) -> jax.Array:
-        """Divide logits [*B, V] by the temperature, and set those of excluded tokens to −∞."""
-        if self.temperature is not None:
-            logits = logits.astype(shapes.wide(logits.dtype))
-            logits = logits / jnp.asarray(self.temperature, logits.dtype)
+        """Divide logits [*B, V] by the temperature, and set excluded ones to −∞."""
+        logits = logits.astype(shapes.wide(logits.dtype))
+        logits = logits / jnp.asarray(self.temperature, logits.dtype)
         logits = logits if self.top_k is None else top_k(logits, self.top_k)
         logits = logits if self.top_p is None else top_p(logits, self.top_p)
         return logits if self.min_p is None else min_p(logits, self.min_p)

@@ -14,7 +14,6 @@ from flax_mha.analysis.circuits import parameters
 from flax_mha.base import checks, numerics, shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
-from flax_mha.models.stacks import Place
 from flax_mha.taps.sown import by_path
 from flax_mha.taps.tap import looking
 
@@ -137,15 +136,15 @@ def _capture(
         _, sown = model.apply(variables, tokens, mutable="intermediates", **kwargs)
     values = by_path(sown)
 
-    def layer(place: Place) -> dict[str, jax.Array]:
-        prefix = "/".join(("decoder", *place.path, ""))
-        step = ... if place.step is None else place.step
+    def layer(at: tuple[str, ...], step: int | None) -> dict[str, jax.Array]:
+        prefix = "/".join(("decoder", *at, ""))
+        index = ... if step is None else step
         return {
-            path.removeprefix(prefix): x[step] for path, x in values.items()
+            path.removeprefix(prefix): x[index] for path, x in values.items()
             if path.startswith(prefix)
         }  # fmt: skip
 
-    return [layer(place) for place in model.decoder.places]
+    return [layer(path, step) for path, _, step in model.decoder.places]
 
 
 def _final_norm(model: LanguageModel, variables: Any) -> tuple[Any, Any]:

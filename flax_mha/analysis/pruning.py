@@ -100,10 +100,10 @@ def _unstack(stack: Any, prefix: str, params: dict[str, Any]) -> Any:
     shared = {name: params.pop(prefix + name) for name in _score_axes(stack.scores)}
     scanned = {name: params.pop(name) for name in [*params] if name.startswith(f"{prefix}layers/")}
     blocks = []
-    for i, place in enumerate(stack.places):
-        block, at = stack.blocks[place.block], f"{prefix}layers_{i}/"
-        for name, x in _under(prefix + "/".join((*place.path, "")), scanned).items():
-            x = jax.tree.map(operator.itemgetter(place.step), x)
+    for i, (path, block_index, step) in enumerate(stack.places):
+        block, at = stack.blocks[block_index], f"{prefix}layers_{i}/"
+        for name, x in _under(prefix + "/".join((*path, "")), scanned).items():
+            x = jax.tree.map(operator.itemgetter(step), x)
             params[at + name] = meta.remove_axis(x, 0, {nn.PARTITION_NAME: "layers"})
         own = as_scores(block.attention.scores)
         attention = block.attention.clone(scores=(*own, *as_scores(stack.scores)))

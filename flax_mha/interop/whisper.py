@@ -48,16 +48,14 @@ class Whisper(Translator):
         ]
 
     def encode(
-        self, source: jax.Array, *, source_lengths: jax.Array | None = None,
-        attention_mask: jax.Array | None = None, **options: Any,
-    ) -> jax.Array:  # fmt: skip
+        self, source: jax.Array, *, source_lengths: jax.Array | None = None, **options: Any
+    ) -> jax.Array:
         """Return the encoder's output [*B, frames / 2, D] for spectrograms [*B, frames, bins]."""
-        for name, x in (("source_lengths", source_lengths), ("attention_mask", attention_mask)):
-            if x is not None:
-                raise ValueError(
-                    f"{name} must be None for Whisper, which always reads 30 seconds, got "
-                    f"{checks.describe(x)}; pad the sound with silence"
-                )
+        if source_lengths is not None:
+            raise ValueError(
+                f"source_lengths must be None for Whisper, which always reads 30 seconds, got "
+                f"{checks.describe(source_lengths)}; pad the sound with silence"
+            )
         for convolution in self.convolutions:
             source = nn.gelu(convolution(source), approximate=False)
         return self.encoder(self.positions(source), **options)

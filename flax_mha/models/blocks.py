@@ -17,12 +17,10 @@ from flax_mha.models import remat
 from flax_mha.models.feed_forward import MLP, Activation, Dropout
 from flax_mha.models.remat import Remat
 from flax_mha.sharding import rules
-from flax_mha.taps.tap import Tap, tap_of
+from flax_mha.taps.tap import tap_of
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": layer_norm, "rmsnorm": nn.RMSNorm}
 Calls: TypeAlias = dict[str, Any]  # the arguments of each layer's call, by the name of its field
-# A function of x to a branch's output, and the keys and values of a layer that returns them.
-Branch: TypeAlias = Callable[[jax.Array], tuple[jax.Array, KeyValues | None]]
 # Options of self-attention that cross-attention gets too.
 _SHARED_OPTIONS = ("lengths", "dropout_rng", "sow_weights")
 _AXES = ("batch", "norm_length", None)
@@ -36,42 +34,31 @@ class Block(nn.Module):
         branch_norm only    x ← x + norm′(branch(x))
         neither             x ← norm(x + branch(x))
 
-    With `parallel` all branches read the same x, and their outputs are added. With `output_scale`
-    the result is multiplied by a learned number.
-
     Attributes:
-      attention: the self-attention layer. The MLP shares its dtypes, precision, initializers,
-        biases and partitioning; the norms share its dtypes.
+      attention: the self-attention layer. The MLP and the norms share its fields, such as dtypes.
       mlp_dim: the MLP's hidden features; None if `mlp` is given.
-      norm: "layernorm" (with PyTorch's exact variance), "rmsnorm", or a module to copy for each
-        norm, such as `nn.LayerNorm(use_bias=False, use_fast_variance=False)`.
-      pre_norm: True to normalize the input of each branch, or a tuple of branches to do so for:
+      norm: "layernorm" (with PyTorch's exact variance), "rmsnorm", or a module to copy.
+      pre_norm: True to normalize the input of each branch, or a tuple of branches:
         ("mlp",) in the first block of ModernBERT.
       activation: the MLP's activation, a name or a function (see `MLP`).
       gated: True for a gated MLP.
       dropout_rate: the dropout rate of the MLP's hidden features and of each branch's output.
-        Attention weights have the layer's own `dropout_rate`.
       remat: the activations to store for the backward pass, which recomputes all others. False:
         every activation. True: only the block's input. A tuple of names such as ("z", "lse"), or a
         policy of `jax.checkpoint_policies`: these too. "offload:" before a name stores it in the
-        host's memory. None: ("products", "q", "k", "v", "z", "lse") under the `scan` of a stack
-        that does not decode, because a scan copies all that it stores; else False. The names: q,
-        k, v (the kernel's inputs), z and lse (its results), out (the layer's output), mlp_pre and
-        mlp_hidden (before and after the activation), mlp_out, products (all matrix products).
-      norm_epsilon: the epsilon of "layernorm" and "rmsnorm" (PyTorch's LayerNorm: 1e-5).
+        host's memory. None: ("products", "q", "k", "v", "z", "lse") under a `scan` that does not
+        decode, else False. docs/language-models.md has all names.
+      norm_epsilon: the epsilon of the norms (PyTorch's LayerNorm: 1e-5).
       mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
-      branch_norm: True to normalize the output of each branch (Gemma 2; without `pre_norm`, OLMo
-        2).
-      parallel: True for parallel branches with one norm (GPT-J, ViT-22B), "own_norms" with a norm
-        each (GPT-NeoX), False for sequential branches.
-      layer_scale: the initial value of a learned scale [D] of each branch's output (CaiT, DINOv2);
-        None for none.
+      branch_norm: True to normalize the output of each branch (Gemma 2).
+      parallel: True if all branches read the same x and one norm (GPT-J), "own_norms" with a norm
+        each (GPT-NeoX). Needs `pre_norm`.
+      layer_scale: the initial value of a learned scale [D] of each branch's output (DINOv2).
       mlp: a module in place of the MLP, such as `Experts`.
-      output_scale: the initial value of the output's learned factor (Gemma 4); None for none.
+      output_scale: the initial value of a learned factor of the block's output (Gemma 4).
 
-    Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
-    Transformer Architecture", 2020 (pre-norm); Touvron et al., "Going deeper with Image
-    Transformers", 2021 (layer scale).
+    Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020; Touvron
+    et al., "Going deeper with Image Transformers", 2021 (layer scale).
     """
 
     attention: MultiHeadAttention
@@ -103,11 +90,10 @@ class Block(nn.Module):
         x = padding.cleared(x, options.get("lengths"), options.get("order"))
         deterministic = options.pop("deterministic", None)
         checks.fields(self)
-        has_own_norms = self.parallel == "own_norms" and self.pre_norm
-        if not (has_own_norms or isinstance(self.parallel, bool)):
+        if self.parallel not in (False, True, "own_norms") or (self.parallel and not self.pre_norm):
             raise ValueError(
-                f"parallel must be a bool, or with pre_norm 'own_norms', got "
-                f"{checks.describe(self.parallel)}; give one of these"
+                f"parallel must be False, or with pre_norm True or 'own_norms', got "
+                f"{self.parallel!r}"
             )
         if checks.flag("return_kv", return_kv):
             options["return_kv"] = True
@@ -129,18 +115,11 @@ class Block(nn.Module):
         """Return the norm that the block's norms copy. It has no parent."""
         if isinstance(self.norm, nn.Module):
             return self.norm
-        if not isinstance(self.norm, str):
-            raise TypeError(
-                f"norm must be one of {[*NORMS]} or a module, got {checks.describe(self.norm)}; "
-                f"give nn.LayerNorm(), say, with its parentheses"
-            )
-        norm = checks.choice("norm", self.norm, NORMS)
-        if checks.number("norm_epsilon", self.norm_epsilon) < 0:
-            raise ValueError(f"norm_epsilon must be at least 0, got {self.norm_epsilon}; raise it")
-        layer = self.attention
+        norm, layer = checks.choice("norm", self.norm, NORMS), self.attention
         return norm(
-            epsilon=self.norm_epsilon, dtype=layer.dtype, param_dtype=layer.param_dtype, parent=None
-        )
+            epsilon=checks.number("norm_epsilon", self.norm_epsilon), dtype=layer.dtype,
+            param_dtype=layer.param_dtype, parent=None,
+        )  # fmt: skip
 
     @nn.nowrap
     def _add_branches(
@@ -149,95 +128,55 @@ class Block(nn.Module):
         """Return x with all branches added, and the keys and values of self-attention or None."""
         for name in calls:
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
-        tap = tap_of(self, self.attention.capture)
-        branches = self._branches(x.shape, deterministic, calls, tap)
-        normed = self._pre_normed([*branches])
+        tap, kv, names = tap_of(self, self.attention.capture), None, [*calls, "mlp"]
+        pre_norm: Any = self.pre_norm
+        normed = {True: names, False: ()}.get(pre_norm, pre_norm)
+        if not {*normed} <= {*names}:
+            raise ValueError(
+                f"pre_norm must be a bool, or a tuple of branches, of {names}, got {pre_norm!r}; "
+                f"give pre_norm=True for a norm in each"
+            )
         x = start = tap("resid_pre", sharding.constrain(x, _AXES))
         # Branches in parallel have one norm, unless each has its own.
-        shared = self._norm("attention", x) if self.parallel is True and normed else None
-        kept = []
-        for name, branch in branches.items():
-            if not self.parallel:
-                x = start = tap("resid_mid", x) if name == "mlp" else x
-            own = self._norm(name, start) if shared is None and name in normed else start
-            y, kv = branch(own if shared is None else shared)
-            x = x + y
-            kept.append(kv)
-            if not self.parallel:
-                x = sharding.constrain(self._norm(name, x) if self.post_norm else x, _AXES)
-        if self.parallel:
-            x = self._norm("attention", x) if self.post_norm else x
-            x = sharding.constrain(x, _AXES)
+        shared = self.make_norm("attention_norm")(x) if self.parallel is True else None
+        for name in names:
+            if name == "mlp" and not self.parallel:
+                x = tap("resid_mid", x)
+            y = shared
+            if y is None:
+                y = start if self.parallel else x
+                y = self.make_norm(f"{name}_norm")(y) if name in normed else y
+            if name == "mlp":
+                y = tap("mlp_out", self._mlp()(y, deterministic=deterministic))
+            else:
+                layer = getattr(self, name)
+                # The layer's field `deterministic`, if set, takes precedence.
+                flag = deterministic if layer.deterministic is None else None
+                y = layer(y, deterministic=flag, **calls[name])
+                y, kv = y if calls[name].get("return_kv") else (y, kv)
+            x = x + self._scale(name, y, x.shape, deterministic)
+            x = self.make_norm(f"{name}_norm")(x) if self.post_norm else x
+            x = x if self.parallel else sharding.constrain(x, _AXES)
+        x = sharding.constrain(x, _AXES) if self.parallel else x
         if self.output_scale is not None:
-            x = self._scaled("output_scale", x, self.output_scale, (1,), "output_scale")
-        return tap.last("resid_post", x), kept[0]
+            x = self._scaled("output_scale", x, self.output_scale, (1,))
+        return tap.last("resid_post", x), kv
 
     @nn.nowrap
-    def _branches(
-        self, shape: shapes.Shape, deterministic: bool | None, calls: Calls, tap: Tap
-    ) -> dict[str, Branch]:
-        """Return the branches by name, in their order: attention layers, then the MLP."""
-
-        def of_layer(name: str, call: dict[str, Any]) -> Branch:
-            layer = getattr(self, name)
-            # The layer's field `deterministic`, if set, takes precedence.
-            flag = deterministic if layer.deterministic is None else None
-
-            def branch(x: jax.Array) -> tuple[jax.Array, KeyValues | None]:
-                y = layer(x, deterministic=flag, **call)
-                y, kv = y if call.get("return_kv") else (y, None)
-                return self._scale(name, y, shape, deterministic), kv
-
-            return branch
-
-        mlp = self._mlp()
-
-        def of_mlp(x: jax.Array) -> tuple[jax.Array, None]:
-            y = tap("mlp_out", mlp(x, deterministic=deterministic))
-            return self._scale("mlp", y, shape, deterministic), None
-
-        return {name: of_layer(name, call) for name, call in calls.items()} | {"mlp": of_mlp}
-
-    @nn.nowrap
-    def _norm(self, name: str, x: jax.Array) -> jax.Array:
-        """Apply the norm of a branch."""
-        return self.make_norm(f"{name}_norm")(x)
-
-    @nn.nowrap
-    def _scaled(
-        self, name: str, x: jax.Array, start: float, shape: shapes.Shape, field: str
-    ) -> jax.Array:
-        """Multiply x by a learned parameter, which starts at a number that a field has."""
-        init = nn.initializers.constant(checks.number(field, start))
+    def _scaled(self, name: str, x: jax.Array, start: float, shape: shapes.Shape) -> jax.Array:
+        init = nn.initializers.constant(start)
         scale = self.param(name, init, shape, self.attention.param_dtype)
         return numerics.scaled(x, shapes.lead(scale, x.ndim))
 
     @nn.nowrap
-    def _pre_normed(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the names of the branches whose input is normalized."""
-        normed = self.pre_norm
-        if isinstance(normed, bool):
-            return names if normed else ()
-        is_valid = isinstance(normed, tuple) and normed and {*normed} <= {*names}
-        if not is_valid or self.parallel is True:
-            raise ValueError(
-                f"pre_norm must be a bool, or without parallel=True a tuple of branches, of "
-                f"{names}, got {normed!r}; give pre_norm=True for a norm in each"
-            )
-        return normed
-
-    @nn.nowrap
     def _mlp(self) -> nn.Module:
-        if isinstance(self.mlp, nn.Module) and self.mlp_dim is None:
-            return self.mlp
         if self.mlp is not None:
-            raise ValueError(
-                f"mlp must be a module without mlp_dim, got {checks.describe(self.mlp)} and "
-                f"mlp_dim={self.mlp_dim}; give one of the two"
-            )
+            if self.mlp_dim is not None:
+                raise ValueError(f"give one of mlp and mlp_dim, got mlp_dim={self.mlp_dim} too")
+            return self.mlp
         layer, biased = self.attention, self.mlp_bias
         biased = settings.has_bias(layer.use_bias, "out") if biased is None else biased
-        hidden = checks.integer("mlp_dim", self.mlp_dim, 1)
+        hidden: Any = self.mlp_dim
         return MLP(
             hidden, self.activation, self.gated, self.dropout_rate, biased, layer.kernel_init,
             layer.bias_init, layer.dtype, layer.param_dtype, layer.precision, layer.partitioned,
@@ -248,7 +187,6 @@ class Block(nn.Module):
     def _scale(
         self, name: str, y: jax.Array, shape: shapes.Shape, deterministic: bool | None
     ) -> jax.Array:
-        """Apply a branch's norm, scale and dropout to its output y."""
         if y.shape != shape:
             raise ValueError(
                 f"{name} must keep the shape of its input {shape} for the residual, got "
@@ -257,7 +195,7 @@ class Block(nn.Module):
         if self.branch_norm:
             y = self.make_norm(f"{name}_branch_norm")(y)
         if self.layer_scale is not None:
-            y = self._scaled(f"{name}_scale", y, self.layer_scale, shape[-1:], "layer_scale")
+            y = self._scaled(f"{name}_scale", y, self.layer_scale, shape[-1:])
         return Dropout(self.dropout_rate, name=f"{name}_dropout")(y, deterministic=deterministic)
 
 
@@ -276,8 +214,7 @@ class EncoderBlock(Block):
         Args:
           x: [*B, T, D].
           return_kv: True to also return the attention layer's keys and values.
-          **options: arguments of `MultiHeadAttention`. With dropout you must give `deterministic`,
-            unless the attention layer has the field.
+          **options: arguments of `MultiHeadAttention`. With dropout you must give `deterministic`.
 
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.
@@ -292,13 +229,12 @@ class DecoderBlock(Block):
         x ← x + cross_attention(norm(x), memory)   if not None
         x ← x + mlp(norm(x))
 
-    With `decode=True` in its layers, the block continues from the cached tokens (see
-    `MultiHeadAttention`). Pass the memory only to the call that creates the cache, which keeps its
-    keys and values. A call that has no cache yet makes an empty one, in `apply` as in `init`.
+    With `decode=True` in its layers, the block continues from the cached tokens. Pass the memory
+    only to the call that creates the cache, which keeps its keys and values. A call without a cache
+    makes an empty one, in `apply` as in `init`.
 
     Attributes:
-      cross_attention: the layer that attends to the memory, an encoder's output; None for a decoder
-        without one.
+      cross_attention: the layer that attends to the memory, an encoder's output.
     """
 
     cross_attention: MultiHeadAttention | None = None
@@ -317,48 +253,42 @@ class DecoderBlock(Block):
           memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
           return_kv: True to also return self-attention's keys and values.
-          **options: arguments of self-attention (see `MultiHeadAttention`), whose mask becomes
-            causal too. Cross-attention gets `lengths`, `dropout_rng` and `sow_weights`. With
-            dropout you must give `deterministic`, unless the layer has the field.
+          **options: arguments of self-attention, whose mask becomes causal too. Cross-attention
+            gets `lengths`, `dropout_rng` and `sow_weights`. With dropout you must give
+            `deterministic`.
 
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.
         """
-        settings.check_module("attention", self.attention, MultiHeadAttention)
         cross = self.cross_attention
-        if cross is not None:
-            settings.check_module("cross_attention", cross, MultiHeadAttention)
+        options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
+        if cross is None:
+            if any(x is not None for x in (memory, memory_mask, memory_lengths)):
+                raise ValueError(
+                    "memory, memory_mask and memory_lengths are for cross_attention, which is "
+                    "None; set it to a MultiHeadAttention, or drop them"
+                )
+            return self.run(x, {"attention": options}, return_kv)
         if cross is self.attention:
             raise ValueError(
                 "attention and cross_attention must be two modules, got one with shared "
                 "parameters; give cross_attention=layer.copy()"
             )
-        if cross is None and any(x is not None for x in (memory, memory_mask, memory_lengths)):
-            raise ValueError(
-                "memory, memory_mask and memory_lengths are for cross_attention, which is None; "
-                "set it to a MultiHeadAttention, or drop them"
-            )
         shared: dict[str, Any] = {n: x for n, x in options.items() if n in _SHARED_OPTIONS}
+        if shared.get("dropout_rng") is not None:
+            # Split the key, or both layers would drop the same weights.
+            key = checks.key("dropout_rng", shared["dropout_rng"])
+            options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
         if memory_lengths is not None:
             memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
-            if memory is not None:
-                shapes.check_features("memory", memory)
-                memory = padding.cleared(memory, memory_lengths)
-                if getattr(getattr(cross, "rotary", None), "reads_length", False):
-                    places = jnp.arange(memory.shape[-2])
-                    at = padding.cleared_positions(places, memory.shape[:-1], memory_lengths)
-                    shared["positions"] = (None, at)
-        options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
-        calls: Calls = {"attention": options}
-        if cross is not None:
-            if shared.get("dropout_rng") is not None:
-                # Split the key, or both layers would drop the same weights.
-                key = checks.key("dropout_rng", shared["dropout_rng"])
-                options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
-            # Self-attention without a cache makes an empty one, and its tokens are not counted.
-            follows = getattr(options.get("kv"), "q_positions", None) is not None
-            has_cache = follows or self.variables.get("cache")
-            makes_room = bool(self.attention.decode and not has_cache)
-            encoded = Encoded(memory, makes_room=makes_room)
-            calls["cross_attention"] = {"kv": encoded, "mask": memory_mask, **shared}
-        return self.run(x, calls, return_kv)
+            memory = padding.cleared(memory, memory_lengths)
+            if memory is not None and getattr(cross.rotary, "reads_length", False):
+                places = jnp.arange(memory.shape[-2])
+                at = padding.cleared_positions(places, memory.shape[:-1], memory_lengths)
+                shared["positions"] = (None, at)
+        # Self-attention without a cache makes an empty one, and its tokens are not counted.
+        follows = getattr(options.get("kv"), "q_positions", None) is not None
+        has_cache = follows or self.variables.get("cache")
+        encoded = Encoded(memory, makes_room=bool(self.attention.decode and not has_cache))
+        of_memory = {"kv": encoded, "mask": memory_mask, **shared}
+        return self.run(x, {"attention": options, "cross_attention": of_memory}, return_kv)

@@ -10,7 +10,6 @@ from flax.typing import Dtype, Initializer
 
 from flax_mha import sharding
 from flax_mha.base import checks, numerics, shapes
-from flax_mha.layer import padding
 from flax_mha.layer.linear import Projection, default_bias_init, default_kernel_init
 from flax_mha.layer.qk_norm import layer_norm
 
@@ -25,9 +24,8 @@ class TokenEmbedding(nn.Module):
       features: D, the number of features.
       embedding_init: the initializer of the table.
       dtype: the dtype of the features (default: the table's).
-      param_dtype: the dtype of the table.
-      partitioned: True to box the table with its logical axis names.
-      scale: the factor of the features, such as √D (Vaswani et al., 2017; Gemma).
+      param_dtype, partitioned: as in `MLP`.
+      scale: the factor of the features, such as √D (Gemma).
 
     Source: Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017 (logits).
     """
@@ -43,7 +41,6 @@ class TokenEmbedding(nn.Module):
     def setup(self) -> None:
         """Create the table."""
         checks.fields(self)
-        checks.positive(vocab_size=self.vocab_size, features=self.features)
         init = sharding.named(self.embedding_init, ("vocab", "embed"), self.partitioned)
         self.table = nn.Embed(
             self.vocab_size, self.features, dtype=self.dtype, param_dtype=self.param_dtype,
@@ -54,17 +51,15 @@ class TokenEmbedding(nn.Module):
         """Return the features [*B, T, D] of tokens.
 
         Args:
-          tokens: int [*B, T], ids in 0 … V−1. A static id out of range is an error; a traced one
-            gives NaN (`nn.Embed` counts negative ids from the end).
+          tokens: int [*B, T]. A static id out of range is an error; a traced one gives NaN.
         """
         ids = checks.integers("tokens", tokens)
         remedy = "raise vocab_size, or map such tokens to another id"
         checks.within("tokens", ids, self.vocab_size, remedy)
-        scale = checks.number("scale", self.scale)
 
         def look_up(tokens: jax.Array, table: jax.Array) -> jax.Array:
             x = numerics.look_up(sharding.constrain(table, ("vocab", None)), tokens, self.dtype)
-            return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+            return x * jnp.asarray(self.scale, x.dtype)
 
         return sharding.auto(
             look_up, ("batch", "norm_length", None), jnp.asarray(ids), self.table.embedding
@@ -89,13 +84,9 @@ class PatchEmbedding(nn.Module):
     Attributes:
       patch_size: the height and width of a patch, or one number for both.
       features: D, the number of features.
-      kernel_init: the initializer of the projection.
-      dtype: the result's dtype (default: promoted from image and parameters).
-      param_dtype: the dtype of the parameters.
-      partitioned: True to box the parameters with their logical axis names.
+      kernel_init, dtype, param_dtype, partitioned: as in `MLP`.
       use_bias: True if the projection has a bias.
-      norm_epsilon: the epsilon of LayerNorms before and after the projection (vit-pytorch); None
-        for no norms.
+      norm_epsilon: the epsilon of LayerNorms before and after the projection (default: none).
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
     """
@@ -110,30 +101,12 @@ class PatchEmbedding(nn.Module):
     norm_epsilon: float | None = None
 
     @nn.compact
-    def __call__(self, images: jax.Array, *, lengths: jax.Array | None = None) -> jax.Array:
-        """Return the features [*B, (height/h)·(width/w), D] of image patches.
-
-        Args:
-          images: [*B, height, width, channels].
-          lengths: int [*B], the number of real patches in each image (default: all).
-        """
-        sizes = self.patch_size if isinstance(self.patch_size, Sequence) else [self.patch_size] * 2
-        if len(sizes) != 2:
-            raise ValueError(
-                f"patch_size must be one number, or height and width, got {self.patch_size!r}; "
-                f"change it"
-            )
-        h, w = sizes
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Return features [*B, (height/h)·(width/w), D] of images [*B, height, width, channels]."""
+        size = self.patch_size
+        h, w = size if isinstance(size, Sequence) else (size, size)
         checks.fields(self)
-        checks.positive(patch_height=h, patch_width=w, features=self.features)
         checks.floating("images", images)
-        shape = images.shape
-        if images.ndim < 3 or 0 in shape[-3:] or shape[-3] % h or shape[-2] % w:
-            raise ValueError(
-                f"images must have shape [*B, height, width, channels], at least one channel, and "
-                f"a height and width that are positive multiples of the patch {(h, w)}, got "
-                f"{shape}; pad or crop them"
-            )
         *B, height, width, channels = images.shape
 
         def cut(images: jax.Array) -> jax.Array:
@@ -142,7 +115,7 @@ class PatchEmbedding(nn.Module):
             return patches.reshape(*B, (height // h) * (width // w), h * w * channels)
 
         patches = sharding.auto(cut, ("batch", "norm_length", None), images)
-        patches = self._norm("patches_norm", padding.cleared(patches, lengths))
+        patches = self._norm("patches_norm", patches)
         x = Projection(
             (self.features,), (None, "embed"), kernel_init=self.kernel_init, dtype=self.dtype,
             param_dtype=self.param_dtype, partitioned=self.partitioned, name="patches",
@@ -154,5 +127,5 @@ class PatchEmbedding(nn.Module):
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         if self.norm_epsilon is None:
             return x
-        epsilon = checks.number("norm_epsilon", self.norm_epsilon)
-        return layer_norm(epsilon, dtype=self.dtype, param_dtype=self.param_dtype, name=name)(x)
+        dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        return layer_norm(self.norm_epsilon, **dtypes, name=name)(x)

@@ -18,15 +18,14 @@ from flax_mha.sharding.shard_map import vary
 SENDING = ("tpu",)
 
 # The weighted sum [n, D] of this device's experts, for tokens [n, D], the ids [n, top_k] of their
-# experts among all and the weights of these. A device's share of a sum has ids of other experts.
+# experts among all devices' and the weights of these.
 Compute: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def in_parts(compute: Compute, parts: int, *args: jax.Array) -> jax.Array:
     """Return compute(*args) for one part of the tokens after another, to save memory.
 
-    All tokens can choose one device's experts, so its buffers have rows for all of them. The
-    gradient computes each part again.
+    A device's buffers have rows for all tokens. The gradient computes each part again.
     """
     if parts == 1:
         return compute(*args)
@@ -41,17 +40,17 @@ def exchanged(
 ) -> jax.Array:  # fmt: skip
     """Return compute(x, ids, p), where other devices compute their terms of each token's sum.
 
-    Tokens are sent to their experts if the platform can do so and that sends fewer bytes. Otherwise
-    each device gathers all tokens, and the sums are scattered.
+    Tokens are sent to their experts if the platform can and that takes fewer bytes. Otherwise each
+    device gathers all tokens, and the sums are scattered.
 
     Args:
       compute: the computation of this device's experts.
-      axes: the mesh axes that shard the tokens, and experts or hidden features.
+      axes: the mesh axes that shard tokens, and experts or hidden features.
       experts: the mesh axes that shard the experts.
       num_experts: E, the number of experts on all devices.
       x: [n, D], this device's tokens.
       ids: [n, top_k], their experts.
-      p: [n, top_k], the weights of these experts.
+      p: [n, top_k], the weights of these.
     """
     can_send = sharding.platform() in SENDING and axes == experts
     if can_send and ids.shape[1] < lax.axis_size(axes):
@@ -86,5 +85,10 @@ def _send(
     y = compute(received, experts[:, None], jnp.ones((size, 1), p.dtype)).astype(x.dtype)
 
     y = send(y, jnp.zeros_like(rows), at_receiver[:, me], sizes[:, me], at_sender[:, me], sizes[me])
-    y = y[jnp.argsort(order)].reshape(*ids.shape, -1)
+    return weighted_sum(y, order, p)
+
+
+def weighted_sum(y: jax.Array, order: jax.Array, p: jax.Array) -> jax.Array:
+    """Return the sums [n, D] of outputs [n·top_k, D] in an order, times p [n, top_k]."""
+    y = y[jnp.argsort(order)].reshape(*p.shape, -1)
     return jnp.sum(y.astype(p.dtype) * p[..., None], 1)

@@ -34,16 +34,13 @@ def expert_by_expert(
 ) -> jax.Array:  # fmt: skip
     """Compute one expert after another for all tokens, skipping experts without tokens.
 
-    On CPUs this beats `sorted_by_expert`, because `lax.ragged_dot` computes every expert for every
-    token
-    there: for 1,024 tokens and 2 of 8 experts, a gradient of `sorted_by_expert` takes 1.7 times the
-      time and 7 times the memory, with 4 of 32 it takes 4 and 49 times (two cores, 256 features,
-      512 hidden).
+    It is for CPUs, where `lax.ragged_dot` computes every expert for every token: a gradient of
+    `sorted_by_expert` takes 4 times as long for 4 of 32 experts.
 
     Args:
       expert: a function of a linear layer's computation, tokens and layers, `Experts._expert`.
       x: [n, D], the tokens.
-      ids: [n, top_k], the experts of each token; the number of experts stands for other devices'.
+      ids: [n, top_k], their experts; the number of experts stands for other devices' experts.
       p: [n, top_k], the weights of these experts.
       layers: pairs of kernels [E, in, out] and biases [E, out] or None.
       precision: the precision of matmuls.
@@ -74,7 +71,7 @@ def sorted_by_expert(
 ) -> jax.Array:  # fmt: skip
     """Compute only each token's experts, by ragged matmuls over tokens sorted by expert.
 
-    The arguments are those of `expert_by_expert`.
+    Arguments are as in `expert_by_expert`.
     """
     count, flat = len(layers[0][0]), ids.reshape(-1)
     order = jnp.argsort(flat)
@@ -88,8 +85,7 @@ def sorted_by_expert(
     # Clear the tokens of other devices' experts, where `ragged_dot` leaves arbitrary values.
     tokens = jnp.where(is_local, x[order // ids.shape[1]], 0)
     y = jnp.where(is_local, expert(dense, tokens, layers), 0)
-    y = y[jnp.argsort(order)].reshape(*ids.shape, -1)
-    return jnp.sum(y.astype(p.dtype) * p[..., None], 1)
+    return exchange.weighted_sum(y, order, p)
 
 
 # Other platforms have `sorted_by_expert`.
@@ -104,47 +100,39 @@ class Experts(nn.Module):
 
         Σ_e p_e · (act(x W_gate,e) ⊙ (x W_up,e + offset)) W_down,e
 
-    Here p is the softmax of x W_router over all experts, divided by its sum over the token's.
-    Experts have no capacity limit: no token is dropped, and tokens do not influence each other.
-    DeepSeek-V3 chooses otherwise, and adds an MLP for all tokens:
+    Here p is the softmax of x W_router over all experts, divided by its sum over the token's. No
+    token is dropped. DeepSeek-V3 chooses otherwise, and adds an MLP for all tokens:
 
         p = σ(x W_router),  p_e ← factor · p_e / Σ p of the token's experts     routing="sigmoid"
         e: the top_k of p + b, in the top_groups groups whose best two p + b have the largest sums
         out = Σ_e … + MLP(x)                                                shared
 
     If `intermediates` are collected, a call sows `router_logits` [*B, T, E] and the scalar
-    `balance_loss` E Σ_e f_e P_e, where f_e is expert e's share of all tokens' choices, and P_e its
-    mean p, divided by the sum over all experts. Equal shares give 1. Padding counts as tokens.
+    `balance_loss` E Σ_e f_e P_e, for f_e expert e's share of all choices, and P_e its mean p,
+    divided by the sum over all experts. Equal shares give 1. Padding counts.
 
     Attributes:
       hidden: the hidden features of an expert.
       num_experts: E, the number of experts.
-      top_k: the number of experts of a token.
+      top_k: the experts of a token.
       activation: the gate's activation (see `MLP`).
       normalize: True to divide p by its sum over the token's experts.
-      limit: the maximum of a gate, and of the absolute value of x W_up; None for no limit.
-      offset: a number added to x W_up (gpt-oss: 1, with limit=7.0 and activation="quick_gelu").
+      limit: the maximum of a gate, and of the absolute value of x W_up.
+      offset: a number added to x W_up (gpt-oss: 1, with limit=7.0).
       use_bias: True if router and experts have biases.
       routing: "softmax" or "sigmoid".
-      choice_bias: True for a parameter `choice_bias` b [E], which counts only where experts are
-        chosen. It starts at 0 and gets no gradient; a training loop can raise it for experts with
-        few tokens.
+      choice_bias: True for a parameter `choice_bias` b [E], which starts at 0 and gets no gradient;
+        a training loop can raise it for experts with few tokens.
       groups: the number of groups that experts are in, in order.
       top_groups: the number of groups that a token's experts are in (default: all).
       factor: a factor of p.
-      shared: the hidden features of the shared MLP, gated as the experts are; None for none.
-      kernel_init: the initializer of the kernels, called for each expert.
-      bias_init: the initializer of the biases.
-      dtype: the dtype of the computation (default: promoted from inputs and parameters); p is
-        float32 or wider.
-      param_dtype: the dtype of the parameters.
-      precision: the precision of matmuls (see `jax.lax.Precision`).
-      partitioned: True to box the parameters with their logical axis names.
+      shared: the hidden features of the shared gated MLP; None for none.
+      kernel_init, bias_init, dtype, param_dtype, precision, partitioned: as in `MLP`; p is float32
+        or wider.
 
-    Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of
-    Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (limit and offset); Fedus
-    et al., "Switch Transformers", arXiv 2101.03961, 2021, equation 4 without α (balance_loss);
-    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2 (routing … shared).
+    Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; Fedus et al., "Switch
+    Transformers", 2021, equation 4 without α (balance_loss); DeepSeek-AI, "DeepSeek-V3 Technical
+    Report", 2024, section 2.1.2.
     """
 
     hidden: int
@@ -171,11 +159,21 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
         """Apply the experts to x [*B, T, D]. There is no dropout."""
-        self._check()
+        E, k, groups = self.num_experts, self.top_k, self.groups
+        checks.positive(hidden=self.hidden, num_experts=E, top_k=k, groups=groups)
+        checks.fields(self)
+        most = E // groups * (self.top_groups or groups)
+        if k > most:
+            raise ValueError(
+                f"top_k={k} must be at most {most}, the experts of the chosen groups; lower it"
+            )
         shapes.check_features("x", x)
-        E, names = self.num_experts, ("embed", None)
-        logits = projection(self, "router", (E,), names, self.use_bias)(x)
-        bias, every = self._choice_bias(), None
+        logits = projection(self, "router", (E,), ("embed", None), self.use_bias)(x)
+        bias = jnp.zeros(E)
+        if self.choice_bias:
+            init = sharding.named(nn.initializers.zeros, (None,), self.partitioned)
+            bias = self.param("choice_bias", init, (E,), self.param_dtype)
+        every: Any = 0
         if self.shared is not None:
             every = MLP(
                 self.shared, self.activation, True, 0.0, self.use_bias, self.kernel_init,
@@ -184,51 +182,20 @@ class Experts(nn.Module):
             )(x, deterministic=deterministic)  # fmt: skip
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "router_logits", logits)
-            loss = sharding.auto(self._balance_loss, (), logits, *bias)
+            loss = sharding.auto(self._balance_loss, (), logits, bias)
             self.sow("intermediates", "balance_loss", loss)
         D, M = x.shape[-1], self.hidden
         sizes = {"gate": (D, M), "up": (D, M), "down": (M, D)}
-        weights = [self._weights(f"{name}_kernel", sizes[name], _NAMES[name]) for name in sizes]
-        if self.use_bias:
-            weights += [
-                self._weights(f"{name}_bias", sizes[name][1:], _NAMES[name][1:]) for name in sizes
-            ]
+        leaves = ("kernel", "bias") if self.use_bias else ("kernel",)
+        weights = [
+            self._weights(f"{name}_{leaf}", sizes[name][i:], _NAMES[name][i:])
+            for i, leaf in enumerate(leaves) for name in sizes
+        ]  # fmt: skip
         x, *weights = promote_dtype(x, *weights, dtype=self.dtype)
-        y = sharding.auto(self._divided, _TOKENS, x, logits, *bias, *weights)
-        return y if every is None else y + every
-
-    @nn.nowrap
-    def _check(self) -> None:
-        """Check the fields."""
-        E, k, groups = self.num_experts, self.top_k, self.groups
-        checks.positive(hidden=self.hidden, num_experts=E, top_k=k, groups=groups)
-        checks.optional(top_groups=self.top_groups, shared=self.shared)
-        checks.fields(self)
-        checks.choice("routing", self.routing, dict.fromkeys(("softmax", "sigmoid")))
-        checks.number("factor", self.factor)
-        if E % groups or (groups > 1 and E // groups < 2):
-            raise ValueError(
-                f"num_experts={E} must be a multiple of groups={groups}, at least 2 in each; try "
-                f"groups=1"
-            )
-        chosen = groups if self.top_groups is None else self.top_groups
-        if chosen > groups:
-            raise ValueError(f"top_groups={chosen} must be at most groups={groups}; lower it")
-        if k > E // groups * chosen:
-            within = "" if chosen == groups else f" · {chosen}/{groups}, in top_groups={chosen}"
-            raise ValueError(f"top_k={k} must be at most num_experts={E}{within}; lower it")
-
-    @nn.nowrap
-    def _choice_bias(self) -> list[jax.Array]:
-        """Return the parameter b in a list, or an empty list."""
-        if not self.choice_bias:
-            return []
-        init = sharding.named(nn.initializers.zeros, (None,), self.partitioned)
-        return [self.param("choice_bias", init, (self.num_experts,), self.param_dtype)]
+        return sharding.auto(self._divided, _TOKENS, x, logits, bias, *weights) + every
 
     @nn.nowrap
     def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:
-        """Create a parameter with an array of this shape for each expert."""
         init = for_shape(self.kernel_init if len(shape) > 1 else self.bias_init, len(shape) - 1)
 
         def by_expert(rng: jax.Array, shape: shapes.Shape, dtype: Dtype) -> Any:
@@ -248,8 +215,7 @@ class Experts(nn.Module):
         names = [products.gathered(("experts", *n)) for n in _NAMES.values()]
         if self.use_bias:
             names += [(n[0], n[-1]) for n in names]
-        of_bias: list[Any] = [(None,)] * (len(arrays) - len(names))
-        all_names = [_TOKENS, _TOKENS, *of_bias, *names]
+        all_names = [_TOKENS, _TOKENS, (None,), *names]
         # Without the parameters of this call, equal modules share a program.
         on_device = Partial(Experts._on_device, self.clone(parent=None), experts, hidden, shared)
         return sharding.local(on_device, all_names, (x.shape, _TOKENS), x, logits, *arrays)
@@ -257,19 +223,17 @@ class Experts(nn.Module):
     @nn.nowrap
     def _on_device(
         self, experts: tuple[str, ...], hidden: tuple[str, ...], shared: tuple[str, ...],
-        x: jax.Array, logits: jax.Array, *arrays: jax.Array,
+        x: jax.Array, logits: jax.Array, bias: jax.Array, *weights: jax.Array,
     ) -> jax.Array:  # fmt: skip
         """Return the sum of a device's experts, which these mesh axes shard.
 
         Along the axes `shared`, devices have other tokens too.
         """
-        size = len(_NAMES) * (2 if self.use_bias else 1)
-        bias, weights = arrays[:-size], arrays[-size:]
         layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
-        if hidden and self.use_bias:  # Only one term of the sum has the bias.
+        if self.use_bias:  # Only one term of the sum over `hidden` has the bias.
             layers[2] = (weights[2], jnp.where(lax.axis_index(hidden) == 0, weights[5], 0))
         count = len(weights[0])
-        first = lax.axis_index(experts) * count if experts else 0
+        first = lax.axis_index(experts) * count
         method = METHODS.get(sharding.platform(), sorted_by_expert)
 
         def compute(x: jax.Array, ids: jax.Array, p: jax.Array) -> jax.Array:
@@ -279,56 +243,53 @@ class Experts(nn.Module):
             return method(self._expert, x, ids, p, layers, self.precision)
 
         tokens = x.reshape(-1, x.shape[-1])
-        p, ids = self._route(logits.reshape(-1, self.num_experts), *bias)
+        p, ids = self._route(logits.reshape(-1, self.num_experts), bias)
         run = compute
         if shared:
             run = functools.partial(exchange.exchanged, compute, shared, experts, self.num_experts)
         parts = math.gcd(len(tokens), lax.axis_size((*{*experts, *shared},)))
         y = exchange.in_parts(run, parts, tokens, ids, p)
-        axes = tuple(axis for axis in experts + hidden if axis not in shared)
-        y = lax.psum(y, axes) if axes else y
+        y = lax.psum(y, tuple(axis for axis in experts + hidden if axis not in shared))
         return y.reshape(x.shape).astype(x.dtype)
 
     @nn.nowrap
-    def _balance_loss(self, logits: jax.Array, *bias: jax.Array) -> jax.Array:
+    def _balance_loss(self, logits: jax.Array, bias: jax.Array) -> jax.Array:
         """Return E Σ_e f_e P_e over all tokens."""
-        _, ids = self._route(logits, *bias)
+        _, ids = self._route(logits, bias)
         p = self._probabilities(logits)
-        p = p / jnp.sum(p, -1, keepdims=True) if self.routing == "sigmoid" else p
+        p = p / jnp.sum(p, -1, keepdims=True)
         chosen = jax.nn.one_hot(ids, self.num_experts, dtype=p.dtype).mean(-2)
         tokens = range(p.ndim - 1)
         return self.num_experts * jnp.sum(chosen.mean(tokens) * p.mean(tokens))
 
     @nn.nowrap
     def _probabilities(self, logits: jax.Array) -> jax.Array:
-        """Return p of all experts, before any division by their sum."""
-        of_routing = jax.nn.sigmoid if self.routing == "sigmoid" else jax.nn.softmax
-        return of_routing(logits.astype(shapes.wide(logits.dtype)))
+        kinds = {"sigmoid": jax.nn.sigmoid, "softmax": jax.nn.softmax}
+        wide = logits.astype(shapes.wide(logits.dtype))
+        return checks.choice("routing", self.routing, kinds)(wide)
 
     @nn.nowrap
-    def _route(self, logits: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _route(self, logits: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weights p [n, top_k] and the ids of each token's experts."""
         p = self._probabilities(logits)
-        choice = lax.stop_gradient(p + shapes.lead(bias[0].astype(p.dtype), p.ndim)) if bias else p
-        if self.groups > 1 and self.top_groups not in (None, self.groups):
+        choice = lax.stop_gradient(p + shapes.lead(bias.astype(p.dtype), p.ndim))
+        if self.top_groups is not None:
             by_group = choice.reshape(*choice.shape[:-1], self.groups, -1)
             best = jnp.sum(lax.top_k(by_group, 2)[0], -1)
             groups = lax.top_k(best, self.top_groups)[1]
             is_in = jax.nn.one_hot(groups, self.groups, dtype=bool).any(-2)
             choice = jnp.where(is_in[..., None], by_group, -jnp.inf).reshape(choice.shape)
-        best, ids = lax.top_k(choice, self.top_k)
-        p = best if choice is p else jnp.take_along_axis(p, ids, -1)
+        ids = lax.top_k(choice, self.top_k)[1]
+        p = jnp.take_along_axis(p, ids, -1)
         if self.normalize:
             # All sigmoids may underflow to 0.
-            p = p / (jnp.sum(p, -1, keepdims=True) + (1e-20 if self.routing == "sigmoid" else 0))
-        return p if self.factor == 1 else p * self.factor, ids
+            p = p / (jnp.sum(p, -1, keepdims=True) + 1e-20)
+        return p * self.factor, ids
 
     @nn.nowrap
     def _expert(self, dense: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
         """Return the output of experts, with linear layers dense(x, kernel, bias)."""
         gate, up = dense(x, *layers[0]), dense(x, *layers[1])
         if self.limit is not None:
-            limit = checks.number("limit", self.limit)
-            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        up = up + self.offset if self.offset else up
-        return dense(activation(self.activation)(gate) * up, *layers[2])
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return dense(activation(self.activation)(gate) * (up + self.offset), *layers[2])

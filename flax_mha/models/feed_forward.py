@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -29,7 +29,7 @@ class MLP(nn.Module):
     Attributes:
       hidden: the number of hidden features.
       activation: "gelu" (by tanh, JAX's default), "gelu_exact" (by erf, PyTorch's default),
-        "quick_gelu" (x·σ(1.702·x), of CLIP), "relu", "silu", or a function.
+        "quick_gelu" (x·σ(1.702·x)), "relu", "silu", or a function.
       gated: True to multiply by an activated gate (GEGLU, SwiGLU).
       dropout_rate: the dropout rate of the hidden features.
       use_bias: True if the projections have biases.
@@ -39,8 +39,7 @@ class MLP(nn.Module):
       param_dtype: the dtype of the parameters.
       precision: the precision of matmuls (see `jax.lax.Precision`).
       partitioned: True to box the parameters with their logical axis names.
-      capture: the names of tensors to sow; the MLP has "mlp_pre", the hidden features before the
-        activation.
+      capture: the tensors to sow; the MLP has "mlp_pre", the features before the activation.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (gated).
     """
@@ -66,16 +65,12 @@ class MLP(nn.Module):
         shapes.check_features("x", x)
         act = activation(self.activation)
         dense = functools.partial(projection, self, biased=self.use_bias)
-        names = ("batch", "length", "mlp")
-
-        def to_hidden(name: str) -> jax.Array:
-            return dense(name, (self.hidden,), ("embed", "mlp"))(x)
-
-        up = to_hidden("up")
-        pre = to_hidden("gate") if self.gated else up
+        hidden: Any = {"features": (self.hidden,), "names": ("embed", "mlp")}
+        up = dense("up", **hidden)(x)
+        pre = dense("gate", **hidden)(x) if self.gated else up
         pre = tap_of(self, self.capture).last("mlp_pre", pre)
         h = act(pre) * checkpoint_name(up, "mlp_pre") if self.gated else act(pre)
-        h = checkpoint_name(sharding.constrain(h, names), "mlp_hidden")
+        h = checkpoint_name(sharding.constrain(h, ("batch", "length", "mlp")), "mlp_hidden")
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
         rows = ("batch", "norm_length")
         return dense("down", x.shape[-1:], ("mlp", "embed"), rows=rows)(h)
@@ -83,23 +78,17 @@ class MLP(nn.Module):
 
 def activation(act: str | Activation) -> Activation:
     """Return an activation function, given its name or the function itself."""
-    if isinstance(act, str) or not callable(act):
-        return checks.choice("activation", act, ACTIVATIONS)
-    return act
+    return act if callable(act) else checks.choice("activation", act, ACTIVATIONS)
 
 
 class Dropout(nn.Module):
-    """A dropout layer with the bits of `nn.Dropout`, on any mesh.
-
-    Attributes:
-      rate: the share of features to drop.
-    """
+    """A dropout layer with the bits of `nn.Dropout`, on any mesh."""
 
     rate: float
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None) -> jax.Array:
-        """Drop a share of x unless deterministic, and scale the rest to keep the mean."""
+        """Drop a share of x unless deterministic, and scale the rest."""
         if self.rate and deterministic is None:
             raise ValueError(
                 f"deterministic must be a bool with dropout_rate={self.rate}, got None; give "

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, numerics, shapes
-from flax_mha.base.checks import choice, fields, integer, number, optional
+from flax_mha.layer import padding
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions
-from flax_mha.models.attention_mask import read_padding
-from flax_mha.models.embeddings import PatchEmbedding, TokenEmbedding
+from flax_mha.models.attention_mask import move_to_front, read_padding
+from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.feed_forward import Dropout
 from flax_mha.models.stacks import Decoder, Encoder
 from flax_mha.positions import PositionEmbedding
@@ -30,10 +30,9 @@ class Classifier(nn.Module):
       positions: the kind of `PositionEmbedding`; "none" if the attention layers rotate.
       dropout_rate: the dropout rate of the embedded tokens.
       class_tokens: the number of learned tokens before the input's tokens.
-      pooling: "mean" over all tokens, "first" for the first one (ViT, with class_tokens=1), or
-        "first_and_mean" for the first one joined with the mean over the input's tokens (DINOv2).
-      register_tokens: the number of learned tokens after the class tokens, without positions
-        (DINOv2 with registers).
+      pooling: "mean" over all tokens, "first" (ViT), or "first_and_mean" for the first one joined
+        with the mean over the input's tokens (DINOv2).
+      register_tokens: the number of learned tokens after the class tokens, without positions.
 
     Source: Darcet et al., "Vision Transformers Need Registers", 2023 (register_tokens).
     """
@@ -52,48 +51,39 @@ class Classifier(nn.Module):
         """Classify each example of the batch.
 
         Args:
-          inputs: the embedding's input. **options: arguments of the encoder (see
-            `MultiHeadAttention`). Tokens beyond `lengths` have no influence. With dropout you must
-            give `deterministic`.
+          inputs: the embedding's input.
+          **options: arguments of the encoder. With dropout you must give `deterministic`.
 
         Returns:
           Logits [*B, num_classes], float32; or features [*B, T, D].
         """
-        check_module("encoder", self.encoder, Encoder)
-        if not isinstance(self.embedding, nn.Module):
-            raise TypeError(
-                f"embedding must be a module that returns [*B, T, D], got "
-                f"{type(self.embedding).__name__}; give TokenEmbedding(…) or PatchEmbedding(…)"
-            )
-        optional(num_classes=self.num_classes)
-        fields(self)
+        checks.fields(self)
         lengths = options.get("lengths")
-        # Padded patches are cleared, as a NaN there would reach the projection's gradient.
-        patches = isinstance(self.embedding, PatchEmbedding)
         if isinstance(self.embedding, TokenEmbedding):
             inputs, _ = read_padding(inputs, None, options)
-        x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
-        if integer("class_tokens", self.class_tokens):
+        x = self.embedding(inputs)
+        if self.class_tokens:
             x, options = self._with_tokens("class_tokens", 0, x, options)
         x = PositionEmbedding(self.positions, name="positions")(x)
-        if integer("register_tokens", self.register_tokens):
+        if self.register_tokens:
             x, options = self._with_tokens("register_tokens", self.class_tokens, x, options)
         x = Dropout(self.dropout_rate)(x, deterministic=options.get("deterministic"))
         x = self.encoder(x, **options)
         if self.num_classes is None:
             return x
-        x, first = x.astype(jnp.float32), x[..., 0, :].astype(jnp.float32)
-        kinds = dict.fromkeys(("mean", "first", "first_and_mean"))
-        choice("pooling", self.pooling, kinds)
-        if self.pooling == "first_and_mean":
-            inputs = x[..., self.class_tokens + self.register_tokens :, :]
-            pooled = jnp.concatenate([first, mean(inputs, lengths)], -1)
-        else:
-            pooled = first if self.pooling == "first" else mean(x, options.get("lengths"))
+        x = x.astype(jnp.float32)
+        first, learned = x[..., 0, :], self.class_tokens + self.register_tokens
+        pooled = checks.choice("pooling", self.pooling, {
+            "first": lambda: first,
+            "mean": lambda: mean(x, options.get("lengths")),
+            "first_and_mean": lambda: jnp.concatenate(
+                [first, mean(x[..., learned:, :], lengths)], -1
+            ),
+        })  # fmt: skip
         head = Projection(
             (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"
         )
-        return head(pooled)
+        return head(pooled())
 
     @nn.nowrap
     def _with_tokens(self, name: str, at: int, x: jax.Array, options: Any) -> tuple[jax.Array, Any]:
@@ -101,8 +91,7 @@ class Classifier(nn.Module):
         count, lengths = getattr(self, name), options.get("lengths")
         tokens = self.param(name, nn.initializers.normal(0.02), (count, x.shape[-1]))
         if lengths is not None:
-            lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
-            options = options | {"lengths": lengths + count}
+            options = options | {"lengths": checks.integers("lengths", lengths) + count}
 
         def join(tokens: jax.Array, x: jax.Array) -> jax.Array:
             tokens = numerics.spread(tokens, (*x.shape[:-2], *tokens.shape), x.dtype)
@@ -115,10 +104,8 @@ def mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """Return the mean [*B, D] of the real tokens in [*B, T, D], or 0 if an example has none."""
     if lengths is None:
         return jnp.mean(x, axis=-2)
-    lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
-    count = lengths[..., None]
-    real = shapes.lead(jnp.arange(x.shape[-2], dtype=jnp.int32), x.ndim - 1) < count
-    return jnp.sum(x, axis=-2, where=real[..., None]) / jnp.maximum(count, 1).astype(x.dtype)
+    count = jnp.maximum(jnp.asarray(lengths), 1)[..., None]
+    return jnp.sum(padding.cleared(x, lengths), axis=-2) / count.astype(x.dtype)
 
 
 class LanguageModel(nn.Module):
@@ -126,17 +113,14 @@ class LanguageModel(nn.Module):
 
         logits[t] = decoder(E[tokens[0 … t]] + P)[t] · Eᵀ
 
-    With `decode=True` in its layers, the model continues from the cached tokens (see
-    `MultiHeadAttention` and `flax_mha.generate`).
-
     Attributes:
       embedding: the table E.
-      decoder: the stack. With `cross_attention` in its blocks, the model attends to a memory.
+      decoder: the stack.
       tied: True to compute logits with E; False for a separate table, `head`.
       position_embedding: P, for layers that do not rotate (default: none).
       dropout_rate: the dropout rate of the embedded tokens.
       logits_scale: the factor of the logits, such as 1/√D in T5.
-      logits_cap: c of the soft cap c·tanh(logits / c) after the scale (Gemma 2); None for no cap.
+      logits_cap: c of the soft cap c·tanh(logits / c) after the scale (Gemma 2).
     """
 
     embedding: TokenEmbedding
@@ -149,15 +133,8 @@ class LanguageModel(nn.Module):
 
     def setup(self) -> None:
         """Create dropout and head."""
-        check_module("embedding", self.embedding, TokenEmbedding)
         check_module("decoder", self.decoder, Decoder)
-        check_module("position_embedding", self.position_embedding, PositionEmbedding)
-        fields(self)
-        number("logits_scale", self.logits_scale)
-        if self.logits_cap is not None and not number("logits_cap", self.logits_cap) > 0:
-            raise ValueError(
-                f"logits_cap must be above 0, got {self.logits_cap}; give None for no cap"
-            )
+        checks.fields(self)
         self.dropout = Dropout(self.dropout_rate)
         if not self.tied:
             self.head = self.embedding.copy(name=None)
@@ -172,34 +149,37 @@ class LanguageModel(nn.Module):
         Args:
           tokens: int [*B, T].
           attention_mask: bool or int [*B, T] as tokenizers give it, 0 for padding anywhere.
-            Positions count tokens, as in `generate` of `transformers`. For padding after the
-            tokens, `lengths` does the same, and is faster under jit.
+            Positions count tokens. For padding at the end, `lengths` is faster under jit.
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
-          at: int [*B], in 0 … T−1, the only token of each example to return logits for (default:
-            all). An index out of range gives NaN.
+          at: int [*B], the only token of each example to return logits for (default: all).
           memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
-            **options: arguments of the blocks (see `MultiHeadAttention`), whose mask becomes causal
-            too. `position_embedding` gets `positions` or `order`, and needs one of them in
-            decoding. With dropout you must give `deterministic`.
+          **options: arguments of the blocks. `position_embedding` gets `positions` or `order`, and
+            needs one of them in decoding. With dropout you must give `deterministic`.
 
         Returns:
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 or wider.
         """
         tokens = checks.integers("tokens", tokens)
-        decodes = getattr(self.decoder, "decodes", False)
+        decodes = self.decoder.decodes
         if decodes and attention_mask is not None:
             raise ValueError(
-                f"attention_mask must be None in decoding, got {checks.describe(attention_mask)}; "
-                f"give lengths, or call flax_mha.generate, which takes it"
+                "attention_mask must be None in decoding; give lengths, or call flax_mha.generate, "
+                "which takes it"
             )
         tokens, options = read_padding(tokens, attention_mask, options)
-        positions, order = options.get("positions"), options.get("order")
-        if order is not None:
-            order = shapes.check_order(order, tokens.shape[-1])
-        places: Any = order if positions is None and order is not None else positions
+        places: Any = options.get("positions")
+        if places is None and options.get("order") is not None:
+            places = shapes.check_order(options["order"], tokens.shape[-1])
         with rules.undivided_tokens(decodes):
-            x = self.embed(tokens, positions=places, deterministic=options.get("deterministic"))
+            # The position after the cached tokens depends on their number.
+            adds_positions = self.position_embedding.kind != "none"
+            if places is None and adds_positions and self.has_variable("cache", "decoder"):
+                raise ValueError(
+                    "positions must be given for position_embedding in decoding, got None; give "
+                    "positions=, or use layers that rotate"
+                )
+            x = self.embed(self.embedding(tokens), places, options.get("deterministic"))
             if all(block.attention.rotary is None for block in self.decoder.blocks):
                 options.pop("positions", None)
             x = self.decoder(
@@ -213,24 +193,14 @@ class LanguageModel(nn.Module):
 
     def to_logits(self, x: jax.Array) -> jax.Array:
         """Return the logits [*B, T, V] of the decoder's output [*B, T, D]."""
-        logits = (self.embedding if self.tied else self.head).logits(x)
-        logits = logits if self.logits_scale == 1 else logits * self.logits_scale
+        logits = (self.embedding if self.tied else self.head).logits(x) * self.logits_scale
         cap = self.logits_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def embed(
-        self, tokens: jax.Array, embedding: TokenEmbedding | None = None, *,
-        positions: jax.Array | None = None, deterministic: bool | None = None,
-    ) -> jax.Array:  # fmt: skip
-        """Return the features [*B, T, D] of tokens int [*B, T], by E or another embedding."""
-        # The position after the cached tokens depends on their number.
-        is_needed = self.has_variable("cache", "decoder") and self.position_embedding.kind != "none"
-        if positions is None and embedding is None and is_needed:
-            raise ValueError(
-                "positions must be given for position_embedding in decoding, got None; give "
-                "positions=, or use layers that rotate"
-            )
-        x = (self.embedding if embedding is None else embedding)(tokens)
+        self, x: jax.Array, positions: jax.Array | None, deterministic: bool | None
+    ) -> jax.Array:
+        """Return embedded tokens x [*B, T, D] with their positions, after dropout."""
         return self.dropout(self.position_embedding(x, positions), deterministic=deterministic)
 
 
@@ -246,16 +216,14 @@ class Translator(nn.Module):
         logits = decoder(target, encoder(E[source] + P))
 
     Attributes:
-      encoder: the stack over the source.
+      encoder: the stack over the source, whose tokens the decoder's table embeds.
       decoder: the model of the target, whose blocks have `cross_attention`.
-      embedding: the table of source tokens (default: the decoder's).
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
     encoder: Encoder
     decoder: LanguageModel
-    embedding: TokenEmbedding | None = None
     # False in subclasses with another source than tokens.
     reads_tokens = True
 
@@ -269,44 +237,30 @@ class Translator(nn.Module):
         Args:
           source: int [*B, S].
           target: int [*B, T].
-          attention_mask: bool or int [*B, S] of the source as tokenizers give it, 0 for padding
-            anywhere.
+          attention_mask: bool or int [*B, S] in place of `source_lengths`, as tokenizers give it, 0
+            for padding, which the encoder reads after the tokens.
           source_lengths: int [*B], the number of real tokens in each source (default: all).
-          deterministic: False to apply dropout, which needs the rng `dropout`; you must give it if
-            the model has dropout.
-          sow_weights: True to sow the attention weights (see `MultiHeadAttention`).
+          deterministic: False to apply dropout; you must give it if the model has dropout.
+          sow_weights: True to sow the attention weights.
 
         Returns:
           Logits [*B, T, vocab_size], float32 or wider.
         """
-        call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
-        memory = self.encode(
-            source, source_lengths=source_lengths, attention_mask=attention_mask, **call
-        )
-        padding: dict[str, Any] = {"lengths": source_lengths}
+        if attention_mask is not None and source_lengths is not None:
+            raise ValueError("attention_mask must be None with source_lengths, got both; give one")
         if attention_mask is not None:
-            _, padding = read_padding(source, attention_mask, padding)
-        return self.decode(
-            target, memory, memory_mask=padding.get("mask"), memory_lengths=padding["lengths"],
-            **call,
-        )  # fmt: skip
+            source, source_lengths = move_to_front(jnp.asarray(source), attention_mask)
+        call: Any = {"deterministic": deterministic, "sow_weights": sow_weights}
+        memory = self.encode(source, source_lengths=source_lengths, **call)
+        return self.decode(target, memory, memory_lengths=source_lengths, **call)
 
     def encode(
         self, source: jax.Array, *, source_lengths: jax.Array | None = None,
-        attention_mask: jax.Array | None = None, deterministic: bool | None = None,
-        sow_weights: bool = False,
+        deterministic: bool | None = None, sow_weights: bool = False,
     ) -> jax.Array:  # fmt: skip
         """Return the encoder's output [*B, S, D], with the arguments of `__call__`."""
-        check_module("encoder", self.encoder, Encoder)
-        check_module("decoder", self.decoder, LanguageModel)
-        if self.embedding is not None:
-            check_module("embedding", self.embedding, TokenEmbedding)
-        table = self.embedding or self.decoder.embedding
-        source, options = read_padding(source, attention_mask, {"lengths": source_lengths})
-        positions = options.pop("positions", None)
-        x = self.decoder.embed(source, table, positions=positions, deterministic=deterministic)
-        if any(block.attention.rotary is not None for block in self.encoder.blocks):
-            options["positions"] = positions
+        source, options = read_padding(source, None, {"lengths": source_lengths})
+        x = self.decoder.embed(self.decoder.embedding(source), None, deterministic)
         return self.encoder(x, deterministic=deterministic, sow_weights=sow_weights, **options)
 
     def decode(self, target: jax.Array, memory: jax.Array | None = None, **call: Any) -> jax.Array:

@@ -1,6 +1,5 @@
 """Rematerialization: the activations that a block stores for the backward pass."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -18,38 +17,17 @@ OFFLOAD = "offload:"
 # The default of a scan. With q and k stored, the products that rotate them on TPUs are not.
 IN_SCAN = (PRODUCTS, "q", "k", "v", "z", "lse")
 Policy: TypeAlias = Callable[..., Any]
+Remat: TypeAlias = bool | tuple[str, ...] | Policy | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Scanned:
-    """The rule of a block that a scan runs.
-
-    Attributes:
-      policy: the policy of `jax.checkpoint`, None to recompute all.
-    """
-
-    policy: Policy | None
-
-
-Remat: TypeAlias = bool | tuple[str, ...] | Policy | Scanned | None
-
-
-def in_scan(remat: Remat) -> Remat:
-    """Return the rule of a block in a scan, by default to repeat no product and no kernel."""
-    if isinstance(remat, bool):
-        return Scanned(None) if remat else False
-    return Scanned(as_policy(IN_SCAN if remat is None else remat))
-
-
-def apply(remat: Remat, fn: Callable[..., Any]) -> Callable[..., Any]:
+def apply(remat: Remat, fn: Callable[..., Any], in_scan: bool = False) -> Callable[..., Any]:
     """Return fn(module, *arrays), which recomputes activations by the rule of `Block.remat`."""
+    remat = IN_SCAN if remat is None and in_scan else remat
     if remat is None or remat is False:
         return fn
-    if isinstance(remat, Scanned):
-        # The loop already keeps XLA from merging what is recomputed with the forward pass. Barriers
-        # would only keep it from fusing.
-        return nn.remat(fn, policy=remat.policy, prevent_cse=False)
-    return nn.remat(fn, policy=None if remat is True else as_policy(remat))
+    # A scan already keeps XLA from merging what is recomputed with the forward pass. Barriers would
+    # only keep it from fusing.
+    return nn.remat(fn, policy=None if remat is True else as_policy(remat), prevent_cse=not in_scan)
 
 
 def as_policy(remat: Any) -> Policy:
@@ -70,14 +48,11 @@ def as_policy(remat: Any) -> Policy:
 @functools.cache
 def _of_names(names: tuple[str, ...]) -> Policy:
     """Return the policy of these names, one object for the caches of JAX."""
+    offloaded = [name.removeprefix(OFFLOAD) for name in names if name.startswith(OFFLOAD)]
     stored = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[name for name in names if not name.startswith(OFFLOAD)],
-        names_which_can_be_offloaded=[
-            name.removeprefix(OFFLOAD) for name in names if name.startswith(OFFLOAD)
-        ],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+        names_which_can_be_saved=names, names_which_can_be_offloaded=offloaded,
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         is_product = primitive.name in ("dot_general", "ragged_dot_general")

@@ -31,40 +31,41 @@ class ChosenBlocksAttention(MultiHeadAttention):
         score of block c = q · mean of the keys of block c that the mask lets it see
         out = attention to the query's own block, and the `count` − 1 before it of the highest score
 
-    A query never chooses a fully masked block. Everything else is as in `MultiHeadAttention`, but
-    there is no cross-attention, `order`, `attention_fn` or cache with a window. The choice has no
-    gradient: queries learn to find a block as they learn to find keys in it. Neighboring queries
-    are computed together, which is faster if they choose the same blocks, as in a `query_block`.
+    A query never chooses a fully masked block. There is no cross-attention, `order`, `attention_fn`
+    or cache with a window. The choice has no gradient. It is faster if neighboring queries choose
+    the same blocks.
 
     Attributes:
       block: the number of keys in a block.
       count: the number of blocks that a query sees, its own block included.
-      share: True if the query heads of a key/value head choose together, by the sum of the
-        softmaxes of their scores.
       query_block: the number of queries that choose together, by the first of their tokens that any
-        of them sees: a later token would leak the future. Means are over the keys that any of them
-        may attend to. Decoding needs 1.
+        of them sees. Means are over the keys that any of them sees. Decoding needs 1.
 
-    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
-    as in the selection of Yuan et al., "Native Sparse Attention", 2025.
+    Source: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
     """
 
     _: dataclasses.KW_ONLY
     block: int = 64
     count: int = 8
-    share: bool = False
     query_block: int = 1
-
-    @property
-    def mixes_heads(self) -> bool:
-        """True if heads choose together or share a norm."""
-        return self.share or super().mixes_heads
 
     @nn.nowrap
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
         """Compute the layer."""
         common.check_inputs("attention to chosen blocks", x_k, cache)
-        self._check_call(call, cache)
+        if call.order is not None:
+            raise ValueError(
+                "order cannot be used with chosen blocks, which hold consecutive keys; leave it out"
+            )
+        if appends(cache) and self.query_block > 1:
+            raise ValueError(
+                f"decoding chooses for each token, got query_block={self.query_block}; give 1"
+            )
+        if appends(cache) and self.cache is not None and self.cache.slots is not None:
+            raise ValueError(
+                "in a ring buffer blocks of slots are not blocks of keys, got a cache with slots; "
+                "leave them out"
+            )
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(p, x_q, x_k, x_v, call, cache)
 
@@ -73,20 +74,10 @@ class ChosenBlocksAttention(MultiHeadAttention):
         """Check the fields."""
         super().check_fields()
         checks.positive(block=self.block, count=self.count, query_block=self.query_block)
-        if self.share and isinstance(self.scale, str):
-            raise ValueError(
-                f"scale must be a number with share=True, got {self.scale!r}; leave it out, or "
-                f"give one"
-            )
-        if self.custom_attention is not None:
-            raise ValueError(
-                "attention_fn cannot be used with chosen blocks, which need kernels of flax_mha; "
-                "leave it out"
-            )
+        common.check("attention to chosen blocks", self, ("attention_fn",), learns_scale=True)
 
     @nn.nowrap
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-        """Attend to the chosen blocks."""
         at = call.get("q_positions")
         mask = masks.combine(masks.Causal(), call.get("mask"))
         if not (q.size and k.shape[-3]):
@@ -106,10 +97,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
     def _scores(
         self, q: jax.Array, k: jax.Array, positions: Array | None, mask: masks.Mask
     ) -> list[jax.Array]:
-        """Return scores of past blocks [*B, N, nq, nk], and a mask of the visible ones.
-
-        Scores of other blocks have no meaning.
-        """
+        """Return scores of past blocks [*B, N, nq, nk], and a mask of the visible ones."""
         q, k = jax.lax.stop_gradient((q, k.astype(shapes.wide(q.dtype))))
         dims = shapes.Dims.of(q, k, k)
         at = whole(dims, positions)
@@ -123,10 +111,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
         else:
             scores, visible = self._by_visible_keys(q, k, mask, at)
         visible = jnp.broadcast_to(shapes.lead(visible, scores.ndim), scores.shape)
-        if not self.share:
-            return [scores, visible]
-        scale: Any = dims.H**-0.5 if self.scale is None else self.scale
-        return _shared(dims.K, scores * scale, visible, jnp.broadcast_to(past, scores.shape))
+        return [scores, visible]
 
     @nn.nowrap
     def _choosing(self, q: jax.Array, mask: masks.Mask, at: At) -> jax.Array:
@@ -182,37 +167,3 @@ class ChosenBlocksAttention(MultiHeadAttention):
         S, nk = x.shape[-1], -(-x.shape[-1] // self.block)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, nk * self.block - S)])
         return x.reshape(*x.shape[:-1], nk, self.block).sum(-1)
-
-    @nn.nowrap
-    def _check_call(self, call: Call, cache: Any) -> None:
-        if call.order is not None:
-            raise ValueError(
-                "order cannot be used with chosen blocks, which hold consecutive keys; leave it out"
-            )
-        if appends(cache):
-            if self.query_block > 1:
-                raise ValueError(
-                    f"decoding chooses for each token, got query_block={self.query_block}; give 1"
-                )
-            if self.cache is not None and self.cache.slots is not None:
-                raise ValueError(
-                    "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
-                    "slots; leave them out"
-                )
-
-
-def _shared(K: int, scores: jax.Array, visible: jax.Array, past: jax.Array) -> list[jax.Array]:
-    """Sum the softmaxes over past blocks [*B, N, nq, nk] over the heads of each group.
-
-    A block is visible to a group if it is visible to one of its heads.
-    """
-
-    def grouped(x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:-3], K, -1, *x.shape[-2:])
-
-    s, seen = grouped(scores), grouped(visible)
-    counted = seen & grouped(past)
-    weights = jax.nn.softmax(jnp.where(counted, s, jnp.finfo(s.dtype).min))
-    total = jnp.where(counted, weights, 0.0).sum(-3, keepdims=True)
-    together = (total, seen.any(-3, keepdims=True))
-    return [jnp.broadcast_to(x, s.shape).reshape(scores.shape) for x in together]

@@ -53,8 +53,7 @@ def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
 def sees_itself(mask: Mask, dims: Dims, positions: Array | None, cached: bool) -> Array:
     """Evaluate a mask for each query and the key of its own token: bool [*B|1, N|1, T].
 
-    `positions`, int [T] or [*B, T], default to 0 … T−1. If `cached`, keys are slots of a cache, and
-    slot j has position j; otherwise they are the queries' tokens.
+    `positions` [T] or [*B, T] default to 0 … T−1. If `cached`, key j is the slot of position j.
     """
     at = whole(dims, positions)
     at = at._replace(k=at.q)

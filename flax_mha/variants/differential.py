@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import sharding
-from flax_mha.base import checks, shapes
+from flax_mha.base import shapes
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, NormEntry, Table
@@ -28,16 +28,15 @@ class DifferentialAttention(MultiHeadAttention):
         out = (1 − λ₀) · norm((softmax(q₁ k₁ᵀ / √H) − λ softmax(q₂ k₂ᵀ / √H)) v) W_o
         λ = exp(a₁·b₁) − exp(a₂·b₂) + λ₀
 
-    with 2·H features of v in each head, an RMSNorm with a scale over them, and learned a, b [H].
-    Each head has two maps, so use half as many as in other layers. Everything else is as in
-    `MultiHeadAttention`, but there is no cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
-    `gate`, `sinks`, `exclusive`, `attention_fn` or learned `scale`. Scores and weights have 2·N
-    heads: for each key/value head all of the first map, then all of the second. A cache holds the
-    values of a head with each of its two keys, 6·H numbers for each token and key/value head, so
-    that a step neither copies them nor sends them between devices.
+    with 2·H features of v in each head, an RMSNorm over them, and learned a, b [H]. Each head has
+    two maps, so use half as many heads. There is no cross-attention, `v_head_dim`, `qk_norm`,
+    `normalize_qk`, `gate`, `sinks`, `exclusive`, `attention_fn` or learned `scale`. Scores and
+    weights have 2·N heads: for each key/value head all of the first map, then all of the second. A
+    cache holds the values with each of a head's two keys, so that a step neither copies nor sends
+    them.
 
     Attributes:
-      offset: the initial λ, λ₀. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
+      offset: λ₀, the initial λ. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l = 0, 1, ….
       norm_epsilon: the epsilon of the norm.
 
     Source: Ye et al., "Differential Transformer", 2024.
@@ -55,12 +54,15 @@ class DifferentialAttention(MultiHeadAttention):
         heads = core.project_heads(p, self, x_q, None, None, call, cache)
         v = sharding.auto(functools.partial(_of_both, K), sharding.KV_HEADS, heads.v)
 
-        def norm(x: jax.Array) -> jax.Array:
-            return p["norm"](x) * jnp.asarray(1 - self.offset, x.dtype)
-
         a1, b1, a2, b2 = (p[name].astype(jnp.float32) for name in _LAMBDA)
         weight = jnp.exp(jnp.vdot(a1, b1)) - jnp.exp(jnp.vdot(a2, b2)) + self.offset
-        attention = functools.partial(_attend, weight, norm, K)
+
+        def change(out: jax.Array) -> jax.Array:
+            difference = functools.partial(_difference, K)
+            out = p["norm"](sharding.auto(difference, sharding.HEADS, out, weight))
+            return out * jnp.asarray(1 - self.offset, out.dtype)
+
+        attention = functools.partial(common.attend, change)
         heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
@@ -73,7 +75,6 @@ class DifferentialAttention(MultiHeadAttention):
     def check_fields(self) -> None:
         """Check the fields."""
         super().check_fields()
-        checks.number("offset", self.offset)
         absent = (
             "v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "exclusive", "attention_fn",
         )  # fmt: skip
@@ -110,16 +111,9 @@ def _of_both(K: int, v: jax.Array) -> jax.Array:
     return jnp.repeat(v.reshape(*tokens, K, 1, size), 2, -2).reshape(*tokens, heads, size)
 
 
-def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-    """Subtract the second map from the first: 2·N heads in, N out."""
-
-    def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
-        *rows, heads, features = out.shape
-        maps = out.astype(shapes.wide(out.dtype)).reshape(*rows, K, 2, heads // (2 * K), features)
-        left = maps[..., 0, :, :] - weight * maps[..., 1, :, :]
-        return left.astype(out.dtype).reshape(*rows, heads // 2, features)
-
-    def normed(out: jax.Array) -> jax.Array:
-        return norm(sharding.auto(difference, sharding.HEADS, out, weight))
-
-    return common.attend(normed, q, k, v, **call)
+def _difference(K: int, out: jax.Array, weight: jax.Array) -> jax.Array:
+    """Subtract the second map, times a weight, from the first: 2·N heads in, N out."""
+    *rows, heads, features = out.shape
+    maps = out.astype(shapes.wide(out.dtype)).reshape(*rows, K, 2, heads // (2 * K), features)
+    left = maps[..., 0, :, :] - weight * maps[..., 1, :, :]
+    return left.astype(out.dtype).reshape(*rows, heads // 2, features)

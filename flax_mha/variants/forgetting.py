@@ -41,11 +41,10 @@ class ForgettingAttention(MultiHeadAttention):
 
     with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
     positions. A token that the mask hides from itself, such as padding, has f = 1. NaN in a token
-    reaches the outputs of all later ones, unless it is padding by `lengths`. Everything else is as
-    in `MultiHeadAttention`, but there is no cross-attention, `attention_fn`, or score that reads
-    queries and keys. A float32 sum c would lose the digits of c_i − c_j far from the start, so its
-    rounding error is kept too. A cache stores 40 bits of c in 5·N/K extra features of each key; its
-    dtype is bfloat16, float32 or float64.
+    reaches all later outputs, unless it is padding by `lengths`. There is no cross-attention,
+    `attention_fn`, or score that reads queries and keys. The rounding error of c is kept too, so
+    that c_i − c_j keeps its digits at any length. A cache stores 40 bits of c in 5·N/K extra
+    features of each key; its dtype is bfloat16, float32 or float64.
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """
@@ -58,36 +57,36 @@ class ForgettingAttention(MultiHeadAttention):
         # A sum over tokens would carry NaN of padding to all later ones.
         x = padding.cleared(x_q, call.lengths, call.order)
         heads = core.project_heads(p, self, x, None, None, call, cache)
-        z = p["forget_gate"](x)
-        q, k, v, order = heads.q, heads.k, heads.v, heads.order
-        dims, positions, last = shapes.Dims.of(q, k, v), order, None
+        z, q, k, order = p["forget_gate"](x), heads.q, heads.k, heads.order
+        dims, positions, last = Dims.of(q, k, heads.v), order, None
         has_slots = isinstance(cache, KVCache)
         if has_slots:
             dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
             names = ("batch", None, "heads")
             last = sharding.auto(_last, (names, names), read(cache.key), cache.length, z)
+        if cache is not None:
+            dtype = jnp.dtype(cache.key.dtype if has_slots else cache.dtype or k.dtype)
+            if dtype not in _EXACT:
+                raise ValueError(
+                    f"forgetting attention needs a cache that keeps all digits of its gates, got "
+                    f"{dtype}; give CacheConfig(dtype='bfloat16'), or a wider one"
+                )
         mask = masks.combine(self.mask, call.mask)
         of_tokens = functools.partial(_gates, dims, has_slots)
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], mask, positions)
         c = sharding.auto(_summed, (_OF_TOKENS, _OF_TOKENS), gates, order, last)
-        if self.scale is None:  # Padded queries have more features.
-            call = dataclasses.replace(call, scale=q.shape[-1] ** -0.5)
 
         def kept(k: Any, v: Any) -> tuple[Any, Any]:
             return sharding.auto(_joined, sharding.KV_HEADS, k, *c), v
 
-        forget = _Forget(c, c)
-        if has_slots:
-            _check_dtype(cache.key.dtype)
-            forget = _Forget(c)
-            call = dataclasses.replace(call, attention=functools.partial(_attend, c))
-        else:
-            call = dataclasses.replace(call, mask=masks.combine(masks.Causal(), call.mask))
-            if cache is not None:
-                _check_dtype(cache.dtype or k.dtype)
-        heads = heads._replace(kept=kept)
-        call = dataclasses.replace(call, scores=(*call.scores, forget))
-        return core.attend(p, self, heads, call, cache)._replace(kv=None)
+        call = dataclasses.replace(
+            call, mask=call.mask if has_slots else masks.combine(masks.Causal(), call.mask),
+            # Padded queries have more features.
+            scale=q.shape[-1] ** -0.5 if self.scale is None else call.scale,
+            scores=(*call.scores, _Forget(c, None if has_slots else c)),
+            attention=functools.partial(_attend, c) if has_slots else call.attention,
+        )  # fmt: skip
+        return core.attend(p, self, heads._replace(kept=kept), call, cache)._replace(kv=None)
 
     @nn.nowrap
     def check_fields(self) -> None:
@@ -109,14 +108,12 @@ class _Forget(ScoreMod):
     """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N], None in a cache."""
 
     q: Any
-    k: Any = None
+    k: Any
 
     def bind(self, dims: Dims) -> Self:
-        q, k = jax.tree.map(lambda c: jnp.swapaxes(c, -1, -2), (self.q, self.k))
-        return self.replace(
-            q=jax.tree.map(lambda c: ScoreArray(c[..., None]), q),
-            k=jax.tree.map(lambda c: ScoreArray(c[..., None, :]), k),
-        )
+        q, k = jax.tree.map(lambda c: jnp.swapaxes(c, -1, -2)[..., None], (self.q, self.k))
+        k = jax.tree.map(lambda c: jnp.swapaxes(c, -1, -2), k)
+        return self.replace(q=jax.tree.map(ScoreArray, q), k=jax.tree.map(ScoreArray, k))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         # Subtract the sums first: the score would lose digits next to a large one.
@@ -132,14 +129,6 @@ def _attend(of_q: Any, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
     # As many features as the keys, 0 where the keys have c.
     q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, k.shape[-1] - q.shape[-1])])
     return dot_product_attention(q, k, v, scores=scores, **call)
-
-
-def _check_dtype(dtype: Any) -> None:
-    if jnp.dtype(dtype) not in _EXACT:
-        raise ValueError(
-            f"forgetting attention needs a cache of bfloat16, float32 or float64, which keeps all "
-            f"digits of its gates, got {jnp.dtype(dtype)}; give CacheConfig(dtype='bfloat16')"
-        )
 
 
 def _gates(
@@ -190,9 +179,9 @@ def _kept(k: jax.Array, like: jax.Array) -> _Pair:
     *tokens, K, features = k.shape
     G, count = like.shape[-1] // K, sum(PARTS)
     parts = k[..., features - count * G :].astype(jnp.float32).reshape(*tokens, K, count, G)
-    p = [parts[..., n, :] for n in range(count)]
-    # In this order all sums are exact.
-    c, error = (lax.collapse(x, x.ndim - 2) for x in (p[0] + p[1] + p[2], p[3] + p[4]))
+    # The sums are exact, because the parts have other bits.
+    sums = [x.sum(-2) for x in jnp.split(parts, PARTS[:1], -2)]
+    c, error = (lax.collapse(x, x.ndim - 2) for x in sums)
     return c, error
 
 
@@ -200,5 +189,5 @@ def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> _Pair:
     """Read c [*B, 1, N] of the last token from keys [*B, K, S, ·], 0 if there is none."""
     slot = (length - 1)[..., None, None, None] % k.shape[-2]
     c, error = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
-    empty = length[..., None, None] == 0
-    return jnp.where(empty, 0.0, c), jnp.where(empty, 0.0, error)
+    has_last = length[..., None, None] > 0
+    return jnp.where(has_last, c, 0.0), jnp.where(has_last, error, 0.0)

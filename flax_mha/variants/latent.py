@@ -35,17 +35,16 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
     with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps only
     c and r, `kv_rank` + R numbers for each token, and computes neither k nor v: (q W_kᵀ) cᵀ is
-    q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v become a row of W_k and W_v, and c
-    gets a 1.
+    q kᵀ, and (weights · c) W_v is weights · v.
 
-    `rotary` is required, and `qkv_features` is N·H without R. Everything else is as in
-    `MultiHeadAttention`, but there is no cross-attention, `num_kv_heads`, `qk_norm`,
-    `normalize_qk`, `gate`, `exclusive`, `attention_fn` or learned `scale`.
+    `rotary` is required, and `qkv_features` is N·H without R. There is no cross-attention,
+    `num_kv_heads`, `qk_norm`, `normalize_qk`, `gate`, `exclusive`, `attention_fn` or learned
+    `scale`.
 
     Attributes:
       kv_rank: the features of c.
       rope_dim: the features of queries and keys that `rotary` rotates, R.
-      q_rank: the features W_d projects to; None to project queries from x.
+      q_rank: the features of x W_d; None to project queries from x.
       norm_epsilon: the epsilon of the norms.
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
@@ -72,8 +71,6 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         to_turn = self.rotary, q[..., H:], kv[..., None, self.kv_rank :]
         places: Any = turn_positions(*to_turn, call.positions, order, cache, call.lengths)
         q_rope, r = turn(*to_turn, *places)
-        if self.scale is None:
-            call = dataclasses.replace(call, scale=(H + R) ** -0.5)
         c = latent[..., None, :]
         heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
         has_slots = isinstance(cache, KVCache)
@@ -81,8 +78,11 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
         if has_slots:
             call.tap.refuse("kv", "a cache, which has only latents; edit `z` or `out`")
-            absorbed = functools.partial(_absorbed, p["key"], p["value"])
-            call = dataclasses.replace(call, attention=absorbed)
+        absorbed = functools.partial(_absorbed, p["key"], p["value"])
+        call = dataclasses.replace(
+            call, scale=(H + R) ** -0.5 if self.scale is None else call.scale,
+            attention=absorbed if has_slots else call.attention,
+        )  # fmt: skip
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     @nn.nowrap

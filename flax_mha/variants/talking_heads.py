@@ -29,14 +29,11 @@ class TalkingHeadsAttention(MultiHeadAttention):
         s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
 
     with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks,
-    dropout and the weights returned or captured belong to a mixed head n. Everything else is as in
-    `MultiHeadAttention`, but there is no `attention_fn`, `exclusive`, learned `scale`, or score
-    that reads queries and keys.
+    dropout and the weights belong to a mixed head n. There is no `attention_fn`, `exclusive`,
+    learned `scale`, or score that reads queries and keys.
 
     Longer vectors compute the sums, so any kernel works: query n holds all P_mn q_m, and each key
-    and value holds all heads. Memory is the kernel's, and both products take K times as long as in
-    `MultiHeadAttention`. If heads are sharded, each device receives the queries, keys and values of
-    all, and outputs are summed on the device of their head (see docs/sharding.md).
+    and value holds all heads. Both products take K times as long as in `MultiHeadAttention`.
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """
@@ -51,19 +48,23 @@ class TalkingHeadsAttention(MultiHeadAttention):
             raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
         K = self.num_kv_heads or self.num_heads
-        if self.scale is None:  # Mixed queries are longer.
-            call = dataclasses.replace(call, scale=heads.q.shape[-1] ** -0.5)
+        H = heads.q.shape[-1]
         mixed_queries = Partial(_mixed_queries, K, self.precision)
-        q = _mix(mixed_queries, True, heads.q, p["mix_scores"])
+        q = _mix(mixed_queries, True, K * H, heads.q, p["mix_scores"])
         as_one = functools.partial(sharding.auto, _as_one, sharding.KV_HEADS)
         k, v = jax.tree.map(as_one, (heads.k, heads.v))
         own_values = Partial(_own_values, K, self.precision)
-        attention = functools.partial(
-            common.attend, lambda x: _mix(own_values, False, x, p["mix_weights"])
-        )
-        heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
+
+        def mix_weights(x: jax.Array) -> jax.Array:
+            return _mix(own_values, False, x.shape[-1] // K, x, p["mix_weights"])
+
+        call = dataclasses.replace(
+            call, attention=functools.partial(common.attend, mix_weights),
+            # Mixed queries are longer.
+            scale=H**-0.5 if self.scale is None else call.scale,
+        )  # fmt: skip
         # Other layers cannot read these keys and values.
-        return core.attend(p, self, heads, call, cache)._replace(kv=None)
+        return core.attend(p, self, heads._replace(q=q, k=k, v=v), call, cache)._replace(kv=None)
 
     @nn.nowrap
     def check_fields(self) -> None:
@@ -74,14 +75,15 @@ class TalkingHeadsAttention(MultiHeadAttention):
     @nn.nowrap
     def table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return the parameters."""
-        mixing = ArrayEntry(
-            (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
-        )
+        N = self.num_heads
+        mixing = ArrayEntry((N, N), (None, "heads"), _identity, is_random=False)
         return super().table(D, Dk, Dv) | {"mix_scores": mixing, "mix_weights": mixing}
 
 
-def _mix(fn: Callable[..., jax.Array], gathers: bool, x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Return fn(x, mixing) over the heads of x [*B, T, N, ·]. Each device computes its heads.
+def _mix(
+    fn: Callable[..., jax.Array], gathers: bool, features: int, x: jax.Array, mixing: jax.Array
+) -> jax.Array:
+    """Return fn(x, mixing) [*B, T, N, features] for heads x [*B, T, N, ·], sharded by heads.
 
     If it `gathers`, a device reads all heads; otherwise the results of all devices are summed.
     """
@@ -89,8 +91,7 @@ def _mix(fn: Callable[..., jax.Array], gathers: bool, x: jax.Array, mixing: jax.
     if not axes:
         return sharding.auto(fn, sharding.HEADS, x, mixing)
     names = (None, "heads") if gathers else ("heads", None)
-    shape = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x, mixing))).shape
-    out = (shape, sharding.HEADS)
+    out = ((*x.shape[:-1], features), sharding.HEADS)
     on_shard = Partial(_mix_shard, fn, gathers, axes)
     return sharding.local(on_shard, [sharding.HEADS, names], out, x, mixing)
 

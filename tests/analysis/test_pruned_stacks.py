@@ -187,10 +187,6 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (MultiHeadAttention(N, qk_norm=QKNorm(over_heads=True)), {"": (0,)}, "not mix them"),
     (PLAIN.clone(capture=Capture(("z",), heads=(1,))), {"": (0,)}, "nor capture some of them"),
     (
-        variants.ChosenBlocksAttention(N, num_kv_heads=2, share=True), {"": (0, 1)},
-        "parameters of its class and no others, got a Chosen",
-    ),
-    (
         PLAIN.clone(scores=(Kerple(np.ones(N, np.float32)),)), {"": (0,)},
         "masks and scores whose heads are known, got Kerple",
     ),

@@ -44,7 +44,7 @@ LAYERS: dict[str, Any] = {
     "forgetting": (variants.ForgettingAttention, {}),
     "differential": (variants.DifferentialAttention, {}),
     "talking heads": (variants.TalkingHeadsAttention, {}),
-    "chosen blocks": (variants.ChosenBlocksAttention, {"block": 4, "count": 2, "share": True}),
+    "chosen blocks": (variants.ChosenBlocksAttention, {"block": 4, "count": 2}),
     "latent": (variants.MultiHeadLatentAttention, {"rotary": Rotary()}),
 }  # fmt: skip
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from flax_mha import (
-    Classifier,
     Decoder,
     DecoderBlock,
     Encoder,
@@ -18,17 +17,14 @@ from flax_mha import (
     MultiHeadAttention,
     masks,
 )
-from flax_mha.models.embeddings import PatchEmbedding, TokenEmbedding
+from flax_mha.models.embeddings import TokenEmbedding
 
 B, T, S, D = 2, 6, 5, 8
 LENGTHS, MEMORY = np.array([4, 6]), np.array([5, 2])
 ORDER = np.array([3, 1, 0, 5, 4, 2])
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(B, T, D)), RNG.normal(size=(B, S, D))
-IMAGES = RNG.normal(size=(B, 2, 2 * T, 3))
 REAL, SEEN = np.arange(T) < LENGTHS[:, None], np.arange(S) < MEMORY[:, None]
-# The columns of the images, two per patch.
-SHOWN = np.repeat(REAL, 2, 1)[:, None, :, None]
 
 LAYER = MultiHeadAttention(2, num_kv_heads=1)
 PLAIN = MultiHeadAttention(2, head_dim=4)
@@ -49,9 +45,6 @@ MODULES: dict[str, tuple[nn.Module, tuple, tuple, dict[str, Any]]] = {
     "remat": (Encoder(1, BLOCK.clone(remat=True)), (X,), (REAL,), {}),
     "scan": (Encoder(2, BLOCK, scan=True), (X,), (REAL,), {}),
     "decoder": (Decoder(2, CROSS, scan=True), (X, Y), (REAL, SEEN), MEMORIES),
-    "classifier": (
-        Classifier(PatchEmbedding(2, D), Encoder(1, BLOCK), 3), (IMAGES,), (SHOWN,), {},
-    ),
     "language model": (
         LanguageModel(TokenEmbedding(7, D), Decoder(1, CROSS)),
         (np.arange(B * T).reshape(B, T) % 7, Y), (REAL, SEEN), MEMORIES,
@@ -70,7 +63,7 @@ def filled(x: np.ndarray, real: np.ndarray, padding: float, dtype: str) -> jax.A
 
 
 # In bfloat16 those that the others are part of.
-HALF = ("ordered", "decoder", "classifier", "language model")
+HALF = ("ordered", "decoder", "language model")
 CALLS = [(name, "float32") for name in MODULES] + [(name, "bfloat16") for name in HALF]
 
 
@@ -100,7 +93,7 @@ def _check(
                 given[n] = x
             out = module.apply(params, *given, **call)
             # Sum over real tokens only.
-            out = out if out.ndim == 2 else jnp.where(real[0][..., None], out, 0)
+            out = jnp.where(real[0][..., None], out, 0)
             return jnp.sum(out.astype(jnp.float32) ** 2), out
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, [inputs[n] for n in floats])

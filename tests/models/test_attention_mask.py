@@ -27,7 +27,6 @@ from flax_mha.interop.bert import Bert
 from flax_mha.models import PositionEmbedding, TokenEmbedding
 from flax_mha.positions import DynamicNtk, Rotary
 from tests.interop.odd_configs import CONFIGS
-from tests.models import test_generate_steps as steps
 from tests.support.oracle import random_like
 
 V, D, NEW = 13, 8, 4
@@ -39,7 +38,6 @@ REAL = {
     "between": [[1, 1, 1, 1, 1], [1, 0, 0, 1, 0], [0, 1, 1, 0, 1]],
 }
 SIDES = ["left", *(pytest.param(side, marks=pytest.mark.slow) for side in REAL if side != "left")]
-ENDS = ("left", "right", "both ends")
 
 
 def padded(side: str, padding: int = 7) -> tuple[np.ndarray, np.ndarray]:
@@ -179,31 +177,19 @@ def test_padded_sources_translate_as_alone(side: str, kind: str) -> None:
     np.testing.assert_allclose(static, np.stack(wanted), rtol=1e-4, atol=1e-4)
     traced = jax.jit(model.apply)(given, ids, target, attention_mask=mask)
     np.testing.assert_allclose(traced, np.stack(wanted), rtol=1e-4, atol=1e-4)
-    if side in ENDS:
-        call: Any = {"start": 1, "max_new_tokens": NEW}
-        tokens = [generate(model, given, np.array([text]), **call).tokens[0] for text in TEXTS]
-        found = generate(model, given, ids, attention_mask=mask, **call)
-        np.testing.assert_array_equal(found.tokens, np.stack(tokens))
+    call: Any = {"start": 1, "max_new_tokens": NEW}
+    tokens = [generate(model, given, np.array([text]), **call).tokens[0] for text in TEXTS]
+    found = generate(model, given, ids, attention_mask=mask, **call)
+    np.testing.assert_array_equal(found.tokens, np.stack(tokens))
 
 
 @pytest.mark.slow
 def test_full_masks_change_nothing() -> None:
-    """Tokenizers give one for texts of one length too; a step needs no lengths then."""
+    """Tokenizers give one for texts of one length too."""
     model, ids = MODELS["rotary"], np.array([TEXTS[0]])
     given, ones = weights(model, ids), np.ones((1, 5), np.int64)
     plain = model.apply(given, ids)
     np.testing.assert_array_equal(model.apply(given, ids, attention_mask=ones), plain)
-
-    # A step without the argument `lengths`, as none is needed.
-    step, (params, cache), _ = steps.nnx_model()
-    call: Any = {"cache": cache, "max_new_tokens": steps.NEW}
-    wanted = generate(step, params, steps.PROMPT, **call).tokens
-    mask = np.ones_like(steps.PROMPT)
-    found = generate(step, params, steps.PROMPT, attention_mask=mask, **call)
-    np.testing.assert_array_equal(found.tokens, wanted)
-    mask[1, 0] = 0
-    with pytest.raises(ValueError, match="lengths must be None for a step without that argument"):
-        generate(step, params, steps.PROMPT, attention_mask=mask, **call)
 
 
 @pytest.mark.slow
@@ -246,9 +232,9 @@ def test_invalid_masks_raise(mask: np.ndarray, error: Any, words: str) -> None:
 
 def test_masks_that_mean_nothing_raise() -> None:
     given, empty = weights(NN, IDS), MASK * np.array([[1], [0], [1]])
-    with pytest.raises(ValueError, match=r"a token in each row, got none in rows \[1\]; drop"):
+    with pytest.raises(ValueError, match=r"lengths must be in 1 … 5, got \[5, 0, 3\]"):
         generate(NN, given, IDS, attention_mask=empty, max_new_tokens=1)
-    with pytest.raises(ValueError, match="attention_mask must be None with lengths, got int64"):
+    with pytest.raises(ValueError, match="at most one of lengths and attention_mask"):
         generate(NN, given, IDS, attention_mask=MASK, lengths=np.array([5, 2, 3]), max_new_tokens=1)
     for name, x in (("lengths", np.array([5, 2, 3])), ("order", np.arange(5))):
         with pytest.raises(ValueError, match=f"attention_mask must be None with {name}, got both"):
@@ -259,23 +245,13 @@ def test_masks_that_mean_nothing_raise() -> None:
 
 
 def test_masks_that_translators_cannot_read_raise() -> None:
-    model, (ids, mask) = translator("learned"), padded("between")
-    given = weights(model, ids, ids)
-
-    def run(mask: Any) -> Any:
-        return generate(model, given, ids, attention_mask=mask, start=1, max_new_tokens=1)
-
-    with pytest.raises(ValueError, match="at one or both ends of a row, got padding between"):
-        run(mask)
-    with pytest.raises(ValueError, match="at one or both ends of a row, got a traced array"):
-        jax.jit(run)(mask)
     speech = interop.family(CONFIGS["whisper"])
     sound, target = speech.example
-    with pytest.raises(ValueError, match="attention_mask must be None for a Whisper, got int64"):
+    with pytest.raises(ValueError, match="none to Whisper or a step"):
         generate(
             speech.module, {"params": {}}, sound, attention_mask=MASK, start=1, max_new_tokens=1
         )
-    with pytest.raises(ValueError, match="attention_mask must be None for Whisper, which always"):
+    with pytest.raises(ValueError, match="attention_mask must have shape the tokens' shape"):
         speech.module.init(jax.random.key(0), sound, target, attention_mask=MASK)
 
 

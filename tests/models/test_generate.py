@@ -37,7 +37,7 @@ def translator() -> Translator:
     decoder = LanguageModel(
         TokenEmbedding(V, D), Decoder(2, block, scan=True), tied=False, position_embedding=table
     )
-    return Translator(Encoder(1, EncoderBlock(self, 16)), decoder, TokenEmbedding(V, D))
+    return Translator(Encoder(1, EncoderBlock(self, 16)), decoder)
 
 
 MODELS = {

@@ -1,4 +1,4 @@
-"""Stacks with layers that share keys and values: decoding, memory, scan and errors."""
+"""Stacks with layers that share keys and values: decoding, memory and errors."""
 
 import functools
 import re
@@ -118,28 +118,6 @@ def test_step_does_not_copy_cache() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < size
 
 
-@pytest.mark.slow
-def test_scan_and_remat_match_loop() -> None:
-    """Pairs of layers as in cross-layer attention, with gradients, and one layer left over."""
-    table = (None, 0, None, 2, None)
-    loop, scan = (
-        Encoder(5, blocks(EncoderBlock, remat=scan)[2:], kv_from=table, scan=scan)
-        for scan in (False, True)
-    )
-    params = random_like(jax.eval_shape(loop.init, KEY, X))["params"]
-    each = [[params[f"layers_{2 * i + n}"] for i in range(2)] for n in range(2)]
-    steps = {f"block_{n}": jax.tree.map(lambda *x: jnp.stack(x), *x) for n, x in enumerate(each)}
-    together = {"layers": steps} | {name: params[name] for name in ("layers_4", "norm")}
-
-    def loss(stack: Encoder, params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(stack.apply({"params": params}, x)))
-
-    pull = jax.jit(jax.value_and_grad(loss, 2), static_argnums=0)
-    (expected, wanted_dx), (actual, dx) = pull(loop, params, X), pull(scan, together, X)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
-    np.testing.assert_allclose(dx, wanted_dx, atol=1e-4)
-
-
 @pytest.mark.sampled(0.13, slow=0.2)
 def test_stack_takes_keys_and_values_of_another_stack() -> None:
     """As in YOCO's cross-decoder."""
@@ -158,8 +136,8 @@ def initialized(module: nn.Module, *inputs: Any, **call: Any) -> Any:
     return jax.eval_shape(functools.partial(module.init, **call), KEY, X, *inputs)
 
 
-def stack(*table: Any, scan: bool = False, several: int = 1, **call: Any) -> Any:
-    block = blocks(EncoderBlock)[:several]
+def stack(*table: Any, scan: bool = False, **call: Any) -> Any:
+    block = blocks(EncoderBlock)[:1]
     return initialized(Encoder(len(table), block, kv_from=table, scan=scan), **call)
 
 
@@ -183,21 +161,13 @@ VARIANTS: dict[Any, dict[str, Any]] = {
 }  # fmt: skip
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "length": (lambda: initialized(Encoder(3, blocks(EncoderBlock), kv_from=(None, 0))),
-               ValueError, r"for each of the 3 layers, got \(None, 0\)"),
-    "a number": (lambda: initialized(Encoder(3, blocks(EncoderBlock), kv_from=0)),
-                 ValueError, r"kv_from must be a tuple.* got 0"),
-    "forwards": (lambda: stack(None, 2, None), ValueError,
-                 r"kv_from\[1\] must be None or an earlier layer .* one of \[0\], got 2 in"),
-    "itself": (lambda: stack(None, 1), ValueError, r"kv_from\[1\] must be None or an .* got 1"),
-    "the first": (lambda: stack(0, None), ValueError, r"kv_from\[0\] must be None .* got 0 in"),
-    "of a taker": (lambda: stack(None, 0, 1), ValueError, r"kv_from\[2\] .* of \[0\], got 1"),
-    "negative": (lambda: stack(None, -1), ValueError, r"kv_from\[1\] must be at least 0"),
-    "a name": (lambda: stack(None, "0"), TypeError, r"kv_from\[1\] must be an int, got '0'"),
-    "scan of one": (lambda: stack(None, 0, scan=True), ValueError,
-                    r"scan .* has 1\), .* \(None, None\), got \(None, 0\); give"),
-    "scan across": (lambda: stack(None, None, 0, 1, scan=True, several=2), ValueError,
-                    r"scan .* has 2\), .*; give block= more blocks, or scan=False"),
-    "table and kv": (lambda: stack(None, 0, kv=PAIR), ValueError, "kv= must be None with kv_from"),
+               ValueError, r"for each of the 3 layers None, .* got \(None, 0\)"),
+    **{name: (lambda table=table: stack(*table), ValueError, "of an earlier layer with None, got")
+       for name, table in (("forwards", (None, 2, None)), ("itself", (None, 1)),
+                           ("the first", (0, None)), ("of a taker", (None, 0, 1)),
+                           ("negative", (None, -1)), ("a name", (None, "0")))},
+    "scan": (lambda: stack(None, 0, scan=True), ValueError, "cannot be used with scan=True"),
+    "table and kv": (lambda: stack(None, 0, kv=PAIR), ValueError, "cannot be used with .* or kv="),
     "inputs too": (lambda: take(PAIR, X), ValueError, "kv are keys and values themselves, got inp"),
     "order": (lambda: take(PAIR, call={"order": np.arange(T)}), ValueError,
               "order must be given to both layers"),

@@ -63,8 +63,6 @@ def test_registers_and_pooling_match_formula(lengths: list[int]) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"register_tokens": -1}, "register_tokens must be"),
-        ({"register_tokens": 1.5}, "register_tokens must be"),
         ({"pooling": "both"}, r"pooling must be one of \['first', 'first_and_mean', 'mean'\]"),
     ],
 )

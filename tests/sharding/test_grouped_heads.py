@@ -91,7 +91,7 @@ LAYERS: dict[str, MultiHeadAttention] = {
     "forgetting": ForgettingAttention(8, num_kv_heads=4),
     "talking": TalkingHeadsAttention(8, num_kv_heads=4),
     "chosen blocks": ChosenBlocksAttention(8, num_kv_heads=4, block=4, count=2),
-    "chosen blocks, shared": ChosenBlocksAttention(8, num_kv_heads=2, block=4, count=2, share=True),
+    "chosen blocks, two": ChosenBlocksAttention(8, num_kv_heads=2, block=4, count=2),
 }  # fmt: skip
 
 

@@ -181,7 +181,7 @@ CATALOGUE: dict[str, Entry] = {
     "translator": Entry(
         Translator,
         lambda **dtypes: Translator(
-            Encoder(1, _block()(**dtypes)), _language_model(True, **dtypes), _table(**dtypes)
+            Encoder(1, _block()(**dtypes)), _language_model(True, **dtypes)
         ),
         "two texts",
     ),

@@ -89,7 +89,6 @@ def sparse() -> nn.Module:
 LAYERS = {
     "all": lambda: MultiHeadAttention(mask=masks.Causal(), **FIELDS),
     "MoBA": lambda: ChosenBlocksAttention(**BLOCKS, **FIELDS),
-    "NSA": lambda: ChosenBlocksAttention(share=True, num_kv_heads=1, **BLOCKS, **FIELDS),
     "DeepSeek": sparse,
 }
 

@@ -28,9 +28,7 @@ def layer(**fields: Any) -> ChosenBlocksAttention:
     return ChosenBlocksAttention(N, **defaults | fields)
 
 
-def expected(
-    params: Any, x: Any, share: bool = False, query_block: int = 1, mask: Any = True
-) -> np.ndarray:
+def expected(params: Any, x: Any, query_block: int = 1, mask: Any = True) -> np.ndarray:
     """Compute the layer query by query. `mask` is bool, broadcastable to [B, N, T, T]."""
     x, p = float64(x), float64(params)
     q, k, v = (oracle.project(p[name], x) for name in ("query", "key", "value"))
@@ -42,23 +40,15 @@ def expected(
     for b, n, i in np.ndindex(2, N, T):
         first = i // query_block * query_block
         together, past = slice(first, first + query_block), first // BLOCK
-        heads = range(n // G * G, (n // G + 1) * G) if share else [n]
-        seen = {m: may[b, m, together].any(0) for m in heads}
-        total: dict[int, float] = {}
-        for m in heads:
-            asks = q[b, first + int(seen[m][together].argmax()), m]
-            scores = {}
-            for c in range(past):
-                keys = np.flatnonzero(seen[m] & (np.arange(T) // BLOCK == c))
-                if len(keys):
-                    scores[c] = asks @ k_of[b, keys, m].mean(0)
-            if share:
-                exp = {c: np.exp(s / np.sqrt(H)) for c, s in scores.items()}
-                scores = {c: e / sum(exp.values()) for c, e in exp.items()}
-            total |= {c: total.get(c, 0) + s for c, s in scores.items()}
-        near = {j // BLOCK for m in heads for j in np.flatnonzero(seen[m])}
-        own = [c for c in near if c >= past]
-        for c in [*sorted(total, key=total.get, reverse=True)[: 3 - len(own)], *own]:
+        seen = may[b, n, together].any(0)
+        asks = q[b, first + int(seen[together].argmax()), n]
+        scores = {}
+        for c in range(past):
+            keys = np.flatnonzero(seen & (np.arange(T) // BLOCK == c))
+            if len(keys):
+                scores[c] = asks @ k_of[b, keys, n].mean(0)
+        own = [c for c in {j // BLOCK for j in np.flatnonzero(seen)} if c >= past]
+        for c in [*sorted(scores, key=scores.get, reverse=True)[: 3 - len(own)], *own]:
             allowed[b, n, i, BLOCK * c : BLOCK * (c + 1)] = True
     out, _, _ = oracle.attention(q, k, v, allowed=allowed & may)
     return oracle.project(p["out"], out, contracted=2)
@@ -66,7 +56,7 @@ def expected(
 
 @pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-@pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
+@pytest.mark.parametrize("fields", [{}, {"query_block": 2}, {"query_block": 8}])
 def test_chosen_blocks_match_formula(kernel: str, fields: dict[str, Any]) -> None:
     module = layer(kernel=kernel, **fields)
     params = drawn(module, X)
@@ -74,7 +64,7 @@ def test_chosen_blocks_match_formula(kernel: str, fields: dict[str, Any]) -> Non
 
 
 @pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
+@pytest.mark.parametrize("fields", [{}, {"query_block": 2}, {"query_block": 8}])
 def test_choices_use_only_visible_keys(fields: dict[str, Any]) -> None:
     """Block means cover visible keys only, and blocks without any are never chosen."""
     rng = np.random.default_rng(2)

@@ -19,9 +19,7 @@ LAYERS: dict[str, Any] = {
     "differential": variants.DifferentialAttention(2),
     "talking heads": variants.TalkingHeadsAttention(2),
     "chosen": variants.ChosenBlocksAttention(2, block=4, count=2),
-    "chosen together": variants.ChosenBlocksAttention(
-        2, block=4, count=2, share=True, query_block=2
-    ),
+    "chosen together": variants.ChosenBlocksAttention(2, block=4, count=2, query_block=2),
     "latent": variants.MultiHeadLatentAttention(2, rotary=Rotary()),
     **{name: MultiHeadAttention(2, rotary=Rotary(scaling=x)) for name, x in SCALED.items()},
     **{name: MultiHeadAttention(2, normalizer=name) for name in OTHERS},

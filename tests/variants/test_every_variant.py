@@ -34,7 +34,6 @@ FIELDS: dict[str, dict[str, Any]] = {
 # Each cache of T tokens, and the bound on the rounding of its steps.
 CACHES: list[tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...], float]] = [
     ("ChosenBlocks", {}, (K, T, H), (K, T, H), 1e-5),
-    ("ChosenBlocks", {"share": True}, (K, T, H), (K, T, H), 1e-5),
     ("Differential", {}, (2 * K, T, H), (2 * K, T, 2 * H), 1e-5),
     ("Forgetting", {}, (K, T, H + 5 * N // K), (K, T, H), 2e-6),
     ("MultiHeadLatent", {}, (1, T, 4), (1, T, 7), 1e-5),  # Each latent once.
@@ -114,8 +113,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("ChosenBlocks", {"block": 0}, {}, "block must be at least 1"),
     ("ChosenBlocks", {"count": 1.5}, {}, "count must be an int"),
     ("ChosenBlocks", {"query_block": 7}, {}, r"at least 3, the blocks of 4 keys that 7 queries"),
-    ("ChosenBlocks", {"attention_fn": nn.dot_product_attention}, {}, "attention_fn cannot be used"),
-    ("ChosenBlocks", {"share": True, "scale": "learned"}, {}, "a number with share=True, got"),
+    ("ChosenBlocks", {"attention_fn": nn.dot_product_attention}, {}, "has no attention_fn"),
     ("ChosenBlocks", {}, {"order": np.arange(T)}, "order cannot be used with chosen blocks"),
     ("ChosenBlocks", {"decode": True, "query_block": 2}, {}, "chooses for each token, got query_b"),
     ("ChosenBlocks", {"decode": True, "cache": CacheConfig(slots=8), "mask": masks.Window(3, 0)},
@@ -123,7 +121,6 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Differential", {"sinks": True}, {}, "has no sinks"),
     ("Differential", {"v_head_dim": 3}, {}, "has no v_head_dim"),
     ("Differential", {"scale": "learned"}, {}, "scale must be a number"),
-    ("Differential", {"offset": "0.8"}, {}, "offset must be a number"),
     ("Forgetting", {"attention_fn": nn.dot_product_attention}, {}, "has no attention_fn"),
     ("Forgetting", RELATIVE, {}, "no scores of query .* got Relative"),
     ("Forgetting", {"decode": True, "cache": CacheConfig(dtype="int8")}, {}, "all digits .* int8"),
