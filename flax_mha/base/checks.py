@@ -6,6 +6,7 @@ that they are static.
 
 import dataclasses
 import difflib
+import inspect
 import math
 import warnings
 from collections.abc import Collection, Iterable
@@ -19,6 +20,8 @@ Choice = TypeVar("Choice")
 Integers: TypeAlias = jax.Array | np.ndarray
 
 _INT32 = np.iinfo(np.int32)
+# Packages that are not the user's code.
+_LIBRARIES = ("flax_mha", "flax", "jax")
 
 
 def array(name: str, x: Any) -> Any:
@@ -214,8 +217,11 @@ def arguments(args: Any) -> tuple[Any, ...]:
 
 
 def warn(message: str) -> None:
-    """Warn at the line that calls the function that calls this."""
-    warnings.warn(message, UserWarning, stacklevel=3)
+    """Warn at the line of the user's code that called this package."""
+    level, frame = 1, inspect.currentframe()
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def describe(x: Any) -> str:

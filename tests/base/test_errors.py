@@ -489,7 +489,7 @@ MODELS: list[Case] = [
     generated("capacity", ValueError, r"capacity must have room for 6 tokens, the 4.*got 5; enl",
               capacity=5),
     ("generate: table", lambda: generate(TABLE, TABLE.init(KEY, TOKENS), TOKENS, max_new_tokens=3),
-     ValueError, r"at most max_length=5 tokens for a learned .* got 6; raise"),
+     ValueError, r"positions must be in 0 … 4, got 5; raise max_length"),
     generated("temperature", ValueError, r"temperature must be at least 0.*got -1", temperature=-1),
     generated("no rng", TypeError, r"rng must be .* got None", temperature=1.0),
     generated("top_p", ValueError, r"top_p must be in \(0, 1\], got 0", rng=KEY, temperature=1.0,

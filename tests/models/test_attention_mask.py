@@ -232,7 +232,7 @@ def test_invalid_masks_raise(mask: np.ndarray, error: Any, words: str) -> None:
 
 def test_masks_that_mean_nothing_raise() -> None:
     given, empty = weights(NN, IDS), MASK * np.array([[1], [0], [1]])
-    with pytest.raises(ValueError, match=r"lengths must be in 1 … 5, got \[5, 0, 3\]"):
+    with pytest.raises(ValueError, match="lengths must be in 1 … 5, got 0"):
         generate(NN, given, IDS, attention_mask=empty, max_new_tokens=1)
     with pytest.raises(ValueError, match="at most one of lengths and attention_mask"):
         generate(NN, given, IDS, attention_mask=MASK, lengths=np.array([5, 2, 3]), max_new_tokens=1)
