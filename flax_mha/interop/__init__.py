@@ -38,7 +38,7 @@ from flax_mha.interop import (
     vision,
     whisper,
 )
-from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, several, shown
+from flax_mha.interop.checked_config import REMEDY, Config, several, shown
 from flax_mha.interop.contexts import within as within
 from flax_mha.interop.device_put import place
 from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
@@ -102,14 +102,13 @@ def family(config: Config) -> Family:
     Raises:
       ValueError: if the family or one of the settings is not supported.
     """
-    settings = FileSettings(config)
-    model_type = settings.get("model_type")
+    model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
             f"the config's model_type must be one of {', '.join(sorted(FAMILIES))}, got "
             f"{shown(model_type)}; docs/interop.md shows how to write a table"
         )
-    if quantized := settings.get("quantization_config"):
+    if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "an unknown method")
         raise ValueError(
             f"weights must have a floating dtype, got {method} in the config's "
@@ -121,6 +120,11 @@ def family(config: Config) -> Family:
         raise ValueError(
             f"the config of a {model_type} must have {error}, got none; {REMEDY}"
         ) from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the config of a {model_type} must have values of the right types, got: {error}; "
+            f"{REMEDY}"
+        ) from error
 
 
 def load(

@@ -11,7 +11,7 @@ from flax_mha import masks
 from flax_mha.base import numerics
 from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
-from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, filled
+from flax_mha.interop.checked_config import Config, filled
 from flax_mha.interop.shared_settings import activation, example_image, grid, refuse
 from flax_mha.interop.vision import block, image
 from flax_mha.layer.linear import Projection
@@ -19,9 +19,6 @@ from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier, Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.feed_forward import MLP
-
-HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
-
 
 _SIZES = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768,
           "intermediate_size": 3072}  # fmt: skip
@@ -165,6 +162,14 @@ class AttentionPool(nn.Module):
 
 
 _TEXT = (np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
+_PARTS = {
+    "self_attn.q_proj": "attention/query", "self_attn.k_proj": "attention/key",
+    "self_attn.v_proj": "attention/value", "self_attn.out_proj": "attention/out",
+    "layer_norm1": "attention_norm", "layer_norm2": "mlp_norm",
+    "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down",
+}  # fmt: skip
+# SigLIP's pool.
+_POOL = {"layernorm": "norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
 
 
 def towers(config: Config) -> table.Family:
@@ -173,19 +178,14 @@ def towers(config: Config) -> table.Family:
     defaults, is_clip = _DEFAULTS[kind], kind == "clip"
     text, token, text_rows = _texts(_part(config, "text", defaults[0]), is_clip, "text")
     vision = _part(config, "vision", defaults[1])
-    image, pool, rows, example = _images(vision, is_clip, "image")
+    image, pool, rows = _images(vision, is_clip, "image")
     features = config.get("projection_dim", 512) if is_clip else None
     module = Towers(image, text, features, pool, not is_clip, token)
-    if is_clip:
-        rows += [
-            *table.linear("visual_projection", "image_projection", bias=False),
-            *table.linear("text_projection", "text_projection", bias=False),
-            table.TensorRule("logit_scale", "logit_scale"),
-        ]
-    else:
-        rows += table.linear("text_model.head", "text_projection")
-        rows += [table.TensorRule(x, x, table.wrapped(1)) for x in ("logit_scale", "logit_bias")]
-    return table.Family(module, (example, *_TEXT), rows + text_rows, BUFFERS)
+    head = "text_projection" if is_clip else "text_model.head"
+    rows += table.parts("", "", {"visual_projection": "image_projection", head: "text_projection"})
+    scalar = table.SAME if is_clip else table.WRAPPED
+    rows += [table.TensorRule(x, x, scalar) for x in ("logit_scale", "logit_bias")]
+    return table.Family(module, (*example_image(vision), *_TEXT), rows + text_rows, BUFFERS)
 
 
 def images(config: Config) -> table.Family:
@@ -193,17 +193,16 @@ def images(config: Config) -> table.Family:
 
     As in `transformers`, CLIP norms only the image's vector, and SigLIP norms all tokens.
     """
-    kind = config["model_type"].removesuffix("_vision_model")
+    kind, norm = config["model_type"].removesuffix("_vision_model"), None
     config = filled(config, **_DEFAULTS[kind][1])
-    encoder, pool, rows, example = _images(config, kind == "clip", "encoder")
-    norm = None
+    encoder, pool, rows = _images(config, kind == "clip", "encoder")
     if kind == "clip":
         encoder = encoder.clone(encoder=encoder.encoder.clone(final_norm=False))
-        norm, name = layer_norm(config["layer_norm_eps"]), "vision_model.post_layernorm"
-        rows = [x for x in rows if not x.theirs.startswith(name)] + table.norm(name, "norm")
+        norm = layer_norm(config["layer_norm_eps"])
+    rows += table.norm("vision_model.post_layernorm", "norm")
     heads = ("visual_projection.*", "classifier.*")
     module = Tower(encoder, pool, norm=norm)
-    return table.Family(module, (example,), rows, BUFFERS, heads, "vision_model.")
+    return table.Family(module, example_image(config), rows, BUFFERS, heads, "vision_model.")
 
 
 def texts(config: Config) -> table.Family:
@@ -211,87 +210,70 @@ def texts(config: Config) -> table.Family:
     kind = config["model_type"].removesuffix("_text_model")
     is_clip = kind == "clip"
     encoder, token, rows = _texts(filled(config, **_DEFAULTS[kind][0]), is_clip, "encoder")
-    rows += [] if is_clip else table.linear("text_model.head", "projection")
+    rows += table.linear("text_model.head", "projection")
     module = Tower(encoder, projected=not is_clip, token=token)
     return table.Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
 
 
-def _part(config: Config, name: str, defaults: dict[str, Any]) -> FileSettings:
+def _part(config: Config, name: str, defaults: dict[str, Any]) -> Config:
     """Return the settings of the encoder `name`, filled with defaults."""
-    part: FileSettings = config[f"{name}_config"]
+    part: Config = filled(config[f"{name}_config"], **defaults)
     # The first configs have a second copy of the settings, which must agree.
-    other: Config = config.get(f"{name}_config_dict") or {}
-    for setting in other:
-        refuse(other, **{setting: part.get(setting, defaults.get(setting, other[setting]))})
-    return filled(part, **defaults)
+    other: Config = config.get(f"{name}_config_dict", {})
+    refuse(other, **{setting: part.get(setting, other[setting]) for setting in other})
+    return part
 
 
 def _images(
     config: Config, is_clip: bool, ours: str
-) -> tuple[Classifier, AttentionPool | None, list[table.TensorRule], np.ndarray]:
-    """Return the image encoder, SigLIP's pool, their rules, and an example image.
+) -> tuple[Classifier, AttentionPool | None, list[table.TensorRule]]:
+    """Return the image encoder, SigLIP's pool, and their rules.
 
     In CLIP a learned token represents the image.
     """
-    encoder = image(config, int(is_clip), patch_bias=not is_clip, input_norm=is_clip)
-    theirs = "vision_model.embeddings"
+    stack = Encoder(config["num_hidden_layers"], block(config), input_norm=is_clip)
+    encoder = image(config, stack, not is_clip, class_tokens=int(is_clip))
+    theirs, layout = "vision_model.embeddings", table.patches(*grid(config)[1])
+    head, leaves = "vision_model.head", ("weight", "bias")
     rows = [
-        *table.linear(
-            f"{theirs}.patch_embedding", f"{ours}/embedding/patches", not is_clip,
-            axes=table.patches(*grid(config)[1]),
-        ),
-        table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
-        *_layers("vision_model", f"{ours}/encoder", config),
-        *table.norm("vision_model.post_layernorm", f"{ours}/encoder/norm"),
+        *table.linear(f"{theirs}.patch_embedding", f"{ours}/embedding/patches", lambda _: layout),
+        table.TensorRule(f"{theirs}.class_embedding", f"{ours}/class_tokens", table.FLATTENED),
+        *_rows("vision_model", ours, config, {
+            "embeddings.position_embedding": "positions", "pre_layrnorm": "encoder/input_norm",
+            "post_layernorm": "encoder/norm",
+        }),
+        table.TensorRule(f"{head}.probe", "pool/probe", table.WRAPPED),
+        *table.attention(f"{head}.attention", "pool/attention", table.TORCH_HEADS, leaves=leaves),
+        *table.parts(head, "pool", _POOL),
     ]  # fmt: skip
-    example = example_image(config, config["num_channels"])
     if is_clip:
-        name, axes = f"{theirs}.class_embedding", table.FLATTENED
-        rows.append(table.TensorRule(name, f"{ours}/class_tokens", axes))
-        rows += table.norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
-        return encoder, None, rows, example
+        return encoder, None, rows
     refuse(config, vision_use_head=True)
     mlp = MLP(config["intermediate_size"], activation(config, "hidden_act"))
     layer = MultiHeadAttention(config["num_attention_heads"])
-    head, leaves = "vision_model.head", ("weight", "bias")
-    rows += [
-        table.TensorRule(f"{head}.probe", "pool/probe", table.wrapped(1)),
-        *table.attention(f"{head}.attention", "pool/attention", table.TORCH_HEADS, leaves=leaves),
-        *table.parts(
-            head, "pool", {"layernorm": "norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
-        ),
-    ]
-    return encoder, AttentionPool(layer, mlp, config["layer_norm_eps"]), rows, example
+    return encoder, AttentionPool(layer, mlp, config["layer_norm_eps"]), rows
 
 
 def _texts(
     config: Config, is_clip: bool, ours: str
 ) -> tuple[Bert, int | str, list[table.TensorRule]]:
     """Return the text encoder, the token that represents a text (see `Tower`), and the rules."""
-    theirs, D, mask = "text_model.embeddings", config["hidden_size"], None
-    token: int | str = "last"
+    mask, token = None, "last"
     if is_clip:
-        mask, token = masks.Causal(), config["eos_token_id"]
-        if not isinstance(token, int):
-            raise ValueError(f"the config's eos_token_id must be one number, got {token}; {REMEDY}")
         # The first configs have 2 in place of the largest id.
+        mask, token = masks.Causal(), config["eos_token_id"]
         token = "largest" if token == 2 else token
     encoder = Bert(
-        TokenEmbedding(config["vocab_size"], D), None,
+        TokenEmbedding(config["vocab_size"], config["hidden_size"]), None,
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(config["num_hidden_layers"], block(config, mask=mask)),
     )  # fmt: skip
-    return encoder, token, [
-        table.TensorRule(f"{theirs}.token_embedding.weight", f"{ours}/embedding/table/embedding"),
-        table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
-        *_layers("text_model", f"{ours}/encoder", config),
-        *table.norm("text_model.final_layer_norm", f"{ours}/encoder/norm"),
-    ]  # fmt: skip
-
-
-def _layers(theirs: str, ours: str, config: Config) -> list[table.TensorRule]:
-    count, layer = config["num_hidden_layers"], f"{theirs}.encoder.layers.{{}}"
-    return table.stack(count, layer, ours, {"self_attn": "attention"}, HEADS, {
-        "layer_norm1": "attention_norm", "layer_norm2": "mlp_norm",
-        "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down",
+    return encoder, token, _rows("text_model", ours, config, {
+        "embeddings.token_embedding": "embedding/table",
+        "embeddings.position_embedding": "positions", "final_layer_norm": "encoder/norm",
     })  # fmt: skip
+
+
+def _rows(theirs: str, ours: str, config: Config, names: dict[str, str]) -> list[table.TensorRule]:
+    layer = table.parts(f"{theirs}.encoder.layers.{{}}", f"{ours}/encoder/layers_{{}}", _PARTS)
+    return table.parts(theirs, ours, names) + table.per_layer(config["num_hidden_layers"], layer)

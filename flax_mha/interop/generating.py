@@ -58,7 +58,7 @@ def generation(path: AnyPath) -> dict[str, Any]:
         arguments["beams"] = settings["num_beams"]
         arguments["length_penalty"] = settings.get("length_penalty", 1.0)
         arguments["early_stopping"] = settings.get("early_stopping", False)
-    if unread := settings.unread(neutral.among(_NEUTRAL)):
+    if unread := settings.unread(lambda n, x: n in _NEUTRAL and _NEUTRAL[n] in (..., x)):
         warnings.warn(
             f"{GENERATION} has settings that generate has no argument for: "
             f"{', '.join(sorted(unread))}",

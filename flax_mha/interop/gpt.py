@@ -8,7 +8,16 @@ from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, PositionEmbedding
 from flax_mha.models.blocks import DecoderBlock
 
-_LAYER = "decoder/layers_{}"
+_GPT2 = {
+    "attn.c_attn": ("attention/query", "attention/key", "attention/value"),
+    "attn.c_proj": "attention/out", "mlp.c_fc": "mlp/up", "mlp.c_proj": "mlp/down",
+    "ln_1": "attention_norm", "ln_2": "mlp_norm",
+}  # fmt: skip
+_NEOX = {
+    "attention.dense": "attention/out", "mlp.dense_h_to_4h": "mlp/up",
+    "mlp.dense_4h_to_h": "mlp/down", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+}  # fmt: skip
 
 
 def gpt2(config: Config) -> table.Family:
@@ -26,18 +35,9 @@ def gpt2(config: Config) -> table.Family:
             norm_epsilon=config["layer_norm_epsilon"],
         )  # fmt: skip
 
-    layer = "transformer.h.{}"
-    fused = tuple(f"{_LAYER}/attention/{name}" for name in table.PROJECTIONS[:3])
-    rows = table.linear(f"{layer}.attn.c_attn", fused, axes=table.in_out(), split=1)
-    rows += table.linear(f"{layer}.attn.c_proj", f"{_LAYER}/attention/out", axes=table.in_out(2))
-    rows += table.linear(f"{layer}.mlp.c_fc", f"{_LAYER}/mlp/up", axes=table.in_out())
-    rows += table.linear(f"{layer}.mlp.c_proj", f"{_LAYER}/mlp/down", axes=table.in_out())
-    rows += table.parts(layer, _LAYER, {"ln_1": "attention_norm", "ln_2": "mlp_norm"})
-    rows = [
-        table.TensorRule("transformer.wpe.weight", "position_embedding/embedding"),
-        *table.per_layer(layers, rows),
-        *table.norm("transformer.ln_f", "decoder/norm"),
-    ]
+    rows = table.per_layer(
+        layers, table.parts("transformer.h.{}", "decoder/layers_{}", _GPT2, kernel=table.in_out)
+    ) + table.parts("transformer", "", {"wpe": "position_embedding", "ln_f": "decoder/norm"})
     decoder = Decoder(layers, tuple(map(block, repeating_part(scales))))
     return language_model(
         config, D, decoder, rows, True, "transformer.wte",
@@ -54,35 +54,24 @@ HEAD_MAJOR = table.Layout(
 
 def gpt_neox(config: Config) -> table.Family:
     """Return the family of `GPTNeoXForCausalLM`."""
-    # The keys of configs from before `rope_parameters`.
-    old = {
-        "rope_theta": config.get("rotary_emb_base", 1e4),
-        "partial_rotary_factor": config.get("rotary_pct", 0.25),
-    }
     D, N, layers = (config[f] for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     biased = config.get("attention_bias", True)
-    rotation = rotary(filled(config, **old), partial=True)
+    # The keys of configs from before `rope_parameters`.
+    rotation = rotary(
+        filled(config, partial_rotary_factor=config.get("rotary_pct", 0.25)),
+        theta=config.get("rotary_emb_base", 1e4), partial=True,
+    )  # fmt: skip
     block = DecoderBlock(
         MultiHeadAttention(N, use_bias=biased, rotary=rotation),
         config["intermediate_size"], activation=activation(config, "hidden_act"),
         norm_epsilon=config["layer_norm_eps"], mlp_bias=True,
         parallel="own_norms" if config.get("use_parallel_residual", True) else False,
     )  # fmt: skip
-    layer = "gpt_neox.layers.{}"
-    fused = f"{layer}.attention.query_key_value"
-    kernels, biases = (
-        tuple(f"{_LAYER}/attention/{name}/{leaf}" for name in table.PROJECTIONS[:3])
-        for leaf in ("kernel", "bias")
-    )
-    rows = [
-        table.TensorRule(f"{fused}.weight", kernels, HEAD_MAJOR, split=1, heads=N),
-        *table.when(biased, table.TensorRule(f"{fused}.bias", biases, split=1, heads=N)),
-        *table.linear(f"{layer}.attention.dense", f"{_LAYER}/attention/out", biased, inputs=2),
-        *table.parts(layer, _LAYER, {
-            "mlp.dense_h_to_4h": "mlp/up", "mlp.dense_4h_to_h": "mlp/down",
-            "input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm",
-        }),
-    ]  # fmt: skip
+    fused, ours = "gpt_neox.layers.{}.attention.query_key_value", "decoder/layers_{}"
+    rows = table.parts("gpt_neox.layers.{}", ours, _NEOX)
+    for suffix, leaf, axes in ((".weight", "kernel", HEAD_MAJOR), (".bias", "bias", table.SAME)):
+        paths = tuple(f"{ours}/attention/{name}/{leaf}" for name in table.PROJECTIONS[:3])
+        rows.append(table.TensorRule(f"{fused}{suffix}", paths, axes, split=1, merged=True))
     rows = [
         *table.per_layer(layers, rows),
         *table.norm("gpt_neox.final_layer_norm", "decoder/norm"),

@@ -1,15 +1,21 @@
 """Llama, Mistral, Qwen, OLMo, Gemma, gpt-oss: decoders with rotary positions, MLPs or experts."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
 
 from flax_mha import masks
 from flax_mha.interop import table
-from flax_mha.interop.checked_config import FULL, REMEDY, SLIDING, Config, filled, shown
-from flax_mha.interop.shared_settings import activation, by_layer, refuse, repeating_part, rotary
+from flax_mha.interop.checked_config import Config, shown
+from flax_mha.interop.shared_settings import (
+    FULL,
+    SLIDING,
+    activation,
+    by_layer,
+    refuse,
+    repeating_part,
+    rotary,
+)
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
@@ -18,21 +24,21 @@ from flax_mha.models.experts import Experts
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
 
-# The most experts of all layers, as each has its own rules. Qwen3-235B-A22B has 12,032.
-_MAX_EXPERTS = 2**15
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
-HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED_MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+PARTS = {
+    "self_attn.q_proj": "attention/query", "self_attn.k_proj": "attention/key",
+    "self_attn.v_proj": "attention/value", "self_attn.o_proj": "attention/out",
+    "self_attn.q_norm": "attention/query_ln", "self_attn.k_norm": "attention/key_ln",
+    "self_attn.sinks": "attention/sinks",
+    "mlp.gate_proj": "mlp/gate", "mlp.up_proj": "mlp/up", "mlp.down_proj": "mlp/down",
+}  # fmt: skip
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-GEMMA_NORMS = NORMS | {
-    "post_attention_layernorm": "attention_branch_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "mlp_branch_norm",
-}
 _OLMO_NORMS = {
     "post_attention_layernorm": "attention_branch_norm",
     "post_feedforward_layernorm": "mlp_branch_norm",
 }
+GEMMA_NORMS = NORMS | _OLMO_NORMS | {"pre_feedforward_layernorm": "mlp_norm"}
 # Functions of a config and a layer's index, True if that layer has a window.
 Windows: TypeAlias = Callable[[Config, int], bool]
 
@@ -107,6 +113,15 @@ KINDS = {
 }  # fmt: skip
 
 
+def decoder_rows(
+    count: int, names: Mapping[str, str], more: Sequence[table.TensorRule] = (),
+    offset: float = 0.0,
+) -> list[table.TensorRule]:  # fmt: skip
+    """Return the rules of a decoder: `names` for `table.parts`, and more rules, of each layer."""
+    rows = [*table.parts(_THEIRS, _OURS, names, offset), *more]
+    return [*table.per_layer(count, rows), *table.norm("model.norm", "decoder/norm", offset)]
+
+
 def language_model(
     config: Config, features: int, decoder: Decoder, rows: list[table.TensorRule], tied: bool,
     embedding: str = "model.embed_tokens", head: str = "lm_head",
@@ -119,33 +134,28 @@ def language_model(
     (whose first part is optional) and `head` are names in the checkpoint, and `scale` is a factor
     of the embeddings.
     """
-    tied = config.get("tie_word_embeddings", tied)
     tokens = TokenEmbedding(config["vocab_size"], features, scale=scale)
-    return table.Family(
-        LanguageModel(tokens, decoder, tied, **fields), table.TOKEN_EXAMPLE,
-        [
-            table.TensorRule(f"{embedding}.weight", "embedding/table/embedding"), *rows,
-            *table.when(not tied, table.TensorRule(f"{head}.weight", "head/table/embedding")),
-        ],
-        ignored, heads, embedding.partition(".")[0] + ".",
-        {f"{head}.weight": f"{embedding}.weight"},
-    )  # fmt: skip
+    module = LanguageModel(tokens, decoder, config.get("tie_word_embeddings", tied), **fields)
+    rows = rows + table.parts("", "", {embedding: "embedding/table", head: "head/table"})
+    copies = {f"{head}.weight": f"{embedding}.weight"}
+    prefix = embedding.partition(".")[0] + "."
+    return table.Family(module, table.TOKEN_EXAMPLE, rows, ignored, heads, prefix, copies)
 
 
 def llama(
-    config: Config, mlps: list[Experts | None] | None = None,
-    expert_rows: list[table.TensorRule] | None = None, sinks: bool = False,
+    config: Config, mlps: Sequence[Experts | None] = (), more: Sequence[table.TensorRule] = (),
+    sinks: bool = False,
 ) -> table.Family:  # fmt: skip
     """Return the family of `LlamaForCausalLM`, Mistral, Qwen2, Qwen3, SmolLM3, Gemma 2 or 3.
 
-    `mlps` are the experts of each layer, or None for a gated MLP, and `expert_rows` their rules.
+    `mlps` are the experts of each layer, or None for a gated MLP, and `more` are a layer's rules of
+    experts.
     """
     traits = KINDS[config["model_type"]]
     D, layers = config["hidden_size"], _layers(config, traits)
-    mlps = mlps or [None] * len(layers)
-    parts = repeating_part([*zip(layers, mlps, strict=True)])
+    parts = repeating_part([*zip(layers, mlps or [None] * len(layers), strict=True)])
     blocks = tuple(_block(config, traits, *layer, mlp, sinks) for layer, mlp in parts)
-    rows = _rows(config, traits, [mlp is None for mlp in mlps]) + (expert_rows or [])
+    rows = decoder_rows(len(layers), PARTS | traits.norms, more, float(traits.is_gemma))
     gemma: dict[str, Any] = {}
     if traits.is_gemma:
         gemma = {"scale": D**0.5, "logits_cap": config.get("final_logit_softcapping")}
@@ -159,14 +169,11 @@ def _layers(config: Config, traits: LlamaTraits) -> list[tuple[int | None, Rotar
     theta = 1e4 if traits.is_local else traits.theta
     local_rotary = rotary(config, SLIDING, theta, local=traits.is_local)
     rotations = (rotary(config, FULL, traits.theta), local_rotary)
-    rotates = _rotates(config) if traits.has_nope else [True] * count
-    has_window = [False] * count
+    default = [FULL] * count
     if (rule := traits.windows) is not None:
-        by_rule, window = [rule(config, i) for i in range(count)], config.get("sliding_window")
-        if traits.switched and not config.get("use_sliding_window", False):
-            window = None
-        has_window = by_rule if window is not None else has_window
-    default = [SLIDING if x else FULL for x in has_window]
+        by_rule = [SLIDING if rule(config, i) else FULL for i in range(count)]
+        is_on = not traits.switched or config.get("use_sliding_window", False)
+        default = by_rule if config.get("sliding_window") is not None and is_on else default
     layer_types = by_layer(config, "layer_types", default)
     if not traits.listed and layer_types != default:
         raise ValueError(
@@ -174,33 +181,34 @@ def _layers(config: Config, traits: LlamaTraits) -> list[tuple[int | None, Rotar
             f"{config['model_type']}, which does not read them, got {shown(layer_types)}; delete "
             f"them if the weights do without"
         )
-    has_window = [x == SLIDING for x in layer_types]
+    rotates = _rotates(config) if traits.has_nope else [True] * count
     return [
-        (config["sliding_window"] if local else None, rotations[local] if rotated else None)
-        for local, rotated in zip(has_window, rotates, strict=True)
+        (config["sliding_window"] if x == SLIDING else None, rotations[x == SLIDING] if y else None)
+        for x, y in zip(layer_types, rotates, strict=True)
     ]
 
 
-def _rotates(config: Config) -> list[bool]:
+def _rotates(config: Config) -> Sequence[Any]:
     """Return for each layer of a SmolLM3 True if it has a rotary embedding."""
     count, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
-    default = [(i + 1) % every for i in range(count)]
-    return [x > 0 for x in by_layer(config, "no_rope_layers", default)]
+    return by_layer(config, "no_rope_layers", [(i + 1) % every > 0 for i in range(count)])
 
 
 def _block(
     config: Config, traits: LlamaTraits, window: int | None, rotation: Rotary | None,
     mlp: Experts | None, sinks: bool,
 ) -> DecoderBlock:  # fmt: skip
-    epsilon, gemma = config["rms_norm_eps"], traits.is_gemma
+    epsilon, gemma, biases = config["rms_norm_eps"], traits.is_gemma, traits.biases
     norm, norms = traits.qk_norm, traits.norms.values()
     scalar = config.get("query_pre_attn_scalar") if gemma else None
     cap = config.get("attn_logit_softcapping") if gemma else None
+    if biases is None:
+        biases = table.PROJECTIONS if config.get("attention_bias", traits.is_biased) else ()
     layer = MultiHeadAttention(
         config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
-        use_bias=_biases(config, traits),
+        use_bias=biases,
         rotary=rotation,
         mask=None if window is None else masks.Window(window - 1, 0),
         scale=None if scalar is None else scalar**-0.5,
@@ -217,32 +225,6 @@ def _block(
     )  # fmt: skip
 
 
-def _rows(config: Config, traits: LlamaTraits, has_mlp: list[bool]) -> list[table.TensorRule]:
-    """Return the rules of the stack without its experts."""
-    scale: dict[str, Any] = {"bias": False, "offset": float(traits.is_gemma)}
-    biases = [name in _biases(config, traits) for name in table.PROJECTIONS]
-    rows = table.attention(f"{_THEIRS}.self_attn", f"{_OURS}/attention", HEADS, biases)
-    for name, part in traits.norms.items():
-        rows += table.norm(f"{_THEIRS}.{name}", f"{_OURS}/{part}", **scale)
-    for x in ("query", "key") if traits.qk_norm is not None else ():
-        theirs, ours = f"{_THEIRS}.self_attn.{x[0]}_norm", f"{_OURS}/attention/{x}_ln"
-        rows += table.norm(theirs, ours, **scale)
-    mlp_rows = table.parts(
-        f"{_THEIRS}.mlp", f"{_OURS}/mlp", GATED_MLP, config.get("mlp_bias", False)
-    )
-    return [
-        *table.per_layer(len(has_mlp), rows),
-        *table.per_layer(np.flatnonzero(has_mlp), mlp_rows),
-        *table.norm("model.norm", "decoder/norm", **scale),
-    ]
-
-
-def _biases(config: Config, traits: LlamaTraits) -> tuple[str, ...]:
-    if traits.biases is not None:
-        return traits.biases
-    return table.PROJECTIONS if config.get("attention_bias", traits.is_biased) else ()
-
-
 def gpt_oss(config: Config) -> table.Family:
     """Return the family of `GptOssForCausalLM`, with weights in bfloat16."""
     refuse(config, swiglu_alpha=1.702, hidden_act="silu")
@@ -250,17 +232,17 @@ def gpt_oss(config: Config) -> table.Family:
         config["intermediate_size"], config["num_local_experts"], config["num_experts_per_tok"],
         activation="quick_gelu", limit=config.get("swiglu_limit", 7.0), offset=1.0, use_bias=True,
     )  # fmt: skip
-    prefix = f"{_THEIRS}.mlp.experts"
-    rows = [
-        table.TensorRule(f"{_THEIRS}.self_attn.sinks", f"{_OURS}/attention/sinks"),
-        *table.linear(f"{_THEIRS}.mlp.router", f"{_OURS}/mlp/router"),
-    ]
-    for suffix, leaf in (("", "kernel"), ("_bias", "bias")):
-        pair = (f"{_OURS}/mlp/gate_{leaf}", f"{_OURS}/mlp/up_{leaf}")
-        rows.append(table.TensorRule(f"{prefix}.gate_up_proj{suffix}", pair, alternate=True))
-        rows.append(table.TensorRule(f"{prefix}.down_proj{suffix}", f"{_OURS}/mlp/down_{leaf}"))
-    layers = config["num_hidden_layers"]
-    return llama(config, [experts] * layers, table.per_layer(layers, rows), sinks=True)
+    theirs, ours = f"{_THEIRS}.mlp.experts", f"{_OURS}/mlp"
+    rows = table.linear(f"{_THEIRS}.mlp.router", f"{ours}/router")
+    # Gates alternate with the other hidden features.
+    turns = table.Layout(lambda x, shape: x.reshape(shape), lambda x: x[..., None])
+    for suffix, leaf, split in (("", "kernel", 3), ("_bias", "bias", 2)):
+        pair = (f"{ours}/gate_{leaf}", f"{ours}/up_{leaf}")
+        rows += [
+            table.TensorRule(f"{theirs}.gate_up_proj{suffix}", pair, turns, split, merged=True),
+            table.TensorRule(f"{theirs}.down_proj{suffix}", f"{ours}/down_{leaf}"),
+        ]
+    return llama(config, [experts] * config["num_hidden_layers"], rows, sinks=True)
 
 
 def mixtral(config: Config) -> table.Family:
@@ -269,50 +251,35 @@ def mixtral(config: Config) -> table.Family:
         config["intermediate_size"], config["num_local_experts"], config["num_experts_per_tok"],
         activation=activation(config, "hidden_act"),
     )  # fmt: skip
-    is_sparse = [True] * config["num_hidden_layers"]
     names = {"w1": "gate", "w3": "up", "w2": "down"}
-    return _with_experts(config, experts, "block_sparse_moe", names, is_sparse)
+    rows = expert_rows(experts, "block_sparse_moe", names)
+    return llama(config, [experts] * config["num_hidden_layers"], rows)
 
 
 def qwen3_moe(config: Config) -> table.Family:
     """Return the family of `Qwen3MoeForCausalLM`, where some layers may have an MLP instead."""
     dense, step = config.get("mlp_only_layers", ()), config.get("decoder_sparse_step", 1)
     # The setting has either name.
-    local = config.get("num_local_experts")
-    count = (config if local is None else filled(config, num_experts=local))["num_experts"]
+    count = config.get("num_experts", config.get("num_local_experts"))
     experts = Experts(
         config["moe_intermediate_size"], count, config["num_experts_per_tok"],
         activation=activation(config, "hidden_act"), normalize=config.get("norm_topk_prob", False),
     )  # fmt: skip
     layers = range(config["num_hidden_layers"])
-    is_sparse = [i not in dense and (i + 1) % step == 0 for i in layers]
-    return _with_experts(config, experts, "mlp", GATED_MLP, is_sparse)
+    mlps = [experts if i not in dense and (i + 1) % step == 0 else None for i in layers]
+    return llama(config, mlps, expert_rows(experts, "mlp", GATED_MLP))
 
 
-def _with_experts(
-    config: Config, experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
-) -> table.Family:
-    """Return a family whose experts have one tensor for each kernel."""
-    rows = expert_rows(experts, part, names, is_sparse)
-    return llama(config, [experts if sparse else None for sparse in is_sparse], rows)
-
-
-def expert_rows(
-    experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
-) -> list[table.TensorRule]:
-    """Return the rules of the routers and experts, in layers where `is_sparse`.
+def expert_rows(experts: Experts, part: str, names: Mapping[str, str]) -> list[table.TensorRule]:
+    """Return the rules of a layer's router and experts, which have a tensor for each kernel.
 
     `part` is the name of the experts in a layer, and `names` are their kernels' names.
     """
-    rows = table.linear(f"{_THEIRS}.{part}.gate", f"{_OURS}/mlp/router", bias=False)
-    if len(is_sparse) * experts.num_experts > _MAX_EXPERTS:
-        raise ValueError(
-            f"the config's layers must have at most {_MAX_EXPERTS:,} experts in all, got "
-            f"{len(is_sparse):,} of {experts.num_experts:,}; {REMEDY}"
-        )
+    rows = table.linear(f"{_THEIRS}.{part}.gate", f"{_OURS}/mlp/router")
     for i in range(experts.num_experts):
         for name, kernel in names.items():
             theirs, ours = f"{_THEIRS}.{part}.experts.{i}.{name}.weight", f"{_OURS}/mlp/{kernel}"
-            axes, index = table.expert(), (i, i + 1)
-            rows.append(table.TensorRule(theirs, f"{ours}_kernel", axes, part=index))
-    return table.per_layer((i for i, sparse in enumerate(is_sparse) if sparse), rows)
+            rows.append(
+                table.TensorRule(theirs, f"{ours}_kernel", table.EXPERT, part=slice(i, i + 1))
+            )
+    return rows

@@ -77,5 +77,5 @@ def classified(
     for row in family.rows:
         ours = tuple(prefix + path for path in row.paths)
         rows.append(row._replace(theirs=family.prefix + row.theirs, ours=ours))
-    rows += linear(dense, "dense", fields.get("use_bias", True)) if dense else []
+    rows += linear(dense, "dense") if dense else []
     return family._replace(module=module, rows=rows + linear(head, "head"))

@@ -5,9 +5,11 @@ A setting that a family neither reads nor lists here is an error, as it may chan
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from flax_mha.interop.checked_config import Config, FileSettings, Result, several
+from flax_mha.interop.checked_config import Config, FileSettings, several
+
+Result = TypeVar("Result")
 
 # The value at which each setting is neutral, or `...` for any value.
 Neutral: TypeAlias = dict[str, Any]
@@ -117,25 +119,15 @@ WHISPER: Neutral = {"use_weighted_layer_sum": False} | names("""
 """)  # fmt: skip
 
 
-def among(known: Neutral) -> Callable[[str, Any], bool]:
-    """Return a function of a setting's path and value, True if the setting is neutral."""
-
-    def is_neutral(path: str, x: Any) -> bool:
-        name = path.rpartition(".")[2]
-        return name in known and known[name] in (..., x)
-
-    return is_neutral
-
-
-def checked(make: Callable[[Config], Result], neutral: Neutral) -> Callable[[Config], Result]:
+def checked(make: Callable[[Config], Result], known: Neutral) -> Callable[[Config], Result]:
     """Wrap a family's function to refuse settings that it does not read, unless neutral."""
-    is_neutral = among(ALWAYS | neutral)
+    known = ALWAYS | known
 
     @functools.wraps(make)
     def read(config: Config) -> Result:
         settings = FileSettings(config)
         result = make(settings)
-        if unread := settings.unread(is_neutral):
+        if unread := settings.unread(lambda name, x: name in known and known[name] in (..., x)):
             raise ValueError(
                 f"the config's settings must be known to this family, got {several(unread)}, which "
                 f"may change the outputs; delete those that only describe files or training"

@@ -7,14 +7,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flax_mha import positions
-from flax_mha.interop.checked_config import FULL, REMEDY, Config, filled, shown
+from flax_mha.interop.checked_config import REMEDY, Config, filled, shown
 from flax_mha.positions import Rotary
 
 Item = TypeVar("Item")
 
-# The most patches of one image. The example and Axial's table have all of them.
-_MAX_PATCHES = 2**16
-
+FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {
     "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu",
     "relu": "relu", "quick_gelu": "quick_gelu", "silu": "silu",
@@ -47,16 +45,16 @@ def rotary(
       local: True for Gemma 3's layers with a window, which read only `rope_local_base_freq` and
         `rope_parameters`.
     """
-    old: Config = {} if local else config.get("rope_scaling") or {}
-    new: Config = config.get("rope_parameters") or {}
+    old: Config = {} if local else config.get("rope_scaling", {})
+    new: Config = config.get("rope_parameters", {})
     new = new.get(layer_type, {} if local else new)
-    if differing := [x for x in old if x in new and old[x] != new[x]]:
+    if old and new:
         raise ValueError(
-            f"the config's rope_scaling and rope_parameters must not differ, got {differing} in "
-            f"both; delete one of the two"
+            f"the config must have one of rope_scaling and rope_parameters, got both, "
+            f"{shown({**old})} and {shown({**new})}; delete one of the two"
         )
     base = config.get("rope_local_base_freq" if local else "rope_theta", theta)
-    rope: Config = filled(new, old, rope_theta=base)
+    rope = filled(new or old, rope_theta=base)
     outer = config.get("partial_rotary_factor", 1.0)
     fraction: float = rope.get("partial_rotary_factor", outer)
     if not partial and {fraction, outer} != {1}:
@@ -75,13 +73,10 @@ def rotary(
 
 def _original_length(rope: Config, config: Config) -> Any:
     name = "original_max_position_embeddings"
-    lengths = {settings[name] for settings in (rope, config) if name in settings}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"the config's {name} must be the same everywhere, got {sorted(lengths)}; take the one "
-            f"of training"
-        )
-    return lengths.pop() if lengths else config["max_position_embeddings"]
+    for settings in (rope, config):
+        if name in settings:
+            return settings[name]
+    return config["max_position_embeddings"]
 
 
 def _factor(rope: Config, config: Config) -> Any:
@@ -125,24 +120,17 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
 }  # fmt: skip
 
 
-def grid(config: Config, image: str = "image_size") -> tuple[list[int], list[int]]:
+def grid(config: Config) -> tuple[list[int], list[int]]:
     """Return the rows and columns of an image's patches, and the height and width of a patch."""
-    (height, width), (h, w) = (
-        np.broadcast_to(config[name], 2).tolist() for name in (image, "patch_size")
-    )
-    rows, columns = height // h, width // w
-    if not 0 < rows * columns <= _MAX_PATCHES:
-        raise ValueError(
-            f"the config's {image} must have 1 … {_MAX_PATCHES:,} patches of its patch_size, got "
-            f"{height} × {width} of {h} × {w}; take both from one config.json"
-        )
-    return [rows, columns], [h, w]
+    names = ("image_size", "patch_size")
+    (height, width), (h, w) = (np.broadcast_to(config[x], 2).tolist() for x in names)
+    return [height // h, width // w], [h, w]
 
 
-def example_image(config: Config, channels: int, image: str = "image_size") -> np.ndarray:
-    """Return an image of the patches of a config."""
-    (rows, columns), (h, w) = grid(config, image)
-    return blank(1, rows * h, columns * w, channels)
+def example_image(config: Config) -> tuple[np.ndarray]:
+    """Return the arguments that initialize a model of a config's images."""
+    (rows, columns), (h, w) = grid(config)
+    return (blank(1, rows * h, columns * w, config.get("num_channels", 3)),)
 
 
 def blank(*shape: int) -> np.ndarray:
@@ -160,11 +148,11 @@ def repeating_part(items: Sequence[Item]) -> Sequence[Item]:
 
 def by_layer(config: Config, name: str, default: Sequence[Any]) -> Sequence[Any]:
     """Return a setting that is a list with an entry for each layer."""
-    entries = config.get(name, default)
-    if len(entries) != len(default):
+    entries: Sequence[Any] = config.get(name, default)
+    if len(entries) != len(default) or not {*entries} <= {FULL, SLIDING, 0, 1}:
         raise ValueError(
-            f"the config's {name} must be one for each of num_hidden_layers={len(default)}, got "
-            f"{len(entries)}; take both from one config.json"
+            f"the config's {name} must be {FULL} or {SLIDING}, or a flag, for each of "
+            f"num_hidden_layers={len(default)}, got {shown(entries)}; {REMEDY}"
         )
     return entries
 

@@ -10,6 +10,17 @@ from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Tra
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock
 from flax_mha.scores import RelativeBias
 
+_ATTENTION = {
+    "0.layer_norm": "attention_norm", "0.SelfAttention.q": "attention/query",
+    "0.SelfAttention.k": "attention/key", "0.SelfAttention.v": "attention/value",
+    "0.SelfAttention.o": "attention/out",
+}  # fmt: skip
+_CROSS = {
+    "1.layer_norm": "cross_attention_norm", "1.EncDecAttention.q": "cross_attention/query",
+    "1.EncDecAttention.k": "cross_attention/key", "1.EncDecAttention.v": "cross_attention/value",
+    "1.EncDecAttention.o": "cross_attention/out",
+}  # fmt: skip
+
 
 def t5(config: Config) -> table.Family:
     """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1, or of mT5."""
@@ -47,11 +58,11 @@ def t5(config: Config) -> table.Family:
             logits_scale=D**-0.5 if scaled else 1.0,
         ),
     )
-    rows = [table.TensorRule("shared.weight", "decoder/embedding/table/embedding")]
-    rows += _stack("encoder", "encoder", config["num_layers"], 1, gated)
-    rows += _stack("decoder", "decoder/decoder", count, 2, gated)
-    if not tied:
-        rows.append(table.TensorRule("lm_head.weight", "decoder/head/table/embedding"))
+    rows = [
+        *table.parts("", "decoder", {"shared": "embedding/table", "lm_head": "head/table"}),
+        *_stack("encoder", "encoder", config["num_layers"], _ATTENTION, 1, gated),
+        *_stack("decoder", "decoder/decoder", count, _ATTENTION | _CROSS, 2, gated),
+    ]
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     # The first checkpoints have a table that the model never reads.
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
@@ -61,18 +72,19 @@ def t5(config: Config) -> table.Family:
     )  # fmt: skip
 
 
-def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[table.TensorRule]:
+def _stack(
+    theirs: str, ours: str, layers: int, names: dict[str, str], mlp: int, gated: bool
+) -> list[table.TensorRule]:
     """Return the rules of a stack, where `mlp` is the MLP's index in a layer's parts."""
-    attentions = {"0.SelfAttention": "attention", "1.EncDecAttention": "cross_attention"}
-    attentions = dict([*attentions.items()][:mlp])
-    names = {f"{mlp}.layer_norm": "mlp_norm", f"{mlp}.DenseReluDense.wo": "mlp/down"}
-    for name, part in ({"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}).items():
-        names[f"{mlp}.DenseReluDense.{name}"] = f"mlp/{part}"
-    names |= {f"{i}.layer_norm": f"{part}_norm" for i, part in enumerate(attentions.values())}
-    layer, no = f"{theirs}.block.{{}}.layer", (False,) * 4
+    parts = {"layer_norm": "mlp_norm", "DenseReluDense.wo": "mlp/down"}
+    parts |= {"DenseReluDense.wi_0": "mlp/gate"} if gated else {}
+    parts[f"DenseReluDense.{'wi_1' if gated else 'wi'}"] = "mlp/up"
+    names = names | {f"{mlp}.{name}": part for name, part in parts.items()}
     biases = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return [
-        *table.stack(layers, layer, ours, attentions, "qkvo", names, no, bias=False),
+        *table.per_layer(layers, table.parts(
+            f"{theirs}.block.{{}}.layer", f"{ours}/layers_{{}}", names
+        )),
         table.TensorRule(biases, f"{ours}/relative_bias", table.transposed()),
-        *table.norm(f"{theirs}.final_layer_norm", f"{ours}/norm", bias=False),
-    ]
+        *table.norm(f"{theirs}.final_layer_norm", f"{ours}/norm"),
+    ]  # fmt: skip

@@ -14,7 +14,14 @@ from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Tra
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock
 from flax_mha.positions import PositionEmbedding
 
-HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
+_PARTS = {"fc1": "mlp/up", "fc2": "mlp/down", "final_layer_norm": "mlp_norm"} | {
+    f"{name}{theirs}": f"{part}{ours}"
+    for name, part in {"self_attn": "attention", "encoder_attn": "cross_attention"}.items()
+    for theirs, ours in {
+        ".q_proj": "/query", ".k_proj": "/key", ".v_proj": "/value", ".out_proj": "/out",
+        "_layer_norm": "_norm",
+    }.items()
+}  # fmt: skip
 
 
 class _Convolution(nn.Conv):
@@ -89,31 +96,19 @@ def whisper(config: Config) -> table.Family:
         positions=PositionEmbedding(max_length=config["max_source_positions"]),
     )
     convolution = table.Layout(lambda x, shape: x.T.reshape(shape), lambda x: x.T)
-    rows = [
-        table.TensorRule("model.encoder.embed_positions.weight", "positions/embedding"),
-        table.TensorRule(
-            "model.decoder.embed_positions.weight", "decoder/position_embedding/embedding"
-        ),
-        table.TensorRule("model.decoder.embed_tokens.weight", "decoder/embedding/table/embedding"),
-        *_stack("encoder", "encoder", config["encoder_layers"]),
-        *_stack("decoder", "decoder/decoder", config["decoder_layers"]),
-    ]
+    rows = table.parts("model", "", {
+        "encoder.embed_positions": "positions", "encoder.layer_norm": "encoder/norm",
+        "decoder.embed_positions": "decoder/position_embedding",
+        "decoder.embed_tokens": "decoder/embedding/table",
+        "decoder.layer_norm": "decoder/decoder/norm",
+    })  # fmt: skip
+    for side, ours in (("encoder", "encoder"), ("decoder", "decoder/decoder")):
+        layer = table.parts(f"model.{side}.layers.{{}}", f"{ours}/layers_{{}}", _PARTS)
+        rows += table.per_layer(config[f"{side}_layers"], layer)
     for n in (1, 2):
-        rows += table.linear(f"model.encoder.conv{n}", f"conv{n}", axes=convolution)
+        rows += table.linear(f"model.encoder.conv{n}", f"conv{n}", lambda _: convolution)
     sound = blank(1, 2 * config["max_source_positions"], config["num_mel_bins"])
     return table.Family(
         module, (sound, *table.TOKEN_EXAMPLE), rows,
         copies={"proj_out.weight": "model.decoder.embed_tokens.weight"},
     )  # fmt: skip
-
-
-def _stack(theirs: str, ours: str, layers: int) -> list[table.TensorRule]:
-    """Return the rules of a stack: its name in the checkpoint, its path and its layers."""
-    attentions = {"self_attn": "attention"}
-    if theirs == "decoder":
-        attentions["encoder_attn"] = "cross_attention"
-    names = {"fc1": "mlp/up", "fc2": "mlp/down", "final_layer_norm": "mlp_norm"}
-    names |= {f"{name}_layer_norm": f"{part}_norm" for name, part in attentions.items()}
-    layer, biases = f"model.{theirs}.layers.{{}}", (True, False, True, True)
-    rows = table.stack(layers, layer, ours, attentions, HEADS, names, biases)
-    return rows + table.norm(f"model.{theirs}.layer_norm", f"{ours}/norm")
