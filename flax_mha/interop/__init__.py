@@ -211,7 +211,7 @@ def save(
     model = family(given)
     tensors = stored(model, variables)
     if source is not None:
-        published = safetensors.names(source)
+        published = safetensors.file_names(source)
         own = {model.bare(name): name for name in published}
         tensors = {own.get(model.bare(name), name): x for name, x in tensors.items()}
         model.warn_of_heads(x for x in published if x not in tensors)

@@ -41,19 +41,17 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
 
 def _read(views: Sequence[np.ndarray], index: Any, dtype: Any) -> np.ndarray:
     """Return a slice of the concatenation of views, at an aligned address."""
-    parts = [views[0][index]]
+    parts, shape = [views[0][index]], views[0][index].shape
     if len(views) > 1:
-        rows = [row for view in views for row in view][index[0]]
-        parts = [row[(None, *index[1:])] for row in rows]
-    shape = parts[0].shape
-    if len(parts) > 1:
-        shape = (len(parts), *shape[1:])
+        rows = [row for view in views for row in view]
+        parts = [row[index[1:]] for row in rows[index[0]]]
+        shape = (len(parts), *parts[0].shape)
     size = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = np.empty(size + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
     out = buffer[start : start + size].view(dtype).reshape(shape)
-    for i, part in enumerate(parts):
-        _copy(out[i : i + 1] if len(parts) > 1 else out, part)
+    for target, part in zip(out if len(views) > 1 else [out], parts, strict=True):
+        _copy(target, part)
     return out
 
 
@@ -68,14 +66,3 @@ def _copy(out: np.ndarray, view: np.ndarray) -> None:
     columns = max(1, 64 // view.itemsize)
     for i in range(0, out.shape[-1], columns):
         out[..., i : i + columns] = view[..., i : i + columns]
-
-
-def equal(x: np.ndarray, y: np.ndarray) -> bool:
-    """Return True if two arrays have the same bits."""
-    if x is y:
-        return True
-    x, y = np.asarray(x), np.asarray(y)
-    if (x.shape, x.dtype) != (y.shape, y.dtype):
-        return False
-    # Compare rows, as the result of a whole comparison would take memory.
-    return all(a.tobytes() == b.tobytes() for a, b in zip(x, y, strict=True))

@@ -122,7 +122,7 @@ def test_aliases_match_transformers(name: str, tmp_path: Any) -> None:
         assert error(third, want[0][:, 2].numpy()) < 1e-5
     # Save it back, under the same names.
     interop.save(tmp_path / "theirs", variables, tmp_path / "again")
-    theirs_names, names = (safetensors.names(tmp_path / x) for x in ("theirs", "again"))
+    theirs_names, names = (safetensors.file_names(tmp_path / x) for x in ("theirs", "again"))
     unread = {x for x in theirs_names if "pooler" in x or x.endswith("mask_token")}
     assert {*names} == {*theirs_names} - unread
     config = case.config.to_dict() | {"architectures": [type(theirs).__name__]}
