@@ -11,7 +11,6 @@ A folder has a `config.json` and safetensors files. A family is a module with a 
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,6 +45,7 @@ from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
+from flax_mha.interop.neutral import DECODER, ENCODER, EXPERTS, names
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, stored
 from flax_mha.interop.torch_layers import from_torch as from_torch
@@ -58,38 +58,47 @@ __all__ = [
 __dir__ = __all__.copy
 
 _ADAPTER = "adapter_config.json"
-# Suffixes of the scales of quantized weights: DeepSeek's, compressed-tensors', torchao's, FBGEMM's.
-_SCALES = (
-    "weight_scale_inv", "weight_scale", "weight_scale_2", "input_scale", "scale_weight", "_scales",
-    ".scales",
-)  # fmt: skip
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
-    ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, neutral.BERT),
-    ("modernbert", modernbert.modernbert, neutral.MODERNBERT),
-    ("distilbert", bert.distilbert, neutral.BERT),
-    ("gpt2", gpt.gpt2, neutral.GPT2),
-    ("gpt_neox", gpt.gpt_neox, neutral.DECODER),
-    ("llama", llama.llama, neutral.LLAMA),
-    ("mistral ministral smollm3", llama.llama, neutral.DECODER),
-    ("qwen2 qwen3", llama.llama, neutral.QWEN),
-    ("olmo2", llama.llama, neutral.DECODER),
-    ("gemma2 gemma3_text", llama.llama, neutral.GEMMA),
-    ("gemma4_text", gemma4.gemma4, neutral.GEMMA4),
-    ("gpt_oss", llama.gpt_oss, neutral.EXPERTS),
-    ("mixtral", llama.mixtral, neutral.EXPERTS),
-    ("qwen3_moe", llama.qwen3_moe, neutral.QWEN3_MOE),
-    ("deepseek_v3", deepseek.deepseek_v3, neutral.DEEPSEEK),
-    ("t5 mt5", t5.t5, neutral.T5),
-    ("vit deit vit_msn", vision.vit, neutral.VIT),
-    ("dinov2 dinov2_with_registers", vision.dinov2, neutral.DINO),
-    ("dinov3_vit", vision.dinov3, neutral.DINO),
-    ("timm_vit", vision.timm_vit, neutral.TIMM),
-    ("vit_pytorch", vision.vit_pytorch, neutral.VIT_PYTORCH),
-    ("clip siglip", clip.towers, neutral.TOWERS),
-    ("clip_vision_model siglip_vision_model", clip.images, neutral.TOWERS),
-    ("clip_text_model siglip_text_model", clip.texts, neutral.TOWERS),
-    ("whisper", whisper.whisper, neutral.WHISPER),
-)
+    (
+        "bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert,
+        ENCODER | {"use_task_id": False},
+    ),
+    ("modernbert", modernbert.modernbert,
+     ENCODER | names("layer_norm_eps position_embedding_type")),
+    ("distilbert", bert.distilbert, ENCODER),
+    ("gpt2", gpt.gpt2, DECODER),
+    ("gpt_neox", gpt.gpt_neox, DECODER),
+    ("llama", llama.llama, DECODER | names("max_window_layers")
+     | {"use_sliding_window": False, "rope_interleaved": False}),
+    ("mistral ministral smollm3 olmo2", llama.llama, DECODER),
+    # Qwen2's biases are fixed, and the file's tensors are checked for them.
+    ("qwen2 qwen3", llama.llama, DECODER | {"use_mrope": False} | names("attention_bias")),
+    # `hidden_act` is the old key of `hidden_activation`.
+    ("gemma2 gemma3_text", llama.llama,
+     DECODER | {"use_bidirectional_attention": False} | names("hidden_act")),
+    # Sizes of parts that are refused, and images' tokens.
+    ("gemma4_text", gemma4.gemma4, DECODER | {"use_bidirectional_attention": "vision"} | names(
+        "moe_intermediate_size num_experts top_k_experts use_double_wide_mlp "
+        "vocab_size_per_layer_input"
+    )),
+    ("gpt_oss", llama.gpt_oss, EXPERTS),
+    ("mixtral", llama.mixtral, EXPERTS),
+    ("qwen3_moe", llama.qwen3_moe, EXPERTS | names("intermediate_size max_window_layers")),
+    ("deepseek_v3", deepseek.deepseek_v3, EXPERTS | names("head_dim qk_head_dim")),
+    ("t5 mt5", t5.t5, names("n_positions")),
+    ("vit deit vit_msn", vision.vit, ENCODER),
+    ("dinov2 dinov2_with_registers", vision.dinov2, ENCODER),
+    ("dinov3_vit", vision.dinov3, ENCODER),
+    ("timm_vit", vision.timm_vit, {"dynamic_img_size": False, "dynamic_img_pad": False}),
+    ("vit_pytorch", vision.vit_pytorch, {}),
+    ("clip siglip", clip.towers, ENCODER | names("projection_dim")),
+    ("clip_vision_model siglip_vision_model", clip.images, ENCODER | names("projection_dim")),
+    ("clip_text_model siglip_text_model", clip.texts, ENCODER | names("projection_dim")),
+    # The scale is never applied.
+    ("whisper", whisper.whisper, {"use_weighted_layer_sum": False} | names(
+        "num_hidden_layers scale_embedding"
+    )),
+)  # fmt: skip
 # The families by the config's `model_type`.
 FAMILIES: dict[str, Callable[[Config], Family]] = {
     name: neutral.checked(make, known) for names, make, known in _TABLES for name in names.split()
@@ -156,11 +165,6 @@ def load(
         )
     model = family(safetensors.read_json(folder / CONFIG))
     tensors = safetensors.read_folder(folder)
-    if scales := [x for x in tensors if x.endswith(_SCALES)]:
-        raise ValueError(
-            f"weights must not be quantized, got the scales {several(scales)}; load them in "
-            f"transformers with dequantize=True, and save them"
-        )
     floating = None if dtype is None else checks.dtype("dtype", dtype)
     variables = from_tensors(model, tensors, join=list)
     if checks.flag("as_jax", as_jax) and shardings is None:
@@ -200,14 +204,7 @@ def save(
     else:
         source = open_folder(config)
         given = safetensors.read_json(source / CONFIG)
-    target = source if path is None else path
-    if not isinstance(target, str | os.PathLike) or not isinstance(variables, Mapping):
-        raise TypeError(
-            f"save must be given a config or its folder, variables, and a folder, got "
-            f"{type(config).__name__}, {type(variables).__name__} and {type(target).__name__}; "
-            f"write save(config, variables, path)"
-        )
-    folder = Path(target).expanduser()
+    folder = Path(source if path is None else path).expanduser()  # type: ignore[arg-type]
     model = family(given)
     tensors = stored(model, variables)
     if source is not None:
@@ -221,7 +218,7 @@ def save(
     dtypes = {x.dtype for x, _ in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
     # Types of 8 bits have no common type with others.
     dtypes = {x for x in dtypes if x.itemsize > 1} or dtypes
-    given = _set_dtype(given, np.result_type(*dtypes).name) if dtypes else given
+    given = _set_dtype(given, np.result_type(*dtypes).name)
     with safetensors.replacing(folder / CONFIG) as file:
         file.write(json.dumps(given, indent=2, default=str).encode())
     if left:
@@ -230,11 +227,8 @@ def save(
 
 def _set_dtype(config: Config, name: str) -> dict[str, Any]:
     """Return a config with this dtype under the old and the new key, also in its parts."""
-    result: dict[str, Any] = {"dtype": name}
-    for key, x in config.items():
-        if key in ("dtype", "torch_dtype"):
-            result[key] = name
-        else:
-            is_part = key in ("text_config", "vision_config") and isinstance(x, Mapping)
-            result[key] = _set_dtype(x, name) if is_part else x
-    return result
+    parts = {
+        x: _set_dtype(config[x], name) for x in ("text_config", "vision_config") if x in config
+    }
+    old = {"torch_dtype": name} if "torch_dtype" in config else {}
+    return {**config, "dtype": name} | old | parts

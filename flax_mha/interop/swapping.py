@@ -21,9 +21,6 @@ from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
-_FLAX_CALL, _CALL = (
-    inspect.unwrap(cls.__call__) for cls in (nn.MultiHeadDotProductAttention, MultiHeadAttention)
-)
 # Keeps traces of `nn.jit` in a swapped model apart from other models' traces.
 _swapping = jax.make_user_context(None)
 
@@ -72,36 +69,23 @@ def _swapped(cls: Any, *fields: tuple[str, Any]) -> Iterator[None]:
 
 def _call(fields: Any, swapped: list[Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Compute a call of a Flax layer, which is added to `swapped`, or run any other call."""
-    module, method = context.module, inspect.unwrap(context.orig_method.func)
-    if method is _FLAX_CALL:
+    module, method, cls = context.module, context.orig_method.func, nn.MultiHeadDotProductAttention
+    if context.method_name != "__call__":
+        return call(*args, **kwargs)
+    if (method.__module__, method.__qualname__) == (cls.__module__, f"{cls.__name__}.__call__"):
         swapped.append(module)
-        return _call_layer(module, fields, *args, **kwargs)
-    if isinstance(module, nnx.bridge.ToLinen) and method.__name__ == "__call__":
-        make = functools.partial(_make_nnx, fields, module.nnx_class)
+        options = _options(module, cls) | fields
+        layer = MultiHeadDotProductAttention(**options | {"parent": module.scope, "name": None})
+        # Not `layer(...)`: the call whose output Flax captures is the Flax layer's.
+        return MultiHeadAttention.__call__.__wrapped__(layer, *args, **kwargs)  # type: ignore[attr-defined]
+    if isinstance(module, nnx.bridge.ToLinen):
+        convert = functools.partial(_convert_nnx, fields)
+        make = lambda *own, **more: nnx.recursive_map(convert, module.nnx_class(*own, **more))  # noqa: E731
         return method(module.clone(parent=module.scope, nnx_class=make), *args, **kwargs)
     output = call(*args, **kwargs)
-    is_own = isinstance(module, nn.MultiHeadDotProductAttention) and method.__name__ == "__call__"
-    if is_own and not any(layer is module for layer in swapped):
+    if isinstance(module, cls) and not any(layer is module for layer in swapped):
         _warn(type(module).__name__, getattr(module.scope, "path", ()))
     return output
-
-
-def _make_nnx(fields: Any, make: Any, *args: Any, **kwargs: Any) -> Any:
-    return nnx.recursive_map(functools.partial(_convert_nnx, fields), make(*args, **kwargs))
-
-
-def _call_layer(flax_layer: Any, fields: Any, *args: Any, inputs_kv: Any = None, **kw: Any) -> Any:
-    """Compute a call of a Flax layer by a layer of this package in the same scope."""
-    if inputs_kv is not None:
-        if any(x is not None for x in (*args[1:], kw.get("inputs_k"), kw.get("inputs_v"))):
-            raise ValueError(
-                "inputs_kv must be given alone, got inputs_k or inputs_v too; leave inputs_kv out"
-            )
-        kw["inputs_k"] = inputs_kv
-    options = _options(flax_layer, nn.MultiHeadDotProductAttention) | fields
-    layer = MultiHeadDotProductAttention(**options | {"parent": flax_layer.scope, "name": None})
-    # The call that runs, and whose output Flax captures, is the Flax layer's.
-    return _CALL(layer, *args, **kw)
 
 
 def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:

@@ -3,7 +3,6 @@
 import json
 import os
 import warnings
-from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -162,20 +161,6 @@ def test_other_paths_raise(name: str, folder: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(FileNotFoundError, match=f"{name} must be the folder of a model"):
             call()
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        lambda folder: (CONFIG, variables()), lambda folder: (folder, CONFIG["model_type"]),
-        lambda folder: (folder, "mine", variables()), lambda folder: (CONFIG, "mine", variables()),
-        lambda folder: (folder, variables(), CONFIG),
-    ],
-    ids=["no folder", "no variables", "folder second", "config first", "config last"],
-)  # fmt: skip
-def test_arguments_in_another_order_raise(given: Callable[[Path], Any], folder: Path) -> None:
-    with pytest.raises(TypeError, match=r"write save\(config, variables, path\)"):
-        interop.save(*given(folder))
 
 
 @pytest.mark.parametrize("name", ["..", "../elsewhere", "/tmp", "."])

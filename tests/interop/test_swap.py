@@ -198,18 +198,11 @@ def test_swap_of_nnx_model_shares_parameters(calls: list[Any]) -> None:
 
 
 class Cross(nn.Module):
-    """A model of one layer that is called as Flax took its inputs at first."""
+    """A model of one layer of cross-attention."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        return nn.MultiHeadDotProductAttention(2, name="layer")(x, inputs_kv=x[:, ::-2])
-
-
-def test_inputs_kv_are_keys_and_values() -> None:
-    variables = random_like(jax.eval_shape(Cross().init, KEY, X))
-    ours = jax.jit(interop.swap(Cross()).apply)(variables, X)
-    expected = jax.jit(Cross().apply)(variables, X)
-    assert error(ours, np.asarray(expected)) < 2e-6
+        return nn.MultiHeadDotProductAttention(2, name="layer")(x, x[:, ::-2])
 
 
 def test_tabulate_shows_the_same_rows() -> None:
@@ -376,8 +369,8 @@ def product(*args: Any, **kwargs: Any) -> Any:
                                                      rngs=nnx.Rngs(0))), "out_dot_general=None,"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, qkv_promote_dtype=product,
                                                      rngs=nnx.Rngs(0))), "qkv_promote_dtype=None"),
-        (lambda: interop.swap(nn.MultiHeadDotProductAttention(2)).init(KEY, X, X, inputs_kv=X),
-         "inputs_kv must be given alone, got inputs_k or inputs_v too; leave"),
+        (lambda: interop.swap(nn.MultiHeadDotProductAttention(2)).init(KEY, X, inputs_kv=X),
+         "inputs_kv"),
     ],
 )  # fmt: skip
 def test_unsupported_models_raise(wrong: Any, told: str) -> None:
