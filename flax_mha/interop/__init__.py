@@ -228,7 +228,7 @@ def save(
 def _set_dtype(config: Config, name: str) -> dict[str, Any]:
     """Return a config with this dtype under the old and the new key, also in its parts."""
     parts = {
-        x: _set_dtype(config[x], name) for x in ("text_config", "vision_config") if x in config
+        x: _set_dtype(config[x], name) for x in ("text_config", "vision_config") if config.get(x)
     }
     old = {"torch_dtype": name} if "torch_dtype" in config else {}
     return {**config, "dtype": name} | old | parts

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 
 from flax_mha.interop.checked_config import Config, filled
 from flax_mha.interop.modules import classified
-from flax_mha.interop.shared_settings import activation, refuse
+from flax_mha.interop.shared_settings import block, refuse
 from flax_mha.interop.table import TOKEN_EXAMPLE, Family, parts, per_layer
-from flax_mha.linen import LayerOptions, MultiHeadAttention
+from flax_mha.linen import LayerOptions
 from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.attention_mask import read_padding
-from flax_mha.models.blocks import EncoderBlock
 from flax_mha.models.feed_forward import ACTIVATIONS
 
 # Buffers that hold 0, 1, 2, …
@@ -123,15 +122,10 @@ def _family(
 ) -> Family:  # fmt: skip
     """Return the family of an encoder, whose blocks have parts with these names."""
     D, layers = config["hidden_size"], config["num_hidden_layers"]
-    block = EncoderBlock(
-        MultiHeadAttention(config["num_attention_heads"]), config["intermediate_size"],
-        activation=activation(config, "hidden_act"), pre_norm=False,
-        norm_epsilon=config["layer_norm_eps"],
-    )  # fmt: skip
     module = Bert(
         TokenEmbedding(config["vocab_size"], D), types,
         PositionEmbedding(max_length=config["max_position_embeddings"]),
-        Encoder(layers, block, input_norm=True), first,
+        Encoder(layers, block(config).clone(pre_norm=False), input_norm=True), first,
     )  # fmt: skip
     rows = per_layer(layers, parts(layer, "encoder/layers_{}", names))
     rows += parts("", "", _EMBEDDINGS)

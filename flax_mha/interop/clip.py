@@ -12,8 +12,8 @@ from flax_mha.base import numerics
 from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.checked_config import Config, filled
-from flax_mha.interop.shared_settings import activation, example_image, grid, refuse
-from flax_mha.interop.vision import block, image
+from flax_mha.interop.shared_settings import activation, block, example_image, grid, refuse
+from flax_mha.interop.vision import image
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention

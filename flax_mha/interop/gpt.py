@@ -47,9 +47,7 @@ def gpt2(config: Config) -> table.Family:
 
 
 # The checkpoint's kernel is [N, H, D], the module's [D, N, H].
-HEAD_MAJOR = table.Layout(
-    lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.transpose(1, 2, 0)
-)
+HEAD_MAJOR = (lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.transpose(1, 2, 0))
 
 
 def gpt_neox(config: Config) -> table.Family:

@@ -1,8 +1,8 @@
 """Llama, Mistral, Qwen, OLMo, Gemma, gpt-oss: decoders with rotary positions, MLPs or experts."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from flax_mha import masks
 from flax_mha.interop import table
@@ -57,60 +57,21 @@ def _all_but_last(count: int) -> Windows:
     return lambda config, i: (i + 1) % next((config[x] for x in keys if x in config), count) > 0
 
 
-class LlamaTraits(NamedTuple):
-    """The properties of a model type.
-
-    Attributes:
-      windows: the rule of layers with a window, or None.
-      listed: True if `layer_types` decides instead.
-      switched: True if windows also need `use_sliding_window`.
-      biases: the projections with a bias; None to read `attention_bias`.
-      is_biased: the default of `attention_bias`.
-      qk_norm: the norm of queries and keys.
-      norms: the block's norms by their names in the checkpoint.
-      tied: the default of `tie_word_embeddings`.
-      is_gemma: True for Gemma's scales, soft caps, and norms that are stored minus 1.
-      theta: the default rotary base.
-      is_local: True if layers with a window have another base.
-      has_nope: True if some layers have no rotary embedding.
-    """
-
-    windows: Windows | None = None
-    listed: bool = False
-    switched: bool = False
-    biases: tuple[str, ...] | None = None
-    is_biased: bool = False
-    qk_norm: QKNorm | None = None
-    norms: Mapping[str, str] = NORMS
-    tied: bool = False
-    is_gemma: bool = False
-    theta: float = 1e4
-    is_local: bool = False
-    has_nope: bool = False
-
-
-_GEMMA: dict[str, Any] = {
-    "listed": True, "tied": True, "is_gemma": True, "norms": GEMMA_NORMS
+# The rules of the model types that have windows.
+_WINDOWS: dict[str, Windows] = {
+    "mistral": _all, "ministral": _all, "mixtral": _all, "qwen3_moe": _all, "qwen2": _late,
+    "qwen3": _late, "smollm3": lambda config, i: not _rotates(config)[i],
+    "gemma2": _all_but_last(2), "gpt_oss": _all_but_last(2), "gemma3_text": _all_but_last(6),
 }  # fmt: skip
-KINDS = {
-    "llama": LlamaTraits(),
-    "mistral": LlamaTraits(_all),
-    "ministral": LlamaTraits(_all, listed=True),
-    "qwen2": LlamaTraits(_late, listed=True, switched=True, biases=table.PROJECTIONS[:3]),
-    "qwen3": LlamaTraits(_late, listed=True, switched=True, qk_norm=QKNorm()),
-    "olmo2": LlamaTraits(qk_norm=QKNorm(over_heads=True), norms=_OLMO_NORMS),
-    "smollm3": LlamaTraits(
-        lambda config, i: not _rotates(config)[i], listed=True, switched=True, tied=True,
-        theta=2e6, has_nope=True,
-    ),
-    "gemma2": LlamaTraits(_all_but_last(2), **_GEMMA),
-    "gemma3_text": LlamaTraits(
-        _all_but_last(6), **_GEMMA, qk_norm=QKNorm(), theta=1e6, is_local=True
-    ),
-    "gpt_oss": LlamaTraits(_all_but_last(2), listed=True, is_biased=True, theta=1.5e5),
-    "mixtral": LlamaTraits(_all, theta=1e6),
-    "qwen3_moe": LlamaTraits(_all, switched=True, qk_norm=QKNorm()),
+# The types whose `layer_types` decide instead, and those whose windows need `use_sliding_window`.
+_LISTED = ("ministral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "gpt_oss")
+_SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
+_QK_NORMS = {
+    "qwen3": QKNorm(), "qwen3_moe": QKNorm(), "gemma3_text": QKNorm(),
+    "olmo2": QKNorm(over_heads=True),
 }  # fmt: skip
+# The default rotary bases that are not 10,000.
+_BASES = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 1.5e5}
 
 
 def decoder_rows(
@@ -151,37 +112,39 @@ def llama(
     `mlps` are the experts of each layer, or None for a gated MLP, and `more` are a layer's rules of
     experts.
     """
-    traits = KINDS[config["model_type"]]
-    D, layers = config["hidden_size"], _layers(config, traits)
+    D, layers, kind = config["hidden_size"], _layers(config), config["model_type"]
+    is_gemma = kind.startswith("gemma")
+    norms = GEMMA_NORMS if is_gemma else _OLMO_NORMS if kind == "olmo2" else NORMS
     parts = repeating_part([*zip(layers, mlps or [None] * len(layers), strict=True)])
-    blocks = tuple(_block(config, traits, *layer, mlp, sinks) for layer, mlp in parts)
-    rows = decoder_rows(len(layers), PARTS | traits.norms, more, float(traits.is_gemma))
+    blocks = tuple(_block(config, norms.values(), *layer, mlp, sinks) for layer, mlp in parts)
+    # Gemma stores scales minus 1.
+    rows = decoder_rows(len(layers), PARTS | norms, more, float(is_gemma))
     gemma: dict[str, Any] = {}
-    if traits.is_gemma:
+    if is_gemma:
         gemma = {"scale": D**0.5, "logits_cap": config.get("final_logit_softcapping")}
-    return language_model(config, D, Decoder(len(layers), blocks), rows, traits.tied, **gemma)
+    tied = is_gemma or kind == "smollm3"
+    return language_model(config, D, Decoder(len(layers), blocks), rows, tied, **gemma)
 
 
-def _layers(config: Config, traits: LlamaTraits) -> list[tuple[int | None, Rotary | None]]:
+def _layers(config: Config) -> list[tuple[int | None, Rotary | None]]:
     """Return the window and the rotary embedding of each layer, each None if it has none."""
-    count = config["num_hidden_layers"]
+    count, kind = config["num_hidden_layers"], config["model_type"]
     # Read both rotations, so that all settings are checked.
-    theta = 1e4 if traits.is_local else traits.theta
-    local_rotary = rotary(config, SLIDING, theta, local=traits.is_local)
-    rotations = (rotary(config, FULL, traits.theta), local_rotary)
+    base, is_local = _BASES.get(kind, 1e4), kind == "gemma3_text"
+    local_rotary = rotary(config, SLIDING, 1e4 if is_local else base, local=is_local)
+    rotations = (rotary(config, FULL, base), local_rotary)
     default = [FULL] * count
-    if (rule := traits.windows) is not None:
-        by_rule = [SLIDING if rule(config, i) else FULL for i in range(count)]
-        is_on = not traits.switched or config.get("use_sliding_window", False)
+    if kind in _WINDOWS:
+        by_rule = [SLIDING if _WINDOWS[kind](config, i) else FULL for i in range(count)]
+        is_on = kind not in _SWITCHED or config.get("use_sliding_window", False)
         default = by_rule if config.get("sliding_window") is not None and is_on else default
     layer_types = by_layer(config, "layer_types", default)
-    if not traits.listed and layer_types != default:
+    if kind not in _LISTED and layer_types != default:
         raise ValueError(
-            f"the config's layer_types must agree with the other settings of a "
-            f"{config['model_type']}, which does not read them, got {shown(layer_types)}; delete "
-            f"them if the weights do without"
+            f"the config's layer_types must agree with the other settings of a {kind}, which does "
+            f"not read them, got {shown(layer_types)}; delete them if the weights do without"
         )
-    rotates = _rotates(config) if traits.has_nope else [True] * count
+    rotates = _rotates(config) if kind == "smollm3" else [True] * count
     return [
         (config["sliding_window"] if x == SLIDING else None, rotations[x == SLIDING] if y else None)
         for x, y in zip(layer_types, rotates, strict=True)
@@ -195,15 +158,17 @@ def _rotates(config: Config) -> Sequence[Any]:
 
 
 def _block(
-    config: Config, traits: LlamaTraits, window: int | None, rotation: Rotary | None,
+    config: Config, norms: Collection[str], window: int | None, rotation: Rotary | None,
     mlp: Experts | None, sinks: bool,
 ) -> DecoderBlock:  # fmt: skip
-    epsilon, gemma, biases = config["rms_norm_eps"], traits.is_gemma, traits.biases
-    norm, norms = traits.qk_norm, traits.norms.values()
+    epsilon, kind = config["rms_norm_eps"], config["model_type"]
+    gemma, norm = kind.startswith("gemma"), _QK_NORMS.get(kind)
     scalar = config.get("query_pre_attn_scalar") if gemma else None
     cap = config.get("attn_logit_softcapping") if gemma else None
-    if biases is None:
-        biases = table.PROJECTIONS if config.get("attention_bias", traits.is_biased) else ()
+    biases = table.PROJECTIONS[:3]
+    if kind != "qwen2":
+        biased = config.get("attention_bias", kind == "gpt_oss")
+        biases = table.PROJECTIONS if biased else ()
     layer = MultiHeadAttention(
         config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads"),
@@ -235,7 +200,7 @@ def gpt_oss(config: Config) -> table.Family:
     theirs, ours = f"{_THEIRS}.mlp.experts", f"{_OURS}/mlp"
     rows = table.linear(f"{_THEIRS}.mlp.router", f"{ours}/router")
     # Gates alternate with the other hidden features.
-    turns = table.Layout(lambda x, shape: x.reshape(shape), lambda x: x[..., None])
+    turns = (lambda x, shape: x.reshape(shape), lambda x: x[..., None])
     for suffix, leaf, split in (("", "kernel", 3), ("_bias", "bias", 2)):
         pair = (f"{ours}/gate_{leaf}", f"{ours}/up_{leaf}")
         rows += [

@@ -8,6 +8,8 @@ import numpy as np
 
 from flax_mha import positions
 from flax_mha.interop.checked_config import REMEDY, Config, filled, shown
+from flax_mha.linen import MultiHeadAttention
+from flax_mha.models.blocks import EncoderBlock
 from flax_mha.positions import Rotary
 
 Item = TypeVar("Item")
@@ -21,14 +23,16 @@ ACTIVATIONS = {
 
 def activation(config: Config, *names: str) -> str:
     """Return this package's name of the activation under the first of several keys."""
-    key = next((key for key in names if config.get(key) is not None), names[-1])
-    name = config[key]
-    if name not in ACTIVATIONS:
-        raise ValueError(
-            f"the config's activation must be one of {sorted(ACTIVATIONS)}, got {shown(name)}; "
-            f"build the module yourself with a function"
-        )
-    return ACTIVATIONS[name]
+    return choice(config, next((x for x in names if x in config), names[-1]), ACTIVATIONS)
+
+
+def block(config: Config, use_bias: bool | tuple[str, ...] = True, **fields: Any) -> EncoderBlock:
+    """Return an encoder block by BERT's or ViT's keys, with more fields of the attention layer."""
+    return EncoderBlock(
+        MultiHeadAttention(config["num_attention_heads"], use_bias=use_bias, **fields),
+        config["intermediate_size"], activation=activation(config, "hidden_act"),
+        norm_epsilon=config["layer_norm_eps"],
+    )  # fmt: skip
 
 
 def rotary(
@@ -62,13 +66,8 @@ def rotary(
             f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this "
             f"family rotates all features; delete it if the weights were trained so"
         )
-    name = rope.get("rope_type", rope.get("type", "default"))
-    if name not in _SCALINGS:
-        raise ValueError(
-            f"the config's rope_type must be one of {sorted(_SCALINGS)}, got {shown(name)}; build "
-            f"the module yourself with a function as rotary="
-        )
-    return Rotary(rope["rope_theta"], fraction=fraction, scaling=_SCALINGS[name](rope, config))
+    make = choice(rope, "rope_type", _SCALINGS, rope.get("type", "default"))
+    return Rotary(rope["rope_theta"], fraction=fraction, scaling=make(rope, config))
 
 
 def _original_length(rope: Config, config: Config) -> Any:
@@ -157,12 +156,15 @@ def by_layer(config: Config, name: str, default: Sequence[Any]) -> Sequence[Any]
     return entries
 
 
-def choice(config: Config, name: str, options: Mapping[str, Any], default: str) -> Any:
+def choice(
+    config: Config, name: str, options: Mapping[str, Any], default: str | None = None
+) -> Any:
     """Return the option that a setting names."""
-    value = config.get(name, default)
+    value = config[name] if default is None else config.get(name, default)
     if value not in options:
         raise ValueError(
-            f"the config's {name} must be one of {[*options]}, got {shown(value)}; {REMEDY}"
+            f"the config's {name} must be one of {sorted(options)}, got {shown(value)}; build the "
+            f"module yourself"
         )
     return options[value]
 

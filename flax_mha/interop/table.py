@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -27,34 +27,31 @@ _OLD_LEAVES = {"gamma": "weight", "beta": "bias"}
 TOKEN_EXAMPLE = (np.zeros((1, 1), np.int32),)
 
 
-class Layout(NamedTuple):
-    """A conversion of an array to a module's layout, given the shape there, and back."""
-
-    ours: Callable[[Any, Shape], Any]
-    theirs: Callable[[Any], Any]
+# A conversion of an array to a module's layout, given the shape there, and the way back.
+Layout: TypeAlias = tuple[Callable[[Any, Shape], Any], Callable[[Any], Any]]
 
 
 def _reshape(x: Any, shape: Shape) -> Any:
     return x.reshape(shape)
 
 
-SAME = Layout(_reshape, lambda x: x)
+SAME = (_reshape, lambda x: x)
 # Heads and features joined to one axis.
-FLATTENED = Layout(_reshape, lambda x: x.reshape(-1))
+FLATTENED = (_reshape, lambda x: x.reshape(-1))
 # A leading axis of size 1.
-WRAPPED = Layout(_reshape, lambda x: x[None])
+WRAPPED = (_reshape, lambda x: x[None])
 # The kernel [out, in] of one expert in a stack [E, in, out].
-EXPERT = Layout(lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
+EXPERT = (lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
 
 
 def transposed(inputs: int = 1) -> Layout:
     """Return the layout [out, in] of PyTorch's Linear for a kernel with `inputs` input axes."""
-    return Layout(lambda x, shape: x.T.reshape(shape), lambda x: _matrix(x, inputs).T)
+    return (lambda x, shape: x.T.reshape(shape), lambda x: _matrix(x, inputs).T)
 
 
 def in_out(inputs: int = 1) -> Layout:
     """Return the layout [in, out] of GPT-2's Conv1D for a kernel with `inputs` input axes."""
-    return Layout(_reshape, lambda x: _matrix(x, inputs))
+    return (_reshape, lambda x: _matrix(x, inputs))
 
 
 def patches(height: int, width: int) -> Layout:
@@ -63,7 +60,7 @@ def patches(height: int, width: int) -> Layout:
     def theirs(x: Any) -> Any:
         return x.reshape(height, width, -1, x.shape[-1]).transpose(3, 2, 0, 1)
 
-    return Layout(lambda x, shape: x.transpose(2, 3, 1, 0).reshape(shape), theirs)
+    return (lambda x, shape: x.transpose(2, 3, 1, 0).reshape(shape), theirs)
 
 
 def plus(offset: float) -> Layout:
@@ -73,7 +70,7 @@ def plus(offset: float) -> Layout:
         # NumPy would return float32 for bfloat16.
         return (x.astype(np.promote_types(x.dtype, np.float32)) + offset).astype(x.dtype)
 
-    return Layout(lambda x, shape: add(x.reshape(shape), offset), lambda x: add(x, -offset))
+    return (lambda x, shape: add(x.reshape(shape), offset), lambda x: add(x, -offset))
 
 
 def _matrix(x: Any, inputs: int) -> Any:
@@ -106,7 +103,8 @@ class TensorRule(NamedTuple):
 
     def _pieces(self, parameters: Iterable[Any]) -> list[Any]:
         """Return each parameter's piece of the tensor, in the tensor's layout."""
-        return [self.axes.theirs(x[self.part]) for x in parameters]
+        _, theirs = self.axes
+        return [theirs(x[self.part]) for x in parameters]
 
     def _shapes(self, parameters: Iterable[Shape]) -> tuple[list[int], list[int]]:
         """Return the pieces' sizes on the axis `split`, and the shape of their concatenation."""
@@ -132,7 +130,7 @@ class TensorRule(NamedTuple):
         sizes, whole = self._shapes(parameters)
         pieces = np.split(x.reshape(whole), np.cumsum(sizes[:-1]), self.split) if sizes else [x]
         slices = [np.broadcast_to(np.False_, shape)[self.part].shape for shape in parameters]
-        return [self.axes.ours(*pair) for pair in zip(pieces, slices, strict=True)]
+        return [self.axes[0](*pair) for pair in zip(pieces, slices, strict=True)]
 
     def to_theirs(self, parameters: Iterable[np.ndarray]) -> np.ndarray:
         """Join parameters to the tensor."""
@@ -334,17 +332,16 @@ def attention(
       kernel: see `linear`.
       leaves: see `linear`.
     """
-    rows: list[TensorRule] = []
-    for name in dict.fromkeys(names):
-        parts = [x for x, other in zip(PROJECTIONS, names, strict=False) if other == name]
-        paths = tuple(f"{ours}/{x}".removeprefix("/") for x in parts)
-        rows += linear(f"{theirs}.{name}".removeprefix("."), paths, kernel, leaves)
-    return rows
+    paths = {
+        name: tuple(x for x, other in zip(PROJECTIONS, names, strict=False) if other == name)
+        for name in names
+    }
+    return parts(theirs, ours, paths, kernel=kernel, leaves=leaves)
 
 
 def parts(
     theirs: str, ours: str, names: Mapping[str, str | tuple[str, ...]], offset: float = 0.0,
-    kernel: Callable[[int], Layout] = transposed,
+    kernel: Callable[[int], Layout] | None = transposed, leaves: tuple[str, str] = LEAVES,
 ) -> list[TensorRule]:  # fmt: skip
     """Return the rules of the parts of a module.
 
@@ -366,5 +363,5 @@ def parts(
         elif one.endswith(("table", "positions", "embedding")):
             rows.append(TensorRule(f"{full}.weight", f"{one}/embedding"))
         else:
-            rows += linear(full, paths, kernel)
+            rows += linear(full, paths, kernel, leaves)
     return rows

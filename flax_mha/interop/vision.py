@@ -7,10 +7,8 @@ from typing import Any
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config, filled
 from flax_mha.interop.modules import classified
-from flax_mha.interop.shared_settings import activation, choice, example_image, grid, refuse
-from flax_mha.linen import MultiHeadAttention
+from flax_mha.interop.shared_settings import block, choice, example_image, grid, refuse
 from flax_mha.models import Classifier, Encoder, PatchEmbedding
-from flax_mha.models.blocks import EncoderBlock
 from flax_mha.positions import Axial
 
 _HEADS = {
@@ -43,15 +41,6 @@ _VIT_PYTORCH = {
 }  # fmt: skip
 # The prefix of all names in models that wrap a type.
 _PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
-
-
-def block(config: Config, biased: bool = True, **fields: Any) -> EncoderBlock:
-    """Return a block by a ViT's config, with more fields of the attention layer."""
-    return EncoderBlock(
-        MultiHeadAttention(config["num_attention_heads"], use_bias=biased or ("out",), **fields),
-        config["intermediate_size"], activation=activation(config, "hidden_act"),
-        norm_epsilon=config["layer_norm_eps"],
-    )  # fmt: skip
 
 
 def image(
@@ -99,7 +88,7 @@ def vit(config: Config) -> table.Family:
         ),
         *_stack(config, "encoder.layer.{}", _VIT, "layernorm"),
     ]  # fmt: skip
-    stack = Encoder(config["num_hidden_layers"], block(config, biased))
+    stack = Encoder(config["num_hidden_layers"], block(config, biased or ("out",)))
     family = table.Family(
         image(config, stack, class_tokens=len(tokens)), example_image(config), rows,
         heads=("*classifier.*", "pooler.*", "embeddings.mask_token"), prefix=_PREFIXES[kind],
@@ -115,19 +104,16 @@ def dinov2(config: Config) -> table.Family:
     D, count, kind = (config[x] for x in ("hidden_size", "num_hidden_layers", "model_type"))
     registers = config.get("num_register_tokens", 4) if kind == "dinov2_with_registers" else 0
     biased, gated = config.get("qkv_bias", True), config.get("use_swiglu_ffn", False)
-    act, hidden = activation(config, "hidden_act"), int(D * config.get("mlp_ratio", 4))
-    names = _HEADS | _DINO
+    names, hidden = _HEADS | _DINO, int(D * config.get("mlp_ratio", 4))
+    options: dict[str, Any] = {"layer_scale": config.get("layerscale_value", 1.0)}
     if gated:
         # Two thirds of an MLP's hidden features, rounded up to a multiple of 8.
-        act, hidden = "silu", -(int(hidden * 2 / 3) // -8) * 8
+        hidden = -(int(hidden * 2 / 3) // -8) * 8
+        options |= {"activation": "silu", "gated": True}
         names |= {"mlp.weights_in": ("mlp/gate", "mlp/up"), "mlp.weights_out": "mlp/down"}
     else:
         names |= {"mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
-    block = EncoderBlock(
-        MultiHeadAttention(config["num_attention_heads"], use_bias=biased or ("out",)), hidden,
-        activation=act, gated=gated, norm_epsilon=config["layer_norm_eps"],
-        layer_scale=config.get("layerscale_value", 1.0),
-    )  # fmt: skip
+    one = block(filled(config, intermediate_size=hidden), biased or ("out",)).clone(**options)
     rows = [
         *embeddings(
             config, "embeddings.patch_embeddings.projection", "embeddings.position_embeddings",
@@ -136,7 +122,7 @@ def dinov2(config: Config) -> table.Family:
         table.TensorRule("embeddings.register_tokens", "register_tokens", table.WRAPPED),
         *_stack(config, "encoder.layer.{}", names, "layernorm"),
     ]  # fmt: skip
-    module = image(config, Encoder(count, block), class_tokens=1, register_tokens=registers)
+    module = image(config, Encoder(count, one), class_tokens=1, register_tokens=registers)
     family = table.Family(
         module, example_image(config), rows, heads=("classifier.*", "embeddings.mask_token"),
         prefix=f"{kind}.",
@@ -150,20 +136,14 @@ def dinov3(config: Config) -> table.Family:
     registers = config["num_register_tokens"]
     base = (config.get("rope_parameters") or config)["rope_theta"]
     settings = dict(zip(table.PROJECTIONS, ("query", "key", "value", "proj"), strict=True))
-    attention = MultiHeadAttention(
-        config["num_attention_heads"],
-        use_bias=tuple(
-            x for x, name in settings.items() if config.get(f"{name}_bias", name != "key")
-        ),
-        rotary=Axial((rows, columns), base, span=2 * math.pi, prefix=1 + registers),
-    )
-    block = EncoderBlock(
-        attention, config["intermediate_size"], activation=activation(config, "hidden_act"),
+    biases = [x for x, name in settings.items() if config.get(f"{name}_bias", name != "key")]
+    rotation = Axial((rows, columns), base, span=2 * math.pi, prefix=1 + registers)
+    one = block(config, tuple(biases), rotary=rotation).clone(
         gated=config.get("use_gated_mlp", False), mlp_bias=config.get("mlp_bias", True),
-        norm_epsilon=config["layer_norm_eps"], layer_scale=config.get("layerscale_value", 1.0),
+        layer_scale=config.get("layerscale_value", 1.0),
     )  # fmt: skip
     tokens = {"embeddings.cls_token": 1, "embeddings.register_tokens": registers}
-    stack = Encoder(config["num_hidden_layers"], block)
+    stack = Encoder(config["num_hidden_layers"], one)
     # transformers 5 writes "model." first, and reads both forms.
     return table.Family(
         image(config, stack, positions="none", class_tokens=1 + registers), example_image(config),
@@ -195,7 +175,8 @@ def timm_vit(config: Config) -> table.Family:
         intermediate_size=int(D * config.get("mlp_ratio", 4.0)),
     )  # fmt: skip
     registers, scale = config.get("reg_tokens", 0), config.get("init_values") or None
-    one = block(config, config.get("qkv_bias", True)).clone(layer_scale=scale)
+    biases = config.get("qkv_bias", True) or ("out",)
+    one = block(config, biases).clone(layer_scale=scale)
     tokens = {"cls_token": 1} | ({"reg_token": registers} if registers else {})
     module = image(
         config, Encoder(config["num_hidden_layers"], one, input_norm=pre_norm), not pre_norm,
@@ -218,17 +199,15 @@ def vit_pytorch(config: Config) -> table.Family:
     D, heads, head_dim = config["dim"], config["heads"], config.get("dim_head", 64)
     has_token = choice(config, "pool", {"cls": True, "mean": False}, "cls")
     config = filled(
-        config, hidden_size=D, num_hidden_layers=config["depth"],
+        config, hidden_size=D, num_hidden_layers=config["depth"], num_attention_heads=heads,
+        intermediate_size=config["mlp_dim"], hidden_act="gelu", layer_norm_eps=1e-5,
         num_channels=config.get("channels", 3),
     )  # fmt: skip
     projects = heads > 1 or head_dim != D
-    block = EncoderBlock(
-        MultiHeadAttention(heads, head_dim=head_dim, use_bias=("out",), project_out=projects),
-        config["mlp_dim"], activation="gelu_exact", norm_epsilon=1e-5,
-    )  # fmt: skip
+    one = block(config, ("out",), head_dim=head_dim, project_out=projects)
     _, (height, width) = grid(config)
     module = Classifier(
-        PatchEmbedding((height, width), D, norm_epsilon=1e-5), Encoder(config["depth"], block),
+        PatchEmbedding((height, width), D, norm_epsilon=1e-5), Encoder(config["depth"], one),
         config["num_classes"] or None, class_tokens=int(has_token),
         pooling="first" if has_token else "mean",
     )  # fmt: skip

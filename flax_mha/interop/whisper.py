@@ -95,7 +95,7 @@ def whisper(config: Config) -> table.Family:
         ),
         positions=PositionEmbedding(max_length=config["max_source_positions"]),
     )
-    convolution = table.Layout(lambda x, shape: x.T.reshape(shape), lambda x: x.T)
+    convolution = (lambda x, shape: x.T.reshape(shape), lambda x: x.T)
     rows = table.parts("model", "", {
         "encoder.embed_positions": "positions", "encoder.layer_norm": "encoder/norm",
         "decoder.embed_positions": "decoder/position_embedding",

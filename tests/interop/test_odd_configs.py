@@ -16,13 +16,13 @@ from tests.interop.test_files import CONFIG
         ({"num_hidden_layers": "2"}, "must have values of the right types, got: "),
         ({"rope_scaling": "linear"}, "must have values of the right types, got: "),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
-        ({"hidden_act": "a" * 10**6}, "activation must be one of .*, got 'aaa.{70,80}; build"),
+        ({"hidden_act": "a" * 10**6}, "hidden_act must be one of .*, got 'aaa.{70,80}; build"),
         (LAYERS | {"layer_types": ["full_attention", "chunked_attention"]},
          "layer_types must be full_attention or sliding_attention, or a flag, for each of"),
         (LAYERS | {"layer_types": ["full_attention"] * 3}, "for each of num_hidden_layers=2, got"),
         (LAYERS | {"sliding_window": None}, "must have 'sliding_window'"),
         (CONFIGS["clip"] | {"vision_config": None}, "must have 'vision_config'"),
-        (CONFIGS["clip"] | {"text_config": {"hidden_act": "swish9"}}, "activation must be one of"),
+        (CONFIGS["clip"] | {"text_config": {"hidden_act": "swish9"}}, "hidden_act must be one of"),
     ],
 )  # fmt: skip
 def test_error_names_setting_and_rule(change: dict[str, Any], words: str) -> None:

@@ -80,7 +80,7 @@ def test_vit_matches_library(name: str, tmp_path: Any) -> None:
     ],
 )  # fmt: skip
 def test_unsupported_options_raise(name: str, value: Any) -> None:
-    told = "activation" if name == "act_layer" else name
+    told = "hidden_act" if name == "act_layer" else name
     with pytest.raises(ValueError, match=f"the config's {told} must be"):
         interop.family(TIMM | {name: value})
 
