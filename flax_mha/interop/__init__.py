@@ -19,7 +19,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.typing import Dtype
 
 from flax_mha.base import checks
@@ -59,23 +58,18 @@ __dir__ = __all__.copy
 
 _ADAPTER = "adapter_config.json"
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
-    (
-        "bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert,
-        ENCODER | {"use_task_id": False},
-    ),
+    ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, ENCODER),
     ("modernbert", modernbert.modernbert,
      ENCODER | names("layer_norm_eps position_embedding_type")),
     ("distilbert", bert.distilbert, ENCODER),
-    ("gpt2", gpt.gpt2, DECODER),
+    ("gpt2", gpt.gpt2, DECODER | {"scale_attn_weights": True}),
     ("gpt_neox", gpt.gpt_neox, DECODER),
-    ("llama", llama.llama, DECODER | names("max_window_layers")
-     | {"use_sliding_window": False, "rope_interleaved": False}),
+    ("llama", llama.llama, DECODER | names("max_window_layers")),
     ("mistral ministral smollm3 olmo2", llama.llama, DECODER),
     # Qwen2's biases are fixed, and the file's tensors are checked for them.
-    ("qwen2 qwen3", llama.llama, DECODER | {"use_mrope": False} | names("attention_bias")),
+    ("qwen2 qwen3", llama.llama, DECODER | names("attention_bias")),
     # `hidden_act` is the old key of `hidden_activation`.
-    ("gemma2 gemma3_text", llama.llama,
-     DECODER | {"use_bidirectional_attention": False} | names("hidden_act")),
+    ("gemma2 gemma3_text", llama.llama, DECODER | names("hidden_act")),
     # Sizes of parts that are refused, and images' tokens.
     ("gemma4_text", gemma4.gemma4, DECODER | {"use_bidirectional_attention": "vision"} | names(
         "moe_intermediate_size num_experts top_k_experts use_double_wide_mlp "
@@ -83,21 +77,20 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     )),
     ("gpt_oss", llama.gpt_oss, EXPERTS),
     ("mixtral", llama.mixtral, EXPERTS),
-    ("qwen3_moe", llama.qwen3_moe, EXPERTS | names("intermediate_size max_window_layers")),
+    ("qwen3_moe", llama.qwen3_moe, EXPERTS | names("intermediate_size max_window_layers")
+     | {"decoder_sparse_step": 1, "mlp_only_layers": []}),
     ("deepseek_v3", deepseek.deepseek_v3, EXPERTS | names("head_dim qk_head_dim")),
     ("t5 mt5", t5.t5, names("n_positions")),
     ("vit deit vit_msn", vision.vit, ENCODER),
     ("dinov2 dinov2_with_registers", vision.dinov2, ENCODER),
     ("dinov3_vit", vision.dinov3, ENCODER),
-    ("timm_vit", vision.timm_vit, {"dynamic_img_size": False, "dynamic_img_pad": False}),
+    ("timm_vit", vision.timm_vit, {"global_pool": "token"}),
     ("vit_pytorch", vision.vit_pytorch, {}),
-    ("clip siglip", clip.towers, ENCODER | names("projection_dim")),
-    ("clip_vision_model siglip_vision_model", clip.images, ENCODER | names("projection_dim")),
-    ("clip_text_model siglip_text_model", clip.texts, ENCODER | names("projection_dim")),
+    ("clip siglip", clip.towers, ENCODER),
+    ("clip_vision_model siglip_vision_model", clip.images, ENCODER),
+    ("clip_text_model siglip_text_model", clip.texts, ENCODER),
     # The scale is never applied.
-    ("whisper", whisper.whisper, {"use_weighted_layer_sum": False} | names(
-        "num_hidden_layers scale_embedding"
-    )),
+    ("whisper", whisper.whisper, names("num_hidden_layers scale_embedding")),
 )  # fmt: skip
 # The families by the config's `model_type`.
 FAMILIES: dict[str, Callable[[Config], Family]] = {
@@ -215,10 +208,8 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     left = [] if source is None else carry(source, folder)
     safetensors.write_folder(folder, tensors)
-    dtypes = {x.dtype for x, _ in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
-    # Types of 8 bits have no common type with others.
-    dtypes = {x for x in dtypes if x.itemsize > 1} or dtypes
-    given = _set_dtype(given, np.result_type(*dtypes).name)
+    dtypes = [x.dtype for x, _ in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    given = _set_dtype(given, max(dtypes, key=lambda x: x.itemsize).name)
     with safetensors.replacing(folder / CONFIG) as file:
         file.write(json.dumps(given, indent=2, default=str).encode())
     if left:

@@ -76,10 +76,10 @@ def _attention(config: Config, N: int) -> MultiHeadLatentAttention:
     """Return the attention layer, whose scores have the factor of YaRN twice if the config says."""
     rotation = rotary(config)
     H, R = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    factor, all_dims = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
-    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default" and all_dims
-    size = 0.1 * all_dims * math.log(factor) + 1 if is_scaled and factor > 1 else 1.0
+    rope: Config = config.get("rope_parameters") or config.get("rope_scaling", {})
+    size = 1.0
+    if rotation.scaling is not None:
+        size += 0.1 * rope.get("mscale_all_dim", 0) * math.log(max(1, rope.get("factor", 1)))
     # Norms of latents keep their default epsilon, whatever the config's rms_norm_eps is.
     return MultiHeadLatentAttention(
         N, head_dim=H, rope_dim=R, v_head_dim=config["v_head_dim"], use_bias=False,

@@ -3,7 +3,7 @@
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config, filled
 from flax_mha.interop.llama import language_model
-from flax_mha.interop.shared_settings import activation, repeating_part, rotary
+from flax_mha.interop.shared_settings import activation, rotary
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, PositionEmbedding
 from flax_mha.models.blocks import DecoderBlock
@@ -23,24 +23,16 @@ _NEOX = {
 def gpt2(config: Config) -> table.Family:
     """Return the family of `GPT2LMHeadModel`."""
     D, layers, heads = config["n_embd"], config["n_layer"], config["n_head"]
-    scale = None if config.get("scale_attn_weights", True) else 1.0
-    scales = [scale] * layers
-    if config.get("scale_attn_by_inverse_layer_idx", False):
-        scales = [(scale or (D // heads) ** -0.5) / (i + 1) for i in range(layers)]
-
-    def block(scale: float | None) -> DecoderBlock:
-        return DecoderBlock(
-            MultiHeadAttention(heads, scale=scale), config.get("n_inner") or 4 * D,
-            activation=activation(config, "activation_function"),
-            norm_epsilon=config["layer_norm_epsilon"],
-        )  # fmt: skip
-
+    block = DecoderBlock(
+        MultiHeadAttention(heads), config.get("n_inner") or 4 * D,
+        activation=activation(config, "activation_function"),
+        norm_epsilon=config["layer_norm_epsilon"],
+    )  # fmt: skip
     rows = table.per_layer(
         layers, table.parts("transformer.h.{}", "decoder/layers_{}", _GPT2, kernel=table.in_out)
     ) + table.parts("transformer", "", {"wpe": "position_embedding", "ln_f": "decoder/norm"})
-    decoder = Decoder(layers, tuple(map(block, repeating_part(scales))))
     return language_model(
-        config, D, decoder, rows, True, "transformer.wte",
+        config, D, Decoder(layers, block), rows, True, "transformer.wte",
         ignored=("*.attn.bias", "*.attn.masked_bias"),  # Causal masks.
         position_embedding=PositionEmbedding(max_length=config["n_positions"]),
     )  # fmt: skip

@@ -61,26 +61,23 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
         The error lists all of them.
     """
     checks.positive(num_heads=num_heads)
-    matches: list[tuple[int, str, str]] = []
     # Nested arrays of MLX and Equinox have names with dots.
-    for separator in "/.":
-        nested = flatten_dict(dict(tensors), sep=separator)
-        flat = {name: array(x) for name, x in nested.items()}
-        for library, (names, _, _, (leaf, _)) in LIBRARIES.items():
-            for name in flat:
-                start = name.removesuffix(names[0] + leaf)
-                if start != name and f"/{start}"[-1] in "/.":
-                    # Equinox and MLX differ only in the name of the output projection.
-                    count = sum(f"{start}{x}{leaf}" in flat for x in names)
-                    matches.append((count, library, start))
-        if matches:
-            break
-    else:
+    forms = [flatten_dict(dict(tensors), sep=separator) for separator in "/."]
+    # Equinox and MLX differ only in the name of the output projection.
+    matches = [
+        (sum(f"{start}{x}{leaf}" in form for x in names), library, start, form)
+        for form in forms
+        for library, (names, _, _, (leaf, _)) in LIBRARIES.items()
+        for name in form
+        if (start := name.removesuffix(names[0] + leaf)) != name and f"/{start}"[-1] in "/."
+    ]
+    if not matches:
         raise ValueError(
             f"tensors must be those of one attention layer of {sorted(LIBRARIES)}, got "
-            f"{sorted(flat)[:4]} …; use from_torch for torch.nn"
+            f"{sorted(forms[0])[:4]} …; use from_torch for torch.nn"
         )
-    _, library, start = max(matches, key=lambda x: x[0])
+    _, library, start, form = max(matches, key=lambda x: x[0])
+    flat = {name: array(x) for name, x in form.items()}
     theirs, biased, layout, (kernel, bias) = LIBRARIES[library]
     names, is_normed = [f"{start}{name}" for name in theirs], library == "vit-pytorch"
     # The query's kernel replaces a missing one, which `from_tensors` reports.
@@ -135,14 +132,9 @@ def to_layer(
         )
     full = is_vit and layer.num_heads == 1
     check_layer(layer.clone(project_out=full or layer.project_out), library)
-    tensors: dict[str, np.ndarray] = {}
-
-    def convert() -> None:
-        family = Family(module, (), _rows(library, layer, prefix))
-        tensors.update(table.to_tensors(family, variables))
-        from_layer(tensors, layer.num_heads)
-
-    check_sizes(library, convert)
+    family = Family(module, (), _rows(library, layer, prefix))
+    tensors = table.to_tensors(family, variables)
+    check_sizes(library, lambda: from_layer(tensors, layer.num_heads))
     return tensors
 
 

@@ -60,12 +60,12 @@ def _all_but_last(count: int) -> Windows:
 # The rules of the model types that have windows.
 _WINDOWS: dict[str, Windows] = {
     "mistral": _all, "ministral": _all, "mixtral": _all, "qwen3_moe": _all, "qwen2": _late,
-    "qwen3": _late, "smollm3": lambda config, i: not _rotates(config)[i],
+    "qwen3": _late,
     "gemma2": _all_but_last(2), "gpt_oss": _all_but_last(2), "gemma3_text": _all_but_last(6),
 }  # fmt: skip
 # The types whose `layer_types` decide instead, and those whose windows need `use_sliding_window`.
-_LISTED = ("ministral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "gpt_oss")
-_SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
+_LISTED = ("ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
+_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 _QK_NORMS = {
     "qwen3": QKNorm(), "qwen3_moe": QKNorm(), "gemma3_text": QKNorm(),
     "olmo2": QKNorm(over_heads=True),
@@ -104,26 +104,26 @@ def language_model(
 
 
 def llama(
-    config: Config, mlps: Sequence[Experts | None] = (), more: Sequence[table.TensorRule] = (),
+    config: Config, experts: Experts | None = None, more: Sequence[table.TensorRule] = (),
     sinks: bool = False,
 ) -> table.Family:  # fmt: skip
     """Return the family of `LlamaForCausalLM`, Mistral, Qwen2, Qwen3, SmolLM3, Gemma 2 or 3.
 
-    `mlps` are the experts of each layer, or None for a gated MLP, and `more` are a layer's rules of
-    experts.
+    `experts` take the MLP's place, and `more` are their rules.
     """
     D, layers, kind = config["hidden_size"], _layers(config), config["model_type"]
     is_gemma = kind.startswith("gemma")
     norms = GEMMA_NORMS if is_gemma else _OLMO_NORMS if kind == "olmo2" else NORMS
-    parts = repeating_part([*zip(layers, mlps or [None] * len(layers), strict=True)])
-    blocks = tuple(_block(config, norms.values(), *layer, mlp, sinks) for layer, mlp in parts)
+    blocks = [
+        _block(config, norms.values(), *layer, experts, sinks) for layer in repeating_part(layers)
+    ]
     # Gemma stores scales minus 1.
     rows = decoder_rows(len(layers), PARTS | norms, more, float(is_gemma))
     gemma: dict[str, Any] = {}
     if is_gemma:
         gemma = {"scale": D**0.5, "logits_cap": config.get("final_logit_softcapping")}
     tied = is_gemma or kind == "smollm3"
-    return language_model(config, D, Decoder(len(layers), blocks), rows, tied, **gemma)
+    return language_model(config, D, Decoder(len(layers), tuple(blocks)), rows, tied, **gemma)
 
 
 def _layers(config: Config) -> list[tuple[int | None, Rotary | None]]:
@@ -207,7 +207,7 @@ def gpt_oss(config: Config) -> table.Family:
             table.TensorRule(f"{theirs}.gate_up_proj{suffix}", pair, turns, split, merged=True),
             table.TensorRule(f"{theirs}.down_proj{suffix}", f"{ours}/down_{leaf}"),
         ]
-    return llama(config, [experts] * config["num_hidden_layers"], rows, sinks=True)
+    return llama(config, experts, rows, sinks=True)
 
 
 def mixtral(config: Config) -> table.Family:
@@ -217,22 +217,18 @@ def mixtral(config: Config) -> table.Family:
         activation=activation(config, "hidden_act"),
     )  # fmt: skip
     names = {"w1": "gate", "w3": "up", "w2": "down"}
-    rows = expert_rows(experts, "block_sparse_moe", names)
-    return llama(config, [experts] * config["num_hidden_layers"], rows)
+    return llama(config, experts, expert_rows(experts, "block_sparse_moe", names))
 
 
 def qwen3_moe(config: Config) -> table.Family:
-    """Return the family of `Qwen3MoeForCausalLM`, where some layers may have an MLP instead."""
-    dense, step = config.get("mlp_only_layers", ()), config.get("decoder_sparse_step", 1)
+    """Return the family of `Qwen3MoeForCausalLM`."""
     # The setting has either name.
     count = config.get("num_experts", config.get("num_local_experts"))
     experts = Experts(
         config["moe_intermediate_size"], count, config["num_experts_per_tok"],
         activation=activation(config, "hidden_act"), normalize=config.get("norm_topk_prob", False),
     )  # fmt: skip
-    layers = range(config["num_hidden_layers"])
-    mlps = [experts if i not in dense and (i + 1) % step == 0 else None for i in layers]
-    return llama(config, mlps, expert_rows(experts, "mlp", GATED_MLP))
+    return llama(config, experts, expert_rows(experts, "mlp", GATED_MLP))
 
 
 def expert_rows(experts: Experts, part: str, names: Mapping[str, str]) -> list[table.TensorRule]:

@@ -39,13 +39,12 @@ class Classified(nn.Module):
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """Return the logits [*B, num_classes] for arguments of the body."""
         x, real = self.body(*args, **options), options.get("attention_mask")
-        if self.pooling == "mean" and real is None:
-            x = mean(x, options.get("lengths"))
-        elif self.pooling == "mean":
-            real = jnp.asarray(real)[..., None] != 0
-            x = jnp.sum(x, -2, where=real) / jnp.maximum(jnp.sum(real, -2), 1).astype(x.dtype)
-        else:
+        if self.pooling == "first":
             x = x[..., 0, :]
+        elif real is None:
+            x = mean(x, options.get("lengths"))
+        else:
+            x = jnp.mean(x, -2, where=jnp.asarray(real)[..., None] != 0)
         bias = default_bias_init if self.use_bias else None
         x = Projection(x.shape[-1:], ("embed", None), rows=("batch",), bias_init=bias,
                        name="dense")(x)  # fmt: skip
@@ -73,9 +72,11 @@ def classified(
         module = body.clone(num_classes=count, **{"pooling": "first"} | fields)
     else:
         module, prefix = Classified(body, count, activation, **fields), "body/"
-    rows = []
-    for row in family.rows:
-        ours = tuple(prefix + path for path in row.paths)
-        rows.append(row._replace(theirs=family.prefix + row.theirs, ours=ours))
+    rows = [
+        row._replace(
+            theirs=family.prefix + row.theirs, ours=tuple(prefix + path for path in row.paths)
+        )
+        for row in family.rows
+    ]  # fmt: skip
     rows += linear(dense, "dense") if dense else []
     return family._replace(module=module, rows=rows + linear(head, "head"))

@@ -58,12 +58,16 @@ ALWAYS = BOOKKEEPING | names("""
     apply_layernorm classifier_proj_size decoder_bias directionality encoder_stride
     interpolate_antialias interpolate_offset median_filter_width n_special pool_include_prefix
     pooler_act pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_output_size
-    pooler_size_per_head pooler_type predict_special_tokens projection_size
+    pooler_size_per_head pooler_type predict_special_tokens projection_dim projection_size
     reorder_and_upcast_attn reshape_hidden_states sbert_ce_default_activation_function
     sentence_transformers sinusoidal_pos_embds summary_activation summary_first_dropout
     summary_last_dropout summary_proj_to_labels summary_type summary_use_proj
     task_type_vocab_size tie_weights_
-""") | {"add_cross_attention": False, "is_decoder": False, "pruned_heads": {}}  # fmt: skip
+""") | {"pruned_heads": {}} | dict.fromkeys((
+    "add_cross_attention", "dynamic_img_pad", "dynamic_img_size", "is_decoder",
+    "rope_interleaved", "use_bidirectional_attention", "use_mrope", "use_sliding_window",
+    "scale_attn_by_inverse_layer_idx", "use_task_id", "use_weighted_layer_sum",
+), False)  # fmt: skip
 ENCODER: Neutral = {"is_causal": False} | names("tie_word_embeddings")
 DECODER: Neutral = {"is_causal": True}
 # Second keys of gpt-oss for the same settings.

@@ -79,9 +79,7 @@ def _original_length(rope: Config, config: Config) -> Any:
 
 
 def _factor(rope: Config, config: Config) -> Any:
-    if "factor" in rope:
-        return rope["factor"]
-    return config["max_position_embeddings"] / _original_length(rope, config)
+    return rope.get("factor") or config["max_position_embeddings"] / _original_length(rope, config)
 
 
 def _yarn(rope: Config, config: Config) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config, filled
 from flax_mha.interop.modules import classified
-from flax_mha.interop.shared_settings import block, choice, example_image, grid, refuse
+from flax_mha.interop.shared_settings import block, choice, example_image, grid
 from flax_mha.models import Classifier, Encoder, PatchEmbedding
 from flax_mha.positions import Axial
 
@@ -160,12 +160,6 @@ def timm_vit(config: Config) -> table.Family:
 
     With num_classes=0 the output is what `forward_features` returns, the features of all tokens.
     """
-    refuse(
-        config, global_pool="token", qk_norm=False, scale_attn_norm=False, scale_mlp_norm=False,
-        proj_bias=True, class_token=True, pos_embed="learn", no_embed_class=False, final_norm=True,
-        fc_norm=None, embed_norm_layer=None, norm_layer=None, embed_layer=None, block_fn=None,
-        attn_layer=None, mlp_layer=None,
-    )  # fmt: skip
     D, pre_norm = config.get("embed_dim", 768), config.get("pre_norm", False)
     config = filled(
         config, patch_size=16, layer_norm_eps=1e-6, image_size=config.get("img_size", 224),
