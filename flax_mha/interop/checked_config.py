@@ -1,6 +1,5 @@
 """Configs of models that record which settings a family reads."""
 
-import reprlib
 from collections import ChainMap, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -10,14 +9,6 @@ Config: TypeAlias = Mapping[str, Any]
 REMEDY = "take the config.json that was published with the weights"
 # The most entries of a list in an error.
 _MAX_LISTED = 100
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = 80
-_SHOWN.maxlong = 40
-
-
-def shown(x: Any) -> str:
-    """Format a value as one short line of an error."""
-    return _SHOWN.repr(x)[:100]
 
 
 def several(xs: Sequence[str]) -> str:
@@ -47,7 +38,7 @@ class FileSettings(UserDict[str, Any]):
         value = super().get(name, default)
         if isinstance(default, bool) and not isinstance(value, bool):
             raise ValueError(
-                f"the config's {self.at}{name} must be true or false, got {shown(value)}; {REMEDY}"
+                f"the config's {self.at}{name} must be true or false, got {value!r:.100}; {REMEDY}"
             )
         return value
 
@@ -59,7 +50,7 @@ class FileSettings(UserDict[str, Any]):
             if is_neutral(name, x):
                 continue
             if path not in self.seen:
-                lines.append(f"{path}={shown(x)}")
+                lines.append(f"{path}={x!r:.100}")
             elif isinstance(x, Mapping):
                 lines += FileSettings(x, f"{path}.", self.seen).unread(is_neutral)
         return lines

@@ -74,8 +74,8 @@ class Towers(nn.Module):
           Unit features of images [B, features] and of texts [C, features], and the logits [B, C],
           which are their scaled dot products.
         """
-        x = _pool_tokens(self.image(images), self.pool)
-        y = _pool_tokens(self.text(tokens), at=_find(self.token, tokens, at))
+        x = _pool_tokens(self.image(images), self.pool, "first", images, None)
+        y = _pool_tokens(self.text(tokens), None, self.token, tokens, at)
         if self.features is None:
             y = Projection(y.shape[-1:], ("embed", None), name="text_projection")(y)
         else:
@@ -117,28 +117,21 @@ class Tower(nn.Module):
           at: int [*B], the index of the token that represents each input (default: by `token`).
         """
         x = self.encoder(inputs)
-        y = _pool_tokens(x, self.pool, _find(self.token, inputs, at))
+        y = _pool_tokens(x, self.pool, self.token, inputs, at)
         y = y if self.norm is None else self.norm(y)
         if self.projected:
             y = Projection(y.shape[-1:], ("embed", None), name="projection")(y)
         return x, y
 
 
-def _find(token: int | str, inputs: jax.Array, at: Any) -> Any:
-    """Return `at`, or the indices [*B] of the tokens that represent the inputs."""
-    if at is not None:
-        return at
-    if token in ("first", "last"):
-        return 0 if token == "first" else -1
-    return jnp.argmax(inputs if token == "largest" else inputs == token, -1)
-
-
-def _pool_tokens(x: jax.Array, pool: Any = None, at: Any = 0) -> jax.Array:
-    """Return the pool's output [*B, D] for tokens [*B, T, D], or token `at`."""
+def _pool_tokens(x: jax.Array, pool: Any, token: int | str, inputs: jax.Array, at: Any) -> Any:
+    """Return a vector [*B, D] for tokens [*B, T, D] of inputs (see `Tower`)."""
     if pool is not None:
         return pool(x)
-    if isinstance(at, int):
-        return x[..., at, :]
+    if at is None and token in ("first", "last"):
+        return x[..., 0 if token == "first" else -1, :]
+    if at is None:
+        at = jnp.argmax(inputs if token == "largest" else inputs == token, -1)
     return jnp.take_along_axis(x, jnp.asarray(at)[..., None, None], -2)[..., 0, :]
 
 
@@ -231,8 +224,7 @@ def _images(
 
     In CLIP a learned token represents the image.
     """
-    stack = Encoder(config["num_hidden_layers"], block(config), input_norm=is_clip)
-    encoder = image(config, stack, not is_clip, class_tokens=int(is_clip))
+    encoder = image(config, block(config), is_clip, class_tokens=int(is_clip))
     theirs, layout = "vision_model.embeddings", table.patches(*grid(config)[1])
     head, leaves = "vision_model.head", ("weight", "bias")
     rows = [

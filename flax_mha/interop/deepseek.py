@@ -23,10 +23,10 @@ _PARTS = NORMS | {
     "self_attn.q_a_proj": "attention/query_down", "self_attn.q_a_layernorm": "attention/query_norm",
     "self_attn.kv_a_proj_with_mqa": "attention/kv_down",
     "self_attn.kv_a_layernorm": "attention/kv_norm", "self_attn.o_proj": "attention/out",
-} | {
-    f"{theirs}.{name}": f"{ours}/{part}"
-    for theirs, ours in (("mlp", "mlp"), ("mlp.shared_experts", "mlp/shared"))
-    for name, part in GATED_MLP.items()
+    "mlp.gate_proj": "mlp/gate", "mlp.up_proj": "mlp/up", "mlp.down_proj": "mlp/down",
+    "mlp.shared_experts.gate_proj": "mlp/shared/gate",
+    "mlp.shared_experts.up_proj": "mlp/shared/up",
+    "mlp.shared_experts.down_proj": "mlp/shared/down",
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from flax_mha import masks
 from flax_mha.interop import table
-from flax_mha.interop.checked_config import REMEDY, Config, filled, shown
+from flax_mha.interop.checked_config import REMEDY, Config, filled
 from flax_mha.interop.llama import GEMMA_NORMS, PARTS, decoder_rows, language_model
 from flax_mha.interop.shared_settings import (
     FULL,
@@ -69,7 +69,7 @@ def gemma4(config: Config) -> table.Family:
     types, same = by_layer(config, "layer_types", default), config.get("attention_k_eq_v", False)
     if types[-1] != FULL:
         raise ValueError(
-            f"the config's layer_types must make the last {FULL}, got {shown(types)}; {REMEDY}"
+            f"the config's layer_types must make the last {FULL}, got {types!r:.100}; {REMEDY}"
         )
     biased = config.get("attention_bias", False)
     rotations = {name: _rotary(config, name) for name in _ROTATIONS}

@@ -1,12 +1,11 @@
 """Llama, Mistral, Qwen, OLMo, Gemma, gpt-oss: decoders with rotary positions, MLPs or experts."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from flax_mha import masks
-from flax_mha.interop import table
-from flax_mha.interop.checked_config import Config, shown
+from flax_mha.interop.checked_config import Config
 from flax_mha.interop.shared_settings import (
     FULL,
     SLIDING,
@@ -16,6 +15,17 @@ from flax_mha.interop.shared_settings import (
     repeating_part,
     rotary,
 )
+from flax_mha.interop.table import (
+    EXPERT,
+    PROJECTIONS,
+    TOKEN_EXAMPLE,
+    Family,
+    TensorRule,
+    linear,
+    norm,
+    parts,
+    per_layer,
+)  # fmt: skip
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
@@ -39,33 +49,14 @@ _OLMO_NORMS = {
     "post_feedforward_layernorm": "mlp_branch_norm",
 }
 GEMMA_NORMS = NORMS | _OLMO_NORMS | {"pre_feedforward_layernorm": "mlp_norm"}
-# Functions of a config and a layer's index, True if that layer has a window.
-Windows: TypeAlias = Callable[[Config, int], bool]
-
-
-def _all(config: Config, i: int) -> bool:
-    return True
-
-
-def _late(config: Config, i: int) -> bool:
-    return i >= config.get("max_window_layers", 28)
-
-
-def _all_but_last(count: int) -> Windows:
-    """Return a rule: all but the last of every `count` layers have a window."""
-    keys = ("sliding_window_pattern", "_sliding_window_pattern")
-    return lambda config, i: (i + 1) % next((config[x] for x in keys if x in config), count) > 0
-
-
-# The rules of the model types that have windows.
-_WINDOWS: dict[str, Windows] = {
-    "mistral": _all, "ministral": _all, "mixtral": _all, "qwen3_moe": _all, "qwen2": _late,
-    "qwen3": _late,
-    "gemma2": _all_but_last(2), "gpt_oss": _all_but_last(2), "gemma3_text": _all_but_last(6),
+# The types that have windows: in all but the last of so many layers; 0 for other rules.
+_WINDOWS = {
+    "mistral": 0, "ministral": 0, "mixtral": 0, "qwen3_moe": 0, "qwen2": 0, "qwen3": 0,
+    "smollm3": 0, "gemma2": 2, "gpt_oss": 2, "gemma3_text": 6,
 }  # fmt: skip
 # The types whose `layer_types` decide instead, and those whose windows need `use_sliding_window`.
-_LISTED = ("ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
-_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
+_LISTED = ("ministral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "gpt_oss")
+_SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
 _QK_NORMS = {
     "qwen3": QKNorm(), "qwen3_moe": QKNorm(), "gemma3_text": QKNorm(),
     "olmo2": QKNorm(over_heads=True),
@@ -75,20 +66,20 @@ _BASES = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 1.5e5}
 
 
 def decoder_rows(
-    count: int, names: Mapping[str, str], more: Sequence[table.TensorRule] = (),
+    count: int, names: Mapping[str, str], more: Sequence[TensorRule] = (),
     offset: float = 0.0,
-) -> list[table.TensorRule]:  # fmt: skip
-    """Return the rules of a decoder: `names` for `table.parts`, and more rules, of each layer."""
-    rows = [*table.parts(_THEIRS, _OURS, names, offset), *more]
-    return [*table.per_layer(count, rows), *table.norm("model.norm", "decoder/norm", offset)]
+) -> list[TensorRule]:  # fmt: skip
+    """Return the rules of a decoder: `names` for `parts`, and more rules, of each layer."""
+    rows = [*parts(_THEIRS, _OURS, names, offset), *more]
+    return [*per_layer(count, rows), *norm("model.norm", "decoder/norm", offset)]
 
 
 def language_model(
-    config: Config, features: int, decoder: Decoder, rows: list[table.TensorRule], tied: bool,
+    config: Config, features: int, decoder: Decoder, rows: list[TensorRule], tied: bool,
     embedding: str = "model.embed_tokens", head: str = "lm_head",
     ignored: tuple[str, ...] = ("*.rotary_emb.*inv_freq",), heads: tuple[str, ...] = (),
     scale: float = 1.0, **fields: Any,
-) -> table.Family:  # fmt: skip
+) -> Family:  # fmt: skip
     """Return the family of a decoder with a token embedding and an output head.
 
     `rows` are the rules of the decoder, `tied` is the default of `tie_word_embeddings`, `embedding`
@@ -97,16 +88,16 @@ def language_model(
     """
     tokens = TokenEmbedding(config["vocab_size"], features, scale=scale)
     module = LanguageModel(tokens, decoder, config.get("tie_word_embeddings", tied), **fields)
-    rows = rows + table.parts("", "", {embedding: "embedding/table", head: "head/table"})
+    rows = rows + parts("", "", {embedding: "embedding/table", head: "head/table"})
     copies = {f"{head}.weight": f"{embedding}.weight"}
     prefix = embedding.partition(".")[0] + "."
-    return table.Family(module, table.TOKEN_EXAMPLE, rows, ignored, heads, prefix, copies)
+    return Family(module, TOKEN_EXAMPLE, rows, ignored, heads, prefix, copies)
 
 
 def llama(
-    config: Config, experts: Experts | None = None, more: Sequence[table.TensorRule] = (),
+    config: Config, experts: Experts | None = None, more: Sequence[TensorRule] = (),
     sinks: bool = False,
-) -> table.Family:  # fmt: skip
+) -> Family:  # fmt: skip
     """Return the family of `LlamaForCausalLM`, Mistral, Qwen2, Qwen3, SmolLM3, Gemma 2 or 3.
 
     `experts` take the MLP's place, and `more` are their rules.
@@ -133,28 +124,25 @@ def _layers(config: Config) -> list[tuple[int | None, Rotary | None]]:
     base, is_local = _BASES.get(kind, 1e4), kind == "gemma3_text"
     local_rotary = rotary(config, SLIDING, 1e4 if is_local else base, local=is_local)
     rotations = (rotary(config, FULL, base), local_rotary)
-    default = [FULL] * count
+    rotates: Sequence[Any] = [True] * count
+    if kind == "smollm3":
+        every = config.get("no_rope_layer_interval", 4)
+        rotates = by_layer(config, "no_rope_layers", [(i + 1) % every > 0 for i in range(count)])
+    types = [FULL] * count
     if kind in _WINDOWS:
-        by_rule = [SLIDING if _WINDOWS[kind](config, i) else FULL for i in range(count)]
+        first = config.get("max_window_layers", 28) if kind in ("qwen2", "qwen3") else 0
+        keys = ("sliding_window_pattern", "_sliding_window_pattern")
+        every = _WINDOWS[kind] and next((config[x] for x in keys if x in config), _WINDOWS[kind])
         is_on = kind not in _SWITCHED or config.get("use_sliding_window", False)
-        default = by_rule if config.get("sliding_window") is not None and is_on else default
-    layer_types = by_layer(config, "layer_types", default)
-    if kind not in _LISTED and layer_types != default:
-        raise ValueError(
-            f"the config's layer_types must agree with the other settings of a {kind}, which does "
-            f"not read them, got {shown(layer_types)}; delete them if the weights do without"
-        )
-    rotates = _rotates(config) if kind == "smollm3" else [True] * count
+        for i in range(first, count if config.get("sliding_window") and is_on else 0):
+            is_whole = rotates[i] if kind == "smollm3" else every and (i + 1) % every == 0
+            types[i] = FULL if is_whole else SLIDING
+    if kind in _LISTED:
+        types = [*by_layer(config, "layer_types", types)]
     return [
         (config["sliding_window"] if x == SLIDING else None, rotations[x == SLIDING] if y else None)
-        for x, y in zip(layer_types, rotates, strict=True)
+        for x, y in zip(types, rotates, strict=True)
     ]
-
-
-def _rotates(config: Config) -> Sequence[Any]:
-    """Return for each layer of a SmolLM3 True if it has a rotary embedding."""
-    count, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
-    return by_layer(config, "no_rope_layers", [(i + 1) % every > 0 for i in range(count)])
 
 
 def _block(
@@ -162,13 +150,13 @@ def _block(
     mlp: Experts | None, sinks: bool,
 ) -> DecoderBlock:  # fmt: skip
     epsilon, kind = config["rms_norm_eps"], config["model_type"]
-    gemma, norm = kind.startswith("gemma"), _QK_NORMS.get(kind)
+    gemma, qk_norm = kind.startswith("gemma"), _QK_NORMS.get(kind)
     scalar = config.get("query_pre_attn_scalar") if gemma else None
     cap = config.get("attn_logit_softcapping") if gemma else None
-    biases = table.PROJECTIONS[:3]
+    biases = PROJECTIONS[:3]
     if kind != "qwen2":
         biased = config.get("attention_bias", kind == "gpt_oss")
-        biases = table.PROJECTIONS if biased else ()
+        biases = PROJECTIONS if biased else ()
     layer = MultiHeadAttention(
         config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads"),
@@ -178,7 +166,7 @@ def _block(
         mask=None if window is None else masks.Window(window - 1, 0),
         scale=None if scalar is None else scalar**-0.5,
         scores=() if cap is None else (SoftCap(cap),),
-        qk_norm=None if norm is None else dataclasses.replace(norm, epsilon=epsilon),
+        qk_norm=None if qk_norm is None else dataclasses.replace(qk_norm, epsilon=epsilon),
         sinks=sinks,
     )
     names = ("hidden_activation", "hidden_act") if gemma else ("hidden_act",)
@@ -190,7 +178,7 @@ def _block(
     )  # fmt: skip
 
 
-def gpt_oss(config: Config) -> table.Family:
+def gpt_oss(config: Config) -> Family:
     """Return the family of `GptOssForCausalLM`, with weights in bfloat16."""
     refuse(config, swiglu_alpha=1.702, hidden_act="silu")
     experts = Experts(
@@ -198,19 +186,19 @@ def gpt_oss(config: Config) -> table.Family:
         activation="quick_gelu", limit=config.get("swiglu_limit", 7.0), offset=1.0, use_bias=True,
     )  # fmt: skip
     theirs, ours = f"{_THEIRS}.mlp.experts", f"{_OURS}/mlp"
-    rows = table.linear(f"{_THEIRS}.mlp.router", f"{ours}/router")
+    rows = linear(f"{_THEIRS}.mlp.router", f"{ours}/router")
     # Gates alternate with the other hidden features.
     turns = (lambda x, shape: x.reshape(shape), lambda x: x[..., None])
     for suffix, leaf, split in (("", "kernel", 3), ("_bias", "bias", 2)):
         pair = (f"{ours}/gate_{leaf}", f"{ours}/up_{leaf}")
         rows += [
-            table.TensorRule(f"{theirs}.gate_up_proj{suffix}", pair, turns, split, merged=True),
-            table.TensorRule(f"{theirs}.down_proj{suffix}", f"{ours}/down_{leaf}"),
+            TensorRule(f"{theirs}.gate_up_proj{suffix}", pair, turns, split, merged=True),
+            TensorRule(f"{theirs}.down_proj{suffix}", f"{ours}/down_{leaf}"),
         ]
     return llama(config, experts, rows, sinks=True)
 
 
-def mixtral(config: Config) -> table.Family:
+def mixtral(config: Config) -> Family:
     """Return the family of `MixtralForCausalLM`."""
     experts = Experts(
         config["intermediate_size"], config["num_local_experts"], config["num_experts_per_tok"],
@@ -220,7 +208,7 @@ def mixtral(config: Config) -> table.Family:
     return llama(config, experts, expert_rows(experts, "block_sparse_moe", names))
 
 
-def qwen3_moe(config: Config) -> table.Family:
+def qwen3_moe(config: Config) -> Family:
     """Return the family of `Qwen3MoeForCausalLM`."""
     # The setting has either name.
     count = config.get("num_experts", config.get("num_local_experts"))
@@ -231,16 +219,14 @@ def qwen3_moe(config: Config) -> table.Family:
     return llama(config, experts, expert_rows(experts, "mlp", GATED_MLP))
 
 
-def expert_rows(experts: Experts, part: str, names: Mapping[str, str]) -> list[table.TensorRule]:
+def expert_rows(experts: Experts, part: str, names: Mapping[str, str]) -> list[TensorRule]:
     """Return the rules of a layer's router and experts, which have a tensor for each kernel.
 
     `part` is the name of the experts in a layer, and `names` are their kernels' names.
     """
-    rows = table.linear(f"{_THEIRS}.{part}.gate", f"{_OURS}/mlp/router")
+    rows = linear(f"{_THEIRS}.{part}.gate", f"{_OURS}/mlp/router")
     for i in range(experts.num_experts):
         for name, kernel in names.items():
             theirs, ours = f"{_THEIRS}.{part}.experts.{i}.{name}.weight", f"{_OURS}/mlp/{kernel}"
-            rows.append(
-                table.TensorRule(theirs, f"{ours}_kernel", table.EXPERT, part=slice(i, i + 1))
-            )
+            rows.append(TensorRule(theirs, f"{ours}_kernel", EXPERT, part=slice(i, i + 1)))
     return rows

@@ -63,7 +63,7 @@ ALWAYS = BOOKKEEPING | names("""
     sentence_transformers sinusoidal_pos_embds summary_activation summary_first_dropout
     summary_last_dropout summary_proj_to_labels summary_type summary_use_proj
     task_type_vocab_size tie_weights_
-""") | {"pruned_heads": {}} | dict.fromkeys((
+""") | {"partial_rotary_factor": 1.0, "pruned_heads": {}} | dict.fromkeys((
     "add_cross_attention", "dynamic_img_pad", "dynamic_img_size", "is_decoder",
     "rope_interleaved", "use_bidirectional_attention", "use_mrope", "use_sliding_window",
     "scale_attn_by_inverse_layer_idx", "use_task_id", "use_weighted_layer_sum",

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flax_mha import positions
-from flax_mha.interop.checked_config import REMEDY, Config, filled, shown
+from flax_mha.interop.checked_config import REMEDY, Config, filled
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models.blocks import EncoderBlock
 from flax_mha.positions import Rotary
@@ -52,20 +52,11 @@ def rotary(
     old: Config = {} if local else config.get("rope_scaling", {})
     new: Config = config.get("rope_parameters", {})
     new = new.get(layer_type, {} if local else new)
-    if old and new:
-        raise ValueError(
-            f"the config must have one of rope_scaling and rope_parameters, got both, "
-            f"{shown({**old})} and {shown({**new})}; delete one of the two"
-        )
     base = config.get("rope_local_base_freq" if local else "rope_theta", theta)
-    rope = filled(new or old, rope_theta=base)
-    outer = config.get("partial_rotary_factor", 1.0)
-    fraction: float = rope.get("partial_rotary_factor", outer)
-    if not partial and {fraction, outer} != {1}:
-        raise ValueError(
-            f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this "
-            f"family rotates all features; delete it if the weights were trained so"
-        )
+    # If there are both, those of the old one are unread, which is an error.
+    rope, fraction = filled(new or old, rope_theta=base), 1.0
+    if partial:
+        fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     make = choice(rope, "rope_type", _SCALINGS, rope.get("type", "default"))
     return Rotary(rope["rope_theta"], fraction=fraction, scaling=make(rope, config))
 
@@ -149,7 +140,7 @@ def by_layer(config: Config, name: str, default: Sequence[Any]) -> Sequence[Any]
     if len(entries) != len(default) or not {*entries} <= {FULL, SLIDING, 0, 1}:
         raise ValueError(
             f"the config's {name} must be {FULL} or {SLIDING}, or a flag, for each of "
-            f"num_hidden_layers={len(default)}, got {shown(entries)}; {REMEDY}"
+            f"num_hidden_layers={len(default)}, got {entries!r:.100}; {REMEDY}"
         )
     return entries
 
@@ -161,7 +152,7 @@ def choice(
     value = config[name] if default is None else config.get(name, default)
     if value not in options:
         raise ValueError(
-            f"the config's {name} must be one of {sorted(options)}, got {shown(value)}; build the "
+            f"the config's {name} must be one of {sorted(options)}, got {value!r:.100}; build the "
             f"module yourself"
         )
     return options[value]
@@ -172,6 +163,6 @@ def refuse(config: Config, **expected: Any) -> None:
     for name, value in expected.items():
         if config.get(name, value) != value:
             raise ValueError(
-                f"the config's {name} must be {value!r}, got {shown(config[name])}; use a "
+                f"the config's {name} must be {value!r}, got {config[name]!r:.100}; use a "
                 f"checkpoint with that value, the only one that this family supports"
             )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from flax_mha.interop import table
-from flax_mha.interop.checked_config import Config, filled
+from flax_mha.interop.checked_config import Config
 from flax_mha.interop.shared_settings import activation
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
@@ -28,15 +28,14 @@ def t5(config: Config) -> table.Family:
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
     # "relu" or "gated-gelu". The first configs lack this key.
     form = config.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
-    gated = config.get("is_gated_act", form.startswith("gated-"))
-    form = form.removeprefix("gated-")
-    act = {"dense_act_fn": "gelu_new" if gated and form == "gelu" else form}
+    gated = form.startswith("gated-")
+    act = "gelu_new" if form == "gated-gelu" else form.removeprefix("gated-")
     layer = MultiHeadAttention(
         config["num_heads"], head_dim=config["d_kv"], use_bias=False, scale=1.0
     )
     options: dict[str, Any] = {
         "norm": "rmsnorm", "norm_epsilon": config["layer_norm_epsilon"],
-        "gated": gated, "activation": activation(filled(config, **act), "dense_act_fn"),
+        "gated": gated, "activation": activation({"feed_forward_proj": act}, "feed_forward_proj"),
     }  # fmt: skip
 
     def bias(bidirectional: bool) -> tuple[RelativeBias]:

@@ -4,11 +4,22 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config, filled
 from flax_mha.interop.modules import classified
 from flax_mha.interop.shared_settings import block, choice, example_image, grid
+from flax_mha.interop.table import (
+    PROJECTIONS,
+    WRAPPED,
+    Family,
+    TensorRule,
+    linear,
+    norm,
+    parts,
+    patches,
+    per_layer,
+)  # fmt: skip
 from flax_mha.models import Classifier, Encoder, PatchEmbedding
+from flax_mha.models.blocks import EncoderBlock
 from flax_mha.positions import Axial
 
 _HEADS = {
@@ -39,44 +50,53 @@ _VIT_PYTORCH = {
     "0.to_qkv": ("attention/query", "attention/key", "attention/value"),
     "1.net.0": "mlp_norm", "1.net.1": "mlp/up", "1.net.4": "mlp/down",
 }  # fmt: skip
+# Heads, and a token of training.
+_LEFT = ("*classifier.*", "pooler.*", "embeddings.mask_token")
 # The prefix of all names in models that wrap a type.
 _PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
 
 
 def image(
-    config: Config, stack: Encoder, bias: bool = True, num_classes: int | None = None, **fields: Any
-) -> Classifier:
-    """Return an encoder of image patches by a ViT's config, and more fields of `Classifier`."""
+    config: Config, block: EncoderBlock, input_norm: bool = False,
+    norm_epsilon: float | None = None, num_classes: int | None = None, **fields: Any,
+) -> Classifier:  # fmt: skip
+    """Return an encoder of image patches by a ViT's config, with more fields of `Classifier`.
+
+    With a norm before the first block (CLIP), the patches' projection has no bias.
+    """
     _, (height, width) = grid(config)
-    patches = PatchEmbedding((height, width), config["hidden_size"], use_bias=bias)
-    return Classifier(patches, stack, num_classes, **fields)
+    embedding = PatchEmbedding(
+        (height, width), config["hidden_size"], use_bias=not input_norm, norm_epsilon=norm_epsilon
+    )
+    stack = Encoder(config["num_hidden_layers"], block, input_norm=input_norm)
+    return Classifier(embedding, stack, num_classes, **fields)
 
 
 def embeddings(
-    config: Config, patches: str, positions: str | None = None, **tokens: int
-) -> list[table.TensorRule]:
+    config: Config, projection: str, positions: str | None = None, **tokens: int
+) -> list[TensorRule]:
     """Return the rules of patches, positions and learned tokens, whose names have their numbers."""
-    layout, start = table.patches(*grid(config)[1]), 0
-    rows = table.linear(patches, "embedding/patches", lambda _: layout)
+    layout, start = patches(*grid(config)[1]), 0
+    rows = linear(projection, "embedding/patches", lambda _: layout)
     if positions is not None:
-        rows.append(table.TensorRule(positions, "positions/embedding", table.WRAPPED))
+        rows.append(TensorRule(positions, "positions/embedding", WRAPPED))
     for name, count in tokens.items():
         part = slice(start, start := start + count)
-        rows.append(table.TensorRule(name, "class_tokens", table.WRAPPED, part=part))
+        rows.append(TensorRule(name, "class_tokens", WRAPPED, part=part))
     return rows
 
 
 def _stack(
-    config: Config, layer: str, names: Mapping[str, str | tuple[str, ...]], norm: str
-) -> list[table.TensorRule]:
+    config: Config, layer: str, names: Mapping[str, str | tuple[str, ...]], last: str
+) -> list[TensorRule]:
     """Return the rules of a stack: the names of a layer, of its parts, and of the last norm."""
-    layers = table.parts(layer, "encoder/layers_{}", names)
+    layers = parts(layer, "encoder/layers_{}", names)
     return [
-        *table.per_layer(config["num_hidden_layers"], layers), *table.norm(norm, "encoder/norm"),
+        *per_layer(config["num_hidden_layers"], layers), *norm(last, "encoder/norm"),
     ]  # fmt: skip
 
 
-def vit(config: Config) -> table.Family:
+def vit(config: Config) -> Family:
     """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of its classifier."""
     kind, biased = config["model_type"], config.get("qkv_bias", True)
     tokens = {"embeddings.cls_token": 1}
@@ -88,20 +108,20 @@ def vit(config: Config) -> table.Family:
         ),
         *_stack(config, "encoder.layer.{}", _VIT, "layernorm"),
     ]  # fmt: skip
-    stack = Encoder(config["num_hidden_layers"], block(config, biased or ("out",)))
-    family = table.Family(
-        image(config, stack, class_tokens=len(tokens)), example_image(config), rows,
-        heads=("*classifier.*", "pooler.*", "embeddings.mask_token"), prefix=_PREFIXES[kind],
+    one = block(config, biased or ("out",))
+    family = Family(
+        image(config, one, class_tokens=len(tokens)), example_image(config), rows,
+        heads=_LEFT, prefix=_PREFIXES[kind],
     )  # fmt: skip
     return classified(config, family)
 
 
-def dinov2(config: Config) -> table.Family:
+def dinov2(config: Config) -> Family:
     """Return the family of `Dinov2Model`, with registers or without, or of its classifier.
 
     Images have the config's size, as positions are not interpolated.
     """
-    D, count, kind = (config[x] for x in ("hidden_size", "num_hidden_layers", "model_type"))
+    D, kind = config["hidden_size"], config["model_type"]
     registers = config.get("num_register_tokens", 4) if kind == "dinov2_with_registers" else 0
     biased, gated = config.get("qkv_bias", True), config.get("use_swiglu_ffn", False)
     names, hidden = _HEADS | _DINO, int(D * config.get("mlp_ratio", 4))
@@ -119,23 +139,23 @@ def dinov2(config: Config) -> table.Family:
             config, "embeddings.patch_embeddings.projection", "embeddings.position_embeddings",
             **{"embeddings.cls_token": 1},
         ),
-        table.TensorRule("embeddings.register_tokens", "register_tokens", table.WRAPPED),
+        TensorRule("embeddings.register_tokens", "register_tokens", WRAPPED),
         *_stack(config, "encoder.layer.{}", names, "layernorm"),
     ]  # fmt: skip
-    module = image(config, Encoder(count, one), class_tokens=1, register_tokens=registers)
-    family = table.Family(
-        module, example_image(config), rows, heads=("classifier.*", "embeddings.mask_token"),
+    module = image(config, one, class_tokens=1, register_tokens=registers)
+    family = Family(
+        module, example_image(config), rows, heads=_LEFT,
         prefix=f"{kind}.",
     )  # fmt: skip
     return classified(config, family, pooling="first_and_mean")
 
 
-def dinov3(config: Config) -> table.Family:
+def dinov3(config: Config) -> Family:
     """Return the family of `DINOv3ViTModel`, for images of the config's size."""
     (rows, columns), _ = grid(config)
     registers = config["num_register_tokens"]
     base = (config.get("rope_parameters") or config)["rope_theta"]
-    settings = dict(zip(table.PROJECTIONS, ("query", "key", "value", "proj"), strict=True))
+    settings = dict(zip(PROJECTIONS, ("query", "key", "value", "proj"), strict=True))
     biases = [x for x, name in settings.items() if config.get(f"{name}_bias", name != "key")]
     rotation = Axial((rows, columns), base, span=2 * math.pi, prefix=1 + registers)
     one = block(config, tuple(biases), rotary=rotation).clone(
@@ -143,19 +163,18 @@ def dinov3(config: Config) -> table.Family:
         layer_scale=config.get("layerscale_value", 1.0),
     )  # fmt: skip
     tokens = {"embeddings.cls_token": 1, "embeddings.register_tokens": registers}
-    stack = Encoder(config["num_hidden_layers"], one)
     # transformers 5 writes "model." first, and reads both forms.
-    return table.Family(
-        image(config, stack, positions="none", class_tokens=1 + registers), example_image(config),
+    return Family(
+        image(config, one, positions="none", class_tokens=1 + registers), example_image(config),
         [
             *embeddings(config, "embeddings.patch_embeddings", **tokens),
             *_stack(config, "layer.{}", _DINO3, "norm"),
         ],
-        heads=("embeddings.mask_token",), prefix="model.",
+        heads=_LEFT, prefix="model.",
     )  # fmt: skip
 
 
-def timm_vit(config: Config) -> table.Family:
+def timm_vit(config: Config) -> Family:
     """Return the family of timm's `VisionTransformer`, with its arguments, names and defaults.
 
     With num_classes=0 the output is what `forward_features` returns, the features of all tokens.
@@ -173,19 +192,19 @@ def timm_vit(config: Config) -> table.Family:
     one = block(config, biases).clone(layer_scale=scale)
     tokens = {"cls_token": 1} | ({"reg_token": registers} if registers else {})
     module = image(
-        config, Encoder(config["num_hidden_layers"], one, input_norm=pre_norm), not pre_norm,
-        config.get("num_classes", 1000) or None, class_tokens=1 + registers, pooling="first",
+        config, one, pre_norm, num_classes=config.get("num_classes", 1000) or None,
+        class_tokens=1 + registers, pooling="first",
     )  # fmt: skip
     rows = [
         *embeddings(config, "patch_embed.proj", "pos_embed", **tokens),
-        *table.norm("norm_pre", "encoder/input_norm"),
+        *norm("norm_pre", "encoder/input_norm"),
         *_stack(config, "blocks.{}", _TIMM, "norm"),
-        *table.linear("head", "head"),
+        *linear("head", "head"),
     ]
-    return table.Family(module, example_image(config), rows)
+    return Family(module, example_image(config), rows)
 
 
-def vit_pytorch(config: Config) -> table.Family:
+def vit_pytorch(config: Config) -> Family:
     """Return the family of `vit_pytorch.ViT`, with its arguments, names and defaults.
 
     With num_classes=0 the output is the features of all tokens.
@@ -199,20 +218,18 @@ def vit_pytorch(config: Config) -> table.Family:
     )  # fmt: skip
     projects = heads > 1 or head_dim != D
     one = block(config, ("out",), head_dim=head_dim, project_out=projects)
-    _, (height, width) = grid(config)
-    module = Classifier(
-        PatchEmbedding((height, width), D, norm_epsilon=1e-5), Encoder(config["depth"], one),
-        config["num_classes"] or None, class_tokens=int(has_token),
-        pooling="first" if has_token else "mean",
+    module = image(
+        config, one, norm_epsilon=1e-5, num_classes=config["num_classes"] or None,
+        class_tokens=int(has_token), pooling="first" if has_token else "mean",
     )  # fmt: skip
     rows = [
-        *table.parts("to_patch_embedding", "embedding", {
+        *parts("to_patch_embedding", "embedding", {
             "1": "patches_norm", "2": "patches", "3": "norm"
         }),
-        table.TensorRule("cls_token", "class_tokens"),
-        table.TensorRule("pos_embedding", "positions/embedding"),
+        TensorRule("cls_token", "class_tokens"),
+        TensorRule("pos_embedding", "positions/embedding"),
         *_stack(config, "transformer.layers.{}", _VIT_PYTORCH, "transformer.norm"),
-        *table.linear("mlp_head", "head"),
+        *linear("mlp_head", "head"),
     ]  # fmt: skip
     # With pool="mean" this tensor is there, and empty.
-    return table.Family(module, example_image(config), rows, () if has_token else ("cls_token",))
+    return Family(module, example_image(config), rows, () if has_token else ("cls_token",))

@@ -5,7 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from flax_mha.base import checks, numerics
+from flax_mha.base import numerics
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config
 from flax_mha.interop.shared_settings import activation, blank, refuse
@@ -14,13 +14,14 @@ from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Tra
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock
 from flax_mha.positions import PositionEmbedding
 
-_PARTS = {"fc1": "mlp/up", "fc2": "mlp/down", "final_layer_norm": "mlp_norm"} | {
-    f"{name}{theirs}": f"{part}{ours}"
-    for name, part in {"self_attn": "attention", "encoder_attn": "cross_attention"}.items()
-    for theirs, ours in {
-        ".q_proj": "/query", ".k_proj": "/key", ".v_proj": "/value", ".out_proj": "/out",
-        "_layer_norm": "_norm",
-    }.items()
+_PARTS = {
+    "self_attn.q_proj": "attention/query", "self_attn.k_proj": "attention/key",
+    "self_attn.v_proj": "attention/value", "self_attn.out_proj": "attention/out",
+    "self_attn_layer_norm": "attention_norm",
+    "encoder_attn.q_proj": "cross_attention/query", "encoder_attn.k_proj": "cross_attention/key",
+    "encoder_attn.v_proj": "cross_attention/value", "encoder_attn.out_proj": "cross_attention/out",
+    "encoder_attn_layer_norm": "cross_attention_norm",
+    "fc1": "mlp/up", "fc2": "mlp/down", "final_layer_norm": "mlp_norm",
 }  # fmt: skip
 
 
@@ -59,12 +60,11 @@ class Whisper(Translator):
         attention_mask: jax.Array | None = None, **options: Any,
     ) -> jax.Array:  # fmt: skip
         """Return the encoder's output [*B, frames / 2, D] for spectrograms [*B, frames, bins]."""
-        for name, x in (("source_lengths", source_lengths), ("attention_mask", attention_mask)):
-            if x is not None:
-                raise ValueError(
-                    f"{name} must be None for Whisper, which always reads 30 seconds, got "
-                    f"{checks.describe(x)}; pad the sound with silence"
-                )
+        if source_lengths is not None or attention_mask is not None:
+            raise ValueError(
+                "source_lengths and attention_mask must be None for Whisper, which always reads 30 "
+                "seconds; pad the sound with silence"
+            )
         for convolution in self.convolutions:
             source = nn.gelu(convolution(source), approximate=False)
         return self.encoder(self.positions(source), **options)
