@@ -132,17 +132,16 @@ def load(
     Args:
       path: a folder with `config.json` and `model.safetensors`, or with an index of several files.
       dtype: the dtype of floating parameters (default: the file's).
-      shardings: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
-        variables, to read only each device's part (default: NumPy arrays, which CPU devices use
-        without a copy).
+      shardings: one sharding, or a tree of them like the variables, to read only each device's part
+        (default: NumPy arrays, which CPU devices use without a copy).
       as_jax: True for arrays of JAX on the default device in place of NumPy arrays.
 
     Returns:
-      The module and its variables. A warning names the tensors of heads that are left out.
+      The module and its variables. A warning names the heads that are left out.
 
     Raises:
-      ValueError: if a file is damaged, or if tensors are missing, surplus or misshapen. The error
-        lists all of them.
+      ValueError: if a file is damaged, or tensors are missing, surplus or misshapen, all of which
+        the error lists.
       FileNotFoundError: if the folder lacks a file.
     """
     folder = open_folder(path)
@@ -173,9 +172,8 @@ def save(
 ) -> None:
     """Write a folder that `load` and `transformers` read, one tensor at a time.
 
-    If the model came from a folder, its tensors keep their names, and other files are copied:
-    tokenizer, `generation_config.json`, license, model card, and the modules of a sentence model.
-    Warnings name the files and the heads that are left behind.
+    If the model came from a folder, its tensors keep their names, and its tokenizer, settings,
+    license and model card are copied. Warnings name the files and heads that are left behind.
 
     Args:
       config: the folder that the model was loaded from, or the content of a `config.json`. Its

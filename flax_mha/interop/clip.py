@@ -47,7 +47,7 @@ class Towers(nn.Module):
       image: the image encoder.
       text: the text encoder.
       features: the size of the common space, or None if the encoders share one.
-      pool: the layer that pools an image's tokens (default: take the first one).
+      pool: the pool of an image's tokens (default: the first one).
       biased: True if the logits have a learned bias.
       token: the token that represents a text (see `Tower`).
     """
@@ -71,8 +71,7 @@ class Towers(nn.Module):
           at: int [C], the index of the token that represents each text (default: by `token`).
 
         Returns:
-          Unit features of images [B, features] and of texts [C, features], and the logits [B, C],
-          which are their scaled dot products.
+          Unit features [B, features] and [C, features], and their scaled dot products [B, C].
         """
         x = _pool_tokens(self.image(images), self.pool, "first", images, None)
         y = _pool_tokens(self.text(tokens), None, self.token, tokens, at)
@@ -95,11 +94,10 @@ class Tower(nn.Module):
 
     Attributes:
       encoder: the encoder of images or texts.
-      pool: a layer that pools the tokens (default: take one of them).
+      pool: the pool of the tokens (default: one of them).
       projected: True if a linear layer follows.
       norm: the norm of the pooled vector, or None.
-      token: the token that represents an input: "first", "last", the "largest" id, or the first one
-        with this id.
+      token: the token that represents an input: "first", "last", "largest" (its id), or an id.
     """
 
     encoder: Classifier | Bert

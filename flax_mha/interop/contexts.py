@@ -15,8 +15,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def within(model: Model, context: Callable[..., AbstractContextManager[Any]], *args: Any) -> Model:
     """Return a model whose methods run within `context(cls, *args)`.
 
-    Its class `cls` is a subclass of the model's class with the same fields. Methods, `apply` with
-    any `method=`, bound models and models that hold this one as a submodule enter the context.
+    Its class `cls` is a subclass of the model's class with the same fields.
 
     Args:
       model: a linen module.

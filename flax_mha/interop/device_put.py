@@ -15,8 +15,7 @@ _ALIGNMENT = 64
 def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
     """Return a parameter as a NumPy array, or on devices.
 
-    `jax.make_array_from_callback` would hold all shards in the host's memory, and on a CPU it may
-    share the file's pages, so that the array changes with the file.
+    `jax.make_array_from_callback` would hold all shards in memory, and may share the file's pages.
 
     Args:
       dtype: the dtype of floating results; None for x's dtype.

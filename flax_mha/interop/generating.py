@@ -27,12 +27,10 @@ def generation(path: AnyPath) -> dict[str, Any]:
     """Return the arguments of `flax_mha.generate` from a folder's files.
 
     These are `eos` and `start`, for sampling `temperature`, `top_k`, `top_p` and `min_p`, and for
-    search `beams`, `length_penalty` and `early_stopping`. A warning names settings that `generate`
-    does not support, such as a repetition penalty. `path` is a folder with `config.json`, and in
-    newer folders `generation_config.json`.
+    search `beams`, `length_penalty` and `early_stopping`. A warning names other settings, such as a
+    repetition penalty. `path` is a folder with `config.json`, and maybe `generation_config.json`.
 
     Raises:
-      ValueError: if a setting has a wrong type or is out of range.
       FileNotFoundError: if there is no `config.json`.
     """
     folder = open_folder(path)

@@ -22,8 +22,8 @@ from flax_mha.linen import MultiHeadAttention
 _NORM = layer_norm(1e-5)
 _TORCH = (transposed, table.LEAVES)
 _KERAS_VARS = (None, ("/vars/0", "/vars/1"))  # In `.weights.h5` files.
-# The names of the projections; those with a bias (None if all or none have one, "each" if each
-# may); and the layout of kernels and the suffixes of names, arguments of `table.attention`.
+# The projections' names, those with a bias (None: all or none, "each": any), and two arguments of
+# `table.attention`: the kernels' layout, and the suffixes of names.
 LIBRARIES: dict[str, tuple[Any, Any, Any, tuple[str, str]]] = {
     "d2l": (("W_q", "W_k", "W_v", "W_o"), None, *_TORCH),
     "equinox": (("query_proj", "key_proj", "value_proj", "output_proj"), "each", *_TORCH),
@@ -45,15 +45,14 @@ LIBRARIES: dict[str, tuple[Any, Any, Any, tuple[str, str]]] = {
 def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, dict[str, Any]]:
     """Return a module and its variables from the tensors of another library's attention layer.
 
-    `MultiHeadAttention` of d2l, Equinox, Haiku, MLX and Keras (with `GroupQueryAttention`, and from
-    `.weights.h5` files), and `Attention` of timm, x-transformers and vit-pytorch are supported.
-    vit-pytorch's layer norms its input, so it becomes an `nn.Sequential` of `nn.LayerNorm` and the
-    layer. Dropout rates and masks are lost. Options without a tensor must have their defaults.
+    Dropout rates and masks are lost. Options without a tensor must have their defaults.
+    vit-pytorch's layer norms its input: it becomes an `nn.Sequential` of `nn.LayerNorm` and the
+    layer.
 
     Args:
-      tensors: the arrays by name: a state dict; Haiku's params; `{w.path: w.numpy() for w in
-        layer.weights}` of Keras; MLX's and Equinox's attributes, "query_proj.weight". A common
-        prefix of the names is ignored.
+      tensors: the arrays by name, nested or flat, of a library in `LIBRARIES`: a state dict;
+        Haiku's params; `{w.path: w.numpy() for w in layer.weights}` of Keras. A common prefix of
+        the names is ignored.
       num_heads: N, the number of query heads.
 
     Raises:

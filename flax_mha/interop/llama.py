@@ -82,9 +82,8 @@ def language_model(
 ) -> Family:  # fmt: skip
     """Return the family of a decoder with a token embedding and an output head.
 
-    `rows` are the rules of the decoder, `tied` is the default of `tie_word_embeddings`, `embedding`
-    (whose first part is optional) and `head` are names in the checkpoint, and `scale` is a factor
-    of the embeddings.
+    `rows` are the decoder's rules, `tied` is the default of `tie_word_embeddings`, `embedding`
+    (whose first part is optional) and `head` are names, and `scale` is a factor of the embeddings.
     """
     tokens = TokenEmbedding(config["vocab_size"], features, scale=scale)
     module = LanguageModel(tokens, decoder, config.get("tie_word_embeddings", tied), **fields)

@@ -28,23 +28,21 @@ _swapping = jax.make_user_context(None)
 def swap(model: Model, **fields: Any) -> Model:
     """Return a model whose Flax attention layers are computed by this package.
 
-    Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention` or subclass of it is
-    computed by a `flax_mha.MultiHeadAttention` with the same fields. Each `nnx.MultiHeadAttention`
-    becomes one of `flax_mha.nnx`. Layers in `nnx.bridge` are swapped too. Dropout draws other
-    weights, and decoding uses this package's cache. A warning names subclasses that stay, as they
-    have their own `__call__` or are of nnx. Calls of Flax's `dot_product_attention` stay too.
+    Code and parameters stay the same. Dropout draws other weights, and decoding uses this package's
+    cache. A warning names subclasses of Flax's layer that stay: those with their own `__call__`,
+    and all of nnx. Calls of Flax's `dot_product_attention` stay too.
 
     Args:
       model: a linen or nnx module.
       **fields: more fields for each layer, such as `kernel="blockwise"`.
 
     Returns:
-      In linen, an instance of a subclass of the model's class, which is equal for equal models. In
-      nnx, a model that shares the parameters.
+      An instance of the same class, equal for equal models of linen. A model of nnx shares its
+      parameters.
 
     Raises:
-      TypeError: if the model is no module, or if a layer has its own matmuls or promotions, such
-        as `qkv_dot_general`. In linen the first call raises it.
+      TypeError: if the model is no module, or a layer has its own matmuls, such as
+        `qkv_dot_general` (in linen, at the first call).
     """
     _warn.cache_clear()
     if isinstance(model, nnx.Module):

@@ -78,7 +78,7 @@ def _matrix(x: Any, inputs: int) -> Any:
 
 
 class TensorRule(NamedTuple):
-    """The rule of one tensor of a checkpoint, which counts if the module has its parameters.
+    """The rule of one tensor of a checkpoint.
 
     Attributes:
       theirs: the tensor's name.
@@ -146,7 +146,7 @@ class Family(NamedTuple):
     Attributes:
       module: the Flax module.
       example: the arguments that initialize it.
-      rows: a rule for each tensor. Rules of parameters that the module lacks don't count.
+      rows: the rules of tensors. Those of parameters that the module lacks don't count.
       ignored: `fnmatch` patterns of tensors without weights, such as constant masks.
       heads: patterns of tensors of other heads, which are left out with a warning.
       prefix: an optional prefix of all names.
@@ -298,8 +298,8 @@ def linear(
     Args:
       theirs: the layer's name in the checkpoint.
       ours: the path of the module, or of several modules whose outputs the layer concatenates.
-      kernel: a function from the number of input axes, which is two for a module "out", to the
-        layout; None for Flax's layout.
+      kernel: a function from the number of input axes (2 for a module "out") to the layout; None
+        for Flax's layout.
       leaves: the suffixes of the kernel's and the bias' names.
     """
     paths = (ours,) if isinstance(ours, str) else ours
@@ -327,10 +327,9 @@ def attention(
     Args:
       theirs: the prefix of the names in the checkpoint, or "".
       ours: the path of the layer, or "".
-      names: the names of the query, key, value and output projections. Projections with the same
-        name are one tensor.
-      kernel: see `linear`.
-      leaves: see `linear`.
+      names: the names of the query, key, value and output projections; equal ones are one tensor.
+      kernel: see `linear`, also for `leaves`.
+      leaves: the suffixes of names.
     """
     paths = {
         name: tuple(x for x, other in zip(PROJECTIONS, names, strict=False) if other == name)
@@ -346,9 +345,9 @@ def parts(
     """Return the rules of the parts of a module.
 
     `names` are names in the checkpoint, each with the path of a part, or with the paths of linear
-    layers that a tensor concatenates. The end of a path tells the part: "norm" and "_ln" are norms
-    (see `norm` for `offset`), "scale" and "sinks" are arrays, "table", "positions" and
-    "embedding" are embeddings, and all others are linear layers (see `linear` for `kernel`).
+    layers that a tensor concatenates. Paths that end with "norm" or "_ln" are norms, with "scale"
+    or "sinks" arrays, with "table", "positions" or "embedding" embeddings, others linear layers.
+    See `norm` for `offset`, and `linear` for `kernel` and `leaves`.
     """
     rows: list[TensorRule] = []
     for name, part in names.items():

@@ -39,23 +39,20 @@ def from_torch(
 ) -> tuple[Module, dict[str, Any]]:  # fmt: skip
     """Return a module and its variables from a state dict of `torch.nn`.
 
-    Supported are `MultiheadAttention`, `TransformerEncoderLayer`, `TransformerDecoderLayer` and
-    stacks of them. The batch comes first. Masks are arguments of the call, where True lets a query
-    see a key. Decoders are causal. A state dict has no options: give those that differ from the
-    defaults.
+    It is a `MultiheadAttention`, a `TransformerEncoderLayer` or `TransformerDecoderLayer`, or a
+    stack of these. The batch comes first. Masks are arguments of the call, where True lets a query
+    see a key. Decoders are causal. `add_zero_attn`, which no state dict shows, is not supported.
 
     Args:
       state_dict: the arrays by name, PyTorch's tensors or others.
       num_heads: N, the number of heads.
-      norm_first: PyTorch's option of blocks.
-      activation: PyTorch's option of blocks, where "gelu" is exact; or a function.
-      layer_norm_eps: PyTorch's option of blocks.
-      dropout: PyTorch's option, whose default there is 0.1 in blocks.
+      norm_first: PyTorch's option of blocks, like the next three.
+      activation: "relu", "gelu" (the exact one), or a function.
+      layer_norm_eps: the norms' epsilon.
+      dropout: the dropout rate (PyTorch's default in blocks: 0.1).
 
     Raises:
-      TypeError: if `state_dict` is no mapping, such as a module.
-      ValueError: if the state dict belongs to another layer, or has `bias_k` and `bias_v`. A state
-        dict does not show `add_zero_attn`, which is not supported.
+      ValueError: if the state dict belongs to another layer, or has `bias_k` and `bias_v`.
     """
     checks.positive(num_heads=num_heads)
     tensors = {name: array(x) for name, x in state_dict.items()}
@@ -66,8 +63,8 @@ def from_torch(
             f"{sorted(tensors)[:4]} …; remove the prefix of the layer's names, and convert the "
             f"encoder and the decoder of nn.Transformer one by one"
         )
-    has_bias = f"{prefix}out_proj.bias" in tensors
-    layer = MultiHeadAttention(num_heads, use_bias=has_bias, dropout_rate=dropout)
+    biased = f"{prefix}out_proj.bias" in tensors
+    layer = MultiHeadAttention(num_heads, use_bias=biased, dropout_rate=dropout)
     module: Module = layer
     sizes = [len(tensors[f"{prefix}out_proj.weight"])]
     if not prefix:
@@ -80,7 +77,7 @@ def from_torch(
         block = (DecoderBlock if is_decoder else EncoderBlock)(
             layer, len(tensors[f"{first}linear1.weight"]), pre_norm=norm_first,
             activation="gelu_exact" if activation == "gelu" else activation,
-            norm="layernorm" if has_bias else layer_norm(layer_norm_eps, use_bias=False),
+            norm="layernorm" if biased else layer_norm(layer_norm_eps, use_bias=False),
             norm_epsilon=layer_norm_eps, dropout_rate=dropout, **options,
         )  # fmt: skip
         module = block

@@ -37,7 +37,7 @@ def meaning(config: Config) -> Any:
     """Return the module, the example and the rows of a config, or its error."""
     try:
         family = interop.family(config)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return str(error)
     rows = [(row.theirs, row.ours, row.part) for row in family.rows]
     return family.module, jax.tree.map(np.shape, family.example), rows
