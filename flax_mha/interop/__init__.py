@@ -4,10 +4,10 @@
 >>> interop.save("path/to/Qwen3-0.6B", variables, "path/to/mine")  # with its tokenizer
 >>> module, variables = interop.from_torch(layer.state_dict(), num_heads=8)
 >>> module, variables = interop.from_layer(arrays, num_heads=8)  # from Keras, Haiku, timm …
->>> fast = interop.swap(model)  # replaces Flax's attention layers in a model
+>>> fast = interop.swap(model)  # replaces Flax's attention layers
 
-A folder has a `config.json` and safetensors files. A family is a module with a table of its tensors
-(`flax_mha.interop.table`), which `load` and `save` both read.
+A family is a module with a table of its tensors (`flax_mha.interop.table`), which `load` and `save`
+both read.
 """
 
 import json
@@ -66,7 +66,7 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("gpt_neox", gpt.gpt_neox, DECODER),
     ("llama", llama.llama, DECODER | names("max_window_layers")),
     ("mistral ministral smollm3 olmo2", llama.llama, DECODER),
-    # Qwen2's biases are fixed, and the file's tensors are checked for them.
+    # Qwen2's biases are fixed.
     ("qwen2 qwen3", llama.llama, DECODER | names("attention_bias")),
     # `hidden_act` is the old key of `hidden_activation`.
     ("gemma2 gemma3_text", llama.llama, DECODER | names("hidden_act")),
@@ -92,7 +92,7 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     # The scale is never applied.
     ("whisper", whisper.whisper, names("num_hidden_layers scale_embedding")),
 )  # fmt: skip
-# The families by the config's `model_type`.
+# By the config's `model_type`.
 FAMILIES: dict[str, Callable[[Config], Family]] = {
     name: neutral.checked(make, known) for names, make, known in _TABLES for name in names.split()
 }
@@ -154,7 +154,7 @@ def load(
     tensors = safetensors.read_folder(folder)
     floating = None if dtype is None else checks.dtype("dtype", dtype)
     variables = from_tensors(model, tensors, join=list)
-    if checks.flag("as_jax", as_jax) and shardings is None:
+    if as_jax and shardings is None:
         shardings = jnp.zeros(()).sharding  # The default device's.
     is_views = lambda x: isinstance(x, list)  # noqa: E731
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):

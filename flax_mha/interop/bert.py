@@ -18,14 +18,14 @@ from flax_mha.models.feed_forward import ACTIVATIONS
 
 # Buffers that hold 0, 1, 2, …
 BUFFERS = ("*.position_ids", "*.token_type_ids")
-# Parts on top of an encoder: poolers and output heads.
+# Poolers and output heads.
 HEADS = (
     "pooler.*", "cls.*", "lm_head.*", "vocab_*", "classifier.*", "qa_outputs.*",
     "generator_*", "discriminator_*",
 )  # fmt: skip
 
 
-# The optional prefix of all names, by the model type.
+# The optional prefixes of names.
 _PREFIXES = {
     "bert": "bert.", "ernie": "ernie.", "electra": "electra.", "roberta": "roberta.",
     "xlm-roberta": "roberta.", "camembert": "roberta.", "data2vec-text": "data2vec_text.",
@@ -75,8 +75,8 @@ class Bert(nn.Module):
         Args:
           tokens: int [*B, T].
           types: int [*B, T], the tokens' segments (default: 0).
-          attention_mask: bool or int [*B, T] of a tokenizer, 0 for padding anywhere. As in
-            `transformers`, RoBERTa's positions count only tokens, and BERT's also padding.
+          attention_mask: bool or int [*B, T] of a tokenizer, 0 for padding anywhere. RoBERTa's
+            positions count only tokens, and BERT's also padding.
           **options: arguments of the blocks (see `MultiHeadAttention`).
         """
         tokens, read = read_padding(tokens, attention_mask, {**options, "positions": None})

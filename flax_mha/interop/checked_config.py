@@ -34,7 +34,7 @@ class FileSettings(UserDict[str, Any]):
         return FileSettings(value, f"{path}.", self.seen) if isinstance(value, Mapping) else value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a setting, or its default. If that is a bool, a setting must be one too."""
+        """Return a setting, or its default, a bool only for bools."""
         value = super().get(name, default)
         if isinstance(default, bool) and not isinstance(value, bool):
             raise ValueError(

@@ -9,10 +9,23 @@ import numpy as np
 
 from flax_mha import masks
 from flax_mha.base import numerics
-from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.checked_config import Config, filled
 from flax_mha.interop.shared_settings import activation, block, example_image, grid, refuse
+from flax_mha.interop.table import (
+    FLATTENED,
+    SAME,
+    TORCH_HEADS,
+    WRAPPED,
+    Family,
+    TensorRule,
+    attention,
+    linear,
+    norm,
+    parts,
+    patches,
+    per_layer,
+)  # fmt: skip
 from flax_mha.interop.vision import image
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.qk_norm import layer_norm
@@ -41,7 +54,7 @@ _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Towers(nn.Module):
-    """An image encoder and a text encoder with a common feature space: CLIP, SigLIP.
+    """An image encoder and a text encoder with common features: CLIP, SigLIP.
 
     Attributes:
       image: the image encoder.
@@ -68,7 +81,7 @@ class Towers(nn.Module):
         Args:
           images: [B, height, width, channels].
           tokens: int [C, T], the texts.
-          at: int [C], the index of the token that represents each text (default: by `token`).
+          at: int [C], the indices of the tokens that represent texts (default: by `token`).
 
         Returns:
           Unit features [B, features] and [C, features], and their scaled dot products [B, C].
@@ -112,7 +125,7 @@ class Tower(nn.Module):
 
         Args:
           inputs: images [*B, height, width, channels], or tokens int [*B, T].
-          at: int [*B], the index of the token that represents each input (default: by `token`).
+          at: int [*B], the indices of the tokens that represent inputs (default: by `token`).
         """
         x = self.encoder(inputs)
         y = _pool_tokens(x, self.pool, self.token, inputs, at)
@@ -163,7 +176,7 @@ _PARTS = {
 _POOL = {"layernorm": "norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
 
 
-def towers(config: Config) -> table.Family:
+def towers(config: Config) -> Family:
     """Return the family of `CLIPModel` and `SiglipModel`."""
     kind = config["model_type"]
     defaults, is_clip = _DEFAULTS[kind], kind == "clip"
@@ -173,37 +186,37 @@ def towers(config: Config) -> table.Family:
     features = config.get("projection_dim", 512) if is_clip else None
     module = Towers(image, text, features, pool, not is_clip, token)
     head = "text_projection" if is_clip else "text_model.head"
-    rows += table.parts("", "", {"visual_projection": "image_projection", head: "text_projection"})
-    scalar = table.SAME if is_clip else table.WRAPPED
-    rows += [table.TensorRule(x, x, scalar) for x in ("logit_scale", "logit_bias")]
-    return table.Family(module, (*example_image(vision), *_TEXT), rows + text_rows, BUFFERS)
+    rows += parts("", "", {"visual_projection": "image_projection", head: "text_projection"})
+    scalar = SAME if is_clip else WRAPPED
+    rows += [TensorRule(x, x, scalar) for x in ("logit_scale", "logit_bias")]
+    return Family(module, (*example_image(vision), *_TEXT), rows + text_rows, BUFFERS)
 
 
-def images(config: Config) -> table.Family:
+def images(config: Config) -> Family:
     """Return the family of `CLIPVisionModel` and `SiglipVisionModel`, without a projection.
 
     As in `transformers`, CLIP norms only the image's vector, and SigLIP norms all tokens.
     """
-    kind, norm = config["model_type"].removesuffix("_vision_model"), None
+    kind, last = config["model_type"].removesuffix("_vision_model"), None
     config = filled(config, **_DEFAULTS[kind][1])
     encoder, pool, rows = _images(config, kind == "clip", "encoder")
     if kind == "clip":
         encoder = encoder.clone(encoder=encoder.encoder.clone(final_norm=False))
-        norm = layer_norm(config["layer_norm_eps"])
-    rows += table.norm("vision_model.post_layernorm", "norm")
+        last = layer_norm(config["layer_norm_eps"])
+    rows += norm("vision_model.post_layernorm", "norm")
     heads = ("visual_projection.*", "classifier.*")
-    module = Tower(encoder, pool, norm=norm)
-    return table.Family(module, example_image(config), rows, BUFFERS, heads, "vision_model.")
+    module = Tower(encoder, pool, norm=last)
+    return Family(module, example_image(config), rows, BUFFERS, heads, "vision_model.")
 
 
-def texts(config: Config) -> table.Family:
+def texts(config: Config) -> Family:
     """Return the family of `CLIPTextModel` and `SiglipTextModel`, without a projection."""
     kind = config["model_type"].removesuffix("_text_model")
     is_clip = kind == "clip"
     encoder, token, rows = _texts(filled(config, **_DEFAULTS[kind][0]), is_clip, "encoder")
-    rows += table.linear("text_model.head", "projection")
+    rows += linear("text_model.head", "projection")
     module = Tower(encoder, projected=not is_clip, token=token)
-    return table.Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
+    return Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
 
 
 def _part(config: Config, name: str, defaults: dict[str, Any]) -> Config:
@@ -217,24 +230,21 @@ def _part(config: Config, name: str, defaults: dict[str, Any]) -> Config:
 
 def _images(
     config: Config, is_clip: bool, ours: str
-) -> tuple[Classifier, AttentionPool | None, list[table.TensorRule]]:
-    """Return the image encoder, SigLIP's pool, and their rules.
-
-    In CLIP a learned token represents the image.
-    """
+) -> tuple[Classifier, AttentionPool | None, list[TensorRule]]:
+    """Return the image encoder, SigLIP's pool (CLIP has a learned token), and their rules."""
     encoder = image(config, block(config), is_clip, class_tokens=int(is_clip))
-    theirs, layout = "vision_model.embeddings", table.patches(*grid(config)[1])
+    theirs, layout = "vision_model.embeddings", patches(*grid(config)[1])
     head, leaves = "vision_model.head", ("weight", "bias")
     rows = [
-        *table.linear(f"{theirs}.patch_embedding", f"{ours}/embedding/patches", lambda _: layout),
-        table.TensorRule(f"{theirs}.class_embedding", f"{ours}/class_tokens", table.FLATTENED),
+        *linear(f"{theirs}.patch_embedding", f"{ours}/embedding/patches", lambda _: layout),
+        TensorRule(f"{theirs}.class_embedding", f"{ours}/class_tokens", FLATTENED),
         *_rows("vision_model", ours, config, {
             "embeddings.position_embedding": "positions", "pre_layrnorm": "encoder/input_norm",
             "post_layernorm": "encoder/norm",
         }),
-        table.TensorRule(f"{head}.probe", "pool/probe", table.WRAPPED),
-        *table.attention(f"{head}.attention", "pool/attention", table.TORCH_HEADS, leaves=leaves),
-        *table.parts(head, "pool", _POOL),
+        TensorRule(f"{head}.probe", "pool/probe", WRAPPED),
+        *attention(f"{head}.attention", "pool/attention", TORCH_HEADS, leaves=leaves),
+        *parts(head, "pool", _POOL),
     ]  # fmt: skip
     if is_clip:
         return encoder, None, rows
@@ -244,10 +254,8 @@ def _images(
     return encoder, AttentionPool(layer, mlp, config["layer_norm_eps"]), rows
 
 
-def _texts(
-    config: Config, is_clip: bool, ours: str
-) -> tuple[Bert, int | str, list[table.TensorRule]]:
-    """Return the text encoder, the token that represents a text (see `Tower`), and the rules."""
+def _texts(config: Config, is_clip: bool, ours: str) -> tuple[Bert, int | str, list[TensorRule]]:
+    """Return the text encoder, the token that represents a text, and the rules."""
     mask, token = None, "last"
     if is_clip:
         # The first configs have 2 in place of the largest id.
@@ -264,6 +272,6 @@ def _texts(
     })  # fmt: skip
 
 
-def _rows(theirs: str, ours: str, config: Config, names: dict[str, str]) -> list[table.TensorRule]:
-    layer = table.parts(f"{theirs}.encoder.layers.{{}}", f"{ours}/encoder/layers_{{}}", _PARTS)
-    return table.parts(theirs, ours, names) + table.per_layer(config["num_hidden_layers"], layer)
+def _rows(theirs: str, ours: str, config: Config, names: dict[str, str]) -> list[TensorRule]:
+    layer = parts(f"{theirs}.encoder.layers.{{}}", f"{ours}/encoder/layers_{{}}", _PARTS)
+    return parts(theirs, ours, names) + per_layer(config["num_hidden_layers"], layer)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A CPU device uses an array at a multiple of this many bytes without a copy.
+# CPU devices need no copy of arrays at multiples of so many bytes.
 _ALIGNMENT = 64
 
 
@@ -18,9 +18,9 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
     `jax.make_array_from_callback` would hold all shards in memory, and may share the file's pages.
 
     Args:
-      dtype: the dtype of floating results; None for x's dtype.
+      dtype: the dtype of floating results, or None.
       x: a view of a mapped file, or a list of views to concatenate on the first axis.
-      sharding: the sharding of the result; None for a NumPy array.
+      sharding: the result's sharding; None for a NumPy array.
     """
     views = x if isinstance(x, list) else [x]
     kept = np.result_type(*views)
@@ -61,7 +61,7 @@ def _copy(out: np.ndarray, view: np.ndarray) -> None:
     if out.ndim < 2 or view.strides[-1] == view.itemsize:
         out[...] = view
         return
-    # Copy a transposed matrix by cache lines of the file: 2 to 4 times faster.
+    # By cache lines of the file: 2 to 4 times faster.
     columns = max(1, 64 // view.itemsize)
     for i in range(0, out.shape[-1], columns):
         out[..., i : i + columns] = view[..., i : i + columns]

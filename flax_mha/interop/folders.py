@@ -11,7 +11,7 @@ AnyPath: TypeAlias = str | os.PathLike[str]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _MODULES = "modules.json"
-# Tokenizers, settings, templates of chats, model cards; without a suffix, licenses.
+# Without a suffix: licenses.
 _SUFFIXES = {
     "", ".bpe", ".jinja", ".json", ".md", ".model", ".spm", ".tiktoken", ".txt", ".vocab",
 }  # fmt: skip
@@ -31,8 +31,8 @@ def open_folder(path: AnyPath) -> Path:
 def carry(source: Path, target: Path, ignored: tuple[str, ...] = ()) -> list[str]:
     """Copy a model's files to another folder, without its config, its weights and `ignored`.
 
-    These are tokenizers, `generation_config.json`, model cards, licenses, and a sentence model's
-    `modules.json` with its folders. The names of other files and folders are returned.
+    These are tokenizers, settings, model cards, licenses, and a sentence model's modules. The names
+    of others are returned.
     """
     place, copies, left = target.resolve(), dict[Path, Path](), list[str]()
     if source.resolve() == place:

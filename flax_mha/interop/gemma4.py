@@ -42,7 +42,7 @@ class Gemma4Attention(MultiHeadAttention):
     keys_as_values: bool = False
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, with those of `qk_norm`, whose epsilon the norm of values has."""
+        """Return the parameters. The norm of values has the epsilon of `qk_norm`."""
         entries = super().table(D, Dk, Dv)
         if self.keys_as_values:
             entries.pop("value", None)
@@ -98,14 +98,12 @@ def gemma4(config: Config) -> table.Family:
 def _heads(config: Config, kind: str, i: int, same: bool) -> tuple[int, int]:
     """Return a layer's features of a head, and its number of key/value heads."""
     usual = (config["head_dim"], config["num_key_value_heads"])
-    # Read always, so that both are checked.
-    of_full = (config.get("global_head_dim", 512), config.get("num_global_key_value_heads"))
+    size, count = config.get("global_head_dim", 512), config.get("num_global_key_value_heads")
     by_layer: Config | None = config.get("per_layer_config")
     if by_layer is not None:
         own: Config = by_layer.get(str(i), {})
         return own.get("head_dim", usual[0]), own.get("num_key_value_heads", usual[1])
-    heads = of_full[1] if same and of_full[1] is not None else usual[1]
-    return (of_full[0], heads) if kind == FULL else usual
+    return (size, count if same and count else usual[1]) if kind == FULL else usual
 
 
 def _rotary(config: Config, kind: str) -> Rotary:

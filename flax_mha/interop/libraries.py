@@ -18,7 +18,6 @@ from flax_mha.interop.torch_layers import array, check_layer, check_sizes
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
 
-# With the epsilon of torch.nn.
 _NORM = layer_norm(1e-5)
 _TORCH = (transposed, table.LEAVES)
 _KERAS_VARS = (None, ("/vars/0", "/vars/1"))  # In `.weights.h5` files.
@@ -29,17 +28,17 @@ LIBRARIES: dict[str, tuple[Any, Any, Any, tuple[str, str]]] = {
     "equinox": (("query_proj", "key_proj", "value_proj", "output_proj"), "each", *_TORCH),
     "haiku": (("query", "key", "value", "linear"), None, in_out, ("/w", "/b")),
     "keras": ((*PROJECTIONS[:3], "attention_output"), None, None, ("/kernel", "/bias")),
-    "keras-h5": (
-        ("query_dense", "key_dense", "value_dense", "output_dense"), None, *_KERAS_VARS
-    ),
+    "keras-h5": (("query_dense", "key_dense", "value_dense", "output_dense"), None, *_KERAS_VARS),
     "keras-h5-grouped": (
-        ("_query_dense", "_key_dense", "_value_dense", "_output_dense"), None, *_KERAS_VARS
+        ("_query_dense", "_key_dense", "_value_dense", "_output_dense"),
+        None,
+        *_KERAS_VARS,
     ),
     "mlx": (("query_proj", "key_proj", "value_proj", "out_proj"), None, *_TORCH),
     "timm": (("qkv", "qkv", "qkv", "proj"), "each", *_TORCH),
     "vit-pytorch": (("to_qkv", "to_qkv", "to_qkv", "to_out.0"), ("out",), *_TORCH),
     "x-transformers": (("to_q", "to_k", "to_v", "to_out"), (), *_TORCH),
-}  # fmt: skip
+}
 
 
 def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -62,7 +61,7 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     checks.positive(num_heads=num_heads)
     # Nested arrays of MLX and Equinox have names with dots.
     forms = [flatten_dict(dict(tensors), sep=separator) for separator in "/."]
-    # Equinox and MLX differ only in the name of the output projection.
+    # Equinox and MLX differ in the output projection.
     matches = [
         (sum(f"{start}{x}{leaf}" in form for x in names), library, start, form)
         for form in forms
@@ -79,7 +78,7 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     flat = {name: array(x) for name, x in form.items()}
     theirs, biased, layout, (kernel, bias) = LIBRARIES[library]
     names, is_normed = [f"{start}{name}" for name in theirs], library == "vit-pytorch"
-    # The query's kernel replaces a missing one, which `from_tensors` reports.
+    # `from_tensors` reports a missing kernel.
     kernels = [flat.get(name + kernel, flat[names[0] + kernel]) for name in names]
     first, last = (-1, 0) if layout is transposed else (0, -1)
     parts = names.count(names[0])
@@ -88,16 +87,20 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     # Larger groups of x-transformers' heads have another order.
     if library == "x-transformers" and key == query // num_heads:
         K = 1
-    # vit-pytorch has no output projection if one head is as wide as the input.
+    # vit-pytorch has no output projection for one full head.
     full = is_normed and num_heads == 1 and query == kernels[0].shape[first]
     with_bias = tuple(x for x, name in zip(PROJECTIONS, names, strict=True) if name + bias in flat)
     if biased is None:
         biased = PROJECTIONS if with_bias else ()
     layer = MultiHeadAttention(
-        num_heads, num_kv_heads=K, head_dim=query // num_heads, v_head_dim=value // K,
-        out_features=None if full else kernels[3].shape[last], project_out=not full,
+        num_heads,
+        num_kv_heads=K,
+        head_dim=query // num_heads,
+        v_head_dim=value // K,
+        out_features=None if full else kernels[3].shape[last],
+        project_out=not full,
         use_bias=with_bias if biased == "each" else biased,
-    )  # fmt: skip
+    )
     module = nn.Sequential([_NORM, layer]) if is_normed else layer
     inputs = kernels[:1] if is_normed else kernels[:3]
     example = tuple(np.zeros((1, 1, x.shape[first]), np.float32) for x in inputs)
@@ -111,8 +114,8 @@ def to_layer(
     """Return the tensors of a layer in another library, the inverse of `from_layer`.
 
     Args:
-      module: the attention layer; for vit-pytorch an `nn.Sequential` of a norm and the layer.
-      variables: the module's variables.
+      module: the layer; for vit-pytorch an `nn.Sequential` of a norm and the layer.
+      variables: its variables.
       library: a key of `LIBRARIES`.
       prefix: the prefix of all names.
 

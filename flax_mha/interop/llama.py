@@ -49,12 +49,12 @@ _OLMO_NORMS = {
     "post_feedforward_layernorm": "mlp_branch_norm",
 }
 GEMMA_NORMS = NORMS | _OLMO_NORMS | {"pre_feedforward_layernorm": "mlp_norm"}
-# The types that have windows: in all but the last of so many layers; 0 for other rules.
+# Types with windows: in all but the last of so many layers; 0 for other rules.
 _WINDOWS = {
     "mistral": 0, "ministral": 0, "mixtral": 0, "qwen3_moe": 0, "qwen2": 0, "qwen3": 0,
     "smollm3": 0, "gemma2": 2, "gpt_oss": 2, "gemma3_text": 6,
 }  # fmt: skip
-# The types whose `layer_types` decide instead, and those whose windows need `use_sliding_window`.
+# Types whose `layer_types` decide, and types whose windows need `use_sliding_window`.
 _LISTED = ("ministral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "gpt_oss")
 _SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
 _QK_NORMS = {
@@ -82,8 +82,8 @@ def language_model(
 ) -> Family:  # fmt: skip
     """Return the family of a decoder with a token embedding and an output head.
 
-    `rows` are the decoder's rules, `tied` is the default of `tie_word_embeddings`, `embedding`
-    (whose first part is optional) and `head` are names, and `scale` is a factor of the embeddings.
+    `rows` are the decoder's rules, `tied` is the default of `tie_word_embeddings`, and the first
+    part of the name `embedding` is optional.
     """
     tokens = TokenEmbedding(config["vocab_size"], features, scale=scale)
     module = LanguageModel(tokens, decoder, config.get("tie_word_embeddings", tied), **fields)
@@ -99,7 +99,7 @@ def llama(
 ) -> Family:  # fmt: skip
     """Return the family of `LlamaForCausalLM`, Mistral, Qwen2, Qwen3, SmolLM3, Gemma 2 or 3.
 
-    `experts` take the MLP's place, and `more` are their rules.
+    `experts` replace MLPs, and have the rules `more`.
     """
     D, layers, kind = config["hidden_size"], _layers(config), config["model_type"]
     is_gemma = kind.startswith("gemma")
@@ -117,9 +117,9 @@ def llama(
 
 
 def _layers(config: Config) -> list[tuple[int | None, Rotary | None]]:
-    """Return the window and the rotary embedding of each layer, each None if it has none."""
+    """Return each layer's window and rotary embedding, or None."""
     count, kind = config["num_hidden_layers"], config["model_type"]
-    # Read both rotations, so that all settings are checked.
+    # Read both, so that all settings are checked.
     base, is_local = _BASES.get(kind, 1e4), kind == "gemma3_text"
     local_rotary = rotary(config, SLIDING, 1e4 if is_local else base, local=is_local)
     rotations = (rotary(config, FULL, base), local_rotary)
@@ -219,10 +219,7 @@ def qwen3_moe(config: Config) -> Family:
 
 
 def expert_rows(experts: Experts, part: str, names: Mapping[str, str]) -> list[TensorRule]:
-    """Return the rules of a layer's router and experts, which have a tensor for each kernel.
-
-    `part` is the name of the experts in a layer, and `names` are their kernels' names.
-    """
+    """Return the rules of a layer's router and of its experts' kernels, which have these names."""
     rows = linear(f"{_THEIRS}.{part}.gate", f"{_OURS}/mlp/router")
     for i in range(experts.num_experts):
         for name, kernel in names.items():

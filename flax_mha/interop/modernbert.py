@@ -50,7 +50,7 @@ def modernbert(config: Config) -> table.Family:
         )  # fmt: skip
         return EncoderBlock(
             layer, config["intermediate_size"], gated=True, mlp_bias=mlp_bias, norm=norm,
-            # The norm of the embeddings is the first one of the first block.
+            # The embeddings are normed.
             pre_norm=("mlp",) if i == 0 else True,
             activation=activation(config, "hidden_activation"),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Neutral settings, which change no output of a model.
 
-A setting that a family neither reads nor lists here is an error, as it may change the outputs.
+Others that a family does not read are errors.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from flax_mha.interop.checked_config import Config, FileSettings, several
 
 Result = TypeVar("Result")
-# The value at which each setting is neutral, or `...` for any value.
+# Each setting's neutral value, or `...` for any.
 Neutral: TypeAlias = dict[str, Any]
 
 
@@ -32,8 +32,7 @@ BOOKKEEPING = names("""
     deterministic_flash_attn reference_compile repad_logits_with_grad is_llama_config finetuned
     pretraining_tp ep_size stage_names out_features out_indices
 """)
-# Initial values, dropout, losses, augmentation; arguments of `generate`, special tokens, limits of
-# lengths; poolers, heads that are left out, a backbone's features, images of another size.
+# Of training; of generation, with limits of lengths; of other heads, features and sizes of images.
 ALWAYS = BOOKKEEPING | names("""
     activation_dropout apply_spec_augment attention_dropout attention_probs_dropout_prob
     attn_drop_rate attn_pdrop aux_loss_alpha classifier_dropout decoder_layerdrop drop_path_rate

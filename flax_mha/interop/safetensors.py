@@ -1,9 +1,7 @@
 """Files of a Hugging Face folder: safetensors and JSON.
 
-The writer is ours: `safetensors` 0.8.0 ignores the strides of a NumPy view, so it writes other
-numbers, and it needs all tensors in memory at once.
-
-Source of the format: https://github.com/huggingface/safetensors, "Format".
+The writer is ours: `safetensors` 0.8.0 ignores the strides of NumPy views, and needs all tensors in
+memory at once. Source of the format: https://github.com/huggingface/safetensors, "Format".
 """
 
 import contextlib
@@ -30,7 +28,7 @@ _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def file_names(path: Path) -> dict[str, str]:
-    """Return the file of each tensor of a folder, or an empty dict if it has no weights."""
+    """Return the file of each tensor of a folder, which may have none."""
     if (path / _FILE).is_file():
         return dict.fromkeys(read(path / _FILE), _FILE)
     if not (path / _INDEX).is_file():
@@ -57,12 +55,12 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
 
 
 def weight_files(path: Path) -> set[str]:
-    """Return the names of the files that hold a folder's weights, with their index."""
+    """Return the names of the files of a folder's weights and of their index."""
     return {_FILE, _INDEX, *file_names(path).values()}
 
 
 def write_folder(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write a folder's weights as one file, and remove the files of weights that it had."""
+    """Write a folder's weights as one file, and remove the others."""
     old = weight_files(path) - {_FILE}
     write(path / _FILE, tensors)
     for name in old:
@@ -73,11 +71,10 @@ def write_folder(path: Path, tensors: Mapping[str, Any]) -> None:
 def read(path: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a file, as views of the mapped file.
 
-    The library `safetensors` checks the file. It can't read the tensors, as its arrays are copies
-    and it knows no bfloat16 or float8 in NumPy.
+    `safetensors` only checks the file: its arrays are copies, and it has no bfloat16 in NumPy.
 
     Raises:
-      ValueError: if the file is damaged, or no safetensors file.
+      ValueError: if the file is damaged.
     """
     from safetensors import SafetensorError, safe_open  # Nothing else needs the library.
 

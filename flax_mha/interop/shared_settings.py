@@ -16,9 +16,14 @@ Item = TypeVar("Item")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {
-    "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu",
-    "relu": "relu", "quick_gelu": "quick_gelu", "silu": "silu",
-}  # fmt: skip
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+}
 
 
 def activation(config: Config, *names: str) -> str:
@@ -30,30 +35,33 @@ def block(config: Config, use_bias: bool | tuple[str, ...] = True, **fields: Any
     """Return an encoder block by BERT's or ViT's keys, with more fields of the attention layer."""
     return EncoderBlock(
         MultiHeadAttention(config["num_attention_heads"], use_bias=use_bias, **fields),
-        config["intermediate_size"], activation=activation(config, "hidden_act"),
+        config["intermediate_size"],
+        activation=activation(config, "hidden_act"),
         norm_epsilon=config["layer_norm_eps"],
-    )  # fmt: skip
+    )
 
 
 def rotary(
-    config: Config, layer_type: str = FULL, theta: float = 1e4, partial: bool = False,
+    config: Config,
+    layer_type: str = FULL,
+    theta: float = 1e4,
+    partial: bool = False,
     local: bool = False,
-) -> Rotary:  # fmt: skip
+) -> Rotary:
     """Return the rotary embedding of a config, from its old or its new keys.
 
     Args:
       config: the model's config.
-      layer_type: the entry of `rope_parameters`, if it has one for each type of layer.
+      layer_type: the entry of `rope_parameters`, if it has several.
       theta: the default base.
       partial: True if the family can rotate a part of the features.
-      local: True for Gemma 3's layers with a window, which read only `rope_local_base_freq` and
-        `rope_parameters`.
+      local: True for Gemma 3's layers with a window, whose base is `rope_local_base_freq`.
     """
     old: Config = {} if local else config.get("rope_scaling", {})
     new: Config = config.get("rope_parameters", {})
     new = new.get(layer_type, {} if local else new)
     base = config.get("rope_local_base_freq" if local else "rope_theta", theta)
-    # If there are both, those of the old one are unread, which is an error.
+    # If there are both, the old one stays unread: an error.
     rope, fraction = filled(new or old, rope_theta=base), 1.0
     if partial:
         fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -78,7 +86,7 @@ def _yarn(rope: Config, config: Config) -> Any:
     options = {x: rope[x] for x in known & rope.keys()}
     factor = _factor(rope, config)
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    # As in DeepSeek's code, the two settings count only together.
+    # As in DeepSeek's code, they count only together.
     if mscale and mscale_all_dim and "attention_factor" not in options and factor > 1:
         over, under = (0.1 * x * math.log(factor) + 1 for x in (mscale, mscale_all_dim))
         options["attention_factor"] = over / under
@@ -101,11 +109,14 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
         rope["factor"], config["max_position_embeddings"]
     ),
     "llama3": lambda rope, config: positions.Llama3(
-        rope["factor"], _original_length(rope, config), rope["low_freq_factor"],
+        rope["factor"],
+        _original_length(rope, config),
+        rope["low_freq_factor"],
         rope["high_freq_factor"],
     ),
-    "yarn": _yarn, "longrope": _longrope,
-}  # fmt: skip
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
 
 
 def grid(config: Config) -> tuple[list[int], list[int]]:

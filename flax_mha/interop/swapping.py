@@ -21,7 +21,7 @@ from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
-# Keeps traces of `nn.jit` in a swapped model apart from other models' traces.
+# Keeps the traces of `nn.jit` in models apart.
 _swapping = jax.make_user_context(None)
 
 
@@ -66,7 +66,7 @@ def _swapped(cls: Any, *fields: tuple[str, Any]) -> Iterator[None]:
 
 
 def _call(fields: Any, swapped: list[Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Compute a call of a Flax layer, which is added to `swapped`, or run any other call."""
+    """Compute calls of Flax's layers, which are added to `swapped`, and run others."""
     module, method, cls = context.module, context.orig_method.func, nn.MultiHeadDotProductAttention
     if context.method_name != "__call__":
         return call(*args, **kwargs)

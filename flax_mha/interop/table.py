@@ -19,15 +19,14 @@ from flax_mha.interop.checked_config import several
 PROJECTIONS = ("query", "key", "value", "out")
 # PyTorch's suffixes of a kernel and of a bias.
 LEAVES = (".weight", ".bias")
-# `attention` needs leaves=("weight", "bias") with these names of torch.nn.MultiheadAttention.
+# Of torch.nn.MultiheadAttention, with leaves=("weight", "bias").
 TORCH_HEADS = ("in_proj_", "in_proj_", "in_proj_", "out_proj.")
-# The oldest BERT checkpoints have TensorFlow's names of the arrays of a norm.
+# The oldest BERTs have TensorFlow's names.
 _OLD_LEAVES = {"gamma": "weight", "beta": "bias"}
-# The arguments that initialize a model of tokens.
 TOKEN_EXAMPLE = (np.zeros((1, 1), np.int32),)
 
 
-# A conversion of an array to a module's layout, given the shape there, and the way back.
+# Functions of an array to a module's layout, given the shape there, and back.
 Layout: TypeAlias = tuple[Callable[[Any, Shape], Any], Callable[[Any], Any]]
 
 
@@ -67,8 +66,7 @@ def plus(offset: float) -> Layout:
     """Return the layout of an array that is stored minus an offset: Gemma's scales minus 1."""
 
     def add(x: Any, offset: float) -> Any:
-        # NumPy would return float32 for bfloat16.
-        return (x.astype(np.promote_types(x.dtype, np.float32)) + offset).astype(x.dtype)
+        return (x.astype(np.float32) + offset).astype(x.dtype)
 
     return (lambda x, shape: add(x.reshape(shape), offset), lambda x: add(x, -offset))
 
@@ -84,9 +82,9 @@ class TensorRule(NamedTuple):
       theirs: the tensor's name.
       ours: the path of the parameter, or the paths of several that the tensor concatenates.
       axes: the layout of each parameter.
-      split: the axis on which parameters are concatenated.
-      merged: True if the tensor then has that axis and the one before it as one.
-      part: the slice of the parameter's first axis, if consecutive rules store it.
+      split: the axis of the concatenation.
+      merged: True if the tensor joins that axis with the one before it.
+      part: the slice of the parameter's first axis, if several rules store it.
     """
 
     theirs: str
@@ -148,7 +146,7 @@ class Family(NamedTuple):
       example: the arguments that initialize it.
       rows: the rules of tensors. Those of parameters that the module lacks don't count.
       ignored: `fnmatch` patterns of tensors without weights, such as constant masks.
-      heads: patterns of tensors of other heads, which are left out with a warning.
+      heads: patterns of heads, which are left out with a warning.
       prefix: an optional prefix of all names.
       copies: duplicates by name, each with the tensor that it must equal.
     """
@@ -193,7 +191,7 @@ class Family(NamedTuple):
             x, bare = tensors[name], self.bare(name)
             if bare in names:
                 first = matched.setdefault(names[bare], x)
-                # Compare rows: the result of a whole comparison would take memory.
+                # Rows, to save memory.
                 if x is not first and not (x.shape == first.shape and all(map(_equal, x, first))):
                     errors.append(f"{name} must equal {names[bare]}, which the config ties it to")
             elif not _fits(bare, self.heads + self.ignored):
@@ -290,9 +288,11 @@ def per_layer(layers: int, rows: Iterable[TensorRule]) -> list[TensorRule]:
 
 
 def linear(
-    theirs: str, ours: str | tuple[str, ...],
-    kernel: Callable[[int], Layout] | None = transposed, leaves: tuple[str, str] = LEAVES,
-) -> list[TensorRule]:  # fmt: skip
+    theirs: str,
+    ours: str | tuple[str, ...],
+    kernel: Callable[[int], Layout] | None = transposed,
+    leaves: tuple[str, str] = LEAVES,
+) -> list[TensorRule]:
     """Return the rules of a linear layer.
 
     Args:
@@ -319,14 +319,17 @@ def norm(theirs: str, ours: str, offset: float = 0.0) -> list[TensorRule]:
 
 
 def attention(
-    theirs: str, ours: str, names: Sequence[str],
-    kernel: Callable[[int], Layout] | None = transposed, leaves: tuple[str, str] = LEAVES,
-) -> list[TensorRule]:  # fmt: skip
+    theirs: str,
+    ours: str,
+    names: Sequence[str],
+    kernel: Callable[[int], Layout] | None = transposed,
+    leaves: tuple[str, str] = LEAVES,
+) -> list[TensorRule]:
     """Return the rules of the projections of an attention layer.
 
     Args:
-      theirs: the prefix of the names in the checkpoint, or "".
-      ours: the path of the layer, or "".
+      theirs: the prefix of the names in the checkpoint.
+      ours: the path of the layer.
       names: the names of the query, key, value and output projections; equal ones are one tensor.
       kernel: see `linear`, also for `leaves`.
       leaves: the suffixes of names.
@@ -339,9 +342,13 @@ def attention(
 
 
 def parts(
-    theirs: str, ours: str, names: Mapping[str, str | tuple[str, ...]], offset: float = 0.0,
-    kernel: Callable[[int], Layout] | None = transposed, leaves: tuple[str, str] = LEAVES,
-) -> list[TensorRule]:  # fmt: skip
+    theirs: str,
+    ours: str,
+    names: Mapping[str, str | tuple[str, ...]],
+    offset: float = 0.0,
+    kernel: Callable[[int], Layout] | None = transposed,
+    leaves: tuple[str, str] = LEAVES,
+) -> list[TensorRule]:
     """Return the rules of the parts of a module.
 
     `names` are names in the checkpoint, each with the path of a part, or with the paths of linear

@@ -14,7 +14,7 @@ import numpy as np
 from flax_mha.base import checks, trees
 from flax_mha.interop import table
 from flax_mha.layer.qk_norm import layer_norm
-from flax_mha.layer.settings import has_bias, unhandled
+from flax_mha.layer.settings import unhandled
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
@@ -25,10 +25,10 @@ Module: TypeAlias = MultiHeadAttention | Block | Stack
 
 # The prefix of the first attention layer: in a stack, in a block, by itself.
 _FIRST = ("layers.0.self_attn.", "self_attn.", "")
-# Fields of blocks and stacks that torch.nn supports or no state dict has.
+# Fields that torch.nn supports or no state dict has.
 _BLOCK = (
     "attention", "mlp_dim", "norm", "activation", "dropout_rate", "remat", "norm_epsilon",
-    "cross_attention",
+    "cross_attention", "mlp_bias",
 )  # fmt: skip
 _STACK = ("num_layers", "block", "final_norm")
 
@@ -98,8 +98,7 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
     This is the inverse of `from_torch`. A state dict has no masks, dropout rates or options.
 
     Raises:
-      ValueError: if `torch.nn` lacks an option of the module, such as rotary, or if the variables
-        are not the module's.
+      ValueError: if `torch.nn` lacks an option of the module, such as rotary.
       TypeError: if the module is of another type.
     """
     if not isinstance(module, MultiHeadAttention | Block | Stack):
@@ -119,7 +118,7 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
 
 
 def check_sizes(library: str, read: Callable[[], Any]) -> None:
-    """Check that a layer's tensors can be read back, as its sizes and biases are the library's."""
+    """Check that a layer's tensors can be read back."""
     try:
         read()
     except ValueError as error:
@@ -138,16 +137,12 @@ def _check(module: Any) -> MultiHeadAttention:
     if isinstance(module, Block):
         if module.norm != "layernorm" and not isinstance(module.norm, nn.LayerNorm):
             refuse(module, {"norm": module.norm})
-        known = [*_BLOCK, "pre_norm"] if isinstance(module.pre_norm, bool) else [*_BLOCK]
-        if module.mlp_bias == has_bias(module.attention.use_bias, "out"):
-            known.append("mlp_bias")
+        known = (*_BLOCK, "pre_norm") if isinstance(module.pre_norm, bool) else _BLOCK
         refuse(module, checks.unhandled(module, known))
         if isinstance(module, DecoderBlock) and module.cross_attention is not None:
             _check(module.cross_attention)
         return _check(module.attention)
     check_layer(module)
-    if len({has_bias(module.use_bias, name) for name in table.PROJECTIONS}) > 1:
-        refuse(module, {"use_bias": module.use_bias})
     return module
 
 
@@ -170,7 +165,7 @@ def refuse(module: Any, fields: Mapping[str, Any], library: str = "torch.nn") ->
 
 
 def _rows(module: Module, separate: bool) -> list[table.TensorRule]:
-    """Return the rules of a module. Kernels are separate if q, k and v differ in features."""
+    """Return the rules of a module, whose q, k and v have separate kernels or one."""
     theirs, ours = ("layers.{}.", "layers_{}/") if isinstance(module, Stack) else ("", "")
     layers = {"self_attn": "attention"}
     if isinstance(module, MultiHeadAttention):

@@ -52,8 +52,6 @@ _VIT_PYTORCH = {
 }  # fmt: skip
 # Heads, and a token of training.
 _LEFT = ("*classifier.*", "pooler.*", "embeddings.mask_token")
-# The prefix of all names in models that wrap a type.
-_PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
 
 
 def image(
@@ -75,7 +73,7 @@ def image(
 def embeddings(
     config: Config, projection: str, positions: str | None = None, **tokens: int
 ) -> list[TensorRule]:
-    """Return the rules of patches, positions and learned tokens, whose names have their numbers."""
+    """Return the rules of patches, positions and numbers of learned tokens, by their names."""
     layout, start = patches(*grid(config)[1]), 0
     rows = linear(projection, "embedding/patches", lambda _: layout)
     if positions is not None:
@@ -89,7 +87,7 @@ def embeddings(
 def _stack(
     config: Config, layer: str, names: Mapping[str, str | tuple[str, ...]], last: str
 ) -> list[TensorRule]:
-    """Return the rules of a stack: the names of a layer, of its parts, and of the last norm."""
+    """Return the rules of a stack and its last norm."""
     layers = parts(layer, "encoder/layers_{}", names)
     return [
         *per_layer(config["num_hidden_layers"], layers), *norm(last, "encoder/norm"),
@@ -111,7 +109,7 @@ def vit(config: Config) -> Family:
     one = block(config, biased or ("out",))
     family = Family(
         image(config, one, class_tokens=len(tokens)), example_image(config), rows,
-        heads=_LEFT, prefix=_PREFIXES[kind],
+        heads=_LEFT, prefix="deit." if kind == "deit" else "vit.",
     )  # fmt: skip
     return classified(config, family)
 

@@ -83,14 +83,13 @@ def whisper(config: Config) -> table.Family:
             "activation": activation(config, "activation_function"),
         }  # fmt: skip
 
-    cross = MultiHeadAttention(config["decoder_attention_heads"], use_bias=biases)
+    decoder = options("decoder")
+    cross = decoder["attention"].copy()
     module = Whisper(
         Encoder(config["encoder_layers"], EncoderBlock(**options("encoder"))),
         LanguageModel(
             TokenEmbedding(V, D),
-            Decoder(
-                config["decoder_layers"], DecoderBlock(cross_attention=cross, **options("decoder"))
-            ),
+            Decoder(config["decoder_layers"], DecoderBlock(cross_attention=cross, **decoder)),
             position_embedding=PositionEmbedding(max_length=config["max_target_positions"]),
         ),
         positions=PositionEmbedding(max_length=config["max_source_positions"]),
