@@ -1,9 +1,18 @@
 """GPT-2 and GPT-NeoX: decoders of text."""
 
-from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config, filled
 from flax_mha.interop.llama import language_model
 from flax_mha.interop.shared_settings import activation, rotary
+from flax_mha.interop.table import (
+    PROJECTIONS,
+    SAME,
+    Family,
+    TensorRule,
+    in_out,
+    norm,
+    parts,
+    per_layer,
+)
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, PositionEmbedding
 from flax_mha.models.blocks import DecoderBlock
@@ -20,7 +29,7 @@ _NEOX = {
 }  # fmt: skip
 
 
-def gpt2(config: Config) -> table.Family:
+def gpt2(config: Config) -> Family:
     """Return the family of `GPT2LMHeadModel`."""
     D, layers, heads = config["n_embd"], config["n_layer"], config["n_head"]
     block = DecoderBlock(
@@ -28,9 +37,9 @@ def gpt2(config: Config) -> table.Family:
         activation=activation(config, "activation_function"),
         norm_epsilon=config["layer_norm_epsilon"],
     )  # fmt: skip
-    rows = table.per_layer(
-        layers, table.parts("transformer.h.{}", "decoder/layers_{}", _GPT2, kernel=table.in_out)
-    ) + table.parts("transformer", "", {"wpe": "position_embedding", "ln_f": "decoder/norm"})
+    rows = per_layer(
+        layers, parts("transformer.h.{}", "decoder/layers_{}", _GPT2, kernel=in_out)
+    ) + parts("transformer", "", {"wpe": "position_embedding", "ln_f": "decoder/norm"})
     return language_model(
         config, D, Decoder(layers, block), rows, True, "transformer.wte",
         ignored=("*.attn.bias", "*.attn.masked_bias"),  # Causal masks.
@@ -42,7 +51,7 @@ def gpt2(config: Config) -> table.Family:
 HEAD_MAJOR = (lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.transpose(1, 2, 0))
 
 
-def gpt_neox(config: Config) -> table.Family:
+def gpt_neox(config: Config) -> Family:
     """Return the family of `GPTNeoXForCausalLM`."""
     D, N, layers = (config[f] for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     biased = config.get("attention_bias", True)
@@ -58,13 +67,13 @@ def gpt_neox(config: Config) -> table.Family:
         parallel="own_norms" if config.get("use_parallel_residual", True) else False,
     )  # fmt: skip
     fused, ours = "gpt_neox.layers.{}.attention.query_key_value", "decoder/layers_{}"
-    rows = table.parts("gpt_neox.layers.{}", ours, _NEOX)
-    for suffix, leaf, axes in ((".weight", "kernel", HEAD_MAJOR), (".bias", "bias", table.SAME)):
-        paths = tuple(f"{ours}/attention/{name}/{leaf}" for name in table.PROJECTIONS[:3])
-        rows.append(table.TensorRule(f"{fused}{suffix}", paths, axes, split=1, merged=True))
+    rows = parts("gpt_neox.layers.{}", ours, _NEOX)
+    for suffix, leaf, axes in ((".weight", "kernel", HEAD_MAJOR), (".bias", "bias", SAME)):
+        paths = tuple(f"{ours}/attention/{name}/{leaf}" for name in PROJECTIONS[:3])
+        rows.append(TensorRule(f"{fused}{suffix}", paths, axes, split=1, merged=True))
     rows = [
-        *table.per_layer(layers, rows),
-        *table.norm("gpt_neox.final_layer_norm", "decoder/norm"),
+        *per_layer(layers, rows),
+        *norm("gpt_neox.final_layer_norm", "decoder/norm"),
     ]
     return language_model(
         config, D, Decoder(layers, block), rows, False, "gpt_neox.embed_in", "embed_out",

@@ -152,10 +152,9 @@ def _block(
     gemma, qk_norm = kind.startswith("gemma"), _QK_NORMS.get(kind)
     scalar = config.get("query_pre_attn_scalar") if gemma else None
     cap = config.get("attn_logit_softcapping") if gemma else None
-    biases = PROJECTIONS[:3]
+    biases: tuple[str, ...] = PROJECTIONS[:3]
     if kind != "qwen2":
-        biased = config.get("attention_bias", kind == "gpt_oss")
-        biases = PROJECTIONS if biased else ()
+        biases = PROJECTIONS if config.get("attention_bias", kind == "gpt_oss") else ()
     layer = MultiHeadAttention(
         config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads"),

@@ -2,9 +2,17 @@
 
 from typing import Any
 
-from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config
 from flax_mha.interop.shared_settings import activation
+from flax_mha.interop.table import (
+    TOKEN_EXAMPLE,
+    Family,
+    TensorRule,
+    norm,
+    parts,
+    per_layer,
+    transposed,
+)
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock
@@ -22,7 +30,7 @@ _CROSS = {
 }  # fmt: skip
 
 
-def t5(config: Config) -> table.Family:
+def t5(config: Config) -> Family:
     """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1, or of mT5."""
     is_mt5 = {"t5": False, "mt5": True}[config["model_type"]]
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
@@ -58,32 +66,32 @@ def t5(config: Config) -> table.Family:
         ),
     )
     rows = [
-        *table.parts("", "decoder", {"shared": "embedding/table", "lm_head": "head/table"}),
+        *parts("", "decoder", {"shared": "embedding/table", "lm_head": "head/table"}),
         *_stack("encoder", "encoder", config["num_layers"], _ATTENTION, 1, gated),
         *_stack("decoder", "decoder/decoder", count, _ATTENTION | _CROSS, 2, gated),
     ]
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     # The first checkpoints have a table that the model never reads.
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    return table.Family(
-        model, table.TOKEN_EXAMPLE * 2, rows, (unread,),
+    return Family(
+        model, TOKEN_EXAMPLE * 2, rows, (unread,),
         copies=dict.fromkeys(copies, "shared.weight"),
     )  # fmt: skip
 
 
 def _stack(
     theirs: str, ours: str, layers: int, names: dict[str, str], mlp: int, gated: bool
-) -> list[table.TensorRule]:
+) -> list[TensorRule]:
     """Return the rules of a stack, where `mlp` is the MLP's index in a layer's parts."""
-    parts = {"layer_norm": "mlp_norm", "DenseReluDense.wo": "mlp/down"}
-    parts |= {"DenseReluDense.wi_0": "mlp/gate"} if gated else {}
-    parts[f"DenseReluDense.{'wi_1' if gated else 'wi'}"] = "mlp/up"
-    names = names | {f"{mlp}.{name}": part for name, part in parts.items()}
+    own = {"layer_norm": "mlp_norm", "DenseReluDense.wo": "mlp/down"}
+    own |= {"DenseReluDense.wi_0": "mlp/gate"} if gated else {}
+    own[f"DenseReluDense.{'wi_1' if gated else 'wi'}"] = "mlp/up"
+    names = names | {f"{mlp}.{name}": part for name, part in own.items()}
     biases = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return [
-        *table.per_layer(layers, table.parts(
+        *per_layer(layers, parts(
             f"{theirs}.block.{{}}.layer", f"{ours}/layers_{{}}", names
         )),
-        table.TensorRule(biases, f"{ours}/relative_bias", table.transposed()),
-        *table.norm(f"{theirs}.final_layer_norm", f"{ours}/norm"),
+        TensorRule(biases, f"{ours}/relative_bias", transposed()),
+        *norm(f"{theirs}.final_layer_norm", f"{ours}/norm"),
     ]  # fmt: skip

@@ -185,7 +185,7 @@ class Family(NamedTuple):
 
     def match(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the tensors by their names in the table, and a list of errors."""
-        names = self.copies | {self.bare(row.theirs): row.theirs for row in self.rows}
+        names = dict(self.copies) | {self.bare(row.theirs): row.theirs for row in self.rows}
         matched, errors = dict[str, Any](), list[str]()
         for name in sorted(tensors, key=lambda x: self.bare(x) in self.copies):
             x, bare = tensors[name], self.bare(name)
@@ -344,7 +344,7 @@ def attention(
 def parts(
     theirs: str,
     ours: str,
-    names: Mapping[str, str | tuple[str, ...]],
+    names: Mapping[str, str | Sequence[str]],
     offset: float = 0.0,
     kernel: Callable[[int], Layout] | None = transposed,
     leaves: tuple[str, str] = LEAVES,

@@ -54,7 +54,6 @@ def from_torch(
     Raises:
       ValueError: if the state dict belongs to another layer, or has `bias_k` and `bias_v`.
     """
-    checks.positive(num_heads=num_heads)
     tensors = {name: array(x) for name, x in state_dict.items()}
     prefix = next((prefix for prefix in _FIRST if f"{prefix}out_proj.weight" in tensors), None)
     if prefix is None:
@@ -86,7 +85,7 @@ def from_torch(
             stack = Decoder if is_decoder else Encoder
             module = stack(count, block, final_norm="norm.weight" in tensors)
     if dropout:  # `init` has no key for dropout.
-        return module, from_torch(state_dict, num_heads, norm_first=norm_first)[1]
+        return module, from_torch(state_dict, num_heads)[1]
     example = tuple(np.zeros((1, 1, D), np.float32) for D in sizes)
     rows = _rows(module, "q_proj_weight" in tensors)
     return module, table.from_tensors(table.Family(module, example, rows), tensors)
@@ -101,11 +100,6 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
       ValueError: if `torch.nn` lacks an option of the module, such as rotary.
       TypeError: if the module is of another type.
     """
-    if not isinstance(module, MultiHeadAttention | Block | Stack):
-        raise TypeError(
-            f"module must be an attention layer, a block or a stack, got "
-            f"{checks.describe(module)}; give one of these"
-        )
     layer = _check(module)
     kernels = [
         x.shape[0] for path, x in trees.parameters_by_path(variables).items()
@@ -139,9 +133,14 @@ def _check(module: Any) -> MultiHeadAttention:
             refuse(module, {"norm": module.norm})
         known = (*_BLOCK, "pre_norm") if isinstance(module.pre_norm, bool) else _BLOCK
         refuse(module, checks.unhandled(module, known))
-        if isinstance(module, DecoderBlock) and module.cross_attention is not None:
+        if getattr(module, "cross_attention", None) is not None:
             _check(module.cross_attention)
         return _check(module.attention)
+    if not isinstance(module, MultiHeadAttention):
+        raise TypeError(
+            f"module must be an attention layer, a block or a stack, got "
+            f"{checks.describe(module)}; give one of these"
+        )
     check_layer(module)
     return module
 

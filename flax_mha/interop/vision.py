@@ -84,9 +84,7 @@ def embeddings(
     return rows
 
 
-def _stack(
-    config: Config, layer: str, names: Mapping[str, str | tuple[str, ...]], last: str
-) -> list[TensorRule]:
+def _stack(config: Config, layer: str, names: Mapping[str, Any], last: str) -> list[TensorRule]:
     """Return the rules of a stack and its last norm."""
     layers = parts(layer, "encoder/layers_{}", names)
     return [
@@ -122,7 +120,8 @@ def dinov2(config: Config) -> Family:
     D, kind = config["hidden_size"], config["model_type"]
     registers = config.get("num_register_tokens", 4) if kind == "dinov2_with_registers" else 0
     biased, gated = config.get("qkv_bias", True), config.get("use_swiglu_ffn", False)
-    names, hidden = _HEADS | _DINO, int(D * config.get("mlp_ratio", 4))
+    names: dict[str, Any] = _HEADS | _DINO
+    hidden = int(D * config.get("mlp_ratio", 4))
     options: dict[str, Any] = {"layer_scale": config.get("layerscale_value", 1.0)}
     if gated:
         # Two thirds of an MLP's hidden features, rounded up to a multiple of 8.
