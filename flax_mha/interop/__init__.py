@@ -56,7 +56,6 @@ __all__ = [
 ]  # fmt: skip
 __dir__ = __all__.copy
 
-_ADAPTER = "adapter_config.json"
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, ENCODER),
     ("modernbert", modernbert.modernbert,
@@ -145,9 +144,9 @@ def load(
       FileNotFoundError: if the folder lacks a file.
     """
     folder = open_folder(path)
-    if (folder / _ADAPTER).exists():
+    if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"{folder} must hold a complete model, got the weights of an adapter ({_ADAPTER}); "
+            f"{folder} must hold a complete model, got the weights of an adapter (adapter_config.json); "
             f"merge them with peft's merge_and_unload and save the result"
         )
     model = family(safetensors.read_json(folder / CONFIG))

@@ -71,14 +71,14 @@ def gemma4(config: Config) -> table.Family:
         raise ValueError(
             f"the config's layer_types must make the last {FULL}, got {types!r:.100}; {REMEDY}"
         )
-    biased = config.get("attention_bias", False)
     rotations = {name: _rotary(config, name) for name in _ROTATIONS}
     window, epsilon = config["sliding_window"], config["rms_norm_eps"]
 
     def block(kind: str, head_dim: int, kv_heads: int) -> DecoderBlock:
         layer = Gemma4Attention(
             config["num_attention_heads"], num_kv_heads=kv_heads, head_dim=head_dim,
-            use_bias=biased, scale=1.0, qk_norm=QKNorm(epsilon=epsilon), rotary=rotations[kind],
+            use_bias=config.get("attention_bias", False), scale=1.0, rotary=rotations[kind],
+            qk_norm=QKNorm(epsilon=epsilon),
             mask=masks.Window(window - 1, 0) if kind == SLIDING else None,
             keys_as_values=same and kind == FULL,
         )  # fmt: skip

@@ -31,9 +31,9 @@ _NEOX = {
 
 def gpt2(config: Config) -> Family:
     """Return the family of `GPT2LMHeadModel`."""
-    D, layers, heads = config["n_embd"], config["n_layer"], config["n_head"]
+    D, layers = config["n_embd"], config["n_layer"]
     block = DecoderBlock(
-        MultiHeadAttention(heads), config.get("n_inner") or 4 * D,
+        MultiHeadAttention(config["n_head"]), config.get("n_inner") or 4 * D,
         activation=activation(config, "activation_function"),
         norm_epsilon=config["layer_norm_epsilon"],
     )  # fmt: skip
@@ -54,14 +54,13 @@ HEAD_MAJOR = (lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.
 def gpt_neox(config: Config) -> Family:
     """Return the family of `GPTNeoXForCausalLM`."""
     D, N, layers = (config[f] for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    biased = config.get("attention_bias", True)
     # The keys of configs from before `rope_parameters`.
     rotation = rotary(
         filled(config, partial_rotary_factor=config.get("rotary_pct", 0.25)),
         theta=config.get("rotary_emb_base", 1e4), partial=True,
     )  # fmt: skip
     block = DecoderBlock(
-        MultiHeadAttention(N, use_bias=biased, rotary=rotation),
+        MultiHeadAttention(N, use_bias=config.get("attention_bias", True), rotary=rotation),
         config["intermediate_size"], activation=activation(config, "hidden_act"),
         norm_epsilon=config["layer_norm_eps"], mlp_bias=True,
         parallel="own_norms" if config.get("use_parallel_residual", True) else False,

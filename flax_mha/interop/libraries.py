@@ -81,8 +81,7 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     # `from_tensors` reports a missing kernel.
     kernels = [flat.get(name + kernel, flat[names[0] + kernel]) for name in names]
     first, last = (-1, 0) if layout is transposed else (0, -1)
-    parts = names.count(names[0])
-    query, key, value = (x.size // x.shape[first] // parts for x in kernels[:3])
+    query, key, value = (x.size // x.shape[first] // names.count(names[0]) for x in kernels[:3])
     K = kernels[1].shape[1] if layout is None else num_heads
     # Larger groups of x-transformers' heads have another order.
     if library == "x-transformers" and key == query // num_heads:

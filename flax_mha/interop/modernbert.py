@@ -68,9 +68,9 @@ def modernbert(config: Config) -> table.Family:
     heads = (*HEADS, "head.*", "decoder.*")
     family = table.Family(module, table.TOKEN_EXAMPLE, rows, heads=heads, prefix="model.")
     pooling = choice(config, "classifier_pooling", {"cls": "first", "mean": "mean"}, "cls")
-    of_head = activation(filled(config, classifier_activation="gelu"), "classifier_activation")
+    act = activation(filled(config, classifier_activation="gelu"), "classifier_activation")
     family = classified(
-        config, family, "head.dense", activation=ACTIVATIONS[of_head], norm=norm.copy(),
+        config, family, "head.dense", activation=ACTIVATIONS[act], norm=norm.copy(),
         use_bias=config.get("classifier_bias", False), pooling=pooling,
     )  # fmt: skip
     return family._replace(rows=family.rows + table.norm("head.norm", "norm"))

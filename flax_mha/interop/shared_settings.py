@@ -71,10 +71,7 @@ def rotary(
 
 def _original_length(rope: Config, config: Config) -> Any:
     name = "original_max_position_embeddings"
-    for settings in (rope, config):
-        if name in settings:
-            return settings[name]
-    return config["max_position_embeddings"]
+    return rope.get(name) or config.get(name) or config["max_position_embeddings"]
 
 
 def _factor(rope: Config, config: Config) -> Any:
@@ -121,8 +118,8 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
 
 def grid(config: Config) -> tuple[list[int], list[int]]:
     """Return the rows and columns of an image's patches, and the height and width of a patch."""
-    names = ("image_size", "patch_size")
-    (height, width), (h, w) = (np.broadcast_to(config[x], 2).tolist() for x in names)
+    height, width = np.broadcast_to(config["image_size"], 2).tolist()
+    h, w = np.broadcast_to(config["patch_size"], 2).tolist()
     return [height // h, width // w], [h, w]
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 import flax_mha.nnx
 from flax_mha.base import checks
 from flax_mha.interop.contexts import within
-from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention
+from flax_mha.linen import MultiHeadDotProductAttention
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
@@ -44,7 +44,6 @@ def swap(model: Model, **fields: Any) -> Model:
       TypeError: if the model is no module, or a layer has its own matmuls, such as
         `qkv_dot_general` (in linen, at the first call).
     """
-    _warn.cache_clear()
     if isinstance(model, nnx.Module):
         return cast(Model, nnx.recursive_map(functools.partial(_convert_nnx, fields), model))
     if isinstance(model, nn.Module):
@@ -52,6 +51,14 @@ def swap(model: Model, **fields: Any) -> Model:
     raise TypeError(
         f"model must be a module of linen or nnx, got {checks.describe(model)}; give Model()"
     )
+
+
+class _Layer(MultiHeadDotProductAttention):
+    """Our layer in the place of Flax's, whose output Flax captures already."""
+
+    @nn.nowrap
+    def sow(self, col: str, name: str, value: Any, **options: Any) -> bool:  # type: ignore[override]
+        return name != "__call__" and super().sow(col, name, value, **options)
 
 
 @contextlib.contextmanager
@@ -73,9 +80,7 @@ def _call(fields: Any, swapped: list[Any], call: Any, args: Any, kwargs: Any, co
     if (method.__module__, method.__qualname__) == (cls.__module__, f"{cls.__name__}.__call__"):
         swapped.append(module)
         options = _options(module, cls) | fields
-        layer = MultiHeadDotProductAttention(**options | {"parent": module.scope, "name": None})
-        # Not `layer(...)`: the call whose output Flax captures is the Flax layer's.
-        return MultiHeadAttention.__call__.__wrapped__(layer, *args, **kwargs)  # type: ignore[attr-defined]
+        return _Layer(**options | {"parent": module.scope, "name": None})(*args, **kwargs)
     if isinstance(module, nnx.bridge.ToLinen):
         convert = functools.partial(_convert_nnx, fields)
         make = lambda *own, **more: nnx.recursive_map(convert, module.nnx_class(*own, **more))  # noqa: E731
@@ -120,9 +125,8 @@ def _options(layer: Any, cls: Any) -> dict[str, Any]:
     return {n: x for n, x in values.items() if n not in others and x is not defaults[n]}
 
 
-@functools.lru_cache(2**12)
 def _warn(cls: str, path: tuple[Any, ...]) -> None:
-    """Warn once of a subclass of Flax's layer that stays as it is."""
+    """Warn of a subclass of Flax's layer that stays."""
     where = f"{cls} at '{'/'.join(map(str, path))}'"
     checks.warn(
         f"swap leaves a subclass of Flax's layer in {where}; call flax_mha.dot_product_attention "

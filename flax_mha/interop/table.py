@@ -164,10 +164,10 @@ class Family(NamedTuple):
         variables = jax.eval_shape(self.module.init, jax.random.key(0), *self.example)
         return flatten_dict(variables["params"], sep="/")
 
-    def fitted(self, params: Iterable[str]) -> "Family":
+    def fitted(self, params: Mapping[str, Any]) -> "Family":
         """Return the family without rules of parameters that are not among these paths."""
-        known = {*params}
-        return self._replace(rows=[row for row in self.rows if not known.isdisjoint(row.paths)])
+        rows = [row for row in self.rows if not params.keys().isdisjoint(row.paths)]
+        return self._replace(rows=rows)
 
     def bare(self, name: str) -> str:
         """Return a tensor's name without the prefix, and with today's name of its leaf."""

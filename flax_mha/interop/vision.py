@@ -94,7 +94,7 @@ def _stack(config: Config, layer: str, names: Mapping[str, Any], last: str) -> l
 
 def vit(config: Config) -> Family:
     """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of its classifier."""
-    kind, biased = config["model_type"], config.get("qkv_bias", True)
+    kind = config["model_type"]
     tokens = {"embeddings.cls_token": 1}
     tokens |= {"embeddings.distillation_token": 1} if kind == "deit" else {}
     rows = [
@@ -104,7 +104,7 @@ def vit(config: Config) -> Family:
         ),
         *_stack(config, "encoder.layer.{}", _VIT, "layernorm"),
     ]  # fmt: skip
-    one = block(config, biased or ("out",))
+    one = block(config, config.get("qkv_bias", True) or ("out",))
     family = Family(
         image(config, one, class_tokens=len(tokens)), example_image(config), rows,
         heads=_LEFT, prefix="deit." if kind == "deit" else "vit.",
@@ -119,7 +119,7 @@ def dinov2(config: Config) -> Family:
     """
     D, kind = config["hidden_size"], config["model_type"]
     registers = config.get("num_register_tokens", 4) if kind == "dinov2_with_registers" else 0
-    biased, gated = config.get("qkv_bias", True), config.get("use_swiglu_ffn", False)
+    biases, gated = config.get("qkv_bias", True) or ("out",), config.get("use_swiglu_ffn", False)
     names: dict[str, Any] = _HEADS | _DINO
     hidden = int(D * config.get("mlp_ratio", 4))
     options: dict[str, Any] = {"layer_scale": config.get("layerscale_value", 1.0)}
@@ -130,7 +130,7 @@ def dinov2(config: Config) -> Family:
         names |= {"mlp.weights_in": ("mlp/gate", "mlp/up"), "mlp.weights_out": "mlp/down"}
     else:
         names |= {"mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
-    one = block(filled(config, intermediate_size=hidden), biased or ("out",)).clone(**options)
+    one = block(filled(config, intermediate_size=hidden), biases).clone(**options)
     rows = [
         *embeddings(
             config, "embeddings.patch_embeddings.projection", "embeddings.position_embeddings",
@@ -184,9 +184,8 @@ def timm_vit(config: Config) -> Family:
         num_attention_heads=config.get("num_heads", 12), num_channels=config.get("in_chans", 3),
         intermediate_size=int(D * config.get("mlp_ratio", 4.0)),
     )  # fmt: skip
-    registers, scale = config.get("reg_tokens", 0), config.get("init_values") or None
-    biases = config.get("qkv_bias", True) or ("out",)
-    one = block(config, biases).clone(layer_scale=scale)
+    registers, biases = config.get("reg_tokens", 0), config.get("qkv_bias", True) or ("out",)
+    one = block(config, biases).clone(layer_scale=config.get("init_values") or None)
     tokens = {"cls_token": 1} | ({"reg_token": registers} if registers else {})
     module = image(
         config, one, pre_norm, num_classes=config.get("num_classes", 1000) or None,

@@ -84,12 +84,14 @@ def whisper(config: Config) -> table.Family:
         }  # fmt: skip
 
     decoder = options("decoder")
-    cross = decoder["attention"].copy()
     module = Whisper(
         Encoder(config["encoder_layers"], EncoderBlock(**options("encoder"))),
         LanguageModel(
             TokenEmbedding(V, D),
-            Decoder(config["decoder_layers"], DecoderBlock(cross_attention=cross, **decoder)),
+            Decoder(
+                config["decoder_layers"],
+                DecoderBlock(cross_attention=decoder["attention"].copy(), **decoder),
+            ),
             position_embedding=PositionEmbedding(max_length=config["max_target_positions"]),
         ),
         positions=PositionEmbedding(max_length=config["max_source_positions"]),
