@@ -146,8 +146,8 @@ def load(
     folder = open_folder(path)
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"{folder} must hold a complete model, got the weights of an adapter (adapter_config.json); "
-            f"merge them with peft's merge_and_unload and save the result"
+            f"{folder} must hold a complete model, got an adapter (adapter_config.json); merge "
+            f"it with peft's merge_and_unload and save the result"
         )
     model = family(safetensors.read_json(folder / CONFIG))
     tensors = safetensors.read_folder(folder)

@@ -7,13 +7,11 @@ from typing import Any, TypeAlias
 Config: TypeAlias = Mapping[str, Any]
 
 REMEDY = "take the config.json that was published with the weights"
-# The most entries of a list in an error.
-_MAX_LISTED = 100
 
 
 def several(xs: Sequence[str]) -> str:
-    """Format the first strings of a list, and the number of the others, as one line."""
-    line, more = "; ".join(xs[:_MAX_LISTED]), len(xs) - _MAX_LISTED
+    """Format the first 100 strings, and the number of the others, as one line."""
+    line, more = "; ".join(xs[:100]), len(xs) - 100
     return f"{line}; {more:,} more" if more > 0 else line
 
 
