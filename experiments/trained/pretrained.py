@@ -10,7 +10,7 @@ import numpy as np
 from experiments.common.failures import RunError
 from flax_mha import generate, interop
 from flax_mha.interop import safetensors
-from flax_mha.interop.checked_config import FileSettings, shown
+from flax_mha.interop.checked_config import FileSettings
 from flax_mha.interop.folders import open_folder
 from flax_mha.models import LanguageModel, Translator
 
@@ -77,7 +77,7 @@ def open_model(folder: Path) -> tuple[Any, Any, Encode, Decode]:
     def encode(prompt: str) -> list[int]:
         ids, size = find_ids(prompt), config["vocab_size"]
         if not ids:
-            raise RunError(f"the prompt must have at least one token, got none in {shown(prompt)}")
+            raise RunError(f"the prompt must have at least one token, got none in {prompt!r:.100}")
         if max(ids) >= size:
             raise RunError(
                 f"the ids of the prompt must be in 0 … {size - 1}, got {max(ids)}; take weights "
@@ -104,6 +104,6 @@ def _ids(text: str) -> list[int]:
     if not words or not all(word.isdecimal() and len(word) < 20 for word in words):
         raise RunError(
             f"the folder has no {_TOKENIZER}: the prompt must be ids such as '12 7 401', got "
-            f"{shown(text)}"
+            f"{text!r:.100}"
         )
     return [int(word) for word in words]

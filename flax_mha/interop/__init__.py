@@ -4,14 +4,13 @@
 >>> interop.save("path/to/Qwen3-0.6B", variables, "path/to/mine")  # with its tokenizer
 >>> module, variables = interop.from_torch(layer.state_dict(), num_heads=8)
 >>> module, variables = interop.from_layer(arrays, num_heads=8)  # from Keras, Haiku, timm …
->>> fast = interop.swap(model)  # replaces Flax's attention layers in a model
+>>> fast = interop.swap(model)  # replaces Flax's attention layers
 
-A folder has a `config.json` and safetensors files. A family is a module with a table of its tensors
-(`flax_mha.interop.table`), which `load` and `save` both read.
+A family is a module with a table of its tensors (`flax_mha.interop.table`), which `load` and `save`
+both read.
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.typing import Dtype
 
 from flax_mha.base import checks
@@ -38,7 +36,7 @@ from flax_mha.interop import (
     vision,
     whisper,
 )
-from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, several, shown
+from flax_mha.interop.checked_config import REMEDY, Config, several
 from flax_mha.interop.contexts import within as within
 from flax_mha.interop.device_put import place
 from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
@@ -46,6 +44,7 @@ from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
+from flax_mha.interop.neutral import DECODER, ENCODER, EXPERTS, names
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, stored
 from flax_mha.interop.torch_layers import from_torch as from_torch
@@ -57,40 +56,42 @@ __all__ = [
 ]  # fmt: skip
 __dir__ = __all__.copy
 
-_ADAPTER = "adapter_config.json"
-# Suffixes of the scales of quantized weights: DeepSeek's, compressed-tensors', torchao's, FBGEMM's.
-_SCALES = (
-    "weight_scale_inv", "weight_scale", "weight_scale_2", "input_scale", "scale_weight", "_scales",
-    ".scales",
-)  # fmt: skip
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
-    ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, neutral.BERT),
-    ("modernbert", modernbert.modernbert, neutral.MODERNBERT),
-    ("distilbert", bert.distilbert, neutral.BERT),
-    ("gpt2", gpt.gpt2, neutral.GPT2),
-    ("gpt_neox", gpt.gpt_neox, neutral.DECODER),
-    ("llama", llama.llama, neutral.LLAMA),
-    ("mistral ministral smollm3", llama.llama, neutral.DECODER),
-    ("qwen2 qwen3", llama.llama, neutral.QWEN),
-    ("olmo2", llama.llama, neutral.DECODER),
-    ("gemma2 gemma3_text", llama.llama, neutral.GEMMA),
-    ("gemma4_text", gemma4.gemma4, neutral.GEMMA4),
-    ("gpt_oss", llama.gpt_oss, neutral.EXPERTS),
-    ("mixtral", llama.mixtral, neutral.EXPERTS),
-    ("qwen3_moe", llama.qwen3_moe, neutral.QWEN3_MOE),
-    ("deepseek_v3", deepseek.deepseek_v3, neutral.DEEPSEEK),
-    ("t5 mt5", t5.t5, neutral.T5),
-    ("vit deit vit_msn", vision.vit, neutral.VIT),
-    ("dinov2 dinov2_with_registers", vision.dinov2, neutral.DINO),
-    ("dinov3_vit", vision.dinov3, neutral.DINO),
-    ("timm_vit", vision.timm_vit, neutral.TIMM),
-    ("vit_pytorch", vision.vit_pytorch, neutral.VIT_PYTORCH),
-    ("clip siglip", clip.towers, neutral.TOWERS),
-    ("clip_vision_model siglip_vision_model", clip.images, neutral.TOWERS),
-    ("clip_text_model siglip_text_model", clip.texts, neutral.TOWERS),
-    ("whisper", whisper.whisper, neutral.WHISPER),
-)
-# The families by the config's `model_type`.
+    ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, ENCODER),
+    ("modernbert", modernbert.modernbert,
+     ENCODER | names("layer_norm_eps position_embedding_type")),
+    ("distilbert", bert.distilbert, ENCODER),
+    ("gpt2", gpt.gpt2, DECODER | {"scale_attn_weights": True}),
+    ("gpt_neox", gpt.gpt_neox, DECODER),
+    ("llama", llama.llama, DECODER | names("max_window_layers")),
+    ("mistral ministral smollm3 olmo2", llama.llama, DECODER),
+    # Qwen2's biases are fixed.
+    ("qwen2 qwen3", llama.llama, DECODER | names("attention_bias")),
+    # `hidden_act` is the old key of `hidden_activation`.
+    ("gemma2 gemma3_text", llama.llama, DECODER | names("hidden_act")),
+    # Sizes of parts that are refused, and images' tokens.
+    ("gemma4_text", gemma4.gemma4, DECODER | {"use_bidirectional_attention": "vision"} | names(
+        "moe_intermediate_size num_experts top_k_experts use_double_wide_mlp "
+        "vocab_size_per_layer_input"
+    )),
+    ("gpt_oss", llama.gpt_oss, EXPERTS),
+    ("mixtral", llama.mixtral, EXPERTS),
+    ("qwen3_moe", llama.qwen3_moe, EXPERTS | names("intermediate_size max_window_layers")
+     | {"decoder_sparse_step": 1, "mlp_only_layers": []}),
+    ("deepseek_v3", deepseek.deepseek_v3, EXPERTS | names("head_dim qk_head_dim")),
+    ("t5 mt5", t5.t5, names("n_positions is_gated_act dense_act_fn")),
+    ("vit deit vit_msn", vision.vit, ENCODER),
+    ("dinov2 dinov2_with_registers", vision.dinov2, ENCODER),
+    ("dinov3_vit", vision.dinov3, ENCODER),
+    ("timm_vit", vision.timm_vit, {"global_pool": "token"}),
+    ("vit_pytorch", vision.vit_pytorch, {}),
+    ("clip siglip", clip.towers, ENCODER),
+    ("clip_vision_model siglip_vision_model", clip.images, ENCODER),
+    ("clip_text_model siglip_text_model", clip.texts, ENCODER),
+    # The scale is never applied.
+    ("whisper", whisper.whisper, names("num_hidden_layers scale_embedding")),
+)  # fmt: skip
+# By the config's `model_type`.
 FAMILIES: dict[str, Callable[[Config], Family]] = {
     name: neutral.checked(make, known) for names, make, known in _TABLES for name in names.split()
 }
@@ -102,14 +103,13 @@ def family(config: Config) -> Family:
     Raises:
       ValueError: if the family or one of the settings is not supported.
     """
-    settings = FileSettings(config)
-    model_type = settings.get("model_type")
+    model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
             f"the config's model_type must be one of {', '.join(sorted(FAMILIES))}, got "
-            f"{shown(model_type)}; docs/interop.md shows how to write a table"
+            f"{model_type!r:.100}; docs/interop.md shows how to write a table"
         )
-    if quantized := settings.get("quantization_config"):
+    if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "an unknown method")
         raise ValueError(
             f"weights must have a floating dtype, got {method} in the config's "
@@ -131,35 +131,29 @@ def load(
     Args:
       path: a folder with `config.json` and `model.safetensors`, or with an index of several files.
       dtype: the dtype of floating parameters (default: the file's).
-      shardings: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
-        variables, to read only each device's part (default: NumPy arrays, which CPU devices use
-        without a copy).
+      shardings: one sharding, or a tree of them like the variables, to read only each device's part
+        (default: NumPy arrays, which CPU devices use without a copy).
       as_jax: True for arrays of JAX on the default device in place of NumPy arrays.
 
     Returns:
-      The module and its variables. A warning names the tensors of heads that are left out.
+      The module and its variables. A warning names the heads that are left out.
 
     Raises:
-      ValueError: if a file is damaged, or if tensors are missing, surplus or misshapen. The error
-        lists all of them.
+      ValueError: if a file is damaged, or tensors are missing, surplus or misshapen, all of which
+        the error lists.
       FileNotFoundError: if the folder lacks a file.
     """
     folder = open_folder(path)
-    if (folder / _ADAPTER).exists():
+    if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"{folder} must hold a complete model, got the weights of an adapter ({_ADAPTER}); "
-            f"merge them with peft's merge_and_unload and save the result"
+            f"{folder} must hold a complete model, got an adapter (adapter_config.json); merge "
+            f"it with peft's merge_and_unload and save the result"
         )
     model = family(safetensors.read_json(folder / CONFIG))
     tensors = safetensors.read_folder(folder)
-    if scales := [x for x in tensors if x.endswith(_SCALES)]:
-        raise ValueError(
-            f"weights must not be quantized, got the scales {several(scales)}; load them in "
-            f"transformers with dequantize=True, and save them"
-        )
     floating = None if dtype is None else checks.dtype("dtype", dtype)
     variables = from_tensors(model, tensors, join=list)
-    if checks.flag("as_jax", as_jax) and shardings is None:
+    if as_jax and shardings is None:
         shardings = jnp.zeros(()).sharding  # The default device's.
     is_views = lambda x: isinstance(x, list)  # noqa: E731
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
@@ -177,9 +171,8 @@ def save(
 ) -> None:
     """Write a folder that `load` and `transformers` read, one tensor at a time.
 
-    If the model came from a folder, its tensors keep their names, and other files are copied:
-    tokenizer, `generation_config.json`, license, model card, and the modules of a sentence model.
-    Warnings name the files and the heads that are left behind.
+    If the model came from a folder, its tensors keep their names, and its tokenizer, settings,
+    license and model card are copied. Warnings name the files and heads that are left behind.
 
     Args:
       config: the folder that the model was loaded from, or the content of a `config.json`. Its
@@ -196,28 +189,19 @@ def save(
     else:
         source = open_folder(config)
         given = safetensors.read_json(source / CONFIG)
-    target = source if path is None else path
-    if not isinstance(target, str | os.PathLike) or not isinstance(variables, Mapping):
-        raise TypeError(
-            f"save must be given a config or its folder, variables, and a folder, got "
-            f"{type(config).__name__}, {type(variables).__name__} and {type(target).__name__}; "
-            f"write save(config, variables, path)"
-        )
-    folder = Path(target).expanduser()
+    folder = Path(source if path is None else path).expanduser()  # type: ignore[arg-type]
     model = family(given)
     tensors = stored(model, variables)
     if source is not None:
-        published = safetensors.names(source)
+        published = safetensors.file_names(source)
         own = {model.bare(name): name for name in published}
         tensors = {own.get(model.bare(name), name): x for name, x in tensors.items()}
         model.warn_of_heads(x for x in published if x not in tensors)
     folder.mkdir(parents=True, exist_ok=True)
     left = [] if source is None else carry(source, folder)
     safetensors.write_folder(folder, tensors)
-    dtypes = {x.dtype for x, _ in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
-    # Types of 8 bits have no common type with others.
-    dtypes = {x for x in dtypes if x.itemsize > 1} or dtypes
-    given = _set_dtype(given, np.result_type(*dtypes).name) if dtypes else given
+    dtypes = [x.dtype for x, _ in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    given = _set_dtype(given, max(dtypes, key=lambda x: x.itemsize).name)
     with safetensors.replacing(folder / CONFIG) as file:
         file.write(json.dumps(given, indent=2, default=str).encode())
     if left:
@@ -226,11 +210,8 @@ def save(
 
 def _set_dtype(config: Config, name: str) -> dict[str, Any]:
     """Return a config with this dtype under the old and the new key, also in its parts."""
-    result: dict[str, Any] = {"dtype": name}
-    for key, x in config.items():
-        if key in ("dtype", "torch_dtype"):
-            result[key] = name
-        else:
-            is_part = key in ("text_config", "vision_config") and isinstance(x, Mapping)
-            result[key] = _set_dtype(x, name) if is_part else x
-    return result
+    parts = {
+        x: _set_dtype(config[x], name) for x in ("text_config", "vision_config") if config.get(x)
+    }
+    old = {"torch_dtype": name} if "torch_dtype" in config else {}
+    return {**config, "dtype": name} | old | parts

@@ -9,19 +9,29 @@ import numpy as np
 
 from flax_mha import masks
 from flax_mha.base import numerics
-from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
-from flax_mha.interop.checked_config import REMEDY, Config, FileSettings, filled
-from flax_mha.interop.shared_settings import activation, example_image, grid, refuse
-from flax_mha.interop.vision import block, image
+from flax_mha.interop.checked_config import Config, filled
+from flax_mha.interop.shared_settings import activation, block, example_image, grid, refuse
+from flax_mha.interop.table import (
+    FLATTENED,
+    SAME,
+    TORCH_HEADS,
+    WRAPPED,
+    Family,
+    TensorRule,
+    attention,
+    linear,
+    norm,
+    parts,
+    patches,
+    per_layer,
+)  # fmt: skip
+from flax_mha.interop.vision import image
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier, Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.feed_forward import MLP
-
-HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
-
 
 _SIZES = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768,
           "intermediate_size": 3072}  # fmt: skip
@@ -44,13 +54,13 @@ _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Towers(nn.Module):
-    """An image encoder and a text encoder with a common feature space: CLIP, SigLIP.
+    """An image encoder and a text encoder with common features: CLIP, SigLIP.
 
     Attributes:
       image: the image encoder.
       text: the text encoder.
       features: the size of the common space, or None if the encoders share one.
-      pool: the layer that pools an image's tokens (default: take the first one).
+      pool: the pool of an image's tokens (default: the first one).
       biased: True if the logits have a learned bias.
       token: the token that represents a text (see `Tower`).
     """
@@ -71,14 +81,13 @@ class Towers(nn.Module):
         Args:
           images: [B, height, width, channels].
           tokens: int [C, T], the texts.
-          at: int [C], the index of the token that represents each text (default: by `token`).
+          at: int [C], the indices of the tokens that represent texts (default: by `token`).
 
         Returns:
-          Unit features of images [B, features] and of texts [C, features], and the logits [B, C],
-          which are their scaled dot products.
+          Unit features [B, features] and [C, features], and their scaled dot products [B, C].
         """
-        x = _pool_tokens(self.image(images), self.pool)
-        y = _pool_tokens(self.text(tokens), at=_find(self.token, tokens, at))
+        x = _pool_tokens(self.image(images), self.pool, "first", images, None)
+        y = _pool_tokens(self.text(tokens), None, self.token, tokens, at)
         if self.features is None:
             y = Projection(y.shape[-1:], ("embed", None), name="text_projection")(y)
         else:
@@ -98,11 +107,10 @@ class Tower(nn.Module):
 
     Attributes:
       encoder: the encoder of images or texts.
-      pool: a layer that pools the tokens (default: take one of them).
+      pool: the pool of the tokens (default: one of them).
       projected: True if a linear layer follows.
       norm: the norm of the pooled vector, or None.
-      token: the token that represents an input: "first", "last", the "largest" id, or the first one
-        with this id.
+      token: the token that represents an input: "first", "last", "largest" (its id), or an id.
     """
 
     encoder: Classifier | Bert
@@ -117,31 +125,24 @@ class Tower(nn.Module):
 
         Args:
           inputs: images [*B, height, width, channels], or tokens int [*B, T].
-          at: int [*B], the index of the token that represents each input (default: by `token`).
+          at: int [*B], the indices of the tokens that represent inputs (default: by `token`).
         """
         x = self.encoder(inputs)
-        y = _pool_tokens(x, self.pool, _find(self.token, inputs, at))
+        y = _pool_tokens(x, self.pool, self.token, inputs, at)
         y = y if self.norm is None else self.norm(y)
         if self.projected:
             y = Projection(y.shape[-1:], ("embed", None), name="projection")(y)
         return x, y
 
 
-def _find(token: int | str, inputs: jax.Array, at: Any) -> Any:
-    """Return `at`, or the indices [*B] of the tokens that represent the inputs."""
-    if at is not None:
-        return at
-    if token in ("first", "last"):
-        return 0 if token == "first" else -1
-    return jnp.argmax(inputs if token == "largest" else inputs == token, -1)
-
-
-def _pool_tokens(x: jax.Array, pool: Any = None, at: Any = 0) -> jax.Array:
-    """Return the pool's output [*B, D] for tokens [*B, T, D], or token `at`."""
+def _pool_tokens(x: jax.Array, pool: Any, token: int | str, inputs: jax.Array, at: Any) -> Any:
+    """Return a vector [*B, D] for tokens [*B, T, D] of inputs (see `Tower`)."""
     if pool is not None:
         return pool(x)
-    if isinstance(at, int):
-        return x[..., at, :]
+    if at is None and token in ("first", "last"):
+        return x[..., 0 if token == "first" else -1, :]
+    if at is None:
+        at = jnp.argmax(inputs if token == "largest" else inputs == token, -1)
     return jnp.take_along_axis(x, jnp.asarray(at)[..., None, None], -2)[..., 0, :]
 
 
@@ -165,133 +166,112 @@ class AttentionPool(nn.Module):
 
 
 _TEXT = (np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
+_PARTS = {
+    "self_attn.q_proj": "attention/query", "self_attn.k_proj": "attention/key",
+    "self_attn.v_proj": "attention/value", "self_attn.out_proj": "attention/out",
+    "layer_norm1": "attention_norm", "layer_norm2": "mlp_norm",
+    "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down",
+}  # fmt: skip
+# SigLIP's pool.
+_POOL = {"layernorm": "norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
 
 
-def towers(config: Config) -> table.Family:
+def towers(config: Config) -> Family:
     """Return the family of `CLIPModel` and `SiglipModel`."""
     kind = config["model_type"]
     defaults, is_clip = _DEFAULTS[kind], kind == "clip"
     text, token, text_rows = _texts(_part(config, "text", defaults[0]), is_clip, "text")
     vision = _part(config, "vision", defaults[1])
-    image, pool, rows, example = _images(vision, is_clip, "image")
+    image, pool, rows = _images(vision, is_clip, "image")
     features = config.get("projection_dim", 512) if is_clip else None
     module = Towers(image, text, features, pool, not is_clip, token)
-    if is_clip:
-        rows += [
-            *table.linear("visual_projection", "image_projection", bias=False),
-            *table.linear("text_projection", "text_projection", bias=False),
-            table.TensorRule("logit_scale", "logit_scale"),
-        ]
-    else:
-        rows += table.linear("text_model.head", "text_projection")
-        rows += [table.TensorRule(x, x, table.wrapped(1)) for x in ("logit_scale", "logit_bias")]
-    return table.Family(module, (example, *_TEXT), rows + text_rows, BUFFERS)
+    head = "text_projection" if is_clip else "text_model.head"
+    rows += parts("", "", {"visual_projection": "image_projection", head: "text_projection"})
+    scalar = SAME if is_clip else WRAPPED
+    rows += [TensorRule(x, x, scalar) for x in ("logit_scale", "logit_bias")]
+    return Family(module, (*example_image(vision), *_TEXT), rows + text_rows, BUFFERS)
 
 
-def images(config: Config) -> table.Family:
+def images(config: Config) -> Family:
     """Return the family of `CLIPVisionModel` and `SiglipVisionModel`, without a projection.
 
     As in `transformers`, CLIP norms only the image's vector, and SigLIP norms all tokens.
     """
-    kind = config["model_type"].removesuffix("_vision_model")
+    kind, last = config["model_type"].removesuffix("_vision_model"), None
     config = filled(config, **_DEFAULTS[kind][1])
-    encoder, pool, rows, example = _images(config, kind == "clip", "encoder")
-    norm = None
+    encoder, pool, rows = _images(config, kind == "clip", "encoder")
     if kind == "clip":
         encoder = encoder.clone(encoder=encoder.encoder.clone(final_norm=False))
-        norm, name = layer_norm(config["layer_norm_eps"]), "vision_model.post_layernorm"
-        rows = [x for x in rows if not x.theirs.startswith(name)] + table.norm(name, "norm")
+        last = layer_norm(config["layer_norm_eps"])
+    rows += norm("vision_model.post_layernorm", "norm")
     heads = ("visual_projection.*", "classifier.*")
-    module = Tower(encoder, pool, norm=norm)
-    return table.Family(module, (example,), rows, BUFFERS, heads, "vision_model.")
+    module = Tower(encoder, pool, norm=last)
+    return Family(module, example_image(config), rows, BUFFERS, heads, "vision_model.")
 
 
-def texts(config: Config) -> table.Family:
+def texts(config: Config) -> Family:
     """Return the family of `CLIPTextModel` and `SiglipTextModel`, without a projection."""
     kind = config["model_type"].removesuffix("_text_model")
     is_clip = kind == "clip"
     encoder, token, rows = _texts(filled(config, **_DEFAULTS[kind][0]), is_clip, "encoder")
-    rows += [] if is_clip else table.linear("text_model.head", "projection")
+    rows += linear("text_model.head", "projection")
     module = Tower(encoder, projected=not is_clip, token=token)
-    return table.Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
+    return Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
 
 
-def _part(config: Config, name: str, defaults: dict[str, Any]) -> FileSettings:
+def _part(config: Config, name: str, defaults: dict[str, Any]) -> Config:
     """Return the settings of the encoder `name`, filled with defaults."""
-    part: FileSettings = config[f"{name}_config"]
+    part: Config = filled(config[f"{name}_config"], **defaults)
     # The first configs have a second copy of the settings, which must agree.
-    other: Config = config.get(f"{name}_config_dict") or {}
-    for setting in other:
-        refuse(other, **{setting: part.get(setting, defaults.get(setting, other[setting]))})
-    return filled(part, **defaults)
+    other: Config = config.get(f"{name}_config_dict", {})
+    refuse(other, **{setting: part.get(setting, other[setting]) for setting in other})
+    return part
 
 
 def _images(
     config: Config, is_clip: bool, ours: str
-) -> tuple[Classifier, AttentionPool | None, list[table.TensorRule], np.ndarray]:
-    """Return the image encoder, SigLIP's pool, their rules, and an example image.
-
-    In CLIP a learned token represents the image.
-    """
-    encoder = image(config, int(is_clip), patch_bias=not is_clip, input_norm=is_clip)
-    theirs = "vision_model.embeddings"
+) -> tuple[Classifier, AttentionPool | None, list[TensorRule]]:
+    """Return the image encoder, SigLIP's pool (CLIP has a learned token), and their rules."""
+    encoder = image(config, block(config), is_clip, class_tokens=int(is_clip))
+    theirs, layout = "vision_model.embeddings", patches(*grid(config)[1])
+    head, leaves = "vision_model.head", ("weight", "bias")
     rows = [
-        *table.linear(
-            f"{theirs}.patch_embedding", f"{ours}/embedding/patches", not is_clip,
-            axes=table.patches(*grid(config)[1]),
-        ),
-        table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
-        *_layers("vision_model", f"{ours}/encoder", config),
-        *table.norm("vision_model.post_layernorm", f"{ours}/encoder/norm"),
+        *linear(f"{theirs}.patch_embedding", f"{ours}/embedding/patches", lambda _: layout),
+        TensorRule(f"{theirs}.class_embedding", f"{ours}/class_tokens", FLATTENED),
+        *_rows("vision_model", ours, config, {
+            "embeddings.position_embedding": "positions", "pre_layrnorm": "encoder/input_norm",
+            "post_layernorm": "encoder/norm",
+        }),
+        TensorRule(f"{head}.probe", "pool/probe", WRAPPED),
+        *attention(f"{head}.attention", "pool/attention", TORCH_HEADS, leaves=leaves),
+        *parts(head, "pool", _POOL),
     ]  # fmt: skip
-    example = example_image(config, config["num_channels"])
     if is_clip:
-        name, axes = f"{theirs}.class_embedding", table.FLATTENED
-        rows.append(table.TensorRule(name, f"{ours}/class_tokens", axes))
-        rows += table.norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
-        return encoder, None, rows, example
+        return encoder, None, rows
     refuse(config, vision_use_head=True)
     mlp = MLP(config["intermediate_size"], activation(config, "hidden_act"))
     layer = MultiHeadAttention(config["num_attention_heads"])
-    head, leaves = "vision_model.head", ("weight", "bias")
-    rows += [
-        table.TensorRule(f"{head}.probe", "pool/probe", table.wrapped(1)),
-        *table.attention(f"{head}.attention", "pool/attention", table.TORCH_HEADS, leaves=leaves),
-        *table.parts(
-            head, "pool", {"layernorm": "norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
-        ),
-    ]
-    return encoder, AttentionPool(layer, mlp, config["layer_norm_eps"]), rows, example
+    return encoder, AttentionPool(layer, mlp, config["layer_norm_eps"]), rows
 
 
-def _texts(
-    config: Config, is_clip: bool, ours: str
-) -> tuple[Bert, int | str, list[table.TensorRule]]:
-    """Return the text encoder, the token that represents a text (see `Tower`), and the rules."""
-    theirs, D, mask = "text_model.embeddings", config["hidden_size"], None
-    token: int | str = "last"
+def _texts(config: Config, is_clip: bool, ours: str) -> tuple[Bert, int | str, list[TensorRule]]:
+    """Return the text encoder, the token that represents a text, and the rules."""
+    mask, token = None, "last"
     if is_clip:
-        mask, token = masks.Causal(), config["eos_token_id"]
-        if not isinstance(token, int):
-            raise ValueError(f"the config's eos_token_id must be one number, got {token}; {REMEDY}")
         # The first configs have 2 in place of the largest id.
+        mask, token = masks.Causal(), config["eos_token_id"]
         token = "largest" if token == 2 else token
     encoder = Bert(
-        TokenEmbedding(config["vocab_size"], D), None,
+        TokenEmbedding(config["vocab_size"], config["hidden_size"]), None,
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(config["num_hidden_layers"], block(config, mask=mask)),
     )  # fmt: skip
-    return encoder, token, [
-        table.TensorRule(f"{theirs}.token_embedding.weight", f"{ours}/embedding/table/embedding"),
-        table.TensorRule(f"{theirs}.position_embedding.weight", f"{ours}/positions/embedding"),
-        *_layers("text_model", f"{ours}/encoder", config),
-        *table.norm("text_model.final_layer_norm", f"{ours}/encoder/norm"),
-    ]  # fmt: skip
-
-
-def _layers(theirs: str, ours: str, config: Config) -> list[table.TensorRule]:
-    count, layer = config["num_hidden_layers"], f"{theirs}.encoder.layers.{{}}"
-    return table.stack(count, layer, ours, {"self_attn": "attention"}, HEADS, {
-        "layer_norm1": "attention_norm", "layer_norm2": "mlp_norm",
-        "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down",
+    return encoder, token, _rows("text_model", ours, config, {
+        "embeddings.token_embedding": "embedding/table",
+        "embeddings.position_embedding": "positions", "final_layer_norm": "encoder/norm",
     })  # fmt: skip
+
+
+def _rows(theirs: str, ours: str, config: Config, names: dict[str, str]) -> list[TensorRule]:
+    layer = parts(f"{theirs}.encoder.layers.{{}}", f"{ours}/encoder/layers_{{}}", _PARTS)
+    return parts(theirs, ours, names) + per_layer(config["num_hidden_layers"], layer)

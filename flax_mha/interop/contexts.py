@@ -1,4 +1,4 @@
-"""Linen models whose methods run within a context, which reaches all modules that they call."""
+"""Linen models whose methods run within a context."""
 
 import dataclasses
 import functools
@@ -15,13 +15,11 @@ Model = TypeVar("Model", bound=nn.Module)
 def within(model: Model, context: Callable[..., AbstractContextManager[Any]], *args: Any) -> Model:
     """Return a model whose methods run within `context(cls, *args)`.
 
-    Its class `cls` is a subclass of the model's class with the same fields. Methods, `apply` with
-    any `method=`, bound models and models that hold this one as a submodule enter the context.
-
     Args:
       model: a linen module.
-      context: a function that returns a context manager. Models pickle if it is at module level.
-      *args: more arguments of the context. Equal models and arguments give equal models.
+      context: a function of the model's new class `cls`, a subclass with the same fields, that
+        returns a context manager. Models pickle if it is at module level.
+      *args: more arguments. Equal models and arguments give equal models.
     """
     cls: Any = type(model)
     try:

@@ -6,14 +6,28 @@ import math
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config
 from flax_mha.interop.gpt import HEAD_MAJOR
-from flax_mha.interop.llama import GATED_MLP, NORMS, expert_rows, language_model
+from flax_mha.interop.llama import (
+    GATED_MLP,
+    NORMS,
+    decoder_rows,
+    expert_rows,
+    language_model,
+)
 from flax_mha.interop.shared_settings import activation, refuse, rotary
 from flax_mha.models import Decoder
 from flax_mha.models.blocks import DecoderBlock
 from flax_mha.models.experts import Experts
 from flax_mha.variants import MultiHeadLatentAttention
 
-_THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
+_PARTS = NORMS | {
+    "self_attn.q_a_proj": "attention/query_down", "self_attn.q_a_layernorm": "attention/query_norm",
+    "self_attn.kv_a_proj_with_mqa": "attention/kv_down",
+    "self_attn.kv_a_layernorm": "attention/kv_norm", "self_attn.o_proj": "attention/out",
+    "mlp.gate_proj": "mlp/gate", "mlp.up_proj": "mlp/up", "mlp.down_proj": "mlp/down",
+    "mlp.shared_experts.gate_proj": "mlp/shared/gate",
+    "mlp.shared_experts.up_proj": "mlp/shared/up",
+    "mlp.shared_experts.down_proj": "mlp/shared/down",
+}  # fmt: skip
 
 
 def deepseek_v3(config: Config) -> table.Family:
@@ -32,27 +46,24 @@ def deepseek_v3(config: Config) -> table.Family:
         shared=config["moe_intermediate_size"] * config["n_shared_experts"],
     )  # fmt: skip
     dense = config.get("first_k_dense_replace", 3)
-    is_sparse = [i >= dense for i in range(count)]
+    mlps = [None if i < dense else experts for i in range(count)]
     blocks = [
         DecoderBlock(
-            layer, None if sparse else config["intermediate_size"], norm="rmsnorm",
+            layer, config["intermediate_size"] if mlp is None else None, norm="rmsnorm",
             norm_epsilon=config["rms_norm_eps"], gated=True, activation=act, mlp_bias=False,
-            mlp=experts if sparse else None,
+            mlp=mlp,
         )
-        for sparse in is_sparse
+        for mlp in mlps
     ]  # fmt: skip
-    sparse, plain = range(min(dense, count), count), range(min(dense, count))
-    shared = table.parts(f"{_THEIRS}.mlp.shared_experts", f"{_OURS}/mlp/shared", GATED_MLP, False)
-    bias = f"{_THEIRS}.mlp.gate.e_score_correction_bias"
+    theirs, ours = "model.layers.{}", "decoder/layers_{}"
+    kernels = (f"{ours}/attention/key/kernel", f"{ours}/attention/value/kernel")
     rows = [
-        *table.per_layer(count, [
-            *_attention_rows(config, N), *table.parts(_THEIRS, _OURS, NORMS, False),
-        ]),
-        *table.per_layer(plain, table.parts(f"{_THEIRS}.mlp", f"{_OURS}/mlp", GATED_MLP, False)),
-        *expert_rows(experts, "mlp", GATED_MLP, is_sparse),
-        *table.per_layer(sparse, [*shared, table.TensorRule(bias, f"{_OURS}/mlp/choice_bias")]),
-        *table.norm("model.norm", "decoder/norm", False),
-    ]  # fmt: skip
+        *expert_rows(experts, "mlp", GATED_MLP),
+        table.TensorRule(f"{theirs}.mlp.gate.e_score_correction_bias", f"{ours}/mlp/choice_bias"),
+        table.TensorRule(f"{theirs}.self_attn.kv_b_proj.weight", kernels, HEAD_MAJOR, 1, True),
+    ]
+    query = "q_proj" if config.get("q_lora_rank") is None else "q_b_proj"
+    rows = decoder_rows(count, _PARTS | {f"self_attn.{query}": "attention/query"}, rows)
     # Modules that predict further tokens follow the layers.
     further = range(count, count + config.get("num_nextn_predict_layers", 0))
     return language_model(
@@ -65,10 +76,10 @@ def _attention(config: Config, N: int) -> MultiHeadLatentAttention:
     """Return the attention layer, whose scores have the factor of YaRN twice if the config says."""
     rotation = rotary(config)
     H, R = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    factor, all_dims = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
-    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default" and all_dims
-    size = 0.1 * all_dims * math.log(factor) + 1 if is_scaled and factor > 1 else 1.0
+    rope: Config = config.get("rope_parameters") or config.get("rope_scaling", {})
+    size = 1.0
+    if rotation.scaling is not None:
+        size += 0.1 * rope.get("mscale_all_dim", 0) * math.log(max(1, rope.get("factor", 1)))
     # Norms of latents keep their default epsilon, whatever the config's rms_norm_eps is.
     return MultiHeadLatentAttention(
         N, head_dim=H, rope_dim=R, v_head_dim=config["v_head_dim"], use_bias=False,
@@ -76,18 +87,3 @@ def _attention(config: Config, N: int) -> MultiHeadLatentAttention:
         rotary=dataclasses.replace(rotation, interleaved=config.get("rope_interleave", True)),
         scale=(H + R) ** -0.5 * size**2,
     )  # fmt: skip
-
-
-def _attention_rows(config: Config, N: int) -> list[table.TensorRule]:
-    theirs, ours = f"{_THEIRS}.self_attn", f"{_OURS}/attention"
-    kernels = (f"{ours}/key/kernel", f"{ours}/value/kernel")
-    query = {"q_proj": "query"}
-    if config.get("q_lora_rank") is not None:
-        query = {"q_a_proj": "query_down", "q_a_layernorm": "query_norm", "q_b_proj": "query"}
-    return [
-        *table.parts(theirs, ours, query | {
-            "kv_a_proj_with_mqa": "kv_down", "kv_a_layernorm": "kv_norm"
-        }, bias=False),
-        table.TensorRule(f"{theirs}.kv_b_proj.weight", kernels, HEAD_MAJOR, split=1, heads=N),
-        *table.linear(f"{theirs}.o_proj", f"{ours}/out", bias=False, inputs=2),
-    ]  # fmt: skip

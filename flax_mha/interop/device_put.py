@@ -8,20 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A CPU device uses an array at a multiple of this many bytes without a copy.
+# CPU devices need no copy of arrays at multiples of so many bytes.
 _ALIGNMENT = 64
 
 
 def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
     """Return a parameter as a NumPy array, or on devices.
 
-    `jax.make_array_from_callback` would hold all shards in the host's memory, and on a CPU it may
-    share the file's pages, so that the array changes with the file.
+    `jax.make_array_from_callback` would hold all shards in memory, and may share the file's pages.
 
     Args:
-      dtype: the dtype of floating results; None for x's dtype.
+      dtype: the dtype of floating results, or None.
       x: a view of a mapped file, or a list of views to concatenate on the first axis.
-      sharding: the sharding of the result; None for a NumPy array.
+      sharding: the result's sharding; None for a NumPy array.
     """
     views = x if isinstance(x, list) else [x]
     kept = np.result_type(*views)
@@ -41,19 +40,17 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
 
 def _read(views: Sequence[np.ndarray], index: Any, dtype: Any) -> np.ndarray:
     """Return a slice of the concatenation of views, at an aligned address."""
-    parts = [views[0][index]]
+    parts, shape = [views[0][index]], views[0][index].shape
     if len(views) > 1:
-        rows = [row for view in views for row in view][index[0]]
-        parts = [row[(None, *index[1:])] for row in rows]
-    shape = parts[0].shape
-    if len(parts) > 1:
-        shape = (len(parts), *shape[1:])
+        rows = [row for view in views for row in view]
+        parts = [row[index[1:]] for row in rows[index[0]]]
+        shape = (len(parts), *parts[0].shape)
     size = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = np.empty(size + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
     out = buffer[start : start + size].view(dtype).reshape(shape)
-    for i, part in enumerate(parts):
-        _copy(out[i : i + 1] if len(parts) > 1 else out, part)
+    for target, part in zip(out if len(views) > 1 else [out], parts, strict=True):
+        _copy(target, part)
     return out
 
 
@@ -64,18 +61,7 @@ def _copy(out: np.ndarray, view: np.ndarray) -> None:
     if out.ndim < 2 or view.strides[-1] == view.itemsize:
         out[...] = view
         return
-    # Copy a transposed matrix by cache lines of the file: 2 to 4 times faster.
+    # By cache lines of the file: 2 to 4 times faster.
     columns = max(1, 64 // view.itemsize)
     for i in range(0, out.shape[-1], columns):
         out[..., i : i + columns] = view[..., i : i + columns]
-
-
-def equal(x: np.ndarray, y: np.ndarray) -> bool:
-    """Return True if two arrays have the same bits."""
-    if x is y:
-        return True
-    x, y = np.asarray(x), np.asarray(y)
-    if (x.shape, x.dtype) != (y.shape, y.dtype):
-        return False
-    # Compare rows, as the result of a whole comparison would take memory.
-    return all(a.tobytes() == b.tobytes() for a, b in zip(x, y, strict=True))

@@ -1,21 +1,20 @@
 """Gemma 4, the text model without experts: layers differ in their heads and in their values."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from flax_mha import masks
 from flax_mha.interop import table
-from flax_mha.interop.checked_config import (
+from flax_mha.interop.checked_config import REMEDY, Config, filled
+from flax_mha.interop.llama import GEMMA_NORMS, PARTS, decoder_rows, language_model
+from flax_mha.interop.shared_settings import (
     FULL,
-    REMEDY,
     SLIDING,
-    Config,
-    FileSettings,
-    filled,
-    shown,
+    activation,
+    by_layer,
+    choice,
+    refuse,
+    repeating_part,
 )
-from flax_mha.interop.llama import GATED_MLP, GEMMA_NORMS, HEADS, language_model
-from flax_mha.interop.shared_settings import activation, by_layer, refuse, repeating_part
 from flax_mha.layer import core
 from flax_mha.layer.parameters import NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
@@ -25,7 +24,6 @@ from flax_mha.models.blocks import DecoderBlock
 from flax_mha.positions import Rotary
 from flax_mha.positions.rope_scaling import Proportional
 
-_THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
 _ROTATIONS: dict[str, Config] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -44,7 +42,7 @@ class Gemma4Attention(MultiHeadAttention):
     keys_as_values: bool = False
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """Return the parameters, with those of `qk_norm`, whose epsilon the norm of values has."""
+        """Return the parameters. The norm of values has the epsilon of `qk_norm`."""
         entries = super().table(D, Dk, Dv)
         if self.keys_as_values:
             entries.pop("value", None)
@@ -71,16 +69,16 @@ def gemma4(config: Config) -> table.Family:
     types, same = by_layer(config, "layer_types", default), config.get("attention_k_eq_v", False)
     if types[-1] != FULL:
         raise ValueError(
-            f"the config's layer_types must make the last {FULL}, got {shown(types)}; {REMEDY}"
+            f"the config's layer_types must make the last {FULL}, got {types!r:.100}; {REMEDY}"
         )
-    biased = config.get("attention_bias", False)
     rotations = {name: _rotary(config, name) for name in _ROTATIONS}
     window, epsilon = config["sliding_window"], config["rms_norm_eps"]
 
     def block(kind: str, head_dim: int, kv_heads: int) -> DecoderBlock:
         layer = Gemma4Attention(
             config["num_attention_heads"], num_kv_heads=kv_heads, head_dim=head_dim,
-            use_bias=biased, scale=1.0, qk_norm=QKNorm(epsilon=epsilon), rotary=rotations[kind],
+            use_bias=config.get("attention_bias", False), scale=1.0, rotary=rotations[kind],
+            qk_norm=QKNorm(epsilon=epsilon),
             mask=masks.Window(window - 1, 0) if kind == SLIDING else None,
             keys_as_values=same and kind == FULL,
         )  # fmt: skip
@@ -91,59 +89,27 @@ def gemma4(config: Config) -> table.Family:
         )  # fmt: skip
 
     parts = repeating_part([(x, *_heads(config, x, i, same)) for i, x in enumerate(types)])
-    rows = table.norm("model.norm", "decoder/norm", bias=False)
-    for i, kind in enumerate(types):
-        rows += table.per_layer([i], _rows(biased, same and kind == FULL))
+    rows = decoder_rows(count, PARTS | GEMMA_NORMS | {"layer_scalar": "output_scale"})
     decoder = Decoder(count, tuple(block(*part) for part in parts))
     cap = config.get("final_logit_softcapping")
     return language_model(config, D, decoder, rows, True, scale=D**0.5, logits_cap=cap)
 
 
-def _rows(biased: bool, keys_as_values: bool) -> list[table.TensorRule]:
-    names = GEMMA_NORMS | {"layer_scalar": "output_scale"}
-    theirs, ours = f"{_THEIRS}.self_attn", f"{_OURS}/attention"
-    values = {f"{ours}/value/{leaf}" for leaf in ("kernel", "bias") if keys_as_values}
-    heads = table.attention(theirs, ours, HEADS, [biased] * 4)
-    return [
-        *(row for row in heads if row.ours[0] not in values),
-        *table.norm(f"{theirs}.q_norm", f"{ours}/query_ln", bias=False),
-        *table.norm(f"{theirs}.k_norm", f"{ours}/key_ln", bias=False),
-        *table.parts(_THEIRS, _OURS, names, bias=False),
-        *table.parts(f"{_THEIRS}.mlp", f"{_OURS}/mlp", GATED_MLP, bias=False),
-    ]
-
-
 def _heads(config: Config, kind: str, i: int, same: bool) -> tuple[int, int]:
     """Return a layer's features of a head, and its number of key/value heads."""
     usual = (config["head_dim"], config["num_key_value_heads"])
-    # Read always, so that both are checked.
-    of_full = (config.get("global_head_dim", 512), config.get("num_global_key_value_heads"))
+    size, count = config.get("global_head_dim", 512), config.get("num_global_key_value_heads")
     by_layer: Config | None = config.get("per_layer_config")
-    if by_layer is None:
-        heads = of_full[1] if same and of_full[1] is not None else usual[1]
-        return (of_full[0], heads) if kind == FULL else usual
-    entry = by_layer.get(str(i), {})
-    if not isinstance(entry, Mapping) or entry.keys() - {"head_dim", "num_key_value_heads"}:
-        raise ValueError(
-            f"the config's per_layer_config.{i} must be an object of head_dim and "
-            f"num_key_value_heads, got {shown(entry)}; {REMEDY}"
-        )
-    own = filled(
-        FileSettings(entry, f"per_layer_config.{i}."), head_dim=usual[0],
-        num_key_value_heads=usual[1],
-    )  # fmt: skip
-    return own["head_dim"], own["num_key_value_heads"]
+    if by_layer is not None:
+        own: Config = by_layer.get(str(i), {})
+        return own.get("head_dim", usual[0]), own.get("num_key_value_heads", usual[1])
+    return (size, count if same and count else usual[1]) if kind == FULL else usual
 
 
 def _rotary(config: Config, kind: str) -> Rotary:
     rope: Config = (config.get("rope_parameters") or _ROTATIONS).get(kind, _ROTATIONS[kind])
-    name = rope.get("rope_type", "default")
-    if name == "default":
+    options = {"default": False, "proportional": True}
+    if not choice(rope, "rope_type", options, "default"):
         return Rotary(rope["rope_theta"])
-    if name != "proportional":
-        raise ValueError(
-            f"the config's rope_type must be 'default' or 'proportional', got {shown(name)}; "
-            f"{REMEDY}"
-        )
     share, factor = rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0)
     return Rotary(rope["rope_theta"], scaling=Proportional(share, factor))

@@ -15,26 +15,22 @@ _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
     max_initial_timestamp_index max_length max_new_tokens no_timestamps_token_id output_scores
     output_logits pad_token_id prev_sot_token_id return_dict_in_generate return_timestamps task
     task_to_id temperature top_k top_p min_p trust_remote_code
-""") | {
-    "diversity_penalty": 0.0, "early_stopping": False, "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
-    "guidance_scale": 1.0, "length_penalty": 1.0, "min_length": 0,
-    "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1, "num_return_sequences": 1,
-    "remove_invalid_values": False, "renormalize_logits": False, "repetition_penalty": 1.0,
-    "typical_p": 1.0,
-}  # fmt: skip
+""")
+
+
+def _is_neutral(name: str, x: Any) -> bool:
+    # All defaults are 0, False or 1.
+    return name in _NEUTRAL or (x in (0, 1) and x is not True)
 
 
 def generation(path: AnyPath) -> dict[str, Any]:
     """Return the arguments of `flax_mha.generate` from a folder's files.
 
     These are `eos` and `start`, for sampling `temperature`, `top_k`, `top_p` and `min_p`, and for
-    search `beams`, `length_penalty` and `early_stopping`. A warning names settings that `generate`
-    does not support, such as a repetition penalty. `path` is a folder with `config.json`, and in
-    newer folders `generation_config.json`.
+    search `beams`, `length_penalty` and `early_stopping`. A warning names other settings, such as a
+    repetition penalty. `path` is a folder with `config.json`, and maybe `generation_config.json`.
 
     Raises:
-      ValueError: if a setting has a wrong type or is out of range.
       FileNotFoundError: if there is no `config.json`.
     """
     folder = open_folder(path)
@@ -46,19 +42,19 @@ def generation(path: AnyPath) -> dict[str, Any]:
     # Small test models keep the eos of a large vocabulary.
     if ends := [x for x in np.atleast_1d(ends).tolist() if x < config["vocab_size"]]:
         arguments["eos"] = tuple(ends)
-    start = "decoder_start_token_id"
-    if start in settings or start in config:
-        arguments["start"] = settings.get(start, config.get(start))
+    name = "decoder_start_token_id"
+    if (start := settings.get(name, config.get(name))) is not None:
+        arguments["start"] = start
     if settings.get("do_sample", False):
         # The defaults of transformers.
         arguments["temperature"] = settings.get("temperature", 1.0)
         arguments["top_k"] = settings.get("top_k", 50) or None
         arguments |= {name: settings[name] for name in ("top_p", "min_p") if settings.get(name)}
-    elif settings.get("num_beams", 1) > 1:
-        arguments["beams"] = settings["num_beams"]
-        arguments["length_penalty"] = settings.get("length_penalty", 1.0)
-        arguments["early_stopping"] = settings.get("early_stopping", False)
-    if unread := settings.unread(neutral.among(_NEUTRAL)):
+    elif (beams := settings.get("num_beams", 1)) > 1:
+        arguments |= {"beams": beams, "length_penalty": settings.get("length_penalty", 1.0)}
+        # False, True or "never".
+        arguments["early_stopping"] = settings.get("early_stopping") or False
+    if unread := settings.unread(_is_neutral):
         warnings.warn(
             f"{GENERATION} has settings that generate has no argument for: "
             f"{', '.join(sorted(unread))}",

@@ -3,15 +3,28 @@
 from flax_mha import masks
 from flax_mha.interop import table
 from flax_mha.interop.bert import HEADS, Bert
-from flax_mha.interop.checked_config import FULL, SLIDING, Config, filled
-from flax_mha.interop.modules import Classified, classified
-from flax_mha.interop.shared_settings import activation, by_layer, choice, refuse, rotary
+from flax_mha.interop.checked_config import Config, filled
+from flax_mha.interop.modules import classified
+from flax_mha.interop.shared_settings import (
+    FULL,
+    SLIDING,
+    activation,
+    by_layer,
+    choice,
+    refuse,
+    rotary,
+)
 from flax_mha.layer.qk_norm import layer_norm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.blocks import EncoderBlock
 from flax_mha.models.feed_forward import ACTIVATIONS
 
+_PARTS = {
+    "attn.Wqkv": ("attention/query", "attention/key", "attention/value"),
+    "attn.Wo": "attention/out", "attn_norm": "attention_norm", "mlp_norm": "mlp_norm",
+    "mlp.Wi": ("mlp/gate", "mlp/up"), "mlp.Wo": "mlp/down",
+}  # fmt: skip
 # The old keys of the rotary bases, and their defaults.
 _BASES = {FULL: ("global_rope_theta", 1.6e5), SLIDING: ("local_rope_theta", 1e4)}
 
@@ -37,7 +50,7 @@ def modernbert(config: Config) -> table.Family:
         )  # fmt: skip
         return EncoderBlock(
             layer, config["intermediate_size"], gated=True, mlp_bias=mlp_bias, norm=norm,
-            # The norm of the embeddings is the first one of the first block.
+            # The embeddings are normed.
             pre_norm=("mlp",) if i == 0 else True,
             activation=activation(config, "hidden_activation"),
         )  # fmt: skip
@@ -47,31 +60,17 @@ def modernbert(config: Config) -> table.Family:
         PositionEmbedding("none"),
         Encoder(count, tuple(map(block, range(count))), input_norm=True),
     )  # fmt: skip
-    layer, ours = "layers.{}", "encoder/layers_{}"
-    rows = [
-        table.TensorRule("embeddings.tok_embeddings.weight", "embedding/table/embedding"),
-        *table.norm("embeddings.norm", "encoder/input_norm", norm_bias),
-        *table.per_layer(range(1, count), table.norm(
-            f"{layer}.attn_norm", f"{ours}/attention_norm", norm_bias
-        )),
-        *table.per_layer(count, [
-            *table.attention(
-                f"{layer}.attn", f"{ours}/attention", ("Wqkv", "Wqkv", "Wqkv", "Wo"), [biased] * 4
-            ),
-            *table.norm(f"{layer}.mlp_norm", f"{ours}/mlp_norm", norm_bias),
-            *table.linear(f"{layer}.mlp.Wi", (f"{ours}/mlp/gate", f"{ours}/mlp/up"), mlp_bias),
-            *table.linear(f"{layer}.mlp.Wo", f"{ours}/mlp/down", mlp_bias),
-        ]),
-        *table.norm("final_norm", "encoder/norm", norm_bias),
-    ]  # fmt: skip
+    rows = table.per_layer(count, table.parts("layers.{}", "encoder/layers_{}", _PARTS))
+    rows += table.parts("", "", {
+        "embeddings.tok_embeddings": "embedding/table", "embeddings.norm": "encoder/input_norm",
+        "final_norm": "encoder/norm",
+    })  # fmt: skip
     heads = (*HEADS, "head.*", "decoder.*")
     family = table.Family(module, table.TOKEN_EXAMPLE, rows, heads=heads, prefix="model.")
     pooling = choice(config, "classifier_pooling", {"cls": "first", "mean": "mean"}, "cls")
-    of_head = activation(filled(config, classifier_activation="gelu"), "classifier_activation")
+    act = activation(filled(config, classifier_activation="gelu"), "classifier_activation")
     family = classified(
-        config, family, "head.dense", activation=ACTIVATIONS[of_head], norm=norm.copy(),
+        config, family, "head.dense", activation=ACTIVATIONS[act], norm=norm.copy(),
         use_bias=config.get("classifier_bias", False), pooling=pooling,
     )  # fmt: skip
-    has_head = isinstance(family.module, Classified)
-    norm_rows = table.norm("head.norm", "norm", norm_bias)
-    return family._replace(rows=family.rows + table.when(has_head, *norm_rows))
+    return family._replace(rows=family.rows + table.norm("head.norm", "norm"))

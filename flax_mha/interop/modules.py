@@ -23,9 +23,9 @@ class Classified(nn.Module):
       body: the module of the features [*B, T, D].
       num_classes: the number of classes.
       activation: the dense layer's activation.
-      use_bias: True if the dense layer has a bias.
+      use_bias: True for a bias of the dense layer.
       norm: the norm after the activation, or None.
-      pooling: "first" for the first token's features, "mean" for the mean over all tokens.
+      pooling: "first" token's features, or "mean" over all tokens.
     """
 
     body: nn.Module
@@ -39,29 +39,32 @@ class Classified(nn.Module):
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """Return the logits [*B, num_classes] for arguments of the body."""
         x, real = self.body(*args, **options), options.get("attention_mask")
-        if self.pooling == "mean" and real is None:
-            x = mean(x, options.get("lengths"))
-        elif self.pooling == "mean":
-            real = jnp.asarray(real)[..., None] != 0
-            x = jnp.sum(x, -2, where=real) / jnp.maximum(jnp.sum(real, -2), 1).astype(x.dtype)
-        else:
+        if self.pooling == "first":
             x = x[..., 0, :]
+        elif real is None:
+            x = mean(x, options.get("lengths"))
+        else:
+            x = jnp.mean(x, -2, where=jnp.asarray(real)[..., None] != 0)
         bias = default_bias_init if self.use_bias else None
-        x = Projection(x.shape[-1:], ("embed", None), rows=("batch",), bias_init=bias,
-                       name="dense")(x)  # fmt: skip
+        x = Projection(
+            x.shape[-1:], ("embed", None), rows=("batch",), bias_init=bias, name="dense"
+        )(x)
         x = self.activation(x)
         x = x if self.norm is None else self.norm(x)
         return Projection((self.num_classes,), ("embed", None), rows=("batch",), name="head")(x)
 
 
 def classified(
-    config: Config, family: Family, dense: str = "", head: str = "classifier",
-    activation: Activation = nn.tanh, **fields: Any,
-) -> Family:  # fmt: skip
+    config: Config,
+    family: Family,
+    dense: str = "",
+    head: str = "classifier",
+    activation: Activation = nn.tanh,
+    **fields: Any,
+) -> Family:
     """Return a family with its classification head, if the config's `architectures` have one.
 
-    `dense` (empty for images) and `head` are the names of the two layers, and `fields` are more
-    fields of `Classified`, or of the `Classifier` of images.
+    `dense` (empty for images) and `head` are names of layers, and `fields` the classifier's.
     """
     architectures = config.get("architectures") or ()
     if not any(str(name).endswith(_HEADED) for name in architectures):
@@ -73,9 +76,11 @@ def classified(
         module = body.clone(num_classes=count, **{"pooling": "first"} | fields)
     else:
         module, prefix = Classified(body, count, activation, **fields), "body/"
-    rows = []
-    for row in family.rows:
-        ours = tuple(prefix + path for path in row.paths)
-        rows.append(row._replace(theirs=family.prefix + row.theirs, ours=ours))
-    rows += linear(dense, "dense", fields.get("use_bias", True)) if dense else []
+    rows = [
+        row._replace(
+            theirs=family.prefix + row.theirs, ours=tuple(prefix + path for path in row.paths)
+        )
+        for row in family.rows
+    ]
+    rows += linear(dense, "dense") if dense else []
     return family._replace(module=module, rows=rows + linear(head, "head"))

@@ -1,19 +1,14 @@
 """Files of a Hugging Face folder: safetensors and JSON.
 
-The writer is ours: `safetensors` 0.8.0 ignores the strides of a NumPy view, so it writes other
-numbers, and it needs all tensors in memory at once.
-
-Source of the format: https://github.com/huggingface/safetensors, "Format".
+The writer is ours: `safetensors` 0.8.0 ignores the strides of NumPy views, and needs all tensors in
+memory at once. Source of the format: https://github.com/huggingface/safetensors, "Format".
 """
 
-import collections
 import contextlib
 import json
 import math
 import mmap
 import os
-import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,72 +16,51 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from flax_mha.interop.checked_config import several, shown
+from flax_mha.interop.checked_config import several
 
 _DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu, "I64": np.int64, "I32": np.int32, "I16": np.int16,
-    "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
-    "BOOL": np.bool_,
+    "I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# The limit of bytes of a JSON file, which safetensors has for its headers.
-_MAX_BYTES = 100_000_000
+
+
+def file_names(path: Path) -> dict[str, str]:
+    """Return the file of each tensor of a folder, which may have none."""
+    if (path / _FILE).is_file():
+        return dict.fromkeys(read(path / _FILE), _FILE)
+    if not (path / _INDEX).is_file():
+        return {}
+    index: dict[str, str] = read_json(path / _INDEX)["weight_map"]
+    for name in index.values():
+        if name != os.path.basename(name):
+            raise ValueError(f"{path / _INDEX} must name files beside it, got {name!r:.100}")
+    return index
 
 
 def read_folder(path: Path) -> dict[str, np.ndarray]:
     """Return all tensors of a folder, from one file or several."""
-    if (path / _FILE).is_file():
-        return read(path / _FILE)
-    if not (path / _INDEX).is_file():
+    index = file_names(path)
+    if not index:
         raise FileNotFoundError(
             f"{path} has neither {_FILE} nor {_INDEX}; save weights in other formats (pickles may "
             f"run code) as safetensors first"
         )
-    index = _read_index(path)
-    tensors: dict[str, np.ndarray] = {}
-    for name in sorted({*index.values()}):
-        try:
-            part = read(path / name)
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{path / _INDEX} names the file {shown(name)}, which is not there; fetch it too"
-            ) from None
-        # If two files have the same tensor, the index decides.
-        tensors |= {key: x for key, x in part.items() if index.get(key, name) == name}
-    if missing := sorted(index.keys() - tensors.keys()):
+    parts = {file: read(path / file) for file in {*index.values()}}
+    if missing := [name for name, file in index.items() if name not in parts[file]]:
         raise ValueError(f"{path / _INDEX} names tensors that its files lack: {several(missing)}")
-    return tensors
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    index = read_json(path / _INDEX).get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
-        raise ValueError(f"{path / _INDEX} must have a weight_map from tensors to files")
-    for name in sorted({*index.values()}):
-        if name != os.path.basename(name) or not name.isprintable():
-            raise ValueError(f"{path / _INDEX} must name files beside it, got {shown(name)}")
-    return index
-
-
-def names(path: Path) -> list[str]:
-    """Return the names of a folder's tensors; none if it has no weights."""
-    if (path / _FILE).is_file():
-        return [*read(path / _FILE)]
-    return [*_read_index(path)] if (path / _INDEX).is_file() else []
+    return {name: parts[file][name] for name, file in index.items()}
 
 
 def weight_files(path: Path) -> set[str]:
-    """Return the names of the files that hold a folder's weights, with their index."""
-    if not (path / _INDEX).is_file():
-        return {_FILE}
-    return {_FILE, _INDEX, *_read_index(path).values()}
+    """Return the names of the files of a folder's weights and of their index."""
+    return {_FILE, _INDEX, *file_names(path).values()}
 
 
 def write_folder(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write a folder's weights as one file, and remove the files of weights that it had."""
+    """Write a folder's weights as one file, and remove the others."""
     old = weight_files(path) - {_FILE}
     write(path / _FILE, tensors)
     for name in old:
@@ -97,37 +71,33 @@ def write_folder(path: Path, tensors: Mapping[str, Any]) -> None:
 def read(path: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a file, as views of the mapped file.
 
-    The library `safetensors` checks the file. It can't read the tensors, as its arrays are copies
-    and it knows no bfloat16 or float8 in NumPy.
+    `safetensors` only checks the file: its arrays are copies, and it has no bfloat16 in NumPy.
 
     Raises:
-      ValueError: if the file is damaged, or no safetensors file.
+      ValueError: if the file is damaged.
     """
     from safetensors import SafetensorError, safe_open  # Nothing else needs the library.
 
     tensors = {}
-    with _open(path) as file:
-        try:
-            with safe_open(path, "np") as checked:
-                entries = [(name, checked.get_slice(name)) for name in checked.offset_keys()]
+    try:
+        with safe_open(path, "np") as checked:
+            entries = [(name, checked.get_slice(name)) for name in checked.offset_keys()]
+        with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if hasattr(mmap, "MADV_SEQUENTIAL"):
-                mapped.madvise(mmap.MADV_SEQUENTIAL)  # Read ahead in each thread's tensor.
-            data = np.frombuffer(mapped, np.uint8)
-            for name, entry in entries:
-                if not name.isprintable():
-                    raise ValueError(f"a tensor named {name!r}")
-                dtype, shape = np.dtype(_DTYPES[entry.get_dtype()]), entry.get_shape()
-                stop = start + math.prod(shape) * dtype.itemsize
-                tensors[name] = data[start:stop].view(dtype).reshape(shape)
-                start = stop
-        except (SafetensorError, KeyError, ValueError) as error:
-            reason = str(error).removeprefix("Error while deserializing header: ")
-            raise ValueError(
-                f"{path} must be a complete safetensors file of dtypes that NumPy has, got: "
-                f"{shown(reason)}; fetch it again"
-            ) from None
+        if hasattr(mmap, "MADV_SEQUENTIAL"):
+            mapped.madvise(mmap.MADV_SEQUENTIAL)  # Read ahead in each thread's tensor.
+        data = np.frombuffer(mapped, np.uint8)
+        for name, entry in entries:
+            dtype, shape = np.dtype(_DTYPES[entry.get_dtype()]), entry.get_shape()
+            stop = start + math.prod(shape) * dtype.itemsize
+            tensors[name] = data[start:stop].view(dtype).reshape(shape)
+            start = stop
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(
+            f"{path} must be a complete safetensors file of dtypes that NumPy has, got: "
+            f"{error}; fetch it again"
+        ) from None
     return tensors
 
 
@@ -157,67 +127,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     temporary.replace(path)
 
 
-def copy(source: Path, target: Path) -> None:
-    """Copy the content of a file."""
-    with _open(source) as file, replacing(target) as result:
-        shutil.copyfileobj(file, result)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file."""
-    return _parse(path, read_bytes(path))
-
-
-def read_json_list(path: Path) -> list[Any]:
-    """Return the array in a JSON file."""
-    return _parse(path, read_bytes(path), list)
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a small file, such as a config or a tokenizer."""
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file."""
     try:
-        with _open(path) as file:
-            text = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path} is not there; give the folder of a model, which has {path.name} and weights"
-        ) from None
-    if len(text) > _MAX_BYTES:
-        raise ValueError(f"{path} must have at most {_MAX_BYTES} bytes, got more; fetch it again")
-    return text
-
-
-def _open(path: Path) -> BinaryIO:
-    """Open a file or a link to one. Refuse pipes and devices, which may never end."""
-    now = getattr(os, "O_NONBLOCK", 0)  # A pipe would block until someone writes.
-    try:
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | now))  # noqa: SIM115
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{path} must be a file that can be read, got: {reason}") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ValueError(f"{path} must be a regular file, got a pipe or a device; fetch it again")
-    return file
-
-
-def _parse(path: Path, text: bytes, kind: type = dict) -> Any:
-    try:
-        parsed = json.loads(text, object_pairs_hook=_make_object)
-    except (ValueError, RecursionError) as error:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path} is damaged, its JSON can't be read: {error}") from None
-    if not isinstance(parsed, kind):
-        rule = "object" if kind is dict else "array"
-        raise ValueError(f"{path} must hold a JSON {rule}, got {type(parsed).__name__}")
-    return parsed
-
-
-def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse repeated keys, as other readers may use another value."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        repeated, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {shown(repeated)} is there twice")
-    return result

@@ -7,87 +7,75 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flax_mha import positions
-from flax_mha.interop.checked_config import FULL, REMEDY, Config, filled, shown
+from flax_mha.interop.checked_config import REMEDY, Config, filled
+from flax_mha.linen import MultiHeadAttention
+from flax_mha.models.blocks import EncoderBlock
 from flax_mha.positions import Rotary
 
 Item = TypeVar("Item")
 
-# The most patches of one image. The example and Axial's table have all of them.
-_MAX_PATCHES = 2**16
-
+FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {
-    "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu",
-    "relu": "relu", "quick_gelu": "quick_gelu", "silu": "silu",
-}  # fmt: skip
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+}
 
 
 def activation(config: Config, *names: str) -> str:
     """Return this package's name of the activation under the first of several keys."""
-    key = next((key for key in names if config.get(key) is not None), names[-1])
-    name = config[key]
-    if name not in ACTIVATIONS:
-        raise ValueError(
-            f"the config's activation must be one of {sorted(ACTIVATIONS)}, got {shown(name)}; "
-            f"build the module yourself with a function"
-        )
-    return ACTIVATIONS[name]
+    return choice(config, next((x for x in names if x in config), names[-1]), ACTIVATIONS)
+
+
+def block(config: Config, use_bias: bool | tuple[str, ...] = True, **fields: Any) -> EncoderBlock:
+    """Return an encoder block by BERT's or ViT's keys, with more fields of the attention layer."""
+    return EncoderBlock(
+        MultiHeadAttention(config["num_attention_heads"], use_bias=use_bias, **fields),
+        config["intermediate_size"],
+        activation=activation(config, "hidden_act"),
+        norm_epsilon=config["layer_norm_eps"],
+    )
 
 
 def rotary(
-    config: Config, layer_type: str = FULL, theta: float = 1e4, partial: bool = False,
+    config: Config,
+    layer_type: str = FULL,
+    theta: float = 1e4,
+    partial: bool = False,
     local: bool = False,
-) -> Rotary:  # fmt: skip
+) -> Rotary:
     """Return the rotary embedding of a config, from its old or its new keys.
 
     Args:
       config: the model's config.
-      layer_type: the entry of `rope_parameters`, if it has one for each type of layer.
+      layer_type: the entry of `rope_parameters`, if it has several.
       theta: the default base.
       partial: True if the family can rotate a part of the features.
-      local: True for Gemma 3's layers with a window, which read only `rope_local_base_freq` and
-        `rope_parameters`.
+      local: True for Gemma 3's layers with a window, whose base is `rope_local_base_freq`.
     """
-    old: Config = {} if local else config.get("rope_scaling") or {}
-    new: Config = config.get("rope_parameters") or {}
+    old: Config = {} if local else config.get("rope_scaling", {})
+    new: Config = config.get("rope_parameters", {})
     new = new.get(layer_type, {} if local else new)
-    if differing := [x for x in old if x in new and old[x] != new[x]]:
-        raise ValueError(
-            f"the config's rope_scaling and rope_parameters must not differ, got {differing} in "
-            f"both; delete one of the two"
-        )
     base = config.get("rope_local_base_freq" if local else "rope_theta", theta)
-    rope: Config = filled(new, old, rope_theta=base)
-    outer = config.get("partial_rotary_factor", 1.0)
-    fraction: float = rope.get("partial_rotary_factor", outer)
-    if not partial and {fraction, outer} != {1}:
-        raise ValueError(
-            f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this "
-            f"family rotates all features; delete it if the weights were trained so"
-        )
-    name = rope.get("rope_type", rope.get("type", "default"))
-    if name not in _SCALINGS:
-        raise ValueError(
-            f"the config's rope_type must be one of {sorted(_SCALINGS)}, got {shown(name)}; build "
-            f"the module yourself with a function as rotary="
-        )
-    return Rotary(rope["rope_theta"], fraction=fraction, scaling=_SCALINGS[name](rope, config))
+    # If there are both, the old one stays unread: an error.
+    rope, fraction = filled(new or old, rope_theta=base), 1.0
+    if partial:
+        fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    make = choice(rope, "rope_type", _SCALINGS, rope.get("type", "default"))
+    return Rotary(rope["rope_theta"], fraction=fraction, scaling=make(rope, config))
 
 
 def _original_length(rope: Config, config: Config) -> Any:
     name = "original_max_position_embeddings"
-    lengths = {settings[name] for settings in (rope, config) if name in settings}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"the config's {name} must be the same everywhere, got {sorted(lengths)}; take the one "
-            f"of training"
-        )
-    return lengths.pop() if lengths else config["max_position_embeddings"]
+    return rope.get(name) or config.get(name) or config["max_position_embeddings"]
 
 
 def _factor(rope: Config, config: Config) -> Any:
-    if "factor" in rope:
-        return rope["factor"]
-    return config["max_position_embeddings"] / _original_length(rope, config)
+    return rope.get("factor") or config["max_position_embeddings"] / _original_length(rope, config)
 
 
 def _yarn(rope: Config, config: Config) -> Any:
@@ -95,7 +83,7 @@ def _yarn(rope: Config, config: Config) -> Any:
     options = {x: rope[x] for x in known & rope.keys()}
     factor = _factor(rope, config)
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    # As in DeepSeek's code, the two settings count only together.
+    # As in DeepSeek's code, they count only together.
     if mscale and mscale_all_dim and "attention_factor" not in options and factor > 1:
         over, under = (0.1 * x * math.log(factor) + 1 for x in (mscale, mscale_all_dim))
         options["attention_factor"] = over / under
@@ -118,31 +106,27 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
         rope["factor"], config["max_position_embeddings"]
     ),
     "llama3": lambda rope, config: positions.Llama3(
-        rope["factor"], _original_length(rope, config), rope["low_freq_factor"],
+        rope["factor"],
+        _original_length(rope, config),
+        rope["low_freq_factor"],
         rope["high_freq_factor"],
     ),
-    "yarn": _yarn, "longrope": _longrope,
-}  # fmt: skip
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
 
 
-def grid(config: Config, image: str = "image_size") -> tuple[list[int], list[int]]:
+def grid(config: Config) -> tuple[list[int], list[int]]:
     """Return the rows and columns of an image's patches, and the height and width of a patch."""
-    (height, width), (h, w) = (
-        np.broadcast_to(config[name], 2).tolist() for name in (image, "patch_size")
-    )
-    rows, columns = height // h, width // w
-    if not 0 < rows * columns <= _MAX_PATCHES:
-        raise ValueError(
-            f"the config's {image} must have 1 … {_MAX_PATCHES:,} patches of its patch_size, got "
-            f"{height} × {width} of {h} × {w}; take both from one config.json"
-        )
-    return [rows, columns], [h, w]
+    height, width = np.broadcast_to(config["image_size"], 2).tolist()
+    h, w = np.broadcast_to(config["patch_size"], 2).tolist()
+    return [height // h, width // w], [h, w]
 
 
-def example_image(config: Config, channels: int, image: str = "image_size") -> np.ndarray:
-    """Return an image of the patches of a config."""
-    (rows, columns), (h, w) = grid(config, image)
-    return blank(1, rows * h, columns * w, channels)
+def example_image(config: Config) -> tuple[np.ndarray]:
+    """Return the arguments that initialize a model of a config's images."""
+    (rows, columns), (h, w) = grid(config)
+    return (blank(1, rows * h, columns * w, config.get("num_channels", 3)),)
 
 
 def blank(*shape: int) -> np.ndarray:
@@ -160,21 +144,24 @@ def repeating_part(items: Sequence[Item]) -> Sequence[Item]:
 
 def by_layer(config: Config, name: str, default: Sequence[Any]) -> Sequence[Any]:
     """Return a setting that is a list with an entry for each layer."""
-    entries = config.get(name, default)
-    if len(entries) != len(default):
+    entries: Sequence[Any] = config.get(name, default)
+    if len(entries) != len(default) or not {*entries} <= {FULL, SLIDING, 0, 1}:
         raise ValueError(
-            f"the config's {name} must be one for each of num_hidden_layers={len(default)}, got "
-            f"{len(entries)}; take both from one config.json"
+            f"the config's {name} must be {FULL} or {SLIDING}, or a flag, for each of "
+            f"num_hidden_layers={len(default)}, got {entries!r:.100}; {REMEDY}"
         )
     return entries
 
 
-def choice(config: Config, name: str, options: Mapping[str, Any], default: str) -> Any:
+def choice(
+    config: Config, name: str, options: Mapping[str, Any], default: str | None = None
+) -> Any:
     """Return the option that a setting names."""
-    value = config.get(name, default)
+    value = config[name] if default is None else config.get(name, default)
     if value not in options:
         raise ValueError(
-            f"the config's {name} must be one of {[*options]}, got {shown(value)}; {REMEDY}"
+            f"the config's {name} must be one of {sorted(options)}, got {value!r:.100}; build the "
+            f"module yourself"
         )
     return options[value]
 
@@ -184,6 +171,6 @@ def refuse(config: Config, **expected: Any) -> None:
     for name, value in expected.items():
         if config.get(name, value) != value:
             raise ValueError(
-                f"the config's {name} must be {value!r}, got {shown(config[name])}; use a "
+                f"the config's {name} must be {value!r}, got {config[name]!r:.100}; use a "
                 f"checkpoint with that value, the only one that this family supports"
             )

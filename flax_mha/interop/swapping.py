@@ -17,39 +17,33 @@ from flax import nnx
 import flax_mha.nnx
 from flax_mha.base import checks
 from flax_mha.interop.contexts import within
-from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention
+from flax_mha.linen import MultiHeadDotProductAttention
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
-_FLAX_CALL, _CALL = (
-    inspect.unwrap(cls.__call__) for cls in (nn.MultiHeadDotProductAttention, MultiHeadAttention)
-)
-# Keeps traces of `nn.jit` in a swapped model apart from other models' traces.
+# Keeps the traces of `nn.jit` in models apart.
 _swapping = jax.make_user_context(None)
 
 
 def swap(model: Model, **fields: Any) -> Model:
     """Return a model whose Flax attention layers are computed by this package.
 
-    Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention` or subclass of it is
-    computed by a `flax_mha.MultiHeadAttention` with the same fields. Each `nnx.MultiHeadAttention`
-    becomes one of `flax_mha.nnx`. Layers in `nnx.bridge` are swapped too. Dropout draws other
-    weights, and decoding uses this package's cache. A warning names subclasses that stay, as they
-    have their own `__call__` or are of nnx. Calls of Flax's `dot_product_attention` stay too.
+    Code and parameters stay the same. Dropout draws other weights, and decoding uses this package's
+    cache. A warning names subclasses of Flax's layer that stay: those with their own `__call__`,
+    and all of nnx. Calls of Flax's `dot_product_attention` stay too.
 
     Args:
       model: a linen or nnx module.
       **fields: more fields for each layer, such as `kernel="blockwise"`.
 
     Returns:
-      In linen, an instance of a subclass of the model's class, which is equal for equal models. In
-      nnx, a model that shares the parameters.
+      An instance of the same class, equal for equal models of linen. A model of nnx shares its
+      parameters.
 
     Raises:
-      TypeError: if the model is no module, or if a layer has its own matmuls or promotions, such
-        as `qkv_dot_general`. In linen the first call raises it.
+      TypeError: if the model is no module, or a layer has its own matmuls, such as
+        `qkv_dot_general` (in linen, at the first call).
     """
-    _warn.cache_clear()
     if isinstance(model, nnx.Module):
         return cast(Model, nnx.recursive_map(functools.partial(_convert_nnx, fields), model))
     if isinstance(model, nn.Module):
@@ -57,6 +51,14 @@ def swap(model: Model, **fields: Any) -> Model:
     raise TypeError(
         f"model must be a module of linen or nnx, got {checks.describe(model)}; give Model()"
     )
+
+
+class _Layer(MultiHeadDotProductAttention):
+    """Our layer in the place of Flax's, whose output Flax captures already."""
+
+    @nn.nowrap
+    def sow(self, col: str, name: str, value: Any, **options: Any) -> bool:  # type: ignore[override]
+        return name != "__call__" and super().sow(col, name, value, **options)
 
 
 @contextlib.contextmanager
@@ -71,37 +73,22 @@ def _swapped(cls: Any, *fields: tuple[str, Any]) -> Iterator[None]:
 
 
 def _call(fields: Any, swapped: list[Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Compute a call of a Flax layer, which is added to `swapped`, or run any other call."""
-    module, method = context.module, inspect.unwrap(context.orig_method.func)
-    if method is _FLAX_CALL:
+    """Compute calls of Flax's layers, which are added to `swapped`, and run others."""
+    module, method, cls = context.module, context.orig_method.func, nn.MultiHeadDotProductAttention
+    if context.method_name != "__call__":
+        return call(*args, **kwargs)
+    if (method.__module__, method.__qualname__) == (cls.__module__, f"{cls.__name__}.__call__"):
         swapped.append(module)
-        return _call_layer(module, fields, *args, **kwargs)
-    if isinstance(module, nnx.bridge.ToLinen) and method.__name__ == "__call__":
-        make = functools.partial(_make_nnx, fields, module.nnx_class)
+        options = _options(module, cls) | fields
+        return _Layer(**options | {"parent": module.scope, "name": None})(*args, **kwargs)
+    if isinstance(module, nnx.bridge.ToLinen):
+        convert = functools.partial(_convert_nnx, fields)
+        make = lambda *own, **more: nnx.recursive_map(convert, module.nnx_class(*own, **more))  # noqa: E731
         return method(module.clone(parent=module.scope, nnx_class=make), *args, **kwargs)
     output = call(*args, **kwargs)
-    is_own = isinstance(module, nn.MultiHeadDotProductAttention) and method.__name__ == "__call__"
-    if is_own and not any(layer is module for layer in swapped):
+    if isinstance(module, cls) and not any(layer is module for layer in swapped):
         _warn(type(module).__name__, getattr(module.scope, "path", ()))
     return output
-
-
-def _make_nnx(fields: Any, make: Any, *args: Any, **kwargs: Any) -> Any:
-    return nnx.recursive_map(functools.partial(_convert_nnx, fields), make(*args, **kwargs))
-
-
-def _call_layer(flax_layer: Any, fields: Any, *args: Any, inputs_kv: Any = None, **kw: Any) -> Any:
-    """Compute a call of a Flax layer by a layer of this package in the same scope."""
-    if inputs_kv is not None:
-        if any(x is not None for x in (*args[1:], kw.get("inputs_k"), kw.get("inputs_v"))):
-            raise ValueError(
-                "inputs_kv must be given alone, got inputs_k or inputs_v too; leave inputs_kv out"
-            )
-        kw["inputs_k"] = inputs_kv
-    options = _options(flax_layer, nn.MultiHeadDotProductAttention) | fields
-    layer = MultiHeadDotProductAttention(**options | {"parent": flax_layer.scope, "name": None})
-    # The call that runs, and whose output Flax captures, is the Flax layer's.
-    return _CALL(layer, *args, **kw)
 
 
 def _convert_nnx(fields: Any, path: Any, node: Any) -> Any:
@@ -138,9 +125,8 @@ def _options(layer: Any, cls: Any) -> dict[str, Any]:
     return {n: x for n, x in values.items() if n not in others and x is not defaults[n]}
 
 
-@functools.lru_cache(2**12)
 def _warn(cls: str, path: tuple[Any, ...]) -> None:
-    """Warn once of a subclass of Flax's layer that stays as it is."""
+    """Warn of a subclass of Flax's layer that stays."""
     where = f"{cls} at '{'/'.join(map(str, path))}'"
     checks.warn(
         f"swap leaves a subclass of Flax's layer in {where}; call flax_mha.dot_product_attention "

@@ -2,30 +2,48 @@
 
 from typing import Any
 
-from flax_mha.interop import table
-from flax_mha.interop.checked_config import Config, filled
+from flax_mha.interop.checked_config import Config
 from flax_mha.interop.shared_settings import activation
+from flax_mha.interop.table import (
+    TOKEN_EXAMPLE,
+    Family,
+    TensorRule,
+    norm,
+    parts,
+    per_layer,
+    transposed,
+)
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock
 from flax_mha.scores import RelativeBias
 
+_ATTENTION = {
+    "0.layer_norm": "attention_norm", "0.SelfAttention.q": "attention/query",
+    "0.SelfAttention.k": "attention/key", "0.SelfAttention.v": "attention/value",
+    "0.SelfAttention.o": "attention/out",
+}  # fmt: skip
+_CROSS = {
+    "1.layer_norm": "cross_attention_norm", "1.EncDecAttention.q": "cross_attention/query",
+    "1.EncDecAttention.k": "cross_attention/key", "1.EncDecAttention.v": "cross_attention/value",
+    "1.EncDecAttention.o": "cross_attention/out",
+}  # fmt: skip
 
-def t5(config: Config) -> table.Family:
+
+def t5(config: Config) -> Family:
     """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1, or of mT5."""
     is_mt5 = {"t5": False, "mt5": True}[config["model_type"]]
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
     # "relu" or "gated-gelu". The first configs lack this key.
     form = config.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
-    gated = config.get("is_gated_act", form.startswith("gated-"))
-    form = form.removeprefix("gated-")
-    act = {"dense_act_fn": "gelu_new" if gated and form == "gelu" else form}
+    gated = form.startswith("gated-")
+    act = "gelu_new" if form == "gated-gelu" else form.removeprefix("gated-")
     layer = MultiHeadAttention(
         config["num_heads"], head_dim=config["d_kv"], use_bias=False, scale=1.0
     )
     options: dict[str, Any] = {
         "norm": "rmsnorm", "norm_epsilon": config["layer_norm_epsilon"],
-        "gated": gated, "activation": activation(filled(config, **act), "dense_act_fn"),
+        "gated": gated, "activation": activation({"feed_forward_proj": act}, "feed_forward_proj"),
     }  # fmt: skip
 
     def bias(bidirectional: bool) -> tuple[RelativeBias]:
@@ -47,32 +65,33 @@ def t5(config: Config) -> table.Family:
             logits_scale=D**-0.5 if scaled else 1.0,
         ),
     )
-    rows = [table.TensorRule("shared.weight", "decoder/embedding/table/embedding")]
-    rows += _stack("encoder", "encoder", config["num_layers"], 1, gated)
-    rows += _stack("decoder", "decoder/decoder", count, 2, gated)
-    if not tied:
-        rows.append(table.TensorRule("lm_head.weight", "decoder/head/table/embedding"))
+    rows = [
+        *parts("", "decoder", {"shared": "embedding/table", "lm_head": "head/table"}),
+        *_stack("encoder", "encoder", config["num_layers"], _ATTENTION, 1, gated),
+        *_stack("decoder", "decoder/decoder", count, _ATTENTION | _CROSS, 2, gated),
+    ]
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     # The first checkpoints have a table that the model never reads.
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    return table.Family(
-        model, table.TOKEN_EXAMPLE * 2, rows, (unread,),
+    return Family(
+        model, TOKEN_EXAMPLE * 2, rows, (unread,),
         copies=dict.fromkeys(copies, "shared.weight"),
     )  # fmt: skip
 
 
-def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[table.TensorRule]:
+def _stack(
+    theirs: str, ours: str, layers: int, names: dict[str, str], mlp: int, gated: bool
+) -> list[TensorRule]:
     """Return the rules of a stack, where `mlp` is the MLP's index in a layer's parts."""
-    attentions = {"0.SelfAttention": "attention", "1.EncDecAttention": "cross_attention"}
-    attentions = dict([*attentions.items()][:mlp])
-    names = {f"{mlp}.layer_norm": "mlp_norm", f"{mlp}.DenseReluDense.wo": "mlp/down"}
-    for name, part in ({"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}).items():
-        names[f"{mlp}.DenseReluDense.{name}"] = f"mlp/{part}"
-    names |= {f"{i}.layer_norm": f"{part}_norm" for i, part in enumerate(attentions.values())}
-    layer, no = f"{theirs}.block.{{}}.layer", (False,) * 4
+    own = {"layer_norm": "mlp_norm", "DenseReluDense.wo": "mlp/down"}
+    own |= {"DenseReluDense.wi_0": "mlp/gate"} if gated else {}
+    own[f"DenseReluDense.{'wi_1' if gated else 'wi'}"] = "mlp/up"
+    names = names | {f"{mlp}.{name}": part for name, part in own.items()}
     biases = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return [
-        *table.stack(layers, layer, ours, attentions, "qkvo", names, no, bias=False),
-        table.TensorRule(biases, f"{ours}/relative_bias", table.transposed()),
-        *table.norm(f"{theirs}.final_layer_norm", f"{ours}/norm", bias=False),
-    ]
+        *per_layer(layers, parts(
+            f"{theirs}.block.{{}}.layer", f"{ours}/layers_{{}}", names
+        )),
+        TensorRule(biases, f"{ours}/relative_bias", transposed()),
+        *norm(f"{theirs}.final_layer_norm", f"{ours}/norm"),
+    ]  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from flax_mha.base import checks, numerics
+from flax_mha.base import numerics
 from flax_mha.interop import table
 from flax_mha.interop.checked_config import Config
 from flax_mha.interop.shared_settings import activation, blank, refuse
@@ -14,7 +14,15 @@ from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Tra
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock
 from flax_mha.positions import PositionEmbedding
 
-HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
+_PARTS = {
+    "self_attn.q_proj": "attention/query", "self_attn.k_proj": "attention/key",
+    "self_attn.v_proj": "attention/value", "self_attn.out_proj": "attention/out",
+    "self_attn_layer_norm": "attention_norm",
+    "encoder_attn.q_proj": "cross_attention/query", "encoder_attn.k_proj": "cross_attention/key",
+    "encoder_attn.v_proj": "cross_attention/value", "encoder_attn.out_proj": "cross_attention/out",
+    "encoder_attn_layer_norm": "cross_attention_norm",
+    "fc1": "mlp/up", "fc2": "mlp/down", "final_layer_norm": "mlp_norm",
+}  # fmt: skip
 
 
 class _Convolution(nn.Conv):
@@ -53,8 +61,8 @@ class Whisper(Translator):
         """Return the encoder's output [*B, frames / 2, D] for spectrograms [*B, frames, bins]."""
         if source_lengths is not None:
             raise ValueError(
-                f"source_lengths must be None for Whisper, which always reads 30 seconds, got "
-                f"{checks.describe(source_lengths)}; pad the sound with silence"
+                "source_lengths must be None for Whisper, which always reads 30 seconds; pad the "
+                "sound with silence"
             )
         for convolution in self.convolutions:
             source = nn.gelu(convolution(source), approximate=False)
@@ -74,44 +82,33 @@ def whisper(config: Config) -> table.Family:
             "activation": activation(config, "activation_function"),
         }  # fmt: skip
 
-    cross = MultiHeadAttention(config["decoder_attention_heads"], use_bias=biases)
+    decoder = options("decoder")
     module = Whisper(
         Encoder(config["encoder_layers"], EncoderBlock(**options("encoder"))),
         LanguageModel(
             TokenEmbedding(V, D),
             Decoder(
-                config["decoder_layers"], DecoderBlock(cross_attention=cross, **options("decoder"))
+                config["decoder_layers"],
+                DecoderBlock(cross_attention=decoder["attention"].copy(), **decoder),
             ),
             position_embedding=PositionEmbedding(max_length=config["max_target_positions"]),
         ),
         positions=PositionEmbedding(max_length=config["max_source_positions"]),
     )
-    convolution = table.Layout(lambda x, shape: x.T.reshape(shape), lambda x: x.T)
-    rows = [
-        table.TensorRule("model.encoder.embed_positions.weight", "positions/embedding"),
-        table.TensorRule(
-            "model.decoder.embed_positions.weight", "decoder/position_embedding/embedding"
-        ),
-        table.TensorRule("model.decoder.embed_tokens.weight", "decoder/embedding/table/embedding"),
-        *_stack("encoder", "encoder", config["encoder_layers"]),
-        *_stack("decoder", "decoder/decoder", config["decoder_layers"]),
-    ]
+    convolution = (lambda x, shape: x.T.reshape(shape), lambda x: x.T)
+    rows = table.parts("model", "", {
+        "encoder.embed_positions": "positions", "encoder.layer_norm": "encoder/norm",
+        "decoder.embed_positions": "decoder/position_embedding",
+        "decoder.embed_tokens": "decoder/embedding/table",
+        "decoder.layer_norm": "decoder/decoder/norm",
+    })  # fmt: skip
+    for side, ours in (("encoder", "encoder"), ("decoder", "decoder/decoder")):
+        layer = table.parts(f"model.{side}.layers.{{}}", f"{ours}/layers_{{}}", _PARTS)
+        rows += table.per_layer(config[f"{side}_layers"], layer)
     for n in (1, 2):
-        rows += table.linear(f"model.encoder.conv{n}", f"conv{n}", axes=convolution)
+        rows += table.linear(f"model.encoder.conv{n}", f"conv{n}", lambda _: convolution)
     sound = blank(1, 2 * config["max_source_positions"], config["num_mel_bins"])
     return table.Family(
         module, (sound, *table.TOKEN_EXAMPLE), rows,
         copies={"proj_out.weight": "model.decoder.embed_tokens.weight"},
     )  # fmt: skip
-
-
-def _stack(theirs: str, ours: str, layers: int) -> list[table.TensorRule]:
-    """Return the rules of a stack: its name in the checkpoint, its path and its layers."""
-    attentions = {"self_attn": "attention"}
-    if theirs == "decoder":
-        attentions["encoder_attn"] = "cross_attention"
-    names = {"fc1": "mlp/up", "fc2": "mlp/down", "final_layer_norm": "mlp_norm"}
-    names |= {f"{name}_layer_norm": f"{part}_norm" for name, part in attentions.items()}
-    layer, biases = f"model.{theirs}.layers.{{}}", (True, False, True, True)
-    rows = table.stack(layers, layer, ours, attentions, HEADS, names, biases)
-    return rows + table.norm(f"model.{theirs}.layer_norm", f"{ours}/norm")

@@ -133,13 +133,6 @@ def test_invalid_prompts_raise(qwen: Path, prompt: str, told: str) -> None:
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("value", ["2", [2.5], -1])
-@pytest.mark.parametrize("name", ["eos_token_id", "decoder_start_token_id"])
-def test_invalid_special_tokens_raise(name: str, value: Any, qwen: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"the config's {name} must be a whole number in 0 … "):
-        said(changed(qwen, tmp_path, **{name: value}), "1 2", max_new_tokens=1)
-
-
 @pytest.mark.parametrize(
     "tokenizer",
     ["{}", "[1", '{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}}'],
@@ -170,7 +163,7 @@ def test_conversion_to_checkpoint_and_back_is_bitwise(
 
 
 def test_what_cannot_be_converted_is_refused(qwen: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config\.json is not there; give the folder of"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         convert(tmp_path / "none", tmp_path / "a")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

@@ -37,7 +37,7 @@ def meaning(config: Config) -> Any:
     """Return the module, the example and the rows of a config, or its error."""
     try:
         family = interop.family(config)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return str(error)
     rows = [(row.theirs, row.ours, row.part) for row in family.rows]
     return family.module, jax.tree.map(np.shape, family.example), rows
@@ -114,17 +114,18 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         (CONFIG | {"is_causal": False}, "is_causal=False"),
         (LLAMA | {"sliding_window": 4}, "got sliding_window=4"),
-        (LLAMA | {"layer_types": LAYERS}, "layer_types must agree with .* a llama"),
-        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
-        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "must be 1, got 0.5"),
+        (LLAMA | {"layer_types": LAYERS}, "got layer_types="),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "got partial_rotary_factor=0.5"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}},
+         "got rope_parameters.partial_rotary_factor=0.5"),
         (CONFIG | {"model_type": "mistral", "sliding_window": 4, "layer_types": LAYERS},
-         "layer_types must agree with the other settings of a mistral"),
+         "got layer_types="),
         (LLAMA | {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0]"),
-        (CONFIG | {"model_type": "smollm3", "no_rope_layers": [1]}, "one for each of num_hidden"),
+        (CONFIG | {"model_type": "smollm3", "no_rope_layers": [1]}, "for each of num_hidden"),
         (CONFIG | {"rope_scaling": SCALED, "rope_parameters": SCALED | {"factor": 4.0}},
-         r"must not differ, got \['factor']"),
+         "got rope_scaling.rope_type=.yarn.; rope_scaling.factor=8.0"),
         (CONFIG | {"rope_scaling": SCALED, "original_max_position_embeddings": 16,
-                   "max_position_embeddings": 64}, r"must be the same everywhere, got \[8, 16]"),
+                   "max_position_embeddings": 64}, "got original_max_position_embeddings=16"),
         (CONFIGS["deepseek_v3"] | {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
         (CONFIGS["deepseek_v3"] | {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got"),
         (CONFIGS["deepseek_v3"] | {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
@@ -137,9 +138,9 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
         (CONFIGS["gemma4"] | {"use_bidirectional_attention": "all"}, "attention='all'"),
         (CONFIGS["gemma4"] | {"layer_types": LAYERS[::-1]}, "the last full_attention, got"),
         (CONFIGS["gemma4"] | {"rope_parameters": {"full_attention": SCALED}},
-         "rope_type must be 'default' or 'proportional', got 'yarn'"),
+         r"rope_type must be one of \['default', 'proportional'\], got 'yarn'"),
         (CONFIGS["gemma4"] | {"per_layer_config": {"1": {"sliding_window": 3}}},
-         "per_layer_config.1 must be an object of head_dim and num_key_value_heads, got"),
+         "got per_layer_config.1.sliding_window=3"),
         (CONFIGS["modernbert"] | {"rope_theta": 1e4}, "rope_theta must be None, got 10000.0"),
         (CONFIGS["modernbert"] | {"classifier_pooling": "max"}, r"one of \['cls', 'mean'\], got"),
         (CONFIGS["mt5"] | {"scale_decoder_outputs": True}, "scale_decoder_outputs=True"),
@@ -153,17 +154,6 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
 def test_settings_with_silent_effect_are_refused(config: Config, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         interop.family(config)
-
-
-def test_model_type_without_record_is_refused() -> None:
-    """Even if its table is registered: the neutral keys are not guessed."""
-    for name, base, config in (("umt5", "t5", T5), ("granite", "llama", LLAMA)):
-        interop.FAMILIES[name] = interop.FAMILIES[base]
-        try:
-            with pytest.raises(ValueError, match=name):
-                interop.family(config | {"model_type": name})
-        finally:
-            del interop.FAMILIES[name]
 
 
 def test_missing_tower_settings_take_transformers_defaults() -> None:

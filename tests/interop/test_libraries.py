@@ -184,7 +184,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], int]] = {
     "surplus more/linear/w": ({**made("haiku"), "more/linear/w": ONE}, N),
     r"query/kernel must be \[16, 8, 2\], is \[16, 4, 4\]": (made("keras"), 8),
     "got .*weight.*from_torch": ({"weight": ONE}, N),
-    "kernels must have two axes": (made("d2l", **{"W_q.weight": np.ones(3)}), N),
     "num_heads must be at least 1": (made("d2l"), 0),
     "must be .15, 16., is .16, 16.": (made("d2l"), 3),
 }  # fmt: skip

@@ -3,7 +3,6 @@
 import json
 import os
 import warnings
-from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,7 @@ def test_tensors_keep_their_names(prefix: str, tmp_path: Path) -> None:
         found = interop.load(tmp_path)[1]
     with pytest.warns(UserWarning, match=left):
         interop.save(tmp_path, found)
-    assert {*safetensors.names(tmp_path)} == {prefix + x for x in tensors}
+    assert {*safetensors.file_names(tmp_path)} == {prefix + x for x in tensors}
 
 
 def test_links_into_a_cache_are_copied_and_kept(folder: Path, tmp_path: Path) -> None:
@@ -153,62 +152,28 @@ def test_paths_as_people_give_them(
         assert interop.generation(path) == {"eos": (3, 5)}
 
 
-def cached(folder: Path) -> str:
-    (folder / "models--a--b" / "snapshots").mkdir(parents=True)
-    folder.rename(folder.parent / "moved")
-    (folder.parent / "moved" / "models--a--b" / "snapshots" / "0123abc").mkdir()
-    return str(folder.parent / "moved" / "models--a--b")
-
-
-@pytest.mark.parametrize(
-    ("path", "error", "words"),
-    [
-        (lambda folder: "Qwen/Qwen3-0.6B", FileNotFoundError,
-         r"is not there; .* huggingface_hub.snapshot_download\('Qwen/Qwen3-0.6B'\)"),
-        (lambda folder: folder / "x" / "y", FileNotFoundError, "is not there; give the folder of"),
-        (lambda folder: folder / "config.json", ValueError, "a folder, got a file; give .*shed$"),
-        (cached, ValueError, "several versions; give .*/snapshots/0123abc$"),
-    ],
-)  # fmt: skip
-def test_other_paths_raise(
-    path: Callable[[Path], Any], error: Any, words: str, folder: Path
-) -> None:
-    path = path(folder)
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "published/config.json"])
+def test_other_paths_raise(name: str, folder: Path) -> None:
+    path = folder.parent / name
     for call in (
         lambda: interop.load(path), lambda: interop.generation(path),
         lambda: interop.save(path, variables(), "mine"),
     ):  # fmt: skip
-        with pytest.raises(error, match=words):
+        with pytest.raises(FileNotFoundError, match=f"{name} must be the folder of a model"):
             call()
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        lambda folder: (CONFIG, variables()), lambda folder: (folder, CONFIG["model_type"]),
-        lambda folder: (folder, "mine", variables()), lambda folder: (CONFIG, "mine", variables()),
-        lambda folder: (folder, variables(), CONFIG),
-    ],
-    ids=["no folder", "no variables", "folder second", "config first", "config last"],
-)  # fmt: skip
-def test_arguments_in_another_order_raise(given: Callable[[Path], Any], folder: Path) -> None:
-    with pytest.raises(TypeError, match=r"write save\(config, variables, path\)"):
-        interop.save(*given(folder))
-
-
-@pytest.mark.parametrize("name", ["..", "../elsewhere", "/tmp", "a\0", "."])
-def test_modules_elsewhere_raise(name: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["..", "../elsewhere", "/tmp", "."])
+def test_modules_elsewhere_are_not_copied(name: str, folder: Path, tmp_path: Path) -> None:
     (folder / "modules.json").write_text(json.dumps([{"path": name}]))
-    with pytest.raises(ValueError, match=r"modules\.json must name folders beside it, got"):
+    with pytest.warns(UserWarning, match="left behind: 1_Pooling/; 2_Dense/;"):
         interop.save(folder, variables(), tmp_path / "mine")
+    assert not [x for x in (tmp_path / "mine").iterdir() if x.is_dir()]
 
 
-def test_pipes_and_damaged_lists_raise(folder: Path, tmp_path: Path) -> None:
+def test_pipes_raise(folder: Path, tmp_path: Path) -> None:
     os.mkfifo(folder / "2_Dense" / "pipe")
-    with pytest.raises(ValueError, match="must be a regular file"):
-        interop.save(folder, variables(), tmp_path / "mine")
-    (folder / "modules.json").write_text("{}")
-    with pytest.raises(ValueError, match="must hold a JSON array, got dict"):
+    with pytest.raises(OSError, match="is a named pipe"):
         interop.save(folder, variables(), tmp_path / "mine")
 
 

@@ -60,8 +60,10 @@ def test_vit_matches_library(name: str, tmp_path: Any) -> None:
     assert error(got, want.detach().numpy()) < 1e-5
     assert error(gradient.transpose(0, 3, 1, 2), images.grad.numpy()) < 1e-4
     actual = to_tensors(family, variables)
-    assert actual.keys() == theirs.state_dict().keys()
-    for key, x in arrays(theirs).items():
+    # vit-pytorch has an empty tensor in place of a class token.
+    assert actual.keys() == {key for key, x in theirs.state_dict().items() if x.numel()}
+    for key in actual:
+        x = arrays(theirs)[key]
         np.testing.assert_array_equal(actual[key], x)
     interop.save(CASES[name], variables, tmp_path)
     _, loaded = interop.load(tmp_path)
@@ -80,8 +82,8 @@ def test_vit_matches_library(name: str, tmp_path: Any) -> None:
     ],
 )  # fmt: skip
 def test_unsupported_options_raise(name: str, value: Any) -> None:
-    told = "activation" if name == "act_layer" else name
-    with pytest.raises(ValueError, match=f"the config's {told} must be"):
+    told = "hidden_act" if name == "act_layer" else name
+    with pytest.raises(ValueError, match=f"{told}(=| must be)"):
         interop.family(TIMM | {name: value})
 
 
@@ -90,7 +92,7 @@ def test_wrong_tensors_raise() -> None:
     theirs = timm.VisionTransformer(**options, qk_norm=True)
     tensors = {k: x for k, x in arrays(theirs).items() if k != "cls_token"}
     tensors["pos_embed"] = np.zeros((1, 3, 16), np.float32)
-    told = "surplus blocks.0.attn.k_norm.weight.*missing cls_token; pos_embed must be"
+    told = "surplus blocks.0.attn.k_norm.weight.*pos_embed must be .*missing cls_token"
     with pytest.raises(ValueError, match=told):
         from_tensors(interop.family(TIMM), tensors)
 
