@@ -31,11 +31,15 @@ class Table:
         self.rows.append(row)
         self._lines.append(tables.line(*cells))
         print(self._lines[-1], flush=True)
-        outputs.write(self.folder / "table.md", "\n".join([*self._lines, ""]))
+        self._write()
+
+    def _write(self) -> None:
+        outputs.write(self.folder / "table.md", "\n".join(self._lines) + "\n")
         outputs.write_json(self.folder / "results.json", {**self._facts, "rows": self.rows})
 
     def end(self) -> None:
         """Print where the files are."""
+        self._write()
         print(f"\ntable.md and results.json are in {self.folder}")
 
 

@@ -88,9 +88,7 @@ def built(pair: Pair) -> tuple[nn.Module, Model]:
         N, head_dim=H, kernel=pair.kernel, dtype=pair.dtype, decode=pair.mode == "steps", **fields
     )
     block = EncoderBlock(layer, 8, remat=pair.remat == "remat", activation="gelu")
-    # Under scan, layers share keys within one step.
-    blocks = (block, block) if model.shared else block
-    return Encoder(2, blocks, scan=pair.scan == "scan", **part.stack), model
+    return Encoder(2, block, scan=pair.scan == "scan", **part.stack), model
 
 
 def expected(params: Any, x: Any, model: Model, real: list[np.ndarray]) -> list[np.ndarray]:

@@ -139,7 +139,9 @@ PARTS: dict[str, Part] = {
     "sections": Part(
         {"rotary": MRope((1, 1, 2), BASE)}, {"turn": angles(lambda c: theta(c, BASE, H))}
     ),
-    "shared keys": Part({}, {"shared": True}, {"kv_from": (None, 0)}),
+    "shared keys": Part(
+        {}, {"shared": True}, {"kv_from": (None, 0)}, {"scan": "kv_from .* with scan=True"}
+    ),
     # The model computes one row, and functions of users read which.
     **{name: scored(name) for name in SCORES if name != "user"},
     # One reads rows of the batch, and the other needs one.
