@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     """Write the page, and the picture."""
     del argv
     out = try_output(OUT.value, "--out")
-    png = None if PNG.value is None else try_output(PNG.value, "--png")
+    png = PNG.value and try_output(PNG.value, "--png")
     if WORKDIR.value is not None:
         reader = heads.open_run(WORKDIR.value, trained.DATA.value, trained.TOKENIZER.value)
     else:

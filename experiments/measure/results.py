@@ -22,7 +22,7 @@ class Table:
 
     def __init__(self, workdir: str | None, name: str, *columns: str, **facts: Any) -> None:
         self.folder = outputs.result_folder(workdir, name)
-        self.rows: list[dict[str, Any]] = []
+        self.rows = list[dict[str, Any]]()
         self._facts, self._lines = facts, [tables.head(*columns)]
         print(self._lines[0], flush=True)
 

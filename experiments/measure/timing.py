@@ -53,8 +53,7 @@ def race(
       "ratio", the "tokens" a second of steps, and the seconds to "compile".
     """
     rows: dict[str, dict[str, Any]] = {name: {} for name in contestants}
-    works: dict[str, Work] = {}
-    usual: dict[str, float] = {}
+    works, usual = dict[str, Work](), dict[str, float]()
     for name, build in contestants.items():
         with noted(rows[name]):
             work = build()
@@ -75,7 +74,7 @@ def race(
                 samples[name].append(_turn(works[name], calls))
             if rows[name]["status"] != "ok":
                 del works[name]
-    medians: dict[str, float] = {}
+    medians = dict[str, float]()
     for name, work in works.items():
         q1, median, q3 = map(float, np.percentile(samples[name], [25, 50, 75]))
         medians[name] = median

@@ -85,8 +85,7 @@ def search(config: ConfigDict, devices: Sequence[jax.Device], most: int) -> list
     parameters = sum(x.size for x in jax.tree.leaves(params))
     tokens = config.batch_size * config.get("length", 1)
     activations = 2 * tokens * config.model.features * config.model.num_layers
-    fits: list[Layout] = []
-    others: list[Layout] = []
+    fits, others = list[Layout](), list[Layout]()
     count = len(devices) // count_slices(devices)
     for sizes in sorted(splits(count), key=lambda sizes: sent(sizes, parameters, activations)):
         least = state_bytes / (sizes["fsdp"] * sizes["model"])

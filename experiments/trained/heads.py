@@ -79,7 +79,7 @@ def open_folder(folder: str) -> Reader:
     return Reader(model, variables, read)
 
 
-def write(reader: Reader, prompt: str, beside: str | None, out: Path, png: Path | None) -> None:
+def write(reader: Reader, prompt: str, beside: str | None, out: Path, png: Any) -> None:
     """Write the page of one or two prompts, and the picture of the first."""
     apply = functools.partial(
         analysis.watch(reader.model, CAPTURE).apply, deterministic=True, mutable="intermediates"
@@ -95,6 +95,6 @@ def write(reader: Reader, prompt: str, beside: str | None, out: Path, png: Path 
         scores = analysis.detect(*inputs, deterministic=True)
     analysis.report(out, runs, tokens, scores=scores)
     print(out)
-    if png is not None:
+    if png:
         save(plots.heads(runs[prompt], tokens[prompt]), png, 100)
         print(png)

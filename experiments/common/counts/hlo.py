@@ -13,7 +13,7 @@ _HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(
-    r"\b(?:calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
+    r"\b(calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
 )
 _WORD = re.compile(r"%([^\s,(){}]+)")
 # Their computation combines two numbers, and is no part of the program's work.
@@ -83,8 +83,7 @@ class Instruction(NamedTuple):
     @property
     def source(self) -> str:
         """The names of the transformations, modules and functions that it is from."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        return "".join(re.findall(r'op_name="([^"]*)"', self.rest)[:1])
 
     @property
     def fusion(self) -> str | None:
@@ -146,8 +145,7 @@ class Module:
     def runs(self) -> Iterator[Run]:
         """Yield every instruction that the program runs, with its number of runs.
 
-        All branches of a conditional count, although only one of them runs at a time, so that
-        counts are upper bounds.
+        Of a conditional only the usual branch counts: the first one, `lax.cond`'s for False.
         """
         self.unknown.clear()
         yield from self._runs(self.entry, 1, False)
@@ -158,14 +156,16 @@ class Module:
             called, trips = [] if x.opcode in _SCALAR else self._called(x), 1
             if x.opcode == "while":
                 called, trips = [str(x.attribute("body"))], self._trips(name, x)
+            elif x.opcode == "conditional":
+                called = called[:1]
             for inner in called:
                 yield from self._runs(inner, times * trips, fused or "fusion" in x.opcode)
 
     def _called(self, x: Instruction) -> list[str]:
-        """Return the computations that an instruction calls."""
+        """Return the computations that an instruction calls, a conditional's for False first."""
         found = [
             word.strip(" %")
-            for several, one in _CALLED.findall(x.rest)
+            for _, several, one in sorted(_CALLED.findall(x.rest))
             for word in (several or one).split(",")
         ]
         return [name for name in found if name in self.computations]
