@@ -47,7 +47,7 @@ def sent(layout: Layout) -> str:
                          "sent by each", "ms")]  # fmt: skip
     found = layout.found.sent if layout.found else []
     links = roofline.network(layout.found.devices) if layout.found else None
-    groups: dict[tuple[str, str, int], list[Collective]] = {}
+    groups = dict[tuple[str, str, int], list[Collective]]()
     for one in found:
         over = ", ".join(links.by_link(one)) if links else "–"
         groups.setdefault((one.kind, over, one.groups.shape[1]), []).append(one)

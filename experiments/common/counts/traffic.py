@@ -89,8 +89,7 @@ def _bytes(module: Module, computation: str, x: Instruction) -> int:
 def _reads(module: Module, computation: str) -> dict[int, int]:
     """Return the bytes that a fusion reads of each parameter, if it lies in main memory."""
     parameters: dict[str, int] = {}  # also by the names of their reshaped forms
-    whole: dict[int, int] = {}
-    reads: dict[int, int] = {}
+    whole, reads = dict[int, int](), dict[int, int]()
     for x in module.computations[computation]:
         if x.opcode == "parameter":
             parameters[x.name] = x.number
