@@ -16,7 +16,6 @@ from flax_mha.interop.shared_settings import (
     rotary,
 )
 from flax_mha.interop.table import (
-    EXPERT,
     PROJECTIONS,
     TOKEN_EXAMPLE,
     Family,
@@ -25,6 +24,7 @@ from flax_mha.interop.table import (
     norm,
     parts,
     per_layer,
+    transposed,
 )  # fmt: skip
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
@@ -223,5 +223,7 @@ def expert_rows(experts: Experts, part: str, names: Mapping[str, str]) -> list[T
     for i in range(experts.num_experts):
         for name, kernel in names.items():
             theirs, ours = f"{_THEIRS}.{part}.experts.{i}.{name}.weight", f"{_OURS}/mlp/{kernel}"
-            rows.append(TensorRule(theirs, f"{ours}_kernel", EXPERT, part=slice(i, i + 1)))
+            # The kernel [out, in] of one expert, from [1, in, out].
+            axes, part = transposed(inputs=2), slice(i, i + 1)
+            rows.append(TensorRule(theirs, f"{ours}_kernel", axes, part=part))
     return rows

@@ -97,10 +97,7 @@ class Block(nn.Module):
             )
         if checks.flag("return_kv", return_kv):
             options["return_kv"] = True
-
-        def add_branches(block: "Block", x: jax.Array) -> tuple[jax.Array, KeyValues | None]:
-            return block._add_branches(x, deterministic, calls)
-
+        add_branches = lambda block, x: block._add_branches(x, deterministic, calls)  # noqa: E731
         with rules.undivided_tokens(getattr(self.attention, "decode", False)):
             x, kv = remat.apply(self.remat, add_branches)(self, x)
         return (x, kv) if return_kv else x
@@ -242,15 +239,14 @@ class DecoderBlock(Block):
     @nn.compact
     def __call__(
         self, x: jax.Array, memory: jax.Array | None = None, *,
-        memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
-        return_kv: bool = False, **options: Unpack[LayerOptions],
+        memory_lengths: jax.Array | None = None, return_kv: bool = False,
+        **options: Unpack[LayerOptions],
     ) -> Any:  # fmt: skip
         """Apply the block.
 
         Args:
           x: [*B, T, D].
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
-          memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
           return_kv: True to also return self-attention's keys and values.
           **options: arguments of self-attention, whose mask becomes causal too. Cross-attention
@@ -263,10 +259,10 @@ class DecoderBlock(Block):
         cross = self.cross_attention
         options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         if cross is None:
-            if any(x is not None for x in (memory, memory_mask, memory_lengths)):
+            if memory is not None or memory_lengths is not None:
                 raise ValueError(
-                    "memory, memory_mask and memory_lengths are for cross_attention, which is "
-                    "None; set it to a MultiHeadAttention, or drop them"
+                    "memory and memory_lengths are for cross_attention, which is None; set it to "
+                    "a MultiHeadAttention, or drop them"
                 )
             return self.run(x, {"attention": options}, return_kv)
         if cross is self.attention:
@@ -280,7 +276,7 @@ class DecoderBlock(Block):
             key = checks.key("dropout_rng", shared["dropout_rng"])
             options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
         if memory_lengths is not None:
-            memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
+            shared["mask"] = masks.Lengths(memory_lengths)
             memory = padding.cleared(memory, memory_lengths)
             if memory is not None and getattr(cross.rotary, "reads_length", False):
                 places = jnp.arange(memory.shape[-2])
@@ -290,5 +286,5 @@ class DecoderBlock(Block):
         follows = getattr(options.get("kv"), "q_positions", None) is not None
         has_cache = follows or self.variables.get("cache")
         encoded = Encoded(memory, makes_room=bool(self.attention.decode and not has_cache))
-        of_memory = {"kv": encoded, "mask": memory_mask, **shared}
+        of_memory = {"kv": encoded, **shared}
         return self.run(x, {"attention": options, "cross_attention": of_memory}, return_kv)

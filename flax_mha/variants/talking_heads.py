@@ -131,5 +131,4 @@ def _as_one(x: jax.Array) -> jax.Array:
 
 
 def _identity(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    del key
     return jnp.eye(shape[0], dtype=dtype)
