@@ -32,7 +32,7 @@ _CROSS = {
 
 def t5(config: Config) -> Family:
     """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1, or of mT5."""
-    is_mt5 = {"t5": False, "mt5": True}[config["model_type"]]
+    is_mt5 = config["model_type"] == "mt5"
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
     # "relu" or "gated-gelu". The first configs lack this key.
     form = config.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
