@@ -151,7 +151,17 @@ class Block(nn.Module):
                 flag = deterministic if layer.deterministic is None else None
                 y = layer(y, deterministic=flag, **calls[name])
                 y, kv = y if calls[name].get("return_kv") else (y, kv)
-            x = x + self._scale(name, y, x.shape, deterministic)
+            if y.shape != x.shape:
+                raise ValueError(
+                    f"{name} must keep the shape of its input {x.shape} for the residual, got "
+                    f"{y.shape}; leave out_features unset and project_out on"
+                )
+            if self.branch_norm:
+                y = self.make_norm(f"{name}_branch_norm")(y)
+            if self.layer_scale is not None:
+                y = self._scaled(f"{name}_scale", y, self.layer_scale, x.shape[-1:])
+            dropout = Dropout(self.dropout_rate, name=f"{name}_dropout")
+            x = x + dropout(y, deterministic=deterministic)
             x = self.make_norm(f"{name}_norm")(x) if self.post_norm else x
             x = x if self.parallel else sharding.constrain(x, _AXES)
         x = sharding.constrain(x, _AXES) if self.parallel else x
@@ -179,21 +189,6 @@ class Block(nn.Module):
             layer.bias_init, layer.dtype, layer.param_dtype, layer.precision, layer.partitioned,
             layer.capture, name="mlp",
         )  # fmt: skip
-
-    @nn.nowrap
-    def _scale(
-        self, name: str, y: jax.Array, shape: shapes.Shape, deterministic: bool | None
-    ) -> jax.Array:
-        if y.shape != shape:
-            raise ValueError(
-                f"{name} must keep the shape of its input {shape} for the residual, got "
-                f"{y.shape}; leave out_features unset and project_out on"
-            )
-        if self.branch_norm:
-            y = self.make_norm(f"{name}_branch_norm")(y)
-        if self.layer_scale is not None:
-            y = self._scaled(f"{name}_scale", y, self.layer_scale, shape[-1:])
-        return Dropout(self.dropout_rate, name=f"{name}_dropout")(y, deterministic=deterministic)
 
 
 class EncoderBlock(Block):
