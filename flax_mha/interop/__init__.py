@@ -37,18 +37,15 @@ from flax_mha.interop import (
     whisper,
 )
 from flax_mha.interop.checked_config import REMEDY, Config, several
-from flax_mha.interop.contexts import within as within
+from flax_mha.interop.contexts import within
 from flax_mha.interop.device_put import place
 from flax_mha.interop.folders import CONFIG, AnyPath, carry, open_folder
-from flax_mha.interop.generating import generation as generation
-from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
-from flax_mha.interop.libraries import from_layer as from_layer
-from flax_mha.interop.libraries import to_layer as to_layer
+from flax_mha.interop.generating import generation
+from flax_mha.interop.libraries import LIBRARIES, from_layer, to_layer
 from flax_mha.interop.neutral import DECODER, ENCODER, EXPERTS, names
-from flax_mha.interop.swapping import swap as swap
+from flax_mha.interop.swapping import swap
 from flax_mha.interop.table import Family, from_tensors, stored
-from flax_mha.interop.torch_layers import from_torch as from_torch
-from flax_mha.interop.torch_layers import to_torch as to_torch
+from flax_mha.interop.torch_layers import from_torch, to_torch
 
 __all__ = [
     "FAMILIES", "LIBRARIES", "family", "from_layer", "from_torch", "generation", "load", "save",
@@ -56,7 +53,7 @@ __all__ = [
 ]  # fmt: skip
 __dir__ = __all__.copy
 
-_TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
+_TABLES: Any = (
     ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, ENCODER),
     ("modernbert", modernbert.modernbert,
      ENCODER | names("layer_norm_eps position_embedding_type")),

@@ -25,9 +25,8 @@ HEADS = (
 )  # fmt: skip
 
 
-# The optional prefixes of names.
+# The optional prefixes of names that differ from the `model_type`.
 _PREFIXES = {
-    "bert": "bert.", "ernie": "ernie.", "electra": "electra.", "roberta": "roberta.",
     "xlm-roberta": "roberta.", "camembert": "roberta.", "data2vec-text": "data2vec_text.",
 }  # fmt: skip
 _EMBEDDINGS = {
@@ -93,7 +92,7 @@ class Bert(nn.Module):
 def bert(config: Config) -> Family:
     """Return the family of BERT and its variants, with the head for classes if it has one."""
     kind = config["model_type"]
-    prefix, has_pooler = _PREFIXES[kind], kind in ("bert", "ernie")
+    prefix, has_pooler = _PREFIXES.get(kind, f"{kind}."), kind in ("bert", "ernie")
     # RoBERTa's positions start after the padding token's id.
     first = 0 if has_pooler or kind == "electra" else config.get("pad_token_id", 1) + 1
     refuse(config, position_embedding_type="absolute", embedding_size=config["hidden_size"])

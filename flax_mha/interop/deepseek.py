@@ -37,7 +37,20 @@ def deepseek_v3(config: Config) -> table.Family:
         config, attention_bias=False, num_key_value_heads=N, moe_layer_freq=1,
         scoring_func="sigmoid", topk_method="noaux_tc",
     )  # fmt: skip
-    layer, act = _attention(config, N), activation(config, "hidden_act")
+    # YaRN's factor counts twice in the scores if the config says so.
+    rotation, size = rotary(config), 1.0
+    rope: Config = config.get("rope_parameters") or config.get("rope_scaling", {})
+    if rotation.scaling is not None:
+        size += 0.1 * rope.get("mscale_all_dim", 0) * math.log(max(1, rope.get("factor", 1)))
+    H, R = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    # Norms of latents keep their default epsilon, whatever the config's rms_norm_eps is.
+    layer = MultiHeadLatentAttention(
+        N, head_dim=H, rope_dim=R, v_head_dim=config["v_head_dim"], use_bias=False,
+        kv_rank=config["kv_lora_rank"], q_rank=config.get("q_lora_rank"),
+        rotary=dataclasses.replace(rotation, interleaved=config.get("rope_interleave", True)),
+        scale=(H + R) ** -0.5 * size**2,
+    )  # fmt: skip
+    act = activation(config, "hidden_act")
     experts = Experts(
         config["moe_intermediate_size"], config["n_routed_experts"], config["num_experts_per_tok"],
         activation=act, normalize=config.get("norm_topk_prob", True), routing="sigmoid",
@@ -69,21 +82,4 @@ def deepseek_v3(config: Config) -> table.Family:
     return language_model(
         config, D, Decoder(count, tuple(blocks)), rows, False,
         heads=tuple(f"layers.{i}.*" for i in further),
-    )  # fmt: skip
-
-
-def _attention(config: Config, N: int) -> MultiHeadLatentAttention:
-    """Return the attention layer, whose scores have the factor of YaRN twice if the config says."""
-    rotation = rotary(config)
-    H, R = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    rope: Config = config.get("rope_parameters") or config.get("rope_scaling", {})
-    size = 1.0
-    if rotation.scaling is not None:
-        size += 0.1 * rope.get("mscale_all_dim", 0) * math.log(max(1, rope.get("factor", 1)))
-    # Norms of latents keep their default epsilon, whatever the config's rms_norm_eps is.
-    return MultiHeadLatentAttention(
-        N, head_dim=H, rope_dim=R, v_head_dim=config["v_head_dim"], use_bias=False,
-        kv_rank=config["kv_lora_rank"], q_rank=config.get("q_lora_rank"),
-        rotary=dataclasses.replace(rotation, interleaved=config.get("rope_interleave", True)),
-        scale=(H + R) ** -0.5 * size**2,
     )  # fmt: skip

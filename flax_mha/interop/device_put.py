@@ -50,18 +50,14 @@ def _read(views: Sequence[np.ndarray], index: Any, dtype: Any) -> np.ndarray:
     start = -buffer.ctypes.data % _ALIGNMENT
     out = buffer[start : start + size].view(dtype).reshape(shape)
     for target, part in zip(out if len(views) > 1 else [out], parts, strict=True):
-        _copy(target, part)
+        if dtype == part.dtype:
+            # NumPy copies integers faster than bfloat16.
+            target, part = (x.view(f"u{x.itemsize}") for x in (target, part))
+        if target.ndim < 2 or part.strides[-1] == part.itemsize:
+            target[...] = part
+            continue
+        # By cache lines of the file: 2 to 4 times faster.
+        columns = 64 // part.itemsize
+        for i in range(0, target.shape[-1], columns):
+            target[..., i : i + columns] = part[..., i : i + columns]
     return out
-
-
-def _copy(out: np.ndarray, view: np.ndarray) -> None:
-    if out.dtype == view.dtype:
-        # NumPy copies integers faster than bfloat16.
-        out, view = (x.view(f"u{x.dtype.itemsize}") for x in (out, view))
-    if out.ndim < 2 or view.strides[-1] == view.itemsize:
-        out[...] = view
-        return
-    # By cache lines of the file: 2 to 4 times faster.
-    columns = max(1, 64 // view.itemsize)
-    for i in range(0, out.shape[-1], columns):
-        out[..., i : i + columns] = view[..., i : i + columns]

@@ -71,7 +71,14 @@ def gemma4(config: Config) -> table.Family:
         raise ValueError(
             f"the config's layer_types must make the last {FULL}, got {types!r:.100}; {REMEDY}"
         )
-    rotations = {name: _rotary(config, name) for name in _ROTATIONS}
+    rotations = {}
+    for kind, usual in _ROTATIONS.items():
+        rope: Config = (config.get("rope_parameters") or _ROTATIONS).get(kind, usual)
+        scaling = None
+        if choice(rope, "rope_type", {"default": False, "proportional": True}, "default"):
+            share, factor = rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0)
+            scaling = Proportional(share, factor)
+        rotations[kind] = Rotary(rope["rope_theta"], scaling=scaling)
     window, epsilon = config["sliding_window"], config["rms_norm_eps"]
 
     def block(kind: str, head_dim: int, kv_heads: int) -> DecoderBlock:
@@ -88,28 +95,16 @@ def gemma4(config: Config) -> table.Family:
             output_scale=1.0,
         )  # fmt: skip
 
-    parts = repeating_part([(x, *_heads(config, x, i, same)) for i, x in enumerate(types)])
+    # Each layer's features of a head, and its number of key/value heads.
+    size, kv_heads = config["head_dim"], config["num_key_value_heads"]
+    full_size, shared = config.get("global_head_dim", 512), config.get("num_global_key_value_heads")
+    full = (full_size, shared if same and shared else kv_heads)
+    heads = [full if x == FULL else (size, kv_heads) for x in types]
+    if "per_layer_config" in config:
+        own = [config["per_layer_config"].get(str(i), {}) for i in range(count)]
+        heads = [(x.get("head_dim", size), x.get("num_key_value_heads", kv_heads)) for x in own]
+    parts = repeating_part([(x, *y) for x, y in zip(types, heads, strict=True)])
     rows = decoder_rows(count, PARTS | GEMMA_NORMS | {"layer_scalar": "output_scale"})
     decoder = Decoder(count, tuple(block(*part) for part in parts))
     cap = config.get("final_logit_softcapping")
     return language_model(config, D, decoder, rows, True, scale=D**0.5, logits_cap=cap)
-
-
-def _heads(config: Config, kind: str, i: int, same: bool) -> tuple[int, int]:
-    """Return a layer's features of a head, and its number of key/value heads."""
-    usual = (config["head_dim"], config["num_key_value_heads"])
-    size, count = config.get("global_head_dim", 512), config.get("num_global_key_value_heads")
-    by_layer: Config | None = config.get("per_layer_config")
-    if by_layer is not None:
-        own: Config = by_layer.get(str(i), {})
-        return own.get("head_dim", usual[0]), own.get("num_key_value_heads", usual[1])
-    return (size, count if same and count else usual[1]) if kind == FULL else usual
-
-
-def _rotary(config: Config, kind: str) -> Rotary:
-    rope: Config = (config.get("rope_parameters") or _ROTATIONS).get(kind, _ROTATIONS[kind])
-    options = {"default": False, "proportional": True}
-    if not choice(rope, "rope_type", options, "default"):
-        return Rotary(rope["rope_theta"])
-    share, factor = rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0)
-    return Rotary(rope["rope_theta"], scaling=Proportional(share, factor))

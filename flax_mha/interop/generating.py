@@ -1,10 +1,10 @@
 """The arguments of `flax_mha.generate` in a Hugging Face folder."""
 
-import warnings
 from typing import Any
 
 import numpy as np
 
+from flax_mha.base import checks
 from flax_mha.interop import neutral, safetensors
 from flax_mha.interop.checked_config import FileSettings
 from flax_mha.interop.folders import CONFIG, GENERATION, AnyPath, open_folder
@@ -16,11 +16,6 @@ _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
     output_logits pad_token_id prev_sot_token_id return_dict_in_generate return_timestamps task
     task_to_id temperature top_k top_p min_p trust_remote_code
 """)
-
-
-def _is_neutral(name: str, x: Any) -> bool:
-    # All defaults are 0, False or 1.
-    return name in _NEUTRAL or (x in (0, 1) and x is not True)
 
 
 def generation(path: AnyPath) -> dict[str, Any]:
@@ -54,10 +49,11 @@ def generation(path: AnyPath) -> dict[str, Any]:
         arguments |= {"beams": beams, "length_penalty": settings.get("length_penalty", 1.0)}
         # False, True or "never".
         arguments["early_stopping"] = settings.get("early_stopping") or False
-    if unread := settings.unread(_is_neutral):
-        warnings.warn(
+    # All defaults of others are 0, False or 1.
+    unread = settings.unread(lambda name, x: name in _NEUTRAL or (x in (0, 1) and x is not True))
+    if unread:
+        checks.warn(
             f"{GENERATION} has settings that generate has no argument for: "
-            f"{', '.join(sorted(unread))}",
-            stacklevel=2,
+            f"{', '.join(sorted(unread))}"
         )
     return arguments

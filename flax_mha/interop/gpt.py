@@ -70,10 +70,7 @@ def gpt_neox(config: Config) -> Family:
     for suffix, leaf, axes in ((".weight", "kernel", HEAD_MAJOR), (".bias", "bias", SAME)):
         paths = tuple(f"{ours}/attention/{name}/{leaf}" for name in PROJECTIONS[:3])
         rows.append(TensorRule(f"{fused}{suffix}", paths, axes, split=1, merged=True))
-    rows = [
-        *per_layer(layers, rows),
-        *norm("gpt_neox.final_layer_norm", "decoder/norm"),
-    ]
+    rows = per_layer(layers, rows) + norm("gpt_neox.final_layer_norm", "decoder/norm")
     return language_model(
         config, D, Decoder(layers, block), rows, False, "gpt_neox.embed_in", "embed_out",
         ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),

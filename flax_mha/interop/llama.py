@@ -1,6 +1,5 @@
 """Llama, Mistral, Qwen, OLMo, Gemma, gpt-oss: decoders with rotary positions, MLPs or experts."""
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from flax_mha.interop.shared_settings import (
     rotary,
 )
 from flax_mha.interop.table import (
-    EXPERT,
     PROJECTIONS,
     TOKEN_EXAMPLE,
     Family,
@@ -25,6 +23,7 @@ from flax_mha.interop.table import (
     norm,
     parts,
     per_layer,
+    transposed,
 )  # fmt: skip
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
@@ -57,10 +56,7 @@ _WINDOWS = {
 # Types whose `layer_types` decide, and types whose windows need `use_sliding_window`.
 _LISTED = ("ministral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "gpt_oss")
 _SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
-_QK_NORMS = {
-    "qwen3": QKNorm(), "qwen3_moe": QKNorm(), "gemma3_text": QKNorm(),
-    "olmo2": QKNorm(over_heads=True),
-}  # fmt: skip
+_QK_NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
 # The default rotary bases that are not 10,000.
 _BASES = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 1.5e5}
 
@@ -71,7 +67,7 @@ def decoder_rows(
 ) -> list[TensorRule]:  # fmt: skip
     """Return the rules of a decoder: `names` for `parts`, and more rules, of each layer."""
     rows = [*parts(_THEIRS, _OURS, names, offset), *more]
-    return [*per_layer(count, rows), *norm("model.norm", "decoder/norm", offset)]
+    return per_layer(count, rows) + norm("model.norm", "decoder/norm", offset)
 
 
 def language_model(
@@ -109,11 +105,11 @@ def llama(
     ]
     # Gemma stores scales minus 1.
     rows = decoder_rows(len(layers), PARTS | norms, more, float(is_gemma))
-    gemma: dict[str, Any] = {}
-    if is_gemma:
-        gemma = {"scale": D**0.5, "logits_cap": config.get("final_logit_softcapping")}
-    tied = is_gemma or kind == "smollm3"
-    return language_model(config, D, Decoder(len(layers), tuple(blocks)), rows, tied, **gemma)
+    return language_model(
+        config, D, Decoder(len(layers), tuple(blocks)), rows, is_gemma or kind == "smollm3",
+        scale=D**0.5 if is_gemma else 1.0,
+        logits_cap=config.get("final_logit_softcapping") if is_gemma else None,
+    )  # fmt: skip
 
 
 def _layers(config: Config) -> list[tuple[int | None, Rotary | None]]:
@@ -149,7 +145,9 @@ def _block(
     mlp: Experts | None, sinks: bool,
 ) -> DecoderBlock:  # fmt: skip
     epsilon, kind = config["rms_norm_eps"], config["model_type"]
-    gemma, qk_norm = kind.startswith("gemma"), _QK_NORMS.get(kind)
+    gemma, qk_norm = kind.startswith("gemma"), None
+    if kind in _QK_NORMED:
+        qk_norm = QKNorm(epsilon=epsilon, over_heads=kind == "olmo2")
     scalar = config.get("query_pre_attn_scalar") if gemma else None
     cap = config.get("attn_logit_softcapping") if gemma else None
     biases: tuple[str, ...] = PROJECTIONS[:3]
@@ -164,7 +162,7 @@ def _block(
         mask=None if window is None else masks.Window(window - 1, 0),
         scale=None if scalar is None else scalar**-0.5,
         scores=() if cap is None else (SoftCap(cap),),
-        qk_norm=None if qk_norm is None else dataclasses.replace(qk_norm, epsilon=epsilon),
+        qk_norm=qk_norm,
         sinks=sinks,
     )
     names = ("hidden_activation", "hidden_act") if gemma else ("hidden_act",)
@@ -223,5 +221,7 @@ def expert_rows(experts: Experts, part: str, names: Mapping[str, str]) -> list[T
     for i in range(experts.num_experts):
         for name, kernel in names.items():
             theirs, ours = f"{_THEIRS}.{part}.experts.{i}.{name}.weight", f"{_OURS}/mlp/{kernel}"
-            rows.append(TensorRule(theirs, f"{ours}_kernel", EXPERT, part=slice(i, i + 1)))
+            # The kernel [out, in] of one expert, from [1, in, out].
+            one = slice(i, i + 1)
+            rows.append(TensorRule(theirs, f"{ours}_kernel", transposed(2), part=one))
     return rows

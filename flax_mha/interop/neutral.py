@@ -5,11 +5,10 @@ Others that a family does not read are errors.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from flax_mha.interop.checked_config import Config, FileSettings, several
 
-Result = TypeVar("Result")
 # Each setting's neutral value, or `...` for any.
 Neutral: TypeAlias = dict[str, Any]
 
@@ -73,12 +72,12 @@ DECODER: Neutral = {"is_causal": True}
 EXPERTS = DECODER | names("experts_per_token initial_context_length")
 
 
-def checked(make: Callable[[Config], Result], known: Neutral) -> Callable[[Config], Result]:
+def checked(make: Callable[[Config], Any], known: Neutral) -> Callable[[Config], Any]:
     """Wrap a family's function to refuse settings that it does not read, unless neutral."""
     known = ALWAYS | known
 
     @functools.wraps(make)
-    def read(config: Config) -> Result:
+    def read(config: Config) -> Any:
         settings = FileSettings(config)
         result = make(settings)
         if unread := settings.unread(lambda name, x: name in known and known[name] in (..., x)):

@@ -102,11 +102,10 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write arrays, or the entries of `table.stored`, and replace a file only when complete."""
-    entries = {n: x if isinstance(x, tuple) else (x, lambda x=x: x) for n, x in tensors.items()}
+    """Write the entries of `table.stored`, and replace a file only when complete."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, (x, _) in entries.items():
+    for name, (x, _) in tensors.items():
         end = offset + math.prod(x.shape) * x.dtype.itemsize
         entry = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [offset, end]}
         header[name], offset = entry, end
@@ -114,8 +113,8 @@ def write(path: Path, tensors: Mapping[str, Any]) -> None:
     text += b" " * (-len(text) % 8)
     with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, make in entries.values():
-            file.write(np.ascontiguousarray(make()).reshape(-1).view(np.uint8))
+        for _, make in tensors.values():
+            file.write(make().reshape(-1).view(np.uint8))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Readers of settings that the configs of several families share."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,7 +99,7 @@ def _longrope(rope: Config, config: Config) -> Any:
     return positions.LongRope(short, long, length, size)
 
 
-_SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
+_SCALINGS: dict[str, Any] = {
     "default": lambda rope, config: None,
     "linear": lambda rope, config: positions.Interpolation(rope["factor"]),
     "dynamic": lambda rope, config: positions.DynamicNtk(

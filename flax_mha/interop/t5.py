@@ -32,7 +32,7 @@ _CROSS = {
 
 def t5(config: Config) -> Family:
     """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1, or of mT5."""
-    is_mt5 = {"t5": False, "mt5": True}[config["model_type"]]
+    is_mt5 = config["model_type"] == "mt5"
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
     # "relu" or "gated-gelu". The first configs lack this key.
     form = config.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
@@ -46,21 +46,18 @@ def t5(config: Config) -> Family:
         "gated": gated, "activation": activation({"feed_forward_proj": act}, "feed_forward_proj"),
     }  # fmt: skip
 
-    def bias(bidirectional: bool) -> tuple[RelativeBias]:
-        buckets = config["relative_attention_num_buckets"]
-        max_distance = config.get("relative_attention_max_distance", 128)
-        return (RelativeBias(None, bidirectional, max_distance, buckets),)
-
+    max_distance = config.get("relative_attention_max_distance", 128)
+    bias = RelativeBias(None, True, max_distance, config["relative_attention_num_buckets"])
     # Only T5 scales the logits of a tied head.
     scaled = not is_mt5 and config.get("scale_decoder_outputs", tied)
     encoder = EncoderBlock(layer, config["d_ff"], **options)
     decoder = DecoderBlock(layer, config["d_ff"], cross_attention=layer.copy(), **options)
     count = config.get("num_decoder_layers") or config["num_layers"]
     model = Translator(
-        Encoder(config["num_layers"], encoder, scores=bias(True)),
+        Encoder(config["num_layers"], encoder, scores=(bias,)),
         LanguageModel(
             TokenEmbedding(config["vocab_size"], D),
-            Decoder(count, decoder, scores=bias(False)),
+            Decoder(count, decoder, scores=(bias.replace(bidirectional=False),)),
             tied=tied,
             logits_scale=D**-0.5 if scaled else 1.0,
         ),

@@ -4,7 +4,6 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -39,8 +38,6 @@ SAME = (_reshape, lambda x: x)
 FLATTENED = (_reshape, lambda x: x.reshape(-1))
 # A leading axis of size 1.
 WRAPPED = (_reshape, lambda x: x[None])
-# The kernel [out, in] of one expert in a stack [E, in, out].
-EXPERT = (lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
 
 
 def transposed(inputs: int = 1) -> Layout:
@@ -157,7 +154,7 @@ class Family(NamedTuple):
     ignored: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     prefix: str = ""
-    copies: Mapping[str, str] = MappingProxyType({})
+    copies: Mapping[str, str] = {}
 
     def shapes(self) -> dict[str, Any]:
         """Return the module's parameters by path, as shapes and dtypes."""

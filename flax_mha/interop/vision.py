@@ -71,13 +71,14 @@ def image(
 
 
 def embeddings(
-    config: Config, projection: str, positions: str | None = None, **tokens: int
-) -> list[TensorRule]:
+    config: Config, tokens: Mapping[str, int],
+    projection: str = "embeddings.patch_embeddings.projection",
+    positions: str = "embeddings.position_embeddings",
+) -> list[TensorRule]:  # fmt: skip
     """Return the rules of patches, positions and numbers of learned tokens, by their names."""
     layout, start = patches(*grid(config)[1]), 0
     rows = linear(projection, "embedding/patches", lambda _: layout)
-    if positions is not None:
-        rows.append(TensorRule(positions, "positions/embedding", WRAPPED))
+    rows.append(TensorRule(positions, "positions/embedding", WRAPPED))
     for name, count in tokens.items():
         part = slice(start, start := start + count)
         rows.append(TensorRule(name, "class_tokens", WRAPPED, part=part))
@@ -87,9 +88,7 @@ def embeddings(
 def _stack(config: Config, layer: str, names: Mapping[str, Any], last: str) -> list[TensorRule]:
     """Return the rules of a stack and its last norm."""
     layers = parts(layer, "encoder/layers_{}", names)
-    return [
-        *per_layer(config["num_hidden_layers"], layers), *norm(last, "encoder/norm"),
-    ]  # fmt: skip
+    return per_layer(config["num_hidden_layers"], layers) + norm(last, "encoder/norm")
 
 
 def vit(config: Config) -> Family:
@@ -98,12 +97,9 @@ def vit(config: Config) -> Family:
     tokens = {"embeddings.cls_token": 1}
     tokens |= {"embeddings.distillation_token": 1} if kind == "deit" else {}
     rows = [
-        *embeddings(
-            config, "embeddings.patch_embeddings.projection", "embeddings.position_embeddings",
-            **tokens,
-        ),
+        *embeddings(config, tokens),
         *_stack(config, "encoder.layer.{}", _VIT, "layernorm"),
-    ]  # fmt: skip
+    ]
     one = block(config, config.get("qkv_bias", True) or ("out",))
     family = Family(
         image(config, one, class_tokens=len(tokens)), example_image(config), rows,
@@ -132,10 +128,7 @@ def dinov2(config: Config) -> Family:
         names |= {"mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
     one = block(filled(config, intermediate_size=hidden), biases).clone(**options)
     rows = [
-        *embeddings(
-            config, "embeddings.patch_embeddings.projection", "embeddings.position_embeddings",
-            **{"embeddings.cls_token": 1},
-        ),
+        *embeddings(config, {"embeddings.cls_token": 1}),
         TensorRule("embeddings.register_tokens", "register_tokens", WRAPPED),
         *_stack(config, "encoder.layer.{}", names, "layernorm"),
     ]  # fmt: skip
@@ -164,7 +157,7 @@ def dinov3(config: Config) -> Family:
     return Family(
         image(config, one, positions="none", class_tokens=1 + registers), example_image(config),
         [
-            *embeddings(config, "embeddings.patch_embeddings", **tokens),
+            *embeddings(config, tokens, "embeddings.patch_embeddings"),
             *_stack(config, "layer.{}", _DINO3, "norm"),
         ],
         heads=_LEFT, prefix="model.",
@@ -192,7 +185,7 @@ def timm_vit(config: Config) -> Family:
         class_tokens=1 + registers, pooling="first",
     )  # fmt: skip
     rows = [
-        *embeddings(config, "patch_embed.proj", "pos_embed", **tokens),
+        *embeddings(config, tokens, "patch_embed.proj", "pos_embed"),
         *norm("norm_pre", "encoder/input_norm"),
         *_stack(config, "blocks.{}", _TIMM, "norm"),
         *linear("head", "head"),

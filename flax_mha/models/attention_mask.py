@@ -38,18 +38,17 @@ def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, A
                 f"attention_mask must be None with {name}, got both; give {name} and "
                 f"mask=masks.Keys(attention_mask != 0)"
             )
-    cleared, positions = sharding.auto(_clear_and_count, [(), ()], tokens, jnp.asarray(real))
+
+    def clear_and_count(tokens: jax.Array, real: jax.Array) -> list[jax.Array]:
+        counts = jnp.cumsum(real, -1, dtype=jnp.int32) - 1
+        return [jnp.where(real, x, 0) for x in (tokens, counts)]
+
+    cleared, positions = sharding.auto(clear_and_count, [(), ()], tokens, jnp.asarray(real))
     if is_static and (real[..., :-1] >= real[..., 1:]).all():
         return cleared, options | {"lengths": real.sum(-1, dtype=np.int32)}
     if options.get("positions") is None:
         options = options | {"positions": positions}
     return cleared, options | {"mask": masks.combine(options.get("mask"), masks.Keys(real))}
-
-
-def _clear_and_count(tokens: jax.Array, real: jax.Array) -> list[jax.Array]:
-    """Return tokens and their positions among the real ones, both 0 for padding."""
-    counts = jnp.cumsum(real, -1, dtype=jnp.int32) - 1
-    return [jnp.where(real, x, 0) for x in (tokens, counts)]
 
 
 def move_to_front(prompt: Any, attention_mask: Any) -> list[jax.Array]:

@@ -97,10 +97,7 @@ class Block(nn.Module):
             )
         if checks.flag("return_kv", return_kv):
             options["return_kv"] = True
-
-        def add_branches(block: "Block", x: jax.Array) -> tuple[jax.Array, KeyValues | None]:
-            return block._add_branches(x, deterministic, calls)
-
+        add_branches = lambda block, x: block._add_branches(x, deterministic, calls)  # noqa: E731
         with rules.undivided_tokens(getattr(self.attention, "decode", False)):
             x, kv = remat.apply(self.remat, add_branches)(self, x)
         return (x, kv) if return_kv else x
@@ -154,7 +151,17 @@ class Block(nn.Module):
                 flag = deterministic if layer.deterministic is None else None
                 y = layer(y, deterministic=flag, **calls[name])
                 y, kv = y if calls[name].get("return_kv") else (y, kv)
-            x = x + self._scale(name, y, x.shape, deterministic)
+            if y.shape != x.shape:
+                raise ValueError(
+                    f"{name} must keep the shape of its input {x.shape} for the residual, got "
+                    f"{y.shape}; leave out_features unset and project_out on"
+                )
+            if self.branch_norm:
+                y = self.make_norm(f"{name}_branch_norm")(y)
+            if self.layer_scale is not None:
+                y = self._scaled(f"{name}_scale", y, self.layer_scale, x.shape[-1:])
+            dropout = Dropout(self.dropout_rate, name=f"{name}_dropout")
+            x = x + dropout(y, deterministic=deterministic)
             x = self.make_norm(f"{name}_norm")(x) if self.post_norm else x
             x = x if self.parallel else sharding.constrain(x, _AXES)
         x = sharding.constrain(x, _AXES) if self.parallel else x
@@ -182,21 +189,6 @@ class Block(nn.Module):
             layer.bias_init, layer.dtype, layer.param_dtype, layer.precision, layer.partitioned,
             layer.capture, name="mlp",
         )  # fmt: skip
-
-    @nn.nowrap
-    def _scale(
-        self, name: str, y: jax.Array, shape: shapes.Shape, deterministic: bool | None
-    ) -> jax.Array:
-        if y.shape != shape:
-            raise ValueError(
-                f"{name} must keep the shape of its input {shape} for the residual, got "
-                f"{y.shape}; leave out_features unset and project_out on"
-            )
-        if self.branch_norm:
-            y = self.make_norm(f"{name}_branch_norm")(y)
-        if self.layer_scale is not None:
-            y = self._scaled(f"{name}_scale", y, self.layer_scale, shape[-1:])
-        return Dropout(self.dropout_rate, name=f"{name}_dropout")(y, deterministic=deterministic)
 
 
 class EncoderBlock(Block):
@@ -242,15 +234,14 @@ class DecoderBlock(Block):
     @nn.compact
     def __call__(
         self, x: jax.Array, memory: jax.Array | None = None, *,
-        memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
-        return_kv: bool = False, **options: Unpack[LayerOptions],
+        memory_lengths: jax.Array | None = None, return_kv: bool = False,
+        **options: Unpack[LayerOptions],
     ) -> Any:  # fmt: skip
         """Apply the block.
 
         Args:
           x: [*B, T, D].
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
-          memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
           return_kv: True to also return self-attention's keys and values.
           **options: arguments of self-attention, whose mask becomes causal too. Cross-attention
@@ -263,10 +254,10 @@ class DecoderBlock(Block):
         cross = self.cross_attention
         options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         if cross is None:
-            if any(x is not None for x in (memory, memory_mask, memory_lengths)):
+            if memory is not None or memory_lengths is not None:
                 raise ValueError(
-                    "memory, memory_mask and memory_lengths are for cross_attention, which is "
-                    "None; set it to a MultiHeadAttention, or drop them"
+                    "memory and memory_lengths are for cross_attention, which is None; set it to "
+                    "a MultiHeadAttention, or drop them"
                 )
             return self.run(x, {"attention": options}, return_kv)
         if cross is self.attention:
@@ -280,7 +271,7 @@ class DecoderBlock(Block):
             key = checks.key("dropout_rng", shared["dropout_rng"])
             options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
         if memory_lengths is not None:
-            memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
+            shared["mask"] = masks.Lengths(memory_lengths)
             memory = padding.cleared(memory, memory_lengths)
             if memory is not None and getattr(cross.rotary, "reads_length", False):
                 places = jnp.arange(memory.shape[-2])
@@ -290,5 +281,5 @@ class DecoderBlock(Block):
         follows = getattr(options.get("kv"), "q_positions", None) is not None
         has_cache = follows or self.variables.get("cache")
         encoded = Encoded(memory, makes_room=bool(self.attention.decode and not has_cache))
-        of_memory = {"kv": encoded, "mask": memory_mask, **shared}
+        of_memory = {"kv": encoded, **shared}
         return self.run(x, {"attention": options, "cross_attention": of_memory}, return_kv)

@@ -192,7 +192,8 @@ def _choose(
     log_p, live = jax.nn.log_softmax(logits, axis=-1).astype(jnp.float32), state.live
     state = state.replace(step=state.step + 1, at=state.at + 1)
     if state.ended is not None:
-        row, text = jax.tree.map(lambda n: ("batch", *[None] * n), (0, 1))
+        text: Any = ("batch", None)
+        row = text[:1]
         candidates = Generated(text, row, row)
         rows, token, live, ended, done = sharding.auto(
             functools.partial(_extend, request), [row, row, candidates, candidates, row],

@@ -22,18 +22,6 @@ SENDING = ("tpu",)
 Compute: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def in_parts(compute: Compute, parts: int, *args: jax.Array) -> jax.Array:
-    """Return compute(*args) for one part of the tokens after another, to save memory.
-
-    A device's buffers have rows for all tokens. The gradient computes each part again.
-    """
-    if parts == 1:
-        return compute(*args)
-    split = [x.reshape(parts, -1, *x.shape[1:]) for x in args]
-    again = jax.checkpoint(lambda part: compute(*part), prevent_cse=False)
-    return lax.map(again, split).reshape(args[0].shape)
-
-
 def exchanged(
     compute: Compute, axes: tuple[str, ...], experts: tuple[str, ...], num_experts: int,
     x: jax.Array, ids: jax.Array, p: jax.Array,

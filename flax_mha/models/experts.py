@@ -248,7 +248,13 @@ class Experts(nn.Module):
         if shared:
             run = functools.partial(exchange.exchanged, compute, shared, experts, self.num_experts)
         parts = math.gcd(len(tokens), lax.axis_size((*{*experts, *shared},)))
-        y = exchange.in_parts(run, parts, tokens, ids, p)
+        if parts == 1:
+            y = run(tokens, ids, p)
+        else:
+            # One part of the tokens after another, as a device's buffers have rows for all tokens.
+            split = [x.reshape(parts, -1, x.shape[-1]) for x in (tokens, ids, p)]
+            again = jax.checkpoint(lambda part: run(*part), prevent_cse=False)
+            y = lax.map(again, split).reshape(tokens.shape)
         y = lax.psum(y, tuple(axis for axis in experts + hidden if axis not in shared))
         return y.reshape(x.shape).astype(x.dtype)
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
@@ -65,9 +65,9 @@ class MLP(nn.Module):
         shapes.check_features("x", x)
         act = activation(self.activation)
         dense = functools.partial(projection, self, biased=self.use_bias)
-        hidden: Any = {"features": (self.hidden,), "names": ("embed", "mlp")}
-        up = dense("up", **hidden)(x)
-        pre = dense("gate", **hidden)(x) if self.gated else up
+        hidden = ((self.hidden,), ("embed", "mlp"))
+        up = dense("up", *hidden)(x)
+        pre = dense("gate", *hidden)(x) if self.gated else up
         pre = tap_of(self, self.capture).last("mlp_pre", pre)
         h = act(pre) * checkpoint_name(up, "mlp_pre") if self.gated else act(pre)
         h = checkpoint_name(sharding.constrain(h, ("batch", "length", "mlp")), "mlp_hidden")

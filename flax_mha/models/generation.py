@@ -100,10 +100,22 @@ def generate(
             f"{' and '.join(unused)} must be left out with beams={beams}, got {unused}"
         )
     read = prompt.shape[1] if start is None else len(starts)
+    checks.optional(capacity=capacity)
+    # Cache slots for the tokens read first and all but the last new one.
+    needed = read + max_new_tokens - 1
+    slots: Any = needed if capacity is None else capacity
+    if cache is not None:
+        left = free(cache)
+        slots = int(left.min()) if checks.is_concrete(left) else needed
+    if slots < needed:
+        raise ValueError(
+            f"{'capacity' if cache is None else 'cache'} must have room for {needed} tokens, the "
+            f"{read} read first and all but one of max_new_tokens={max_new_tokens}, got {slots}; "
+            f"enlarge it, or generate fewer"
+        )
     request = Request(
-        decoding.with_caches(model), max_new_tokens,
-        _check_capacity(read, max_new_tokens, capacity, cache), starts, ends, beams,
-        early_stopping, tuple(nn.get_logical_axis_rules()),
+        decoding.with_caches(model), max_new_tokens, slots if cache is None else needed, starts,
+        ends, beams, early_stopping, tuple(nn.get_logical_axis_rules()),
     )  # fmt: skip
     weights: Any = variables
     if cache is None:
@@ -154,20 +166,3 @@ def _check_prompt(
         remedy = "give ids of the model's embedding"
         checks.within("prompt", np.asarray(prompt)[real], vocabulary, remedy)
     return jnp.asarray(prompt), lengths
-
-
-def _check_capacity(read: int, new: int, capacity: int | None, cache: Any) -> int:
-    """Return the number of cache slots, for the tokens read first and all but the last new one."""
-    checks.optional(capacity=capacity)
-    needed = read + new - 1
-    slots: Any = needed if capacity is None else capacity
-    if cache is not None:
-        left = free(cache)
-        slots = int(left.min()) if checks.is_concrete(left) else needed
-    if slots < needed:
-        raise ValueError(
-            f"{'capacity' if cache is None else 'cache'} must have room for {needed} tokens, the "
-            f"{read} read first and all but one of max_new_tokens={new}, got {slots}; enlarge it, "
-            f"or generate fewer"
-        )
-    return slots if cache is None else needed

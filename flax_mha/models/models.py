@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha import masks, sharding
+from flax_mha import sharding
 from flax_mha.base import checks, numerics, shapes
 from flax_mha.layer import padding
 from flax_mha.layer.linear import Projection
@@ -141,8 +141,8 @@ class LanguageModel(nn.Module):
 
     def __call__(
         self, tokens: jax.Array, memory: jax.Array | None = None, *, at: jax.Array | None = None,
-        attention_mask: jax.Array | None = None, memory_mask: masks.MaskLike | None = None,
-        memory_lengths: jax.Array | None = None, **options: Unpack[LayerOptions],
+        attention_mask: jax.Array | None = None, memory_lengths: jax.Array | None = None,
+        **options: Unpack[LayerOptions],
     ) -> jax.Array:  # fmt: skip
         """Return the logits of the token after each token.
 
@@ -152,7 +152,6 @@ class LanguageModel(nn.Module):
             Positions count tokens. For padding at the end, `lengths` is faster under jit.
           memory: [*B, S, D'], the encoder's output for `cross_attention`.
           at: int [*B], the only token of each example to return logits for (default: all).
-          memory_mask: the mask of the memory's tokens.
           memory_lengths: int [*B], the number of real tokens in the memory (default: all).
           **options: arguments of the blocks. `position_embedding` gets `positions` or `order`, and
             needs one of them in decoding. With dropout you must give `deterministic`.
@@ -182,9 +181,7 @@ class LanguageModel(nn.Module):
             x = self.embed(self.embedding(tokens), places, options.get("deterministic"))
             if all(block.attention.rotary is None for block in self.decoder.blocks):
                 options.pop("positions", None)
-            x = self.decoder(
-                x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
-            )
+            x = self.decoder(x, memory, memory_lengths=memory_lengths, **options)
             if at is not None:
                 at = shapes.per_row("at", at, x.shape[:-2], x.shape[-2] - 1)
                 # Select before the matmul, as the logits of a full prompt are large.

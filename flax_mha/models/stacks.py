@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha import masks, sharding
+from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import KeyValues, collection
 from flax_mha.layer.settings import check_module
@@ -253,10 +253,7 @@ class Decoder(Stack):
     @nn.compact
     def __call__(
         self, x: jax.Array, memory: jax.Array | None = None, *,
-        memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
-        **options: Unpack[LayerOptions],
+        memory_lengths: jax.Array | None = None, **options: Unpack[LayerOptions],
     ) -> jax.Array:  # fmt: skip
         """Run the blocks, each with these arguments. A `head_mask` may be a list by block."""
-        return self.run(
-            x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
-        )
+        return self.run(x, memory, memory_lengths=memory_lengths, **options)

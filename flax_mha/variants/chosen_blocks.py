@@ -107,7 +107,11 @@ class ChosenBlocksAttention(MultiHeadAttention):
         past = tiles.k_max < at.q[..., :: self.query_block, :]
         q = self._choosing(q, mask, at).astype(k.dtype)
         if is_static(verdict, past) and not (past & (verdict == masks.PARTIAL)).any():
-            scores, visible = self._by_means(q, k), jnp.asarray(verdict > masks.EMPTY)
+            # The means of whole blocks.
+            (*B, nq, N, H), K = q.shape, k.shape[-2]
+            means = self._sums(jnp.moveaxis(k, -3, -1)) / self.block
+            scores = jnp.einsum("...tkgh,...khc->...kgtc", q.reshape(*B, nq, K, N // K, H), means)
+            scores, visible = scores.reshape(*B, N, nq, -1), jnp.asarray(verdict > masks.EMPTY)
         else:
             scores, visible = self._by_visible_keys(q, k, mask, at)
         visible = jnp.broadcast_to(shapes.lead(visible, scores.ndim), scores.shape)
@@ -126,15 +130,6 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
         index = jax.vmap(choose, out_axes=-2)(jnp.arange(0, q.shape[-3], size))
         return jnp.take_along_axis(q, index[..., None], -3)
-
-    @nn.nowrap
-    def _by_means(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return scores of the means of whole blocks, [*B, N, nq, nk]."""
-        *B, nq, N, H = q.shape
-        K = k.shape[-2]
-        means = self._sums(jnp.moveaxis(k, -3, -1)) / self.block
-        scores = jnp.einsum("...tkgh,...khc->...kgtc", q.reshape(*B, nq, K, N // K, H), means)
-        return scores.reshape(*B, N, nq, -1)
 
     @nn.nowrap
     def _by_visible_keys(

@@ -75,10 +75,8 @@ class ForgettingAttention(MultiHeadAttention):
         of_tokens = functools.partial(_gates, dims, has_slots)
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], mask, positions)
         c = sharding.auto(_summed, (_OF_TOKENS, _OF_TOKENS), gates, order, last)
-
-        def kept(k: Any, v: Any) -> tuple[Any, Any]:
-            return sharding.auto(_joined, sharding.KV_HEADS, k, *c), v
-
+        joined = functools.partial(sharding.auto, _joined, sharding.KV_HEADS)
+        heads = heads._replace(kept=lambda k, v: (joined(k, *c), v))
         call = dataclasses.replace(
             call, mask=call.mask if has_slots else masks.combine(masks.Causal(), call.mask),
             # Padded queries have more features.
@@ -86,7 +84,7 @@ class ForgettingAttention(MultiHeadAttention):
             scores=(*call.scores, _Forget(c, None if has_slots else c)),
             attention=functools.partial(_attend, c) if has_slots else call.attention,
         )  # fmt: skip
-        return core.attend(p, self, heads._replace(kept=kept), call, cache)._replace(kv=None)
+        return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     @nn.nowrap
     def check_fields(self) -> None:

@@ -49,8 +49,8 @@ class TalkingHeadsAttention(MultiHeadAttention):
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
         K = self.num_kv_heads or self.num_heads
         H = heads.q.shape[-1]
-        mixed_queries = Partial(_mixed_queries, K, self.precision)
-        q = _mix(mixed_queries, True, K * H, heads.q, p["mix_scores"])
+        mix_queries = Partial(_mixed_queries, K, self.precision)
+        q = _mix(mix_queries, True, K * H, heads.q, p["mix_scores"])
         as_one = functools.partial(sharding.auto, _as_one, sharding.KV_HEADS)
         k, v = jax.tree.map(as_one, (heads.k, heads.v))
         own_values = Partial(_own_values, K, self.precision)
@@ -131,5 +131,4 @@ def _as_one(x: jax.Array) -> jax.Array:
 
 
 def _identity(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    del key
     return jnp.eye(shape[0], dtype=dtype)

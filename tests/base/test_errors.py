@@ -442,7 +442,7 @@ def generated(
 
 MODELS: list[Case] = [
     module("decoder block: memory for nobody", ValueError,
-           r"memory, memory_mask and memory_lengths are for cross_attention, which is None; set",
+           r"memory and memory_lengths are for cross_attention, which is None; set",
            DecoderBlock(ATTENTION, 16), X, X),
     module("decoder block: no memory", ValueError, r"has kept, got none; give Encoded\(", CROSS,
            X),

@@ -14,6 +14,7 @@ from flax_mha.interop import neutral, safetensors
 from tests.interop.odd_configs import CONFIGS
 from tests.interop.test_files import CONFIG, variables
 from tests.interop.test_published_checkpoints import GPT2, LLAMA, T5
+from tests.interop.written import write
 
 Config = dict[str, Any]
 
@@ -187,12 +188,12 @@ def test_tied_head_may_be_stored_under_either_name(
     both = tensors | {f"{copy}.weight": table}
     without = {key: x for key, x in both.items() if key != f"{name}.weight"}
     for given in (both, without):
-        safetensors.write(tmp_path / "model.safetensors", given)
+        write(tmp_path / "model.safetensors", given)
         found = jax.tree.leaves(interop.load(tmp_path)[1])
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
     other = table.copy()
     other[-1, -1] += 1
-    safetensors.write(tmp_path / "model.safetensors", tensors | {f"{copy}.weight": other})
+    write(tmp_path / "model.safetensors", tensors | {f"{copy}.weight": other})
     words = rf"{copy}.weight must equal {name}.weight, which the config ties it to"
     with pytest.raises(ValueError, match=words):
         interop.load(tmp_path)
@@ -209,7 +210,7 @@ def test_modules_for_further_tokens_are_left_out(tmp_path: Path) -> None:
     config = CONFIGS["deepseek_v3"]
     tensors = saved(config, tmp_path)
     name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
-    safetensors.write(tmp_path / "model.safetensors", tensors | {name: np.ones((2, 2))})
+    write(tmp_path / "model.safetensors", tensors | {name: np.ones((2, 2))})
     with pytest.warns(UserWarning, match=f"has no place for them: {name}$"):
         interop.load(tmp_path)
     without = config | {"num_nextn_predict_layers": 0}

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mha import interop
 from flax_mha.interop import safetensors
 from flax_mha.interop.table import (
-    EXPERT,
     FLATTENED,
     WRAPPED,
     TensorRule,
@@ -25,6 +24,7 @@ from flax_mha.interop.table import (
     plus,
     transposed,
 )
+from tests.interop.written import write
 from tests.support.oracle import random_like
 
 CONFIG: dict[str, Any] = {
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
         (TensorRule("", "x", WRAPPED), (1, 4)),
         (TensorRule("", "x", patches(2, 3)), (24, 5)),
         (TensorRule("", "x", plus(1.0)), (4,)),
-        (TensorRule("", "x", EXPERT), (1, 3, 4)),
+        (TensorRule("", "x", transposed(2)), (1, 3, 4)),
     ],
     ids=lambda x: "" if isinstance(x, TensorRule) else "x".join(map(str, x)),
 )
@@ -131,7 +131,7 @@ def test_several_files_and_dtypes(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     weights = {}
     for file, part in (("a.safetensors", half), ("b.safetensors", rest)):
-        safetensors.write(folder / file, part)
+        write(folder / file, part)
         weights |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     _, found = interop.load(folder)
@@ -179,7 +179,7 @@ def test_one_error_lists_all_wrong_tensors(folder: Path) -> None:
         name: np.array(x) for name, x in safetensors.read(folder / "model.safetensors").items()
     }
     renamed(tensors)
-    safetensors.write(folder / "model.safetensors", tensors)
+    write(folder / "model.safetensors", tensors)
     with pytest.raises(ValueError, match="do not fit the model") as error:
         interop.load(folder)
     for words in (

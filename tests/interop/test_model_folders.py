@@ -17,6 +17,7 @@ from flax_mha.interop import safetensors
 from tests.interop.odd_configs import CONFIGS
 from tests.interop.test_files import CONFIG, variables
 from tests.interop.test_odd_files import INDEX, to_shards
+from tests.interop.written import write
 
 # As of a sentence model: 13 files, whose names those of all-MiniLM-L6-v2 include.
 BESIDE = {
@@ -105,9 +106,7 @@ def test_tensors_keep_their_names(prefix: str, tmp_path: Path) -> None:
     tensors = {x: np.array(y) for x, y in safetensors.read_folder(tmp_path).items()}
     assert "layer.0.norm1.weight" in tensors
     mask = {"embeddings.mask_token": np.zeros((1, 1, 16), np.float32)}
-    safetensors.write(
-        tmp_path / "model.safetensors", mask | {prefix + x: tensors[x] for x in tensors}
-    )
+    write(tmp_path / "model.safetensors", mask | {prefix + x: tensors[x] for x in tensors})
     left = "has no place for them: embeddings.mask_token$"
     with pytest.warns(UserWarning, match=left):
         found = interop.load(tmp_path)[1]
@@ -183,7 +182,8 @@ def test_only_files_of_weights_are_removed(folder: Path) -> None:
     (folder / "config.json").rename(folder / "kept.safetensors.txt")
     index = {"weight_map": weights | {"more": "LICENSE"}}
     (folder / INDEX).write_text(json.dumps(index))
-    safetensors.write_folder(folder, {"x": np.zeros(1, np.float32)})
+    x = np.zeros(1, np.float32)
+    safetensors.write_folder(folder, {"x": (x, lambda: x)})
     assert (folder / "LICENSE").read_text() == "free"
     assert not (folder / INDEX).exists()
 

@@ -11,6 +11,7 @@ import pytest
 from flax_mha import interop
 from flax_mha.interop import safetensors
 from tests.interop.test_files import CONFIG, variables
+from tests.interop.written import write
 
 INDEX = "model.safetensors.index.json"
 X = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -74,7 +75,7 @@ def test_float8_tensors_are_read_and_written(dtype: str, tmp_path: Path) -> None
         same = lambda x, y: np.testing.assert_array_equal(x, y.astype(x.dtype))  # noqa: E731
         jax.tree.map(same, found, tensors)
     scaled = safetensors.read(tmp_path / "model.safetensors") | {"a.weight_scale_inv": np.ones(1)}
-    safetensors.write(tmp_path / "model.safetensors", scaled)
+    write(tmp_path / "model.safetensors", scaled)
     with pytest.raises(ValueError, match=r"surplus a\.weight_scale_inv"):
         interop.load(tmp_path)
 
@@ -89,7 +90,7 @@ def to_shards(path: Path) -> dict[str, str]:
 def test_index_selects_file_of_repeated_tensor(linked: Path) -> None:
     to_shards(linked)
     other = {"model.norm.weight": np.full(16, 7, np.float32)}
-    safetensors.write(linked / "b.safetensors", {"b": np.zeros(1, np.float32)} | other)
+    write(linked / "b.safetensors", {"b": np.zeros(1, np.float32)} | other)
     index = json.loads((linked / INDEX).read_text())
     index["weight_map"]["b"] = "b.safetensors"
     (linked / INDEX).write_text(json.dumps(index))

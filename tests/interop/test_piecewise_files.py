@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mha import interop
 from flax_mha.interop import device_put, safetensors
 from tests.interop.test_files import CONFIG, variables
+from tests.interop.written import write
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -59,7 +60,7 @@ def test_transposed_reads_are_exact(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for dtype in (np.float32, ml_dtypes.bfloat16):
         x = rng.normal(size=(40, 60, 30)).astype(dtype)
-        safetensors.write(tmp_path / "model.safetensors", {"x": x})
+        write(tmp_path / "model.safetensors", {"x": x})
         view = safetensors.read(tmp_path / "model.safetensors")["x"]
         for axes in itertools.permutations(range(3)):
             got = device_put.place(None, view.transpose(axes), None)
@@ -74,7 +75,7 @@ def test_views_of_several_tensors_are_concatenated(tmp_path: Path) -> None:
     """Sharded by any axis over devices."""
     parts = [np.arange(24.0, dtype=np.float32).reshape(n, -1, 4) for n in (1, 2, 1)]
     parts = [x[:, :3] for x in parts]
-    safetensors.write(tmp_path / "model.safetensors", {str(i): x for i, x in enumerate(parts)})
+    write(tmp_path / "model.safetensors", {str(i): x for i, x in enumerate(parts)})
     views = [*safetensors.read(tmp_path / "model.safetensors").values()]
     mesh = jax.make_mesh((4,), ("all",), devices=jax.devices()[:4])
     for spec in (None, ("all",), (None, None, "all")):

@@ -11,6 +11,7 @@ import pytest
 
 from flax_mha import interop
 from flax_mha.interop import safetensors
+from tests.interop.written import write
 from tests.support.oracle import random_like
 
 Tensors = dict[str, Any]
@@ -100,7 +101,7 @@ PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
 
 
 def written(path: Path, config: Any, tensors: Tensors) -> Path:
-    safetensors.write(path / "model.safetensors", tensors)
+    write(path / "model.safetensors", tensors)
     (path / "config.json").write_text(json.dumps(config))
     return path
 

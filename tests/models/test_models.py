@@ -56,7 +56,7 @@ def decoder_block(
 def test_decoder_block_matches_formula(norm: str, pre_norm: bool) -> None:
     module = block(norm=norm, pre_norm=pre_norm)
     params = parameters(module, X, MEMORY)
-    out = jax.jit(module.apply)(params, X, MEMORY, memory_mask=masks.Lengths(LENGTHS))
+    out = jax.jit(module.apply)(params, X, MEMORY, memory_lengths=LENGTHS)
     expected = decoder_block(params["params"], X, MEMORY, norm, pre_norm)
     assert error(out, expected) < OUTPUT
 
@@ -87,7 +87,7 @@ def test_future_and_padding_have_zero_gradient(scan: bool) -> None:
     at, weights = 2, RNG.normal(size=(B, D)).astype(np.float32)
 
     def features(params: Any, x: Any, memory: Any) -> jax.Array:
-        out = module.apply({"params": params}, x, memory, memory_mask=masks.Lengths(LENGTHS))
+        out = module.apply({"params": params}, x, memory, memory_lengths=LENGTHS)
         return jnp.sum(out[:, at] * weights), out
 
     (_, out), (dx, dm) = jax.jit(jax.value_and_grad(features, (1, 2), has_aux=True))(
@@ -184,5 +184,5 @@ def test_user_defined_block_gets_the_call_arguments(scan: bool) -> None:
         own = jax.tree.map(lambda p, i=i: p[i], params["layers"]) if scan else params[f"layers_{i}"]
         expected = expected + oracle.multi_head(own["attention"], expected, allowed=CAUSAL)[0]
     assert error(out, expected) < OUTPUT
-    with pytest.raises(TypeError, match="unexpected keyword argument 'memory_mask'"):
-        jax.eval_shape(stack.init, KEY, X, memory_mask=masks.Causal())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'memory_lengths'"):
+        jax.eval_shape(stack.init, KEY, X, memory_lengths=LENGTHS)
