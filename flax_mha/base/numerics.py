@@ -54,7 +54,7 @@ def scaled(x: jax.Array, factor: Any) -> jax.Array:
     return (x.astype(dtype) * jnp.asarray(factor, dtype)).astype(x.dtype)
 
 
-def look_up(table: jax.Array, indices: checks.Integers, dtype: Any = None) -> jax.Array:
+def look_up(table: jax.Array, indices: Any, dtype: Any = None) -> jax.Array:
     """Return rows [*P, D] of a table [V, D] at int indices [*P], NaN if out of range.
 
     `dtype` is the rows' dtype (default: the table's). Gradients are summed in float32 at least.

@@ -10,8 +10,6 @@ import flax.linen as nn
 from jax.sharding import AbstractMesh, PartitionSpec
 
 LogicalNames: TypeAlias = tuple[str | None, ...]
-# Pairs of a logical name and the mesh axes that it is sharded over.
-Rules: TypeAlias = tuple[tuple[str, Any], ...]
 # The entry of a PartitionSpec for an axis that keeps its sharding.
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 # Axes that are replicated if their size is 1.
@@ -35,8 +33,9 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
 
 
 def _resolve_axis(
-    size: int, name: Any, axes: Any, names: LogicalNames, rules: Rules, mesh: AbstractMesh
-) -> Any:
+    size: int, name: Any, axes: Any, names: LogicalNames, rules: Sequence[tuple[str, Any]],
+    mesh: AbstractMesh,
+) -> Any:  # fmt: skip
     """Return the entry of one axis. `axes` are the mesh axes that Flax has resolved for it."""
     targets = [target for rule, target in rules if rule == name]
     if name is not None and not targets:
