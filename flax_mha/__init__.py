@@ -70,8 +70,10 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
 
     def __getattr__(name: str) -> object:
         if name not in _NAMES:
-            message = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=sys.modules[__name__])
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}", name=name,
+                obj=sys.modules[__name__],
+            )  # fmt: skip
         home = f"{__name__}.{_HOME.get(name, name)}"
         module = importlib.import_module(home)
         value: object = getattr(module, name) if name in _HOME else module

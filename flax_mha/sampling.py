@@ -42,11 +42,8 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
-    return jnp.where(
-        _is_likely(logits, _share("top_p", p, checks.array("logits", logits).dtype)),
-        logits,
-        -jnp.inf,
-    )
+    p = _share("top_p", p, checks.array("logits", logits).dtype)
+    return jnp.where(_is_likely(logits, p), logits, -jnp.inf)
 
 
 def min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:

@@ -39,8 +39,7 @@ def scale_heads(name: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Multiply heads x [*B, T, N, H] by the argument `name`, a scale [N], [*B, N] or None."""
     if scale is None:
         return x
-    checks.array(name, scale)
-    if jnp.issubdtype(scale.dtype, jnp.complexfloating):
+    if jnp.issubdtype(checks.array(name, scale).dtype, jnp.complexfloating):
         raise TypeError(f"{name} must be real, got {scale.dtype}; take its absolute value")
     *B, _, N, _ = x.shape
     expected = {"[N]": (N,), "[*B, N]": (*B, N)}

@@ -50,7 +50,7 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
     """
     mesh = shard_map.ambient_mesh()
     free = (*mesh.auto_axes, *mesh.explicit_axes)
-    if math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
+    if math.prod(mesh.shape[axis] for axis in free) == 1:
         return PartitionSpec(*[rules.UNCONSTRAINED] * len(shape))
     if initializing.value:
         return PartitionSpec(*[None] * len(shape))

@@ -86,8 +86,8 @@ def pack_entry(axes: Sequence[str]) -> Any:
 
 def leading_axes(axes: Any, size: int, mesh: AbstractMesh) -> Any:
     """Return the most leading mesh axes of an entry that divide `size`, or None."""
-    sizes, leading = dict(mesh.shape), unpack_entry(axes)
-    while size % math.prod(sizes[axis] for axis in leading if axis not in mesh.manual_axes):
+    leading = unpack_entry(axes)
+    while size % math.prod(mesh.shape[axis] for axis in leading if axis not in mesh.manual_axes):
         leading = leading[:-1]
     return pack_entry(leading)
 
