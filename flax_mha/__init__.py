@@ -20,30 +20,31 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from flax_mha import analysis as analysis
-    from flax_mha import cache as cache
-    from flax_mha import edits as edits
-    from flax_mha import interop as interop
-    from flax_mha import masks as masks
-    from flax_mha import models as models
+    from flax_mha import (
+        analysis,
+        cache,
+        edits,
+        interop,
+        masks,
+        models,
+        plots,
+        positions,
+        sampling,
+        scores,
+        sharding,
+        variants,
+    )
     from flax_mha import nnx as nnx
-    from flax_mha import plots as plots
-    from flax_mha import positions as positions
-    from flax_mha import sampling as sampling
-    from flax_mha import scores as scores
-    from flax_mha import sharding as sharding
-    from flax_mha import variants as variants
     from flax_mha.cache import CacheConfig, KVCache
     from flax_mha.kernels import Capture, Explanation, Platform, dot_product_attention, explain
     from flax_mha.layer.qk_norm import QKNorm
     from flax_mha.linen import MultiHeadAttention, MultiHeadDotProductAttention, SelfAttention
     from flax_mha.masks.helpers import combine_masks, make_attention_mask, make_causal_mask
-    from flax_mha.models import Classifier, LanguageModel, Translator
+    from flax_mha.models import Classifier, Decoder, Encoder, LanguageModel, Translator
     from flax_mha.models.blocks import DecoderBlock, EncoderBlock
     from flax_mha.models.experts import Experts
     from flax_mha.models.feed_forward import MLP
     from flax_mha.models.generation import Generated, generate
-    from flax_mha.models.stacks import Decoder, Encoder
     from flax_mha.optimizers.muon import muon_dimensions
     from flax_mha.optimizers.qk_clip import qk_clip
     from flax_mha.signatures.attention_fn import attention_fn, dot_product_attention_weights
@@ -61,8 +62,7 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         "kernels": ("Capture", "Explanation", "Platform", "dot_product_attention", "explain"),
         "models.feed_forward": ("MLP",),
         "layer.qk_norm": ("QKNorm",),
-        "models": ("Classifier", "LanguageModel", "Translator"),
-        "models.stacks": ("Decoder", "Encoder"),
+        "models": ("Classifier", "Decoder", "Encoder", "LanguageModel", "Translator"),
     }
     _HOME = {name: home for home, names in _HOMES.items() for name in names}
     # `nnx` is not in `__all__`, as a star import would replace Flax's.
@@ -70,8 +70,10 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
 
     def __getattr__(name: str) -> object:
         if name not in _NAMES:
-            message = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=sys.modules[__name__])
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}", name=name,
+                obj=sys.modules[__name__],
+            )  # fmt: skip
         home = f"{__name__}.{_HOME.get(name, name)}"
         module = importlib.import_module(home)
         value: object = getattr(module, name) if name in _HOME else module

@@ -25,7 +25,8 @@ def top_k(logits: jax.Array, k: int) -> jax.Array:
         first.
     """
     checks.positive(top_k=k)
-    k = min(k, logits.shape[-1])
+    *_, V = checks.array("logits", logits).shape
+    k = min(k, V)
     # XLA:CPU selects a few float32 numbers quickly. Other platforms may sort all of them.
     if k <= 1024 and sharding.platform() == "cpu" and shapes.wide(logits.dtype) == jnp.float32:
         return jnp.where(_is_selected(logits, k), logits, -jnp.inf)
@@ -41,7 +42,8 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
-    return jnp.where(_is_likely(logits, _share("top_p", p, logits.dtype)), logits, -jnp.inf)
+    p = _share("top_p", p, checks.array("logits", logits).dtype)
+    return jnp.where(_is_likely(logits, p), logits, -jnp.inf)
 
 
 def min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
@@ -53,7 +55,7 @@ def min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
 
     Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
     """
-    p = _share("min_p", p, logits.dtype)
+    p = _share("min_p", p, checks.array("logits", logits).dtype)
     x = logits.astype(p.dtype)
     return jnp.where(x >= x.max(-1, keepdims=True) + jnp.log(p), logits, -jnp.inf)
 

@@ -30,7 +30,6 @@ from experiments.common import command
 from experiments.measure import machine, timing
 from experiments.measure.results import Table, counted
 from flax_mha import KVCache, dot_product_attention, masks, positions, scores, sharding
-from flax_mha.positions.turn import Turned
 
 # The worst token's error of half precision, and of float32.
 BOUNDS = {"bfloat16": 0.05, "float32": 0.002}
@@ -86,7 +85,7 @@ def _rotated(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array
     rotation = positions.Rotary()
 
     def turned(x: jax.Array) -> Any:
-        return Turned(x, rotation.turn(x, jnp.arange(x.shape[-3])))
+        return rotation.turn(x, jnp.arange(x.shape[-3]))
 
     return dot_product_attention(turned(q), turned(k), v, **call)
 

@@ -10,16 +10,14 @@ import inspect
 import math
 import warnings
 from collections.abc import Collection, Iterable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Choice = TypeVar("Choice")
-Integers: TypeAlias = jax.Array | np.ndarray
 
-_INT32 = np.iinfo(np.int32)
 # Packages that are not the user's code.
 _LIBRARIES = ("flax_mha", "flax", "jax")
 
@@ -61,12 +59,7 @@ def integers(name: str, x: Any) -> Any:
     if x.dtype == np.int32:
         # Inside jit, a cast would trace a static array.
         return x
-    if isinstance(x, np.ndarray):
-        wrong = x[(x < _INT32.min) | (x > _INT32.max)]
-        if wrong.size:
-            raise ValueError(
-                f"{name} must fit int32, got {wrong[0]}, which would wrap; number them from 0"
-            )
+    within(name, x, 2**31, "they must fit int32, so number them from 0", -(2**31))
     return x.astype(np.int32)
 
 
@@ -78,15 +71,6 @@ def integer(name: str, x: Any, least: int = 0, most: int | None = None) -> int:
         rule = f"at least {least}" if most is None else f"in {least} … {most}"
         raise ValueError(f"{name} must be {rule}, got {x}")
     return int(x)
-
-
-def sizes(name: str, x: Any, least: int = 0) -> tuple[int, ...]:
-    """Check that x is a tuple of sizes, and return them as ints."""
-    if not isinstance(x, tuple | list):
-        raise TypeError(
-            f"{name} must be a tuple of sizes, got {describe(x)}; give (2,) for one axis"
-        )
-    return tuple(integer(f"{name}[{n}]", size, least) for n, size in enumerate(x))
 
 
 def is_concrete(x: Any) -> bool:
@@ -167,7 +151,7 @@ def fields(module: Any) -> None:
         name, x = field.name, getattr(module, field.name)
         if x is None:
             continue
-        if field.type is bool or field.type == bool | None:
+        if field.type in (bool, bool | None):
             flag(name, x)
         elif name.endswith("dtype"):
             dtype(name, x)

@@ -4,12 +4,11 @@ Tracing `jax.numpy` takes several times as long as `jax.lax`. Outside jit, JAX w
 or a branch at each call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from flax_mha.base.checks import is_concrete
@@ -61,28 +60,3 @@ def map_blocks(fn: Callable[[Any], Any], xs: Any, reads: Any, together: int | No
     if not is_eager(xs, reads):
         return lax.map(fn, xs, batch_size=together)
     return scan(lambda carry, x: (carry, fn(x)), (), xs)[1]
-
-
-def scan_blocks(
-    job: Callable[[Any, Any], Any], carry: Any, xs: Sequence[jax.Array], first: int, count: int
-) -> Any:
-    """Scan carry, result = job(carry, (index, *blocks)) over blocks of xs [G, blocks, ...].
-
-    Take `count` blocks from `first` on. Return the last carry, and the results [G, count, ...].
-    """
-    G, length = xs[0].shape[:2]
-    if count != length:
-        xs = [lax.slice_in_dim(x, first, first + count, 1, 1) for x in xs]
-    if G == 1 and count == 1:
-        carry, result = job(carry, (np.int32(0), *(lax.squeeze(x, (0, 1)) for x in xs)))
-        return carry, jax.tree.map(lambda x: lax.expand_dims(x, (0, 1)), result)
-    flat = [lax.collapse(x, 0, 2) for x in xs]
-    carry, results = scan(job, carry, (jnp.arange(G * count, dtype=jnp.int32), *flat))
-    return carry, jax.tree.map(lambda x: x.reshape(G, count, *x.shape[1:]), results)
-
-
-def scan_or_map(group: Callable[[Any, Any], Any], sums: Any, xs: Any, together: int) -> Any:
-    """Scan sums, results = group(sums, x) over xs. Without sums, map `together` entries at once."""
-    if jax.tree.leaves(sums) or together == 1:
-        return scan(group, sums, xs)
-    return sums, map_blocks(lambda x: group(sums, x)[1], xs, (), together)

@@ -39,8 +39,7 @@ def scale_heads(name: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Multiply heads x [*B, T, N, H] by the argument `name`, a scale [N], [*B, N] or None."""
     if scale is None:
         return x
-    checks.array(name, scale)
-    if jnp.issubdtype(scale.dtype, jnp.complexfloating):
+    if jnp.issubdtype(checks.array(name, scale).dtype, jnp.complexfloating):
         raise TypeError(f"{name} must be real, got {scale.dtype}; take its absolute value")
     *B, _, N, _ = x.shape
     expected = {"[N]": (N,), "[*B, N]": (*B, N)}
@@ -54,7 +53,7 @@ def scaled(x: jax.Array, factor: Any) -> jax.Array:
     return (x.astype(dtype) * jnp.asarray(factor, dtype)).astype(x.dtype)
 
 
-def look_up(table: jax.Array, indices: checks.Integers, dtype: Any = None) -> jax.Array:
+def look_up(table: jax.Array, indices: Any, dtype: Any = None) -> jax.Array:
     """Return rows [*P, D] of a table [V, D] at int indices [*P], NaN if out of range.
 
     `dtype` is the rows' dtype (default: the table's). Gradients are summed in float32 at least.

@@ -61,8 +61,8 @@ def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
     """Return the sizes of q, k and v, whose shapes must fit together."""
     fits = (
         q.ndim == k.ndim == v.ndim >= 3
-        and q.shape[:-3] == k.shape[:-3] == v.shape[:-3]
-        and (k.shape[-3], *k.shape[-2:]) == (v.shape[-3], v.shape[-2], q.shape[-1])
+        and q.shape[:-3] == k.shape[:-3]
+        and k.shape == (*v.shape[:-1], q.shape[-1])
         and 0 not in (*q.shape[-2:], *v.shape[-2:])
     )
     if not fits:

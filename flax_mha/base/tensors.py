@@ -23,19 +23,19 @@ class Tensor(NamedTuple):
 
 
 _ROWS, _PAIRS = ("batch", "heads", None), ("batch", "heads", None, None)
-_HEADS, _KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
+HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
 _FEATURES = ("batch", "norm_length", None)
 
 TENSORS = {
-    "q": Tensor("layer", "T, N, H", _HEADS, named=True),
-    "k": Tensor("layer", "S, K, H", _KV_HEADS, named=True),
-    "v": Tensor("layer", "S, K, H", _KV_HEADS, named=True),
+    "q": Tensor("layer", "T, N, H", HEADS, named=True),
+    "k": Tensor("layer", "S, K, H", KV_HEADS, named=True),
+    "v": Tensor("layer", "S, K, H", KV_HEADS, named=True),
     "scores": Tensor("softmax", "N, T, S", _PAIRS),
     "weights": Tensor("softmax", "N, T, S", _PAIRS),
     "lse": Tensor("softmax", "N, T", _ROWS, editable=False),
     "entropy": Tensor("softmax", "N, T", _ROWS, editable=False),
     "max_logit": Tensor("softmax", "N, T", _ROWS, editable=False),
-    "z": Tensor("layer", "T, N, H", _HEADS),
+    "z": Tensor("layer", "T, N, H", HEADS),
     "result": Tensor("layer", "T, N, D", ("batch", "length", "heads", None)),
     "out": Tensor("layer", "T, D", _FEATURES, named=True),
     "resid_pre": Tensor("block", "T, D", _FEATURES),

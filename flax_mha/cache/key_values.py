@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from flax_mha import masks
-from flax_mha.base import loops, shapes, symbols
+from flax_mha.base import checks, loops, shapes, symbols
 from flax_mha.base.coordinates import Array, is_score_array
 from flax_mha.base.trees import Struct
 from flax_mha.kernels import dot_product_attention
@@ -89,6 +89,7 @@ class KeyValues(Struct):
 
         `attention` is called with the arguments `call`. See `places` for the others.
         """
+        *_, T, _, _ = checks.floating("q", q).shape
         if self.window is not None and self._varies_by_key(q, mask, call):
             raise ValueError(
                 "in a ring buffer slots are not positions, so masks, segment ids and biases cannot "
@@ -99,7 +100,7 @@ class KeyValues(Struct):
         attend = functools.partial(attention, q, self.key, self.value, **places, **call)
         capture = call.get("capture")
         may_skip_slots = (
-            not symbols.at_most(q.shape[-3], stored.QUERIES)
+            not symbols.at_most(T, stored.QUERIES)
             # These results have an axis of slots.
             and not call.get("return_weights")
             and (capture is None or SQUARE.isdisjoint(capture.what))

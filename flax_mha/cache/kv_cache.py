@@ -135,7 +135,7 @@ class KVCache(Struct):
     ) -> tuple[KeyValues, Self]:
         """Append tokens, and return the keys that their queries attend to, and the new cache."""
         *B, K, S, H = self.key.shape
-        T = checks.floating("key", key).shape[-3]
+        *_, T, _, _ = checks.floating("key", key).shape
         expected = (*B, T, K, H), (*B, T, K, self.value.shape[-1])
         fits = self.window is not None or symbols.at_most(T, S)
         if (key.shape, checks.floating("value", value).shape) != expected or not fits:

@@ -37,7 +37,7 @@ def resolve_call(
     shapes.check_inputs(x_q, x_k, x_v)
     x_v = x_k if x_v is None else x_v
     if kv is not None and encoded is None:
-        if isinstance(kv, tuple):
+        if not isinstance(kv, KeyValues | Encoded):
             k, v = kv
             kv = KeyValues(k, v)
         return None, None, kv

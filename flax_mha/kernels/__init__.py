@@ -15,17 +15,14 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import choose
 from flax_mha.kernels.call.bind import Keyed, Options, bind_call
-from flax_mha.kernels.call.capture import Capture as Capture
-from flax_mha.kernels.call.capture import as_capture
+from flax_mha.kernels.call.capture import Capture, as_capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
-from flax_mha.kernels.choose import KERNELS as KERNELS
-from flax_mha.kernels.choose import Explanation as Explanation
-from flax_mha.kernels.using import resolve
-from flax_mha.kernels.using import use as use
+from flax_mha.kernels.choose import KERNELS, Explanation
+from flax_mha.kernels.using import resolve, use
 from flax_mha.scores import ScoreMod
-from flax_mha.sharding.devices import Platform as Platform
+from flax_mha.sharding.devices import Platform
 
 __all__ = [
     "KERNELS", "Capture", "Explanation", "Platform", "dot_product_attention", "explain", "use",

@@ -62,7 +62,7 @@ def use(
     value = f"{kernel}, {block_q}, {block_k}, {platform}"
     token = _set.set((kernel, TileSize(block_q, block_k)))
     try:
-        with devices.target(platform), set_xla_metadata(flax_mha_use=value):
+        with devices.target(platform or devices.target.value), set_xla_metadata(flax_mha_use=value):
             yield
     finally:
         _set.reset(token)

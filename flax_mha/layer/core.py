@@ -23,7 +23,7 @@ from flax_mha.layer.heads import project_heads as project_heads
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
-from flax_mha.positions.turn import Turned, settle
+from flax_mha.positions.turn import settle
 from flax_mha.scores import as_scores
 from flax_mha.signatures import custom_attention
 from flax_mha.taps import internals
@@ -62,7 +62,7 @@ def attend(
     }  # fmt: skip
     keys, after = _append(settings, heads._replace(q=q), call, cache, places["mask"])
     options = internals.edit_scores(tap, _options(p, settings, call), q, keys)
-    queries: Any = q if heads.turns is None else Turned(q, heads.turns[0])
+    queries: Any = q if heads.turns is None else heads.turns[0].replace(x=q)
     with jax.named_scope("kernel"):
         if keys.has_slots:
             result = keys.attend(queries, **places, **options)
@@ -108,7 +108,7 @@ def _append(
     if isinstance(cache, KVCache):
         return cache.extended(*heads.kept(k, v), lengths)
     after = None if cache is None else cache.empty(*heads.kept(k, v), settings.mask)
-    k = k if heads.turns is None else Turned(k, heads.turns[1])
+    k = k if heads.turns is None else heads.turns[1].replace(x=k)
     lengths = lengths if heads.same_tokens else None
     return KeyValues(k, v, lengths, ordered=heads.order is not None), after
 

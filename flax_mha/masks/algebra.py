@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,15 @@ class Mask(Struct):
     __array_ufunc__ = None
 
     def bind(self, dims: Dims) -> "Mask":
-        """Check the mask's arrays for a call, and reshape them to [*B|1, N|1, T|1, S|1]."""
-        return self
+        """Check the mask's arrays for a call, and reshape them to [*B|1, N|1, T|1, S|1].
+
+        By default, this binds the masks in its fields.
+        """
+        bound: Mask = jax.tree.map(
+            lambda x: x.bind(dims) if isinstance(x, Mask) else x, self,
+            is_leaf=lambda x: isinstance(x, Mask) and x is not self,
+        )  # fmt: skip
+        return bound
 
     def check_positions(self, at: At) -> None:
         """Raise an error if a bound mask must be a mistake at the coordinates of all scores."""
@@ -108,50 +115,42 @@ class Mask(Struct):
 MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
 
 
-class _Joined(Mask):
-    """The base class of `And` and `Or`."""
-
-    masks: tuple[Mask, ...]
-    _join_pairs: ClassVar[Any]
-    _join_tiles: ClassVar[Any]
-
-    def bind(self, dims: Dims) -> Self:
-        return self.replace(masks=tuple(mask.bind(dims) for mask in self.masks))
-
-    def allowed(self, at: At) -> Array:
-        return functools.reduce(self._join_pairs, (evaluate(mask, at) for mask in self.masks))
-
-    def tiles(self, tiles: Tiles) -> Array:
-        return functools.reduce(self._join_tiles, (mask.tiles(tiles) for mask in self.masks))
-
-
-class And(_Joined):
+class And(Mask):
     """A mask that allows a pair if all of its masks allow it."""
 
-    _join_pairs, _join_tiles = staticmethod(operator.and_), staticmethod(both)
+    masks: tuple[Mask, ...]
 
     def check_positions(self, at: At) -> None:
         for mask in self.masks:
             mask.check_positions(at)
+
+    def allowed(self, at: At) -> Array:
+        return functools.reduce(operator.and_, (evaluate(mask, at) for mask in self.masks))
+
+    def tiles(self, tiles: Tiles) -> Array:
+        return functools.reduce(both, (mask.tiles(tiles) for mask in self.masks))
 
     def max_lookback(self) -> int | None:
         lookbacks = [mask.max_lookback() for mask in self.masks]
         return min((x for x in lookbacks if x is not None), default=None)
 
 
-class Or(_Joined):
+class Or(Mask):
     """A mask that allows a pair if any of its masks allows it."""
 
-    _join_pairs, _join_tiles = staticmethod(operator.or_), staticmethod(either)
+    masks: tuple[Mask, ...]
+
+    def allowed(self, at: At) -> Array:
+        return functools.reduce(operator.or_, (evaluate(mask, at) for mask in self.masks))
+
+    def tiles(self, tiles: Tiles) -> Array:
+        return functools.reduce(either, (mask.tiles(tiles) for mask in self.masks))
 
 
 class Not(Mask):
     """A mask that allows a pair if its mask forbids it."""
 
     mask: Mask
-
-    def bind(self, dims: Dims) -> Self:
-        return self.replace(mask=self.mask.bind(dims))
 
     def allowed(self, at: At) -> Array:
         return ~evaluate(self.mask, at)
@@ -172,7 +171,28 @@ class Dense(Mask):
     array: Any
 
     def bind(self, dims: Dims) -> Self:
-        return self.replace(array=ScoreArray(_read_table(self.array, dims)))
+        array = checks.array("a mask", self.array)
+        remedy = (
+            "give a mask of keys [*B, S] as masks.Keys(mask), [*B, T, S] as mask[..., None, :, :]"
+        )
+        shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
+        _warn_of_rows(array.shape, dims)
+        # Convert first: inside jit, reshaping would trace the array.
+        array = checks.as_numpy(array)
+        if array.dtype != bool and not checks.is_concrete(array):
+            # 0 is EMPTY, 1 is FULL, and others are PARTIAL.
+            array = tile_state(array != 0, array == 1)
+        elif array.dtype != bool:
+            values = np.asarray(array)
+            wrong = values[(values != 0) & (values != 1)]
+            if wrong.size:
+                raise ValueError(
+                    f"a mask must be of bools, or of 1 (may attend) and 0, got {wrong[0]} in "
+                    f"{array.dtype}; compare it with something, as in ids > 0, or give scores as "
+                    f"bias="
+                )
+            array = array.astype(bool)
+        return self.replace(array=ScoreArray(shapes.lead(array, len(dims.logits))))
 
     def allowed(self, at: At) -> Array:
         return jnp.asarray(self._bools())
@@ -200,13 +220,6 @@ class TracedNumbers(Mask):
 
     def tiles(self, tiles: Tiles) -> Array:
         return jnp.where(tiles.greatest(self.others()), np.int8(PARTIAL), self.mask.tiles(tiles))
-
-
-def nan_at_others(mask: Mask | None, score: jax.Array) -> jax.Array:
-    """Make scores NaN where `TracedNumbers` has a number other than 0 and 1."""
-    if not isinstance(mask, TracedNumbers):
-        return score
-    return score + jnp.where(mask.others(), jnp.asarray(jnp.nan, score.dtype), 0)
 
 
 def _number_tables(mask: Mask) -> list[Array]:
@@ -283,34 +296,6 @@ def _static_pairs(mask: Mask, q: Array | None, k: Array | None) -> np.ndarray | 
                 # All queries see the same keys.
                 return parts[0]
     return np.concatenate(parts, -2)
-
-
-def _read_table(array: Array, dims: Dims) -> Array:
-    """Return a table that broadcasts to [*B, N, T, S] as bools [*B|1, N|1, T|1, S|1].
-
-    Traced numbers become tile states: 0 is EMPTY, 1 is FULL, and others are PARTIAL.
-    """
-    checks.array("a mask", array)
-    remedy = "give a mask of keys [*B, S] as masks.Keys(mask), [*B, T, S] as mask[..., None, :, :]"
-    shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
-    _warn_of_rows(array.shape, dims)
-    # Convert first: inside jit, reshaping would trace the array.
-    return shapes.lead(_as_bools(checks.as_numpy(array)), len(dims.logits))
-
-
-def _as_bools(array: Array) -> Array:
-    if array.dtype == bool:
-        return array
-    if not checks.is_concrete(array):
-        return tile_state(array != 0, array == 1)
-    values = np.asarray(array)
-    wrong = values[(values != 0) & (values != 1)]
-    if wrong.size:
-        raise ValueError(
-            f"a mask must be of bools, or of 1 (may attend) and 0, got {wrong[0]} in "
-            f"{array.dtype}; compare it with something, as in ids > 0, or give scores as bias="
-        )
-    return array.astype(bool)
 
 
 def lengths_as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:

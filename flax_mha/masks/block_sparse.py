@@ -53,12 +53,16 @@ class BlockSparse(Mask):
             f"give {nq} blocks of {self.query_block} of the {dims.T} queries, and repeat the "
             f"blocks of a key/value head by jnp.repeat(blocks, N // K, axis=-3)",
         )  # fmt: skip
-        indices = shapes.lead(_unique(indices), len(dims.logits))
+        xp = numpy_of(indices)
+        # Replace negative and repeated ones.
+        indices = xp.sort(indices, axis=-1)
+        first = xp.full_like(indices[..., :1], NO_BLOCK)
+        previous = xp.concatenate([first, indices[..., :-1]], axis=-1)
+        indices = xp.where((indices == previous) | (indices < 0), NO_BLOCK, indices)
+        indices = shapes.lead(indices, len(dims.logits))
         if not symbols.at_most(indices.shape[-2], 1):
             *lead, nq, k = indices.shape
-            indices = numpy_of(indices).broadcast_to(
-                indices[..., None, :], (*lead, nq, self.query_block, k)
-            )
+            indices = xp.broadcast_to(indices[..., None, :], (*lead, nq, self.query_block, k))
             indices = indices.reshape(*lead, -1, k)[..., : dims.T, :]
         return self.replace(
             blocks=tuple(ScoreArray(indices[..., c : c + 1]) for c in range(indices.shape[-1]))
@@ -152,12 +156,3 @@ def _top_k(count: int, scores: jax.Array) -> jax.Array:
     """Return the indices of the highest scores on the last axis, −1 for the least number."""
     best, indices = jax.lax.top_k(scores, count)
     return jnp.where(best <= -jnp.finfo(scores.dtype).max, -1, indices)
-
-
-def _unique(indices: Array) -> Array:
-    """Sort indices of blocks, and replace negative and repeated ones by NO_BLOCK."""
-    xp = numpy_of(indices)
-    indices = xp.sort(indices, axis=-1)
-    first = xp.full_like(indices[..., :1], NO_BLOCK)
-    previous = xp.concatenate([first, indices[..., :-1]], axis=-1)
-    return xp.where((indices == previous) | (indices < 0), NO_BLOCK, indices)

@@ -66,7 +66,8 @@ class Keys(Mask):
     real: Any
 
     def bind(self, dims: Dims) -> Mask:
-        return Dense(checks.array("Keys.real", self.real)[..., None, None, :]).bind(dims)
+        real = checks.array("Keys.real", self.real)
+        return Dense(numpy_of(real).expand_dims(real, (-3, -2))).bind(dims)
 
 
 class Segments(Mask):

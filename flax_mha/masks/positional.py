@@ -197,9 +197,9 @@ class Neighborhood(Mask):
     window: int | Sequence[int] = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        sizes, window = checks.sizes("Neighborhood.sizes", self.sizes), self.window
-        window = (window,) * len(sizes) if isinstance(window, int) else window
-        window = checks.sizes("Neighborhood.window", window, 1)
+        sizes = tuple(checks.integer("a size of Neighborhood", x) for x in self.sizes)
+        window = (self.window,) * len(sizes) if isinstance(self.window, int) else self.window
+        window = tuple(checks.integer("a window of Neighborhood", x, 1) for x in window)
         if len(sizes) != len(window) or not all(map(operator.le, window, sizes)):
             raise ValueError(
                 f"Neighborhood.window must be from 1 to the sizes {sizes} for each axis, got "

@@ -119,7 +119,7 @@ def generate(
     )  # fmt: skip
     weights: Any = variables
     if cache is None:
-        weights = {name: value for name, value in variables.items() if name != "cache"}
+        weights = {name: value for name, value in dict(variables).items() if name != "cache"}
     state = decoding.begin(request, weights, prompt, lengths, rule, rng, cache)
     if callback is None:
         state = decoding.advance(request, weights, state, rule, rng, max_new_tokens)

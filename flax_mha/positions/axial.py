@@ -39,20 +39,12 @@ class Axial(rope.PairRotation):
     span: float | None = None
     prefix: int = 0
 
-    def check(self, positions: checks.Integers) -> int:
-        """Return the number of positions, after a check of static ones."""
-        end = self.prefix + math.prod(self.sizes)
-        remedy = (
-            f"raise Axial.sizes, {self.sizes} after a prefix of {self.prefix}, or give positions="
-        )
-        checks.within("positions", positions, end, remedy)
-        return end
-
     def angles(self, x: jax.Array, positions: jax.Array) -> rope.Angles:
         """Return the angles for x [*B, T, N, H] and positions int [T] or [*B, T]."""
-        sizes = self.sizes
+        sizes, end = self.sizes, self.prefix + math.prod(self.sizes)
         positions = shapes.per_token("positions", positions, x.shape[:-2])
-        end = self.check(positions)
+        remedy = f"raise Axial.sizes, {sizes} after a prefix of {self.prefix}, or give positions="
+        checks.within("positions", positions, end, remedy)
         positions = jnp.asarray(positions)
         pairs, remainder = divmod(x.shape[-1], 2 * len(sizes))
         if remainder:

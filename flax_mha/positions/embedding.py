@@ -9,8 +9,6 @@ from flax_mha import sharding
 from flax_mha.base import checks, numerics, shapes, symbols
 from flax_mha.positions import rope
 
-KINDS = ("learned", "none", "sinusoidal", "sinusoidal_halves")
-
 
 def sinusoidal(
     positions: jax.Array | int, features: int, *, base: float = 10_000.0, halves: bool = False,
@@ -75,7 +73,8 @@ class PositionEmbedding(nn.Module):
         """
         checks.fields(self)
         shapes.check_features("x", x)
-        checks.choice("kind", self.kind, dict.fromkeys(KINDS))
+        kinds = ("learned", "none", "sinusoidal", "sinusoidal_halves")
+        checks.choice("kind", self.kind, dict.fromkeys(kinds))
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
         positions = symbols.count_up(T) if positions is None else positions

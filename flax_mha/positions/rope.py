@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import sharding
-from flax_mha.base import shapes
+from flax_mha.base import checks, shapes
 from flax_mha.base.frequencies import Frequencies, as_floats
 from flax_mha.positions.rope_scaling import Growing, Scaling
 from flax_mha.positions.turn import Turn
@@ -38,7 +38,7 @@ class PairRotation:
         raise NotImplementedError
 
     def turn(self, x: jax.Array, positions: jax.Array) -> Turn:
-        """Return the rotation of x, for a kernel to apply."""
+        """Return x and its rotation, for a kernel to apply."""
         return Turn.of(x, *self.angles(x, positions))
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -110,7 +110,8 @@ class Rotary(PairRotation):
     def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
         """Return the angles for x [*B, T, N, H] and its positions."""
         base, scaling, interleaved = self.base, self.scaling, self.interleaved
-        positions = shapes.per_token("positions", positions, x.shape[:-2])
+        rows = checks.array("x", x).shape[:-2]
+        positions = shapes.per_token("positions", positions, rows)
         R = round(self.fraction * x.shape[-1])
         if R < 2 or R % 2 or x.shape[-1] < R:
             raise ValueError(

@@ -9,7 +9,7 @@ from flax import struct
 
 from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray
-from flax_mha.base.shapes import Shape, lead
+from flax_mha.base.shapes import lead
 from flax_mha.base.trees import Struct
 
 
@@ -21,12 +21,14 @@ class Turn(Struct):
     partner(x) swaps the two features of each pair. Other features keep their values.
 
     Attributes:
+      x: queries or keys [*B, T, N, H] that are not rotated yet, or None.
       cos: float [*B|1, 1, T, H].
       sin: float [*B|1, 1, T, H], negative for the first feature of a pair.
       pairs: P.
       interleaved: True for pairs (0, 1), (2, 3), …, else (0, P), (1, P + 1), …
     """
 
+    x: Any
     cos: ScoreArray
     sin: ScoreArray
     pairs: int = struct.field(pytree_node=False)
@@ -34,7 +36,7 @@ class Turn(Struct):
 
     @classmethod
     def of(cls, x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> "Turn":
-        """Return the rotation of x [*B, T, N, H] by angles [*B|1, T, P], multiplied by `size`."""
+        """Return x [*B, T, N, H] and its rotation by angles [*B|1, T, P], multiplied by `size`."""
         theta, features, P = lead(theta, x.ndim - 1), x.shape[-1], theta.shape[-1]
         is_second = np.arange(2 * P) % 2 == 1 if interleaved else np.arange(2 * P) >= P
 
@@ -49,7 +51,12 @@ class Turn(Struct):
             return [jnp.pad(x, missing, constant_values=c)[..., None, :, :] for x, c in pairs]
 
         cos, sin = sharding.auto(tables, [(), ()], theta)
-        return cls(ScoreArray(cos), ScoreArray(sin), P, interleaved)
+        return cls(x, ScoreArray(cos), ScoreArray(sin), P, interleaved)
+
+    @property
+    def shape(self) -> Any:
+        """The shape of x."""
+        return self.x.shape
 
     def swap(self, dtype: Any) -> jax.Array:
         """Return the matrix [H, H] of partner(x). A product with it is exact."""
@@ -68,28 +75,16 @@ class Turn(Struct):
         return (x.astype(cos.dtype) * cos + partner * sin).astype(x.dtype)
 
 
-class Turned(Struct):
-    """Queries or keys x [*B, T, N, H] that are not rotated yet, and no array by mistake."""
-
-    x: jax.Array
-    turn: Turn
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of x."""
-        return self.x.shape
-
-
 def split(q: Any, k: Any) -> tuple[Any, Any, tuple[Turn, Turn] | None]:
-    """Return q and k as arrays, and their rotations if they are `Turned`, or else None."""
-    if isinstance(q, Turned) and isinstance(k, Turned):
-        return q.x, k.x, (q.turn, k.turn)
+    """Return q and k as arrays, and their rotations if they are `Turn`, or else None."""
+    if isinstance(q, Turn) and isinstance(k, Turn):
+        return q.x, k.x, (q.replace(x=None), k.replace(x=None))
     return q, k, None
 
 
 def settle(tree: Any) -> Any:
-    """Rotate the `Turned` arrays of a tree."""
+    """Rotate the arrays of a tree that are not rotated yet."""
     return jax.tree.map(
-        lambda x: x.turn(x.x) if isinstance(x, Turned) else x, tree,
-        is_leaf=lambda x: isinstance(x, Turned),
+        lambda x: x(x.x) if isinstance(x, Turn) else x, tree,
+        is_leaf=lambda x: isinstance(x, Turn),
     )  # fmt: skip

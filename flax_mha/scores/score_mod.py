@@ -15,7 +15,6 @@ from flax_mha.base.trees import Struct
 
 # Scaled queries [..., T, H] and keys [..., S, H] of the scores [..., T, S].
 Vectors: TypeAlias = tuple[jax.Array, jax.Array]
-Names: TypeAlias = tuple[str | None, ...]
 # T5X's initializer of relative position biases.
 INIT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
@@ -64,7 +63,7 @@ def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[Sco
     count: collections.Counter[str] = collections.Counter()
 
     def numbered(
-        name: str, shape: shapes.Shape, names: Names, init: Initializer = INIT, /
+        name: str, shape: shapes.Shape, names: Any, init: Initializer = INIT, /
     ) -> jax.Array:
         count[name] += 1
         name = name if count[name] == 1 else f"{name}_{count[name] - 1}"

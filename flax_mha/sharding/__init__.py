@@ -8,6 +8,7 @@ The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_
 ...     y = jax.jit(model.apply)(variables, x)
 """
 
+from flax_mha.base.tensors import HEADS, KV_HEADS
 from flax_mha.sharding.devices import platform
 from flax_mha.sharding.layout import auto, constrain, like, local, spec
 from flax_mha.sharding.named_parameters import Named, init, name, named, of
@@ -21,7 +22,6 @@ __all__ = [
 ]  # fmt: skip
 __dir__ = __all__.copy
 
-HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
 RULES: tuple[tuple[str, str | None], ...] = (
     ("batch", "data"),  # data parallel
     ("heads", "model"),  # tensor parallel: each device computes whole heads

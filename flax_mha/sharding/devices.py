@@ -1,11 +1,9 @@
 """The devices that a traced program is for."""
 
-import contextlib
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh
 
 
 class Platform(NamedTuple):
@@ -26,12 +24,8 @@ class Platform(NamedTuple):
     auto_partitioned: bool = False
 
 
-_target = jax.make_user_context(None)
-
-
-def target(platform: Platform | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context to trace functions for a platform. None keeps the outer one."""
-    return _target(platform or _target.value)
+# The context to trace functions for a `Platform`, or None.
+target = jax.make_user_context(None)
 
 
 def platform() -> str:
@@ -39,7 +33,7 @@ def platform() -> str:
 
     This is the platform of `flax_mha.kernels.use`, else of the ambient mesh, else JAX's default.
     """
-    if (known := _target.value) is not None:
+    if (known := target.value) is not None:
         return known.name
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
@@ -47,7 +41,7 @@ def platform() -> str:
 
 def current_platform(manual: Collection[str] = ()) -> Platform:
     """Return the devices that the traced call is for, sharded over the mesh axes in `manual`."""
-    mesh, known = jax.sharding.get_abstract_mesh(), _target.value
+    mesh, known = jax.sharding.get_abstract_mesh(), target.value
     if known is None:
         device = jax.local_devices()[0] if mesh.abstract_device is None else mesh.abstract_device
         known = Platform(platform(), device.device_kind)
@@ -56,18 +50,11 @@ def current_platform(manual: Collection[str] = ()) -> Platform:
                 f"XLA can't divide it between the {count} devices by itself; wrap in `with "
                 f"jax.set_mesh(mesh)`, of one device or with rules (see flax_mha.sharding)"
             ))  # fmt: skip
-    return known if mesh.empty else known._replace(not_partitionable=_undivided(mesh, manual))
-
-
-def _undivided(mesh: AbstractMesh, manual: Collection[str]) -> str | None:
-    """Return why XLA would have to divide a call over the mesh axes that are not in `manual`."""
-    sizes = dict(mesh.shape)
     axes = (*mesh.auto_axes, *mesh.explicit_axes)
-    free = [axis for axis in axes if sizes[axis] > 1 and axis not in manual]
-    if not free:
-        return None
-    return (
+    free = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in manual]
+    why = (
         f"no rule uses the mesh axes {free}, or jax.vmap maps over them; wrap in `with "
         f"nn.logical_axis_rules(sharding.RULES)`, add a rule each for 'batch', 'length' and "
         f"'heads', or a batch axis"
     )
+    return known if mesh.empty else known._replace(not_partitionable=why if free else None)

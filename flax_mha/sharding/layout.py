@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from flax_mha.base import checks
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.sharding import rules, shard_map
 
@@ -31,7 +32,7 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
     mesh = shard_map.ambient_mesh()
     if mesh.empty or not nn.get_logical_axis_rules() or initializing.value:
         return x
-    spec = rules.resolve_spec(x.shape, names, mesh)
+    spec = rules.resolve_spec(checks.array("x", x).shape, names, mesh)
     x = reshard(x, spec)
     if mesh.auto_axes and any(part is not rules.UNCONSTRAINED for part in spec):
         x = _constrain_auto(x, rules.keep_axes(spec, mesh.auto_axes))
@@ -49,7 +50,7 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
     """
     mesh = shard_map.ambient_mesh()
     free = (*mesh.auto_axes, *mesh.explicit_axes)
-    if math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
+    if math.prod(mesh.shape[axis] for axis in free) == 1:
         return PartitionSpec(*[rules.UNCONSTRAINED] * len(shape))
     if initializing.value:
         return PartitionSpec(*[None] * len(shape))

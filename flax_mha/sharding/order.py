@@ -100,6 +100,9 @@ def piece_size(length: int, devices: int, positions: Array | None = None) -> int
 
 def _count_work(rows: np.ndarray, mask: Any, tile: int) -> np.ndarray:
     """Return how many rows may attend in each tile, float32 [pieces, pieces]."""
+    if not (mask is None or hasattr(mask, "bind")):
+        got = checks.describe(mask)
+        raise TypeError(f"mask must be a mask of flax_mha.masks, got {got}; give masks.Causal()")
     length = int(rows[0].sum())
     dims = Dims((), length, length, 1, 1, 1, 1)
     tiles = tiles_of(*whole(dims)[2:], tile, tile)

@@ -10,8 +10,6 @@ import flax.linen as nn
 from jax.sharding import AbstractMesh, PartitionSpec
 
 LogicalNames: TypeAlias = tuple[str | None, ...]
-# Pairs of a logical name and the mesh axes that it is sharded over.
-Rules: TypeAlias = tuple[tuple[str, Any], ...]
 # The entry of a PartitionSpec for an axis that keeps its sharding.
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 # Axes that are replicated if their size is 1.
@@ -35,8 +33,9 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
 
 
 def _resolve_axis(
-    size: int, name: Any, axes: Any, names: LogicalNames, rules: Rules, mesh: AbstractMesh
-) -> Any:
+    size: int, name: Any, axes: Any, names: LogicalNames, rules: Sequence[tuple[str, Any]],
+    mesh: AbstractMesh,
+) -> Any:  # fmt: skip
     """Return the entry of one axis. `axes` are the mesh axes that Flax has resolved for it."""
     targets = [target for rule, target in rules if rule == name]
     if name is not None and not targets:
@@ -87,8 +86,8 @@ def pack_entry(axes: Sequence[str]) -> Any:
 
 def leading_axes(axes: Any, size: int, mesh: AbstractMesh) -> Any:
     """Return the most leading mesh axes of an entry that divide `size`, or None."""
-    sizes, leading = dict(mesh.shape), unpack_entry(axes)
-    while size % math.prod(sizes[axis] for axis in leading if axis not in mesh.manual_axes):
+    leading = unpack_entry(axes)
+    while size % math.prod(mesh.shape[axis] for axis in leading if axis not in mesh.manual_axes):
         leading = leading[:-1]
     return pack_entry(leading)
 

@@ -46,7 +46,7 @@ def complaint(error: Exception | None) -> str | None:
         return None
     if any(isinstance(error, kind) and words in str(error) for kind, words, _ in EXCEPTIONS):
         return None
-    if isinstance(error, ValueError | TypeError | AttributeError | IndexError):
+    if isinstance(error, ValueError | TypeError):
         return None
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {last.filename}:{last.lineno}: {str(error)[:300]}"

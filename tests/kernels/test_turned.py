@@ -13,7 +13,6 @@ from jax.sharding import AxisType
 from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, positions, sharding
 from flax_mha.kernels.flex.tpu import rotated
 from flax_mha.masks import Causal, Window
-from flax_mha.positions.turn import Turned
 from flax_mha.scores import Alibi, RelativeBias
 from tests.kernels.contract import WAYS
 from tests.support.platforms import pretend
@@ -71,7 +70,7 @@ def close(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
 
 def later(rotation: Any) -> Any:
     """Return a rotation that is left to the kernel."""
-    return lambda x, at: Turned(x, rotation.turn(x, at))
+    return rotation.turn
 
 
 @pytest.mark.sampled(0.13, slow=0.2)

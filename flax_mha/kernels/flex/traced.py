@@ -18,7 +18,7 @@ from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.tile import FlexCall, Machine, SpecForm, fill
 from flax_mha.kernels.xla.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY
-from flax_mha.masks.algebra import evaluate, nan_at_others
+from flax_mha.masks.algebra import TracedNumbers, evaluate
 from flax_mha.masks.states import is_static
 
 # The maximum entries of a function's argument, in fast memory.
@@ -124,7 +124,11 @@ def _score(
     if tile.scores:
         # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
         s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
-    return nan_at_others(tile.mask, jnp.where(allowed, s, -jnp.inf))
+    s = jnp.where(allowed, s, -jnp.inf)
+    if isinstance(tile.mask, TracedNumbers):
+        # Numbers other than 0 and 1 make scores NaN.
+        s += jnp.where(tile.mask.others(), jnp.asarray(jnp.nan, s.dtype), 0)
+    return s
 
 
 def _trace_functions(

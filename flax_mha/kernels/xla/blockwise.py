@@ -16,11 +16,12 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from flax_mha.base import loops, numerics, shapes, trees
@@ -185,11 +186,11 @@ def _loops(
             run = functools.partial(job, part)
             run = functools.partial(_checkpoint(run) if static.remat else run, k, v)
             count = part.count_blocks(plan.nq)
-            parts.append(loops.scan_blocks(run, [], [q], part.first, count)[1])
+            parts.append(_scan_blocks(run, [], [q], part.first, count)[1])
         return [], tuple(tiles.join(x) for x in zip(*parts, strict=True))
 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    results: tuple[jax.Array, ...] = loops.scan_or_map(group, [], xs, static.together)[1]
+    results: tuple[jax.Array, ...] = _scan_or_map(group, [], xs, static.together)[1]
     return results
 
 
@@ -244,7 +245,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
         # Start with the last part, the widest under a causal mask: dk and dv need no padding.
         for part in reversed(plan.parts):
             run, count = functools.partial(job, part), part.count_blocks(plan.nq)
-            carry, dq = loops.scan_blocks(run, carry, blocks, part.first, count)
+            carry, dq = _scan_blocks(run, carry, blocks, part.first, count)
             parts.insert(0, dq)
         grads, dkT, dvT = carry
         dk = tiles.join_key_sums(dkT).astype(k.dtype)
@@ -253,9 +254,34 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
 
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, acc), q), leaves)
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), stats, k, v)
-    grads, (dq, dk, dv) = loops.scan_or_map(group, zeros, xs, static.together)
+    grads, (dq, dk, dv) = _scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
     return None, dq, dk, dv, grads, None, None
 
 
 _core.defvjp(_forward, _backward)
+
+
+def _scan_blocks(
+    job: Callable[[Any, Any], Any], carry: Any, xs: Sequence[jax.Array], first: int, count: int
+) -> Any:
+    """Scan carry, result = job(carry, (index, *blocks)) over blocks of xs [G, blocks, ...].
+
+    Take `count` blocks from `first` on. Return the last carry, and the results [G, count, ...].
+    """
+    G, length = xs[0].shape[:2]
+    if count != length:
+        xs = [lax.slice_in_dim(x, first, first + count, 1, 1) for x in xs]
+    if G == 1 and count == 1:
+        carry, result = job(carry, (np.int32(0), *(lax.squeeze(x, (0, 1)) for x in xs)))
+        return carry, jax.tree.map(lambda x: lax.expand_dims(x, (0, 1)), result)
+    flat = [lax.collapse(x, 0, 2) for x in xs]
+    carry, results = loops.scan(job, carry, (jnp.arange(G * count, dtype=jnp.int32), *flat))
+    return carry, jax.tree.map(lambda x: x.reshape(G, count, *x.shape[1:]), results)
+
+
+def _scan_or_map(group: Callable[[Any, Any], Any], sums: Any, xs: Any, together: int) -> Any:
+    """Scan sums, results = group(sums, x) over xs. Without sums, map `together` entries at once."""
+    if jax.tree.leaves(sums) or together == 1:
+        return loops.scan(group, sums, xs)
+    return sums, loops.map_blocks(lambda x: group(sums, x)[1], xs, (), together)

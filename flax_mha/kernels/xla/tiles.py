@@ -39,13 +39,13 @@ class TileIndex(NamedTuple):
     @classmethod
     def of_row(cls, plan: Plan, r: jax.Array) -> "TileIndex":
         """Return the first tile of row and key/value head r of `fold_heads`."""
-        row, head = symbols.divide(r, plan.dims.K)
+        row, head = _divide(r, plan.dims.K)
         return cls(row, head if plan.dims.G == 1 else head * plan.dims.G, 0, 0)
 
     def of_job(self, plan: Plan, part: KeyRange, j: Any) -> "TileIndex":
         """Return the tiles of job j of a key range, for this row and key/value head."""
         starts = part.starts
-        member, block = symbols.divide(j, part.count_blocks(plan.nq))
+        member, block = _divide(j, part.count_blocks(plan.nq))
         head = self.head if plan.dims.G == 1 else self.head + member
         tile: Any = 0  # Without starts, the visit lists hold the tiles.
         if starts:
@@ -266,3 +266,13 @@ def dot(
         a, b, (((axis_a,), (axis_b,)), ((), ())),
         precision=spec.precision, preferred_element_type=dtype,
     )  # fmt: skip
+
+
+def _divide(index: Any, by: Any) -> tuple[Any, Any]:
+    """Return the quotient and the remainder of an index ≥ 0."""
+    if symbols.is_symbolic(by):
+        return index // by, index % by
+    if by == 1:
+        return index, np.int32(0)
+    # `//` and `%` take many more operations, for negative numbers.
+    return lax.div(index, np.int32(by)), lax.rem(index, np.int32(by))
