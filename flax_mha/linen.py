@@ -1,8 +1,6 @@
 """The layers of `flax_mha` for linen."""
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -18,7 +16,7 @@ from flax_mha.cache import CacheConfig, KVCache, collection, resolve
 from flax_mha.cache.resolve import CacheLike, KVLike
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection, make_parameter
-from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry, Table
+from flax_mha.layer.parameters import ArrayEntry, Entry
 from flax_mha.layer.settings import Call, Settings, reading
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import rules
@@ -162,7 +160,8 @@ class MultiHeadAttention(Settings, nn.Module):
                 kv, inputs_q, inputs_k, inputs_v, config, self._kept(), self.is_initializing()
             )
             D, of_kv = inputs_q.shape[-1], resolve.projected(inputs_q, inputs_k, inputs_v, cache)
-            table = self.checked_table(D, *(0 if x is None else x.shape[-1] for x in of_kv))
+            self.check_fields()
+            table = self.table(D, *(0 if x is None else x.shape[-1] for x in of_kv))
             is_captured = self.is_mutable_collection("intermediates")
             tap = tap_of(self, prefix="attention_")
             call = Call(
@@ -191,23 +190,10 @@ class MultiHeadAttention(Settings, nn.Module):
         return core.attend(p, self, heads, call, cache)
 
     @nn.nowrap
-    def checked_table(self, D: int, Dk: int, Dv: int) -> Table:
-        """Return `table` after a check of the fields, both made once for equal fields and sizes.
-
-        Linen clones a layer for each call, so the layer itself can't keep them.
-        """
-        names = self.__dataclass_fields__.keys() - {"parent", "name"}
-        fields = {name: getattr(self, name) for name in names}
-        cls: Any = type(self)
-        with contextlib.suppress(TypeError):  # A mask with arrays has no hash.
-            return _checked_table(cls, D, Dk, Dv, **fields)
-        self.check_fields()
-        return self.table(D, Dk, Dv)
-
-    @nn.nowrap
     def _make(self, name: str, entry: Entry) -> Any:
-        if isinstance(entry, NormEntry):
-            return entry.norm.module(nn, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+        if isinstance(entry, tuple):
+            norm = entry[1]
+            return norm.module(nn, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
         if isinstance(entry, ArrayEntry):
             init = sharding.named(entry.init, entry.names, self.partitioned)
             return make_parameter(self, name, init, entry.shape, self.param_dtype)
@@ -241,13 +227,6 @@ class MultiHeadAttention(Settings, nn.Module):
         if deterministic:
             return None
         return self.make_rng("dropout") if rng is None else rng
-
-
-@functools.lru_cache(256, typed=True)  # 1 is not True.
-def _checked_table(cls: type[MultiHeadAttention], D: int, Dk: int, Dv: int, **fields: Any) -> Table:
-    layer = cls(**fields, parent=None)
-    layer.check_fields()
-    return layer.table(D, Dk, Dv)
 
 
 def with_parameters(

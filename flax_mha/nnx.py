@@ -25,7 +25,7 @@ from flax_mha.kernels import Capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer import core
 from flax_mha.layer.linear import Linear, default_kernel_init
-from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry, Table
+from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import ZEROS, Call, reading
 from flax_mha.positions import Rotation
@@ -90,14 +90,6 @@ def _projection(
     )  # fmt: skip
     projection.entry = entry
     return projection
-
-
-def _read(module: Any, entry: Entry) -> Any:
-    """Return the parameters of an entry, as `compute` reads them."""
-    if isinstance(entry, ArrayEntry):
-        return module.get_value()
-    # A norm is called, and so is a module that a user has put there.
-    return module._weights() if isinstance(module, Projection) else module
 
 
 def _field(name: str) -> Any:
@@ -198,13 +190,14 @@ class MultiHeadAttention(nnx.Module):
             if isinstance(entry, LinearEntry):
                 metadata_of = outs if entry.is_out else (kernel_metadata, bias_metadata)
                 setattr(self, name, _projection(config, entry, rngs, *metadata_of))
-            elif isinstance(entry, NormEntry):
+            elif isinstance(entry, tuple):
+                shape, norm = entry
                 # Flax makes a flat scale by default, but linen's has all axes.
-                setattr(self, name, entry.norm.module(
-                    nnx, math.prod(entry.shape), dtype=config.dtype,
+                setattr(self, name, norm.module(
+                    nnx, math.prod(shape), dtype=config.dtype,
                     param_dtype=config.param_dtype, rngs=rngs,
                     scale_metadata=metadata.get(name, _NOTHING),
-                    scale_init=lambda _, __, dtype, entry=entry: jnp.ones(entry.shape, dtype),
+                    scale_init=lambda _, __, dtype, shape=shape: jnp.ones(shape, dtype),
                 ))  # fmt: skip
 
         def make(
@@ -273,7 +266,7 @@ class MultiHeadAttention(nnx.Module):
         decode = self.decode if decode is None else decode
         inputs_k, inputs_v, cache = resolve.resolve_call(
             kv, inputs_q, inputs_k, inputs_v, settings.cache if decode else None,
-            self._kept() if decode else None,
+            nnx.as_pure(self.kv) if decode else None,
         )  # fmt: skip
         if isinstance(cache, CacheConfig):
             raise ValueError(
@@ -287,7 +280,7 @@ class MultiHeadAttention(nnx.Module):
             )
         if is_causal:
             mask = masks.combine(masks.Causal(), mask)
-        tap = Tap(self, nnx.as_pure(self.edits) or {}, collection=nnx.Intermediate)
+        tap = Tap(self, nnx.as_pure(self.edits) or {})
         call = Call(
             mask, bias, self._learned(settings) + as_scores(scores), positions, head_mask, lengths,
             order, dropout_rng=self._dropout_rng(deterministic, rngs),
@@ -340,10 +333,6 @@ class MultiHeadAttention(nnx.Module):
             dtype = self.config.cache.dtype or self.dtype
             self.init_cache((*batch, max_length, self.in_features), dtype)
 
-    def _kept(self) -> Any:
-        """Return the cache of earlier calls, or None."""
-        return nnx.as_pure(self.kv)
-
     def _keep(self, cache: KVCache) -> None:
         """Keep a cache for the next call, in the same variables if shapes and dtypes stay."""
 
@@ -365,9 +354,15 @@ class MultiHeadAttention(nnx.Module):
         return learned(settings.scores, settings.score_heads, self.head_dim, read)
 
     def _parameters(self) -> dict[str, Any]:
-        """Return the parameters by name."""
-        table = self._table(self.config)
-        return {name: _read(getattr(self, name), entry) for name, entry in table.items()}
+        """Return the parameters by name, as `compute` reads them."""
+
+        def read(x: Any) -> Any:
+            if _is_variable(x):
+                return x.get_value()
+            # A norm is called, and so is a module that a user has put there.
+            return x._weights() if isinstance(x, Projection) else x
+
+        return {name: read(getattr(self, name)) for name in self._table(self.config)}
 
     def _table(self, config: linen.MultiHeadAttention) -> Table:
         return config.table(self.in_features, self.in_kv_features, self.in_kv_features)
@@ -392,7 +387,8 @@ class MultiHeadAttention(nnx.Module):
 
     def _cached(self, name: str) -> jax.Array | None:
         """Return an array of the cache in the order of Flax's axes."""
-        return None if self.kv is None else jnp.swapaxes(getattr(self._kept(), name), -3, -2)
+        kept = nnx.as_pure(self.kv)
+        return None if kept is None else jnp.swapaxes(getattr(kept, name), -3, -2)
 
     @property
     def cached_key(self) -> jax.Array | None:
@@ -407,7 +403,7 @@ class MultiHeadAttention(nnx.Module):
     @property
     def cache_index(self) -> jax.Array | None:
         """The number of tokens in the cache of each example, int32 [*B]."""
-        return None if self.kv is None else self._kept().length
+        return None if self.kv is None else nnx.as_pure(self.kv.length)
 
 
 # Only the layer that replaces Flax's has its default, True.

@@ -14,8 +14,8 @@ from flax_mha.analysis.circuits import parameters
 from flax_mha.base import checks, numerics, shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
-from flax_mha.taps.sown import by_path
-from flax_mha.taps.tap import looking
+from flax_mha.taps.sown import values
+from flax_mha.taps.tap import capturing
 
 # The fields with which logits are not linear in the captured parts.
 _NOT_LINEAR = {
@@ -132,15 +132,15 @@ def _capture(
     model: LanguageModel, variables: Any, names: tuple[str, ...], tokens: Any, kwargs: Any
 ) -> list[dict[str, jax.Array]]:
     """Return the captured tensors of each layer by their paths in it."""
-    with looking(capture=Capture(names)):
+    with capturing(Capture(names)):
         _, sown = model.apply(variables, tokens, mutable="intermediates", **kwargs)
-    values = by_path(sown)
+    tensors = values(sown)
 
     def layer(at: tuple[str, ...], step: int | None) -> dict[str, jax.Array]:
         prefix = "/".join(("decoder", *at, ""))
         index = ... if step is None else step
         return {
-            path.removeprefix(prefix): x[index] for path, x in values.items()
+            path.removeprefix(prefix): x[index] for path, x in tensors.items()
             if path.startswith(prefix)
         }  # fmt: skip
 

@@ -17,12 +17,10 @@ from flax_mha.cache.resolve import CacheLike
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer.exclusive import exclude_own
-from flax_mha.layer.heads import Heads as Heads
-from flax_mha.layer.heads import check_order as check_order
+from flax_mha.layer.heads import Heads
 from flax_mha.layer.heads import project_heads as project_heads
 from flax_mha.layer.linear import Linear
-from flax_mha.layer.settings import Call as Call
-from flax_mha.layer.settings import Settings as Settings
+from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions.turn import Turned, settle
 from flax_mha.scores import as_scores
 from flax_mha.signatures import custom_attention
@@ -95,22 +93,22 @@ def _append(
     after: KVCache | None
     if isinstance(cache, KeyValues):
         cache.check(mask, heads.order)
-        return internals.edit_given(tap, q, cache), None
-    if isinstance(cache, KVCache) and cache.queries is not None:
+        keys, after = cache, None
+    elif isinstance(cache, KVCache) and cache.queries is not None:
         keys, after = cache.counted(T, lengths)
-        return internals.edit_given(tap, q, keys), after
-    k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
-    if isinstance(cache, Encoded):
+    else:
+        k, v = jax.tree.map(lambda x: sharding.constrain(x, sharding.KV_HEADS), (heads.k, heads.v))
+        if not isinstance(cache, Encoded):
+            k, v = tap("k", k), tap("v", v)
+            if isinstance(cache, KVCache):
+                return cache.extended(*heads.kept(k, v), lengths)
+            after = None if cache is None else cache.empty(*heads.kept(k, v), settings.mask)
+            k = k if heads.turns is None else Turned(k, heads.turns[1])
+            lengths = lengths if heads.same_tokens else None
+            return KeyValues(k, v, lengths, ordered=heads.order is not None), after
         dtype = settings.cache and settings.cache.dtype
         keys, after = cache.keep(k, v, dtype or k.dtype, T, lengths)
-        return internals.edit_given(tap, q, keys), after
-    k, v = tap("k", k), tap("v", v)
-    if isinstance(cache, KVCache):
-        return cache.extended(*heads.kept(k, v), lengths)
-    after = None if cache is None else cache.empty(*heads.kept(k, v), settings.mask)
-    k = k if heads.turns is None else Turned(k, heads.turns[1])
-    lengths = lengths if heads.same_tokens else None
-    return KeyValues(k, v, lengths, ordered=heads.order is not None), after
+    return internals.edit_given(tap, q, keys), after
 
 
 def _merge(linear: Linear | None, z: jax.Array, tap: Tap) -> jax.Array:

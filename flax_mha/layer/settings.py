@@ -19,7 +19,7 @@ from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer.linear import default_bias_init, default_kernel_init
-from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
+from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
@@ -29,8 +29,6 @@ from flax_mha.taps.tap import Tap, capture_of
 ZEROS = default_bias_init
 # A field for which only None is accepted, see `base.arguments`.
 _refused = functools.partial(dataclasses.field, default=None, repr=False)
-# One function for equal values, so that layers with equal fields are equal.
-_constant = functools.cache(nn.initializers.constant)
 # Fields that do not change what a layer computes from its parameters.
 NEUTRAL = (
     "num_heads", "qkv_features", "out_features", "num_kv_heads", "head_dim", "v_head_dim", "mask",
@@ -169,9 +167,9 @@ class Settings:
                 "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"
             )
         if norm is not None:
-            entries["query_ln"] = NormEntry((N, H) if norm.over_heads else (H,), norm)
+            entries["query_ln"] = ((N, H) if norm.over_heads else (H,), norm)
         if norm is not None and Dk:
-            entries["key_ln"] = NormEntry((K, H) if norm.over_heads else (H,), norm)
+            entries["key_ln"] = ((K, H) if norm.over_heads else (H,), norm)
         if self.gate is not None:
             gate = checks.choice("gate", self.gate, {"head": (N, 1), "feature": (N, Hv)})
             entries["output_gate"] = self.to_heads("output_gate", D, gate)
@@ -199,7 +197,7 @@ class Settings:
         if isinstance(self.scale, str):
             if self.scale != "learned":
                 raise ValueError(f"scale must be a number or 'learned', got {self.scale!r}")
-            inits["score_scale"] = _constant(H**-0.5)
+            inits["score_scale"] = nn.initializers.constant(H**-0.5)
         shape = (self.num_heads,)
         return {
             name: ArrayEntry(shape, ("heads",), x, is_random=False) for name, x in inits.items()

@@ -9,7 +9,6 @@ For a model that keeps its layers:
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
@@ -74,7 +73,7 @@ def attention_fn(  # noqa: D417
     if module is None:
         return result
     out, weights = result
-    module.sow(_intermediates(module), "attention_weights", weights)
+    module.sow("intermediates", "attention_weights", weights)
     return out
 
 
@@ -114,7 +113,7 @@ def dot_product_attention_weights(  # noqa: D417
         query, key, values, precision=precision, return_weights=True, **call
     )[1]
     if module is not None:
-        module.sow(_intermediates(module), "attention_weights", weights)
+        module.sow("intermediates", "attention_weights", weights)
     if deterministic:
         return weights
     spec = bind_call(
@@ -127,12 +126,3 @@ def dot_product_attention_weights(  # noqa: D417
 def _promote(dtype: Dtype | None, **arrays: jax.Array) -> Any:
     """Promote arrays to one dtype."""
     return promote_dtype(*(checks.array(name, x) for name, x in arrays.items()), dtype=dtype)
-
-
-def _intermediates(module: Any) -> Any:
-    """Return a module's collection of sown values."""
-    if isinstance(module, nn.Module):
-        return "intermediates"
-    from flax import nnx  # Slow to import. Whoever has an nnx module has imported it.
-
-    return nnx.Intermediate

@@ -11,8 +11,16 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 
-def by_path(sown: Any) -> dict[str, Any]:
-    """Return sown values by path; of several calls of a module a tuple. An array is weights."""
+def values(sown: Any) -> dict[str, Any]:
+    """Return captured tensors by the paths of `names`. Several calls of a module give a tuple.
+
+    >>> _, sown = model.apply(variables, x, mutable="intermediates")
+    >>> z = edits.values(sown)["layers_0/attention/attention_z"]
+
+    Args:
+      sown: `intermediates`, or all collections of a run; for nnx, the state of intermediates. An
+        array is a layer's weights.
+    """
     tree = nnx.to_pure_dict(sown) if isinstance(sown, nnx.State) else sown
     tree = tree if isinstance(tree, Mapping) else {"attention_weights": tree}
     flat = flatten_dict(tree.get("intermediates", tree))
@@ -24,7 +32,7 @@ def by_path(sown: Any) -> dict[str, Any]:
 
 def named(sown: Any, name: str) -> dict[str, Any]:
     """Return the values of one name by path of the module that sowed them, all calls stacked."""
-    flat = {path.rpartition("/"): x for path, x in by_path(sown).items()}
+    flat = {path.rpartition("/"): x for path, x in values(sown).items()}
     return {
         module: jax.tree.map(lambda *xs: jnp.stack(xs), *x) if isinstance(x, tuple) else x
         for (module, _, last), x in flat.items() if last == name
