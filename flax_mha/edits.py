@@ -17,7 +17,7 @@ from flax.traverse_util import unflatten_dict
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
 from flax_mha.layer.settings import Settings
-from flax_mha.taps.sown import values
+from flax_mha.taps.sown import sown_by, split, values
 from flax_mha.taps.tap import COLLECTION, Edit, at_tensor
 
 __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
@@ -68,22 +68,6 @@ def _trace(model: Any, *args: Any, **kwargs: Any) -> Tensors:
     with at_tensor(visit):
         jax.eval_shape(functools.partial(sown_by, root, **kwargs), *inputs)
     return tensors
-
-
-def split(model: Any, *args: Any) -> tuple[Any, ...]:
-    """Return a model without arrays, and the arguments of a call after the state of an nnx one."""
-    return (*nnx.split(model), *args) if isinstance(model, nnx.Module) else (model, *args)
-
-
-def sown_by(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a call of a model sows, for the model and the arguments that `split` returns."""
-    if isinstance(model, nn.Module):
-        return model.apply(*args, mutable=nn.DenyList(("params", COLLECTION)), **kwargs)[1]
-    state, *inputs = args
-    copy: Any = nnx.merge(model, state)
-    for path, layer in attention_layers(copy):
-        layer.path = path
-    return nnx.capture(lambda m: m(*inputs, **kwargs), nnx.Intermediate)(copy)[1]
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:

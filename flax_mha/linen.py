@@ -16,7 +16,7 @@ from flax_mha.cache import CacheConfig, KVCache, collection, resolve
 from flax_mha.cache.resolve import CacheLike, KVLike
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection, make_parameter
-from flax_mha.layer.parameters import ArrayEntry, Entry
+from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
 from flax_mha.layer.settings import Call, Settings, reading
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import rules
@@ -191,9 +191,8 @@ class MultiHeadAttention(Settings, nn.Module):
 
     @nn.nowrap
     def _make(self, name: str, entry: Entry) -> Any:
-        if isinstance(entry, tuple):
-            norm = entry[1]
-            return norm.module(nn, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+        if isinstance(entry, NormEntry):
+            return entry.norm.module(nn, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
         if isinstance(entry, ArrayEntry):
             init = sharding.named(entry.init, entry.names, self.partitioned)
             return make_parameter(self, name, init, entry.shape, self.param_dtype)
@@ -238,8 +237,6 @@ def with_parameters(
         init = sharding.named(init, names, like.partitioned)
         return make_parameter(module, name, init, shape, like.param_dtype)
 
-    if isinstance(scores, Sequence) and not scores:  # As in most layers. Others are checked.
-        return ()
     return learned(scores, like.score_heads, like.sizes(features)[2], make)
 
 

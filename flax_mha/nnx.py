@@ -25,7 +25,7 @@ from flax_mha.kernels import Capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer import core
 from flax_mha.layer.linear import Linear, default_kernel_init
-from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
+from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import ZEROS, Call, reading
 from flax_mha.positions import Rotation
@@ -73,23 +73,6 @@ class Projection(nnx.LinearGeneral):
             self.kernel[...], bias, self.entry.names, len(self.axis), self.entry.rows, self.dtype,
             self.precision, self,
         )  # fmt: skip
-
-
-def _projection(
-    config: linen.MultiHeadAttention, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Metadata
-) -> Projection:
-    """Make a projection with the metadata of its kernel and its bias."""
-    kernel_init, bias_init = (
-        functools.partial(shapes.draw, init) for init in config.initializers(entry)
-    )
-    projection = Projection(
-        entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
-        use_bias=entry.has_bias, dtype=config.dtype, param_dtype=config.param_dtype,
-        precision=config.precision, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
-        kernel_metadata=metadata[0], bias_metadata=metadata[1],
-    )  # fmt: skip
-    projection.entry = entry
-    return projection
 
 
 def _field(name: str) -> Any:
@@ -185,26 +168,32 @@ class MultiHeadAttention(nnx.Module):
         self.kv: Any = nnx.data(None)
         metadata = {"query_ln": query_ln_scale_metadata, "key_ln": key_ln_scale_metadata}
         outs = (out_kernel_metadata or kernel_metadata, out_bias_metadata or bias_metadata)
-        table = self._table(config)
+        table = config.table(D, self.in_kv_features, self.in_kv_features)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
-                metadata_of = outs if entry.is_out else (kernel_metadata, bias_metadata)
-                setattr(self, name, _projection(config, entry, rngs, *metadata_of))
-            elif isinstance(entry, tuple):
-                shape, norm = entry
+                of_kernel, of_bias = outs if entry.is_out else (kernel_metadata, bias_metadata)
+                inits = [functools.partial(shapes.draw, x) for x in config.initializers(entry)]
+                projection = Projection(
+                    entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
+                    use_bias=entry.has_bias, dtype=dtype, param_dtype=param_dtype,
+                    precision=precision, kernel_init=inits[0], bias_init=inits[1], rngs=rngs,
+                    kernel_metadata=of_kernel, bias_metadata=of_bias,
+                )  # fmt: skip
+                projection.entry = entry
+                setattr(self, name, projection)
+            elif isinstance(entry, NormEntry):
                 # Flax makes a flat scale by default, but linen's has all axes.
-                setattr(self, name, norm.module(
-                    nnx, math.prod(shape), dtype=config.dtype,
-                    param_dtype=config.param_dtype, rngs=rngs,
+                setattr(self, name, entry.norm.module(
+                    nnx, math.prod(entry.shape), dtype=dtype, param_dtype=param_dtype, rngs=rngs,
                     scale_metadata=metadata.get(name, _NOTHING),
-                    scale_init=lambda _, __, dtype, shape=shape: jnp.ones(shape, dtype),
+                    scale_init=lambda _, __, dtype, entry=entry: jnp.ones(entry.shape, dtype),
                 ))  # fmt: skip
 
         def make(
             name: str, shape: Shape, _: Any, init: Initializer = INIT, is_random: bool = True, /
         ) -> jax.Array:
             key: Any = rngs.params() if is_random else None
-            setattr(self, name, nnx.Param(shapes.draw(init, key, shape, config.param_dtype)))
+            setattr(self, name, nnx.Param(shapes.draw(init, key, shape, param_dtype)))
             return getattr(self, name).get_value()
 
         learned(scores, config.score_heads, H, make)
@@ -212,7 +201,7 @@ class MultiHeadAttention(nnx.Module):
         for name, entry in table.items():
             if isinstance(entry, ArrayEntry):
                 make(name, entry.shape, entry.names, entry.init, entry.is_random)
-        if keep_rngs and config.dropout_rate > 0:
+        if keep_rngs and dropout_rate > 0:
             self.rngs = rngs.dropout.fork()
 
     num_heads = _field("num_heads")
@@ -280,9 +269,14 @@ class MultiHeadAttention(nnx.Module):
             )
         if is_causal:
             mask = masks.combine(masks.Causal(), mask)
+
+        def read(name: str, *_: Any) -> Any:
+            return getattr(self, name).get_value()
+
+        own = learned(settings.scores, settings.score_heads, self.head_dim, read)
         tap = Tap(self, nnx.as_pure(self.edits) or {})
         call = Call(
-            mask, bias, self._learned(settings) + as_scores(scores), positions, head_mask, lengths,
+            mask, bias, own + as_scores(scores), positions, head_mask, lengths,
             order, dropout_rng=self._dropout_rng(deterministic, rngs),
             return_weights=return_weights,
             tap=reading(settings, tap, sow_weights, is_captured=True),
@@ -345,14 +339,6 @@ class MultiHeadAttention(nnx.Module):
             # `cache.truncate` of a state reads the window.
             self.kv = nnx.data(jax.tree.map(lambda x: nnx.Cache(x, window=cache.window), cache))
 
-    def _learned(self, settings: linen.MultiHeadAttention) -> tuple[ScoreMod, ...]:
-        """Return the layer's scores with their parameters."""
-
-        def read(name: str, *_: Any) -> Any:
-            return getattr(self, name).get_value()
-
-        return learned(settings.scores, settings.score_heads, self.head_dim, read)
-
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name, as `compute` reads them."""
 
@@ -362,10 +348,9 @@ class MultiHeadAttention(nnx.Module):
             # A norm is called, and so is a module that a user has put there.
             return x._weights() if isinstance(x, Projection) else x
 
-        return {name: read(getattr(self, name)) for name in self._table(self.config)}
-
-    def _table(self, config: linen.MultiHeadAttention) -> Table:
-        return config.table(self.in_features, self.in_kv_features, self.in_kv_features)
+        Dk = self.in_kv_features
+        table = self.config.table(self.in_features, Dk, Dk)
+        return {name: read(getattr(self, name)) for name in table}
 
     def _dropout_rng(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None

@@ -74,7 +74,11 @@ def attribute_logits(
     layers = _capture(model, variables, names, tokens, kwargs)
     norm, p = _final_norm(model, variables)
     _check_linear(model, norm)
-    direction = _direction(model, variables, targets)
+    table = parameters(variables, f"{'embedding' if model.tied else 'head'}/table/embedding")
+    table = table.astype(shapes.wide(table.dtype)) * model.logits_scale
+    pair = targets if isinstance(targets, tuple) else (targets,)
+    direction, *wrong = (numerics.look_up(table, jnp.asarray(x)) for x in pair)
+    direction = direction - wrong[0] if wrong else direction
     dtype, shares = direction.dtype, {}
     if norm is not None:
         if "bias" in p:
@@ -100,16 +104,6 @@ def attribute_logits(
                 out = share(layer[f"{name}/attention_out"])
                 shares[f"{path}/{name}/bias"] = out - heads.sum(-1)
     return shares
-
-
-def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
-    """Return the targets' rows [*B, T, D] of the table of logits."""
-    name = "embedding" if model.tied else "head"
-    table = parameters(variables, f"{name}/table/embedding")
-    table = table.astype(shapes.wide(table.dtype)) * model.logits_scale
-    pair = targets if isinstance(targets, tuple) else (targets,)
-    right, *wrong = (numerics.look_up(table, jnp.asarray(x)) for x in pair)
-    return right - wrong[0] if wrong else right
 
 
 def _check_linear(model: LanguageModel, norm: Any) -> None:

@@ -31,12 +31,11 @@ import numpy as np
 from flax_mha import masks
 from flax_mha.base import checks
 from flax_mha.base.trees import Static, combine, is_array, partition
-from flax_mha.edits import sown_by, split
 from flax_mha.kernels import observe
 from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
-from flax_mha.taps.sown import named
+from flax_mha.taps.sown import named, sown_by, split
 from flax_mha.taps.tap import Tap, at_softmax
 
 _EARLIER = ~masks.Window(left=0)

@@ -16,7 +16,7 @@ from flax_mha.interop.shared_settings import (
     repeating_part,
 )
 from flax_mha.layer import core
-from flax_mha.layer.parameters import Table
+from flax_mha.layer.parameters import NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder
@@ -47,7 +47,7 @@ class Gemma4Attention(MultiHeadAttention):
         if self.keys_as_values:
             entries.pop("value", None)
         norm = QKNorm(scale=False, epsilon=self.qk_norm.epsilon)
-        return entries | {"value_ln": (self.sizes(D)[3:], norm)}
+        return entries | {"value_ln": NormEntry(self.sizes(D)[3:], norm)}
 
     def compute(self, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Any, cache: Any) -> core.Output:
         """Return the output of the layer."""

@@ -17,13 +17,15 @@ from flax_mha.cache.resolve import CacheLike
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import dequantize
 from flax_mha.layer.exclusive import exclude_own
-from flax_mha.layer.heads import Heads
+from flax_mha.layer.heads import Heads as Heads
+from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
 from flax_mha.layer.linear import Linear
-from flax_mha.layer.settings import Call, Settings
+from flax_mha.layer.settings import Call as Call
+from flax_mha.layer.settings import Settings as Settings
 from flax_mha.positions.turn import Turned, settle
 from flax_mha.scores import as_scores
-from flax_mha.signatures import custom_attention
+from flax_mha.signatures.attention_fn import run_custom
 from flax_mha.taps import internals
 from flax_mha.taps.tap import Tap
 
@@ -157,7 +159,7 @@ def _options(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, 
         options["attention"] = call.attention
     elif settings.custom_attention is not None:
         options["attention"] = functools.partial(
-            custom_attention.run, settings.custom_attention, dtype=settings.dtype,
+            run_custom, settings.custom_attention, dtype=settings.dtype,
             force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.tap.sower,
         )  # fmt: skip
     return options

@@ -32,6 +32,19 @@ class LinearEntry:
 
 
 @dataclasses.dataclass(frozen=True)
+class NormEntry:
+    """A norm: the parameter `name/scale`.
+
+    Attributes:
+      shape: the shape of the scale, with an axis of heads if the norm is over them too.
+      norm: the norm.
+    """
+
+    shape: Shape
+    norm: QKNorm
+
+
+@dataclasses.dataclass(frozen=True)
 class ArrayEntry:
     """An array of the layer itself.
 
@@ -48,6 +61,5 @@ class ArrayEntry:
     is_random: bool = True
 
 
-# The shape of the parameter `name/scale` of a norm, and the norm.
-Entry: TypeAlias = LinearEntry | tuple[Shape, QKNorm] | ArrayEntry
+Entry: TypeAlias = LinearEntry | NormEntry | ArrayEntry
 Table: TypeAlias = dict[str, Entry]

@@ -19,7 +19,7 @@ from flax_mha.kernels import Capture
 from flax_mha.kernels.call.capture import as_capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer.linear import default_bias_init, default_kernel_init
-from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
+from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
@@ -167,9 +167,9 @@ class Settings:
                 "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"
             )
         if norm is not None:
-            entries["query_ln"] = ((N, H) if norm.over_heads else (H,), norm)
+            entries["query_ln"] = NormEntry((N, H) if norm.over_heads else (H,), norm)
         if norm is not None and Dk:
-            entries["key_ln"] = ((K, H) if norm.over_heads else (H,), norm)
+            entries["key_ln"] = NormEntry((K, H) if norm.over_heads else (H,), norm)
         if self.gate is not None:
             gate = checks.choice("gate", self.gate, {"head": (N, 1), "feature": (N, Hv)})
             entries["output_gate"] = self.to_heads("output_gate", D, gate)

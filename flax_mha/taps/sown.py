@@ -4,11 +4,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
+
+from flax_mha.taps.tap import COLLECTION
+
+
+def split(model: Any, *args: Any) -> tuple[Any, ...]:
+    """Return a model without arrays, and the arguments of a call after the state of an nnx one."""
+    return (*nnx.split(model), *args) if isinstance(model, nnx.Module) else (model, *args)
+
+
+def sown_by(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a call of a model sows, for the model and the arguments that `split` returns."""
+    if isinstance(model, nn.Module):
+        return model.apply(*args, mutable=nn.DenyList(("params", COLLECTION)), **kwargs)[1]
+    state, *inputs = args
+    copy = nnx.merge(model, state)
+    modules: Any = nnx.iter_modules(copy)
+    for path, x in modules:
+        if hasattr(x, "edits"):
+            x.path = tuple(map(str, path))
+    return nnx.capture(lambda m: m(*inputs, **kwargs), nnx.Intermediate)(copy)[1]
 
 
 def values(sown: Any) -> dict[str, Any]:

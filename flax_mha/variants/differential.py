@@ -12,7 +12,7 @@ from flax_mha import sharding
 from flax_mha.base import shapes
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
-from flax_mha.layer.parameters import ArrayEntry, Table
+from flax_mha.layer.parameters import ArrayEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import Call
 from flax_mha.linen import MultiHeadAttention
@@ -93,7 +93,7 @@ class DifferentialAttention(MultiHeadAttention):
         vectors = ArrayEntry((H,), (None,), nn.initializers.normal(0.1))
         entries |= self.out_table(N, 2 * H, D)
         entries |= dict.fromkeys(_LAMBDA, vectors)
-        return entries | {"norm": ((2 * H,), QKNorm(epsilon=self.norm_epsilon))}
+        return entries | {"norm": NormEntry((2 * H,), QKNorm(epsilon=self.norm_epsilon))}
 
     @nn.nowrap
     def sizes(self, features: int) -> tuple[int, int, int, int]:

@@ -15,9 +15,9 @@ from flax_mha.cache import KVCache
 from flax_mha.kernels.call.stored import Stored, cast, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
-from flax_mha.layer.heads import Heads, check_order, turn, turn_positions
+from flax_mha.layer.heads import turn, turn_positions
 from flax_mha.layer.linear import Linear
-from flax_mha.layer.parameters import LinearEntry, Table
+from flax_mha.layer.parameters import LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import Call, has_bias
 from flax_mha.linen import MultiHeadAttention
@@ -61,7 +61,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         """Compute the layer."""
         common.check_inputs("latent attention", x_k, cache)
         without_vectors("latent attention", call.scores)
-        order = check_order(call.order, cache is None, x_q.shape[-2])
+        order = core.check_order(call.order, cache is None, x_q.shape[-2])
         x = padding.cleared(x_q, call.lengths, order)
         q = p["query"](x if self.q_rank is None else p["query_norm"](p["query_down"](x)))
         R = self.rope_dim
@@ -72,7 +72,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         places: Any = turn_positions(*to_turn, call.positions, order, cache, call.lengths)
         q_rope, r = turn(*to_turn, *places)
         c = latent[..., None, :]
-        heads = Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
+        heads = core.Heads(_joined(q[..., :H], q_rope), r, c, order=order, kept=lambda k, v: (r, c))
         has_slots = isinstance(cache, KVCache)
         if call.tap.is_active or not has_slots:
             heads = heads._replace(k=_joined(p["key"](latent), r), v=p["value"](latent))
@@ -109,10 +109,10 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
         if self.q_rank is not None:
             add("query_down", D, (self.q_rank,), "embed", None)
-            entries["query_norm"] = ((self.q_rank,), norm)
+            entries["query_norm"] = NormEntry((self.q_rank,), norm)
         add("query", self.q_rank or D, (N, H + R), None, "heads", None)
         add("kv_down", D, (rank + R,), "embed", None)
-        entries["kv_norm"] = ((rank,), norm)
+        entries["kv_norm"] = NormEntry((rank,), norm)
         add("key", rank, (N, H), None, "heads", "head_dim")
         add("value", rank, (N, Hv), None, "heads", "head_dim")
         return entries | self.out_table(N, Hv, D) | self.score_table(H)
