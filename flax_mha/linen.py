@@ -1,6 +1,8 @@
 """The layers of `flax_mha` for linen."""
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -16,7 +18,7 @@ from flax_mha.cache import CacheConfig, KVCache, collection, resolve
 from flax_mha.cache.resolve import CacheLike, KVLike
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection, make_parameter
-from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
+from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry, Table
 from flax_mha.layer.settings import Call, Settings, reading
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import rules
@@ -160,15 +162,12 @@ class MultiHeadAttention(Settings, nn.Module):
                 kv, inputs_q, inputs_k, inputs_v, config, self._kept(), self.is_initializing()
             )
             D, of_kv = inputs_q.shape[-1], resolve.projected(inputs_q, inputs_k, inputs_v, cache)
-            self.check_fields()
-            table = self.table(D, *(0 if x is None else x.shape[-1] for x in of_kv))
-            is_captured = self.is_mutable_collection("intermediates")
-            tap = tap_of(self, prefix="attention_")
+            table = self.checked_table(D, *(0 if x is None else x.shape[-1] for x in of_kv))
             call = Call(
                 mask, bias, with_parameters(self, self.scores, self, D) + as_scores(scores),
                 positions, head_mask, lengths, order, return_weights=return_weights,
                 dropout_rng=self._dropout_rng(deterministic, dropout_rng),
-                tap=reading(self, tap, sow_weights, is_captured),
+                tap=reading(self, tap_of(self, prefix="attention_"), sow_weights),
             )  # fmt: skip
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
@@ -188,6 +187,20 @@ class MultiHeadAttention(Settings, nn.Module):
         """
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache, in_kernel=True)
         return core.attend(p, self, heads, call, cache)
+
+    @nn.nowrap
+    def checked_table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return `table` after a check of the fields, both made once for equal fields and sizes.
+
+        Linen clones a layer for each call, so the layer itself can't keep them.
+        """
+        names = self.__dataclass_fields__.keys() - {"parent", "name"}
+        fields = {name: getattr(self, name) for name in names}
+        cls: Any = type(self)
+        with contextlib.suppress(TypeError):  # A mask with arrays has no hash.
+            return _checked_table(cls, D, Dk, Dv, **fields)
+        self.check_fields()
+        return self.table(D, Dk, Dv)
 
     @nn.nowrap
     def _make(self, name: str, entry: Entry) -> Any:
@@ -220,12 +233,16 @@ class MultiHeadAttention(Settings, nn.Module):
     @nn.nowrap
     def _dropout_rng(self, told: bool | None, rng: jax.Array | None) -> jax.Array | None:
         """Return a key for dropout, or None for no dropout."""
-        if self.dropout_rate == 0:
-            return None
-        deterministic = nn.merge_param("deterministic", self.deterministic, told)
-        if deterministic:
+        if not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, told):
             return None
         return self.make_rng("dropout") if rng is None else rng
+
+
+@functools.lru_cache(256, typed=True)  # 1 is not True.
+def _checked_table(cls: type[MultiHeadAttention], D: int, Dk: int, Dv: int, **fields: Any) -> Table:
+    layer = cls(**fields, parent=None)
+    layer.check_fields()
+    return layer.table(D, Dk, Dv)
 
 
 def with_parameters(
@@ -237,6 +254,8 @@ def with_parameters(
         init = sharding.named(init, names, like.partitioned)
         return make_parameter(module, name, init, shape, like.param_dtype)
 
+    if isinstance(scores, Sequence) and not scores:  # As in most layers. Others are checked.
+        return ()
     return learned(scores, like.score_heads, like.sizes(features)[2], make)
 
 

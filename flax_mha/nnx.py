@@ -276,10 +276,9 @@ class MultiHeadAttention(nnx.Module):
         own = learned(settings.scores, settings.score_heads, self.head_dim, read)
         tap = Tap(self, nnx.as_pure(self.edits) or {})
         call = Call(
-            mask, bias, own + as_scores(scores), positions, head_mask, lengths,
-            order, dropout_rng=self._dropout_rng(deterministic, rngs),
-            return_weights=return_weights,
-            tap=reading(settings, tap, sow_weights, is_captured=True),
+            mask, bias, own + as_scores(scores), positions, head_mask, lengths, order,
+            dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
+            tap=reading(settings, tap, sow_weights),
         )  # fmt: skip
         output = settings.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:

@@ -83,13 +83,12 @@ def _prune_linen(
             return x.clone(**fields)
         is_stack = isinstance(x, Stack) and any(name.startswith(prefix) for name in removed)
         x = _unstack(x, prefix, params) if is_stack else x
-        fields = {
-            field.name: getattr(x, field.name) for field in dataclasses.fields(x)
-            if field.name not in ("parent", "name")
-        }  # fmt: skip
-        for name, value in fields.items():
+        fields = {}
+        for name in [field.name for field in dataclasses.fields(x)]:
+            value = getattr(x, name)
             part = "layers" if is_stack and name == "block" else getattr(value, "name", None)
-            fields[name] = change(value, prefix + (part or name))
+            if name not in ("parent", "name"):
+                fields[name] = change(value, prefix + (part or name))
         return x.clone(**fields)
 
     model = change(model, "")

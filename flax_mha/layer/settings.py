@@ -210,19 +210,18 @@ class Settings:
         return self.out_kernel_init or self.kernel_init, self.out_bias_init or self.bias_init
 
 
-def reading(settings: Settings, tap: Tap, sow_weights: bool, is_captured: bool) -> Tap:
-    """Return the tap of a call, with the reads that a layer's fields and `sow_weights` ask for.
-
-    `is_captured` is True if intermediates are collected.
-    """
+def reading(settings: Settings, tap: Tap, sow_weights: bool) -> Tap:
+    """Return the tap of a call, with the reads that a layer's fields and `sow_weights` ask for."""
+    module = tap.module
+    is_captured = not isinstance(module, nn.Module) or module.is_mutable_collection("intermediates")
     reads, is_custom = capture_of(settings.capture), settings.custom_attention is not None
     if sow_weights and not is_custom:  # A custom function sows them itself.
         names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
         reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
     tap.reads = reads if is_captured or is_custom else None
-    if (reads or sow_weights) and not is_captured and isinstance(tap.module, nn.Module):
+    if (reads or sow_weights) and not is_captured:
         tap.warn_if_lost()
-    tap.sower = tap.module if sow_weights else None
+    tap.sower = module if sow_weights else None
     return tap
 
 
