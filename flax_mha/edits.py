@@ -17,8 +17,8 @@ from flax.traverse_util import unflatten_dict
 from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
 from flax_mha.layer.settings import Settings
-from flax_mha.taps.sown import by_path
-from flax_mha.taps.tap import COLLECTION, Edit, looking
+from flax_mha.taps.sown import sown_by, split, values
+from flax_mha.taps.tap import COLLECTION, Edit, at_tensor
 
 __all__ = ["Edit", "Edits", "attach", "attention_layers", "detach", "names", "sweep", "values"]
 __dir__ = __all__.copy
@@ -61,36 +61,13 @@ def _trace(model: Any, *args: Any, **kwargs: Any) -> Tensors:
         x = jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype)
         tensors["/".join((*path, name))] = x, layers, is_edited
 
-    if isinstance(model, nnx.Module):
-        definition, state = nnx.split(model)
-
-        def call(state: Any, *inputs: Any) -> Any:
-            copy: Any = nnx.merge(definition, state)
-            for path, layer in attention_layers(copy):
-                layer.path = path
-            return copy(*inputs, **kwargs)
-
-        args = (state, *args)
-    else:
+    if isinstance(model, nn.Module):
         # JAX's caches keep `visit`, which must not keep arrays.
         parameters = jax.eval_shape(dict, args[0].get("params", {}))
-        mutable = nn.DenyList(("params", COLLECTION))
-        call = functools.partial(model.apply, mutable=mutable, **kwargs)
-    with looking(at_tensor=visit):
-        jax.eval_shape(call, *args)
+    root, *inputs = split(model, *args)
+    with at_tensor(visit):
+        jax.eval_shape(functools.partial(sown_by, root, **kwargs), *inputs)
     return tensors
-
-
-def values(sown: Any) -> dict[str, Any]:
-    """Return captured tensors by the paths of `names`. Several calls of a module give a tuple.
-
-    >>> _, sown = model.apply(variables, x, mutable="intermediates")
-    >>> z = edits.values(sown)["layers_0/attention/attention_z"]
-
-    Args:
-      sown: `intermediates`, or all collections of a run; for nnx, the state of intermediates.
-    """
-    return by_path(sown)
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:

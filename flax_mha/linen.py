@@ -163,13 +163,11 @@ class MultiHeadAttention(Settings, nn.Module):
             )
             D, of_kv = inputs_q.shape[-1], resolve.projected(inputs_q, inputs_k, inputs_v, cache)
             table = self.checked_table(D, *(0 if x is None else x.shape[-1] for x in of_kv))
-            is_captured = self.is_mutable_collection("intermediates")
-            tap = tap_of(self, prefix="attention_")
             call = Call(
                 mask, bias, with_parameters(self, self.scores, self, D) + as_scores(scores),
                 positions, head_mask, lengths, order, return_weights=return_weights,
                 dropout_rng=self._dropout_rng(deterministic, dropout_rng),
-                tap=reading(self, tap, sow_weights, is_captured),
+                tap=reading(self, tap_of(self, prefix="attention_"), sow_weights),
             )  # fmt: skip
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
@@ -235,10 +233,7 @@ class MultiHeadAttention(Settings, nn.Module):
     @nn.nowrap
     def _dropout_rng(self, told: bool | None, rng: jax.Array | None) -> jax.Array | None:
         """Return a key for dropout, or None for no dropout."""
-        if self.dropout_rate == 0:
-            return None
-        deterministic = nn.merge_param("deterministic", self.deterministic, told)
-        if deterministic:
+        if not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, told):
             return None
         return self.make_rng("dropout") if rng is None else rng
 

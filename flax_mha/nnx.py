@@ -25,7 +25,7 @@ from flax_mha.kernels import Capture
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.layer import core
 from flax_mha.layer.linear import Linear, default_kernel_init
-from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry, Table
+from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import ZEROS, Call, reading
 from flax_mha.positions import Rotation
@@ -73,31 +73,6 @@ class Projection(nnx.LinearGeneral):
             self.kernel[...], bias, self.entry.names, len(self.axis), self.entry.rows, self.dtype,
             self.precision, self,
         )  # fmt: skip
-
-
-def _projection(
-    config: linen.MultiHeadAttention, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Metadata
-) -> Projection:
-    """Make a projection with the metadata of its kernel and its bias."""
-    kernel_init, bias_init = (
-        functools.partial(shapes.draw, init) for init in config.initializers(entry)
-    )
-    projection = Projection(
-        entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
-        use_bias=entry.has_bias, dtype=config.dtype, param_dtype=config.param_dtype,
-        precision=config.precision, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
-        kernel_metadata=metadata[0], bias_metadata=metadata[1],
-    )  # fmt: skip
-    projection.entry = entry
-    return projection
-
-
-def _read(module: Any, entry: Entry) -> Any:
-    """Return the parameters of an entry, as `compute` reads them."""
-    if isinstance(entry, ArrayEntry):
-        return module.get_value()
-    # A norm is called, and so is a module that a user has put there.
-    return module._weights() if isinstance(module, Projection) else module
 
 
 def _field(name: str) -> Any:
@@ -193,16 +168,23 @@ class MultiHeadAttention(nnx.Module):
         self.kv: Any = nnx.data(None)
         metadata = {"query_ln": query_ln_scale_metadata, "key_ln": key_ln_scale_metadata}
         outs = (out_kernel_metadata or kernel_metadata, out_bias_metadata or bias_metadata)
-        table = self._table(config)
+        table = config.table(D, self.in_kv_features, self.in_kv_features)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
-                metadata_of = outs if entry.is_out else (kernel_metadata, bias_metadata)
-                setattr(self, name, _projection(config, entry, rngs, *metadata_of))
+                of_kernel, of_bias = outs if entry.is_out else (kernel_metadata, bias_metadata)
+                inits = [functools.partial(shapes.draw, x) for x in config.initializers(entry)]
+                projection = Projection(
+                    entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
+                    use_bias=entry.has_bias, dtype=dtype, param_dtype=param_dtype,
+                    precision=precision, kernel_init=inits[0], bias_init=inits[1], rngs=rngs,
+                    kernel_metadata=of_kernel, bias_metadata=of_bias,
+                )  # fmt: skip
+                projection.entry = entry
+                setattr(self, name, projection)
             elif isinstance(entry, NormEntry):
                 # Flax makes a flat scale by default, but linen's has all axes.
                 setattr(self, name, entry.norm.module(
-                    nnx, math.prod(entry.shape), dtype=config.dtype,
-                    param_dtype=config.param_dtype, rngs=rngs,
+                    nnx, math.prod(entry.shape), dtype=dtype, param_dtype=param_dtype, rngs=rngs,
                     scale_metadata=metadata.get(name, _NOTHING),
                     scale_init=lambda _, __, dtype, entry=entry: jnp.ones(entry.shape, dtype),
                 ))  # fmt: skip
@@ -211,7 +193,7 @@ class MultiHeadAttention(nnx.Module):
             name: str, shape: Shape, _: Any, init: Initializer = INIT, is_random: bool = True, /
         ) -> jax.Array:
             key: Any = rngs.params() if is_random else None
-            setattr(self, name, nnx.Param(shapes.draw(init, key, shape, config.param_dtype)))
+            setattr(self, name, nnx.Param(shapes.draw(init, key, shape, param_dtype)))
             return getattr(self, name).get_value()
 
         learned(scores, config.score_heads, H, make)
@@ -219,7 +201,7 @@ class MultiHeadAttention(nnx.Module):
         for name, entry in table.items():
             if isinstance(entry, ArrayEntry):
                 make(name, entry.shape, entry.names, entry.init, entry.is_random)
-        if keep_rngs and config.dropout_rate > 0:
+        if keep_rngs and dropout_rate > 0:
             self.rngs = rngs.dropout.fork()
 
     num_heads = _field("num_heads")
@@ -273,7 +255,7 @@ class MultiHeadAttention(nnx.Module):
         decode = self.decode if decode is None else decode
         inputs_k, inputs_v, cache = resolve.resolve_call(
             kv, inputs_q, inputs_k, inputs_v, settings.cache if decode else None,
-            self._kept() if decode else None,
+            nnx.as_pure(self.kv) if decode else None,
         )  # fmt: skip
         if isinstance(cache, CacheConfig):
             raise ValueError(
@@ -287,12 +269,16 @@ class MultiHeadAttention(nnx.Module):
             )
         if is_causal:
             mask = masks.combine(masks.Causal(), mask)
-        tap = Tap(self, nnx.as_pure(self.edits) or {}, collection=nnx.Intermediate)
+
+        def read(name: str, *_: Any) -> Any:
+            return getattr(self, name).get_value()
+
+        own = learned(settings.scores, settings.score_heads, self.head_dim, read)
+        tap = Tap(self, nnx.as_pure(self.edits) or {})
         call = Call(
-            mask, bias, self._learned(settings) + as_scores(scores), positions, head_mask, lengths,
-            order, dropout_rng=self._dropout_rng(deterministic, rngs),
-            return_weights=return_weights,
-            tap=reading(settings, tap, sow_weights, is_captured=True),
+            mask, bias, own + as_scores(scores), positions, head_mask, lengths, order,
+            dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
+            tap=reading(settings, tap, sow_weights),
         )  # fmt: skip
         output = settings.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None:
@@ -340,10 +326,6 @@ class MultiHeadAttention(nnx.Module):
             dtype = self.config.cache.dtype or self.dtype
             self.init_cache((*batch, max_length, self.in_features), dtype)
 
-    def _kept(self) -> Any:
-        """Return the cache of earlier calls, or None."""
-        return nnx.as_pure(self.kv)
-
     def _keep(self, cache: KVCache) -> None:
         """Keep a cache for the next call, in the same variables if shapes and dtypes stay."""
 
@@ -356,21 +338,18 @@ class MultiHeadAttention(nnx.Module):
             # `cache.truncate` of a state reads the window.
             self.kv = nnx.data(jax.tree.map(lambda x: nnx.Cache(x, window=cache.window), cache))
 
-    def _learned(self, settings: linen.MultiHeadAttention) -> tuple[ScoreMod, ...]:
-        """Return the layer's scores with their parameters."""
-
-        def read(name: str, *_: Any) -> Any:
-            return getattr(self, name).get_value()
-
-        return learned(settings.scores, settings.score_heads, self.head_dim, read)
-
     def _parameters(self) -> dict[str, Any]:
-        """Return the parameters by name."""
-        table = self._table(self.config)
-        return {name: _read(getattr(self, name), entry) for name, entry in table.items()}
+        """Return the parameters by name, as `compute` reads them."""
 
-    def _table(self, config: linen.MultiHeadAttention) -> Table:
-        return config.table(self.in_features, self.in_kv_features, self.in_kv_features)
+        def read(x: Any) -> Any:
+            if _is_variable(x):
+                return x.get_value()
+            # A norm is called, and so is a module that a user has put there.
+            return x._weights() if isinstance(x, Projection) else x
+
+        Dk = self.in_kv_features
+        table = self.config.table(self.in_features, Dk, Dk)
+        return {name: read(getattr(self, name)) for name in table}
 
     def _dropout_rng(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
@@ -392,7 +371,8 @@ class MultiHeadAttention(nnx.Module):
 
     def _cached(self, name: str) -> jax.Array | None:
         """Return an array of the cache in the order of Flax's axes."""
-        return None if self.kv is None else jnp.swapaxes(getattr(self._kept(), name), -3, -2)
+        kept = nnx.as_pure(self.kv)
+        return None if kept is None else jnp.swapaxes(getattr(kept, name), -3, -2)
 
     @property
     def cached_key(self) -> jax.Array | None:
@@ -407,7 +387,7 @@ class MultiHeadAttention(nnx.Module):
     @property
     def cache_index(self) -> jax.Array | None:
         """The number of tokens in the cache of each example, int32 [*B]."""
-        return None if self.kv is None else self._kept().length
+        return None if self.kv is None else nnx.as_pure(self.kv.length)
 
 
 # Only the layer that replaces Flax's has its default, True.

@@ -14,8 +14,8 @@ from flax_mha.analysis.circuits import parameters
 from flax_mha.base import checks, numerics, shapes
 from flax_mha.kernels import Capture
 from flax_mha.models import LanguageModel
-from flax_mha.taps.sown import by_path
-from flax_mha.taps.tap import looking
+from flax_mha.taps.sown import values
+from flax_mha.taps.tap import capturing
 
 # The fields with which logits are not linear in the captured parts.
 _NOT_LINEAR = {
@@ -74,7 +74,11 @@ def attribute_logits(
     layers = _capture(model, variables, names, tokens, kwargs)
     norm, p = _final_norm(model, variables)
     _check_linear(model, norm)
-    direction = _direction(model, variables, targets)
+    table = parameters(variables, f"{'embedding' if model.tied else 'head'}/table/embedding")
+    table = table.astype(shapes.wide(table.dtype)) * model.logits_scale
+    pair = targets if isinstance(targets, tuple) else (targets,)
+    direction, *wrong = (numerics.look_up(table, jnp.asarray(x)) for x in pair)
+    direction = direction - wrong[0] if wrong else direction
     dtype, shares = direction.dtype, {}
     if norm is not None:
         if "bias" in p:
@@ -102,16 +106,6 @@ def attribute_logits(
     return shares
 
 
-def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
-    """Return the targets' rows [*B, T, D] of the table of logits."""
-    name = "embedding" if model.tied else "head"
-    table = parameters(variables, f"{name}/table/embedding")
-    table = table.astype(shapes.wide(table.dtype)) * model.logits_scale
-    pair = targets if isinstance(targets, tuple) else (targets,)
-    right, *wrong = (numerics.look_up(table, jnp.asarray(x)) for x in pair)
-    return right - wrong[0] if wrong else right
-
-
 def _check_linear(model: LanguageModel, norm: Any) -> None:
     """Check that logits are linear in the outputs of heads and MLPs."""
     parts: list[nn.Module] = [model]
@@ -132,15 +126,15 @@ def _capture(
     model: LanguageModel, variables: Any, names: tuple[str, ...], tokens: Any, kwargs: Any
 ) -> list[dict[str, jax.Array]]:
     """Return the captured tensors of each layer by their paths in it."""
-    with looking(capture=Capture(names)):
+    with capturing(Capture(names)):
         _, sown = model.apply(variables, tokens, mutable="intermediates", **kwargs)
-    values = by_path(sown)
+    tensors = values(sown)
 
     def layer(at: tuple[str, ...], step: int | None) -> dict[str, jax.Array]:
         prefix = "/".join(("decoder", *at, ""))
         index = ... if step is None else step
         return {
-            path.removeprefix(prefix): x[index] for path, x in values.items()
+            path.removeprefix(prefix): x[index] for path, x in tensors.items()
             if path.startswith(prefix)
         }  # fmt: skip
 

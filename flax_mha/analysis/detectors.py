@@ -27,7 +27,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from flax_mha import masks
 from flax_mha.base import checks
@@ -36,8 +35,8 @@ from flax_mha.kernels import observe
 from flax_mha.kernels.call.bind import Options, bind_call
 from flax_mha.kernels.call.normalizers import SOFTMAX
 from flax_mha.kernels.call.stored import dequantize
-from flax_mha.taps.sown import named
-from flax_mha.taps.tap import Tap, looking
+from flax_mha.taps.sown import named, sown_by, split
+from flax_mha.taps.tap import Tap, at_softmax
 
 _EARLIER = ~masks.Window(left=0)
 
@@ -81,16 +80,14 @@ def detect(
       ValueError: if there is no layer, or weights are not one softmax, as with another normalizer,
         an `attention_fn` or an edit of weights.
     """
-    root, inputs = model, args[isinstance(model, nn.Module) :]
+    inputs = args[isinstance(model, nn.Module) :]
     if pairs is None:
         if kwargs.get("order") is not None:
             raise ValueError("detect takes tokens in their order, got order=; give pairs= with it")
         pairs = token_pairs(*inputs[:1])
-    if not isinstance(model, nn.Module):
-        root, state = nnx.split(model)
-        args = (state, *args)
+    root, *call = split(model, *args)
     call = jax.tree.map(
-        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (call, kwargs)
     )
     bound = {name: masks.as_mask(mask) for name, mask in pairs.items()}
     arrays, static = partition((call, bound), is_array)
@@ -109,12 +106,8 @@ def _read(call: Static, arrays: Any) -> dict[str, Any]:
     """Return the weights on pairs by path of the layer."""
     root, static, _ = call.tree
     (args, kwargs), pairs = combine(arrays, static)
-    with looking(at_softmax=functools.partial(_sow_pairs, pairs)):
-        if isinstance(root, nn.Module):
-            _, sown = root.apply(*args, mutable="intermediates", **kwargs)
-        else:
-            run = nnx.capture(lambda m: m(*args[1:], **kwargs), nnx.Intermediate)
-            _, sown = run(nnx.merge(root, args[0]))
+    with at_softmax(functools.partial(_sow_pairs, pairs)):
+        sown = sown_by(root, *args, **kwargs)
     pairs.clear()  # JAX's caches keep the function, which must keep no arrays.
     return named(sown, "attention_pairs")
 

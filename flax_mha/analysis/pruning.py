@@ -1,10 +1,11 @@
-"""Models without some of their attention heads."""
+"""Changed copies of models: without some attention heads, or whose layers capture values."""
 
 import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -18,10 +19,16 @@ from flax_mha import linen, masks, scores
 from flax_mha.base import checks
 from flax_mha.base.coordinates import is_user_defined
 from flax_mha.edits import attention_layers
+from flax_mha.interop.contexts import within
+from flax_mha.kernels import Capture
+from flax_mha.kernels.call.capture import as_capture
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry
 from flax_mha.models.stacks import Stack
 from flax_mha.nnx import Projection
 from flax_mha.scores import as_scores, learned
+from flax_mha.taps.tap import capturing
+
+Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
 # The axis of heads, counted from the end, in the arrays of masks and scores.
 _AXES = {
@@ -76,13 +83,12 @@ def _prune_linen(
             return x.clone(**fields)
         is_stack = isinstance(x, Stack) and any(name.startswith(prefix) for name in removed)
         x = _unstack(x, prefix, params) if is_stack else x
-        fields = {
-            field.name: getattr(x, field.name) for field in dataclasses.fields(x)
-            if field.name not in ("parent", "name")
-        }  # fmt: skip
-        for name, value in fields.items():
+        fields = {}
+        for name in [field.name for field in dataclasses.fields(x)]:
+            value = getattr(x, name)
             part = "layers" if is_stack and name == "block" else getattr(value, "name", None)
-            fields[name] = change(value, prefix + (part or name))
+            if name not in ("parent", "name"):
+                fields[name] = change(value, prefix + (part or name))
         return x.clone(**fields)
 
     model = change(model, "")
@@ -253,3 +259,36 @@ def _prune_nnx(model: Any, removed: Mapping[str, Any], repeat_kv: bool) -> Any:
                 projection.in_features = shape[at - len(projection.in_features) : at]
                 projection.out_features = shape[at:]
     return model
+
+
+def watch(model: Model, capture: Capture | None) -> Model:
+    """Return a copy of a model whose attention layers capture values, for the same variables.
+
+    These are all layers of flax_mha that the model calls, wherever a linen model makes them.
+
+    Args:
+      model: a linen module; or an nnx module, whose copy shares its variables.
+      capture: the values, such as `Capture(("weights",))`; None for none.
+
+    Raises:
+      ValueError: if an nnx model holds no attention layer.
+    """
+    capture = as_capture(capture, in_layer=True)
+    if isinstance(model, nn.Module):
+        return cast(Model, within(model, _watched, capture))
+    copy = nnx.merge(*nnx.split(model))
+    layers = attention_layers(copy)
+    for _, layer in layers:
+        layer.capture = capture
+    if not layers:
+        raise ValueError(
+            f"a model to watch must hold attention layers of flax_mha, got {type(model).__name__}; "
+            f"swap those of Flax first, by interop.swap"
+        )
+    return cast(Model, copy)
+
+
+def _watched(cls: Any, capture: Capture | None) -> AbstractContextManager[None]:
+    """Return the context of a call that captures values."""
+    del cls
+    return capturing(capture or Capture(()))

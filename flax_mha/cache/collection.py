@@ -24,12 +24,6 @@ def constrain_cache(cache: KVCache) -> KVCache:
     return cache.map_by_names(lambda x, axes: sharding.name(sharding.constrain(x, axes), axes))
 
 
-def from_variables(variables: Mapping[str, Any]) -> KVCache:
-    """Return the cache that nnx variables hold, by the names of its arrays."""
-    arrays = {name: x.get_value() for name, x in variables.items()}
-    return KVCache(**arrays, window=variables["key"].window)
-
-
 def of_layer(collection: Collection, layer: jax.Array) -> Collection:
     """Return one layer's part of stacked caches, with large arrays that it writes in place.
 
@@ -104,8 +98,11 @@ def _map(fn: Callable[[KVCache], KVCache], collection: Any) -> Any:
 
 def _caches(collection: Any) -> list[KVCache]:
     """Return the caches of a collection."""
-    leaves = filter(_is_cache, jax.tree.leaves(collection, is_leaf=_is_cache))
-    caches = [x if isinstance(x, KVCache) else from_variables(x) for x in leaves]
+    caches = [
+        x if isinstance(x, KVCache)
+        else KVCache(**{name: y.get_value() for name, y in x.items()}, window=x["key"].window)
+        for x in filter(_is_cache, jax.tree.leaves(collection, is_leaf=_is_cache))
+    ]  # fmt: skip
     if not caches:
         raise ValueError(
             "a collection must have the cache of a layer, got one without; give "

@@ -42,9 +42,13 @@ def encode(key: jax.Array, value: jax.Array, dtype: Dtype) -> dict[str, jax.Arra
     Values become finite, because a weight of 0 would not hide NaN. A token whose value is not
     finite gets a NaN in its key instead, which masks can hide.
     """
+    # 0 for a finite value, else NaN. A matmul, because XLA:CPU is far slower at sums, and at `all`,
+    # over a short last axis.
+    zeros, last = lax.full(value.shape[-1:], 0, value.dtype), value.ndim - 1
+    flag = lax.dot_general(lax.stop_gradient(value), zeros, (((last,), (0,)), ((), ())))
     # Only in the first feature: forgetting attention keeps other numbers in the last ones.
     is_first = shapes.lead(np.arange(key.shape[-1]) == 0, key.ndim)
-    key = jnp.where(is_first, key + _nan_flag(value)[..., None].astype(key.dtype), key)
+    key = jnp.where(is_first, key + flag[..., None].astype(key.dtype), key)
     return _to_slots("key", key, dtype) | _to_slots("value", _finite(value), dtype)
 
 
@@ -69,13 +73,6 @@ def _to_slots(name: str, x: jax.Array, dtype: Dtype) -> dict[str, jax.Array]:
 def _finite(x: jax.Array) -> jax.Array:
     """Replace infinities and NaN by 0."""
     return lax.select(lax.is_finite(x), x, lax.full_like(x, 0))
-
-
-def _nan_flag(x: jax.Array) -> jax.Array:
-    """Return 0 for each slice of x over its last axis that is finite, and NaN for other slices."""
-    # A matmul, because XLA:CPU is far slower at sums, and at `all`, over a short last axis.
-    zeros, last = lax.full(x.shape[-1:], 0, x.dtype), x.ndim - 1
-    return lax.dot_general(lax.stop_gradient(x), zeros, (((last,), (0,)), ((), ())))
 
 
 def stored(arrays: dict[str, Any], slots: str = "length") -> tuple[Stored, Stored]:

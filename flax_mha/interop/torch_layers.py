@@ -141,6 +141,8 @@ def _check(module: Any) -> MultiHeadAttention:
             f"module must be an attention layer, a block or a stack, got "
             f"{checks.describe(module)}; give one of these"
         )
+    if not isinstance(module.use_bias, bool):
+        refuse(module, {"use_bias": module.use_bias})
     check_layer(module)
     return module
 

@@ -25,7 +25,7 @@ from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
 from flax_mha.positions.turn import settle
 from flax_mha.scores import as_scores
-from flax_mha.signatures import custom_attention
+from flax_mha.signatures.attention_fn import run_custom
 from flax_mha.taps import internals
 from flax_mha.taps.tap import Tap
 
@@ -159,7 +159,7 @@ def _options(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, 
         options["attention"] = call.attention
     elif settings.custom_attention is not None:
         options["attention"] = functools.partial(
-            custom_attention.run, settings.custom_attention, dtype=settings.dtype,
+            run_custom, settings.custom_attention, dtype=settings.dtype,
             force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.tap.sower,
         )  # fmt: skip
     return options

@@ -29,8 +29,6 @@ from flax_mha.taps.tap import Tap, capture_of
 ZEROS = default_bias_init
 # A field for which only None is accepted, see `base.arguments`.
 _refused = functools.partial(dataclasses.field, default=None, repr=False)
-# One function for equal values, so that layers with equal fields are equal.
-_constant = functools.cache(nn.initializers.constant)
 # Fields that do not change what a layer computes from its parameters.
 NEUTRAL = (
     "num_heads", "qkv_features", "out_features", "num_kv_heads", "head_dim", "v_head_dim", "mask",
@@ -199,7 +197,7 @@ class Settings:
         if isinstance(self.scale, str):
             if self.scale != "learned":
                 raise ValueError(f"scale must be a number or 'learned', got {self.scale!r}")
-            inits["score_scale"] = _constant(H**-0.5)
+            inits["score_scale"] = nn.initializers.constant(H**-0.5)
         shape = (self.num_heads,)
         return {
             name: ArrayEntry(shape, ("heads",), x, is_random=False) for name, x in inits.items()
@@ -212,19 +210,18 @@ class Settings:
         return self.out_kernel_init or self.kernel_init, self.out_bias_init or self.bias_init
 
 
-def reading(settings: Settings, tap: Tap, sow_weights: bool, is_captured: bool) -> Tap:
-    """Return the tap of a call, with the reads that a layer's fields and `sow_weights` ask for.
-
-    `is_captured` is True if intermediates are collected.
-    """
+def reading(settings: Settings, tap: Tap, sow_weights: bool) -> Tap:
+    """Return the tap of a call, with the reads that a layer's fields and `sow_weights` ask for."""
+    module = tap.module
+    is_captured = not isinstance(module, nn.Module) or module.is_mutable_collection("intermediates")
     reads, is_custom = capture_of(settings.capture), settings.custom_attention is not None
     if sow_weights and not is_custom:  # A custom function sows them itself.
         names = dict.fromkeys((*(reads.what if reads else ()), "weights"))
         reads = dataclasses.replace(reads or Capture(()), what=tuple(names))
     tap.reads = reads if is_captured or is_custom else None
-    if (reads or sow_weights) and not is_captured and isinstance(tap.module, nn.Module):
+    if (reads or sow_weights) and not is_captured:
         tap.warn_if_lost()
-    tap.sower = tap.module if sow_weights else None
+    tap.sower = module if sow_weights else None
     return tap
 
 

@@ -7,11 +7,9 @@ from optax.contrib import MuonDimensionNumbers
 
 # Rows and columns, counted from the last axis: [D, N, H] to heads, [N, H, D] from them. Axes
 # before these are layers under `scan`.
-_TO_HEADS, _FROM_HEADS = MuonDimensionNumbers(-3, -1), MuonDimensionNumbers(-2, -1)
-_MATRIX = MuonDimensionNumbers(-2, -1)
-_OF_HEADS = dict.fromkeys(("query", "key", "value", "output_gate"), _TO_HEADS)
-_OF_HEADS["out"] = _FROM_HEADS
-_MATRICES = {"up", "gate", "down", "router", "query_down", "kv_down"}
+_TO_HEADS, _MATRIX = MuonDimensionNumbers(-3, -1), MuonDimensionNumbers(-2, -1)
+_OF_HEADS = {"query", "key", "value", "output_gate"}
+_MATRICES = {"out", "up", "gate", "down", "router", "query_down", "kv_down"}
 _EXPERTS = {"up_kernel", "gate_kernel", "down_kernel"}
 # Vectors of each head, and the first and the last layer of a model.
 _NONE = {"forget_gate", "patches", "head"}
@@ -49,5 +47,5 @@ def _dimensions(path: Any, x: Any) -> MuonDimensionNumbers | None:
         return None
     if parent in _OF_HEADS and x.ndim > 2:
         # A gate with one number for each head is no matrix.
-        return None if x.shape[-1] == 1 else _OF_HEADS[parent]
+        return None if x.shape[-1] == 1 else _TO_HEADS
     return _MATRIX if x.ndim == 2 or parent in _MATRICES else None

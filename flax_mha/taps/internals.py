@@ -17,7 +17,7 @@ from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.masks.algebra import evaluate
 from flax_mha.scores import Bias
-from flax_mha.taps.tap import Edit, Tap, current
+from flax_mha.taps.tap import Edit, Tap, at_softmax
 
 
 def edit_given(tap: Tap, q: jax.Array, source: KeyValues) -> KeyValues:
@@ -42,9 +42,8 @@ def read_result(
 
     `has_pairs` is True if queries and keys are of the same tokens.
     """
-    visit = current().at_softmax
-    if visit is not None and has_pairs and not source.has_slots:
-        visit(tap, q, source, call)
+    if at_softmax.value is not None and has_pairs and not source.has_slots:
+        at_softmax.value(tap, q, source, call)
     out, *more = result if isinstance(result, tuple) else (result,)
     for name, value in (more[-1] if call["capture"] else {}).items():
         tap.sow(name, value)

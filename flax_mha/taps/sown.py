@@ -4,15 +4,44 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
+from flax_mha.taps.tap import COLLECTION
 
-def by_path(sown: Any) -> dict[str, Any]:
-    """Return sown values by path; of several calls of a module a tuple. An array is weights."""
+
+def split(model: Any, *args: Any) -> tuple[Any, ...]:
+    """Return a model without arrays, and the arguments of a call after the state of an nnx one."""
+    return (*nnx.split(model), *args) if isinstance(model, nnx.Module) else (model, *args)
+
+
+def sown_by(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a call of a model sows, for the model and the arguments that `split` returns."""
+    if isinstance(model, nn.Module):
+        return model.apply(*args, mutable=nn.DenyList(("params", COLLECTION)), **kwargs)[1]
+    state, *inputs = args
+    copy = nnx.merge(model, state)
+    modules: Any = nnx.iter_modules(copy)
+    for path, x in modules:
+        if hasattr(x, "edits"):
+            x.path = tuple(map(str, path))
+    return nnx.capture(lambda m: m(*inputs, **kwargs), nnx.Intermediate)(copy)[1]
+
+
+def values(sown: Any) -> dict[str, Any]:
+    """Return captured tensors by the paths of `names`. Several calls of a module give a tuple.
+
+    >>> _, sown = model.apply(variables, x, mutable="intermediates")
+    >>> z = edits.values(sown)["layers_0/attention/attention_z"]
+
+    Args:
+      sown: `intermediates`, or all collections of a run; for nnx, the state of intermediates. An
+        array is a layer's weights.
+    """
     tree = nnx.to_pure_dict(sown) if isinstance(sown, nnx.State) else sown
     tree = tree if isinstance(tree, Mapping) else {"attention_weights": tree}
     flat = flatten_dict(tree.get("intermediates", tree))
@@ -24,7 +53,7 @@ def by_path(sown: Any) -> dict[str, Any]:
 
 def named(sown: Any, name: str) -> dict[str, Any]:
     """Return the values of one name by path of the module that sowed them, all calls stacked."""
-    flat = {path.rpartition("/"): x for path, x in by_path(sown).items()}
+    flat = {path.rpartition("/"): x for path, x in values(sown).items()}
     return {
         module: jax.tree.map(lambda *xs: jnp.stack(xs), *x) if isinstance(x, tuple) else x
         for (module, _, last), x in flat.items() if last == name

@@ -5,10 +5,9 @@ Sources: Vig et al., "Causal Mediation Analysis for Interpreting Neural NLP", 20
 Addition", 2023 (steering).
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -27,39 +26,17 @@ from flax_mha.scores import ScoreMod
 COLLECTION = "edits"
 
 
-class Looking(NamedTuple):
-    """What modules in a context capture, and the functions that they call.
-
-    Attributes:
-      capture: the values to capture (default: those in the modules' fields).
-      at_tensor: a function of a module, a tensor's name, the tensor, and whether it is edited.
-      at_softmax: a function of a tap, queries, their keys and values, and a call's arguments.
-    """
-
-    capture: Capture | None = None
-    at_tensor: Callable[..., None] | None = None
-    at_softmax: Callable[..., None] | None = None
-
-
-_NOBODY = Looking()
-_context = jax.make_user_context(None)  # JAX compares None faster than a `Looking`.
-
-
-def current() -> Looking:
-    """Return the fields of this context."""
-    return _context.value or _NOBODY
-
-
-@contextlib.contextmanager
-def looking(**fields: Any) -> Iterator[None]:
-    """Set fields of `Looking` for all modules that run in this context."""
-    with _context(current()._replace(**fields)):
-        yield
+# Contexts of all modules that run in them: the values to capture (default: the modules' fields);
+capturing = jax.make_user_context(None)
+# a function of a module, a tensor's name, the tensor, and whether it is edited;
+at_tensor = jax.make_user_context(None)
+# a function of a tap, queries, their keys and values, and a call's arguments.
+at_softmax = jax.make_user_context(None)
 
 
 def capture_of(own: Capture | None) -> Capture | None:
     """Return the capture of a module: the context's, or else its own."""
-    capture = current().capture or own
+    capture = capturing.value or own
     return capture if capture and capture.what else None
 
 
@@ -143,7 +120,7 @@ class Tap:
     """The named tensors of one call of a module.
 
     Attributes:
-      module: the module, which sows in `collection`.
+      module: the module, which sows as `intermediates`.
       edits: edits by name.
       prefix: the prefix of names in `base.tensors`.
       reads: the tensors to sow.
@@ -154,7 +131,6 @@ class Tap:
     module: Any = None
     edits: Mapping[str, Edit] = dataclasses.field(default_factory=dict)
     prefix: str = "attention_"
-    collection: Any = "intermediates"
     reads: Capture | None = None
     seen: dict[str, shapes.Shape] = dataclasses.field(default_factory=dict)
     sower: Any = None
@@ -162,8 +138,7 @@ class Tap:
     @property
     def is_active(self) -> bool:
         """True if tensors are edited, captured or listed."""
-        context = current()
-        return bool(self.edits or self.reads or context.at_tensor or context.at_softmax)
+        return bool(self.edits or self.reads or at_tensor.value or at_softmax.value)
 
     def is_edited(self, name: str) -> bool:
         """Return True if a tensor is edited."""
@@ -172,7 +147,7 @@ class Tap:
     def needs(self, name: str) -> bool:
         """Return True if a tensor must be computed, though the output doesn't need it."""
         is_read = self.reads is not None and name in self.reads.what
-        return is_read or self.is_edited(name) or current().at_tensor is not None
+        return is_read or self.is_edited(name) or at_tensor.value is not None
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
         """Return a tensor after its edit, named for remat, and sow it if it is captured."""
@@ -189,8 +164,8 @@ class Tap:
         """Return the edit of a tensor like x, or None."""
         name = self.prefix + name
         edit, self.seen[name] = self.edits.get(name), x.shape
-        if (visit := current().at_tensor) is not None:
-            visit(self.module, name, x, edit is not None)
+        if at_tensor.value is not None:
+            at_tensor.value(self.module, name, x, edit is not None)
         if edit is not None:
             edit.check(self.path(name), x)
         return edit
@@ -213,7 +188,7 @@ class Tap:
 
     def sow(self, name: str, x: Any) -> None:
         """Sow a tensor or a tree of them."""
-        self.module.sow(self.collection, self.prefix + name, x)
+        self.module.sow("intermediates", self.prefix + name, x)
 
     def path(self, name: str) -> str:
         """Return the path of a name. An nnx module doesn't know its own."""
