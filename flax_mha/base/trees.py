@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.export
@@ -18,6 +18,10 @@ IsLeaf: TypeAlias = Callable[[Any], bool]
 
 class Struct(struct.PyTreeNode):
     """A frozen tree of arrays, which exported programs can take and return."""
+
+    if TYPE_CHECKING:  # Flax does not annotate it.
+
+        def __init__(self) -> None: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register the subclass as a tree, with its static fields as JSON for `jax.export`."""

@@ -280,6 +280,7 @@ class DecoderBlock(Block):
         # Self-attention without a cache makes an empty one, and its tokens are not counted.
         follows = getattr(options.get("kv"), "q_positions", None) is not None
         has_cache = follows or self.variables.get("cache")
-        encoded = Encoded(memory, makes_room=bool(self.attention.decode and not has_cache))
+        decodes = getattr(self.attention, "decode", False)
+        encoded = Encoded(memory, makes_room=bool(decodes and not has_cache))
         of_memory = {"kv": encoded, **shared}
         return self.run(x, {"attention": options, "cross_attention": of_memory}, return_kv)

@@ -12,6 +12,7 @@ from flax.typing import PrecisionLike
 from jax.tree_util import Partial
 
 from flax_mha import sharding
+from flax_mha.base import numerics, shapes
 from flax_mha.cache import KeyValues
 from flax_mha.layer import core
 from flax_mha.layer.core import Output
@@ -110,19 +111,24 @@ def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.A
     """Mix queries [*B, T, N, H] to [*B, T, n, K·H], for keys of all heads."""
     *tokens, N, H = q.shape
     n = mixing.shape[-1]
-    mixing = mixing.astype(q.dtype).reshape(K, N // K, n)
-    q = q.reshape(*tokens, K, N // K, H)
-    mixed = jnp.einsum("...tkgh,kgn->...tnkh", q, mixing, precision=precision)
+    q, mixing = q.reshape(*tokens, K, N // K, H), mixing.reshape(K, N // K, n)
+    mixed = _product("...tkgh,kgn->...tnkh", q, mixing, precision)
     return mixed.reshape(*tokens, n, K * H)
 
 
 def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Array) -> jax.Array:
     """Mix values of all K heads [*B, T, n, K·Hv] to [*B, T, N, Hv]."""
     *tokens, n, features = x.shape
-    mixing = mixing.astype(x.dtype).reshape(n, K, -1)
-    x = x.reshape(*tokens, n, K, features // K)
-    values = jnp.einsum("...tmkh,mkg->...tkgh", x, mixing, precision=precision)
+    x, mixing = x.reshape(*tokens, n, K, features // K), mixing.reshape(n, K, -1)
+    values = _product("...tmkh,mkg->...tkgh", x, mixing, precision)
     return jax.lax.collapse(values, len(tokens), len(tokens) + 2)
+
+
+def _product(sums: str, x: jax.Array, mixing: jax.Array, precision: PrecisionLike) -> jax.Array:
+    """Return a product in the dtype of x, whose gradients are summed in float32 at least."""
+    wide = shapes.wide(x.dtype)
+    mixing = numerics.spread(mixing, mixing.shape, wide)
+    return jnp.einsum(sums, x.astype(wide), mixing, precision=precision).astype(x.dtype)
 
 
 def _as_one(x: jax.Array) -> jax.Array:

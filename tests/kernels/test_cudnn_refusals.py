@@ -41,9 +41,9 @@ REFUSED = {
     "a bias in float16": (r"got float16 to float16",
                           {"bias": HALF.astype("float16"), "dtype": "float16"}),
     "a bias of keys": (r"bias of \(1, 64\) .* T·S = 40·64", {"bias": HALF[0]}),
-    "a mask of float16": (r"hides pairs of Prefix by a bfloat16 bias, got float16",
+    "a mask of float16": (r"hides pairs of Or by a bfloat16 bias, got float16",
                           {"mask": Causal() & Prefix(3), "dtype": "float16"}),
-    "a large mask": (r"pairs of Prefix by a bias of 2,147,549,184 bytes, more than 1,073,741,824",
+    "a large mask": (r"pairs of Or by a bias of 2,147,549,184 bytes, more than 1,073,741,824",
                      {"mask": Prefix(3), "t": 2**15 + 1, "s": 2**15}),
 }  # fmt: skip
 

@@ -48,7 +48,7 @@ MODELS = {
     "translator": translator(),
 }
 # Seeds of parameters that continue the prompts differently, for 1 to 4 tokens.
-SEEDS = {"rotary": 8, "scanned, learned positions": 4, "translator": 2}
+SEEDS = {"rotary": 8, "scanned, learned positions": 4, "translator": 17}
 
 
 @functools.cache
