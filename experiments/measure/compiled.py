@@ -109,7 +109,7 @@ def measure(chip: Chip, entry: Entry, top: int = 0) -> Row:
     # Unlike the compiler's dump, it has estimates of cycles, if this jaxlib can read the program.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         text = program.as_text() or text
-    module = Module(text)
+    module = Module(text, usual=True)
     moved = sorted(traffic.walk(module), key=lambda one: -one.times * one.bytes)
     stats: Any = program.memory_analysis()
     cycles = [one.times * int(found[1]) for one in moved

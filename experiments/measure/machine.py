@@ -12,7 +12,7 @@ import jax
 from flax_mha import sharding
 from flax_mha.kernels import KERNELS
 
-PACKAGES = ("flax_mha", "jax", "jaxlib", "flax", "numpy", "torch", "equinox", "tokamax")
+PACKAGES = ("flax_mha", "jax", "jaxlib", "flax", "torch", "equinox", "tokamax")
 
 
 def describe() -> dict[str, Any]:

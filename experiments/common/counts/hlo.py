@@ -18,7 +18,7 @@ _CALLED = re.compile(
 _WORD = re.compile(r"%([^\s,(){}]+)")
 # Their computation combines two numbers, and is no part of the program's work.
 _SCALAR = (
-    "reduce", "reduce-window", "sort", "scatter", "select-and-scatter", "map", "all-reduce",
+    "reduce", "reduce-window", "sort", "scatter", "select-and-scatter", "all-reduce",
     "all-reduce-start", "reduce-scatter",
 )  # fmt: skip
 
@@ -108,13 +108,17 @@ class Run(NamedTuple):
 class Module:
     """A program, from `compiled.as_text()` or a dump of the compiler's.
 
+    All branches of a conditional count, although only one runs at a time, so that counts are upper
+    bounds. With `usual` only the first branch counts, `lax.cond`'s for False.
+
     Attributes:
       computations: instructions by computation.
       entry: the name of the computation that is the program.
       unknown: names of loops of unknown trip count; they count as run once.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, usual: bool = False) -> None:
+        self.usual = usual
         self.computations: dict[str, list[Instruction]] = {}
         self.entry, self.unknown = "", list[str]()
         here: list[Instruction] = []
@@ -143,10 +147,7 @@ class Module:
         return found
 
     def runs(self) -> Iterator[Run]:
-        """Yield every instruction that the program runs, with its number of runs.
-
-        Of a conditional only the usual branch counts: the first one, `lax.cond`'s for False.
-        """
+        """Yield every instruction that the program runs, with its number of runs."""
         self.unknown.clear()
         yield from self._runs(self.entry, 1, False)
 
@@ -156,7 +157,7 @@ class Module:
             called, trips = [] if x.opcode in _SCALAR else self._called(x), 1
             if x.opcode == "while":
                 called, trips = [str(x.attribute("body"))], self._trips(name, x)
-            elif x.opcode == "conditional":
+            elif x.opcode == "conditional" and self.usual:
                 called = called[:1]
             for inner in called:
                 yield from self._runs(inner, times * trips, fused or "fusion" in x.opcode)

@@ -22,7 +22,7 @@ from experiments.common.counts.hlo import Instruction, Module, arrays, parts
 # These move nothing, or bytes that other instructions count.
 _FREE = frozenset((
     "parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "while", "call",
-    "conditional", "after-all", "add-dependency", "opt-barrier", "optimization-barrier",
+    "conditional", "after-all", "add-dependency", "opt-barrier",
     "partition-id", "replica-id", "async-start", "async-update",
 ))  # fmt: skip
 _FREE_CALLS = re.compile(
