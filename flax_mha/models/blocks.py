@@ -1,7 +1,7 @@
 """Transformer blocks: attention layers and an MLP as branches, with norms and residuals."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, Literal, Self, TypeAlias, Unpack
 
 import flax.linen as nn
 import jax
@@ -47,7 +47,9 @@ class Block(nn.Module):
         every activation. True: only the block's input. A tuple of names such as ("z", "lse"), or a
         policy of `jax.checkpoint_policies`: these too. "offload:" before a name stores it in the
         host's memory. None: ("products", "q", "k", "v", "z", "lse") under a `scan` that does not
-        decode, else False. docs/language-models.md has all names.
+        decode, else False. Other names: `q`, `k`, `v`, as the kernel reads them; `out`, the output
+        of a layer; `mlp_pre` and `mlp_hidden`, the hidden features before and after the activation;
+        `mlp_out`; `products`, all matrix products.
       norm_epsilon: the epsilon of the norms (PyTorch's LayerNorm: 1e-5).
       mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
       branch_norm: True to normalize the output of each branch (Gemma 2).
@@ -97,7 +99,10 @@ class Block(nn.Module):
             )
         if checks.flag("return_kv", return_kv):
             options["return_kv"] = True
-        add_branches = lambda block, x: block._add_branches(x, deterministic, calls)  # noqa: E731
+
+        def add_branches(block: Self, x: jax.Array) -> tuple[jax.Array, KeyValues | None]:
+            return block._add_branches(x, deterministic, calls)
+
         with rules.undivided_tokens(getattr(self.attention, "decode", False)):
             x, kv = remat.apply(self.remat, add_branches)(self, x)
         return (x, kv) if return_kv else x
