@@ -166,6 +166,11 @@ class Settings:
             raise ValueError(
                 "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"
             )
+        if not isinstance(norm, QKNorm | None):
+            raise TypeError(
+                f"qk_norm must be a QKNorm or None, got {checks.describe(norm)}; give "
+                f"QKNorm('rmsnorm'), for example"
+            )
         if norm is not None:
             entries["query_ln"] = NormEntry((N, H) if norm.over_heads else (H,), norm)
         if norm is not None and Dk:

@@ -158,6 +158,7 @@ class Documents(Mask):
                 f"Documents.lengths must have shape [*B, documents] = {(*dims.B, '·')} or "
                 f"[documents], got {lengths.shape}; fill examples of fewer documents with 0"
             )
+        checks.within("Documents.lengths", lengths, None, "a length counts tokens")
         # Once bound, the mask holds the positions where documents end.
         ends = numpy_of(lengths).cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))

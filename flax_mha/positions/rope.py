@@ -110,7 +110,7 @@ class Rotary(PairRotation):
     def angles(self, x: jax.Array, positions: jax.Array) -> Angles:
         """Return the angles for x [*B, T, N, H] and its positions."""
         base, scaling, interleaved = self.base, self.scaling, self.interleaved
-        rows = checks.array("x", x).shape[:-2]
+        rows = checks.floating("x", x).shape[:-2]
         positions = shapes.per_token("positions", positions, rows)
         R = round(self.fraction * x.shape[-1])
         if R < 2 or R % 2 or x.shape[-1] < R:
