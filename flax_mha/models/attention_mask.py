@@ -51,14 +51,29 @@ def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, A
     return cleared, options | {"mask": masks.combine(options.get("mask"), masks.Keys(real))}
 
 
-def move_to_front(prompt: Any, attention_mask: Any) -> list[jax.Array]:
-    """Move the tokens of each row before its padding. Return the prompt and their numbers [B]."""
+def move_to_front(prompt: Any, attention_mask: Any, has_gaps: bool = True) -> list[jax.Array]:
+    """Move the tokens of each row before its padding. Return the prompt and their numbers [B].
+
+    Args:
+      prompt: int [B, T].
+      attention_mask: bool or int [B, T], 0 for padding.
+      has_gaps: True if padding may be between tokens. Traced masks are not checked.
+    """
+    real = _check(prompt, attention_mask)
+    if not has_gaps and isinstance(real, np.ndarray):
+        has_gap = (real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1
+        if has_gap.any():
+            raise ValueError(
+                f"attention_mask must have no padding between tokens for an encoder with scores, "
+                f"got it in row {np.argmax(has_gap)}: distances would count it in T5, and not "
+                f"here; remove it from the row"
+            )
 
     def sort(prompt: jax.Array, real: jax.Array) -> list[jax.Array]:
         order = jnp.argsort(~real, axis=-1, stable=True)
         return [jnp.take_along_axis(prompt, order, axis=-1), real.sum(-1, dtype=jnp.int32)]
 
-    arrays = map(jnp.asarray, (prompt, _check(prompt, attention_mask)))
+    arrays = map(jnp.asarray, (prompt, real))
     return sharding.auto(sort, [("batch", None), ("batch",)], *arrays)
 
 

@@ -45,7 +45,8 @@ def generate(
       max_new_tokens: the maximum number of new tokens.
       lengths: int [B], the number of real tokens of each prompt, 1 … T (default: all).
       attention_mask: bool or int [B, T] in place of `lengths`, as tokenizers give it: 0 for
-        padding, on either side or between tokens. Positions and windows count only the tokens.
+        padding, on either side or between tokens (not between those of T5). Positions and windows
+        count only the tokens.
       start: one or several tokens that a `Translator`'s target begins with; they are not returned.
       eos: one or several tokens that end a sequence (default: none).
       rng: the random key; required with a temperature.
@@ -156,7 +157,8 @@ def _check_prompt(
             f"without an argument `lengths`, got more for a {type(model).__name__}"
         )
     if attention_mask is not None:
-        prompt, lengths = move_to_front(prompt, attention_mask)
+        has_scores = isinstance(model, Translator) and bool(model.encoder.scores)
+        prompt, lengths = move_to_front(prompt, attention_mask, not has_scores)
     B, T = prompt.shape[:2]
     # A prompt of length 0 has no last token to continue from.
     counts = np.full(B, T) if lengths is None else lengths

@@ -235,7 +235,8 @@ class Translator(nn.Module):
           source: int [*B, S].
           target: int [*B, T].
           attention_mask: bool or int [*B, S] in place of `source_lengths`, as tokenizers give it, 0
-            for padding, which the encoder reads after the tokens.
+            for padding, which the encoder reads after the tokens (not between tokens if the encoder
+            has `scores`).
           source_lengths: int [*B], the number of real tokens in each source (default: all).
           deterministic: False to apply dropout; you must give it if the model has dropout.
           sow_weights: True to sow the attention weights.
@@ -246,7 +247,9 @@ class Translator(nn.Module):
         if attention_mask is not None and source_lengths is not None:
             raise ValueError("attention_mask must be None with source_lengths, got both; give one")
         if attention_mask is not None:
-            source, source_lengths = move_to_front(jnp.asarray(source), attention_mask)
+            source, source_lengths = move_to_front(
+                jnp.asarray(source), attention_mask, not self.encoder.scores
+            )
         call: Any = {"deterministic": deterministic, "sow_weights": sow_weights}
         memory = self.encode(source, source_lengths=source_lengths, **call)
         return self.decode(target, memory, memory_lengths=source_lengths, **call)
