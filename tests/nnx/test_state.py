@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import treescope
 from flax import nnx
 
 import flax_mha.nnx
@@ -56,7 +55,6 @@ STATES: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
         "MultiHeadAttention",
         {"mask": masks.Causal() & masks.Segments(jnp.arange(T) // 3) | (np.eye(T) > 0)}, None, {},
     ),
-    "table": ("MultiHeadAttention", {"mask": jnp.tri(T, dtype=bool)}, None, {}),
     "scores": (
         "MultiHeadAttention",
         {"scores": (scores.Bias(TABLE), scores.RelativeBias(), scores.Alibi(jnp.ones(N))),
@@ -125,13 +123,6 @@ def scanned(layer: Any) -> Any:
     )[0]
 
 
-def shown(layer: Any) -> Any:
-    assert "query" in repr(layer)
-    assert "query" in repr(nnx.state(layer))
-    assert "query" in treescope.render_to_text(layer)
-    return layer
-
-
 def mapped(layer: Any) -> Any:
     """Return one of two layers that were stacked, and mapped over."""
     graph, state = nnx.split(layer)
@@ -157,8 +148,6 @@ OPERATIONS: dict[str, Callable[[Any, str], Any]] = {
     "jit": lambda m, _: nnx.jit(lambda m: m)(m),
     "scan": lambda m, _: scanned(m),
     "vmap": lambda m, _: mapped(m),
-    "show": lambda m, _: shown(m),
-    "tree": lambda m, _: jax.tree.map(lambda x: x, m),
     "view": lambda m, _: viewed(m),
 }  # fmt: skip
 FAST = ("plain", "mask", "scores", "cache", "sown")
@@ -267,19 +256,6 @@ def test_layers_of_one_mask_hold_their_own_arrays() -> None:
     np.testing.assert_array_equal(call(one), call(other, mask=masks.Keys(np.arange(T) < 2)))
 
 
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
-def test_sown_weights_are_popped_as_from_flax_layer() -> None:
-    popped = []
-    for kind in (nnx.MultiHeadAttention, flax_mha.nnx.MultiHeadAttention):
-        layer = kind(N, D, rngs=nnx.Rngs(0), decode=False)
-        sow(layer)
-        popped.append(nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)))
-        assert not nnx.to_pure_dict(nnx.state(layer, nnx.Intermediate))
-    theirs, ours = popped
-    assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
-    np.testing.assert_allclose(ours["attention_weights"][0], theirs["attention_weights"][0], 1e-5)
-
-
 class Block(nnx.Module):
     """A layer inside a model, under a name."""
 
@@ -319,18 +295,6 @@ def test_values_are_captured_and_popped(fields: Any, call: Any, way: str) -> Non
         np.testing.assert_allclose(first, weights, atol=1e-6)
         np.testing.assert_allclose(out, X + wanted, atol=1e-6)
         assert not nnx.to_pure_dict(nnx.state(model, nnx.Intermediate))
-
-
-@pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("name", ["mask", "scores"])
-def test_layers_work_as_linen_modules(name: str) -> None:
-    cls, fields, *_ = STATES[name]
-    module = nnx.bridge.to_linen(getattr(flax_mha.nnx, cls), N, D, **fields)
-    out, variables = jax.jit(module.init_with_output)(jax.random.key(0), X)
-    layer = make(name, 0)
-    nnx.update(layer, nnx.State(flax.core.unfreeze(variables["params"])))
-    expected = nnx.jit(lambda layer: layer(X))(layer)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_equal_fields_share_a_definition_and_sizes_are_read_only() -> None:
