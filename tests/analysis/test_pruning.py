@@ -59,7 +59,10 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "latent without q_rank": (
         variants.MultiHeadLatentAttention(N, kv_rank=7, rope_dim=4, rotary=Rotary()), (3,)
     ),
-    "differential": (variants.DifferentialAttention(N, mask=masks.Causal()), (0, 2)),
+    "differential": (
+        variants.DifferentialAttention(N, mask=masks.Causal(), scores=(scores.RelativeBias(),)),
+        (0, 2),
+    ),
     "differential groups": (variants.DifferentialAttention(N, num_kv_heads=2), (0, 2)),
     "forgetting": (variants.ForgettingAttention(N, num_kv_heads=2, sinks=True), (1, 2)),
     "chosen blocks": (variants.ChosenBlocksAttention(N, block=2, count=2), (0, 2)),
