@@ -218,9 +218,8 @@ def test_scores_are_edited_inside_kernels(kernel: str) -> None:
         layer = LAYER.clone(kernel=kernel)
         return jnp.sin(layer.apply({**values, "edits": {"attention_scores": edit}}, X)).sum()
 
-    got, want = jax.jit(
-        lambda edit: [jax.grad(loss)(edit, name) for name in (kernel, "reference")]
-    )(edit)
+    both = (kernel, "reference")
+    got, want = jax.jit(lambda edit: [jax.grad(loss)(edit, name) for name in both])(edit)
     np.testing.assert_allclose(got.keep, want.keep, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(got.add, want.add, rtol=1e-4, atol=1e-5)
 
