@@ -1,4 +1,4 @@
-"""Edits and captures in models: in variants, blocks, scans, meshes, and transformations of nnx."""
+"""Edits and captures in models: in variants, blocks, scans, kernels, and on meshes."""
 
 import functools
 from typing import Any
@@ -133,26 +133,6 @@ def test_edits_on_a_mesh_have_the_values_and_gradients_of_one_device(kind: str) 
         leave()
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.sampled(0.2)
-def test_edits_work_in_nnx_vmap_scan_and_to_nnx() -> None:
-    layer = flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
-    edits.attach(layer, {"attention_z": head_edit(1)}, X)
-    want = nnx.jit(lambda m: m(X))(layer)
-    each = nnx.vmap(lambda m, x: m(x[None])[0], in_axes=(None, 0))(layer, X)
-    np.testing.assert_allclose(each, want, rtol=1e-5, atol=1e-5)
-
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    def step(m: Any, x: jax.Array) -> Any:
-        return m, m(x[None])[0]
-
-    np.testing.assert_allclose(step(layer, X)[1], want, rtol=1e-5, atol=1e-5)
-    bridged = nnx.bridge.ToNNX(MultiHeadAttention(N), rngs=nnx.Rngs(0)).lazy_init(X)
-    masked = nnx.jit(lambda m: m(X, head_mask=without_head(1)))(bridged)
-    nnx.register_variable_name("edits", edits.Edits, overwrite=True)
-    bridged.attention_z = edits.Edits(head_edit(1))
-    np.testing.assert_allclose(nnx.jit(lambda m: m(X))(bridged), masked, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sampled(0.5)

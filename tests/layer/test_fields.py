@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flax_mha
-from flax_mha import MultiHeadAttention, SelfAttention, masks, nnx, variants
+from flax_mha import MultiHeadAttention, QKNorm, SelfAttention, masks, nnx, variants
 from flax_mha.positions import Rotary
 from tests.layer.test_flax_parity import normal
 from tests.support.oracle import random_like
@@ -25,10 +25,17 @@ def test_other_values_are_checked() -> None:
         (MultiHeadAttention(True), "num_heads must be an int, got True"),
         (MultiHeadAttention(1, use_bias=1), "use_bias must be True or False, got 1"),
         (MultiHeadAttention(1, dropout_rate=1.5), "dropout_rate must be in"),
+        (MultiHeadAttention(4, gate="heads"), r"gate must be one of \['feature', 'head'\], got"),
+        (
+            MultiHeadAttention(4, qk_norm=QKNorm(), normalize_qk=True),
+            r"normalize_qk=True is qk_norm=QKNorm\('layernorm'\), got both",
+        ),
     ):
         for _ in range(2):
             with pytest.raises((TypeError, ValueError), match=message):
                 jax.eval_shape(layer.init, jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"kind must be one of \['layernorm', 'rmsnorm'\], got"):
+        QKNorm("rms")
 
 
 def test_fields_that_have_no_hash_are_read_in_each_call() -> None:

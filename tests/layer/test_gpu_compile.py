@@ -194,16 +194,6 @@ def test_explain_of_ring_matches_compiled_program(
     assert "__cudnn$" in on_gpu
 
 
-@pytest.mark.parametrize("kernel", ["blockwise", "reference"])
-def test_blockwise_and_reference_compile_for_gpus(optimized: None, kernel: str) -> None:
-    layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
-    mesh = Mesh(np.array(gpus.of("h200", 8)).reshape(1, 8), ("data", "model"))
-    text, _ = compiled.dumped(
-        lowered_layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower()
-    )
-    assert {one.kind for one in read(text, 8)} == {"all-reduce"}
-
-
 @pytest.mark.parametrize(("chip", "arrays"), [("a100", 3), ("h200", 3), ("b200", 2)])
 def test_float32_memory(optimized: None, chip: str, arrays: int) -> None:
     """Two or three score arrays where `auto` takes plain einsums, O(T) beyond, as the docs say."""

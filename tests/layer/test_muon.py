@@ -87,7 +87,10 @@ def test_parameters_without_matrix_go_to_adam() -> None:
     model = LanguageModel(
         TokenEmbedding(11, 16), Decoder(2, (block, DecoderBlock(latent, 8))), tied=False
     )
-    found = matrices(params_of(model, np.ones((1, 4), int)))
+    params = jax.eval_shape(model.init, KEY, np.ones((1, 4), int))["params"]
+    # Other parameters follow Optax's default.
+    convolution = {"kernel": np.ones((3, 3, 2, 4))}
+    found = matrices({**params, "dense": {"kernel": np.ones((3, 4))}, "conv": convolution})
     first, second = ("decoder/layers_0/", "decoder/layers_1/")
     assert found == {
         **{f"{first}attention/{name}/kernel": TO for name in ("query", "key", "value")},
@@ -97,6 +100,7 @@ def test_parameters_without_matrix_go_to_adam() -> None:
         **{f"{second}mlp/{name}/kernel": FROM for name in ("up", "down")},
         **{f"{first}mlp/{name}_kernel": FROM for name in ("up", "gate", "down")},
         f"{first}mlp/router/kernel": FROM,
+        "dense/kernel": FROM,
     }
 
 
@@ -135,8 +139,3 @@ def test_muon_of_sharded_heads_needs_no_collectives(optimized: None, kind: str) 
     finally:
         leave()
     assert collectives(update.as_text()) == []
-
-
-def test_other_parameters_follow_optax_default() -> None:
-    params = {"dense": {"kernel": np.ones((3, 4))}, "conv": {"kernel": np.ones((3, 3, 2, 4))}}
-    assert matrices(params) == {"dense/kernel": FROM}
