@@ -215,18 +215,6 @@ def test_nnx_gives_the_outputs_and_gradients_of_linen() -> None:
     np.testing.assert_allclose(call(twin), jax.jit(layer.apply)(values, X), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_all_z_of_another_run_are_that_run(dtype: Any) -> None:
-    layer = LAYERS["rotary"].clone(dtype=dtype, capture=Capture(("z",)))
-    values = variables(layer, X)
-    apply = jax.jit(functools.partial(layer.apply, mutable="intermediates"))
-    out, sown = apply(values, OTHER)
-    changes = {name: Edit(0, x[0]) for name, x in sown["intermediates"].items()}
-    patched, _ = apply(edits.attach(layer, values, changes, X), X)
-    np.testing.assert_array_equal(patched, out)
-
-
 @pytest.mark.sampled(0.2)
 def test_keep_0_removes_nan() -> None:
     layer = LAYERS["grouped"]

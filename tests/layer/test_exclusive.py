@@ -1,15 +1,12 @@
 """Exclusive self-attention: no output has a part along its token's own value."""
 
-import importlib.util
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import flax_mha
-from experiments.measure import compiled, programs
 from flax_mha import CacheConfig, MultiHeadAttention, edits, masks
 from flax_mha.layer.exclusive import exclude_own
 from tests.support.decoding import decoded
@@ -101,23 +98,3 @@ def test_decoding_takes_the_value_of_each_step(cache: CacheConfig) -> None:
 def test_other_attention_is_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu")
-def test_grouped_values_are_repeated_once_on_tpus(optimized: None) -> None:
-    """A program for a TPU writes repeated values once, in bfloat16, and reads them twice."""
-    chip = compiled.chip_of("v5e")
-    x = chip.array(4, 4096, 2048, dtype=jnp.bfloat16)
-
-    def moved(exclusive: bool) -> float:
-        module = MultiHeadAttention(
-            16, num_kv_heads=4, dtype=jnp.bfloat16, use_bias=False, exclusive=exclusive
-        )
-        shapes = jax.eval_shape(module.init, KEY, jnp.zeros((1, 8, 2048), jnp.bfloat16))
-        params = jax.tree.map(lambda a: chip.array(*a.shape, dtype=a.dtype), shapes)
-        entry = programs.Entry("layer", "ours", "forward", module.apply, (params, x))
-        return compiled.measure(chip, entry)["MiB"]
-
-    repeated = 4 * 4096 * 16 * 128 * 2 / 2**20
-    assert moved(True) - moved(False) < 4.5 * repeated

@@ -114,26 +114,6 @@ def test_a_subclass_may_give_fields_other_defaults(cls: Any) -> None:
     assert not Two().use_bias
 
 
-def test_a_subclass_in_nnx_may_give_fields_other_defaults() -> None:
-    class Half(nnx.MultiHeadAttention):
-        def __init__(self, *sizes: int, **fields: Any) -> None:
-            super().__init__(*sizes, **{"dtype": jnp.bfloat16, "num_kv_heads": 1} | fields)
-
-    layer = made(Half, 4)
-    assert result(layer).dtype == jnp.bfloat16
-    assert (layer.qkv_features, layer.num_kv_heads) == (4, 1)
-
-
-@pytest.mark.parametrize(("theirs", "ours"), THEIRS)
-def test_a_subclass_may_call_attention_fn(theirs: Any, ours: Any) -> None:
-    q, mask = normal(2, 4, 2, 4), np.tri(4, dtype=bool)[None, None]
-    out, want = (jax.jit(made(x).attention_fn)(q, q, q, mask=mask) for x in (ours, theirs))
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
-    # The kernels take what a function cannot.
-    assert result(made(ours, sinks=True, attention_fn=flax_mha.attention_fn)).shape == X.shape
-    assert result(made(ours, sinks=True, attention_fn=None)).shape == X.shape
-
-
 def test_input_positions_are_positions() -> None:
     layer = nnx.MultiHeadAttention(2, 8, rotary=Rotary(), rngs=flax.nnx.Rngs(0))
     at = np.array([[3, 4, 5, 9], [0, 2, 4, 6]])

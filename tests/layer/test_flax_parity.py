@@ -208,15 +208,6 @@ def test_linen_transformations_match_flax(how: str) -> None:
     assert error(*both(lambda layer: layer.apply(params, x), ours, theirs)) < OUTPUT
 
 
-def test_vmap_matches_batch_and_clone_changes_fields() -> None:
-    x = normal(3, 4, 8)
-    _, ours, params = pair(x, num_heads=2)
-    assert error(*both(lambda apply: apply(x), jax.vmap(partial(ours.apply, params)),
-                       partial(ours.clone().apply, params))) < OUTPUT  # fmt: skip
-    wider = jax.eval_shape(ours.clone(out_features=5).init, KEY, x)
-    assert wider["params"]["out"]["kernel"].shape == (2, 4, 5)
-
-
 def test_fully_masked_query_gives_zero_unlike_flax() -> None:
     """The documented difference: Flax averages the masked values."""
     x, mask = normal(4, 8), np.ones((1, 4, 4), bool)

@@ -74,17 +74,15 @@ def test_fields_match_formula(fields: dict[str, Any], value: tuple, out: tuple |
 
 
 TABLE = np.random.default_rng(4).random((B, N, T, S)) < 0.5
-ROWS, PER_QUERY = np.array([3, 0]), np.array([[1, 5, 0, 2], [4, 4, 3, 1]])
+ROWS = np.array([3, 0])
 VALID = (ROWS[:, None, None] > AT_K)[:, None]
 MASKS: dict[str, tuple[Mask | np.ndarray, np.ndarray]] = {
     "causal": (Causal(), AT_Q >= AT_K),
     "lengths": (Lengths(ROWS), VALID),
-    "lengths per query": (Lengths(PER_QUERY), (PER_QUERY[..., None] > AT_K)[:, None]),
     "lengths of queries": (
         Lengths(ROWS, q=np.array([2, 4])),
         VALID & (np.array([2, 4])[:, None, None, None] > AT_Q),
     ),
-    "dense": (TABLE, TABLE),
     "algebra": ((Causal() | ~Lengths(ROWS)) & TABLE, ((AT_Q >= AT_K) | ~VALID) & TABLE),
 }
 

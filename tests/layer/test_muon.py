@@ -104,26 +104,11 @@ def test_parameters_without_matrix_go_to_adam() -> None:
     }
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
 def test_muon_dimensions_of_nnx_layer() -> None:
     layer = flax_mha.nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0))
     names = {"query": TO, "key": TO, "value": TO, "out": FROM}
-    state = nnx.state(layer, nnx.Param)
-    assert matrices(state) == {f"{name}/kernel/value": x for name, x in names.items()}
-    transformation = muon(1.0, muon_weight_dimension_numbers=muon_dimensions)
-    optimizer = nnx.Optimizer(layer, transformation, wrt=nnx.Param)
-
-    @nnx.jit
-    def step_of(layer: Any, optimizer: Any) -> Any:
-        grad = nnx.grad(lambda layer: layer(X).sum())(layer)
-        optimizer.update(layer, grad)
-        return grad
-
-    before = float64(layer.out.kernel[...])
-    grad = step_of(layer, optimizer)
-    for n in range(4):
-        step = orthogonalized(float64(grad["out"]["kernel"][...])[n])
-        assert error(float64(layer.out.kernel[...])[n] - before[n], step) < 1e-3
+    found = matrices(nnx.state(layer, nnx.Param))
+    assert found == {f"{name}/kernel/value": x for name, x in names.items()}
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
