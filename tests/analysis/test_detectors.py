@@ -112,42 +112,6 @@ def test_scores_are_mean_weights_on_the_pairs(case: str) -> None:
             np.testing.assert_allclose(found[name], want, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-class ByHand(nn.Module):
-    """A head that copies the previous token, and one that attends to where it is the current."""
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        token, place = jax.nn.one_hot(tokens, 16), jax.nn.one_hot(jnp.arange(33), 34, axis=-1)
-        place = jnp.broadcast_to(place, (*tokens.shape, 34))
-        x = jnp.concatenate([token, place, jnp.zeros_like(token)], -1)
-        for name in ("copies", "induces"):
-            x = x + MultiHeadAttention(
-                1, head_dim=34, v_head_dim=16, scale=40.0, mask=masks.Causal(), name=name
-            )(x)
-        return x
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_an_induction_head_made_by_hand_scores_one() -> None:
-    part = np.random.default_rng(0).permutation(15) + 1
-    tokens = np.concatenate([[0], part, part, part[:2]])[None]
-    model = ByHand()
-    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    values = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    of_token, of_place = slice(0, 16), slice(16, 50)
-    copies, induces = (values["params"][name] for name in ("copies", "induces"))
-    copies["query"]["kernel"][of_place, 0] = np.eye(34, k=-1)  # place i to the key at i − 1
-    copies["key"]["kernel"][of_place, 0] = np.eye(34)
-    copies["value"]["kernel"][of_token, 0] = copies["out"]["kernel"][0, :, 50:] = np.eye(16)
-    induces["query"]["kernel"][of_token, 0, :16] = np.eye(16)
-    induces["key"]["kernel"][50:, 0, :16] = np.eye(16)
-    found = detect(model, values, tokens)
-    assert found["copies"]["previous"] > 0.99
-    assert found["induces"]["induction"] > 0.99
-    for path, name in (("copies", "induction"), ("induces", "previous"), ("induces", "duplicate")):
-        assert found[path][name] < 0.2, (path, name)
-
-
 @pytest.mark.slow
 def test_scanned_layers_have_the_scores_of_separate_ones() -> None:
     plain, scanned = language_model(LAYER), language_model(LAYER, scan=True)

@@ -164,6 +164,7 @@ def test_capture_reads_chosen_heads_and_queries(edited: bool) -> None:
         )
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("normalizer", ["sigmoid", "softpick"])
 def test_scores_and_weights_without_a_softmax(normalizer: str) -> None:
     """Scores are read. Half of the weights give half of the heads' outputs."""
@@ -207,7 +208,7 @@ def test_scores_are_edited_inside_kernels(kernel: str) -> None:
 BLOCK_POINTS = ("resid_pre", "resid_mid", "resid_post", "mlp_out")
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.17)
 @pytest.mark.parametrize("scan", [False, True])
 def test_blocks_have_their_points_under_remat_and_scan(scan: bool) -> None:
     """Their names, values by path, of chosen tokens too, and an edit of each."""

@@ -106,12 +106,12 @@ CASES: dict[str, tuple[tuple[np.ndarray, ...], dict[str, Any]]] = {
     "precision": (INPUTS[:1], {"precision": "highest", "deterministic": True}),
     "one head": (INPUTS[:1], {"num_heads": 1}),
 }
-SHAPES = ((), (5,), (4, 1), (2, 4, 5), (2, 1, 1, 5), (2, 2, 4, 5))
+SHAPES = ((), (5,), (4, 1), (3, 4, 5), (2, 1, 1, 5), (2, 3, 4, 5))
 
 
 @pytest.mark.sampled(0.34)
 @pytest.mark.parametrize(
-    ("name", "shape"), [*((name, None) for name in CASES), *(("no bias", x) for x in SHAPES)]
+    ("name", "shape"), [*((name, None) for name in CASES), *(("qkv_features", x) for x in SHAPES)]
 )
 def test_outputs_and_gradients_match_flax(name: str, shape: tuple[int, ...] | None) -> None:
     """With all fields, inputs, and masks of all shapes that broadcast."""

@@ -47,7 +47,7 @@ def layer(name: str, **fields: Any) -> Any:
     return cls(N, **{"head_dim": H} | FIELDS[name] | fields)
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.07)
 @pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (3, 1, 6)], ids=str)
 @pytest.mark.parametrize(("name", "fields", "key", "value", "bound"), CACHES)
 def test_steps_match_the_full_forward(
@@ -84,7 +84,7 @@ def test_tokens_of_other_documents_and_later_tokens_change_nothing(
     run = jax.jit(module.apply)
     out = run(params, X)
     if is_cached:
-        found = decoded(module.clone(decode=True), params, bad, (3, 1, 6))
+        found = decoded(module.clone(decode=True), params, bad, (4, 6))
     else:
         found = run(params, bad)
     others = [i for i in range(T) if i not in (2, 3, 4, 9)]
