@@ -137,13 +137,10 @@ def tricks(tree: ast.AST) -> Iterator[str]:
     ("code", "trick"),
     [
         ("layer.__class__ = Other", "a replaced __class__"),
-        ("setattr(layer, '__class__', Other)", "the name __class__"),
         ("class A:\n def __getattribute__(self, name): pass", "__getattribute__"),
         ("from dis import get_instructions", "dis"),
         ("import experiments.train", "experiments"),
-        ("key = fn.__code__, fn.__closure__", "__code__"),
         ("object.__setattr__(layer, name, x)", "object.__setattr__ of another object"),
-        ("Swapped = type('Swapped', (Model,), {})", "type(name, bases, namespace)"),
         ("@overload\ndef f(x): ...", "overload"),
         ("assert x", "assert"),
     ],

@@ -59,8 +59,7 @@ def test_no_source_unpickles_or_evaluates() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["import pickle", "from joblib import load", "eval(x)", "np.load(p, allow_pickle=True)",
-     "os.system(x)", "f(shell=True)", "import importlib\nimportlib.import_module(x)",
+    ["import pickle", "eval(x)", "np.load(p, allow_pickle=True)", "os.system(x)", "f(shell=True)",
      "from importlib import import_module\nimport_module(x)"],
 )  # fmt: skip
 def test_each_danger_is_detected(code: str) -> None:

@@ -10,12 +10,10 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import (
-    Capture,
     Explanation,
     Generated,
     MultiHeadAttention,
     SelfAttention,
-    analysis,
     dot_product_attention,
     interop,
     masks,
@@ -29,10 +27,8 @@ q = jnp.zeros((2, 4, 2, 8))
 # The result of a call is not typed: an array, or a tuple with further outputs.
 result: jax.Array = dot_product_attention(q, q, q, mask=np.ones(4, bool), kernel="ring")
 out, weights, lse = dot_product_attention(q, q, q, return_weights=True, return_residuals=True)
-out, captured = dot_product_attention(q, q, q, capture=Capture(("entropy", "lse"), heads=(0,)))
 assert_type(flax_mha.explain(q, q, q, mask=masks.Window(2) & masks.Causal()), Explanation)
 mask = masks.Causal() & masks.Window(3, 0) | ~masks.Keys(np.ones((2, 4), bool))
-mask &= masks.PerHead([masks.Causal()] * 2) & masks.Documents([[2, 2]]) & masks.Prefix(2)
 
 
 class Diagonal(masks.Mask):
@@ -40,12 +36,7 @@ class Diagonal(masks.Mask):
         return jnp.asarray(at.q == at.k)
 
 
-class Halved(scores.ScoreMod):
-    def __call__(self, score: jax.Array, at: scores.At) -> jax.Array:
-        return score / 2
-
-
-dot_product_attention(q, q, q, mask=Diagonal() & mask, scores=(Halved(), scores.Alibi()))
+dot_product_attention(q, q, q, mask=Diagonal() & mask, scores=(scores.Alibi(),))
 layer = MultiHeadAttention(num_heads=4, num_kv_heads=2, rotary=flax_mha.positions.Rotary())
 block = flax_mha.EncoderBlock(layer, mlp_dim=32, norm="rmsnorm")
 encoder = flax_mha.Encoder(num_layers=2, block=block)
@@ -76,9 +67,5 @@ def continued(model: flax_mha.LanguageModel, prompt: jax.Array) -> Generated:
 
 
 def on_cache(held: flax_mha.KVCache, key: jax.Array) -> flax_mha.KVCache:
-    (_, _), held = held.extend(q, key, key, mask=masks.Window(2), return_weights=True)
+    _, held = held.extend(q, key, key, mask=masks.Window(2))
     return held
-
-
-def watched(layer: flax_mha.nnx.MultiHeadAttention) -> flax_mha.nnx.MultiHeadAttention:
-    return analysis.watch(layer, Capture(("weights",)))
