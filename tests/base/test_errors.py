@@ -305,8 +305,6 @@ MODELS: list[Case] = [
     generated("model", ValueError, r"must be a LanguageModel or a Tran.*got Encoder", ENCODER),
     generated("start", ValueError, r"got start=None for a Translator; give it", TRANSLATOR),
     generated("start for nobody", ValueError, r"got start=1 for a LanguageModel; drop it", start=1),
-    generated("rng", TypeError, r"rng must be one JAX key, got int32 \(4,\); give", rng=IDS,
-              temperature=1.0),
     module("language model: a row past the end", ValueError, r"at must be in 0 … 3, got 4", MODEL,
            TOKENS, at=jax.device_put(np.array([0, 4]))),
     module("language model: one number", ValueError, r"at must have shape \[\*B\] = \(2,\), got",

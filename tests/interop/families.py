@@ -121,9 +121,6 @@ CASES = {
     "dinov2 gated": image(
         hf.Dinov2Model, hf.Dinov2Config(**DINO, use_swiglu_ffn=True, qkv_bias=False)
     ),
-    "dinov2 classifies": image(
-        hf.Dinov2ForImageClassification, hf.Dinov2Config(**DINO, num_labels=3)
-    ),
     "dinov2, registers": image(
         hf.Dinov2WithRegistersModel,
         hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=2, use_swiglu_ffn=True),

@@ -168,11 +168,9 @@ def made(library: str, **changed: Any) -> dict[str, Any]:
 ONE = np.ones((1, D), np.float32)
 MISTAKES: dict[str, tuple[dict[str, Any], int]] = {
     "missing W_k.weight": (made("d2l", **{"W_k.weight": None}), N),
-    "missing W_k.bias": (made("d2l", **{"W_k.bias": None}), N),
     r"key_proj.weight must be \[16, 16\], is \[1, 16\]":
         (made("equinox", **{"key_proj.weight": ONE}), N),
     "surplus to_q.bias": (made("x-transformers", **{"to_q.bias": ONE[0]}), N),
-    "surplus more/linear/w": ({**made("haiku"), "more/linear/w": ONE}, N),
     r"query/kernel must be \[16, 8, 2\], is \[16, 4, 4\]": (made("keras"), 8),
     "got .*weight.*from_torch": ({"weight": ONE}, N),
     "num_heads must be at least 1": (made("d2l"), 0),
