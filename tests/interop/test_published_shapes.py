@@ -91,5 +91,6 @@ def test_published_config_has_the_tensors_of_transformers(name: str) -> None:
     matched, errors = family.match(dict.fromkeys(theirs))
     assert not [x for x in errors if not x.endswith("ties it to")]
     bare = {key.removeprefix(family.prefix): x for key, x in theirs.items()}
-    assert matched.keys() == ours.keys()
+    # The table also has rows of parameters that this module lacks, such as an untied head.
+    assert matched.keys() >= ours.keys()
     assert {key: bare.get(key, theirs.get(key)) for key in ours} == ours
