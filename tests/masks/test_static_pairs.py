@@ -120,11 +120,12 @@ def test_arrays_inside_of_functions_are_read() -> None:
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 def test_skipped_tiles_change_nothing(kernel: str, monkeypatch) -> None:
     mask = Predicate(lambda row, head, i, j: (i // 64 == j // 64) | (j // 64 < i // 64 - 3))
-    q = jax.random.normal(jax.random.key(0), (1, 600, 2, 8))
+    q = np.random.default_rng(0).normal(size=(1, 600, 2, 8)).astype(np.float32)
 
     def loss(q):
         return jnp.sin(dot_product_attention(q, q, q, mask=mask, kernel=kernel)).sum()
 
-    skipped = jax.grad(loss)(q)
+    skipped = jax.jit(jax.grad(loss))(q)
     monkeypatch.setattr(algebra, "MOST", 0)
-    assert error(skipped, jax.grad(loss)(q)) < 1e-5
+    jax.clear_caches()  # Kernels share traces between calls.
+    assert error(skipped, jax.jit(jax.grad(loss))(q)) < 1e-5

@@ -87,6 +87,8 @@ def test_each_layer_takes_its_own_head_mask(scan: bool) -> None:
     for i in range(4):
         pruned = [x.at[i % N].set(0) if n == i else x for n, x in enumerate(keep)]
         assert error(apply(params, X, head_mask=pruned), whole) > 1e-4
+    with pytest.raises(ValueError, match="a list of one for each of the 4 blocks, got 3"):
+        jax.eval_shape(stack.apply, params, X, head_mask=keep[:3])
 
 
 @pytest.mark.sampled(0, slow=0.3)

@@ -19,14 +19,12 @@ from flax_mha import (
     MultiHeadAttention,
     Translator,
     generate,
-    interop,
     masks,
     nnx,
 )
 from flax_mha.interop.bert import Bert
 from flax_mha.models import PositionEmbedding, TokenEmbedding
 from flax_mha.positions import DynamicNtk, Rotary
-from tests.interop.odd_configs import CONFIGS
 from tests.support.oracle import random_like
 
 V, D, NEW = 13, 8, 4
@@ -151,18 +149,22 @@ READERS = {
 }
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("name", READERS)
 def test_lengths_hide_ids_beyond_the_vocabulary(name: str) -> None:
     """Labels, for example, are padded with −100."""
-    model, ids, lengths = READERS[name], np.array([[3, 1, 4, -100, V + 100]]), jnp.array([3])
+    model, ids = READERS[name], np.array([[3, 1, 4, -100, V + 100]])
     target = (ids[:, :2],) if name == "translator" else ()
-    given = weights(model, ids * 0, *target)
     of_padding = "source_lengths" if target else "lengths"
-    found = model.apply(given, ids, *target, **{of_padding: lengths})
-    wanted = model.apply(given, ids[:, :3], *target)
+
+    def run(given: Any, count: int, width: int = 5) -> Any:
+        return model.apply(given, ids[:, :width], *target, **{of_padding: np.array([count])})
+
+    given = weights(model, ids * 0, *target)
+    found, wanted = jax.jit(lambda given: (run(given, 3), run(given, 3, 3)))(given)
     np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="tokens must be in 0 … 12, got -100"):
-        model.apply(given, ids, *target, **{of_padding: lengths + 1})
+        run(given, 4)
 
 
 @pytest.mark.slow
@@ -184,15 +186,6 @@ def test_padded_sources_translate_as_alone(side: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_full_masks_change_nothing() -> None:
-    """Tokenizers give one for texts of one length too."""
-    model, ids = MODELS["rotary"], np.array([TEXTS[0]])
-    given, ones = weights(model, ids), np.ones((1, 5), np.int64)
-    plain = model.apply(given, ids)
-    np.testing.assert_array_equal(model.apply(given, ids, attention_mask=ones), plain)
-
-
-@pytest.mark.slow
 def test_mask_joins_other_options() -> None:
     """A mask of the call, and positions that count otherwise."""
     model, (ids, mask) = MODELS["rotary"], padded("left")
@@ -207,68 +200,57 @@ def test_mask_joins_other_options() -> None:
 
 
 IDS, MASK = padded("left")
-NN = MODELS["rotary"]
+EMPTY = MASK * np.array([[1], [0], [1]])
+LAYER = MultiHeadAttention(2)
+DECODING = DecoderBlock(LAYER.clone(decode=True), 8)
+X = np.ones((3, 5, D), np.float32)
 
 
-@pytest.mark.parametrize(
-    ("mask", "error", "words"),
-    [
-        (MASK[:2], ValueError, "attention_mask must have shape the tokens' shape = \\(3, 5\\)"),
-        (MASK * 2, ValueError, "attention_mask must be in 0 … 1, got 2; give 1 for tokens"),
-        (MASK - 1, ValueError, "attention_mask must be in 0 … 1, got -1"),
-        (MASK.astype(float), TypeError, "attention_mask must be integers, got float64"),
-        (MASK[:, None, None], ValueError, "attention_mask must have shape"),
-    ],
-)
-def test_invalid_masks_raise(mask: np.ndarray, error: Any, words: str) -> None:
-    given = weights(NN, IDS)
-    for call in (
-        lambda: generate(NN, given, IDS, attention_mask=mask, max_new_tokens=1),
-        lambda: NN.apply(given, IDS, attention_mask=mask),
-    ):
-        with pytest.raises(error, match=words):
-            call()
+def called(model: Any, *inputs: Any, **call: Any) -> Any:
+    return jax.eval_shape(functools.partial(model.init, **call), jax.random.key(0), *inputs)
 
 
-def test_masks_that_mean_nothing_raise() -> None:
-    given, empty = weights(NN, IDS), MASK * np.array([[1], [0], [1]])
-    with pytest.raises(ValueError, match="lengths must be in 1 … 5, got 0"):
-        generate(NN, given, IDS, attention_mask=empty, max_new_tokens=1)
-    with pytest.raises(ValueError, match="at most one of lengths and attention_mask"):
-        generate(NN, given, IDS, attention_mask=MASK, lengths=np.array([5, 2, 3]), max_new_tokens=1)
-    for name, x in (("lengths", np.array([5, 2, 3])), ("order", np.arange(5))):
-        with pytest.raises(ValueError, match=f"attention_mask must be None with {name}, got both"):
-            NN.apply(given, IDS, attention_mask=MASK, **{name: x})
-    block = DecoderBlock(MultiHeadAttention(2, rotary=Rotary(), decode=True), 8)
-    with pytest.raises(ValueError, match=r"must be None in decoding.*call flax_mha\.generate"):
-        NN.clone(decoder=Decoder(1, block)).init(jax.random.key(0), IDS, attention_mask=MASK)
+def generated(mask: Any = MASK, **call: Any) -> Any:
+    return generate(MODELS["rotary"], None, IDS, attention_mask=mask, max_new_tokens=1, **call)
 
 
-def test_masks_that_translators_cannot_read_raise() -> None:
-    speech = interop.family(CONFIGS["whisper"])
-    sound, target = speech.example
-    with pytest.raises(ValueError, match="none to Whisper or a step"):
-        generate(
-            speech.module, {"params": {}}, sound, attention_mask=MASK, start=1, max_new_tokens=1
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    **{
+        f"{name} {words}": (functools.partial(call, mask), error, words)
+        for name, call in (
+            ("generate", generated),
+            ("model", lambda mask: called(MODELS["rotary"], IDS, attention_mask=mask)),
         )
-    with pytest.raises(ValueError, match="attention_mask must have shape the tokens' shape"):
-        speech.module.init(jax.random.key(0), sound, target, attention_mask=MASK)
+        for mask, error, words in (
+            (MASK[:2], ValueError, "attention_mask must have shape the tokens' shape = \\(3, 5\\)"),
+            (MASK * 2, ValueError, "attention_mask must be in 0 … 1, got 2; give 1 for tokens"),
+            (MASK.astype(float), TypeError, "attention_mask must be integers, got float64"),
+        )
+    },
+    "no token": (lambda: generated(EMPTY), ValueError, "lengths must be in 1 … 5, got 0"),
+    "lengths": (lambda: generated(lengths=np.array([5, 2, 3])), ValueError,
+                "at most one of lengths and attention_mask"),
+    "order": (lambda: called(MODELS["rotary"], IDS, attention_mask=MASK, order=np.arange(5)),
+              ValueError, "attention_mask must be None with order, got both"),
+    "decoding": (lambda: called(MODELS["rotary"].clone(decoder=Decoder(1, DECODING)), IDS,
+                                attention_mask=MASK),
+                 ValueError, r"must be None in decoding.*call flax_mha\.generate"),
+    **{
+        name: (call, TypeError, r"give lengths, or mask=masks\.Keys\(attention_mask != 0\)")
+        for name, call in {
+            "layer": lambda: called(LAYER, X, attention_mask=MASK),
+            "encoder": lambda: called(encoder(), X, attention_mask=MASK),
+            "classifier": lambda: called(READERS["classifier"], IDS, attention_mask=MASK),
+            "nnx": lambda: nnx.MultiHeadAttention(2, D, rngs=flax.nnx.Rngs(0))(
+                X, attention_mask=MASK
+            ),
+        }.items()
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["layer", "encoder", "classifier", "nnx"])
-def test_layers_say_what_to_give(kind: str) -> None:
-    layer, x = MultiHeadAttention(2), np.ones((3, 5, D), np.float32)
-    encoder = Encoder(1, EncoderBlock(layer, 8))
-    key = jax.random.key(0)
-    calls: dict[str, Any] = {
-        "layer": lambda: layer.init(key, x, attention_mask=MASK),
-        "encoder": lambda: encoder.init(key, x, attention_mask=MASK),
-        "classifier": lambda: Classifier(TokenEmbedding(V, D), encoder, 2).init(
-            key, IDS, attention_mask=MASK
-        ),
-        "nnx": lambda: nnx.MultiHeadAttention(2, D, rngs=flax.nnx.Rngs(0))(x, attention_mask=MASK),
-    }
-    with pytest.raises(
-        TypeError, match=r"give lengths, or mask=masks\.Keys\(attention_mask != 0\)"
-    ):
-        calls[kind]()
+@pytest.mark.parametrize("name", WRONG)
+def test_masks_that_cannot_be_read_raise(name: str) -> None:
+    call, error, words = WRONG[name]
+    with pytest.raises(error, match=words):
+        call()

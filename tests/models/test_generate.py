@@ -259,19 +259,3 @@ def test_generate_on_mesh_matches_one_device(
         layout = sharding.of(lambda: model.init(KEY, *[example] * (1 + len(start))))
         found = generate(model, jax.device_put(variables, layout), prompt, lengths=lengths, **call)
     same(rows(found), rows(alone))
-
-
-@pytest.mark.slow
-def test_rows_end_at_any_of_several_eos() -> None:
-    """The first eos in the list fills the rest of a row."""
-    model, variables, _ = made("rotary")
-    call = {"max_new_tokens": NEW, "lengths": LENGTHS}
-    free = np.asarray(generate(model, variables, PROMPT, **call).tokens)
-    ends = (int(free[0, 1]), int(free[1, 2]))
-    found = generate(model, variables, PROMPT, eos=ends, **call)
-    for row, tokens, length in zip(free, found.tokens, found.lengths, strict=True):
-        at = np.flatnonzero(np.isin(row, ends))
-        assert length == (at[0] + 1 if len(at) else NEW)
-        np.testing.assert_array_equal(tokens[:length], row[:length])
-        assert (np.asarray(tokens[length:]) == ends[0]).all()
-    assert len({*found.lengths.tolist()}) > 1
