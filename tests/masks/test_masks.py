@@ -64,13 +64,6 @@ def test_mask_matches_its_definition(name: str, batch: tuple[int, ...], place: s
         np.testing.assert_array_equal(found, scene.table(allowed))
 
 
-@pytest.mark.parametrize("kind", [Segments, masks.AtLeast])
-def test_numbers_of_one_row_are_for_all_rows(kind: Any) -> None:
-    q, kv = np.array([[0, 0, 1, 1, 1]]), np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 0, 0]])
-    both = kind(np.repeat(q, B, 0), kv)
-    np.testing.assert_array_equal(table(kind(q, kv)), table(both))
-
-
 random_masks = expressions(MASKS)
 
 

@@ -78,13 +78,12 @@ def check(found: Any, expected: Sequence[Any], eos: Sequence[int]) -> None:
 
 MANY = itertools.product([(2, (1,)), (3, (1,)), (4, (3,)), (3, (2, 0)), (3, ())], [False, True])
 MORE = [(*case, early) for case, early in MANY] + [(2, (1, 4), "never"), (4, (3,), "never")]
-ONE = (1, (2, 0), False)
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
 @pytest.mark.parametrize(
     ("beams", "eos", "early"),
-    [(2, (1,), "never"), ONE, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    [(2, (1,), "never"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_beams_match_a_search_in_numpy(beams: int, eos: tuple[int, ...], early: Any) -> None:
     """Ragged prompts, several eos, and any length penalty, which needs no other program."""

@@ -14,8 +14,8 @@ from flax_mha import Experts, sharding
 from tests.kernels.cases import pairs
 from tests.models.expert_cases import (
     CLIPPED,
-    GROUPED,
     KEY,
+    KINDS_OF,
     METHODS,
     PLAIN,
     X,
@@ -69,14 +69,13 @@ def on_one_device(module: Experts, method: str) -> Any:
 # All pairs of these occur, not their whole product.
 @pytest.mark.sampled(0.02)
 @pytest.mark.parametrize(
-    ("module", "name", "kind", "method"),
-    pairs(module=(CLIPPED, GROUPED), name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
+    ("experts", "name", "kind", "method"),
+    pairs(experts=("clipped", "grouped"), name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
     indirect=["method"],
 )
-def test_sharded_experts_match_one_device(
-    module: Experts, name: str, kind: str, method: str
-) -> None:
+def test_sharded_experts_match_one_device(experts: str, name: str, kind: str, method: str) -> None:
     """With clipped features, or groups of experts with a choice bias and a shared MLP."""
+    module = KINDS_OF[experts]
     params, wanted = on_one_device(module, method)
     mesh, leave = on(kind, RULES[name])
     try:

@@ -1,6 +1,5 @@
 """Experts against a loop over tokens, on one device."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import Decoder, DecoderBlock, Experts, MultiHeadAttention
+from flax_mha import DecoderBlock, Experts, MultiHeadAttention
 from tests.models.expert_cases import (
     CLIPPED,
     GROUPED,
@@ -16,12 +15,10 @@ from tests.models.expert_cases import (
     KINDS_OF,
     PLAIN,
     X,
-    balance,
     check_balance,
     choose,
     parameters,
     run,
-    sown,
     use,
 )  # fmt: skip
 from tests.support.oracle import error, float64, random_like
@@ -182,17 +179,3 @@ def test_balance_loss_matches_formula(name: str) -> None:
     params = parameters(KINDS_OF[name])
     assert "intermediates" not in jax.eval_shape(KINDS_OF[name].init, KEY, X)
     check_balance(KINDS_OF[name], params, X, params["params"]["router"])
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_balance_loss_of_each_layer_under_scan() -> None:
-    block = DecoderBlock(MultiHeadAttention(2), mlp=PLAIN, remat=True)
-    model = Decoder(2, block, scan=True)
-    params = random_like(jax.eval_shape(model.init, KEY, X))
-    total, found = jax.jit(functools.partial(sown, model))(params, X)
-    (layer,) = (x for x in jax.tree.leaves(found, is_leaf=lambda x: "router_logits" in x))
-    (logits,), (losses,) = layer["router_logits"], layer["balance_loss"]
-    assert logits.shape == (2, 4, 8, 8)
-    wanted = [balance(x.reshape(-1, 8), 2)[0] for x in logits]
-    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
-    np.testing.assert_allclose(total, sum(wanted), rtol=1e-6)

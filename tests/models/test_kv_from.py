@@ -1,4 +1,4 @@
-"""Stacks with layers that share keys and values: decoding, memory and errors."""
+"""Stacks with layers that share keys and values: memory and errors."""
 
 import functools
 from typing import Any
@@ -26,7 +26,6 @@ from flax_mha import (
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
-from tests.support.decoding import decoded, greedy
 from tests.support.oracle import error, random_like
 
 D, T = 16, 9
@@ -61,26 +60,6 @@ def parameters() -> Any:
 def decoding(decoder: Decoder) -> Decoder:
     inner = (b.clone(attention=b.attention.clone(decode=True)) for b in decoder.blocks)
     return decoder.copy(block=tuple(inner))
-
-
-@pytest.mark.slow
-def test_decoding_matches_full_forward() -> None:
-    """A prompt of several tokens, then two, then one."""
-    params = {"params": parameters()["params"]["decoder"]}
-    expected = jax.jit(MODEL.decoder.apply)(params, X)
-    actual = decoded(decoding(MODEL.decoder), params, X, (6, 2, 1))
-    assert error(actual, np.asarray(expected)) < 5e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [(5, 5), (5, 3)])
-def test_ragged_prompts_generate_as_if_alone(lengths: tuple[int, int]) -> None:
-    prompt, count, sizes = TOKENS[:, :5], 4, np.array(lengths)
-    actual = flax_mha.generate(MODEL, parameters(), prompt, max_new_tokens=count, lengths=sizes)
-    for row, n in enumerate(lengths):
-        logits = functools.partial(MODEL.apply, parameters())
-        expected = greedy(logits, prompt[row : row + 1, :n], count)
-        np.testing.assert_array_equal(actual.tokens[row], expected[0])
 
 
 def test_sharing_layers_hold_no_cache() -> None:

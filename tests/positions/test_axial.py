@@ -108,7 +108,6 @@ def test_layer_that_rotates_decodes_like_full_forward(rotary: Any, positions: An
     [
         (lambda x: Axial((2, 2, 2))(x, np.arange(4)), "must be a multiple of 6, got 8"),
         (lambda x: Axial((2, 2))(x, np.arange(3)), "positions must have shape"),
-        (lambda x: Axial((3,), prefix=1)(x, np.arange(1, 5)), r"in 0 … 3, got 4; .* prefix of 1"),
         (lambda x: MRope((1, 1))(x, np.arange(4)), "must have H/2 pairs in all"),
         (lambda x: MRope((2, 2))(x, np.zeros((4, 3), int)), "a coordinate for each section"),
     ],
