@@ -127,24 +127,6 @@ def test_ended_candidate_survives_better_live_ones() -> None:
     check(found, [((2, 3, 0, 2, 3), total)] * 3, eos)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("penalty", PENALTIES)
-def test_enough_beams_find_the_best_text(penalty: float) -> None:
-    """With early_stopping="never" the bound is exact, so nothing is lost."""
-    given, eos = drawn(7), (1,)
-    found = generate(step, given, PROMPT, cache=EMPTY, lengths=LENGTHS, max_new_tokens=NEW, eos=eos,
-                     beams=V ** (NEW - 1), length_penalty=penalty,
-                     early_stopping="never")  # fmt: skip
-    expected = []
-    for row, n in zip(PROMPT, LENGTHS, strict=True):
-        log_p = log_p_of(given, row[:n])
-        texts = [t for n in range(1, NEW + 1) for t in itertools.product(range(V), repeat=n)]
-        texts = [t for t in texts if 1 not in t[:-1] and (t[-1] == 1 or len(t) == NEW)]
-        scores = [sum(log_p(t[:i])[v] for i, v in enumerate(t)) / len(t) ** penalty for t in texts]
-        expected.append((texts[int(np.argmax(scores))], max(scores)))
-    check(found, expected, eos)
-
-
 def test_tokens_without_probability_and_nan_are_not_hidden() -> None:
     """A missing candidate never wins, and NaN of a live one shows in the score."""
     one = np.full((V, V), -np.inf, np.float32)
