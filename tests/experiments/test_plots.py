@@ -1,4 +1,4 @@
-"""Pictures explain themselves: names of axes, ranges, and glyphs that the font has."""
+"""Pictures of alignments: names of axes, ranges, and glyphs that the font has."""
 
 import warnings
 from pathlib import Path
@@ -11,11 +11,6 @@ from matplotlib.figure import Figure
 from experiments.common import plots
 from experiments.reports import translation
 from experiments.tasks import dates
-
-ROWS = [
-    {"step": 10, "split": "train", "loss": 2.30, "accuracy": 0.1},
-    {"step": 10, "split": "test", "loss": 2.29, "accuracy": 0.1},
-]
 
 
 @pytest.fixture
@@ -34,24 +29,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return found
 
 
-def lines(axes: Any) -> list[str]:
-    return [line.get_label() for line in axes.lines]
-
-
-def test_losses_of_two_kinds_have_two_wide_axes(drawn: list[Figure], tmp_path: Path) -> None:
-    plots.curves(tmp_path / "a.png", ROWS, "training, moved", "of smoothed labels")
-    plots.curves(tmp_path / "b.png", ROWS, "training", "")
-    accuracy, test, train = drawn[0].axes
-    assert lines(accuracy) == ["training, moved", "test"]
-    assert (lines(test), test.get_ylabel()) == (["test"], "loss")
-    assert (lines(train), train.get_ylabel()) == (["training, moved"], "of smoothed labels")
-    accuracy, loss = drawn[1].axes
-    assert [lines(axes) for axes in (accuracy, loss)] == [["training", "test"]] * 2
-    assert accuracy.get_ylim() == (-0.02, 1.02)
-    low, high = loss.get_ylim()
-    assert high / low >= 3.99  # though the run is short
-
-
 def test_alignments_are_drawn_in_any_script(drawn: list[Figure], tmp_path: Path) -> None:
     """Axes have names, the true answer is shown, and no glyph is missing."""
     sources = ["3 mars", "३ मार्च", "2012年3月", "٣ مارس"]
@@ -67,15 +44,3 @@ def test_alignments_are_drawn_in_any_script(drawn: list[Figure], tmp_path: Path)
     (bar,) = drawn[0].axes[4:]
     assert bar.get_ylabel() == "weight"
     assert {axes.images[0].get_clim() for axes in panels} == {bar.get_ylim()} == {(0.0, 1.0)}
-
-
-def test_pictures_of_attention_name_their_axes(drawn: list[Figure], tmp_path: Path) -> None:
-    weights = np.random.default_rng(0).random((1, 2, 3, 16, 16))
-    plots.attention(tmp_path / "a.png", np.ones((1, 8, 8)), weights, ["$x^$ is no mathematics"])
-    plots.by_distance(tmp_path / "b.png", np.full((1, 2, 8, 8), 1 / 8))
-    label = drawn[0].axes[-1].get_ylabel()
-    assert label == "weight of a patch, mean over all queries (1: an even spread)"
-    (axes,) = drawn[1].axes
-    assert "from the query to the key" in axes.get_xlabel()
-    for line in axes.lines[:2]:
-        np.testing.assert_allclose(line.get_ydata(), 1 / 8)
