@@ -16,121 +16,41 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.plan.collectives import read
-from flax_mha import MLP, Encoder, EncoderBlock, MultiHeadAttention, sharding
+from flax_mha import EncoderBlock, MultiHeadAttention
 from flax_mha import nnx as flax_mha_nnx
 from flax_mha.positions import Rotary
 from flax_mha.sharding import products
+from tests.sharding.test_sharded_models import EXAMPLES, FSDP, ROWS
+from tests.support.arrays import zeros
 from tests.support.meshes import (
     BACKWARD,
     FORWARD,
-    KEY,
     KINDS,
     RNG,
-    changed,
     collectives,
+    compare,
     described,
     on,
 )
-from tests.support.oracle import error, random_like
 
-X = jnp.asarray(RNG.normal(size=(8, 16, 32)), jnp.float32)
-# Rows over ("data", "group"), model features of parameters over "group".
-ROWS = ("data", "group")
-FSDP = changed(batch=ROWS, embed="group")
-# Without rotation, the softmax cancels the key bias: its gradient would be 0.
-LAYER = MultiHeadAttention(8, num_kv_heads=2, gate="head", rotary=Rotary())
+X = zeros((8, 16, 32))
 _GATHERED = pytest.mark.skipif(
     not products.SHARDED_SUBGROUPS, reason="left to XLA before jaxlib 0.11.2"
 )
-BLOCK = EncoderBlock(MultiHeadAttention(8, rotary=Rotary()), 64, gated=True)
-CASES: dict[str, tuple[nn.Module, Any]] = {
-    "layer": (LAYER, FSDP),
-    "layer with one key head": (MultiHeadAttention(8, num_kv_heads=1, rotary=Rotary()), FSDP),
-    "MLP": (MLP(64), FSDP),
-    "block with sharded norms": (BLOCK, changed(batch=ROWS, embed="group", norm_length="model")),
-    "scanned and recomputed": (
-        Encoder(2, EncoderBlock(LAYER, 64, norm="rmsnorm", remat=True), scan=True), FSDP,
-    ),
-    "two layers": (Encoder(2, BLOCK), FSDP),
-    "rows over one axis": (BLOCK, changed(batch="data", embed="data")),
-    "both axes for both": (LAYER, changed(batch=ROWS, embed=ROWS)),
-    "rows elsewhere": (BLOCK, changed(batch="data", embed="group")),
-    "positions over an axis": (
-        BLOCK,
-        changed(batch=ROWS, embed="group", length="model", heads=None, kv_heads=None, mlp=None),
-    ),
-}  # fmt: skip
-
-
-def gradients(model: nn.Module) -> Any:
-    def loss(params: Any, x: jax.Array) -> Any:
-        out = model.apply(params, x)
-        return jnp.sum(jnp.sin(3 * out)), out
-
-    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
-
-
-@pytest.mark.sampled(0.025)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CASES)
-def test_layers_match_one_device(name: str, kind: str) -> None:
-    model, rules = CASES[name]
-    params = random_like(jax.eval_shape(model.init, KEY, X))
-    wanted, out = gradients(model)(params, X)
-    mesh, leave = on(kind, rules, (2, 2, 2))
-    try:
-        places = jax.tree.map(lambda x: x.sharding, described(model, X))
-        x = jax.device_put(X, NamedSharding(mesh, P(dict(rules)["batch"])))
-        got, got_out = jax.device_get(gradients(model)(jax.device_put(params, places), x))
-    finally:
-        leave()
-    assert error(got_out, out) < 5 * FORWARD
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert error(a, b) < 2 * BACKWARD
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_is_left_to_xla_on_cpus(kind: str) -> None:
-    """XLA:CPU aborts the process at the reduce-scattered gradients of bfloat16."""
-    model = LAYER.clone(dtype=jnp.bfloat16)
-    params = random_like(jax.eval_shape(model.init, KEY, X))
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(model.apply(params, x).astype(jnp.float32) * x)
-
-    gradient = jax.jit(jax.grad(loss, (0, 1)))
-    wanted = gradient(params, X)
-    mesh, leave = on(kind, FSDP, (2, 2, 2))
-    try:
-        places = jax.tree.map(lambda x: x.sharding, described(model, X))
-        x = jax.device_put(X, NamedSharding(mesh, P(ROWS)))
-        got = jax.device_get(gradient(jax.device_put(params, places), x))
-    finally:
-        leave()
-    a, b = (np.concatenate([x.ravel() for x in jax.tree.leaves(tree)]) for tree in (got, wanted))
-    assert error(a, b) < 0.05
 
 
 @pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nnx_layer_matches_one_device(kind: str) -> None:
-    def gradients(m: Any, x: jax.Array) -> Any:
-        return m(x), nnx.grad(lambda m, x: jnp.sum(jnp.sin(3 * m(x))), argnums=(0, 1))(m, x)
-
     layer = flax_mha_nnx.MultiHeadAttention(8, 32, rotary=Rotary(), rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
-    state = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape) / 4, x.dtype), state)
-    layer = nnx.merge(graph, state)
-    wanted = nnx.jit(gradients)(layer, X)
-    mesh, leave = on(kind, FSDP, (2, 2, 2))
-    try:
-        x = jax.device_put(X, NamedSharding(mesh, P(ROWS)))
-        got = jax.device_get(nnx.jit(gradients)(nnx.merge(graph, jax.device_get(state)), x))
-    finally:
-        leave()
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert error(a, b) < 2 * BACKWARD
+    state = jax.tree.map(lambda x: RNG.normal(size=x.shape).astype(np.float32) / 4, state)
+
+    def apply(state: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(x)
+
+    bounds = 5 * FORWARD, 2 * BACKWARD
+    compare(apply, (state, EXAMPLES), kind, FSDP, [P(), P(ROWS)], (2, 2, 2), bounds=bounds)
 
 
 @_GATHERED
@@ -166,33 +86,6 @@ def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
         "reduce-scatter": kernels // (m * f),
         "all-reduce": kernels // (m * f) + output,
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> None:
-    """The rule for `embed` is missing, or names an axis of devices with the same rows."""
-
-    def plain(
-        parallel: Any, multiply: Any, names: Any, rows: Any, contracted: int, x: Any, kernel: Any
-    ) -> Any:
-        kernel = sharding.constrain(kernel, products.gathered(names))
-        return parallel(multiply, names, rows, contracted, x, kernel)
-
-    lowered: dict[bool, list[str]] = {}
-    for is_plain in (False, True):
-        if is_plain:
-            monkeypatch.setattr(products, "product", plain)
-        lowered[is_plain] = []
-        for rules in (changed(), changed(norm_length="model"), changed(embed="group"), FSDP):
-            _, leave = on(kind, rules, (2, 2, 2))
-            try:
-                text = gradients(BLOCK).lower(described(BLOCK, X), X).as_text()
-            finally:
-                leave()
-            lowered[is_plain].append(text)
-    same = [a == b for a, b in zip(lowered[False], lowered[True], strict=True)]
-    assert same == [True, True, True, not products.SHARDED_SUBGROUPS]
 
 
 @_GATHERED
