@@ -1,5 +1,7 @@
 """Collectives of layers and context-parallel strategies, counted in compiled programs."""
 
+import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -13,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from experiments.plan.collectives import read
 from flax_mha import MultiHeadAttention, dot_product_attention, masks, sharding
 from flax_mha.positions import Rotary
+from flax_mha.sharding import products
+from tests.sharding.test_sharded_models import FSDP, ROWS
 from tests.support.meshes import BOTH, EIGHT, GROUPED, KINDS, B, H, N, X, collectives, described, on
 
 T = 64
@@ -60,6 +64,42 @@ def test_sharded_heads_need_one_all_reduce(optimized: None, K: int, kernel: str,
     assert len(everywhere) + len(of_group) == len(found)
     assert sum(everywhere) == (4 * BTD if K > 1 else 2 * BTD + 2 * 4 * B * T * H)
     assert sum(of_group) == (4 * 2 * H * (B * T + D) if K in (2, 4) else 0)
+
+
+@pytest.mark.skipif(not products.SHARDED_SUBGROUPS, reason="left to XLA before jaxlib 0.11.2")
+@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
+    """Over d = m = f = 2 devices for rows, heads and features, P the kernels' bytes:
+
+    all-gathers of P/m, reduce-scatters to P/(m·f), all-reduces of these over d.
+    """
+    d, m, f = 2, 2, 2
+    layer = MultiHeadAttention(8, use_bias=False)
+    mesh, leave = on(kind, FSDP, (d, m, f))
+    try:
+        x = jax.ShapeDtypeStruct((8, 16, 32), jnp.float32)
+        params = described(layer, x)
+        places = jax.tree.map(lambda x: x.sharding, params)
+
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.sin(layer.apply(params, x)))
+
+        x = x.update(sharding=NamedSharding(mesh, P(ROWS)))
+        gradient = jax.jit(jax.grad(loss), out_shardings=places)
+        text = gradient.lower(params, x).compile().as_text()
+    finally:
+        leave()
+    kernels = 4 * sum(math.prod(w.shape) for w in jax.tree.leaves(params))
+    sent: Counter[str] = Counter()
+    for collective, size in collectives(text):
+        sent[collective] += size
+    output = 4 * x.size // (d * f)  # The gradient of x is not asked for.
+    assert sent == {
+        "all-gather": kernels // m,
+        "reduce-scatter": kernels // (m * f),
+        "all-reduce": kernels // (m * f) + output,
+    }
 
 
 def test_loss_over_sharded_vocabulary_gathers_no_logits(optimized) -> None:

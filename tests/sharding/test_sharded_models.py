@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +22,7 @@ from flax_mha import (
     masks,
     sharding,
 )
+from flax_mha import nnx as flax_mha_nnx
 from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.positions import Rotary
 from tests.sharding.test_grouped_heads import LAYERS
@@ -37,6 +39,7 @@ from tests.support.meshes import (
     B,
     X,
     changed,
+    compare,
     compare_model,
     described,
     on,
@@ -146,6 +149,20 @@ def test_fsdp_matches_one_device(name: str, kind: str) -> None:
     model, rules = WITH_FSDP[name]
     bounds = 5 * FORWARD, 2 * BACKWARD
     compare_model(model, EXAMPLES, kind, rules, (2, 2, 2), bounds=bounds)
+
+
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nnx_layer_matches_one_device(kind: str) -> None:
+    layer = flax_mha_nnx.MultiHeadAttention(8, 32, rotary=Rotary(), rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    state = jax.tree.map(lambda x: RNG.normal(size=x.shape).astype(np.float32) / 4, state)
+
+    def apply(state: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(x)
+
+    bounds = 5 * FORWARD, 2 * BACKWARD
+    compare(apply, (state, EXAMPLES), kind, FSDP, [P(), P(ROWS)], (2, 2, 2), bounds=bounds)
 
 
 @pytest.mark.slow

@@ -131,20 +131,17 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "model": (model, sharding.RULES),
 }  # fmt: skip
-FAST = ("layer",)
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_mapped_functions_match_a_loop_without_a_mesh(name: str, kind: str) -> None:
     make, rules = CASES[name]
     check(*make(), kind, rules)
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.sampled(0.15, slow=0.2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_each_example(kind: str) -> None:
     """The gradients of unmapped parameters that are not on the mesh."""
