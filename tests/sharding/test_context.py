@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from flax_mha import (
     DecoderBlock,
     MultiHeadAttention,
     dot_product_attention,
+    explain,
     masks,
     scores,
     sharding,
@@ -20,7 +22,7 @@ from flax_mha import (
 from flax_mha.kernels.choose import STRATEGIES
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
-from tests.support.meshes import BACKWARD, BOTH, EIGHT, FORWARD, FOUR, KEY, compare, on
+from tests.support.meshes import BACKWARD, BOTH, EIGHT, FORWARD, FOUR, KEY, KINDS, compare, on
 from tests.support.oracle import random_like
 
 RNG = np.random.default_rng(5)
@@ -125,6 +127,53 @@ def test_explicit_output_is_sharded_like_queries(way: str) -> None:
     finally:
         leave()
     assert out.sharding.spec == P(*over, *(None,) * (4 - len(over)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_takes_the_best_strategy(kind: str) -> None:
+    """Ulysses if the heads divide, otherwise the strategy with the least memory."""
+
+    def way(N: int, K: int, **more: Any) -> str | None:
+        q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=at) for n in (N, K))
+        return explain(q, k, k, **more).strategy
+
+    mesh, leave = on(kind, FOUR)
+    at = NamedSharding(mesh, P(None, "model", "data") if kind == "Explicit" else P())
+    try:
+        assert way(8, 8) == "ulysses"
+        assert way(8, 4) == "ring"
+        assert way(8, 2) == "all_gather"
+        assert way(8, 8, kernel="ring:blockwise") == "ring"
+        assert way(8, 4, kernel="ulysses") is None
+        q = jax.ShapeDtypeStruct((B, T, 8, H), jnp.float32, sharding=at)
+        table = [line.split() for line in str(explain(q, q, q, kernel="ring")).splitlines()]
+        assert ["ring", "chosen"] in table
+        assert ["reference", "chosen"] in table
+    finally:
+        leave()
+    q = jax.ShapeDtypeStruct((B, T, N, H), jnp.float32)
+    assert explain(q, q, q).strategy is None
+    assert "ring" not in str(explain(q, q, q))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_shards_heads_over_the_last_axes_that_fit(kind: str) -> None:
+    """Then it passes keys over the others."""
+    axes = ("a", "b", "c")
+    mesh = jax.make_mesh((2, 2, 2), axes, (KINDS[kind],) * 3)
+    at = NamedSharding(mesh, P(None, axes))
+
+    def found(N: int, K: int, kernel: str = "auto") -> Any:
+        q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=at) for n in (N, K))
+        return explain(q, k, k, kernel=kernel)
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("length", axes)]):
+        assert found(8, 8).strategy == "ulysses"
+        assert [found(4, K).strategy for K in (4, 2, 1)] == ["usp", "usp", "ring"]
+        assert found(8, 1).strategy == "all_gather"
+        assert "usp" not in found(6, 2).refused
+        named = found(8, 8, "usp:blockwise")
+        assert (named.strategy, named.chosen) == ("usp", "blockwise")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Layers and models on meshes have the outputs and gradients of one device."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -25,7 +26,9 @@ from flax_mha import (
 from flax_mha import nnx as flax_mha_nnx
 from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.positions import Rotary
+from tests.sharding import head_process
 from tests.sharding.test_grouped_heads import LAYERS
+from tests.support import processes
 from tests.support.meshes import (
     BACKWARD,
     EIGHT,
@@ -197,3 +200,12 @@ def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None
         layer = LAYERS[name].clone(dtype=jnp.float64, param_dtype=jnp.float64)
         x = np.asarray(X, np.float64)
         compare_model(layer, x, kind, GROUPED, (1, 4, 2), bounds=(1e-11, 1e-10))
+
+
+@pytest.mark.slow
+def test_heads_and_slots_over_processes_match_one_device(tmp_path: Path) -> None:
+    """Values and gradients of a layer, and a few steps of decoding with their cache."""
+    names = {name for name, *_ in head_process.cases()}
+    for told in processes.run_together("tests.sharding.head_process", 4, tmp_path / "logs"):
+        assert told.keys() == names
+        assert {name: error for name, error in told.items() if not error < BACKWARD} == {}
