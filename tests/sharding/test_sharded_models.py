@@ -199,7 +199,8 @@ def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         layer = LAYERS[name].clone(dtype=jnp.float64, param_dtype=jnp.float64)
         x = np.asarray(X, np.float64)
-        compare_model(layer, x, kind, GROUPED, (1, 4, 2), bounds=(1e-11, 1e-10))
+        bounds = 1e-11, 1e-11
+        compare_model(layer, x, kind, GROUPED, (1, 4, 2), bounds=bounds, atol=1e-11)
 
 
 @pytest.mark.slow
