@@ -57,9 +57,3 @@ def test_text_of_a_user_file(text_config: ConfigDict, tmp_path: Path) -> None:
             text.Text(other)
     with pytest.raises(RunError, match=r"stride must be in 1 … config.length=8, got 9"):
         text.windows(text.Bytes().encode(train), 8, 9)
-
-
-@pytest.mark.slow
-def test_each_byte_is_tested_once(text_config: ConfigDict) -> None:
-    task = text.Text(text_config)
-    assert sum(int(batch["weight"].sum()) for batch in task.test_batches()) == len(task.test)
