@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from flax_mha import Platform, dot_product_attention, explain
+from flax_mha import dot_product_attention
 from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.chips import tpus as blocks_of_tpu
@@ -17,7 +16,6 @@ from flax_mha.kernels.flex.tpu import MACHINE
 from flax_mha.kernels.flex.traced import divide
 from flax_mha.kernels.xla.tile_plan import plan_call, smallest_blocks
 from flax_mha.masks import BlockSparse, Causal, Mask, PerHead, Window
-from tests.support.meshes import BOTH, EIGHT, FOUR, compare
 
 N = 4
 
@@ -100,37 +98,6 @@ def test_memory_is_linear_in_chosen_keys(optimized: None) -> None:
     assert large < 4096**2
 
 
-# Strategies on a mesh, with shards that cut blocks; rows and heads are sharded too.
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize(
-    ("way", "rules"),
-    [
-        ("ring:blockwise", EIGHT),
-        ("ring", FOUR),
-        ("all_gather", FOUR),
-        ("ulysses", FOUR),
-        ("usp", BOTH),
-    ],
-    ids=["ring over 4", "ring", "all_gather", "ulysses", "usp"],
-)
-def test_chosen_blocks_on_mesh_match_one_device(way: str, rules: Any, kind: str) -> None:
-    T, heads = 64, 8
-    rng = np.random.default_rng(3)
-    qkv = [jnp.asarray(rng.normal(size=(2, T, heads, 4)), jnp.float32) for _ in range(3)]
-    blocks = jnp.asarray(rng.integers(-1, 8, (2, heads, 6, 3)), jnp.int32)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array) -> Any:
-        mask = Causal() & BlockSparse(blocks, 12, 10)
-        out, lse = dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
-        return out, jnp.where(lse == -jnp.inf, 0.0, lse)
-
-    over = {
-        id(EIGHT): P("data", "model"), id(BOTH): P(None, ("data", "model")),
-    }.get(id(rules), P(None, "model", "data"))  # fmt: skip
-    compare(attend, [*qkv, blocks], kind, rules, [over] * 3 + [P()])
-
-
 def test_tpu_tiles_are_as_small_as_tables_allow() -> None:
     kernel = functools.partial(divide, machine=MACHINE, device="")
 
@@ -144,15 +111,3 @@ def test_tpu_tiles_are_as_small_as_tables_allow() -> None:
     assert tiles(4096, 10**6, 10**6) == (most, most)
     # The table has no room for N heads of 256² tiles.
     assert tiles(32768, 64, 64) == (256, 256)
-
-
-def test_splash_refuses_chosen_blocks() -> None:
-    q = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
-
-    def asked(blocks: jax.Array) -> str:
-        mask = Causal() & BlockSparse(blocks, 64, 64)
-        return explain(q, q, q, mask=mask, platform=Platform("tpu")).refused["splash"]
-
-    found: list[str] = []
-    jax.eval_shape(lambda blocks: found.append(asked(blocks)), jnp.zeros((8, 2), jnp.int32))
-    assert "BlockSparse" in found[0]

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flax_mha.kernels.call.dropout import WeightDropout
 
@@ -28,19 +26,6 @@ def keep_block(dropout: WeightDropout, b: slice, n: slice, t: slice, s: slice) -
         i[None, None, :, None],
         j[None, None, None, :],
     )
-
-
-def slices(size: int) -> st.SearchStrategy[slice]:
-    pairs = st.tuples(st.integers(0, size - 1), st.integers(1, size))
-    return pairs.filter(lambda p: p[0] < p[1]).map(lambda p: slice(*p))
-
-
-@pytest.mark.slow
-@given(slices(B), slices(N), slices(T), slices(S))
-def test_block_computed_alone_equals_block_of_whole(b, n, t, s) -> None:
-    dropout = WeightDropout.from_key(jax.random.key(0), 0.3)
-    block = keep_block(dropout, b, n, t, s)
-    np.testing.assert_array_equal(block, whole_mask()[b, n, t, s])
 
 
 @pytest.mark.sampled(0.13, slow=0.2)

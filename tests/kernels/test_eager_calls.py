@@ -19,16 +19,10 @@ from jax.sharding import AxisType
 import flax_mha.nnx
 from flax_mha import (
     Capture,
-    Decoder,
-    DecoderBlock,
     KVCache,
-    LanguageModel,
     MultiHeadAttention,
-    analysis,
     dot_product_attention,
-    generate,
     masks,
-    models,
     positions,
     scores,
     sharding,
@@ -161,22 +155,6 @@ def test_an_nnx_layer_compiles_nothing_again() -> None:
 
     assert compilations(begin) == 0
     assert compilations(lambda: layer(normal(2, 1, 16), decode=True)) == 0
-
-
-@pytest.mark.slow
-def test_models_and_their_analysis_compile_nothing_again() -> None:
-    block = DecoderBlock(LAYERS["layer"], mlp_dim=8)
-    model = LanguageModel(models.TokenEmbedding(8, 16), Decoder(2, block))
-    variables = model.init(jax.random.key(0), integers(2, 6))
-    watch = Capture(("q", "z", "result", "scores", "resid_post"))
-    for call in (
-        lambda: generate(model, variables, integers(2, 4), max_new_tokens=3),
-        lambda: analysis.detect(model, variables, integers(2, 6)),
-        lambda: analysis.watch(model, watch).apply(
-            variables, integers(2, 6), mutable="intermediates"
-        ),
-    ):
-        assert compilations(call) == 0
 
 
 @pytest.mark.slow

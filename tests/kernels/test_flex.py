@@ -2,18 +2,14 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention, sharding
+from flax_mha import dot_product_attention
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import bind_call
-from flax_mha.kernels.chips import tpus as blocks
-from flax_mha.kernels.flex import short
 from flax_mha.kernels.flex import tpu as machine
 from flax_mha.kernels.flex.traced import divide
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
@@ -105,25 +101,6 @@ def close(got: Any, want: Any) -> None:
         assert oracle.error(a, b) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flex", "short"])
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_learned_arrays_match_reference(tpu, name: str, kernel: str) -> None:
-    call, names = CALLS[name]
-    args = call, arrays(), learned(*names)
-    close(pulled(kernel, *args), pulled("reference", *args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_some_heads_at_a_step_match_reference(tpu, monkeypatch, name: str) -> None:
-    """Arrays that all heads share are summed over the steps."""
-    monkeypatch.setattr(short, "_heads", lambda dims, scores, most: 1)
-    call, names = CALLS[name]
-    args = call, arrays(), learned(*names)
-    close(pulled("short", *args), pulled("reference", *args))
-
-
 def test_blocks_follow_the_chip_and_the_mask() -> None:
     def sizes(device: str, T: int, mask: Any, H: int = 128) -> tuple[int, int]:
         x = jnp.zeros((1, T, 1, H), jnp.bfloat16)
@@ -139,56 +116,6 @@ def test_blocks_follow_the_chip_and_the_mask() -> None:
     assert sizes("TPU v5 lite", 8192, Causal()) == (512, 512)
     assert sizes("TPU v4", 8192, Causal(), 256) == (256, 256)
     assert sizes("TPU v6 lite", 8192, Causal(), 512) == (256, 256)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_stretches_of_keys_match_reference(tpu, monkeypatch, name: str) -> None:
-    """In a memory that holds the gradients of one block of keys of two."""
-    monkeypatch.setattr(blocks, "memory", lambda device: 2**20)
-    call, names = CALLS[name]
-    args = call, arrays(), learned(*names)
-    close(pulled("flex", *args), pulled("reference", *args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flex", "short"])
-@pytest.mark.parametrize("name", ["everything", "user_score", "of keys"])
-def test_no_memory_is_read_before_it_is_written(tpu_memory, name: str, kernel: str) -> None:
-    """With races detected. One row, because it is slow."""
-    call, names = CALLS[name]
-
-    def one(x):
-        given = call(x)
-        first = Segments(jnp.asarray(IDS[:1, :T]), jnp.asarray(IDS[:1]))
-        return given | ({"mask": Causal() & first} if given.get("mask") is PACKED else {})
-
-    args = one, arrays(b=1), learned(*names)
-    close(pulled(kernel, *args), pulled("reference", *args))
-
-
-@pytest.mark.slow
-def test_bias_gradient_of_masked_pairs_is_zero(tpu) -> None:
-    """In skipped tiles too."""
-    call = lambda x: {"mask": Causal(), "bias": x["bias"]}  # noqa: E731
-    _, (_, grads) = pulled("flex", call, arrays(), learned("bias"))
-    unseen = np.arange(S) > np.arange(T)[:, None]
-    np.testing.assert_array_equal(grads["bias"][unseen], 0)
-    assert (grads["bias"][~unseen] != 0).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flex", "short"])
-@pytest.mark.parametrize("name", ["everything", "user_score"])
-def test_mesh_matches_one_device(tpu, name: str, kernel: str) -> None:
-    """Dropout follows the global row and head."""
-    call, names = CALLS[name]
-    args = call, arrays(), learned(*names)
-    expected = pulled("reference", *args)
-    kind = AxisType.Explicit if name == "user_score" else AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        close(pulled(kernel, *args), expected)
 
 
 @pytest.mark.slow

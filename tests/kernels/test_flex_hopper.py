@@ -139,54 +139,9 @@ def test_flex_matches_reference_on_hopper(hopper_memory) -> None:
     close(pulled("flex", *args), pulled("reference", *args))
 
 
-@pytest.mark.slow
-def test_interpreter_finds_a_race(hopper_memory, monkeypatch) -> None:
-    """A buffer is filled again while a kernel still reads it."""
-
-    def fill(self: Any, step: jax.Array, source: Any) -> None:
-        slot = self._slot(step)
-        plgpu.copy_gmem_to_smem(source, self.buffers.at[slot], self.ready.at[slot])
-
-    monkeypatch.setattr(sync.BufferRing, "fill", fill)
-    for name in ("drain", "release"):
-        monkeypatch.setattr(sync.BufferRing, name, lambda self, step: None)
-    with pytest.raises(Exception, match="RACE DETECTED"):
-        pulled("flex", lambda x: {}, arrays(130, 600, 8, 8), {})
-
-
 def learned(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:
     rng = np.random.default_rng(2)
     return {n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()}
-
-
-@pytest.mark.slow
-def test_fully_masked_queries_give_zero_on_hopper(hopper_memory) -> None:
-    call = lambda x: {"mask": np.zeros((130, 130), bool), "scores": (Alibi(x["s"]),)}  # noqa: E731
-    (out, _), grads = pulled("flex", call, arrays(130, 130, 8, 8), learned(s=(2,)))
-    for x in jax.tree.leaves((out, grads)):
-        np.testing.assert_array_equal(x.astype(jnp.float32), 0)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.* encountered in matmul")
-def test_huge_values_behind_a_mask_change_no_bit_on_hopper(hopper_memory) -> None:
-    """In a partial tile, with products that overflow."""
-    q, k, v, cotangent = arrays(130, 130, 8, 8)
-    seen = jnp.arange(130)[None, :, None, None] < 100
-    call = lambda x: {"mask": Lengths(jnp.array([100])), "scores": (Alibi(x["s"]),)}  # noqa: E731
-    want = pulled("flex", call, (q, k, v, cotangent), x := learned(s=(2,)))
-    k, v = (jnp.where(seen, y, jnp.sign(y) * 3e38).astype(y.dtype) for y in (k, v))
-    got = pulled("flex", call, (q, k, v, cotangent), x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
-
-
-@pytest.mark.slow
-def test_flex_under_vmap_on_hopper_matches_reference(hopper_memory) -> None:
-    operands, x = arrays(64, 64, 8, 8, b=2), learned(s=(2,))
-    args = lambda x: {"mask": Causal(), "scores": (Alibi(x["s"]),)}, operands, x
-    wrap = lambda fn: jax.vmap(fn, (0, 0, 0, None))  # noqa: E731
-    close(pulled("flex", *args, wrap), pulled("reference", *args))
 
 
 @pytest.mark.slow

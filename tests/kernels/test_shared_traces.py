@@ -124,26 +124,6 @@ def test_rules_are_traced_in_every_call(monkeypatch: pytest.MonkeyPatch, kernel:
     assert counts[0] == counts[1] > 0
 
 
-def operations(program: Any) -> int:
-    """Return the number of operations of a program, counting loops and functions once."""
-    inside = 0
-    for eqn in program.eqns:
-        nodes = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
-        inside += sum(operations(getattr(x, "jaxpr", x)) for x in nodes if hasattr(x, "eqns"))
-    return len(program.eqns) + inside
-
-
-@pytest.mark.parametrize(("mask", "most"), [(None, 200), (masks.Causal(), 500)])
-def test_few_operations_are_traced(mask: Any, most: int) -> None:
-    """The time of tracing is proportional to their number."""
-    q = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.float32)
-
-    def attend(q: jax.Array) -> jax.Array:
-        return dot_product_attention(q, q, q, mask=mask, kernel="blockwise").sum()
-
-    assert operations(jax.make_jaxpr(jax.grad(attend))(q).jaxpr) < most
-
-
 @pytest.mark.sampled(0.13, slow=0.2)
 def test_user_functions_are_traced_in_every_call() -> None:
     """The variables that they read may change."""

@@ -32,21 +32,6 @@ def test_splash_mask_makes_no_table_of_all_pairs(mask: Mask) -> None:
     assert sum(x.nbytes for x in info if isinstance(x, np.ndarray)) < 2**20
 
 
-def test_lowered_masks_compare_equal() -> None:
-    """Splash caches a mask's tables for the next layer with an equal mask."""
-    dims = Dims((2,), 300, 300, 2, 2, 8, 8)
-
-    def lowered(mask, dims=dims):
-        call = spec.AttentionSpec(mask.bind(dims), (), None, None, None, None, 1.0)
-        return splash_mask.lower(call, Plan(dims, 128, 128))[1]
-
-    same = lowered(Causal() & Window(7)), lowered(Causal() & Window(7))
-    assert same[0] == same[1]
-    assert hash(same[0]) == hash(same[1])
-    for other in (lowered(Causal() & Window(8)), lowered(Causal() & Window(7), dims._replace(S=9))):
-        assert other != same[0]
-
-
 @pytest.mark.parametrize("shift", [0, 1000])
 def test_block_states_match_the_table(shift: int) -> None:
     """A query block that sees no key visits one block."""

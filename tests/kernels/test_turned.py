@@ -13,7 +13,6 @@ from jax.sharding import AxisType
 from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, positions, sharding
 from flax_mha.kernels.flex.tpu import rotated
 from flax_mha.masks import Causal, Window
-from flax_mha.scores import Alibi, RelativeBias
 from tests.kernels.contract import WAYS
 from tests.support.platforms import pretend
 
@@ -104,15 +103,6 @@ def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     close(found, pulled(ROTATIONS["whole"], x, places, **call))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scores", [[RelativeBias(jnp.ones((N, 8)))], [Alibi(jnp.ones(N))]])
-def test_learned_scores_are_rotated_before(rotates: list[bool], scores: list[Any]) -> None:
-    x = arrays()
-    found = pulled(later(ROTATIONS["whole"]), x, scores=scores)
-    assert set(rotates) == {False}
-    close(found, pulled(ROTATIONS["whole"], x, scores=scores))
-
-
 @pytest.mark.sampled(0.2, slow=0.3)
 def test_other_kernels_are_given_rotated_arrays(tpu: None) -> None:
     q, k, v, _ = arrays()
@@ -157,13 +147,6 @@ def test_mesh_matches_one_device(rotates: list[bool], kind: AxisType) -> None:
     assert all(rotates)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_no_race(tpu_memory: None) -> None:
-    x = arrays("bfloat16")
-    found = pulled(later(ROTATIONS["whole"]), x, mask=Causal())
-    assert all(np.isfinite(np.asarray(y, np.float32)).all() for y in found)
 
 
 LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import Capture, dot_product_attention, explain, masks
+from flax_mha import dot_product_attention, explain, masks
 from flax_mha.cache import KVCache
 from flax_mha.kernels.call.dropout import WeightDropout
 from flax_mha.scores import Relative, Score, SoftCap, TransformerXL
@@ -210,20 +210,6 @@ def test_vector_scores_decode_like_full_forward() -> None:
         for t in range(T):
             out, cache = step(cache, *(x[:, t : t + 1] for x in (q, k, v)))
             assert error(out, whole[:, t : t + 1]) < bound
-
-
-@pytest.mark.slow
-def test_capture_includes_vector_scores() -> None:
-    (q, k, v, *arrays), _ = problem("xl", 12, 12)
-    bias = Formula("xl", q, k, np.arange(12), np.arange(12), *arrays).bias
-    _, _, weights = oracle.attention(q, k, v, bias=bias, scale=SCALE)
-    capture = Capture(("weights", "entropy"), heads=(1, 3), queries=(0, 7))
-    _, seen = dot_product_attention(
-        q, k, v, scores=mods("xl", *arrays), scale=SCALE, capture=capture
-    )
-    some = weights[:, [1, 3]][:, :, [0, 7]]
-    assert error(seen["weights"], some) < 2e-6
-    assert error(seen["entropy"], -(some * np.log(some)).sum(-1)) < 2e-6
 
 
 # Rows and heads sharded; heads only, so that groups share keys; queries too, by each strategy.

@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import flax_mha
-from flax_mha import DecoderBlock, MultiHeadAttention, dot_product_attention, generate, variants
+from flax_mha import MultiHeadAttention, dot_product_attention, variants
 from flax_mha.masks import Causal
-from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import DynamicNtk, Rotary
 from flax_mha.scores import Alibi
 from tests.kernels.cases import KERNELS
@@ -66,20 +63,3 @@ def test_layers_decode_in_float32_under_x64(name: str) -> None:
         assert {y.dtype for y in (full, first, last)} == {np.dtype("float32")}
         if name not in ("standard", "sigmoid"):  # These depend on the number of tokens.
             assert oracle.error(jnp.concatenate([first, last], 1), full) < 1e-5
-
-
-@pytest.mark.slow
-def test_nnx_and_beams_under_x64() -> None:
-    # Token ids are int64 then, and step counts int32.
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        x = jnp.ones((2, 6, 16), jnp.float32)
-        layer = flax_mha.nnx.MultiHeadAttention(2, 16, rngs=nnx.Rngs(0))
-        layer.init_cache(x.shape, jnp.float32)
-        assert layer(x[:, :1], decode=True).dtype == jnp.float32
-        block = DecoderBlock(MultiHeadAttention(2, rotary=Rotary()), 16)
-        model = LanguageModel(TokenEmbedding(7, 8), Decoder(2, block))
-        params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
-        drawn = {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "rng": jax.random.key(0)}
-        for more in ({}, {"beams": 2, "eos": 1}, drawn):
-            found = generate(model, params, jnp.array([[1, 2]]), max_new_tokens=3, **more)
-            assert jax.tree.leaves(found)[0].shape[0] == 1
