@@ -150,14 +150,29 @@ def test_every_kernel_has_a_row() -> None:
     assert {row.kernel for row in KernelContract.__subclasses__()} == {*KERNELS}
 
 
+SMALL = ("packed", "2x8x8", "all_scores", "soft", "gqa", "float32")
+
+
 @pytest.mark.sampled(0.2)
-@pytest.mark.usefixtures("tokens_on_devices")
-@pytest.mark.parametrize("kernel", ["ring:blockwise", "ring:reference", "ulysses", "all_gather"])
-def test_strategies_keep_the_laws(kernel: str) -> None:
-    row = KernelContract()
-    row.kernel = kernel  # type: ignore[misc]
-    case = ("packed", "2x8x8", "all_scores", "soft", "gqa", "float32", "no_dropout", "from_0")
-    row.check(problem_of(Case(*case, "known")), traced=False)
+@pytest.mark.parametrize(
+    ("kernel", "row", "case"),
+    [
+        *((x, TestBlockwise, SMALL) for x in ("ring:blockwise", "ulysses", "all_gather")),
+        ("ring:reference", TestReference, SMALL),
+        ("ring:flex", TestFlex, ("packed", "2x256x256", "t5", "soft", "gqa", "float32")),
+        *(("ring:cudnn", TestCudnn, (mask, "2x64x64", "sinks", "soft", "gqa", "bfloat16"))
+          for mask in ("none", "causal", "window")),
+    ],
+)  # fmt: skip
+def test_strategies_keep_the_laws(
+    kernel: str, row: type[KernelContract], case: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    if row.platform:
+        request.getfixturevalue(row.platform)
+    request.getfixturevalue("tokens_on_devices")
+    test = row()
+    test.kernel = kernel  # type: ignore[misc]
+    test.check(problem_of(Case(*case, "no_dropout", "from_0", "known")), traced=False)
 
 
 # Each example compiles: shrinking one would take minutes.
@@ -203,31 +218,30 @@ def test_plain_attention_has_the_errors_of_jax_nn(dtype: str, spread: str) -> No
     """They agree up to the order of sums. In float32 the errors consist of this order only."""
     row = ("causal", "2x129x129", "bias_of_heads", spread, "gqa", dtype)
     problem = problem_of(Case(*row, "no_dropout", "from_0", "known"))
-    q, k, v = problem.qkv
-    bias = problem.learned["array"]
+    dout, bias = problem.cotangents[0], problem.learned["array"]
 
-    def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        return jax.nn.dot_product_attention(
-            q, k, v, bias=bias[None], is_causal=True, implementation="xla"
-        )
+    @jax.jit
+    def run(*primals: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            return jax.nn.dot_product_attention(
+                q, k, v, bias=bias[None], is_causal=True, implementation="xla"
+            )
+
+        out, pull = jax.vjp(attend, *primals)
+        return out, *pull(dout)
 
     with jax.numpy_dtype_promotion("standard"):
-        out, pull = jax.vjp(attend, q, k, v, bias)
-        gradients = pull(problem.cotangents[0])
+        found = run(*problem.qkv, bias)
     known = {
-        "cotangent": problem.cotangents[0], "bias": oracle.float64(bias),
-        "allowed": np.tri(129, dtype=bool),
+        "cotangent": dout, "bias": oracle.float64(bias), "allowed": np.tri(129, dtype=bool),
     }  # fmt: skip
-    for got, ours, want in zip(
-        (out, *gradients), flat(plain_attention.attention(q, k, v, **known), bias),
-        flat(exact(q, k, v, **known), bias), strict=True,
-    ):  # fmt: skip
-        theirs, ours = oracle.error(got, want), oracle.error(ours.astype(got.dtype), want)
+    plain, want = (
+        [out, *gradients[:3], oracle.summed_to(gradients.bias, bias.shape)]
+        for out, _, gradients in (
+            plain_attention.attention(*problem.qkv, **known), exact(*problem.qkv, **known),
+        )
+    )  # fmt: skip
+    for got, ours, true in zip(found, plain, want, strict=True):
+        theirs, ours = oracle.error(got, true), oracle.error(ours.astype(got.dtype), true)
         assert ours < 2e-6 or theirs / 1.3 < ours < 1.3 * theirs
         assert dtype == "float32" or ours > 2e-6
-
-
-def flat(found: tuple[Any, Any, oracle.Gradients], bias: Any) -> list[np.ndarray]:
-    """Return out, and the gradients of q, k, v and bias."""
-    out, _, gradients = found
-    return [out, *gradients[:3], oracle.summed_to(gradients.bias, bias.shape)]

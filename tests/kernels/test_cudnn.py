@@ -138,26 +138,41 @@ def test_cudnn_pads_odd_numbers_of_tokens(nvidia, sizes: tuple[int, int], bias: 
     compare(Prefix(2) & Lengths(jnp.array([sizes[1], sizes[1] // 2])), bias, True, 2, sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bias", [None, (), (B, N)])
-def test_cudnn_on_mesh_matches_one_device(nvidia, bias: tuple[int, ...] | None) -> None:
-    qkv, mask = arrays(T, S, 2, "bfloat16")[:3], MASKS["lengths of queries" if bias else "none"]
-    rng = np.random.default_rng(4)
-    bias = None if bias is None else jnp.asarray(rng.normal(size=(*bias, T, S)), jnp.bfloat16)
+IDS = jnp.asarray(np.repeat(np.arange(5), [13, 1, 20, 4, 2])[None].repeat(B, 0))
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("mask", "bias"),
+    [
+        (None, None),
+        (None, ()),
+        (MASKS["lengths of queries"], (B, N)),
+        # The documents of a row stay with it.
+        (Causal() & Segments(IDS, runs=True, at_most=5), None),
+    ],
+    ids=["plain", "bias", "lengths", "packed"],
+)
+def test_cudnn_on_mesh_matches_one_device(
+    nvidia, mask: Mask | None, bias: tuple[int, ...] | None, kind: AxisType
+) -> None:
+    """Rows over one axis, heads over another."""
+    qkv, rng = arrays(T, T, 4, "bfloat16")[:3], np.random.default_rng(4)
+    bias = None if bias is None else jnp.asarray(rng.normal(size=(*bias, T, T)), jnp.bfloat16)
 
     def both(qkv, bias):
         def loss(qkv, bias):
             out, lse = run(*qkv, mask=mask, bias=bias)
             lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
-            return (out**2).sum(dtype=jnp.float32) + lse.sum()
+            return (out.astype(jnp.float32) ** 2).sum() + lse.sum()
 
         return jax.value_and_grad(loss, 0 if bias is None else (0, 1))(qkv, bias)
 
     expected = jax.jit(both)(qkv, bias)
-    kind = AxisType.Explicit if mask is None else AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        got = jax.jit(both)(qkv, bias)
+        got = jax.jit(lambda *args: both(*args))(qkv, bias)
     jax.tree.map(close, got, expected)
 
 

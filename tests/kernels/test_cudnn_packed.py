@@ -3,15 +3,13 @@
 import functools
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
-from jax.sharding import AxisType
 
-from flax_mha import MultiHeadAttention, sharding
+from flax_mha import MultiHeadAttention
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import cudnn
@@ -54,32 +52,6 @@ def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
         mask = jax.tree.map(jnp.asarray, mask)  # Traced inside a jit.
     call = {"mask": mask}
     check("cudnn", arrays(T, T, K, "bfloat16"), known, lambda learned: call | learned, learned)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("kind", ["Auto", "Explicit", "vmap"])
-def test_packed_documents_on_mesh_match_one_device(nvidia, kind: str) -> None:
-    """Rows over one axis, heads over another: the documents of a row stay with it. Or vmapped."""
-    qkv = arrays(T, T, 4, "bfloat16")[:3]
-    ids = jnp.asarray(IDS)
-
-    def both(qkv, ids):
-        def loss(qkv):
-            out, lse = run(*qkv, mask=Causal() & Segments(ids, runs=True, at_most=5))
-            return (out.astype(jnp.float32) ** 2).sum() + lse.sum()
-
-        return jax.value_and_grad(loss)(qkv)
-
-    expected = jax.jit(both)(qkv, ids)
-    if kind == "vmap":
-        several = jnp.stack([ids, ids[::-1]])
-        got = jax.tree.map(lambda x: x[0], jax.jit(jax.vmap(both, (None, 0)))(qkv, several))
-    else:
-        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType[kind],) * 2)
-        with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-            got = jax.jit(both)(qkv, ids)
-    jax.tree.map(close, got, expected)
 
 
 def test_repeated_id_starts_new_segment_in_runs() -> None:
@@ -178,13 +150,6 @@ def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
 
     close(found := both("cudnn"), both("reference"))
     np.testing.assert_array_equal(both("auto"), found)  # `auto` makes the same call.
-
-
-def test_bias_hides_other_documents_on_several_devices_without_mesh(hopper, monkeypatch) -> None:
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    *qkv, _ = arrays(T, T, 4, "bfloat16")
-    text = lowered(lambda *qkv: run(*qkv, mask=Documents(LENGTHS))[0], *qkv)
-    assert "fmhaScaleBias" in text
 
 
 def test_one_known_run_per_row_skips_ragged_layout(hopper) -> None:

@@ -52,21 +52,15 @@ def test_rates_too_small_or_large_for_32_bits_are_safe() -> None:
 
 
 @pytest.mark.parametrize("axis", range(4))
-@pytest.mark.parametrize("step", [1, 2])
-def test_neighbours_are_uncorrelated(axis: int, step: int) -> None:
-    signs = 2.0 * whole_mask(rate=0.5) - 1
-    one, other = (np.take(signs, range(*r), axis) for r in _shifted(signs.shape[axis], step))
-    assert abs((one * other).sum()) < 5 * np.sqrt(one.size)
-
-
-def test_no_two_queries_and_no_two_keys_share_a_pattern() -> None:
-    signs = 2.0 * whole_mask(rate=0.5) - 1
-    for rows in (signs.reshape(-1, S), np.moveaxis(signs, -1, -2).reshape(-1, T)):
-        correlation = rows @ rows.T / np.sqrt(rows.shape[-1])
-        np.fill_diagonal(correlation, 0)
-        # The largest of ~10⁶ standard normals is about 5.
-        assert np.abs(correlation).max() < 7
-        assert 0.95 < correlation.std() < 1.05
+def test_no_two_coordinates_share_a_pattern(axis: int) -> None:
+    """Rows, heads, queries and keys are not correlated."""
+    signs = np.moveaxis(2.0 * whole_mask(rate=0.5) - 1, axis, 0).reshape(
+        whole_mask().shape[axis], -1
+    )
+    correlation = signs @ signs.T / np.sqrt(signs.shape[-1])
+    np.fill_diagonal(correlation, 0)
+    # The largest of thousands of standard normals is about 4.
+    assert np.abs(correlation).max() < 5.5
 
 
 @pytest.mark.parametrize("word", [0, 1])
@@ -92,7 +86,3 @@ def test_broadcast_is_one_pattern_for_all_rows_and_heads() -> None:
     mask = whole_mask(broadcast=True)
     np.testing.assert_array_equal(mask, np.broadcast_to(mask[:1, :1], mask.shape))
     assert 0.2 < 1 - mask.mean() < 0.4
-
-
-def _shifted(size: int, step: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (0, size - step), (step, size)

@@ -1,15 +1,20 @@
 """The numbers of flax_mha's own TPU kernels in Pallas' interpret modes."""
 
+import contextlib
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention
+from flax_mha import dot_product_attention, sharding
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import bind_call
+from flax_mha.kernels.chips import tpus as blocks
+from flax_mha.kernels.flex import short
 from flax_mha.kernels.flex import tpu as machine
 from flax_mha.kernels.flex.traced import divide
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
@@ -24,11 +29,11 @@ PACKED = Causal() & Segments(jnp.asarray(IDS[:, :T]), jnp.asarray(IDS))
 DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(7)}
 
 
-def arrays(dtype: str = "float32", b: int = B) -> list[jax.Array]:
+def arrays() -> list[jax.Array]:
     """Return q, k, v and a cotangent."""
     rng = np.random.default_rng(1)
     sizes = [(T, N, H), (S, K, H), (S, K, 5), (T, N, 5)]
-    return [jnp.asarray(rng.normal(size=(b, *size)), dtype) for size in sizes]
+    return [jnp.asarray(rng.normal(size=(B, *size)), jnp.float32) for size in sizes]
 
 
 TABLE = np.array([0.5, -1.0, 2.0, 0.0, 1.0], np.float32)
@@ -99,6 +104,41 @@ def close(got: Any, want: Any) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape
         assert oracle.error(a, b) < 1e-5
+
+
+# How the kernels run: in a memory for the gradients of one block of keys of two, for example.
+SETTINGS = {
+    "usual": ("flex", "short"), "one head at a step": ("short",), "stretches of keys": ("flex",),
+    "mesh": ("flex", "short"), "races detected": ("flex", "short"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("setting", "kernel"), [(x, y) for x in SETTINGS for y in SETTINGS[x]])
+def test_gradients_of_learned_arrays_match_reference(
+    name: str, setting: str, kernel: str, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """No memory is read before it is written. Dropout follows the global row and head."""
+    request.getfixturevalue("tpu_memory" if setting == "races detected" else "tpu")
+    if setting == "one head at a step":
+        monkeypatch.setattr(short, "_heads", lambda dims, scores, most: 1)
+    if setting == "stretches of keys":
+        monkeypatch.setattr(blocks, "memory", lambda device: 2**20)
+    call, names = CALLS[name]
+    args = call, arrays(), learned(*names)
+    wanted = pulled("reference", *args)
+    mesh = contextlib.nullcontext()
+    if setting == "mesh":
+        kind = AxisType.Explicit if name == "user_score" else AxisType.Auto
+        mesh = jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2))
+    with mesh, nn.logical_axis_rules(sharding.RULES):
+        found = pulled(kernel, *args)
+    close(found, wanted)
+    if name == "everything":
+        hidden = ~np.asarray(PACKED.dense(T, S, (B,))).any((0, 1))
+        np.testing.assert_array_equal(np.asarray(found[1][1]["bias"])[hidden], 0)
 
 
 def test_blocks_follow_the_chip_and_the_mask() -> None:

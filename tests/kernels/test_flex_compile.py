@@ -39,12 +39,6 @@ LONG, N = 32768, 4
 DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
 
 
-@pytest.fixture
-def tpu(monkeypatch: pytest.MonkeyPatch, optimized: None) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-
 def mesh_of(generation: str, *sizes: int) -> Mesh:
     """Return a mesh of one chip, or of these sizes."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
@@ -78,7 +72,7 @@ def compiled(
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
-def test_long_sequences_compile_without_mask_table(tpu, generation: str) -> None:
+def test_long_sequences_compile_without_mask_table(compiling_for_tpu, generation: str) -> None:
     def call(ids):
         return {"mask": Causal() & Segments(ids), "scores": (Alibi(),)}
 
@@ -116,7 +110,7 @@ CALLS: dict[str, tuple[Any, Callable[[int], Sequence[tuple[int, ...]]]]] = {
             | ((ids[:, None, :, None] + ids[:, None, None, :]) % 3 == 0),
             "q_positions": ids, "bias": rows + keys,
         },
-        lambda T: [(2, 1, T, 1), (N, 1, T)],
+        lambda T: [(N, T, 1), (1, 1, T)],
     ),
     "traced numbers": (
         lambda ids: {"mask": Causal() & (ids[:, None, :, None] * ids[:, None, None, :])},
@@ -145,7 +139,7 @@ CALLS: dict[str, tuple[Any, Callable[[int], Sequence[tuple[int, ...]]]]] = {
 @pytest.mark.sampled(0, slow=0.2)
 @pytest.mark.parametrize("kernel", ["flex", "short"])
 @pytest.mark.parametrize("name", CALLS)
-def test_options_compile(tpu, name: str, kernel: str) -> None:
+def test_options_compile(compiling_for_tpu, name: str, kernel: str) -> None:
     (call, shapes), T = CALLS[name], 1000 if kernel == "flex" else 200
     dtype = jnp.float32 if name in ("predicate", "traced masks") else jnp.bfloat16
     text, _ = compiled(mesh_of("v5e"), kernel, T, 64, call, shapes(T), dtype)
@@ -157,14 +151,15 @@ def test_options_compile(tpu, name: str, kernel: str) -> None:
 @pytest.mark.parametrize(
     "which",
     [
-        *(f"{chip} flex 4096 {H} float32" for chip in TOPOLOGIES for H in (256, 512)),
+        *(f"{chip} flex 4096 256 float32" for chip in TOPOLOGIES),
+        *(f"{chip} flex 4096 512 float32" for chip in ("v4", "v5e")),
         *(f"{chip} short 256 128 float32" for chip in TOPOLOGIES),
         # A v4 has 16 MiB of fast memory, and the kernel refuses the longest there.
         *(f"{chip} short 512 256 bfloat16" for chip in ("v5e", "v5p", "v6e")),
         "v5e short 17 16 bfloat16",
     ],
 )  # fmt: skip
-def test_largest_blocks_fit_in_memory(tpu, which: str) -> None:
+def test_largest_blocks_fit_in_memory(compiling_for_tpu, which: str) -> None:
     def call(ids, slopes):
         scores = (SoftCap(3.0), Alibi(slopes))
         return {"mask": Causal() & Segments(ids), "scores": scores, **DROPOUT}
@@ -175,7 +170,7 @@ def test_largest_blocks_fit_in_memory(tpu, which: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["flex", "short"])
-def test_vmap_over_last_axes_compiles(tpu: None, kernel: Any) -> None:
+def test_vmap_over_last_axes_compiles(compiling_for_tpu: None, kernel: Any) -> None:
     """Mosaic takes no block that leaves out the last axis of an array."""
     mesh = mesh_of("v5e")
     arrays = [
@@ -194,7 +189,7 @@ def test_vmap_over_last_axes_compiles(tpu: None, kernel: Any) -> None:
     assert f"{kernel}_forward" in text
 
 
-def test_one_query_compiles(tpu: None) -> None:
+def test_one_query_compiles(compiling_for_tpu: None) -> None:
     """Mosaic fails to multiply a vector in bfloat16."""
     text, _ = compiled(mesh_of("v5e"), "short", 1, 64, lambda ids: {})
     assert "short_backward" in text
@@ -205,7 +200,7 @@ def test_one_query_compiles(tpu: None) -> None:
     "which",
     ["v4 1024 128", "v5e 8192 128", "v5e 4096 64", "v5p 4096 128", "v6e 4096 256", "v6e 2048 128"],
 )
-def test_kernel_rotates_with_large_tables(tpu, monkeypatch, which: str) -> None:
+def test_kernel_rotates_with_large_tables(compiling_for_tpu, monkeypatch, which: str) -> None:
     generation, T, H = which.split()[0], *map(int, which.split()[1:])
     dtype = jnp.float32 if which == "v6e 2048 128" else jnp.bfloat16
     rotates, memory = [], rotated.memory
@@ -231,7 +226,7 @@ def test_kernel_rotates_with_large_tables(tpu, monkeypatch, which: str) -> None:
     assert rotates == [True, True]
 
 
-def test_flex_on_mesh_gathers_nothing(tpu) -> None:
+def test_flex_on_mesh_gathers_nothing(compiling_for_tpu) -> None:
     def call(ids, slopes):
         return {"mask": Causal() & Segments(ids), "scores": (Alibi(slopes),), **DROPOUT}
 

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention, explain, kernels
-from flax_mha.kernels.xla import tile_plan
-from flax_mha.masks import Causal, PerHead, Predicate, Window
+from flax_mha.masks import Causal, Predicate, Window
 from tests.kernels.cases import KERNELS
-from tests.support import oracle
 
 B, T, S, N, K, H = 2, 140, 150, 4, 2, 8
 
@@ -24,17 +22,6 @@ def arrays(dtype: str = "float32") -> list[jax.Array]:
     rng = np.random.default_rng(1)
     sizes = [(T, N, H), (S, K, H), (S, K, H), (T, N, H)]
     return [jnp.asarray(rng.normal(size=(B, *size)), dtype) for size in sizes]
-
-
-def pulled(call: Any, *primals: Any) -> list[jax.Array]:
-    """Return the result of a call and the gradients of its arguments."""
-
-    @jax.jit
-    def run(*primals):
-        out, pull = jax.vjp(call, *primals)
-        return out, *pull(arrays()[3])
-
-    return run(*primals)
 
 
 @pytest.mark.sampled(0.25, slow=0.2)
@@ -50,27 +37,6 @@ def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
     dq, dreach = jax.jit(jax.grad(call, (0, 1)))(q, jnp.float32(2.5))
     assert dreach == 0
     np.testing.assert_array_equal(dq, jax.jit(jax.grad(call))(q, jnp.int32(2)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("together", [1, 2, 4])
-def test_rows_and_heads_computed_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with the mask, the sink and the dropout of its own row and head."""
-    monkeypatch.setattr(tile_plan.Plan, "rows_together", together)
-    q, k, v, _ = arrays()
-    call = {
-        "mask": PerHead([Causal(), Window(20, 9), ~Causal(), Causal()]),
-        "sinks": jnp.arange(4.0), "dropout_rate": 0.4, "dropout_rng": jax.random.key(1),
-    }  # fmt: skip
-
-    def attend(kernel: str, *qkv: jax.Array) -> jax.Array:
-        return dot_product_attention(*qkv, **call, kernel=kernel)
-
-    want, got = (
-        pulled(functools.partial(attend, kernel), q, k, v) for kernel in ("reference", "blockwise")
-    )
-    for a, b in zip(got, want, strict=True):
-        assert oracle.error(a, b) < 1e-5
 
 
 def test_explain_runs_nothing_and_tells_the_choice() -> None:

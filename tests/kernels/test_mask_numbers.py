@@ -69,7 +69,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize(
     ("kernel", "joined", "way"),
     pairs(kernel=(*KERNELS, "decode", *PLATFORMS), joined=(*JOINED,), way=(*WAYS,)),

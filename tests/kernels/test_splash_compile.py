@@ -10,7 +10,7 @@ import pytest
 
 from flax_mha.masks import Causal, Lengths, Predicate, Segments, Window
 from flax_mha.scores import SoftCap
-from tests.kernels.test_flex_compile import compiled, mesh_of, tpu  # noqa: F401
+from tests.kernels.test_flex_compile import compiled, mesh_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,7 +30,7 @@ CALLS = {
 @pytest.mark.parametrize("setting", ["tensorfloat32", "highest"])
 @pytest.mark.parametrize("kernel", ["flex", "short", "splash"])
 def test_kernels_compile_in_every_setting_of_precision(
-    tpu, kernel: str, setting: str, dtype: str
+    compiling_for_tpu, kernel: str, setting: str, dtype: str
 ) -> None:
     refused = kernel == "splash" and (dtype, setting) != ("float32", "highest")
     expected = pytest.raises(ValueError, match=f"no {dtype} matmuls in the precision {setting}")
@@ -45,7 +45,9 @@ def test_kernels_compile_in_every_setting_of_precision(
     [("v5e", call) for call in CALLS]
     + [(generation, "causal window segments, GQA") for generation in ("v5p", "v6e")],
 )
-def test_long_sequences_compile_without_mask_table(tpu, generation: str, call: str) -> None:
+def test_long_sequences_compile_without_mask_table(
+    compiling_for_tpu, generation: str, call: str
+) -> None:
     known, segments, N, K = CALLS[call]
 
     def masked(ids):
@@ -73,7 +75,7 @@ CASES = {
 
 @pytest.mark.sampled(0, slow=0.16)
 @pytest.mark.parametrize("case", CASES)
-def test_options_compile(tpu, case: str) -> None:
+def test_options_compile(compiling_for_tpu, case: str) -> None:
     def call(ids):
         return CASES[case] or {"mask": Lengths(ids[:, 0]) & Causal()}
 
@@ -84,14 +86,14 @@ def test_options_compile(tpu, case: str) -> None:
 @pytest.mark.parametrize(
     ("generation", "H"), [("v5e", 256), ("v5p", 256), ("v6e", 256), ("v5e", 512)]
 )
-def test_largest_blocks_fit_in_memory(tpu, generation: str, H: int) -> None:
+def test_largest_blocks_fit_in_memory(compiling_for_tpu, generation: str, H: int) -> None:
     def call(ids):
         return {"mask": Causal() & Window(600) & Segments(ids)}
 
     compiled(mesh_of(generation), "splash", 2048, H, call, (), jnp.float32, (2, 1))
 
 
-def test_splash_on_mesh_gathers_nothing(tpu) -> None:
+def test_splash_on_mesh_gathers_nothing(compiling_for_tpu) -> None:
     mesh = mesh_of("v5e", 2, 2)
     text, _ = compiled(mesh, "splash", 2048, 64, lambda ids: {"mask": Causal() & Segments(ids)})
     assert "all-gather" not in text
