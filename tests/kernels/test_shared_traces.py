@@ -93,7 +93,7 @@ def test_layers_that_share_a_trace_match_reference(
 ) -> None:
     x = jnp.asarray(rng.normal(size=(2, length, 16)), jnp.float32)
     shapes = jax.eval_shape(Layers(2, kernel, masks.Causal()).init, jax.random.key(0), x)
-    weights = oracle.random_like(shapes)
+    weights = jax.tree.map(lambda y: y / 2, oracle.random_like(shapes))
 
     @functools.partial(jax.jit, static_argnums=0)
     def pulled(kernel: Any, weights: Any, x: Any) -> Any:
@@ -106,7 +106,7 @@ def test_layers_that_share_a_trace_match_reference(
     # The gradient of the keys' bias is a sum that cancels, so all have one scale.
     scale = max(np.abs(y).max() for y in expected)
     for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one / scale, other / scale, atol=1e-6)
+        np.testing.assert_allclose(one / scale, other / scale, atol=2e-6)
 
 
 @pytest.mark.sampled(0.13, slow=0.2)
