@@ -108,7 +108,7 @@ def compare(
     check("cudnn", arrays(*sizes, K, "bfloat16"), known, lambda learned: call | learned, learned)
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.035)
 @pytest.mark.parametrize(
     ("mask", "bias", "sunk", "K"),
     pairs(mask=[*MASKS], bias=[*BIASES], sunk=[False, True], K=[1, 2, 4]),
@@ -117,7 +117,7 @@ def test_cudnn_matches_oracle(nvidia, mask: str, bias: str, sunk: bool, K: int) 
     compare(MASKS[mask], BIASES[bias], sunk, K)
 
 
-@pytest.mark.sampled(0.04)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize(("mask", "bias", "K"), pairs(mask=[*HIDDEN], bias=[*BIASES], K=[2, 4]))
 def test_cudnn_hides_pairs_by_a_bias(nvidia, mask: str, bias: str, K: int) -> None:
     """A user's bias has its gradient."""

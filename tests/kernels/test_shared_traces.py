@@ -40,8 +40,9 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool, kernel: str) -> None:
     platform, module, name = KERNELS[kernel]
     on(monkeypatch, platform)

@@ -166,7 +166,7 @@ def test_vector_scores_match_formula(
     close(got, expected(kind, args, cotangents, i, j, **known), bound)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_far_positions_are_exact(kernel: str) -> None:
     """Far positions and distances are as exact as near ones."""
