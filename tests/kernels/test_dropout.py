@@ -39,7 +39,7 @@ def test_dropout_follows_positions_not_indices() -> None:
     np.testing.assert_array_equal(permuted, whole_mask()[0, 0][order])
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("rate", [0.01, 0.9])
 def test_share_of_dropped_weights_is_rate(rate: float) -> None:
     mask = whole_mask(rate=rate)
     # Five standard deviations of a binomial.

@@ -34,7 +34,7 @@ def pulled(kernel: str = "auto") -> list[jax.Array]:
     return run(Q, K, V)
 
 
-@pytest.mark.sampled(0.12, slow=0.3)
+@pytest.mark.sampled(0.07, slow=0.3)
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_blocks_change_no_number(kernel: str, sizes: tuple) -> None:
