@@ -122,7 +122,7 @@ CALLS: dict[str, tuple[Any, Callable[[int], Sequence[tuple[int, ...]]]]] = {
     ),
     "chosen": (
         lambda ids: {
-            "mask": Causal() & BlockSparse(ids[:, None, :64].reshape(2, 1, 16, 4), 64, 64),
+            "mask": Causal() & BlockSparse(ids[:, None, : -(-ids.shape[1] // 64)][..., None], 64, 64),
         },
         lambda T: [],
     ),
