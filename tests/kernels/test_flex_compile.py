@@ -122,7 +122,8 @@ CALLS: dict[str, tuple[Any, Callable[[int], Sequence[tuple[int, ...]]]]] = {
     ),
     "chosen": (
         lambda ids: {
-            "mask": Causal() & BlockSparse(ids[:, None, : -(-ids.shape[1] // 64)][..., None], 64, 64),
+            # A block for each 64 queries.
+            "mask": Causal() & BlockSparse(ids[:, None, : -(-ids.shape[1] // 64), None], 64, 64),
         },
         lambda T: [],
     ),
