@@ -84,7 +84,7 @@ def mean_weight(name: str, weights: np.ndarray, allowed: np.ndarray) -> np.ndarr
     return np.mean(taken, axis=0)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize(
     "case", [x if "sinks" in x else pytest.param(x, marks=pytest.mark.slow) for x in LAYERS]
 )
@@ -217,7 +217,7 @@ def trace(model: nn.Module, values: Any, tokens: Any, **options: Any) -> None:
     jax.eval_shape(functools.partial(analysis.detect, model, **options), values, tokens)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_models_whose_weights_are_no_softmax_are_refused() -> None:
     cases = {
         "normalizer='sigmoid' and .* at decoder/layers_0": LAYER.clone(normalizer="sigmoid"),

@@ -132,7 +132,7 @@ def test_a_model_without_heads_equals_one_that_reads_none(name: str) -> None:
     assert error(actual, whole(variables, *inputs)) > 1e-3
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_a_pruned_model_generates_and_is_saved() -> None:
     model, (tokens,), heads = MODELS["alternating"]
     variables = drawn(model, tokens)

@@ -153,7 +153,7 @@ def randomize(module: nnx.Module) -> None:
     nnx.update(module, nnx.State(random_like(nnx.to_pure_dict(nnx.state(module, nnx.Param)))))
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_nnx_layers_lose_heads() -> None:
     model = TwoLayers(
         num_kv_heads=2, sinks=True, scale="learned", gate="feature", qk_norm=QKNorm(),

@@ -61,7 +61,7 @@ def test_wrong_results_of_user_functions_are_refused(name: str) -> None:
         assert raised.type is error
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_user_functions_may_return_scalars_and_other_dtypes() -> None:
     """A score may return one number for all pairs in another dtype, a mask one bool for all."""
     given = Score(lambda s, b, n, i, j: jnp.where(j > 1, 1.0, 2.0).astype(jnp.bfloat16))
@@ -154,7 +154,7 @@ TABLES: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed", "decode"])
 def test_functions_index_numpy_tables(kernel: str, name: str) -> None:

@@ -177,7 +177,7 @@ def test_rounding_in_8_bits_is_within_half_a_step(
     np.testing.assert_array_equal(held.value[:, 1], 0)
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_kv_cache_works_under_vmap_and_scan() -> None:
     q, k, v = (jnp.asarray(RNG.normal(size=(3, T, 4, 8)), jnp.float32) for _ in range(3))
     k, v = k[:, :, :2], v[:, :, :2, :5]

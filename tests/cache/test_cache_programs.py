@@ -84,7 +84,7 @@ def test_step_on_a_gpu_has_no_branch(dtype: str | None, monkeypatch: pytest.Monk
     assert re.findall("stablehlo.(?:while|case|if)", text)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_few_rows_of_a_scanned_stack_agree_with_matmuls(
     dtype: str | None, monkeypatch: pytest.MonkeyPatch
@@ -145,7 +145,7 @@ def check_copies_no_cache(device: Any, name: str) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < cache / 3
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu")
 @pytest.mark.parametrize("name", STEPS)
 @jax.numpy_dtype_promotion("standard")  # Flax's norms mix dtypes.

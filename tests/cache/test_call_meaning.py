@@ -53,7 +53,7 @@ def run(layer: nn.Module, v: Any, *inputs: Any, **call: Any) -> tuple[jax.Array,
     return out, {**v, **new}
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_arguments_say_where_queries_and_keys_are() -> None:
     """Not whether both arrays are one, and not their number."""
     layer = MultiHeadAttention(2, rotary=Rotary())
@@ -75,7 +75,7 @@ def test_arguments_say_where_queries_and_keys_are() -> None:
     assert abs(alone - found[0][0]).max() > 0.1
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("name", LAYERS)
 def test_decoding_appends_inputs_k(name: str) -> None:
     layer = LAYERS[name](2, decode=True, rotary=Rotary())
@@ -123,7 +123,7 @@ def test_queries_to_kept_keys_continue(name: str) -> None:
     np.testing.assert_array_equal(forked.key, counted["cache"]["memory"].key[1:])
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_kept_keys_under_vmap_match_a_loop() -> None:
     """Each of three has its own memory. The captured weights and gradients are those of a loop."""
     layer = MultiHeadAttention(2, decode=True, capture=flax_mha.Capture(("weights",)))
@@ -144,7 +144,7 @@ def test_kept_keys_under_vmap_match_a_loop() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_nnx_queries_to_kept_keys_continue() -> None:
     fields = POSITIONAL["rotary"] | POSITIONAL["alibi"] | POSITIONAL["window"]
     layer = flax_mha.nnx.MultiHeadAttention(2, 16, **fields, rngs=nnx.Rngs(0))

@@ -40,7 +40,7 @@ def assert_close(one: Any, other: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), one, other)
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_accumulation_on_a_mesh_equals_one_device(config: ConfigDict) -> None:
     config.model.dropout_rate = 0.1
     state, losses = trained(config)

@@ -12,7 +12,7 @@ from tests.experiments.launch import call
 COMMANDS = ("train", "generate", "look", "convert", "plan", "measure")
 
 
-@pytest.mark.sampled(0, slow=0.1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_creates_no_files(command: str, tmp_path: Path) -> None:
     done = call(command, "--help", cwd=tmp_path)

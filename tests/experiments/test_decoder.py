@@ -76,7 +76,7 @@ def test_tokens_become_the_text_again(tokenizer: str) -> None:
     np.testing.assert_array_equal(words.encode("本, 日".encode()[1:-1]), words.encode(b", "))
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_uniform_model_has_the_bits_of_its_vocabulary(
     text_config: ConfigDict, tokenizer: str, tmp_path: Path
 ) -> None:
@@ -105,7 +105,7 @@ def test_uniform_model_has_the_bits_of_its_vocabulary(
     assert found["bits_per_byte"] / found["count"] == pytest.approx(8, rel=1e-5)
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_run_with_a_tokenizer_resumes_and_generates(tokenizer: str, tmp_path: Path) -> None:
     data, run = tmp_path / "text", tmp_path / "run"
     data.write_text(WRITTEN)

@@ -31,7 +31,7 @@ def started(config: ConfigDict) -> tuple[loop.TrainState, Any, str]:
         return state, batch, built.step.lower(state, batch).compile().as_text()
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_seeds_in_one_step_equal_separate_runs(config: ConfigDict, tmp_path: Path) -> None:
     config.seed, config.seeds = 3, 2
     config.model.dropout_rate = 0.1
@@ -44,7 +44,7 @@ def test_seeds_in_one_step_equal_separate_runs(config: ConfigDict, tmp_path: Pat
     assert np.abs(losses(together.rows)[:, 0] - losses(alone.rows)).max() > 1e-2
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("seeds", "sizes"), [(1, (1, 8, 1)), (1, (2, 2, 2)), (2, (2, 1, 4))], ids=str
 )
@@ -148,7 +148,7 @@ def test_nonfinite_loss_ends_the_run(config: ConfigDict, tmp_path: Path) -> None
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_nonfinite_step_of_one_seed_is_skipped(config: ConfigDict, tmp_path: Path) -> None:
     config.seeds, config.max_skipped, config.checkpoint_every = 2, 2, 1
     task = tasks.make(config)

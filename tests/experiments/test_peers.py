@@ -31,7 +31,7 @@ def _as_users_run() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_peers_write_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure.main([
         "peers", "--lengths=16,32", "--heads=2", "--features=16", "--tokens=32", "--seconds=0.02",
@@ -130,7 +130,7 @@ def test_contestants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found[name]["ratio"] for name in "abc"] == pytest.approx([10, 10, 1])
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_fresh_process_measures_memory_and_compile_time() -> None:
     case = Case("core", "forward", "causal", B=1, T=2048)
     scores = 4 * 8 * 2048**2

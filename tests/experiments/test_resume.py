@@ -106,7 +106,7 @@ def test_interrupted_run_equals_whole_run(
     assert_same(again, folder, whole)
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 2, 4), (2, 2, 2)], ids=str)
 def test_stopped_run_goes_on_over_another_mesh(
     program: Program, whole: tuple[Path, loop.Result], tmp_path: Path, sizes: tuple[int, ...]

@@ -51,7 +51,7 @@ def promote() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_short_run_prints_its_answer_and_draws_its_figure(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -72,7 +72,7 @@ def test_masks_remove_the_least_head_and_keep_the_last_of_each_layer() -> None:
     assert [" ".join("".join(map(str, x)) for x in mask.astype(int)) for mask in masks] == rows
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", heads_needed.SHAPES)
 def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
     """The slopes of the loss of a row are those of finite differences, row by row."""
@@ -91,7 +91,7 @@ def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
     np.testing.assert_allclose(found, expected, atol=0.02)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_every_second_sequence_repeats_distinct_tokens() -> None:
     draw = jax.jit(induction.draw_sequences, static_argnums=1)
     tokens = np.asarray(draw(KEY, 64)["tokens"])
@@ -151,7 +151,7 @@ def test_chains_have_matrices_from_a_uniform_dirichlet_distribution() -> None:
     np.testing.assert_allclose(same.all(1).mean(), 1 / 6, atol=0.025)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_counts_and_ideal_heads_are_those_of_a_plain_loop() -> None:
     @jax.jit
     def run(key: jax.Array) -> Any:

@@ -179,7 +179,7 @@ def saved(config: Config, path: Path) -> dict[str, Any]:
     return {name: np.array(x) for name, x in safetensors.read(path / "model.safetensors").items()}
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize(
     ("config", "name", "copy"),
     [(CONFIG, "model.embed_tokens", "lm_head"), (GPT2, "transformer.wte", "lm_head"),

@@ -125,7 +125,7 @@ def test_swapped_model_has_equal_outputs_and_gradients(way: str, calls: list[Any
     assert len(calls) == 4
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize(
     "swapped", [lambda m: Outer(interop.swap(m)), lambda m: interop.swap(Outer(m))],
     ids=["the child", "the parent"],
@@ -138,7 +138,7 @@ def test_swap_reaches_nested_models(swapped: Any, calls: list[Any]) -> None:
     assert len(calls) == 4
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_swapped_model_decodes_like_full_forward() -> None:
     class Decoder(nn.Module):
         decode: bool = False
@@ -173,7 +173,7 @@ class Nnx(nnx.Module):
         return self.last(x, deterministic=True, decode=False)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_swap_of_nnx_model_shares_parameters(calls: list[Any]) -> None:
     model = Nnx(nnx.Rngs(0))
     ours = interop.swap(model)
@@ -306,7 +306,7 @@ class Mixed(nnx.Module):
         return self.linen(self.layer(x))
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_linen_in_nnx_is_swapped(calls: list[Any]) -> None:
     plain = nnx.bridge.lazy_init(Mixed(nnx.Rngs(0)), X)
     ours = interop.swap(plain)

@@ -67,10 +67,10 @@ def drawn(config: pytest.Config, name: str, rows: list[Case], count: float) -> l
     if any("::" in x for x in config.args):
         return rows
     seed = int(os.environ["TEST_DRAW"])
-    fast, more = draw(rows, min(1, count / len(rows)), 0, seed, name)
+    fast, more = draw(rows, min(1, count / len(rows)), seed, name)
     if "grid" in config.option.markexpr:
         more = [row for row in rows if row not in fast]
-    return [*fast, *(pytest.param(row, marks=pytest.mark.slow(slow=1)) for row in more)]
+    return [*fast, *(pytest.param(row, marks=pytest.mark.slow(1)) for row in more)]
 
 
 def one(fn: Any) -> Any:

@@ -138,7 +138,7 @@ def test_entropy_needs_no_score_table() -> None:
     assert program.memory_analysis().temp_size_in_bytes < 2**27
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("sizes", [(2, 0, 5), (2, 5, 0), (0, 4, 4)], ids=str)
 def test_capture_without_rows_queries_or_keys(sizes: tuple[int, int, int]) -> None:
     b, t, s = sizes

@@ -78,7 +78,7 @@ class TestBlockwise(KernelContract):
             assert oracle.error(got, one) < 1e-5
         np.testing.assert_array_equal(jnp.delete(dq, some, axis=0), 0)
 
-    @pytest.mark.sampled(0.13, slow=0.2)
+    @pytest.mark.sampled(0.13)
     def test_memory_is_linear_in_length(self) -> None:
         """At T = 32,768 the scores of a head would need 4 GiB."""
         x = jax.ShapeDtypeStruct((32768, 1, 8), jnp.float32)
@@ -211,7 +211,7 @@ def test_cases_cover_all_combinations(strength: int, some: Any) -> None:
     assert not missing
 
 
-@pytest.mark.sampled(0.17, slow=0.3)
+@pytest.mark.sampled(0.17)
 @pytest.mark.parametrize("spread", ["soft", "sharp"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_plain_attention_has_the_errors_of_jax_nn(dtype: str, spread: str) -> None:

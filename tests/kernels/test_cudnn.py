@@ -131,7 +131,7 @@ def test_cudnn_positions_match_oracle(nvidia, name: str) -> None:
     compare(mask, None, False, 2, q_positions=q, kv_positions=k)
 
 
-@pytest.mark.sampled(0.1, slow=0.2)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("sizes", [(7, 9), (8, 9), (33, 128), (33, 129), (1, 65), (65, 1)])
 @pytest.mark.parametrize("bias", [None, (N,)])
 def test_cudnn_pads_odd_numbers_of_tokens(nvidia, sizes: tuple[int, int], bias: Any) -> None:
@@ -198,7 +198,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize(("t", "K"), [(1, 4), (7, 2), (40, 2)])
 def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) -> None:
     """The slots after a row's tokens hold any number. Gradients are those of `reference`."""

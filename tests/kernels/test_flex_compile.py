@@ -137,7 +137,7 @@ CALLS: dict[str, tuple[Any, Callable[[int], Sequence[tuple[int, ...]]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0, slow=0.2)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kernel", ["flex", "short"])
 @pytest.mark.parametrize("name", CALLS)
 def test_options_compile(compiling_for_tpu, name: str, kernel: str) -> None:
@@ -196,7 +196,7 @@ def test_one_query_compiles(compiling_for_tpu: None) -> None:
     assert "short_backward" in text
 
 
-@pytest.mark.sampled(0, slow=0.4)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "which",
     ["v4 1024 128", "v5e 8192 128", "v5e 4096 64", "v5p 4096 128", "v6e 4096 256", "v6e 2048 128"],

@@ -133,7 +133,7 @@ def close(got: Any, want: Any, bound: float = 2**-7) -> None:
         assert oracle.error(a.astype(jnp.float32), b) < bound
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_flex_matches_reference_on_hopper(hopper_memory) -> None:
     """With full, partial and empty tiles, and races detected."""
     args = lambda x: {"mask": Causal()}, arrays(130, 256, 8, 8), {}
@@ -275,7 +275,7 @@ def test_gradients_of_all_arrays_match_reference_on_hopper(hopper_memory, name: 
     close(pulled("flex", *args), pulled("reference", *args), 2**-6)
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "shape",
     [(1, 1, 130, 200), (1, 2, 130, 200), (2, 1, 130, 200), (1, 2, 130, 1), (2, 1, 1, 200),

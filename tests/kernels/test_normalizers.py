@@ -75,7 +75,7 @@ def test_normalizers_match_formula(name: str, masked: bool) -> None:
                 np.testing.assert_array_equal(out[:, 0], 0)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1e-6, 1.0])
 def test_normalizer_gradients_match_differences(name: str, size: float) -> None:

@@ -110,7 +110,7 @@ def test_layers_that_share_a_trace_match_reference(
         np.testing.assert_allclose(one / scale, other / scale, atol=2e-6)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_user_functions_are_traced_in_every_call() -> None:
     """The variables that they read may change."""
     rng = np.random.default_rng(0)

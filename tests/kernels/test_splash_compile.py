@@ -25,7 +25,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("setting", ["tensorfloat32", "highest"])
 @pytest.mark.parametrize("kernel", ["flex", "short", "splash"])
@@ -39,7 +39,7 @@ def test_kernels_compile_in_every_setting_of_precision(
 
 
 # Each call for one generation, and for each generation the call that has everything.
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("generation", "call"),
     [("v5e", call) for call in CALLS]
@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("case", CASES)
 def test_options_compile(compiling_for_tpu, case: str) -> None:
     def call(ids):

@@ -82,7 +82,7 @@ def later(rotation: Any) -> Any:
     return rotation.turn
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernel_rotates_as_the_layer(rotates: list[bool], name: str, dtype: str) -> None:
@@ -112,7 +112,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0, slow=0.4)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     places, call = CALLS[name]
@@ -130,7 +130,7 @@ def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     close(found, expected)
 
 
-@pytest.mark.sampled(0.13, slow=0.3)
+@pytest.mark.sampled(0.13)
 def test_other_kernels_are_given_rotated_arrays(tpu: None) -> None:
     q, k, v, _ = arrays()
 
@@ -159,7 +159,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.sampled(0, slow=0.4)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_leaves_the_rotation_to_the_kernel(
     rotates: list[bool], monkeypatch: pytest.MonkeyPatch, name: str

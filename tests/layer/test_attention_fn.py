@@ -193,7 +193,7 @@ def test_attention_weights_match_flax(dtype: Any) -> None:
     assert error(grouped, np.divide(weights, total, where=total > 0, out=weights)) < OUTPUT
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_returned_weights_include_dropout() -> None:
     class Sows(nn.Module):
         @nn.compact

@@ -74,7 +74,7 @@ def test_clip_scales_only_heads_beyond_threshold(fields: dict[str, Any]) -> None
     np.testing.assert_array_equal(after["value"]["kernel"], params["value"]["kernel"])
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("scan", [False, True])
 def test_clip_acts_on_every_layer_of_stack(scan: bool) -> None:
     module = Encoder(3, EncoderBlock(layer(), 24), scan=scan)
@@ -108,7 +108,7 @@ def test_unsupported_layers_raise(module: Any, words: str) -> None:
         clipped(module, params, qk_clip())
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_clip_of_latent_attention() -> None:
     """The shared key stays, so its part of the queries takes the whole factor."""
     module = MultiHeadLatentAttention(

@@ -308,7 +308,7 @@ def test_reading_costs_nothing_unless_asked() -> None:
     assert program == wanted
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_no_square_buffer_for_tensors_of_tokens() -> None:
     layer = MultiHeadAttention(8, kernel="blockwise", mask=masks.Causal())
     x = jax.ShapeDtypeStruct((1, 4096, 64), np.float32)

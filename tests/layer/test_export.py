@@ -72,7 +72,7 @@ def attended(kernel: str) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", *SLOW])
 def test_exported_kernels_match_formula(kernel: str) -> None:
     """Outputs and gradients, of several tiles but for `reference`."""
@@ -97,7 +97,7 @@ def test_exported_kernels_match_formula(kernel: str) -> None:
     assert max(map(error, grads, derived[:3])) < 1e-5
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("tokens", ["1", "n"])
 def test_exported_decoding(tokens: str) -> None:
     """A step, and a prompt that provably fits. For other prompts the error states the rule."""
@@ -187,7 +187,7 @@ MODULES: dict[str, Any] = {
 SLOW_MODULES = [pytest.param(name, marks=pytest.mark.slow) for name in [*MODULES][3:]]
 
 
-@pytest.mark.sampled(0.2, slow=0.2)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", [*[*MODULES][:3], *SLOW_MODULES])
 def test_exported_modules_match(name: str) -> None:
     """Outputs with lengths, and gradients, are those of the same sizes as numbers."""
@@ -217,7 +217,7 @@ def saved(fn: Callable[..., Any], *args: Any) -> Any:
     return export.deserialize(export.export(jax.jit(fn))(*args).serialize()).call(*args)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_exported_programs_take_and_return_caches_masks_and_scores() -> None:
     layer = MultiHeadAttention(
         2, decode=True, cache=CacheConfig("int8", slots=3), mask=masks.Window(2, 0)

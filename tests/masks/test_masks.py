@@ -78,7 +78,7 @@ def meant(expression: Expression) -> tuple[Mask, np.ndarray]:
     return evaluate(expression, atom)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @given(random_masks, st.integers(1, 4), st.integers(1, 4))
 def test_expressions_and_their_tiles_match_boolean_tables(
     expression: Expression, block_q: int, block_k: int

@@ -71,7 +71,7 @@ def test_tiles_of_traced_numbers(dtype: str) -> None:
     assert states(table + 2).tolist() == [[[masks.PARTIAL] * 3] * 2]
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_gradients_with_numeric_mask_match_bool_mask() -> None:
     """Outputs match the oracle, with concrete and traced masks."""
 

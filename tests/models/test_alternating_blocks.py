@@ -42,7 +42,7 @@ def stacked(params: Any, layers: int, several: int) -> Any:
     return found
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("layers", [6, 8])
 def test_alternating_blocks_match_their_sequence(layers: int) -> None:
     """The loop equals the blocks one by one, the scan equals the loop, gradients included."""
@@ -72,7 +72,7 @@ def test_alternating_blocks_match_their_sequence(layers: int) -> None:
     jax.tree.map(close, actual, wanted)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("scan", [False, True])
 def test_each_layer_takes_its_own_head_mask(scan: bool) -> None:
     """Also with layers left over after the last scan step."""

@@ -188,7 +188,7 @@ def test_loop_and_scan_match_formula(pre_norm: bool, dtype: str) -> None:
         assert error(out, expected) < (3 * OUTPUT if dtype == "float32" else 3e-2)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_scanned_layers_start_differently() -> None:
     """All of them sow their weights."""
     encoder = Encoder(2, block(remat=True), scan=True)
@@ -201,7 +201,7 @@ def test_scanned_layers_start_differently() -> None:
     assert weights.shape == (2, B, 2, T, T)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_scanned_layers_drop_differently() -> None:
     """Some of the sums of two constants halve only if the two layers drop differently."""
     encoder = Encoder(2, block(dropout_rate=0.5, norm="rmsnorm"), scan=True)

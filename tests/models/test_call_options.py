@@ -116,7 +116,7 @@ def test_each_argument_reaches_the_layer(kind: type[nn.Module], arrived: list[An
         assert arrived
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_layers_with_one_dropout_key_drop_different_weights(arrived: list[Any]) -> None:
     cross = DecoderBlock(layer(), mlp_dim=8, cross_attention=layer(rotary=None))
     decoder = Decoder(2, cross)

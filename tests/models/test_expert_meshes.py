@@ -102,7 +102,7 @@ def test_two_shardings_over_one_axis_raise() -> None:
         leave()
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     """On CPUs, devices gather the tokens of each part, and scatter the sums of the outputs."""
     n, (rows, features), top_k = 8, (128, 64), 2

@@ -114,7 +114,7 @@ def test_outputs_and_gradients_match_flax() -> None:
         assert np.linalg.norm(grad - wanted) < 2e-5 * size
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_cached_decoding_matches_flax() -> None:
     """`init` at full length allocates the cache. Each call then decodes one token."""
     outs = []

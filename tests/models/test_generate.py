@@ -146,7 +146,7 @@ def test_search_with_cache_matches_search_without(name: str, beams: int) -> None
         np.testing.assert_array_equal(streamed, found.tokens[:, : len(seen)])
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_traced_ids_out_of_range_give_nan_scores() -> None:
     """Only within a prompt's length. Beyond it any id is allowed."""
     model, variables, _ = made("rotary")

@@ -100,7 +100,7 @@ def test_law_holds(name: str, law: str) -> None:
     LAWS[law](CATALOGUE[name])
 
 
-@pytest.mark.sampled(0, slow=0.1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", LEARNED)

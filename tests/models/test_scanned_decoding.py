@@ -68,13 +68,13 @@ def check(layer: MultiHeadAttention) -> None:
             np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.sampled(0.07, slow=0.3)
+@pytest.mark.sampled(0.07)
 @pytest.mark.parametrize("name", LAYERS)
 def test_scan_decodes_as_a_loop(name: str) -> None:
     check(LAYERS[name])
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("name", ["rotary, grouped", "int8", "ring"])

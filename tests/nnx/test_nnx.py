@@ -119,7 +119,7 @@ def test_sinks_and_scale_draw_no_random_keys() -> None:
     assert counts[0] == counts[1]
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_decoding_matches_causal_forward() -> None:
     layer = MultiHeadAttention(4, D, rotary=Rotary(), num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
     whole = nnx.jit(lambda layer: layer(X, decode=False, is_causal=True))(layer)

@@ -155,7 +155,7 @@ FAST = ("plain", "mask", "scores", "cache", "sown")
 UNSAVED = {"dropout": ("save",), "sown": ("save",)}
 
 
-@pytest.mark.sampled(0.08, slow=0.2)
+@pytest.mark.sampled(0.08)
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # Flax's own layer warns too.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STATES]
@@ -266,7 +266,7 @@ class Block(nnx.Module):
         return x + self.attention(x, **call)
 
 
-@pytest.mark.sampled(0.5, slow=0.3)
+@pytest.mark.sampled(0.5)
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize("way", ["capture", "pop"])
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ SIZES = [((4, 2), 2), *(pytest.param((4, 2), H, marks=pytest.mark.slow) for H in
 SPECS = [P("data"), P("data", None, "model"), P(None, None, None, "model")]
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("shape", "H"), SIZES)
 def test_rotations_on_meshes(kind: str, shape: tuple[int, int], H: int) -> None:

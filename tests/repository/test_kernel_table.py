@@ -100,7 +100,7 @@ def rows() -> Iterator[tuple[str, dict[str, str]]]:
             yield feature, dict(zip(COLUMNS, cells, strict=True))
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX's cuDNN has no soft caps")
 def test_page_says_what_explain_says() -> None:
     notes = {f"({n})": reason for n, reason in re.findall(r"^(\d+)\. (.*)$", PAGE, re.M)}

@@ -134,7 +134,7 @@ def test_masks_are_drawn() -> None:
         assert set(mask.show(12)) == {"█", "·", "\n"}, expression
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(notebook: Path) -> None:
     """As a program. Each notebook asserts its claims."""

@@ -63,7 +63,7 @@ CALLS = {"short": (6, 1, 1, 8), "long": (70, 66, 1, 23)}
 SHARDS = {"own axis": 2, "axis of groups": 2, "axis of heads": 4, "whole": 1}
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("name", "rules", "kind", "calls"),
     [
@@ -129,7 +129,7 @@ def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     assert [one.bytes for one in sent[0]] == [one.bytes for one in sent[1]]
 
 
-@pytest.mark.sampled(0.05, slow=0.2)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize(
     "layer",
     [

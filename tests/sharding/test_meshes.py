@@ -212,7 +212,7 @@ def by_hand(model: nn.Module, manual: str, check_vma: bool, inside: bool) -> Any
     return jax.grad(share(local, out_specs=P()), (0, 1))
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("case", PARTLY)

@@ -111,7 +111,7 @@ KIND = dict(zip(MODELS, itertools.cycle(KINDS))) | {
 OF_MIXED = ("encoder", "FSDP", "heads and context", "rows and context")
 
 
-@pytest.mark.sampled(0, slow=0.1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("encoder", "Explicit"), *KIND.items(), *itertools.product(OF_MIXED, MIXED)],

@@ -133,7 +133,7 @@ def sent(layer: nn.Module, kind: str, rules: Any, *, grad: bool) -> list[tuple[s
     return [(one.kind, one.bytes) for one in read(text, 8) if one.bytes > 8192]
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SUMMED)
 def test_gradients_of_projections_are_summed_once(optimized: None, name: str, kind: str) -> None:
@@ -145,7 +145,7 @@ def test_gradients_of_projections_are_summed_once(optimized: None, name: str, ki
     assert expected <= sum(size for _, size in found) <= expected + 512
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixed_heads_are_gathered(optimized: None, kind: str) -> None:
     found: Counter[str] = Counter()
@@ -157,7 +157,7 @@ def test_mixed_heads_are_gathered(optimized: None, kind: str) -> None:
     assert found == {"all-gather": 3 * BTD, "reduce-scatter": BTD // 8, "all-reduce": 9 * BTD // 2}
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_norms_need_one_gather_and_one_scatter(optimized: None, kind: str) -> None:
     """For each half of a block, each way. The sums are reduce-scattered, not all-reduced."""

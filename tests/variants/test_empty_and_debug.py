@@ -51,7 +51,7 @@ def test_normalizers_take_no_queries_and_no_keys(size: tuple[int, int]) -> None:
         np.testing.assert_array_equal(y, 0)
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_pass_debug_nans_and_infs(name: str) -> None:
     """Initialization, forward, gradient and decoding, each operation by itself."""

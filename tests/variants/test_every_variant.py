@@ -61,7 +61,7 @@ def test_steps_match_the_full_forward(
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < bound
 
 
-@pytest.mark.sampled(0.05, slow=0.2)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
 @pytest.mark.parametrize("name", FIELDS)

@@ -46,7 +46,7 @@ def test_forgetting_attention_matches_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_gate_gradients_match_differences() -> None:
     groups = ("forget_gate",), ("forget_bias",), ("query", "key", "value", "out")
     check_gradients(layer(kernel="blockwise"), X, expected, *groups)

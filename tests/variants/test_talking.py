@@ -43,7 +43,7 @@ def test_talking_heads_match_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_mix_gradients_match_differences() -> None:
     groups = ("mix_scores",), ("mix_weights",), ("query", "key", "value", "out")
     check_gradients(layer(kernel="blockwise", mask=masks.Causal()), X, expected, *groups)
