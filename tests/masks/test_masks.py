@@ -281,3 +281,46 @@ def test_masks_of_heads_vary_alike_inside_shard_map() -> None:
     for gradient in (jax.jit(jax.grad(loss, 1), static_argnums=0), loss):
         found, wanted = gradient(jax.jit(sharded), q), gradient(alone, q)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_full_and_empty_tiles_are_so(name: str) -> None:
+    """A tile that a mask calls empty or full hides or allows all its pairs."""
+    for seed in range(8):
+        scene, dims = Scene((B,), 12, 12, seed=seed, N=N), DIMS._replace(T=12, S=12)
+        mask, allowed = MASKS[name](scene)
+        at = whole(dims)
+        verdict = np.asarray(resolve(mask.bind(dims), at).tiles(tiles_of(at.q, at.k, 3, 4)))
+        verdict = np.broadcast_to(verdict, (B, N, 4, 3))
+        pairs = scene.table(allowed).reshape(B, N, 4, 3, 3, 4).swapaxes(-2, -3)
+        assert pairs[verdict == FULL].all(), seed
+        assert not pairs[verdict == EMPTY].any(), seed
+
+
+def test_runs_beyond_the_most_are_fully_masked() -> None:
+    ids = np.array([[5, 5, 2, 2, 7, 7]])
+    dims = Dims((1,), 6, 6, N, N, 4, 4)
+    seen = jax.jit(lambda ids: Segments(ids, runs=True, at_most=2).bind(dims).allowed(whole(dims)))
+    expected = (ids[0][:, None] == ids[0]) & (np.arange(6) < 4)
+    np.testing.assert_array_equal(np.broadcast_to(seen(ids), dims.logits)[0, 0], expected)
+    documents = resolve(Documents(np.array([[2, 3, 1]])).bind(dims), whole(dims))
+    assert documents.at_most == 3
+
+
+@pytest.mark.parametrize("query_block", [2, 4])
+def test_top_blocks_are_the_own_one_and_the_best_earlier_one(query_block: int) -> None:
+    T, key_block = 24, 4
+    block_scores = np.random.default_rng(0).normal(size=(1, N, T // query_block, T // key_block))
+    chosen = masks.top_blocks(
+        block_scores.astype(np.float32), 2, query_block=query_block, key_block=key_block
+    )
+    expected = np.zeros((1, N, T, T), bool)
+    for head, i in np.ndindex(N, T):
+        own = i // key_block
+        seen = [own]
+        if own:
+            seen.append(block_scores[0, head, i // query_block, :own].argmax())
+        for block in seen:
+            expected[0, head, i, block * key_block : (block + 1) * key_block] = True
+    expected &= np.tri(T, dtype=bool)
+    np.testing.assert_array_equal(table(chosen, Dims((1,), T, T, N, N, 4, 4)), expected)
