@@ -21,8 +21,8 @@ def printed_lines(program: str) -> str:
 
 
 def run(program: str) -> str:
-    # As users run it: a process without the devices and the compiler's flags of these tests.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    # A process without the devices of these tests.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
     return subprocess.run(
         [sys.executable, "-c", program], cwd=pages.ROOT, env=environment, stdout=subprocess.PIPE,
         text=True, check=True,
