@@ -1,0 +1,200 @@
+"""Measurements of one library: the cells of its row in the tables of docs/conventions.md.
+
+Values are one-hot, so that an output shows the weights of the keys.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.measure.conventions.libraries import Library
+
+HIDDEN = 2  # The key that some measurements hide.
+
+
+def qkv(T: int = 5, S: int = 5, N: int = 2, K: int = 2, H: int = 8) -> list[np.ndarray]:
+    """Return random queries and keys, and one-hot values."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, *shape), np.float32) for shape in ((T, N, H), (S, K, H)))
+    return [q, k, np.repeat(np.eye(S, H, dtype=np.float32)[None, :, None], K, 2)]
+
+
+def weights(library: Library, *qkv: np.ndarray, head: int = 0, **call: Any) -> np.ndarray:
+    """Return the output of one head, [T, H]."""
+    if library.is_torch:
+        import torch
+
+        call = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
+        dtype = getattr(torch, qkv[0].dtype.name)
+        tensors = [torch.tensor(x.astype(np.float32), dtype=dtype) for x in qkv]
+        with torch.no_grad():
+            return library.attend(*tensors, **call).float().numpy()[0, :, head]
+    call = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return np.asarray(library.attend(*map(jnp.asarray, qkv), **call))[0, :, head]
+
+
+def row(weights: np.ndarray, keys: int = 5) -> str:
+    """Name the weights of a query that should have no key."""
+    if np.isnan(weights).any():
+        return "NaN"
+    if np.abs(weights).max() < 1e-12:
+        return "0"
+    return "mean of all" if np.allclose(weights[:keys], 1 / keys, atol=1e-4) else "as without mask"
+
+
+def polarity(library: Library) -> str:
+    """Say what True does in a boolean mask."""
+    mask = np.arange(5) == np.zeros((5, 1))
+    weight = weights(library, *qkv(), mask=mask[None, None])[1, 0]
+    return "attends" if weight > 0.999 else "hides" if weight < 1e-6 else "neither"
+
+
+def masked(library: Library, hidden: np.ndarray, v: np.ndarray | None = None) -> np.ndarray:
+    """Return weights under a mask [5, 5], True where a key is hidden."""
+    mask = hidden if polarity(library) == "hides" else ~hidden
+    q, k, values = qkv()
+    return weights(library, q, k, values if v is None else v, mask=mask[None, None])
+
+
+def no_key(library: Library) -> str:
+    """Hide all keys of one query by a boolean mask."""
+    return row(masked(library, np.repeat(np.arange(5)[:, None] == 1, 5, 1))[1])
+
+
+def nan(library: Library) -> str:
+    """Say whether NaN in the value of a hidden key reaches outputs."""
+    v = qkv()[2]
+    v[:, HIDDEN] = np.nan
+    found = masked(library, np.repeat(np.arange(5)[None] == HIDDEN, 5, 0), v)
+    return "leaks" if np.isnan(found).any() else "stays"
+
+
+def additive(library: Library) -> str:
+    """Say whether numbers are added to scores."""
+    bias = np.zeros((1, 1, 5, 5), np.float32)
+    bias[..., HIDDEN] = -1e9
+    weight = weights(library, *qkv(), bias=bias)[1, HIDDEN]
+    return "added" if weight < 1e-6 else "inverted" if weight > 0.999 else "ignored"
+
+
+def bias_row(number: float) -> Callable[[Library], str]:
+    """Return a measurement of a query whose scores all get one number."""
+
+    def measure(library: Library) -> str:
+        bias = np.zeros((1, 1, 5, 5), np.float32)
+        bias[:, :, 1] = number
+        return row(weights(library, *qkv(), bias=bias)[1])
+
+    return measure
+
+
+def causal(library: Library) -> str:
+    """Say which corner the causal mask starts from if there are more keys, or more queries."""
+    more_keys, more_queries = (
+        corner(weights(library, *qkv(T, S), causal=True)[:, :S]) for T, S in ((3, 5), (5, 3))
+    )
+    return more_keys if more_keys == more_queries else f"{more_keys}; T > S: {more_queries}"
+
+
+def corner(seen: np.ndarray) -> str:
+    """Return the corner of the causal weights [T, S], and what queries without keys see."""
+    T, S = seen.shape
+    if np.array_equal(seen > 1e-9, np.tri(T, S)):
+        return "top left"
+    empty = max(T - S, 0)
+    if not np.array_equal(seen[empty:] > 1e-9, np.tri(T, S, S - T)[empty:]):
+        return "neither"
+    return f"first rows {row(seen[0], S)}" if empty else "bottom right"
+
+
+def groups(library: Library) -> str:
+    """Say which of two key/value heads the second of four query heads reads."""
+    q, k, v = qkv(N=4)
+    v[:, :, 1] = -v[:, :, 1]
+    return "n % K" if weights(library, q, k, v, head=1)[0].sum() < 0 else "n // G"
+
+
+def window(library: Library) -> str:
+    """Say which keys a query sees through a window W of 2."""
+    first, *_, last = np.flatnonzero(weights(library, *qkv(8, 8), window=2)[4] > 1e-9) - 4
+    reaches = {(-2, 2): "W on each side", (-2, 0): "W + 1 keys", (-1, 0): "W keys"}
+    return reaches.get((first, last), f"from {first} to {last}")
+
+
+def softmax(library: Library) -> str:
+    """Return the dtype of the softmax of bfloat16 inputs, and that of its scores if it is another.
+
+    Two scores differ by less than a rounding of bfloat16. JAX's programs show the dtype of the
+    exponential; PyTorch computes its softmax in float32 on a CPU.
+    """
+    q, k, v = (x.astype(jnp.bfloat16) for x in qkv(2, 2, N=1, K=1, H=16))
+    q[..., 2:], q[..., :2], k[..., 0] = 0, (8, 1), 8
+    k[0, :, 0, 1] = 0.125, 0
+    dtype = "f32"
+    if not library.is_torch:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            program = str(jax.make_jaxpr(library.attend)(*map(jnp.asarray, (q, k, v))))
+        dtype = ", ".join(sorted(set(re.findall(r":(\w+)\[[^\]]*\] = exp", program))))
+    rounded = weights(library, q, k, v)[0, 0] < 0.504
+    return f"{dtype} of bf16 scores" if rounded and dtype == "f32" else dtype
+
+
+def parts(name: str) -> str:
+    """Return the projections that a parameter belongs to."""
+    if re.search("qkv|in_proj", name):
+        return "q k v"
+    letters = {"query": "q", "key": "k", "value": "v", "to_q": "q", "to_k": "k", "to_v": "v"}
+    return next((letter for part, letter in letters.items() if part in name), "o")
+
+
+def is_bias(name: str) -> bool:
+    """Return True for the name of a bias."""
+    return re.search(r"bias|'b'", name) is not None
+
+
+def biases(parameters: dict[str, Any]) -> str:
+    """Return the projections that have biases by default."""
+    found = " ".join(parts(name) for name in parameters if is_bias(name))
+    return " ".join(part for part in "qkvo" if part in found) or "none"
+
+
+def spread(parameters: dict[str, Any]) -> str:
+    """Return the standard deviation of the initial query matrix."""
+    matrices = (x for name, x in parameters.items() if "q" in parts(name) and not is_bias(name))
+    return f"{np.std(np.asarray(next(matrices).tolist())):.3f}"
+
+
+# The columns of the page that are measured: what a library must accept, and the measurement.
+MEASURED: dict[str, tuple[str, Callable[[Library], str]]] = {
+    "True": ("mask", polarity),
+    "numbers": ("bias", additive),
+    "no key": ("mask", no_key),
+    "−inf": ("bias", bias_row(-np.inf)),
+    "finfo.min": ("bias", bias_row(float(np.finfo(np.float32).min))),
+    "NaN": ("mask", nan),
+    "causal, T ≠ S": ("causal", causal),
+    "window W": ("window", window),
+    "groups": ("groups", groups),
+    "softmax": ("", softmax),
+}
+OF_PARAMETERS = {"biases": biases, "deviation of q": spread}
+
+
+def measure(library: Library) -> dict[str, str]:
+    """Return the cells of a library by column. A package that raises refuses the call."""
+    found = {}
+    for column, (needed, measurement) in MEASURED.items():
+        if needed in library.accepts:
+            try:
+                found[column] = measurement(library)
+            except Exception:  # Any package's own.
+                found[column] = "refused"
+    if library.parameters:
+        parameters = library.parameters()
+        found |= {column: of(parameters) for column, of in OF_PARAMETERS.items()}
+    return found
