@@ -13,7 +13,8 @@ import numpy as np
 
 from experiments.measure.conventions.libraries import Library
 
-HIDDEN = 2  # The key that some measurements hide.
+ROW, KEY = np.arange(5)[:, None] == 1, np.arange(5)[None] == 2  # What measurements hide.
+LOWEST = float(np.finfo(np.float32).min)
 
 
 def qkv(T: int = 5, S: int = 5, N: int = 2, K: int = 2, H: int = 8) -> list[np.ndarray]:
@@ -24,18 +25,19 @@ def qkv(T: int = 5, S: int = 5, N: int = 2, K: int = 2, H: int = 8) -> list[np.n
 
 
 def weights(library: Library, *qkv: np.ndarray, head: int = 0, **call: Any) -> np.ndarray:
-    """Return the output of one head, [T, H]."""
-    if library.is_torch:
-        import torch
+    """Return the output of one head, [T, H], given arguments by what they are for."""
+    call = {library.accepts[name]: x for name, x in call.items()}
+    attend = library.function()
+    if not library.is_torch:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return np.asarray(attend(*map(jnp.asarray, qkv), **call))[0, :, head]
+    import torch
 
-        call = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
-        dtype = getattr(torch, qkv[0].dtype.name)
-        tensors = [torch.tensor(x.astype(np.float32), dtype=dtype) for x in qkv]
-        with torch.no_grad():
-            return library.attend(*tensors, **call).float().numpy()[0, :, head]
-    call = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return np.asarray(library.attend(*map(jnp.asarray, qkv), **call))[0, :, head]
+    call = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in call.items()}
+    dtype = getattr(torch, qkv[0].dtype.name)
+    tensors = [torch.tensor(x.astype(np.float32), dtype=dtype) for x in qkv]
+    with torch.no_grad():
+        return attend(*tensors, **call).float().numpy()[0, :, head]
 
 
 def row(weights: np.ndarray, keys: int = 5) -> str:
@@ -47,50 +49,40 @@ def row(weights: np.ndarray, keys: int = 5) -> str:
     return "mean of all" if np.allclose(weights[:keys], 1 / keys, atol=1e-4) else "as without mask"
 
 
+def masked(library: Library, mask: np.ndarray, v: np.ndarray | None = None) -> np.ndarray:
+    """Return weights under a boolean mask that broadcasts to [5, 5]."""
+    q, k, values = qkv()
+    mask = np.broadcast_to(mask, (1, 1, 5, 5)).copy()
+    return weights(library, q, k, values if v is None else v, mask=mask)
+
+
 def polarity(library: Library) -> str:
     """Say what True does in a boolean mask."""
-    mask = np.arange(5) == np.zeros((5, 1))
-    weight = weights(library, *qkv(), mask=mask[None, None])[1, 0]
-    return "attends" if weight > 0.999 else "hides" if weight < 1e-6 else "neither"
-
-
-def masked(library: Library, hidden: np.ndarray, v: np.ndarray | None = None) -> np.ndarray:
-    """Return weights under a mask [5, 5], True where a key is hidden."""
-    mask = hidden if polarity(library) == "hides" else ~hidden
-    q, k, values = qkv()
-    return weights(library, q, k, values if v is None else v, mask=mask[None, None])
+    return "hides" if masked(library, KEY)[1, 2] < 1e-6 else "attends"
 
 
 def no_key(library: Library) -> str:
     """Hide all keys of one query by a boolean mask."""
-    return row(masked(library, np.repeat(np.arange(5)[:, None] == 1, 5, 1))[1])
+    return row(masked(library, (polarity(library) == "hides") == ROW)[1])
 
 
 def nan(library: Library) -> str:
     """Say whether NaN in the value of a hidden key reaches outputs."""
-    v = qkv()[2]
-    v[:, HIDDEN] = np.nan
-    found = masked(library, np.repeat(np.arange(5)[None] == HIDDEN, 5, 0), v)
+    v = np.where(KEY.reshape(1, 5, 1, 1), np.nan, qkv()[2])
+    found = masked(library, (polarity(library) == "hides") == KEY, v.astype(np.float32))
     return "leaks" if np.isnan(found).any() else "stays"
+
+
+def added(library: Library, number: float, where: np.ndarray) -> np.ndarray:
+    """Return weights with a number as the additive mask of some pairs."""
+    numbers = np.broadcast_to(np.where(where, np.float32(number), np.float32(0)), (1, 1, 5, 5))
+    return weights(library, *qkv(), numbers=numbers.copy())
 
 
 def additive(library: Library) -> str:
     """Say whether numbers are added to scores."""
-    bias = np.zeros((1, 1, 5, 5), np.float32)
-    bias[..., HIDDEN] = -1e9
-    weight = weights(library, *qkv(), bias=bias)[1, HIDDEN]
+    weight = added(library, -1e9, KEY)[1, 2]
     return "added" if weight < 1e-6 else "inverted" if weight > 0.999 else "ignored"
-
-
-def bias_row(number: float) -> Callable[[Library], str]:
-    """Return a measurement of a query whose scores all get one number."""
-
-    def measure(library: Library) -> str:
-        bias = np.zeros((1, 1, 5, 5), np.float32)
-        bias[:, :, 1] = number
-        return row(weights(library, *qkv(), bias=bias)[1])
-
-    return measure
 
 
 def causal(library: Library) -> str:
@@ -138,7 +130,7 @@ def softmax(library: Library) -> str:
     dtype = "f32"
     if not library.is_torch:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            program = str(jax.make_jaxpr(library.attend)(*map(jnp.asarray, (q, k, v))))
+            program = str(jax.make_jaxpr(library.function())(*map(jnp.asarray, (q, k, v))))
         dtype = ", ".join(sorted(set(re.findall(r":(\w+)\[[^\]]*\] = exp", program))))
     rounded = weights(library, q, k, v)[0, 0] < 0.504
     return f"{dtype} of bf16 scores" if rounded and dtype == "f32" else dtype
@@ -148,53 +140,46 @@ def parts(name: str) -> str:
     """Return the projections that a parameter belongs to."""
     if re.search("qkv|in_proj", name):
         return "q k v"
-    letters = {"query": "q", "key": "k", "value": "v", "to_q": "q", "to_k": "k", "to_v": "v"}
+    letters = {"out": "o", "query": "q", "key": "k", "val": "v", "to_q": "q"}
     return next((letter for part, letter in letters.items() if part in name), "o")
 
 
-def is_bias(name: str) -> bool:
-    """Return True for the name of a bias."""
-    return re.search(r"bias|'b'", name) is not None
-
-
-def biases(parameters: dict[str, Any]) -> str:
-    """Return the projections that have biases by default."""
-    found = " ".join(parts(name) for name in parameters if is_bias(name))
-    return " ".join(part for part in "qkvo" if part in found) or "none"
-
-
-def spread(parameters: dict[str, Any]) -> str:
-    """Return the standard deviation of the initial query matrix."""
-    matrices = (x for name, x in parameters.items() if "q" in parts(name) and not is_bias(name))
-    return f"{np.std(np.asarray(next(matrices).tolist())):.3f}"
+def of_parameters(library: Library) -> dict[str, str]:
+    """Return which projections have biases, and the deviation of the query's initial matrix."""
+    parameters = library.parameters()
+    biases = {name for name in parameters if re.search(r"bias|'b'", name)}
+    found = {part for name in biases for part in parts(name).split()}
+    matrix = next(parameters[x] for x in parameters.keys() - biases if "q" in parts(x))
+    return {
+        "biases": " ".join(part for part in "qkvo" if part in found) or "none",
+        "deviation of q": f"{np.std(np.asarray(matrix.tolist())):.3f}",
+    }
 
 
 # The columns of the page that are measured: what a library must accept, and the measurement.
 MEASURED: dict[str, tuple[str, Callable[[Library], str]]] = {
     "True": ("mask", polarity),
-    "numbers": ("bias", additive),
+    "numbers": ("numbers", additive),
     "no key": ("mask", no_key),
-    "−inf": ("bias", bias_row(-np.inf)),
-    "finfo.min": ("bias", bias_row(float(np.finfo(np.float32).min))),
+    "−inf": ("numbers", lambda library: row(added(library, -np.inf, ROW)[1])),
+    "finfo.min": ("numbers", lambda library: row(added(library, LOWEST, ROW)[1])),
     "NaN": ("mask", nan),
     "causal, T ≠ S": ("causal", causal),
     "window W": ("window", window),
     "groups": ("groups", groups),
     "softmax": ("", softmax),
 }
-OF_PARAMETERS = {"biases": biases, "deviation of q": spread}
 
 
 def measure(library: Library) -> dict[str, str]:
     """Return the cells of a library by column. A package that raises refuses the call."""
     found = {}
     for column, (needed, measurement) in MEASURED.items():
-        if needed in library.accepts:
+        if not needed or needed in library.accepts:
             try:
                 found[column] = measurement(library)
             except Exception:  # Any package's own.
                 found[column] = "refused"
-    if library.parameters:
-        parameters = library.parameters()
-        found |= {column: of(parameters) for column, of in OF_PARAMETERS.items()}
+    if library.layer:
+        found |= of_parameters(library)
     return found
