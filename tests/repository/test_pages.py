@@ -33,8 +33,8 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
 SLOW_NAMES = (
-    "coming-from-huggingface", "coming-from-pytorch", "decoding",
-    "fine-tune", "interop", "kernels", "look-inside", "masks", "models", "nnx", "own",
+    "coming-from-huggingface", "coming-from-pytorch", "conventions", "decoding", "fine-tune",
+    "interop", "kernels", "look-inside", "masks", "models", "nnx", "own",
     "performance", "sharding", "variants",
 )  # fmt: skip
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}

@@ -87,21 +87,14 @@ def additive(library: Library) -> str:
 
 def causal(library: Library) -> str:
     """Say which corner the causal mask starts from if there are more keys, or more queries."""
-    more_keys, more_queries = (
-        corner(weights(library, *qkv(T, S), causal=True)[:, :S]) for T, S in ((3, 5), (5, 3))
-    )
-    return more_keys if more_keys == more_queries else f"{more_keys}; T > S: {more_queries}"
-
-
-def corner(seen: np.ndarray) -> str:
-    """Return the corner of the causal weights [T, S], and what queries without keys see."""
-    T, S = seen.shape
-    if np.array_equal(seen > 1e-9, np.tri(T, S)):
-        return "top left"
-    empty = max(T - S, 0)
-    if not np.array_equal(seen[empty:] > 1e-9, np.tri(T, S, S - T)[empty:]):
-        return "neither"
-    return f"first rows {row(seen[0], S)}" if empty else "bottom right"
+    found = []
+    for T, S in ((3, 5), (5, 3)):
+        seen, empty = weights(library, *qkv(T, S), causal=True)[:, :S], max(T - S, 0)
+        if np.array_equal(seen > 1e-9, np.tri(T, S)):
+            found.append("top left")
+        elif np.array_equal(seen[empty:] > 1e-9, np.tri(T, S, S - T)[empty:]):
+            found.append(f"first rows {row(seen[0], S)}" if empty else "bottom right")
+    return found[0] if found[0] == found[1] else "; T > S: ".join(found)
 
 
 def groups(library: Library) -> str:

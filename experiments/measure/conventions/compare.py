@@ -29,15 +29,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> None:
     """Measure row by row."""
     record, versions = tables("library"), tables("package")
-    wanted = flags.only.split(",")
-    rows = {n: x for n, x in LIBRARIES.items() if any(part in n for part in wanted)}
-    for package in sorted({x.package for x in rows.values() if not x.installed}):
-        print(f"skipped: {package} is not installed")
+    rows = {n: x for n, x in LIBRARIES.items() if any(part in n for part in flags.only.split(","))}
+    for package, installed in sorted({(x.package, x.installed) for x in rows.values()}):
+        here = importlib.metadata.version(package) if installed else "not installed, so skipped"
+        print(f"{package}: {here}. In the record: {versions[package]['version']}")
     rows = {name: x for name, x in rows.items() if x.installed}
-    for package in sorted({x.package for x in rows.values()}):
-        here, then = importlib.metadata.version(package), versions[package]["version"]
-        if here not in then:
-            print(f"{package}: {here} here, {then} in the record")
     table = results.Table(flags.workdir, "conventions", "library", "column", "record", "here")
     for name, library in results.counted("measuring", rows):
         for column, here in cells.measure(library).items():

@@ -8,7 +8,6 @@ of numbers that are added to scores, is [1, 1, T, S].
 import functools
 import importlib
 import importlib.util
-import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,12 +41,13 @@ class Library(NamedTuple):
     @property
     def is_torch(self) -> bool:
         """True if arrays are tensors of PyTorch."""
-        return self.package in ("torch", "x-transformers", "timm", "transformers")
+        return self.package in ("torch", "x-transformers", "transformers")
 
     @property
     def installed(self) -> bool:
         """True if the package can be imported."""
-        return importlib.util.find_spec(self.module.split(".")[0]) is not None
+        needed = {self.module.split(".")[0], "torch" if self.is_torch else "jax"}
+        return all(map(importlib.util.find_spec, needed))
 
     def function(self) -> Callable[..., Any]:
         """Return the attention."""
@@ -96,34 +96,16 @@ def _haiku(q, k, v, mask=None):
     return transformed.apply(transformed.init(KEY, *inputs), None, *inputs).reshape(q.shape)
 
 
-def _haiku_layer(haiku):
-    layer = functools.partial(haiku.MultiHeadAttention, 4, 16, w_init_scale=1.0)
-    return haiku.transform(lambda x: layer()(x, x, x)).init(KEY, X)
-
-
 def _keras(q, k, v, mask=None, causal=False, scores=False):
-    from keras import layers
+    from keras.layers import MultiHeadAttention
 
-    (N, H), K = q.shape[2:], k.shape[2]
-    sizes = {"head_dim": H, "num_query_heads": N, "num_key_value_heads": K}
-    kind, sizes = layers.GroupQueryAttention, sizes
-    if N == K:
-        kind, sizes = layers.MultiHeadAttention, {"num_heads": N, "key_dim": H}
-    layer = kind(**sizes, use_bias=False, dtype=q.dtype.name)
-    inputs = [flat(x) for x in (q, v, k)]
+    (N, H), inputs = q.shape[2:], [flat(x) for x in (q, v, k)]
+    layer = MultiHeadAttention(N, H, use_bias=False, dtype=q.dtype.name)
     layer.build(*(x.shape for x in inputs))
-    layer.set_weights(
-        [np.eye(math.isqrt(math.prod(x.shape))).reshape(x.shape) for x in layer.weights]
-    )
+    layer.set_weights([np.eye(N * H).reshape(x.shape) for x in layer.weights])
     call = {"use_causal_mask": causal, "return_attention_scores": scores}
     out = layer(*inputs, attention_mask=mask if mask is None else mask[0], **call)
-    return (out[0] if scores else out).reshape(*q.shape[:2], N, H)
-
-
-def _keras_layer(keras):
-    layer = keras.layers.MultiHeadAttention(4, 16)
-    layer(X, X)
-    return {weight.path.partition("/")[2]: weight.numpy() for weight in layer.weights}
+    return (out[0] if scores else out).reshape(q.shape)
 
 
 def _sdpa(q, k, v, mask=None, causal=False):
@@ -182,16 +164,6 @@ def _x_transformers(q, k, v, mask=None, **options):
     return layer(flat(q), context, attn_mask=mask).reshape(q.shape)
 
 
-def _timm(q, k, v, mask=None, fused=True):
-    import torch
-    from timm.layers import Attention
-
-    (N, H), qkv = q.shape[2:], torch.cat([flat(x) for x in (q, k, v)], -1)
-    layer = _identity(Attention(3 * N * H, N, H, N * H, proj_bias=False, dtype=q.dtype))
-    layer.fused_attn = fused
-    return layer(qkv, mask).reshape(q.shape)
-
-
 def _transformers(q, k, v, mask=None, implementation="eager"):
     from transformers import LlamaConfig
     from transformers.models.llama import modeling_llama as llama
@@ -209,6 +181,7 @@ BIAS = MASK | {"numbers": "bias"}
 FLAX = BIAS | GROUPS | {"causal": "is_causal"}
 JAX = FLAX | {"window": "local_window_size"}
 EITHER = MASK | {"numbers": "mask"}
+KERAS = EITHER | {"causal": "causal"}
 CAUSAL = GROUPS | {"causal": "causal"}
 LIBRARIES = {
     "jax.nn.dot_product_attention": Library("jax", "jax.nn", "dot_product_attention", JAX),
@@ -226,10 +199,15 @@ LIBRARIES = {
         "equinox", "equinox", _equinox, MASK,
         lambda equinox: equinox.nn.MultiheadAttention(4, 64, key=KEY),
     ),
-    "haiku": Library("dm-haiku", "haiku", _haiku, MASK, _haiku_layer),
-    "keras": Library("keras", "keras", _keras, EITHER | CAUSAL, _keras_layer),
+    "haiku": Library(
+        "dm-haiku", "haiku", _haiku, MASK,
+        lambda haiku: haiku.transform(
+            lambda x: haiku.MultiHeadAttention(4, 16, w_init_scale=1.0)(x, x, x)
+        ).init(KEY, X),
+    ),
+    "keras": Library("keras", "keras", _keras, KERAS),
     "keras, return_attention_scores=True": Library(
-        "keras", "keras", partial(_keras, scores=True), EITHER | CAUSAL
+        "keras", "keras", partial(_keras, scores=True), KERAS
     ),
     "torch SDPA": Library("torch", "torch", _sdpa, EITHER | CAUSAL),
     "torch layer": Library(
@@ -252,10 +230,6 @@ LIBRARIES = {
     "x-transformers, flash=True": Library(
         "x-transformers", "x_transformers", partial(_x_transformers, flash=True), MASK | CAUSAL
     ),
-    "timm": Library(
-        "timm", "timm.layers", _timm, EITHER, lambda layers: layers.Attention(64, 4)
-    ),
-    "timm, not fused": Library("timm", "timm.layers", partial(_timm, fused=False), EITHER),
     "transformers, eager": Library(
         "transformers", "transformers", _transformers, GROUPS | {"numbers": "mask"}
     ),
