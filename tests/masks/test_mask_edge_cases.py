@@ -28,8 +28,9 @@ def test_predicate_may_return_one_bool_for_all_pairs(answer: bool) -> None:
 def test_show_and_dense_take_positions() -> None:
     """Bottom-right causality, and a step of a ring cache with positions for each row."""
     lines = Causal().show(2, 4, q_positions=2).split("\n")
-    assert lines == ["███·", "████"]
-    assert Causal().show(2, 4, kv_positions=np.array([0, 9, 1, 0])).split("\n") == ["█··█", "█·██"]
+    assert lines[:2] == ["███·", "████"]
+    lines = Causal().show(2, 4, kv_positions=np.array([0, 9, 1, 0])).split("\n")
+    assert lines[:2] == ["█··█", "█·██"]
     at = np.array([[5], [2]])
     table = Window(2, 0).dense(1, 4, (2,), q_positions=at, kv_positions=[4, 1, 2, 3])
     distance = at[:, None, :, None] - np.array([4, 1, 2, 3])

@@ -156,7 +156,13 @@ def test_tiles_are_static_for_masks_without_arrays(mask: Mask, empty: int, full:
 
 def test_dense_and_show_draw_the_mask() -> None:
     np.testing.assert_array_equal(Causal().dense(3)[0], np.tri(3, dtype=bool))
-    assert Window(1, 0).show(3, 4) == "█···\n██··\n·██·"
+    counted = "41.7% of pairs may attend, and every query has a key"
+    assert Window(1, 0).show(3, 4) == f"█···\n██··\n·██·\n{counted}"
+    assert (
+        Causal()
+        .show(2, 4, q_positions=-1)
+        .endswith("12.5% of pairs may attend, and 1 query has no key")
+    )
     batched = Causal() & Lengths(np.array([2, 1]))
     assert batched.dense(3, batch=(2,)).shape == (2, 1, 3, 3)
     with pytest.raises(ValueError, match=r"got \(2,\); give one length"):
