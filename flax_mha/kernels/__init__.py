@@ -218,6 +218,6 @@ def explain(
     if mask is None:
         return explanation
     positions = call.get("q_positions"), call.get("kv_positions")
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     share, no_key = count_known(masks.as_mask(mask), dims, *positions) or (None, None)
     return explanation._replace(share=share, no_key=no_key)

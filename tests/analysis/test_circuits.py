@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import flax_mha.nnx
 from flax_mha import (
     Capture,
     Decoder,
@@ -18,14 +16,12 @@ from flax_mha import (
     LanguageModel,
     MultiHeadAttention,
     analysis,
-    interop,
     masks,
     models,
     positions,
     variants,
 )  # fmt: skip
 from flax_mha.analysis import Factored
-from tests.interop.odd_configs import CONFIGS
 from tests.support import oracle
 
 B, T, D, N, K, H, V = 2, 6, 12, 4, 2, 4, 9
@@ -49,7 +45,7 @@ def random_variables(module: nn.Module, *inputs: Any) -> Any:
     return oracle.random_like(jax.eval_shape(module.init, jax.random.key(0), *inputs))
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize(
     "name", [x if "and b" in x else pytest.param(x, marks=pytest.mark.slow) for x in LAYERS]
 )
@@ -59,7 +55,8 @@ def test_qk_and_ov_give_scores_and_outputs(name: str) -> None:
     norm = {key: x.astype(np.float32) for key, x in norm.items()}
     values = random_variables(layer, X)
     layer = layer.clone(capture=Capture(("scores", "weights", "result")))
-    _, sown = layer.apply(values, X * norm["scale"] + norm["bias"], mutable="intermediates")
+    run = jax.jit(functools.partial(layer.apply, mutable="intermediates"))
+    _, sown = run(values, X * norm["scale"] + norm["bias"])
     sown = {key: np.asarray(x[0][0], np.float64) for key, x in sown["intermediates"].items()}
     x = np.concatenate([X[0], np.ones((T, 1))], -1)
     take = functools.partial(analysis.qk, layer, values["params"], norm=norm, biases=True)
@@ -83,17 +80,10 @@ def test_without_biases_circuits_are_products_of_kernels() -> None:
         np.testing.assert_allclose(analysis.ov(layer, p).dense()[n], want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_an_nnx_layer_and_scanned_layers_have_circuits_too() -> None:
+def test_scanned_layers_have_circuits_too() -> None:
     linen = LAYERS["rotary"]
     p = random_variables(linen, X)["params"]
-    layer = flax_mha.nnx.MultiHeadAttention(
-        N, D, num_kv_heads=K, head_dim=H, rotary=ROTARY, use_bias=False, rngs=nnx.Rngs(0)
-    )
-    nnx.update(layer, nnx.State(p))
-    mine = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     want = analysis.qk(linen, p, distance=3)
-    jax.tree.map(np.testing.assert_array_equal, analysis.qk(layer, mine, distance=3), want)
     stacked = {"params": {"layers": {"attention": jax.tree.map(lambda x: np.stack([0 * x, x]), p)}}}
     one = analysis.parameters(stacked, "layers/attention", 1)
     jax.tree.map(np.testing.assert_array_equal, analysis.qk(linen, one, distance=3), want)
@@ -160,52 +150,49 @@ def test_layers_without_such_circuits_are_refused() -> None:
 
 LAYER = MultiHeadAttention(N, num_kv_heads=K, head_dim=H, rotary=ROTARY)
 MODELS: dict[str, Any] = {
-    "plain": (DecoderBlock(LAYER, mlp_dim=8), {}, {}),
     "scanned groups with one left": (
         (DecoderBlock(LAYER, 8), DecoderBlock(LAYER.clone(mask=masks.Window(2)), 8)),
         {"scan": True}, {},
     ),
     "a gate, parallel": (
-        DecoderBlock(LAYER.clone(gate="feature"), 8, norm="rmsnorm", parallel=True),
-        {"input_norm": True}, {"tied": False, "logits_scale": 0.5},
+        DecoderBlock(LAYER.clone(gate="feature"), 8, norm="rmsnorm", parallel=True, gated=True),
+        {"input_norm": True, "final_norm": False}, {"tied": False, "logits_scale": 0.5},
     ),
-    "no final norm": (DecoderBlock(LAYER, mlp_dim=8, gated=True), {"final_norm": False}, {}),
     "a memory": (DecoderBlock(LAYER, 8, cross_attention=MultiHeadAttention(N)), {}, {}),
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", MODELS)
 def test_shares_sum_to_the_logits(name: str) -> None:
+    """The last lens is of the logits."""
     block, stack, options = MODELS[name]
     model = LanguageModel(models.TokenEmbedding(V, D), Decoder(3, block, **stack), **options)
-    if name != "a memory":
-        return check_model(model, random_variables(model, TOKENS), "decoder/layers_2/attention")
-    memory = RNG.normal(size=(B, 3, D)).astype(np.float32)
-    values = random_variables(model, TOKENS, memory)
-    check_model(model, values, "decoder/layers_2/cross_attention", memory=memory)
+    call, path = {}, "decoder/layers_2/attention"
+    if name == "a memory":
+        memory = RNG.normal(size=(B, 3, D)).astype(np.float32)
+        call, path = {"memory": memory}, "decoder/layers_2/cross_attention"
+    values = random_variables(model, TOKENS, *call.values())
 
-
-def check_model(model: Any, values: Any, path: str, **call: Any) -> None:
-    """Check shares and the lens of a model."""
-
+    @jax.jit
     def run(values: Any) -> Any:
         shares = analysis.attribute_logits(model, values, TOKENS, TARGETS, **call)
         one = analysis.attribute_logits(model, values, TOKENS, TARGETS[0], **call)
         lens = analysis.logit_lens(model, values, TOKENS, **call)
         return shares, one, lens, model.apply(values, TOKENS, **call)
 
-    shares, one, lens, logits = jax.jit(run)(values)
+    shares, one, lens, logits = run(values)
     np.testing.assert_allclose(lens[-1], logits, rtol=1e-4, atol=1e-4)
-    right, wrong = (np.take_along_axis(logits, x[..., None], -1)[..., 0] for x in TARGETS)
+    assert len(lens) == 4
+    right, wrong = (np.take_along_axis(np.asarray(logits), x[..., None], -1)[..., 0]
+                    for x in TARGETS)  # fmt: skip
     for got, want in ((shares, right - wrong), (one, right)):
-        total = sum(x.sum(-1) if x.ndim > 2 else x for x in got.values())
+        total = sum(np.sum(x, -1) if x.ndim > 2 else np.asarray(x) for x in got.values())
         np.testing.assert_allclose(total, want, rtol=1e-4, atol=2e-4)
-    assert shares[path].shape == (B, T, model.decoder.first.attention.num_heads)
-    assert len(lens) == model.decoder.num_layers + 1
+    assert shares[path].shape == (B, T, N)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_shares_and_lens_are_those_of_numpy() -> None:
     block = DecoderBlock(LAYER, mlp_dim=8, norm_epsilon=0.1)
     model = LanguageModel(models.TokenEmbedding(V, D), Decoder(1, block))
@@ -232,14 +219,6 @@ def test_shares_and_lens_are_those_of_numpy() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     want = (normed(first, last) * norm["scale"] * u).sum(-1)
     np.testing.assert_allclose(shares["decoder/embed"], want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_loaded_models_have_shares_and_a_lens(kind: str) -> None:
-    family = interop.family(CONFIGS[kind])
-    values = random_variables(family.module, *family.example)
-    check_model(family.module, values, "decoder/layers_1/attention")
 
 
 def test_models_that_are_not_linear_after_their_heads_are_refused() -> None:

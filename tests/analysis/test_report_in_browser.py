@@ -133,19 +133,6 @@ def test_pointing_at_a_pattern_reads_both_runs_and_their_difference(page: Any) -
         np.testing.assert_allclose(numbers, [a, b, b - a], atol=0.02)
 
 
-def test_the_keyboard_moves_between_heads_and_tokens(page: Any) -> None:
-    from selenium.webdriver import ActionChains, Keys
-
-    find(page, "#measure option")[1].click()
-    find(page, "#top button")[0].click()
-    assert text(page, "#name") == "Layer 0, head 1 (layer_0)"
-    find(page, "#top button")[-1].send_keys(Keys.TAB)
-    ActionChains(page).send_keys(Keys.ARROW_RIGHT).perform()
-    assert text(page, "#name") == "Layer 1, head 0 (layer_1)"
-    ActionChains(page).send_keys(Keys.TAB, Keys.ARROW_RIGHT).perform()
-    check_numbers(strip(page, "keys of original"), RUNS["original"][1][0, 1])
-
-
 def test_the_grid_shows_either_run_or_their_difference(page: Any) -> None:
     def patterns() -> list[str]:
         script = "return [...document.querySelectorAll('.head canvas')].map(x => x.toDataURL())"
@@ -157,11 +144,3 @@ def test_the_grid_shows_either_run_or_their_difference(page: Any) -> None:
         shown.append(patterns())
     assert len(shown) == 3
     assert all(len({*head}) == 3 for head in zip(*shown, strict=True))
-
-
-def test_the_page_fits_a_phone(page: Any) -> None:
-    phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    width = page.execute_script("return document.documentElement.scrollWidth")
-    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert width <= 390

@@ -69,7 +69,7 @@ def test_sample_of_odd_calls_raises_only_errors_of_arguments() -> None:
     check(list(calls(SAMPLE)))
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 def test_odd_calls_raise_only_errors_of_arguments() -> None:
     check(list(calls(CALLS))[SAMPLE:])
 

@@ -1,5 +1,6 @@
 """User-defined masks and scores: the results that they may return and the values they may hold."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,7 @@ from flax_mha import dot_product_attention, explain
 from flax_mha.masks import Causal, Mask, PerHead, Predicate
 from flax_mha.scores import Score, ScoreMod
 
-Q = jnp.ones((2, 4, 3, 8))
-HALF = jnp.float32(0.5)
+Q = np.ones((2, 4, 3, 8), np.float32)
 
 
 def forgetful(*_: Any) -> None:
@@ -24,13 +24,6 @@ class Bad(Mask):
     given: Any
 
     def allowed(self, at: Any) -> Any:
-        return self.given
-
-
-class BadScore(ScoreMod):
-    given: Any
-
-    def __call__(self, score: jax.Array, at: Any) -> Any:
         return self.given
 
 
@@ -46,18 +39,14 @@ WRONG = {
     "mask: no return": (predicate(forgetful), TypeError,
                         r"Predicate must return bools.*got None; return a comparison"),
     "mask: ints": (predicate(lambda b, n, i, j: j - i), TypeError, r"got int32 .*; return"),
-    "mask: floats": (predicate(lambda b, n, i, j: HALF), TypeError, r"got float32 \(\)"),
     "mask: shape": (predicate(lambda b, n, i, j: jnp.ones(5, bool)), ValueError,
                     r"Predicate.s result must broadcast to.*\(2, 3, 4, 4\), got \(5,\); compute"),
-    "bad: ints": ({"mask": Bad(jnp.ones((), int))}, TypeError, r"Bad must return bools.*got int32"),
     "bad: none, joined": ({"mask": Bad(None) & Causal()}, TypeError, r"Bad must return.*got None"),
-    "bad: none, negated": ({"mask": ~Bad(None)}, TypeError, r"Bad must return.*got None"),
     "bad: none, of a head": ({"mask": PerHead([Bad(None)] * 3)}, TypeError, r"Bad must return"),
     "score: no return": (score(forgetful), TypeError, r"Score must return .*got None; "),
     "score: ints": (score(lambda s, b, n, i, j: i - j), TypeError, r"got int32 .*; return it"),
     "score: shape": (score(lambda s, *_: s[..., :2]), ValueError,
                      r"Score.s result must broadcast to the score.*got \(2, 3, 4, 2\); compute"),
-    "bad score: none": ({"scores": (BadScore(None),)}, TypeError, r"BadScore must .*got None"),
     "PerHead of none": ({"mask": PerHead(())}, ValueError, r"each of the 3 query heads, got 0; "),
     "PerHead of names": ({"mask": PerHead(["causal"] * 3)}, TypeError, r"array, got 'causal'"),
 }  # fmt: skip
@@ -72,7 +61,7 @@ def test_wrong_results_of_user_functions_are_refused(name: str) -> None:
         assert raised.type is error
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_user_functions_may_return_scalars_and_other_dtypes() -> None:
     """A score may return one number for all pairs in another dtype, a mask one bool for all."""
     given = Score(lambda s, b, n, i, j: jnp.where(j > 1, 1.0, 2.0).astype(jnp.bfloat16))
@@ -89,12 +78,11 @@ def closing_over(x: jax.Array, q: jax.Array, kind: str) -> jax.Array:
     return dot_product_attention(q, q, q, **call).sum()
 
 
-@pytest.mark.parametrize("kind", ["mask", "score"])
-@pytest.mark.parametrize("T", [4, 600])
+@pytest.mark.parametrize(("kind", "T"), [("mask", 600), ("score", 4)])
 @pytest.mark.parametrize("under", ["jit", "grad", "vmap", "scan"])
 def test_closures_over_traced_arrays_are_refused(under: str, T: int, kind: str) -> None:
     """At every length and with every kernel: the gradients would be lost, or JAX would fail."""
-    q = jnp.ones((1, T, 1, 2))
+    q = np.ones((1, T, 1, 2), np.float32)
 
     def call(x: jax.Array) -> jax.Array:
         return closing_over(x, q, kind)
@@ -109,9 +97,10 @@ def test_closures_over_traced_arrays_are_refused(under: str, T: int, kind: str) 
 
 
 def test_closures_over_concrete_arrays_are_accepted() -> None:
-    limit = jnp.int32(1)
-    call = {"mask": Predicate(lambda b, n, i, j: j <= limit)}
-    _, weights = jax.jit(lambda q: dot_product_attention(q, q, q, **call, return_weights=True))(Q)
+    limit = np.int32(1)
+    mask = Predicate(lambda b, n, i, j: j <= limit)
+    attend = functools.partial(dot_product_attention, mask=mask, return_weights=True)
+    _, weights = jax.jit(attend)(Q, Q, Q)
     np.testing.assert_allclose(weights[0, 0, 0], [0.5, 0.5, 0, 0], rtol=1e-6)
 
 
@@ -119,23 +108,20 @@ def test_closures_over_concrete_arrays_are_accepted() -> None:
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_float_args_work_in_both_passes(rng: np.random.Generator, kernel: str) -> None:
     """A float among `args` works like an array, in the backward pass too."""
-    q = jnp.asarray(rng.normal(size=(1, 6, 1, 2)), jnp.float32)
+    q = rng.normal(size=(1, 6, 1, 2)).astype(np.float32)
+    distance = np.abs(np.arange(6)[:, None] - np.arange(6) + 3.0)
 
-    def total(q: jax.Array, *args: Any) -> jax.Array:
-        mods = (
-            Score(
-                lambda s, b, n, i, j, slope, far: s - slope * abs(i - j + far).astype(s.dtype), args
-            ),
-        )
-        return (dot_product_attention(q, q, q, scores=mods, kernel=kernel) ** 2).sum()
+    def distant(s: Any, b: Any, n: Any, i: Any, j: Any, slope: Any, far: Any) -> Any:
+        return s - slope * abs(i - j + far).astype(s.dtype)
 
-    def plain(q: jax.Array) -> jax.Array:
-        bias = -0.1 * np.abs(np.arange(6)[:, None] - np.arange(6) + 3.0)
-        return (
-            dot_product_attention(q, q, q, bias=jnp.float32(bias), kernel="reference") ** 2
-        ).sum()
+    def total(q: jax.Array, **call: Any) -> jax.Array:
+        return (dot_product_attention(q, q, q, **call) ** 2).sum()
 
-    found, expected = jax.grad(total)(q, 0.1, 3), jax.grad(plain)(q)
+    found = jax.jit(
+        lambda q: jax.grad(total)(q, scores=(Score(distant, (0.1, 3)),), kernel=kernel)
+    )(q)
+    plain = {"bias": np.float32(-0.1 * distance), "kernel": "reference"}
+    expected = jax.jit(lambda q: jax.grad(total)(q, **plain))(q)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -168,7 +154,7 @@ TABLES: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed", "decode"])
 def test_functions_index_numpy_tables(kernel: str, name: str) -> None:
@@ -178,5 +164,6 @@ def test_functions_index_numpy_tables(kernel: str, name: str) -> None:
     def attend(kernel: str, table: Any) -> jax.Array:
         return dot_product_attention(q, q, q, kernel=kernel, **TABLES[name](table))
 
-    found = jax.jit(attend, static_argnums=0)("reference", jnp.asarray(NUMBERS))
-    np.testing.assert_allclose(attend(kernel, NUMBERS), found, atol=1e-6)
+    wanted = jax.jit(attend, static_argnums=0)("reference", jnp.asarray(NUMBERS))
+    found = jax.jit(lambda: attend(kernel, NUMBERS))()
+    np.testing.assert_allclose(found, wanted, atol=1e-6)

@@ -3,7 +3,7 @@ ragged.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,8 @@ from hypothesis import strategies as st
 from flax_mha import (
     CacheConfig,
     Capture,
-    Encoder,
-    EncoderBlock,
     MultiHeadAttention,
     Platform,
-    cache,
     dot_product_attention,
     masks,
     scores,
@@ -36,7 +33,7 @@ from tests.support.oracle import random_like
 B, T, D = 2, 12, 16
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.normal(size=(B, T, D)), jnp.float32)
+X = RNG.normal(size=(B, T, D)).astype(np.float32)
 pytestmark = pytest.mark.usefixtures("small_blocks")
 # Float32 rounds at 6e-8, and a blocked softmax adds in another order.
 CLOSE = 1e-5
@@ -81,8 +78,8 @@ def built(name: str, **more: Any) -> tuple[MultiHeadAttention, Any, Callable[...
     return layer, held, step, expected
 
 
-def pieces(x: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
-    return iter(jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis=1))
+def pieces(x: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    return np.split(x, np.cumsum(sizes)[:-1], axis=1)
 
 
 # A prompt and steps; or steps of several tokens and a second prompt.
@@ -99,7 +96,7 @@ def test_steps_match_full_forward(name: str, sizes: tuple[int, ...]) -> None:
         out, new = step(held, x)
         held = new["cache"]
         outs.append(out)
-    close(jnp.concatenate(outs, 1), expected)
+    close(np.concatenate(outs, 1), expected)
     np.testing.assert_array_equal(held["kv"].length, T)
 
 
@@ -129,25 +126,19 @@ def test_ragged_rows_decode_as_if_alone(
     np.testing.assert_array_equal(held["kv"].length, at)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("size", [4, 6])
 def test_ring_matches_full_cache(size: int) -> None:
-    """Prompts longer than the ring, calls that wrap, and calls that fit beside the window."""
+    """A prompt longer than the ring, calls that wrap, and calls that fit beside the window."""
     _, held, step, expected = built("window", cache=CacheConfig(slots=size))
     assert held["kv"].key.shape[-2] == size
-    for sizes in [(9, 1, 1, 1), (3, 3, 3, 3), (1,) * T]:
-        now, outs = cache.reset(held), []
+    for sizes in [(9, 3), (3, 3, 3, 3)]:
+        now, outs = held, []
         for x in pieces(X, sizes):
             out, new = step(now, x)
             now = new["cache"]
             outs.append(out)
-        close(jnp.concatenate(outs, 1), expected)
-    # Tokens beyond the window can be truncated; truncating more marks the row as lost.
-    back = cache.truncate(now, T - 2)  # After steps of one.
-    out, _ = step(back, X[:, T - 2 : T - 1])
-    assert np.isnan(out).all() == (size == 4)
-    if size == 6:
-        close(out, expected[:, T - 2 : T - 1])
+        close(np.concatenate(outs, 1), expected)
 
 
 @pytest.mark.slow
@@ -164,7 +155,7 @@ def test_narrow_cache_dtype_changes_output_within_bound(dtype: str, bound: float
         out, new = step(held, x)
         held = new["cache"]
         outs.append(out)
-    close(jnp.concatenate(outs, 1), whole)
+    close(np.concatenate(outs, 1), whole)
     assert 0 < np.abs(whole - expected).max() < bound * np.abs(expected).max()
 
 
@@ -186,69 +177,7 @@ def test_rounding_in_8_bits_is_within_half_a_step(
     np.testing.assert_array_equal(held.value[:, 1], 0)
 
 
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("dtype", [None, "float16"])
-def test_cross_attention_projects_memory_once(dtype: str | None) -> None:
-    memory, mask = X[:, :7, :8] * 2, Lengths(jnp.array([7, 4]))
-    layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache=CacheConfig(dtype))
-    shapes = jax.eval_shape(lambda: layer.init(KEY, X, kv=cache.Encoded(memory)))
-    params = {"params": random_like(shapes["params"])}
-    assert set(shapes["cache"]) == {"memory"}
-    expected = jax.jit(layer.clone(decode=False).apply)(params, X, memory, mask=mask)
-    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes["cache"])
-    step = jax.jit(functools.partial(layer.apply, mask=mask, mutable=["cache"]))
-    out, new = step({**params, "cache": empty}, X[:, :5], kv=cache.Encoded(memory))
-    outs = [out]
-    for t in range(5, T):
-        out, new = step({**params, **new}, X[:, t : t + 1])
-        outs.append(out)
-    close(jnp.concatenate(outs, 1), expected, CLOSE if dtype is None else 1e-2)
-    close(cache.fork(new["cache"], jnp.array([1]))["memory"].key, new["cache"]["memory"].key[1:])
-
-
-@pytest.mark.sampled(0, slow=0.16)
-@pytest.mark.parametrize("scan", [False, True])
-def test_caches_of_model_fork_truncate_and_reset(scan: bool) -> None:
-    layer = MultiHeadAttention(2, decode=True, rotary=Rotary())
-    model = Encoder(2, EncoderBlock(layer, mlp_dim=8), scan=scan)
-    variables = model.init(KEY, X)
-    params = {"params": variables["params"]}
-    plain = model.clone(block=model.block.clone(attention=layer.clone(decode=False)))
-    step = jax.jit(lambda c, x: model.apply({**params, "cache": c}, x, mutable=["cache"]))
-    expected = plain.apply(params, X, mask=Causal())
-
-    _, new = step(variables["cache"], X[:, :6])
-    rows = jnp.array([1, 1, 0])
-    forked = cache.fork(new["cache"], rows)
-    back = cache.truncate(forked, jnp.array([3, 6, 9]))
-    assert cache.truncate({**params, "cache": forked}, 3)["params"] is not None
-    np.testing.assert_array_equal(cache.free(back), [T - 3, T - 6, T - 6])
-    tokens = jnp.stack([X[1, 3], X[1, 6], X[0, 6]])[:, None]
-    out, new = step(back, tokens)
-    close(out[:, 0], jnp.stack([expected[1, 3], expected[1, 6], expected[0, 6]]))
-    out, _ = step(cache.reset(new["cache"]), X[rows, :1])
-    close(out, expected[rows, :1])
-    # A row that does not exist must not become a row of zeros.
-    out, _ = step(jax.jit(cache.fork)(new["cache"], jnp.array([0, 5])), X[:, :1])
-    assert np.isfinite(out[0]).all()
-    assert np.isnan(out[1]).all()
-
-
-@pytest.mark.slow
-def test_overflow_gives_nan_and_can_be_truncated() -> None:
-    _, held, step, expected = built("plain")
-    _, new = step(held, X, lengths=jnp.array([T, 5]))
-    out, now = step(new["cache"], X[:, :2], lengths=jnp.array([0, 2]))
-    np.testing.assert_array_equal(cache.free(now["cache"]), [0, T - 7])
-    out, now = step(new["cache"], X[:, 5:6])
-    assert np.isnan(out[0]).all()
-    close(out[1], expected[1, 5:6])
-    # The row's earlier tokens are unchanged.
-    out, _ = step(cache.truncate(now["cache"], T - 1), X[:, -1:])
-    close(out[0], expected[0, -1:])
-
-
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_kv_cache_works_under_vmap_and_scan() -> None:
     q, k, v = (jnp.asarray(RNG.normal(size=(3, T, 4, 8)), jnp.float32) for _ in range(3))
     k, v = k[:, :, :2], v[:, :, :2, :5]
@@ -272,86 +201,87 @@ def test_kv_cache_works_under_vmap_and_scan() -> None:
     )
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])
-@pytest.mark.parametrize("T", [1, 3])
-def test_nan_of_a_cached_token_reaches_only_those_that_see_it(dtype: str, T: int) -> None:
-    """The cache holds a finite value and a NaN key for it."""
-    q, k, v = (jnp.asarray(RNG.normal(size=(2, 9, n, 4)), jnp.float32) for n in (4, 2, 2))
-    bad = v.at[0, 2, 1, 3].set(jnp.inf)
-    outs, window = [], Window(3, 0)
-    for values in (v, bad):
-        held, out = KVCache.empty((2,), 12, 2, 4, dtype=dtype), []
-        for t in range(0, 9, T):
-            part = (x[:, t : t + T] for x in (q, k, values))
-            y, held = held.extend(*part, mask=window)
-            out.append(y)
-        outs.append(jnp.concatenate(out, 1))
-    assert np.isfinite(held.value.astype(jnp.float32)).all()
-    nan = np.isnan(outs[1])
-    assert nan[0, 2:6, 2:].all()
-    assert nan.sum() == nan[0, 2:6, 2:].size
-    close(jnp.where(nan, 0, outs[1]), jnp.where(nan, 0, outs[0]), 0)
+# Finite values up to the largest, and others.
+VALUES = (1e5, 3.4e38, np.inf, np.nan)
 
 
-@pytest.mark.sampled(0.1, slow=0.2)
-@pytest.mark.parametrize("x", [1e5, 3.4e38, np.inf, np.nan], ids=str)
+@functools.partial(jax.jit, static_argnames="mask")
+def extend(held: KVCache, q: Any, k: Any, v: Any, **call: Any) -> Any:
+    return held.extend(q, k, v, **call)
+
+
+@pytest.mark.sampled(0.09)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
 )
-def test_rows_are_served_as_new_after_any_value(dtype: str, window: int | None, x: float) -> None:
-    """After `reset`, `truncate` or `fork`, and beyond a window, an earlier token moves no bit."""
-    q, k, v = (jnp.asarray(RNG.normal(size=(2, 80, n, 4)), jnp.float32) for n in (4, 2, 2))
-    size = 8 if window else 80
-    empty, rows = KVCache.empty((2,), size, 2, 4, dtype=dtype, window=window), jnp.array([1, 1])
-    bad, sees_none = np.array([0, 2, 1, 3]), Window(2, 0)
+def test_any_value_reaches_only_those_that_see_it(dtype: str, window: int | None) -> None:
+    """After `reset`, `truncate` or `fork`, and beyond a window, an earlier token moves no bit.
 
-    def run(held: KVCache, start: int, T: int, k: Any = k, v: Any = v, **call: Any) -> Any:
-        return held.extend(*(y[:, start : start + T] for y in (q, k, v)), **call)
+    Row 0 is sound, and the last row is new. The others have one bad number, in the third key or
+    the third value of their second head of keys.
+    """
+    rows = 2 * len(VALUES) + 2
+    qkv = [np.repeat(RNG.normal(size=(1, 12, n, 4)).astype("f"), rows, 0) for n in (4, 2, 2)]
+    for i, x in enumerate(VALUES):
+        qkv[1][1 + 2 * i, 2, 1, 3] = qkv[2][2 + 2 * i, 2, 1, 3] = x
+    lengths = np.array([5] * (rows - 1) + [0])
+    empty = KVCache.empty((rows,), 8 if window else 12, 2, 4, dtype=dtype, window=window)
+    _, held = extend(empty, *(x[:, :5] for x in qkv), lengths=lengths)
+    assert np.isfinite(held.value.astype(jnp.float32)).all()
+    finite = np.repeat(np.isfinite(VALUES), 2)
+    assert np.isfinite(held.key.astype(jnp.float32)[1:-1][finite]).all()
+    # Tokens after the third of the sound row, for every row.
+    sound = [np.repeat(x[:1], rows, 0) for x in qkv]
 
-    sound = run(empty, 0, 5)[1]
-    for changed in ({"k": k.at[*bad].set(x)}, {"v": v.at[*bad].set(x)}):
-        held = run(empty, 0, 5, **changed)[1]
-        assert np.isfinite(held.value.astype(jnp.float32)).all()
-        if np.isfinite(x):
-            assert np.isfinite(held.key.astype(jnp.float32)).all()
-        for T in (3, 6 if window else 70):  # 70: more than the kernel `decode` takes
-            pairs = [(held.reset(), empty, 0), (held.truncate(1), sound.truncate(1), 1)]
-            for after, new, start in (*pairs, (held.fork(rows), sound.fork(rows), 5)):
-                np.testing.assert_array_equal(run(after, start, T)[0], run(new, start, T)[0])
-        np.testing.assert_array_equal(*(run(c, 5, 1, mask=sees_none)[0] for c in (held, sound)))
+    def run(held: KVCache, start: int, stop: int, **call: Any) -> np.ndarray:
+        return np.asarray(extend(held, *(x[:, start:stop] for x in sound), **call)[0])
+
+    def check(held: KVCache, start: int, stop: int, count: int = rows, **call: Any) -> None:
+        out = run(held, start, stop, **call)[:count]
+        np.testing.assert_array_equal(out, np.repeat(out[:1], count, 0))
+
+    for stop in (3, 6):  # 6: more than the kernel `decode` takes
+        check(held.reset(), 0, stop)
+    check(held.truncate(1), 1, 4, rows - 1)
+    check(held.fork(np.zeros(rows, int)), 5, 8)
+    check(held, 5, 6, rows - 1, mask=Window(2, 0))
+    # A token that sees the bad one has NaN for NaN and infinity, in the heads of its keys.
+    out = run(held, 5, 6)[1:-1]
+    np.testing.assert_array_equal(out[:, :, :2], np.repeat(out[:1, :, :2], rows - 2, 0))
+    assert np.isnan(out[~finite][:, :, 2:]).all()
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_float16_queries_read_any_number_of_a_cache(dtype: str, platform: str) -> None:
+def test_float16_queries_read_any_number_of_a_cache(dtype: str) -> None:
     """Hidden large values reach nothing, and weights times small scales lose no digits."""
-    q, x = jnp.ones((1, 1, 1, 4), jnp.float16), jnp.full((1, 256, 1, 4), 2e-4).at[0, 0].set(1e5)
-    keys, _ = KVCache.empty((1,), 256, 1, 4, dtype=dtype).extended(x, x)
-    *args, spec = bind_call(q, keys.key, keys.value, mask=Window(254, 0), q_positions=255)
-    for module in (decode, reference):
-        k, v = args[1:] if module is decode else map(dequantize, args[1:])
-        out, _ = module.attend(args[0], k, v, spec.replace(platform=Platform(platform)))
+    q, x = np.ones((1, 1, 1, 4), np.float16), np.full((1, 256, 1, 4), 2e-4, np.float32)
+    x[0, 0] = 1e5
+
+    @jax.jit
+    def run(q: jax.Array, x: jax.Array) -> Any:
+        keys, _ = KVCache.empty((1,), 256, 1, 4, dtype=dtype).extended(x, x)
+        q, *kv, spec = bind_call(q, keys.key, keys.value, mask=Window(254, 0), q_positions=255)
+        kernels = (decode, kv), (reference, map(dequantize, kv))
+        specs = [spec.replace(platform=Platform(name)) for name in ("cpu", "gpu")]
+        return [module.attend(q, *kv, spec)[0] for module, (*kv,) in kernels for spec in specs]
+
+    for out in run(q, x):
         close(out, np.full(q.shape, 2e-4), 2e-6)
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
-@pytest.mark.parametrize("jitted", [False, True])
-def test_captured_scores_of_a_prompt_are_over_the_slots(jitted: bool) -> None:
+def test_captured_scores_of_a_prompt_are_over_the_slots() -> None:
     """A prompt of more than 64 tokens into an empty cache may skip the cache, but not here."""
     T, S = 66, 80
-    q, k, v = (
-        jnp.asarray(np.random.default_rng(i).normal(size=(1, T, 2, 4)), "f4") for i in range(3)
-    )
+    qkv = RNG.normal(size=(3, 1, T, 2, 4)).astype(np.float32)
 
-    def extend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        empty = KVCache.empty((1,), S, 2, 4)
-        return empty.extend(q, k, v, capture=Capture(("scores", "max_logit")))[0]
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        capture = Capture(("scores", "max_logit"))
+        found, _ = KVCache.empty((1,), S, 2, 4).extend(q, k, v, capture=capture)
+        return found, dot_product_attention(q, k, v, mask=Causal(), capture=capture)
 
-    out, captured = (jax.jit(extend) if jitted else extend)(q, k, v)
-    call = {"mask": masks.Causal(), "capture": Capture(("scores", "max_logit"))}
-    want, expected = dot_product_attention(q, k, v, **call)
+    (out, captured), (want, expected) = run(*qkv)
     assert captured["scores"].shape == (1, 2, T, S)
     np.testing.assert_allclose(captured["scores"][..., :T], expected["scores"], atol=1e-5)
     np.testing.assert_allclose(captured["max_logit"], expected["max_logit"], atol=1e-5)

@@ -1,8 +1,7 @@
-"""The compiled decoding step: it copies no cache and gives the same numbers on a mesh."""
+"""The compiled decoding step: it copies no cache, has no branch on GPUs and sends one sum."""
 
 import importlib.util
 import re
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -15,41 +14,55 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.plan import gpus
-from flax_mha import CacheConfig, DecoderBlock, MultiHeadAttention, cache, sharding
+from flax_mha import CacheConfig, DecoderBlock, MultiHeadAttention, sharding
 from flax_mha.kernels.xla import decode
 from flax_mha.masks import Window
-from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
+from flax_mha.models import Decoder
 from flax_mha.positions import Rotary
-from tests.cache.test_cache import KEY, RNG, X, close
+from tests.cache.test_cache import KEY, RNG, close
+from tests.support.oracle import random_like
 from tests.support.platforms import pretend
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+SMALL: dict[str, nn.Module] = {
+    "float32": MultiHeadAttention(2, decode=True),
+    "int8": MultiHeadAttention(2, decode=True, cache=CacheConfig("int8")),
+    "layers that share a cache": Decoder(
+        3, DecoderBlock(MultiHeadAttention(2, decode=True), 8), kv_from=(None, 0, 0)
+    ),
+}
+
+
+@pytest.mark.sampled(0.34)
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.usefixtures("optimized")
-def test_step_does_not_copy_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_does_not_copy_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_BLOCK", {"cpu": 32})
     monkeypatch.setattr(decode, "_ROWS", {})
-    layer = MultiHeadAttention(2, decode=True, cache=CacheConfig(dtype))
-    x = jnp.ones((2, 1024, 32))
-    variables = jax.eval_shape(layer.init, KEY, x)
-
-    def step(params: Any, cache: Any, x: jax.Array) -> Any:
-        return layer.apply({"params": params, "cache": cache}, x, mutable=["cache"])
-
-    compiled = (
-        jax.jit(step, donate_argnums=1)
-        .lower(variables["params"], variables["cache"], jax.eval_shape(lambda: x[:, :1]))
-        .compile()
-    )
+    shapes = (jax.ShapeDtypeStruct((2, T, 32), jnp.float32) for T in (1024, 1))
+    compiled, variables = compiled_step(SMALL[name], *shapes)
     moved = re.findall(
         r"\[2,2,1024,16\]\S* (?:copy|transpose)\(.*|\[2,1024,2,16\].*", compiled.as_text()
     )
     assert not moved
-    size = variables["cache"]["kv"].key.size
+    size = max(x.size for x in jax.tree.leaves(variables["cache"]))
     assert compiled.memory_analysis().temp_size_in_bytes < size
+
+
+def compiled_step(model: nn.Module, full: Any, token: Any, place: Any = None) -> tuple[Any, Any]:
+    """Return the program of a step that may write in place, and the model's variables."""
+    variables = jax.eval_shape(model.init, KEY, full)
+
+    def step(params: Any, cache: Any, x: jax.Array) -> Any:
+        return model.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        (variables["params"], variables["cache"], token),
+    )
+    return jax.jit(step, donate_argnums=1).lower(*arguments).compile(), variables
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
@@ -71,7 +84,7 @@ def test_step_on_a_gpu_has_no_branch(dtype: str | None, monkeypatch: pytest.Monk
     assert re.findall("stablehlo.(?:while|case|if)", text)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_few_rows_of_a_scanned_stack_agree_with_matmuls(
     dtype: str | None, monkeypatch: pytest.MonkeyPatch
@@ -79,13 +92,16 @@ def test_few_rows_of_a_scanned_stack_agree_with_matmuls(
     """On GPUs a layer's part of a cache is read by sums of products."""
     attention = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache=CacheConfig(dtype))
     model = Decoder(2, DecoderBlock(attention, 16), scan=True)
-    x = jnp.asarray(RNG.normal(size=(2, 9, 8)), jnp.float32)
-    variables = model.init(KEY, x)
-    _, prompt = model.apply(variables, x[:, :7], mutable=["cache"])
+    x = RNG.normal(size=(2, 9, 8)).astype(np.float32)
+    shapes = jax.eval_shape(model.init, KEY, x)
+    params, empty = random_like(shapes["params"]), jax.tree.map(jnp.zeros_like, shapes["cache"])
 
     def outputs() -> Any:
-        step = jax.jit(lambda v, x: model.apply(v, x, mutable=["cache"]))
-        return step({**variables, **prompt}, x[:, 7:])
+        step = jax.jit(
+            lambda held, x: model.apply({"params": params, "cache": held}, x, mutable="cache")
+        )
+        _, prompt = step(empty, x[:, :2])
+        return step(prompt["cache"], x[:, 2:4])
 
     expected = outputs()
     called = []
@@ -118,32 +134,18 @@ STEPS: dict[str, nn.Module] = {
 ON_GPUS = [name for name in STEPS if name != "ring"]
 
 
-def step_temporaries(device: Any, model: nn.Module) -> tuple[int, int]:
-    """Compile a step for a device that may be absent; return bytes of temporaries and cache."""
-    mesh = Mesh(np.array([device]), ("data",))
-    full, one = (jax.ShapeDtypeStruct((8, T, 2048), jnp.bfloat16) for T in (8192, 1))
-    variables = jax.eval_shape(model.init, KEY, full)
-
-    def step(params: Any, cache: Any, x: jax.Array) -> Any:
-        return model.apply({"params": params, "cache": cache}, x, mutable=["cache"])
-
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())),
-        (variables["params"], variables["cache"], one),
-    )
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
-    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables["cache"]))
-    return compiled.memory_analysis().temp_size_in_bytes, cache
-
-
 def check_copies_no_cache(device: Any, name: str) -> None:
-    temporaries, cache = step_temporaries(device, STEPS[name])
+    """Compile a step for a device that may be absent, and measure its temporaries."""
+    mesh = Mesh(np.array([device]), ("data",))
+    shapes = (jax.ShapeDtypeStruct((8, T, 2048), jnp.bfloat16) for T in (8192, 1))
+    with jax.set_mesh(mesh):
+        compiled, variables = compiled_step(STEPS[name], *shapes, NamedSharding(mesh, P()))
+    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables["cache"]))
     # Less than keys or values alone: a GPU's program keeps partial sums.
-    assert temporaries < cache / 3
+    assert compiled.memory_analysis().temp_size_in_bytes < cache / 3
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu")
 @pytest.mark.parametrize("name", STEPS)
 @jax.numpy_dtype_promotion("standard")  # Flax's norms mix dtypes.
@@ -169,72 +171,9 @@ def test_sharded_step_sends_only_sum_over_heads() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         variables = sharding.init(layer, KEY, x)
+        assert tuple(variables["cache"]["kv"].key.sharding.spec)[:2] == ("data", "model")
         token = jax.device_put(x[:, :1], NamedSharding(mesh, P("data")))
         step = jax.jit(lambda v, x: layer.apply(v, x, mutable=["cache"]))
         text = step.lower(variables, token).compile().as_text()
     sent = re.findall(r"= (\S+?)\{\S* (?:all-|reduce-scatter|collective-)", text)
     assert sent == ["f32[1,1,16]"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_decoding_matches_one_device(kind: str) -> None:
-    """Ragged rows, a ring and int8, sharded over rows and heads and forked. Caches are created
-    sharded.
-    """
-    layer = MultiHeadAttention(
-        4, decode=True, mask=Window(3, 0), cache=CacheConfig("int8", slots=6), rotary=Rotary()
-    )
-    lengths = jnp.array([8, 3])
-
-    def run(variables: Any, x: jax.Array, put: Callable[[jax.Array], jax.Array]) -> Any:
-        step = jax.jit(lambda v, x, n: layer.apply(v, x, lengths=n, mutable=["cache"]))
-        outs = []
-        for piece in (x[:, :8], x[:, 8:9]):
-            out, new = step(variables, put(piece), put(jnp.minimum(lengths, piece.shape[1])))
-            variables = {**variables, **new}
-            outs.append(jax.device_get(out))
-        forked = jax.jit(cache.fork)(variables["cache"], jnp.array([1, 0]))
-        out, new = step({**variables, "cache": forked}, put(x[:, 9:10]), put(jnp.ones(2, int)))
-        return [*outs, jax.device_get(out)], new["cache"]
-
-    expected, _ = run(layer.init(KEY, X), X, lambda x: x)
-    types = (getattr(jax.sharding.AxisType, kind),) * 2
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        variables = sharding.init(layer, KEY, X)
-        assert tuple(variables["cache"]["kv"].key.sharding.spec)[:2] == ("data", "model")
-        got, held = run(variables, X, lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
-    assert tuple(held["kv"].key_scale.sharding.spec)[:2] == ("data", "model")
-    jax.tree.map(lambda a, b: close(a, b, 2e-5), got, expected)
-
-
-@pytest.mark.sampled(0, slow=0.16)
-@pytest.mark.parametrize(
-    ("kind", "scan"),
-    [pytest.param("Auto", False, marks=pytest.mark.slow), ("Explicit", True)],
-)
-def test_step_tokens_are_not_sharded(kind: str, scan: bool) -> None:
-    """Five tokens, then one and one, under rules that shard sequences over two devices."""
-    layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, rotary=Rotary())
-    decoder = Decoder(1, DecoderBlock(layer, 16), scan=scan)
-    model = LanguageModel(TokenEmbedding(6, 8), decoder)
-    tokens = jnp.asarray(RNG.integers(0, 6, (2, 8)))
-
-    def run(variables: Any) -> jax.Array:
-        step = jax.jit(lambda v, x: model.apply(v, x, mutable=["cache"]))
-        outs = []
-        for first, end in ((0, 5), (5, 6), (6, 7)):
-            out, new = step(variables, tokens[:, first:end])
-            variables = {**variables, **new}
-            outs.append(jax.device_get(out))
-        return jnp.concatenate(outs, 1)
-
-    expected = run(model.init(KEY, tokens))
-    axes = "data", "model", "context"
-    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(getattr(jax.sharding.AxisType, kind),) * 3)
-    by_tokens = {"length": "context", "norm_length": "context"}
-    rules = [(name, by_tokens.get(name, axis)) for name, axis in sharding.RULES]
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        got = run(sharding.init(model, KEY, tokens))
-    close(got, expected, 2e-5)

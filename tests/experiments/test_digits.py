@@ -1,12 +1,11 @@
+import functools
 from itertools import islice
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import reports
 from experiments.tasks import digits
 from experiments.tasks.task import shuffled
 
@@ -15,7 +14,7 @@ def as_set(images: np.ndarray) -> set[bytes]:
     return {image.tobytes() for image in images.astype(np.float32)}
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_split_is_fixed_disjoint_and_stratified() -> None:
     from sklearn.datasets import load_digits  # Slow to import.
 
@@ -47,21 +46,16 @@ def test_processes_split_each_batch(config: ConfigDict) -> None:
 
 
 def test_augmentation_moves_by_at_most_the_shift() -> None:
-    images = jnp.zeros((200, 8, 8)).at[:, 3, 4].set(1.0)
+    images = np.zeros((200, 8, 8), np.float32)
+    images[:, 3, 4] = 1
+    augment = functools.partial(digits.augment, rotate=0.0, scale=0.0)
     moved, same = (
-        digits.augment(images, jax.random.key(1), shift=shift, rotate=0.0, scale=0.0)
+        np.asarray(jax.jit(functools.partial(augment, shift=shift))(images, jax.random.key(1)))
         for shift in (0.5, 0.0)
     )
     np.testing.assert_allclose(same, images, atol=1e-6)
-    np.testing.assert_allclose(moved.sum((1, 2)), 1.0, atol=1e-5)
-    y = (moved * jnp.arange(8.0)[None, :, None]).sum((1, 2)) - 3
-    x = (moved * jnp.arange(8.0)[None, None]).sum((1, 2)) - 4
-    for offset in (y, x):
-        assert jnp.abs(offset).max() <= 0.5 + 1e-5
+    np.testing.assert_allclose(moved.sum((1, 2)), 1, atol=1e-5)
+    for offset in (moved.sum(2) @ np.arange(8) - 3, moved.sum(1) @ np.arange(8) - 4):
+        assert np.abs(offset).max() <= 0.5 + 1e-5
         assert offset.min() < -0.4
         assert offset.max() > 0.4
-
-
-def test_report_says_the_spread_of_seeds(config: ConfigDict) -> None:
-    found = reports.make(digits.Digits(config)).headline({"accuracy": np.array([0.9, 1.0])})
-    assert found.startswith("test accuracy 95.0% ± ")

@@ -19,7 +19,7 @@ from tests.experiments.test_resume import cut_off, numbers, restored
 HEARTBEAT = 10
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_two_processes_train_stop_and_resume_as_one(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +121,7 @@ def test_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> N
         assert processes.wait()[0] != 0
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 def test_hosts_with_different_configs_do_not_start(config: ConfigDict, tmp_path: Path) -> None:
     config.mesh.data = -1
     with together(

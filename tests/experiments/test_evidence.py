@@ -12,7 +12,7 @@ from experiments.measure.__main__ import main
 
 
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 def test_losses_of_all_kernels_and_meshes(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(losses, "MESHES", {"tokens over 2": {"data": -1, "context": 2}})
     monkeypatch.setattr(losses, "STEPS", 2)
@@ -30,7 +30,7 @@ def test_losses_of_all_kernels_and_meshes(tmp_path: Path, monkeypatch: Any) -> N
 
 # Flax's layers and norms promote implicitly.
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 def test_costs_by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "LENGTHS", (1024, 2048))
     monkeypatch.setattr(lengths, "KERNELS", {"tpu": ("auto", "reference")})

@@ -10,11 +10,8 @@ import pytest
 
 from experiments.common.counts import traffic
 from experiments.common.counts.hlo import Module
-from experiments.common.failures import RunError
 from experiments.measure import __main__ as measure
-from experiments.measure import programs
 from experiments.measure.timing import program
-from experiments.plan import gpus
 
 
 def test_slices_and_updates_count_alone(optimized: None) -> None:
@@ -70,14 +67,6 @@ def test_scan_moves_each_layer_once(optimized: None) -> None:
     assert 6 * product <= traffic.moved(module) < 6 * 2.5 * product
 
 
-def test_a_chip_says_what_its_compiler_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpus, "NEEDED", ("no_such_module",))
-    with pytest.raises(RunError, match=r"--chip=a100 needs the wheels .* pip install"):
-        measure.main(["compiled", "--chip=a100", f"--workdir={tmp_path / 'new'}"])
-
-
 @pytest.mark.slow
 def test_table_of_a_decoding_step(tmp_path: Path) -> None:
     """A step reads parameters and cache once, and hardly anything else."""
@@ -91,29 +80,6 @@ def test_table_of_a_decoding_step(tmp_path: Path) -> None:
     assert any(one["source"].startswith("xla/decode.py:") for one in ours["top"])
     cells = f"| `decode-grouped` | step | ours | {ours['MiB']:,.0f} | {ours['kernels']} | "
     assert cells in (tmp_path / "table.md").read_text()
-
-
-def test_refusals_of_another_library_are_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise NotImplementedError("no such chip")
-
-    entry = programs.Entry("layer", "tokamax", "forward", refuse, ())
-    monkeypatch.setattr(programs, "entries", lambda *_: [entry])
-    measure.main(["compiled", "--programs=layer", f"--workdir={tmp_path}"])
-    table = (tmp_path / "table.md").read_text()
-    assert "| `layer` | forward | tokamax | NotImplementedError('no such chip') |" in table
-
-
-@pytest.mark.slow
-def test_contestants_of_a_decoding_step_run_in_turns(tmp_path: Path) -> None:
-    measure.main(["timed", "--programs=decode-grouped", f"--workdir={tmp_path}"])
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [row["contestant"] for row in rows] == ["hand", "ours"]
-    assert max(row["ratio"] for row in rows) == 1
-    for row in rows:
-        assert f"| {1000 * row['median']:.4g} | " in (tmp_path / "table.md").read_text()
 
 
 def test_a_cache_is_replaced_and_its_positions_stay() -> None:

@@ -17,7 +17,7 @@ from experiments.measure import timing
 from experiments.measure.peers import contestants, fresh
 from experiments.measure.peers.cases import Case
 from experiments.measure.peers.contestants import CONTESTANTS
-from experiments.measure.timing import RefusalError, Work
+from experiments.measure.timing import Work
 from flax_mha import dot_product_attention
 from tests.support.oracle import error
 
@@ -31,7 +31,7 @@ def _as_users_run() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_peers_write_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure.main([
         "peers", "--lengths=16,32", "--heads=2", "--features=16", "--tokens=32", "--seconds=0.02",
@@ -82,18 +82,6 @@ def test_contestants_agree(part: str, name: str, mask: str, dtype: str) -> None:
         assert error(one, wanted) < tolerance
 
 
-@pytest.mark.parametrize("mask", ["causal", "full"])
-def test_a_window_has_the_near_tokens(mask: str) -> None:
-    case = dataclasses.replace(SMALL, part="core", passes="forward", mask=mask, window=5)
-    q, k, v = case.inputs()
-    distance = np.arange(12)[:, None] - np.arange(12)
-    near = (abs(distance) < 5) & ((distance >= 0) | (mask == "full"))
-    expected = dot_product_attention(q, k, v, mask=near, kernel="reference")
-    assert error(outcome("ours", case)[0], expected) < 1e-5
-    with pytest.raises(RefusalError, match="takes no --window"):
-        contestants.build("jax-xla", case)
-
-
 def test_failed_contestants_say_why() -> None:
     def absent() -> Work:
         raise ModuleNotFoundError(name="keras")
@@ -110,12 +98,6 @@ def test_failed_contestants_say_why() -> None:
         "refusing": "refused: runs on TPU only, this is cpu",
         "fragile": "failed: StopIteration",
     }
-
-
-def test_case_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contestants.machine, "free_bytes", lambda: 24 * 2**30)
-    with pytest.raises(RefusalError, match=r"needs about 64 GiB, 24 are free"):
-        contestants.build("linen", Case("layer", "backward", "causal", B=1, T=16384))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +130,7 @@ def test_contestants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found[name]["ratio"] for name in "abc"] == pytest.approx([10, 10, 1])
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 def test_fresh_process_measures_memory_and_compile_time() -> None:
     case = Case("core", "forward", "causal", B=1, T=2048)
     scores = 4 * 8 * 2048**2
@@ -158,7 +140,7 @@ def test_fresh_process_measures_memory_and_compile_time() -> None:
     assert fresh.weigh("ours-blockwise", case)["bytes"] < scores / 2
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.1)
 def test_steps_read_the_tokens_that_the_cache_holds() -> None:
     """Every call writes the same slot after the same tokens."""
     case = Case("step", "forward", "causal", B=2, T=64, N=2, D=8)

@@ -17,7 +17,7 @@ from experiments.common.counts.chips import CHIPS
 from experiments.common.counts.chips import GPUS as GPU_TABLE
 from experiments.common.devices import mesh_sizes
 from experiments.common.failures import RunError
-from experiments.plan import collectives, compiled, devices, gpus, report, roofline, search
+from experiments.plan import collectives, compiled, devices, report, roofline, search
 from experiments.plan.collectives import Collective
 from experiments.plan.roofline import Machines, Torus
 from tests.support.meshes import total
@@ -170,10 +170,6 @@ def test_time_of_gpu_collective_follows_its_links(
     assert TWO.seconds(Collective(kind, 1000, 1, groups)) == pytest.approx(1000 * expected)
 
 
-def test_gpu_tables_have_the_same_names() -> None:
-    assert {target.name for target in gpus.TARGETS.values()} == set(GPU_TABLE)
-
-
 @pytest.mark.slow
 def test_plan_accounts_for_all_device_memory(
     config: ConfigDict, capsys: pytest.CaptureFixture[str]
@@ -241,12 +237,15 @@ def test_invalid_topologies_raise(topology: str, message: str) -> None:
         devices.of(topology)
 
 
-def test_long_encoder_config_has_its_stated_size() -> None:
-    config = long_encoder.get_config()
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [(decoder_1b.get_config(), 973_670_400), (long_encoder.get_config(), 8 * 12 * 8192**2)],
+    ids=["decoder_1b", "long_encoder"],
+)
+def test_configs_have_their_stated_sizes(config: ConfigDict, size: int) -> None:
     with jax.numpy_dtype_promotion("standard"):  # as for users: Flax's norms need it
         params = jax.eval_shape(tasks.make(config).init, jax.random.key(0))
-    assert sum(x.size for x in jax.tree.leaves(params)) == pytest.approx(8 * 12 * 8192**2, rel=1e-3)
-    assert (config.model.num_heads, config.length, config.model.num_layers) == (32, 8192, 8)
+    assert sum(x.size for x in jax.tree.leaves(params)) == pytest.approx(size, rel=1e-3)
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_interrupted_run_equals_whole_run(
     assert_same(again, folder, whole)
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 2, 4), (2, 2, 2)], ids=str)
 def test_stopped_run_goes_on_over_another_mesh(
     program: Program, whole: tuple[Path, loop.Result], tmp_path: Path, sizes: tuple[int, ...]
@@ -123,30 +123,34 @@ def test_stopped_run_goes_on_over_another_mesh(
     np.testing.assert_allclose(losses(result.rows), losses(whole[1].rows), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize(
+    ("seeds", "sizes"), [(1, (1, 1, 1)), pytest.param(2, (1, 2, 2), marks=pytest.mark.slow)]
+)
 def test_new_run_starts_from_the_weights_of_another(
-    whole: tuple[Path, loop.Result], tmp_path: Path, seeds: int
-) -> None:
-    """Of one device, for each seed, and over a mesh. A checkpoint goes before them."""
-    config = configure(1, 2, 2)
-    config.seeds, config.steps = seeds, 3
-    built = loop.build(config, tasks.make(config))
+    program: Program, whole: tuple[Path, loop.Result], tmp_path: Path, seeds: int,
+    sizes: tuple[int, ...],
+) -> None:  # fmt: skip
+    """On one device, or for each seed and over a mesh. A checkpoint goes before them."""
+    if seeds > 1:
+        config = configure(*sizes)
+        config.seeds = seeds
+        program = loop.build(config, tasks.make(config))
     first: list[Any] = []
 
     def step(state: Any, batch: Any) -> Any:
         first.append(jax.device_get(state.params))
-        return built.step(state, batch)
+        return program.step(state, batch)
 
     params = jax.device_get(whole[1].state.params)
-    watched = dataclasses.replace(built, step=step)
+    watched = dataclasses.replace(program, step=step)
     loop.train(watched, tmp_path / "run", params=lambda: params)
     each = jax.tree.map(lambda x: x if seeds == 1 else np.stack([x] * seeds), params)
     jax.tree.map(np.testing.assert_array_equal, first[0], each)
     again = loop.train(watched, tmp_path / "run", params=lambda: pytest.fail("asked"))
-    assert again.start == 3
+    assert again.start == STEPS
     for other in ({"head": params["head"]}, {**params, "head": {"kernel": np.ones((3, 10))}}):
         with pytest.raises(RunError, match=r"must be of a run with the same config.model"):
-            loop.train(built, tmp_path / "other", params=lambda other=other: other)
+            loop.train(program, tmp_path / "other", params=lambda other=other: other)
 
 
 def damaged(path: Path, how: str) -> None:

@@ -51,7 +51,7 @@ def promote() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_short_run_prints_its_answer_and_draws_its_figure(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -72,7 +72,7 @@ def test_masks_remove_the_least_head_and_keep_the_last_of_each_layer() -> None:
     assert [" ".join("".join(map(str, x)) for x in mask.astype(int)) for mask in masks] == rows
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", heads_needed.SHAPES)
 def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
     """The slopes of the loss of a row are those of finite differences, row by row."""
@@ -91,22 +91,10 @@ def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
     np.testing.assert_allclose(found, expected, atol=0.02)
 
 
-@pytest.mark.sampled(0, slow=0.3)
-def test_dates_are_right_where_greedy_decoding_gives_them() -> None:
-    _, task, _, test = heads_needed.load("dates", 1)
-    params, rows = jax.jit(task.init)(KEY), {key: x[:40] for key, x in test.items()}
-    given = task.translate(params, rows["source"], rows["length"]).tokens
-    # Half of the targets are those that the fresh model would give.
-    rows["target"] = np.where(np.arange(40)[:, None] % 2, rows["target"], given)
-    keep = jnp.ones(heads_needed.SHAPES["dates"])
-    _, right = heads_needed.evaluate(task.model, params, keep, rows)
-    np.testing.assert_array_equal(right, (rows["target"] == given).all(-1))
-    assert 20 <= right.sum() < 40
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_every_second_sequence_repeats_distinct_tokens() -> None:
-    tokens = np.asarray(induction.draw_sequences(KEY, 64)["tokens"])
+    draw = jax.jit(induction.draw_sequences, static_argnums=1)
+    tokens = np.asarray(draw(KEY, 64)["tokens"])
     for row in tokens[1::2]:
         period = next(i for i in range(1, len(row)) if row[i] == row[0])
         assert period in range(*induction.PERIODS)
@@ -116,21 +104,6 @@ def test_every_second_sequence_repeats_distinct_tokens() -> None:
     repeated, half = np.asarray(induction.repeat_orders(KEY)["tokens"]), induction.LENGTH // 2
     np.testing.assert_array_equal(repeated[:, half:], repeated[:, :half])
     assert all(len(set(row[:half])) == half for row in repeated)
-
-
-@pytest.mark.slow
-def test_a_model_whose_heads_are_means_sees_no_other_token() -> None:
-    model = heads.attention_only(2, 5)
-    tokens = jax.random.randint(KEY, (4, 6), 0, 5)
-    params = model.init(jax.random.key(1), tokens)["params"]
-    means, ones = heads.mean_outputs(model, params, tokens), jnp.ones((2, 1, heads.HEADS, 1))
-    same, removed = (heads.replace(params, "attention_z", keep, means) for keep in (ones, 0 * ones))
-    run: Any = model.apply
-    whole, last = run({"params": params}, tokens), run(removed, tokens)[:, -1]
-    np.testing.assert_allclose(run(same, tokens), whole, rtol=1e-6)
-    changed = run(removed, tokens.at[:, :-1].set(0))
-    np.testing.assert_allclose(changed[:, -1], last, rtol=1e-5, atol=1e-6)
-    assert np.abs(last - whole[:, -1]).max() > 1e-3
 
 
 @pytest.mark.parametrize("task", length.TASKS)
@@ -168,23 +141,27 @@ def test_an_output_is_exact_if_its_end_is_too(end: int) -> None:
 
 
 def test_chains_have_matrices_from_a_uniform_dirichlet_distribution() -> None:
-    tokens = np.asarray(markov.draw_chains(KEY, 20_000)["tokens"])[:, :3]
+    chains = jax.jit(markov.draw_chains, static_argnums=1)(KEY, 5_000)
+    tokens = np.asarray(chains["tokens"])[:, :3]
     same = tokens[:, 1:] == tokens[:, :-1]
     # E[p] = 1/3 and E[p²] = 1/6 for one of three shares; a matrix for all would give 1/9.
-    np.testing.assert_allclose(np.bincount(tokens[:, 0]) / len(tokens), 1 / 3, atol=0.015)
+    np.testing.assert_allclose(np.bincount(tokens[:, 0]) / len(tokens), 1 / 3, atol=0.025)
     # A second step from the same state repeats the first draw: 1/6 + 2/3 · 1/3.
-    np.testing.assert_allclose(same.mean(0), [1 / 3, 7 / 18], atol=0.015)
-    np.testing.assert_allclose(same.all(1).mean(), 1 / 6, atol=0.015)
+    np.testing.assert_allclose(same.mean(0), [1 / 3, 7 / 18], atol=0.025)
+    np.testing.assert_allclose(same.all(1).mean(), 1 / 6, atol=0.025)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_counts_and_ideal_heads_are_those_of_a_plain_loop() -> None:
-    batch = markov.draw_chains(jax.random.key(1), 3)
-    losses = {name: np.asarray(x) for name, x in markov.score_counts(batch).items()}
-    previous, matching = map(np.asarray, heads.ideal_weights(batch["tokens"]))
-    for row, tokens in enumerate(np.asarray(batch["tokens"])):
+    @jax.jit
+    def run(key: jax.Array) -> Any:
+        batch = markov.draw_chains(key, 3)
+        return batch, markov.score_counts(batch), heads.ideal_weights(batch["tokens"])
+
+    batch, losses, (previous, matching) = jax.device_get(run(jax.random.key(1)))
+    for row, tokens in enumerate(batch["tokens"]):
         singles, pairs = np.ones(3), np.ones((3, 3))
-        for i, (now, new) in enumerate(zip(tokens, np.asarray(batch["labels"])[row], strict=True)):
+        for i, (now, new) in enumerate(zip(tokens, batch["labels"][row], strict=True)):
             singles[now] += 1
             unigram, bigram = singles[new] / singles.sum(), pairs[now, new] / pairs[now].sum()
             np.testing.assert_allclose(losses["unigram"][row, i], -np.log(unigram), rtol=1e-4)
@@ -244,12 +221,17 @@ def test_a_trigger_repeats_the_token_before_it() -> None:
 
 
 def test_only_the_softmax_off_by_one_keeps_its_sinks() -> None:
-    params = {"sinks": jnp.zeros(2), "other": jnp.zeros(2)}
+    params = {"sinks": np.zeros(2, np.float32), "other": np.zeros(2, np.float32)}
+    slopes = jax.tree.map(np.ones_like, params)
     for kind in ("softmax, learned sink", sinks.OFF_BY_ONE):
         optimizer = sinks.make_optimizer(kind, 10)
-        state = optimizer.init(params)
-        for _ in range(2):  # The rate of the first step is 0.
-            updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+
+        @jax.jit
+        def update(optimizer: Any = optimizer) -> Any:
+            _, state = optimizer.update(slopes, optimizer.init(params), params)
+            return optimizer.update(slopes, state, params)[0]  # The rate of the first step is 0.
+
+        updates = update()
         assert np.all(updates["other"])
         assert np.any(updates["sinks"]) == (kind != sinks.OFF_BY_ONE)
 
@@ -260,20 +242,3 @@ def test_sensitivity_is_the_mean_loss_above_the_least() -> None:
     losses = np.array([[2.0, 3.0, 9.0], [4.0, math.nan, 1.0]])
     expected = [(1 + guess - 2) / 3, (3 + guess - 1) / 3]
     np.testing.assert_allclose(stability.sensitivity(losses), expected, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_models_of_a_seed_differ_only_by_their_rate() -> None:
-    """A step of Adam is proportional to the rate, from the same parameters and data."""
-    create, step, _ = stability.make_functions("plain (Adam)", 10)
-    count = len(stability.RATES)
-    old = jax.jit(jax.vmap(create))(jnp.arange(2 * count))
-    rates = old.opt_state[0]
-    new, found = jax.jit(jax.vmap(step, in_axes=(0, None)))(old, {})
-    first, second = np.split(np.asarray(found["loss"]), 2)
-    np.testing.assert_allclose(first, first[0], rtol=1e-6)
-    assert abs(first[0] - second[0]) > 1e-3
-    before, after = (jax.tree.leaves(state.params)[0] for state in (old, new))
-    moves = [np.asarray(after[i] - before[i]) / rates[i] for i in (3, count - 1)]
-    np.testing.assert_allclose(*moves, rtol=1e-3, atol=1e-4)
-    assert np.abs(moves[0]).max() > 0.5

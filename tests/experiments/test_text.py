@@ -24,7 +24,7 @@ def test_every_tenth_topic_is_held_out() -> None:
     assert validation.decode() == "\n".join(rest[::10])
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @given(st.integers(0, 300), st.integers(1, 40), st.data())
 def test_windows_predict_each_byte_once(n: int, length: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, length))
@@ -57,9 +57,3 @@ def test_text_of_a_user_file(text_config: ConfigDict, tmp_path: Path) -> None:
             text.Text(other)
     with pytest.raises(RunError, match=r"stride must be in 1 … config.length=8, got 9"):
         text.windows(text.Bytes().encode(train), 8, 9)
-
-
-@pytest.mark.slow
-def test_each_byte_is_tested_once(text_config: ConfigDict) -> None:
-    task = text.Text(text_config)
-    assert sum(int(batch["weight"].sum()) for batch in task.test_batches()) == len(task.test)

@@ -56,7 +56,7 @@ def test_train_writes_all_files_and_prints_score_last(tmp_path: Path) -> None:
     assert "Traceback" not in other.stderr
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 def test_sharded_demo_matches_one_device(tmp_path: Path) -> None:
     # Two layers: XLA has aborted at the gradients of two gathers in a row.
     flags = (*SMALL, "--config.model.num_layers=2", f"--workdir={tmp_path / 'run'}")

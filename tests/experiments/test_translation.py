@@ -73,7 +73,7 @@ def test_pairs_of_a_user_file(tmp_path: Path) -> None:
         translation.read(str(tmp_path / "none"))
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 def test_translator_trains_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = dates_config.get_config()
     config.model.features, config.model.mlp_dim = 16, 16

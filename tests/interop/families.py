@@ -1,10 +1,15 @@
 """Small random models of `transformers`, one for each family, and their inputs."""
 
+import functools
+import tempfile
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import torch
 import transformers as hf
+
+from flax_mha import interop
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(3, 64, (2, 11))
@@ -25,6 +30,7 @@ LLAMA3 = {
 YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8
 }  # fmt: skip
+SCALED_YARN = YARN | {"mscale": 1.4, "mscale_all_dim": 0.7}
 EXPERTS = DECODER | {"num_local_experts": 8, "num_experts_per_tok": 3}
 DEEPSEEK = TEXT | {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
@@ -60,16 +66,12 @@ T5 = {
 
 
 class Case(NamedTuple):
-    """A model: its class, its config, and its inputs there and here.
-
-    Its parameters are loaded, or copied by by_hand(tensors) if no table has the model.
-    """
+    """A model: its class, its config, and its inputs there and here."""
 
     model: Any
     config: Any
     given: dict[str, Any]
     ours: tuple[Any, ...]
-    by_hand: Any = None
 
 
 def text(model: Any, config: Any) -> Case:
@@ -118,9 +120,6 @@ CASES = {
     "dinov2": image(hf.Dinov2Model, hf.Dinov2Config(**DINO)),
     "dinov2 gated": image(
         hf.Dinov2Model, hf.Dinov2Config(**DINO, use_swiglu_ffn=True, qkv_bias=False)
-    ),
-    "dinov2 classifies": image(
-        hf.Dinov2ForImageClassification, hf.Dinov2Config(**DINO, num_labels=3)
     ),
     "dinov2, registers": image(
         hf.Dinov2WithRegistersModel,
@@ -188,7 +187,7 @@ CASES = {
         **EXPERTS, sliding_window=3, swiglu_limit=0.5, rope_parameters=YARN | {"truncate": False}
     )),
     "deepseek-v3": text(hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(
-        **DEEPSEEK, rope_parameters=YARN | {"mscale": 1.4, "mscale_all_dim": 0.7}
+        **DEEPSEEK, rope_parameters=SCALED_YARN
     )),
     "deepseek-v3, plain queries": text(hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(
         **DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}, rope_interleave=False
@@ -196,6 +195,66 @@ CASES = {
     "mixtral": text(hf.MixtralForCausalLM, hf.MixtralConfig(**EXPERTS)),
     "qwen3-moe": text(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(
         **DECODER, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20
+    )),
+}  # fmt: skip
+
+
+# Rows of 11 tokens are longer than these.
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 8,
+    "short_factor": [1.0, 1.5, 2.0, 1.0, 3.0, 1.0, 2.0, 1.0],
+    "long_factor": [2.0 + i for i in range(8)],
+}  # fmt: skip
+# Model types and settings that share a table with one of the above.
+ALIASES = {
+    "xlm-roberta": text(hf.XLMRobertaModel, hf.XLMRobertaConfig(**TEXT)),
+    "camembert": text(hf.CamembertModel, hf.CamembertConfig(**TEXT)),
+    "ernie": text(hf.ErnieModel, hf.ErnieConfig(**TEXT)),
+    "data2vec-text": text(hf.Data2VecTextModel, hf.Data2VecTextConfig(**TEXT)),
+    "electra": text(hf.ElectraModel, hf.ElectraConfig(**TEXT, embedding_size=32)),
+    "electra classifies": text(
+        hf.ElectraForSequenceClassification,
+        hf.ElectraConfig(**TEXT, embedding_size=32, num_labels=3),
+    ),
+    "vit-msn": image(hf.ViTMSNModel, hf.ViTMSNConfig(**TOWER)),
+    "dinov3 without biases": image(
+        hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, mlp_bias=False, use_gated_mlp=True)
+    ),
+    "clip's images": image(hf.CLIPVisionModel, hf.CLIPVisionConfig(**TOWER)),
+    "clip's texts": text(hf.CLIPTextModel, hf.CLIPTextConfig(**TEXT)),
+    "clip's texts to their end": text(
+        hf.CLIPTextModel, hf.CLIPTextConfig(**TEXT | {"eos_token_id": int(IDS[1, 3])})
+    ),
+    "siglip's images": image(hf.SiglipVisionModel, hf.SiglipVisionConfig(**TOWER)),
+    "siglip's texts": text(hf.SiglipTextModel, hf.SiglipTextConfig(**TEXT)),
+    "whisper scaled": Case(
+        hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER, scale_embedding=True),
+        {"input_features": SOUND, "decoder_input_ids": IDS}, (SOUND.transpose(0, 2, 1), IDS),
+    ),
+    "ministral": text(hf.MinistralForCausalLM, hf.MinistralConfig(
+        **DECODER, sliding_window=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )),
+    "smollm3": text(hf.SmolLM3ForCausalLM, hf.SmolLM3Config(
+        **DECODER, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=3
+    )),
+    "qwen2 late windows": text(hf.Qwen2ForCausalLM, hf.Qwen2Config(
+        **TEXT, num_key_value_heads=2, use_sliding_window=True, sliding_window=3,
+        max_window_layers=1,
+    )),
+    "llama, mscale": text(
+        hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=SCALED_YARN)
+    ),
+    "llama, dynamic": text(hf.LlamaForCausalLM, hf.LlamaConfig(
+        **DECODER | {"max_position_embeddings": 6},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+    )),
+    "llama, longrope": text(
+        hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=LONGROPE)
+    ),
+    "llama, longrope of short rows": text(hf.LlamaForCausalLM, hf.LlamaConfig(
+        **DECODER,
+        rope_parameters=LONGROPE | {"original_max_position_embeddings": 16, "factor": 4.0},
     )),
 }  # fmt: skip
 
@@ -213,3 +272,18 @@ def make(case: Case) -> Any:
             if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 x.add_(0.2 * torch.randn_like(x))
     return model
+
+
+@functools.cache
+def pair(name: str) -> tuple[Any, Any, Any]:
+    """Return a model, and ours with its variables, loaded from a folder that it saved."""
+    theirs = make((CASES | ALIASES)[name])
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        module, variables = interop.load(folder)
+        return theirs, module, jax.tree.map(np.array, variables)
+
+
+def run(theirs: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    with torch.no_grad():
+        return theirs(**{key: torch.tensor(x) for key, x in inputs.items()}, **options)

@@ -46,14 +46,14 @@ def of_torch(make: Callable[[Any], Any], given: Any = (X, X, X), call: Any = Non
     return Theirs(random(module.state_dict()), run, given)
 
 
-def d2l(bias: bool) -> Theirs:
+def d2l() -> Theirs:
     """Build the layer of "Dive into Deep Learning", section 11.5, without its package."""
 
     def make(torch: Any) -> Any:
         module = torch.nn.Module()
         for name, features in zip(("W_q", "W_k", "W_v", "W_o"), (D, 12, 20, 24), strict=True):
-            setattr(module, name, torch.nn.Linear(features, 24, bias=bias))
-        module.W_o = torch.nn.Linear(24, 24, bias=bias)
+            setattr(module, name, torch.nn.Linear(features, 24))
+        module.W_o = torch.nn.Linear(24, 24)
         return module
 
     def call(own: Any, queries: Any, keys: Any, values: Any) -> Any:

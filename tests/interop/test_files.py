@@ -8,22 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mha import interop
 from flax_mha.interop import safetensors
-from flax_mha.interop.table import (
-    FLATTENED,
-    WRAPPED,
-    TensorRule,
-    in_out,
-    patches,
-    plus,
-    transposed,
-)
 from tests.interop.written import write
 from tests.support.oracle import random_like
 
@@ -44,47 +34,6 @@ def variables(config: dict[str, Any] = CONFIG) -> Any:
 def folder(tmp_path: Path) -> Path:
     interop.save(CONFIG, variables(), tmp_path)
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("row", "shape"),
-    [
-        (TensorRule("", "x"), (3, 4)),
-        (TensorRule("", "x", FLATTENED), (3, 4)),
-        (TensorRule("", "x", transposed()), (5, 3, 4)),
-        (TensorRule("", "x", transposed(2)), (3, 4, 5)),
-        (TensorRule("", "x", in_out(2)), (3, 4, 5)),
-        (TensorRule("", "x", WRAPPED), (1, 4)),
-        (TensorRule("", "x", patches(2, 3)), (24, 5)),
-        (TensorRule("", "x", plus(1.0)), (4,)),
-        (TensorRule("", "x", transposed(2)), (1, 3, 4)),
-    ],
-    ids=lambda x: "" if isinstance(x, TensorRule) else "x".join(map(str, x)),
-)
-def test_axes_convert_both_ways(row: TensorRule, shape: tuple[int, ...]) -> None:
-    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    theirs = row.axes[1](x)
-    assert theirs.size == x.size
-    np.testing.assert_array_equal(row.axes[0](theirs, shape), x)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        TensorRule("", ("x", "y")), TensorRule("", ("x", "y", "z"), split=1),
-        TensorRule("", ("x", "y"), split=1, merged=True),
-    ],
-    ids=["in rows", "in columns", "in each head"],
-)  # fmt: skip
-def test_joined_tensors_split_and_join(row: TensorRule) -> None:
-    sizes = np.full((len(row.paths), 3), (3, 2, 4))
-    sizes[1:, row.split] += 1
-    parts = [np.arange(x.prod()).reshape(x) + 100 * i for i, x in enumerate(sizes)]
-    whole, shapes = row.to_theirs(parts), [x.shape for x in parts]
-    assert whole.shape == row.shape(shapes)
-    for part, found in zip(parts, row.to_ours(whole, shapes), strict=True):
-        np.testing.assert_array_equal(found, part)
-        assert np.shares_memory(found, whole)
 
 
 def test_saved_folder_loads_bitwise_equal(folder: Path) -> None:
@@ -120,34 +69,6 @@ def test_arrays_of_jax_on_the_default_device(folder: Path) -> None:
         assert isinstance(x, jax.Array)
         assert (x.devices(), x.dtype) == ({device}, jnp.bfloat16)
     assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(interop.load(folder)[1]))
-
-
-def test_several_files_and_dtypes(folder: Path) -> None:
-    """An index of two files, one of them in bfloat16, and all cast to another dtype."""
-    tensors = dict(safetensors.read(folder / "model.safetensors"))
-    names = sorted(tensors)
-    half = {name: np.array(tensors[name], ml_dtypes.bfloat16) for name in names[:8]}
-    rest = {name: np.array(tensors[name]) for name in names[8:]}
-    (folder / "model.safetensors").unlink()
-    weights = {}
-    for file, part in (("a.safetensors", half), ("b.safetensors", rest)):
-        write(folder / file, part)
-        weights |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    _, found = interop.load(folder)
-    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"bfloat16", "float32"}
-    _, found = interop.load(folder, dtype="float16")
-    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"float16"}
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-8, atol=1e-6)  # noqa: E731
-    jax.tree.map(close, found, variables())
-    weights["surely.not"] = "a.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    with pytest.raises(ValueError, match="names tensors that its files lack"):
-        interop.load(folder)
-    weights["surely.not"] = "../a.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    with pytest.raises(ValueError, match="must name files beside it"):
-        interop.load(folder)
 
 
 def test_each_device_gets_its_part(folder: Path) -> None:
@@ -213,10 +134,7 @@ def test_damaged_files_raise(folder: Path) -> None:
         ({"model_type": "mamba"}, "model_type must be one of"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "got mxfp4 .* in transformers"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.5}, "swiglu_alpha must be 1.702"),
-        ({"hidden_act": "swish9"}, "hidden_act must be one of"),
-        ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_type must be"),
         ({"hidden_size": None}, "config of a qwen3 must have 'hidden_size'"),
-        ({"hidden_act": None}, "config of a qwen3 must have 'hidden_act'"),
         ({"intermediate_size": 32}, "must be \\[32, 16\\], is \\[24, 16\\]"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -260,39 +178,20 @@ def test_variables_of_other_sizes_are_not_saved(
     assert not list(tmp_path.iterdir())
 
 
-WINDOWS = ("sliding_attention", "full_attention")
-
-
 @pytest.mark.parametrize(
     ("change", "windows"),
     [
-        ({"sliding_window": 4}, "no no no no no no"),
-        ({"sliding_window": 4, "use_sliding_window": False}, "no no no no no no"),
-        ({"sliding_window": 4, "use_sliding_window": True}, "no no no no no no"),
-        (
-            {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 4},
-            "no no no no 4 4",
-        ),
-        ({"model_type": "mistral", "sliding_window": 4}, "4 4 4 4 4 4"),
-        ({"model_type": "mistral", "sliding_window": None}, "no no no no no no"),
-        ({"model_type": "gemma2", "sliding_window": 4}, "4 no 4 no 4 no"),
-        (
-            {
-                "model_type": "gpt_oss",
-                "sliding_window": 4,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-            },
-            "4 no 4 no 4 no",
-        ),
-        ({"model_type": "gemma3_text", "sliding_window": 4}, "4 4 4 4 4 no"),
-        ({"layer_types": [*WINDOWS[:1], *WINDOWS] * 2, "sliding_window": 4}, "4 4 no 4 4 no"),
+        ({"use_sliding_window": False}, "no no no no no no"),
+        ({"use_sliding_window": True, "max_window_layers": 4}, "no no no no 4 4"),
+        ({"model_type": "mistral"}, "4 4 4 4 4 4"),
+        ({"model_type": "gemma2"}, "4 no 4 no 4 no"),
+        ({"model_type": "gemma3_text"}, "4 4 4 4 4 no"),
     ],
     ids=str,
 )
 def test_sliding_window_reaches_the_right_layers(change: dict[str, Any], windows: str) -> None:
-    """Also in configs without `layer_types`, like most folders."""
-    config = CONFIG | {"num_hidden_layers": 6} | change
+    """In configs without `layer_types`, like most folders."""
+    config = CONFIG | {"num_hidden_layers": 6, "sliding_window": 4} | change
     blocks = interop.family(config).module.decoder.blocks
     masks = [blocks[i % len(blocks)].attention.mask for i in range(6)]
     assert " ".join("no" if x is None else str(x.left + 1) for x in masks) == windows

@@ -37,8 +37,6 @@ def test_folder_gives_sampling_settings(tmp_path: Path) -> None:
     assert told(tmp_path, own) == {"eos": (1,)}
     drawn = {"eos": (1,), "temperature": 0.6, "top_p": 0.9, "top_k": 50}
     assert told(tmp_path, own | {"do_sample": True}) == drawn
-    own = {"do_sample": True, "top_k": 0}
-    assert told(tmp_path, own) == {"temperature": 1.0, "top_k": None}
     own = {"do_sample": True, "top_k": 0, "min_p": 0.1, "num_beams": 1}
     assert told(tmp_path, own) == {"temperature": 1.0, "top_k": None, "min_p": 0.1}
     assert told(tmp_path, {"min_p": 0.1}) == {}
@@ -82,6 +80,7 @@ def test_generation_from_sound_matches_full_forward() -> None:
     np.testing.assert_array_equal(found.tokens, tokens[:, 3:])
 
 
+@pytest.mark.sampled(0.2)
 @jax.numpy_dtype_promotion("standard")  # as Flax's norms need
 def test_gradients_in_bfloat16_grow_with_sounds(optimized: None) -> None:
     """The gradients of the convolutions' biases by 512 sounds are 512 times those by one."""
@@ -103,7 +102,6 @@ def test_gradients_in_bfloat16_grow_with_sounds(optimized: None) -> None:
     ("call", "error", "words"),
     [
         ({"prompt": SOUND[0]}, ValueError, r"prompt must have shape \[B, S, D\] with"),
-        ({"prompt": np.ones((2, 3), int)}, TypeError, "prompt must"),
         ({"lengths": np.array([3, 4])}, ValueError, "none to Whisper or a step"),
         ({"start": None}, ValueError, "got start=None for a Whisper; give it"),
         ({"start": (1, 24)}, ValueError, "start must be in 0 … 23, got 24"),

@@ -32,14 +32,11 @@ from tests.interop.libraries import (
 from tests.support.oracle import error, random_like
 
 CASES: dict[str, tuple[str, Callable[[], Theirs]]] = {
-    "d2l": ("d2l", lambda: d2l(False)),
-    "d2l with biases": ("d2l", lambda: d2l(True)),
+    "d2l": ("d2l", d2l),
     "timm": ("timm", timm),
     "timm, sizes and biases": ("timm", lambda: timm(qkv_bias=True, attn_head_dim=6, dim_out=9)),
-    "timm, no bias": ("timm", lambda: timm(proj_bias=False)),
     "vit-pytorch": ("vit-pytorch", vit_pytorch),
     "vit-pytorch, one head": ("vit-pytorch", lambda: vit_pytorch(1, D)),
-    "vit-pytorch, one narrow head": ("vit-pytorch", lambda: vit_pytorch(1)),
     "x-transformers": ("x-transformers", lambda: x_transformers(dim_head=6)),
     "x-transformers, shared keys": ("x-transformers", lambda: x_transformers(
         dim_head=6, value_dim_head=5, kv_heads=1
@@ -79,8 +76,6 @@ def test_layer_matches_library(name: str) -> None:
 REFUSED_BY_NAME: dict[str, Callable[[], Theirs]] = {
     "to_k.weight must be": lambda: x_transformers(dim_head=6, kv_heads=2),
     "surplus mem_k": lambda: x_transformers(num_mem_kv=1),
-    "surplus qk_norm_k_scale": lambda: x_transformers(qk_norm=True, qk_norm_dim_scale=True),
-    "surplus k_norm.weight": lambda: timm(qk_norm=True),
     "surplus own/gate/bias": lambda: keras(use_gate=True),
     "surplus cls_token; surplus mlp_head.bias": whole_vit_pytorch,
 }
@@ -173,15 +168,9 @@ def made(library: str, **changed: Any) -> dict[str, Any]:
 ONE = np.ones((1, D), np.float32)
 MISTAKES: dict[str, tuple[dict[str, Any], int]] = {
     "missing W_k.weight": (made("d2l", **{"W_k.weight": None}), N),
-    "missing W_k.bias": (made("d2l", **{"W_k.bias": None}), N),
-    "missing W_o.weight": (made("d2l", **{"W_o.weight": None}), N),
     r"key_proj.weight must be \[16, 16\], is \[1, 16\]":
         (made("equinox", **{"key_proj.weight": ONE}), N),
-    "surplus gate/kernel": (made("keras", **{"gate/kernel": ONE}), N),
-    "surplus to_v_gate.weight": (made("x-transformers", **{"to_v_gate.weight": ONE}), N),
     "surplus to_q.bias": (made("x-transformers", **{"to_q.bias": ONE[0]}), N),
-    "surplus q_norm.weight": (made("timm", **{"q_norm.weight": ONE}), N),
-    "surplus more/linear/w": ({**made("haiku"), "more/linear/w": ONE}, N),
     r"query/kernel must be \[16, 8, 2\], is \[16, 4, 4\]": (made("keras"), 8),
     "got .*weight.*from_torch": ({"weight": ONE}, N),
     "num_heads must be at least 1": (made("d2l"), 0),
@@ -199,13 +188,10 @@ LAYER = MultiHeadAttention(N)
 REFUSED: dict[str, tuple[Any, str]] = {
     "keras has no MultiHeadAttention with rotary":
         (MultiHeadAttention(N, rotary=positions.Rotary()), "keras"),
-    "haiku has no MultiHeadAttention with gate": (MultiHeadAttention(N, gate="head"), "haiku"),
     "sizes and biases that equinox supports, .*key_proj":
         (MultiHeadAttention(N, num_kv_heads=2), "equinox"),
     "sizes and biases that timm supports, .*proj.weight must be":
         (MultiHeadAttention(N, v_head_dim=7), "timm"),
-    "sizes and biases that timm supports":
-        (MultiHeadAttention(N, num_kv_heads=2), "timm"),
     "sizes and biases that haiku supports, .*missing key/b":
         (MultiHeadAttention(N, use_bias=("query",)), "haiku"),
     "sizes and biases that x-transformers supports, .*surplus to_q.bias":

@@ -88,7 +88,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return functools.cache(lambda name: written(tmp_path_factory.mktemp("x"), *FOLDERS[name]))
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", CASES)
 def test_loading_holds_little_beyond_the_result(

@@ -84,7 +84,7 @@ def test_files_left_behind_are_one_line(folder: Path, tmp_path: Path) -> None:
     assert texts_of(tmp_path / "mine") == BESIDE
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_weights_of_the_same_folder_are_replaced(folder: Path) -> None:
     """Also while the variables are views of the old files, and several of them."""
     _, found = interop.load(folder)
@@ -135,20 +135,15 @@ def test_links_into_a_cache_are_copied_and_kept(folder: Path, tmp_path: Path) ->
     assert json.loads((linked / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("path", ["./published/", "~/published", Path("published")])
 def test_paths_as_people_give_them(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Place(os.PathLike[str]):
-        def __fspath__(self) -> str:
-            return "published"
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    given: list[Any] = ["published", "./published/", "~/published", Place(), Path("~/published")]
-    for path in given:
-        interop.save(path, interop.load(path)[1], "~/mine")
-        assert texts_of(tmp_path / "mine") == BESIDE
-        assert interop.generation(path) == {"eos": (3, 5)}
+    interop.save(path, interop.load(path)[1], "~/mine")
+    assert texts_of(tmp_path / "mine") == BESIDE
+    assert interop.generation(path) == {"eos": (3, 5)}
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "published/config.json"])

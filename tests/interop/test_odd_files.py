@@ -1,15 +1,19 @@
-"""Files with false headers, of small dtypes, in several parts, and behind links."""
+"""Files with false headers, of small dtypes, in several parts, read and written by pieces."""
 
+import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mha import interop
-from flax_mha.interop import safetensors
+from flax_mha.interop import device_put, safetensors
 from tests.interop.test_files import CONFIG, variables
 from tests.interop.written import write
 
@@ -87,24 +91,99 @@ def to_shards(path: Path) -> dict[str, str]:
     return weights
 
 
-def test_index_selects_file_of_repeated_tensor(linked: Path) -> None:
-    to_shards(linked)
-    other = {"model.norm.weight": np.full(16, 7, np.float32)}
-    write(linked / "b.safetensors", {"b": np.zeros(1, np.float32)} | other)
-    index = json.loads((linked / INDEX).read_text())
-    index["weight_map"]["b"] = "b.safetensors"
-    (linked / INDEX).write_text(json.dumps(index))
-    tensors = safetensors.read_folder(linked)
-    assert "b" in tensors
-    assert not np.array_equal(tensors["model.norm.weight"], other["model.norm.weight"])
-
-
-def test_missing_shards_raise(linked: Path) -> None:
+def test_several_files_and_dtypes(linked: Path) -> None:
+    """The index says which file a repeated tensor is read from; all are cast to another dtype."""
     weights = to_shards(linked)
-    (linked / INDEX).write_text(json.dumps({"weight_map": weights | {"more": "b.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"b\.safetensors"):
+    norm = np.full(16, 7, "bfloat16")
+    write(linked / "b.safetensors", {"model.norm.weight": norm, "lm_head.weight": norm})
+    named = weights | {"model.norm.weight": "b.safetensors"}
+    (linked / INDEX).write_text(json.dumps({"weight_map": named}))
+    module, found = interop.load(linked)
+    assert module == interop.family(CONFIG).module
+    scale = found["params"]["decoder"]["norm"]["scale"]
+    np.testing.assert_array_equal(scale, norm)
+    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"bfloat16", "float32"}
+    _, found = interop.load(linked, dtype="float16")
+    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"float16"}
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "words"),
+    [
+        ("b.safetensors", FileNotFoundError, r"b\.safetensors"),
+        ("a.safetensors", ValueError, "names tensors that its files lack"),
+        ("../a.safetensors", ValueError, "must name files beside it"),
+    ],
+)
+def test_false_indices_raise(file: str, error: Any, words: str, linked: Path) -> None:
+    weights = to_shards(linked) | {"more": file}
+    (linked / INDEX).write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(error, match=words):
         interop.load(linked)
 
 
-def test_links_are_followed(linked: Path) -> None:
-    assert interop.load(linked)[0] == interop.family(CONFIG).module
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gemma_keeps_its_dtype(dtype: str, tmp_path: Path) -> None:
+    """Scales too: the file stores their difference from 1, rounded once in each direction."""
+    config = CONFIG | {"model_type": "gemma3_text", "sliding_window": 4}
+    kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    given = jax.tree.map(lambda x: np.asarray(x, kept), variables(config))
+    interop.save(config, given, tmp_path)
+    tensors = safetensors.read(tmp_path / "model.safetensors")
+    assert {x.dtype.name for x in tensors.values()} == {dtype}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == dtype
+    _, found = interop.load(tmp_path)
+    assert {x.dtype.name for x in jax.tree.leaves(found)} == {dtype}
+    wanted = given["params"]["decoder"]["norm"]["scale"].astype(np.float64)
+    got = found["params"]["decoder"]["norm"]["scale"].astype(np.float64)
+    np.testing.assert_allclose(got, wanted, atol=2 * float(ml_dtypes.finfo(kept).eps))
+
+
+def test_saved_config_names_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    half = jax.tree.map(lambda x: np.asarray(x, np.float16), variables())
+    old = CONFIG | {"torch_dtype": "bfloat16"}
+    for given, name in ((half, "float16"), (variables(), "float32")):
+        interop.save(old, given, tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert saved == old | {"dtype": name, "torch_dtype": name}
+
+
+def test_saving_needs_memory_for_one_tensor(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    given = variables(CONFIG | sizes)
+    largest = max(x.nbytes for x in jax.tree.leaves(given))
+    tracemalloc.start()
+    interop.save(CONFIG | sizes, given, tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(x.nbytes for x in jax.tree.leaves(given)) > 8 * largest
+    assert peak < 1.5 * largest + 2**19
+    jax.tree.map(np.testing.assert_array_equal, interop.load(tmp_path)[1], given)
+
+
+def test_transposed_reads_are_exact(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        x = rng.normal(size=(40, 60, 30)).astype(dtype)
+        write(tmp_path / "model.safetensors", {"x": x})
+        view = safetensors.read(tmp_path / "model.safetensors")["x"]
+        for axes in itertools.permutations(range(3)):
+            got = device_put.place(None, view.transpose(axes), None)
+            np.testing.assert_array_equal(got, x.transpose(axes))
+            cast = device_put.place(np.dtype(np.float32), view.transpose(axes)[3:], None)
+            np.testing.assert_array_equal(cast, x.transpose(axes)[3:].astype(np.float32))
+            assert cast.flags.c_contiguous
+            assert cast.ctypes.data % 64 == 0
+
+
+def test_views_of_several_tensors_are_concatenated(tmp_path: Path) -> None:
+    """Sharded by any axis over devices."""
+    parts = [np.arange(24.0, dtype=np.float32).reshape(n, -1, 4) for n in (1, 2, 1)]
+    parts = [x[:, :3] for x in parts]
+    write(tmp_path / "model.safetensors", {str(i): x for i, x in enumerate(parts)})
+    views = [*safetensors.read(tmp_path / "model.safetensors").values()]
+    mesh = jax.make_mesh((4,), ("all",), devices=jax.devices()[:4])
+    for spec in (None, ("all",), (None, None, "all")):
+        sharding = None if spec is None else NamedSharding(mesh, PartitionSpec(*spec))
+        got = device_put.place(np.dtype(np.float16), views, sharding)
+        np.testing.assert_array_equal(got, np.concatenate(parts).astype(np.float16))

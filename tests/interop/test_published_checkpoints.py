@@ -78,7 +78,6 @@ PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
         ("bert.pooler.dense.weight", "cls.predictions.transform.LayerNorm.gamma",
          "cls.seq_relationship.weight"),
     ),
-    "bert of classes": (BERT, prefixed("bert"), (), ("classifier.weight", "classifier.bias")),
     "roberta": (ROBERTA, prefixed("roberta"), (), ("lm_head.bias", "lm_head.dense.weight")),
     "distilbert": (
         DISTILBERT, prefixed("distilbert"), (), ("vocab_transform.weight", "vocab_projector.bias")
@@ -91,8 +90,10 @@ PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
     "gpt2 with its head": (
         GPT2, and_copies("transformer.wte", "lm_head"), ("transformer.h.0.attn.bias",), ()
     ),
-    "llama": (LLAMA, dict, ("model.layers.1.self_attn.rotary_emb.inv_freq",), ()),
-    "llama without a head": (LLAMA | {"tie_word_embeddings": True}, bare, (), ()),
+    "llama without a head": (
+        LLAMA | {"tie_word_embeddings": True}, bare,
+        ("layers.1.self_attn.rotary_emb.inv_freq",), (),
+    ),
     "t5": (
         T5, and_copies("shared", "lm_head", "encoder.embed_tokens"),
         ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",), (),
@@ -124,12 +125,11 @@ def test_published_checkpoint_loads(name: str, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-SURPLUS = ("bert.encoder.more.weight", "more", "encoder.layer.9.bias")
 # It is there without the prefix too.
 TWICE = "bert.embeddings.LayerNorm.weight"
 
 
-@pytest.mark.parametrize("surplus", [*SURPLUS, TWICE])
+@pytest.mark.parametrize("surplus", ["bert.encoder.more.weight", "encoder.layer.9.bias", TWICE])
 def test_unknown_or_repeated_tensor_is_surplus(surplus: str, tmp_path: Path) -> None:
     family = interop.family(BERT)
     variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))

@@ -87,43 +87,28 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def other_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a state dict does not contain."""
-    return {name: x for name, x in options.items() if name != "bias"}
-
-
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("layers", [None, 2])
-def test_encoders_match_torch(name: str, layers: int | None) -> None:
-    options = BLOCKS[name]
+@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
+def test_blocks_match_torch(kind: str, layers: int | None, name: str) -> None:
+    options, nn = BLOCKS[name], torch.nn
 
     def make() -> Any:
-        block = torch.nn.TransformerEncoderLayer(D, N, 24, batch_first=True, **options)
+        block = getattr(nn, f"Transformer{kind}Layer")(D, N, 24, batch_first=True, **options)
         if layers is None:
             return block
-        norm = torch.nn.LayerNorm(D, options.get("layer_norm_eps", 1e-5),
-                                  bias=options.get("bias", True))  # fmt: skip
-        return torch.nn.TransformerEncoder(block, layers, norm, enable_nested_tensor=False)
+        if kind == "Decoder":
+            return nn.TransformerDecoder(block, layers)
+        norm = nn.LayerNorm(D, options.get("layer_norm_eps", 1e-5), bias=options.get("bias", True))
+        return nn.TransformerEncoder(block, layers, norm, enable_nested_tensor=False)
 
     theirs = seeded(make)
-    ours, variables = interop.from_torch(theirs.state_dict(), N, **other_options(options))
-    assert error(jax.jit(ours.apply)(variables, X), ran(theirs, X)) < 2e-6
-    same(theirs, ours, variables)
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("layers", [None, 2])
-def test_decoders_match_torch(name: str, layers: int | None) -> None:
-    options = BLOCKS[name]
-
-    def make() -> Any:
-        block = torch.nn.TransformerDecoderLayer(D, N, 24, batch_first=True, **options)
-        return block if layers is None else torch.nn.TransformerDecoder(block, layers)
-
-    theirs = seeded(make)
-    ours, variables = interop.from_torch(theirs.state_dict(), N, **other_options(options))
-    want = ran(theirs, X, Y, tgt_mask=torch.tensor(~np.tri(5, dtype=bool)))
-    assert error(jax.jit(ours.apply)(variables, X, Y), want) < 2e-6
+    # A state dict does not contain these.
+    others = {name: x for name, x in options.items() if name != "bias"}
+    ours, variables = interop.from_torch(theirs.state_dict(), N, **others)
+    given = (X,) if kind == "Encoder" else (X, Y)
+    causal = {} if kind == "Encoder" else {"tgt_mask": torch.tensor(~np.tri(5, dtype=bool))}
+    assert error(jax.jit(ours.apply)(variables, *given), ran(theirs, *given, **causal)) < 2e-6
     same(theirs, ours, variables)
 
 
@@ -148,7 +133,6 @@ ATTENTION = torch.nn.MultiheadAttention
             "prefix.* decoder of nn.Tr",
         ),
         (lambda: (ATTENTION(D, N).state_dict(), 3), "divi"),
-        (lambda: (ATTENTION(D, N).state_dict(), 0), "num_heads must be at least 1"),
         (lambda: ({**ATTENTION(D, N).state_dict(), "more": np.ones(1)}, N), "surplus more"),
         (lambda: ({"out_proj.weight": np.ones((D, D))}, N), "missing in_proj_weight"),
     ],
@@ -173,17 +157,12 @@ LAYER = MultiHeadAttention(N)
 REFUSED = {
     "gate": MultiHeadAttention(N, gate="head"),
     "rotary": MultiHeadAttention(N, rotary=positions.Rotary()),
-    "scale": MultiHeadAttention(N, scale=1.0),
-    "scores": MultiHeadAttention(N, scores=(scores.Alibi(),)),
     "qk_norm": MultiHeadAttention(N, qk_norm=QKNorm("rmsnorm", scale=False)),
-    "project_out": MultiHeadAttention(N, project_out=False),
     "in_proj_weight must be .48, 16., is .32, 16": MultiHeadAttention(N, num_kv_heads=2),
-    "in_proj_weight must be .48, 16., is .24, 16": MultiHeadAttention(N, qkv_features=8),
     "EncoderBlock with norm, got .rmsnorm.": EncoderBlock(
         MultiHeadAttention(N, use_bias=False), 8, norm="rmsnorm"
     ),
     "parallel": EncoderBlock(LAYER, 8, parallel=True),
-    "gated": EncoderBlock(LAYER, 8, gated=True),
     "rotary in a block": EncoderBlock(MultiHeadAttention(N, rotary=positions.Rotary()), 8),
     "Encoder with block, got": Encoder(2, (EncoderBlock(LAYER, 8), EncoderBlock(LAYER, 12))),
     "Encoder with scores": Encoder(1, EncoderBlock(LAYER, 8), scores=(scores.Alibi(),)),

@@ -66,6 +66,13 @@ def sharing_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def compiling_for_tpu(monkeypatch: pytest.MonkeyPatch, optimized: None) -> None:
+    """Choose kernels as on a TPU, for its compiler."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+@pytest.fixture
 def tpu_memory(tpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run as `tpu` with its memories and copies, and check that no two race. Slow."""
     _interpret(monkeypatch, pltpu.InterpretParams(detect_races=True))

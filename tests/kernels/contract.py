@@ -1,6 +1,7 @@
 """The promises of every kernel, as tests that the classes of `test_contract` inherit."""
 
 import itertools
+import os
 from typing import Any, ClassVar
 
 import jax
@@ -16,10 +17,10 @@ from tests.kernels import cases, problems
 from tests.kernels.cases import Case
 from tests.kernels.problems import Problem, problem_of
 from tests.support import oracle
+from tests.support.arrays import ones
+from tests.support.draw import draw
 from tests.support.programs import compiled
 
-# A GPU day has the time for each third of the ordinary cases.
-THIRD = 3
 # Relative to the norm: what no kernel is asked to be better than. In half precision no gradient,
 # though it be float32 as that of a bias, need be better than half a unit in the last place; in
 # float16, where gradients of small weights have few digits left, than a unit.
@@ -39,18 +40,37 @@ def errors(problem: Problem, got: dict[str, np.ndarray]) -> dict[str, float]:
     return {name: oracle.error(*pair) for name, pair in pairs.items()}
 
 
-def bounds(problem: Problem, as_cudnn: bool = False) -> dict[str, float]:
-    """Return the allowed errors: twice the errors of plain attention in the same dtype, or the
-    floor. A bound `as_cudnn` allows for the mean of a rounded output.
+def excess(problem: Problem, got: dict[str, np.ndarray], as_cudnn: bool) -> dict[str, Any]:
+    """Return the errors beyond their bounds, which are twice the errors of plain attention in the
+    same dtype, or the floor. With `as_cudnn` they allow for the mean of a rounded output.
     """
-    more = [problem.as_cudnn] if as_cudnn else []
-    plain = [errors(problem, found) for found in problem.plain + more]
-    allowed = {name: max(FLOOR, *(2 * error[name] for error in plain)) for name in plain[0]}
+    wrong = errors(problem, got)
+    allowed = dict.fromkeys(wrong, FLOOR)
     least = GRADIENTS[problem.qkv[0].dtype.name]
     for name, size in problem.sizes.items():
         whole = float(np.linalg.norm(problem.truth[name])) or 1.0
-        allowed[name] = max(allowed[name], least, CANCELLED * size / whole)
-    return allowed
+        allowed[name] = max(least, CANCELLED * size / whole)
+    # Most results need none of these, which take as long as the kernel.
+    for plain in problem.plain(as_cudnn):
+        if all(wrong[name] <= bound for name, bound in allowed.items()):
+            return {}
+        for name, error in errors(problem, plain).items():
+            allowed[name] = max(allowed[name], 2 * error)
+    return {x: (wrong[x], allowed[x]) for x in wrong if not wrong[x] <= allowed[x]}
+
+
+def drawn(config: pytest.Config, name: str, rows: list[Case], count: float) -> list[Any]:
+    """Return the cases of today's ordinary run, that many, and as slow ones those of a slow run.
+
+    The thousands of other cases are not collected, unless the command names a test or `grid`.
+    """
+    if any("::" in x for x in config.args):
+        return rows
+    seed = int(os.environ["TEST_DRAW"])
+    fast, more = draw(rows, min(1, count / len(rows)), seed, name)
+    if "grid" in config.option.markexpr:
+        more = [row for row in rows if row not in fast]
+    return [*fast, *(pytest.param(row, marks=pytest.mark.slow(1)) for row in more)]
 
 
 def one(fn: Any) -> Any:
@@ -81,6 +101,17 @@ DERIVATIVES: dict[str, Any] = {
     "grad of grad": lambda f, c, x, t: jax.grad(lambda x: dot(t, jax.vjp(f, x)[1](c)[0]))(x),
 }
 EVERY = (*DERIVATIVES,)
+
+
+def value_and_pullback(fn: Any) -> Any:
+    """Return a function of primals and cotangents to results and gradients, in one program."""
+
+    @jax.jit
+    def run(primals: Any, cotangents: Any) -> Any:
+        results, pull = jax.vjp(fn, *primals)
+        return results, pull(cotangents)
+
+    return run
 
 
 def dot(one: Any, other: Any) -> jax.Array:
@@ -126,7 +157,8 @@ class KernelContract:
       under_traced: these under masks of traced arrays, if they are fewer.
       hidden: the largest masked number that it takes: its products with cotangents are finite.
       takes_scores: False if it refuses a bias of keys.
-      sizes: sizes of cases that would take too long, and the ones that it gets.
+      instead: values of a case that the kernel refuses or that take too long, and what it gets.
+      daily: how many cases an ordinary run has.
     """
 
     kernel: ClassVar[str]
@@ -138,7 +170,8 @@ class KernelContract:
     under_traced: ClassVar[tuple[str, ...] | None] = None
     hidden: ClassVar[float] = 3e38
     takes_scores: ClassVar[bool] = True
-    sizes: ClassVar[dict[str, str]] = {}
+    instead: ClassVar[dict[str, str]] = {}
+    daily: ClassVar[float] = 1.5
 
     @classmethod
     def stands_in(cls) -> str | None:
@@ -152,17 +185,12 @@ class KernelContract:
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
-        """Take each case, and mark by `grid` the ones that a GPU day leaves out.
-
-        The rows for triples are for kernels that run here as they are, not interpreted.
-        """
+        """Draw cases. The rows for triples are for kernels that run here as they are."""
         if "case" in metafunc.fixturenames:
             rows = [*cases.ordinary(), *([] if cls.platform else cases.grid())]
-            day = {*cases.ordinary()[::THIRD]}
-            metafunc.parametrize("case", [
-                pytest.param(case, marks=[] if case in day else [pytest.mark.grid], id=str(case))
-                for case in rows
-            ])  # fmt: skip
+            metafunc.parametrize(
+                "case", drawn(metafunc.config, cls.__name__, rows, cls.daily), ids=str
+            )
 
     def attend(self, *qkv: Any, **call: Any) -> Any:
         """Return the output and the lse."""
@@ -193,9 +221,10 @@ class KernelContract:
         signs = np.array([1, -1][: 2 if way in ("vmap", "scan", "shard_map") else 1])
 
         def copied(tree: Any, signed: bool = False) -> Any:
-            return jax.tree.map(lambda x: jnp.stack(
-                [jnp.asarray(-x if signed and sign < 0 else x) for sign in signs]
-            ), tree)  # fmt: skip
+            return jax.tree.map(
+                lambda x: np.stack([-x if signed and sign < 0 else x for sign in signs]),
+                jax.device_get(tree),
+            )
 
         @jax.jit
         def run(qkv: Any, learned: Any, given: Any, cotangents: Any) -> Any:
@@ -229,23 +258,22 @@ class KernelContract:
 
         return results
 
-    @pytest.mark.sampled(0.0015, slow=0)
     def test_numbers_and_laws(self, case: Case) -> None:
         """With dropout, numbers are the oracle's only if all bits are those of their positions."""
-        case = case._replace(size=self.sizes.get(case.size, case.size))
+        case = Case(*(self.instead.get(value, value) for value in case))
         way = case.way if case.way in self.ways else "jit"
         self.check(self.pose(case), case.given == "traced", way)
 
     def check(self, problem: Problem, traced: bool, way: str = "jit") -> None:
         """Check that numbers are right, masked ones have no effect, and NaN stays in its group."""
         with jax.enable_x64(way == "x64"):
-            run, (q, k, v) = self.pulled(problem, traced, way), problem.qkv
+            run, (q, k, v) = self.pulled(problem, traced, way), map(np.asarray, problem.qkv)
             clean = run(q, k, v)
             self.check_numbers(problem, clean)
             seen_q, seen_k = seen(problem)
-            most = jnp.asarray(min(self.hidden, float(jnp.finfo(q.dtype).max)), q.dtype)
+            most = np.asarray(min(self.hidden, float(jnp.finfo(q.dtype).max)), q.dtype)
             hidden = run(
-                jnp.where(seen_q, q, most), jnp.where(seen_k, k, most), jnp.where(seen_k, v, -most)
+                np.where(seen_q, q, most), np.where(seen_k, k, most), np.where(seen_k, v, -most)
             )
             bad = run(*map(spoiled, (q, k, v)))
             for n, want in enumerate(clean):
@@ -256,22 +284,17 @@ class KernelContract:
                         np.testing.assert_array_equal(*pair, f"NaN elsewhere: {name}")
 
     def check_numbers(self, problem: Problem, found: list[dict[str, np.ndarray]]) -> None:
-        allowed = bounds(problem, as_cudnn=self.kernel == "cudnn")
         seen_q, seen_k = seen(problem)
         for got in found:
             assert got["out"].dtype == problem.qkv[0].dtype
             assert got["lse"].dtype == jnp.float32
-            wrong = errors(problem, got)
-            beyond = {
-                name: (wrong[name], allowed[name]) for name in wrong
-                if not wrong[name] <= allowed[name]
-            }  # fmt: skip
+            beyond = excess(problem, got, as_cudnn="cudnn" in self.kernel)
             assert not beyond, f"errors beyond their bounds: {beyond}"
             for name, where in (("out", seen_q), ("q", seen_q), ("k", seen_k), ("v", seen_k)):
                 x = got[name]
                 np.testing.assert_array_equal(np.where(where, 0, x), 0, err_msg=name)
 
-    @pytest.mark.sampled(0.02)
+    @pytest.mark.sampled(0.011)
     @pytest.mark.parametrize("order", DERIVATIVES)
     @pytest.mark.parametrize("name", DERIVED)
     def test_derivatives_in_a_loop(self, name: str, order: str) -> None:
@@ -310,7 +333,7 @@ class KernelContract:
         for ours, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert oracle.error(ours, exact) < bound
 
-    @pytest.mark.sampled(0.03)
+    @pytest.mark.sampled(0.02)
     @pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
     def test_vmap_over_some_arguments(self, mapped: tuple[str, ...]) -> None:
         """The others are shared."""
@@ -338,7 +361,7 @@ class KernelContract:
         got = jax.jit(jax.vmap(run, (axes,)))(x)
         for ours, *alone in zip(*map(jax.tree.leaves, (got, *each)), strict=True):
             bound = 1e-5 if self.dtype == "float32" else 0.02
-            assert oracle.error(ours, jnp.stack(alone)) < bound
+            assert oracle.error(ours, np.stack(alone)) < bound
 
     @pytest.mark.sampled(0.05)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -360,13 +383,16 @@ class KernelContract:
             known |= {"sinks": np.array([1e4, -1e4, 5e3, 0.0], np.float32)}
             call |= {"mask": Causal(), "sinks": known["sinks"]}
         self.skip_refused(*qkv, **call)
-        (out, lse), pull = jax.vjp(jax.jit(lambda *x: self.attend(*x, **call)), *qkv)
-        want, want_lse, gradients = problems.exact(*qkv, **known, cotangent=dout)
+        cotangents = dout, np.zeros((B, N, T), np.float32)
+        (out, lse), gradients = value_and_pullback(lambda *x: self.attend(*x, **call))(
+            qkv, cotangents
+        )
+        want, want_lse, wanted = problems.exact(*qkv, **known, cotangent=dout)
         assert np.abs(want_lse).max() > 1e4
         np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
         eps = float(jnp.finfo(dtype).eps)
         assert oracle.error(out, want) < max(FLOOR, eps)
-        for got, exact in zip(pull((dout, jnp.zeros_like(lse))), gradients, strict=False):
+        for got, exact in zip(gradients, wanted, strict=False):
             assert oracle.error(got, exact) < max(1e-5, 4 * eps)
 
     @pytest.mark.sampled(0.1)
@@ -374,25 +400,46 @@ class KernelContract:
     def test_no_queries_or_no_keys(self, sizes: tuple[int, int]) -> None:
         """The output and the gradients are 0, and the lse is that of the sinks."""
         T, S = sizes
-        qkv = [jnp.ones((2, n, heads, 8), self.dtype) for n, heads in ((T, 4), (S, 2), (S, 2))]
-        for call in ({"mask": Causal()}, {"sinks": jnp.asarray(problems.SINKS)}):
+        qkv = [ones((2, n, heads, 8), self.dtype) for n, heads in ((T, 4), (S, 2), (S, 2))]
+        cotangents = ones((2, T, 4, 8), self.dtype), ones((2, 4, T))
+        for call in ({"mask": Causal()}, {"sinks": problems.SINKS}):
             self.skip_refused(*qkv, **call)
-            (out, lse), pull = jax.vjp(lambda *x, call=call: self.attend(*x, **call), *qkv)
+            (out, lse), gradients = value_and_pullback(
+                lambda *x, call=call: self.attend(*x, **call)
+            )(qkv, cotangents)
             assert out.shape == (2, T, 4, 8)
-            for x in (out, *pull((out, lse))):
+            for x in (out, *gradients):
                 np.testing.assert_array_equal(x, 0)
-            lse_of_none = call.get("sinks", jnp.full(4, -jnp.inf))
+            lse_of_none = call.get("sinks", np.full(4, -np.inf))
             np.testing.assert_array_equal(lse, np.broadcast_to(lse_of_none[:, None], lse.shape))
 
-    @pytest.mark.sampled(0.1)
-    def test_a_bias_can_hide_every_key(self) -> None:
-        qkv = [jnp.ones((2, 20, 4, 8), self.dtype)] * 3
-        hides = {"bias": jnp.full((20, 20), -jnp.inf, self.dtype)}
-        self.skip_refused(*qkv, **hides)
-        (out, lse), pull = jax.vjp(jax.jit(lambda *x: self.attend(*x, **hides)), *qkv)
-        np.testing.assert_array_equal(lse, -np.inf)
-        for x in (out, *pull((out + 1, jnp.ones_like(lse)))):
-            np.testing.assert_array_equal(x, 0)
+    @pytest.mark.sampled(0.34)
+    @pytest.mark.parametrize("keys", [1, 4])
+    def test_queries_whose_keys_are_all_hidden(self, keys: int) -> None:
+        """By a mask, or by infinite biases. The kernels of XLA drop cotangents of NaN there, as of
+        an output that is divided by its norm. XLA drops the start of a reduction over one entry
+        (JAX 0.12.0.1, findings/reduction_of_one_entry_drops_its_start.sh).
+        """
+        rng = np.random.default_rng(1)
+        q, k, v, dout = (
+            rng.normal(size=(2, n, 4, 8)).astype(jnp.dtype(self.dtype)) for n in (4, keys, keys, 4)
+        )
+        bias = np.zeros((4, keys), q.dtype)
+        bias[1] = -np.inf
+        mask = np.broadcast_to(np.arange(4)[:, None] > 0, (4, keys))
+        self.skip_refused(q, k, v, mask=mask, bias=bias)
+        if not self.platform:
+            dout[:, 0] = np.nan
+        (out, lse), gradients = value_and_pullback(
+            lambda *x: self.attend(*x[:3], mask=mask, bias=x[3])
+        )((q, k, v, bias), (dout, ones((2, 4, 4))))
+        np.testing.assert_array_equal(out[:, :2], 0)
+        np.testing.assert_array_equal(np.isneginf(lse).all((0, 1)), np.arange(4) < 2)
+        assert np.all(out[:, 2:] != 0)
+        for x in gradients:
+            assert np.isfinite(np.asarray(x, np.float32)).all()
+        for hidden in (gradients[0][:, :2], gradients[3][:2]):
+            np.testing.assert_array_equal(hidden, 0)
 
     @pytest.mark.sampled(0.1)
     def test_a_second_eager_call_compiles_nothing(self) -> None:
@@ -431,10 +478,11 @@ def seen(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.swapaxes(x, -1, -2)[..., None] for x in (allowed.any(-1), keys))
 
 
-def spoiled(x: jax.Array) -> jax.Array:
+def spoiled(x: np.ndarray) -> np.ndarray:
     """Return the array with NaN in the first head of a token of the first row."""
-    rows = x.reshape(-1, *x.shape[-3:])
-    return rows.at[0, rows.shape[1] // 2, 0].set(jnp.nan).reshape(x.shape)
+    rows = x.copy().reshape(-1, *x.shape[-3:])
+    rows[0, rows.shape[1] // 2, 0] = np.nan
+    return rows.reshape(x.shape)
 
 
 def of_others(name: str, x: np.ndarray, groups: int) -> np.ndarray:

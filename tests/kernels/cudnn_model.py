@@ -35,7 +35,7 @@ def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, wind
         assert bias.dtype == q.dtype
         assert T % 2 == S % 2 == 0
         x = x + bias.astype(jnp.float32)
-    i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
+    i, j = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)[None]
     seen = (i[None] < q_length[:, None, None]) & (j[None] < k_length[:, None, None])
     if MASKS[mask_type]:
         seen &= (j <= i)[None]
@@ -150,15 +150,22 @@ def cut(q, k, v, q_lengths, k_lengths, q_offsets, k_offsets):
         assert lengths.shape == (rows, offsets.shape[1] - 1)
         assert lengths.shape[1] > 1, "one run a row is no ragged layout"
         assert lengths.dtype == offsets.dtype == jnp.int32
-        offsets = jnp.where(offsets < 0, -1, offsets + L * jnp.arange(rows)[:, None])
+        offsets = jnp.where(
+            offsets < 0, -1, offsets + L * jnp.arange(rows, dtype=jnp.int32)[:, None]
+        )
         count = lengths.size
         (order,) = jnp.nonzero(offsets.reshape(-1) >= 0, size=count, fill_value=offsets.size)
         begin = jnp.take(offsets.reshape(-1), order, fill_value=rows * L)[:, None]
         (order,) = jnp.nonzero(lengths.reshape(-1) >= 0, size=count, fill_value=count)
         length = jnp.take(lengths.reshape(-1), order, fill_value=0)
-        place = begin + jnp.arange(L)[None]
+        place = begin + jnp.arange(L, dtype=jnp.int32)[None]
         # Beyond a run's length its contents are undefined.
-        indices.append((jnp.where(jnp.arange(L)[None] < length[:, None], place, rows * L), length))
+        indices.append(
+            (
+                jnp.where(jnp.arange(L, dtype=jnp.int32)[None] < length[:, None], place, rows * L),
+                length,
+            )
+        )
     (of_q, q_length), (of_k, k_length) = indices
     return taken(q, of_q), taken(k, of_k), taken(v, of_k), q_length, k_length, of_q, of_k
 

@@ -5,7 +5,7 @@ Masks and scores are rows of the catalogues, each as the library's and in NumPy.
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -100,9 +100,8 @@ class Problem(NamedTuple):
       given: mask, q_positions and kv_positions.
       call: a function from the learned arrays to further arguments.
       truth: out, lse and gradients by name, in float64.
-      plain: the same values by `tests.support.plain_attention`, in half precision several times,
-        with other roundings.
-      as_cudnn: in half precision, the same values with the mean of a rounded output.
+      plain: yields the same values by `tests.support.plain_attention`, in half precision several
+        times, with other roundings, and if True is passed with the mean of a rounded output.
       sizes: the sizes of the gradients if nothing cancelled.
       at: the coordinates.
       known: the oracle's arguments after q, k and v.
@@ -115,8 +114,7 @@ class Problem(NamedTuple):
     given: tuple[Any, Any, Any]
     call: Callable[[dict[str, jax.Array]], dict[str, Any]]
     truth: dict[str, np.ndarray]
-    plain: list[dict[str, np.ndarray]]
-    as_cudnn: dict[str, np.ndarray]
+    plain: Callable[[bool], Iterator[dict[str, np.ndarray]]]
     sizes: dict[str, float]
     at: Scene
     known: dict[str, Any]
@@ -162,23 +160,24 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
 
     known |= {"cotangent": operands[3], "lse_cotangent": dlse}
     truth = by_name(learned, *exact(*operands[:3], **known))
-    plain = []
-    for seed in (None, *range(0 if case.dtype == "float32" else ROUNDINGS)):
-        shifts = None if seed is None else np.random.default_rng(seed)
-        found = plain_attention.attention(*operands[:3], **known, shifts=shifts)
-        plain.append(by_name(learned, *found))
-    plain.append(plain[0])
-    if case.dtype != "float32":
+
+    def plain(as_cudnn: bool) -> Iterator[dict[str, np.ndarray]]:
+        def computed(**options: Any) -> dict[str, np.ndarray]:
+            found = plain_attention.attention(*operands[:3], **known, **options)
+            named = by_name(learned, *found)
+            return named | {name: named[name].astype(x.dtype) for name, x in learned.items()}
+
+        yield (first := computed())
+        if case.dtype == "float32":
+            return
+        for seed in range(ROUNDINGS):
+            yield computed(shifts=np.random.default_rng(seed))
         # Sums over all scores, such as the gradient of a slope, nearly cancel: see `mean_of`.
-        found = plain_attention.attention(*operands[:3], **known, mean_of="out")
-        values = by_name(learned, *found)
-        plain[-1] = plain[0] | {name: values[name] for name in learned}
-        found = plain_attention.attention(*operands[:3], **known, mean_of="rounded out")
-        plain.append(by_name(learned, *found))
-    rounded = {name: x.dtype for name, x in learned.items()}
-    *plain, as_cudnn = (
-        x | {name: x[name].astype(dtype) for name, dtype in rounded.items()} for x in plain
-    )
+        of_out = computed(mean_of="out")
+        yield first | {name: of_out[name] for name in learned}
+        if as_cudnn:
+            yield computed(mean_of="rounded out")
+
     positive = oracle.attention_gradients(*operands[:3], **known, cancelling=False)
     sizes = {
         name: float(np.linalg.norm(x))
@@ -197,7 +196,6 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
         call,
         truth,
         plain,
-        as_cudnn,
         sizes,
         at,
         known,

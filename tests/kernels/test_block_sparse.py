@@ -1,23 +1,17 @@
 """Key blocks chosen by data: visited tiles, memory and meshes."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from flax_mha import Platform, dot_product_attention, explain
+from flax_mha import dot_product_attention
 from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels.call.bind import bind_call
-from flax_mha.kernels.chips import tpus as blocks_of_tpu
-from flax_mha.kernels.flex.tpu import MACHINE
-from flax_mha.kernels.flex.traced import divide
-from flax_mha.kernels.xla.tile_plan import plan_call, smallest_blocks
-from flax_mha.masks import BlockSparse, Causal, Mask, PerHead, Window
-from tests.support.meshes import BOTH, EIGHT, FOUR, compare
+from flax_mha.kernels.xla.tile_plan import plan_call
+from flax_mha.masks import BlockSparse, Causal, Mask
 
 N = 4
 
@@ -48,40 +42,6 @@ def test_only_chosen_tiles_are_visited(block: int) -> None:
         assert {*order[0, 0, i, : full[0, 0, i]].tolist()} == expected - {i}
 
 
-def test_smallest_blocks_of_combined_masks() -> None:
-    one, other = BlockSparse([[0]], 64, 128), BlockSparse([[0]], 32, 256)
-    assert (
-        smallest_blocks(Causal() & one)
-        == smallest_blocks(one)
-        == smallest_blocks(~one)
-        == (64, 128)
-    )
-    assert (
-        smallest_blocks(one | other)
-        == smallest_blocks(PerHead([Causal(), one, other, one]))
-        == (32, 128)
-    )
-    assert smallest_blocks(None) is smallest_blocks(Causal() | Window(3)) is None
-
-
-@pytest.mark.parametrize(
-    ("grain", "tiles"),
-    [
-        ((1, 64), (64, 64)),
-        ((10, 2000), (70, 500)),
-        ((300, 600), (300, 300)),
-        ((5000, 4), (500, 64)),
-    ],
-)
-def test_tiles_hold_whole_blocks_or_parts_of_one(grain: Any, tiles: Any) -> None:
-    @jax.jit
-    def plan(blocks: jax.Array) -> None:
-        found, _ = planned(BlockSparse(blocks, *grain), 2000)
-        assert (found.block_q, found.block_k) == tiles
-
-    plan(jnp.zeros((1, 2), int))
-
-
 @pytest.mark.slow
 def test_memory_is_linear_in_chosen_keys(optimized: None) -> None:
     """Twice the tokens, with as many chosen keys each, take twice the memory and no pair table."""
@@ -98,61 +58,3 @@ def test_memory_is_linear_in_chosen_keys(optimized: None) -> None:
     small, large = (compiled(T).memory_analysis().temp_size_in_bytes for T in (2048, 4096))
     assert large < 2.2 * small
     assert large < 4096**2
-
-
-# Strategies on a mesh, with shards that cut blocks; rows and heads are sharded too.
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize(
-    ("way", "rules"),
-    [
-        ("ring:blockwise", EIGHT),
-        ("ring", FOUR),
-        ("all_gather", FOUR),
-        ("ulysses", FOUR),
-        ("usp", BOTH),
-    ],
-    ids=["ring over 4", "ring", "all_gather", "ulysses", "usp"],
-)
-def test_chosen_blocks_on_mesh_match_one_device(way: str, rules: Any, kind: str) -> None:
-    T, heads = 64, 8
-    rng = np.random.default_rng(3)
-    qkv = [jnp.asarray(rng.normal(size=(2, T, heads, 4)), jnp.float32) for _ in range(3)]
-    blocks = jnp.asarray(rng.integers(-1, 8, (2, heads, 6, 3)), jnp.int32)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array) -> Any:
-        mask = Causal() & BlockSparse(blocks, 12, 10)
-        out, lse = dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
-        return out, jnp.where(lse == -jnp.inf, 0.0, lse)
-
-    over = {
-        id(EIGHT): P("data", "model"), id(BOTH): P(None, ("data", "model")),
-    }.get(id(rules), P(None, "model", "data"))  # fmt: skip
-    compare(attend, [*qkv, blocks], kind, rules, [over] * 3 + [P()])
-
-
-def test_tpu_tiles_are_as_small_as_tables_allow() -> None:
-    kernel = functools.partial(divide, machine=MACHINE, device="")
-
-    def tiles(T: int, *grain: int) -> tuple[int, int]:
-        plan = planned(BlockSparse(np.zeros((1, 1), int), *grain), T, kernel)[0]
-        return plan.block_q, plan.block_k
-
-    most = max(blocks_of_tpu.BLOCKS.values())
-    assert tiles(4096, 64, 64) == (128, 128)
-    assert tiles(4096, 200, 64) == (256, 128)
-    assert tiles(4096, 10**6, 10**6) == (most, most)
-    # The table has no room for N heads of 256² tiles.
-    assert tiles(32768, 64, 64) == (256, 256)
-
-
-def test_splash_refuses_chosen_blocks() -> None:
-    q = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
-
-    def asked(blocks: jax.Array) -> str:
-        mask = Causal() & BlockSparse(blocks, 64, 64)
-        return explain(q, q, q, mask=mask, platform=Platform("tpu")).refused["splash"]
-
-    found: list[str] = []
-    jax.eval_shape(lambda blocks: found.append(asked(blocks)), jnp.zeros((8, 2), jnp.int32))
-    assert "BlockSparse" in found[0]

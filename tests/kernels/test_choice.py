@@ -1,102 +1,21 @@
 """A call is decided once, and lowered once."""
 
-from importlib import import_module
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import KVCache, dot_product_attention, explain, sharding
+from flax_mha import KVCache, explain
 from flax_mha.kernels import Platform, choose
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.masks import Causal, Lengths, Mask, Window
-from flax_mha.scores import Alibi, SoftCap
 from tests.kernels.test_flex_hopper import needs_mosaic
 from tests.support.meshes import KINDS
 from tests.support.platforms import pretend
-
-# The expensive step of preparing a call, by kernel.
-LOWERING = {
-    "splash": ("flax_mha.kernels.splash.computed_mask", "lower"),
-    "short": ("flax_mha.kernels.flex.short", "trace"),
-    "flex": ("flax_mha.kernels.flex", "trace"),
-    "cudnn": ("flax_mha.kernels.cudnn.bands", "lower"),
-}
-
-
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Count the calls that each kernel has lowered."""
-    found = dict.fromkeys(LOWERING, 0)
-    for kernel, (module, name) in LOWERING.items():
-        real = getattr(import_module(module), name)
-
-        def count(*args, kernel=kernel, real=real):
-            found[kernel] += 1
-            return real(*args)
-
-        monkeypatch.setattr(f"{module}.{name}", count)
-    return found
-
-
-def trace(kernel: str, length: int = 1024, **call) -> None:
-    x = jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16)
-    jax.eval_shape(
-        lambda q, k, v: dot_product_attention(q, k, v, kernel=kernel, mask=Causal(), **call),
-        x,
-        x,
-        x,
-    )
-
-
-def only(kernel: str) -> dict[str, int]:
-    return {name: int(name == kernel) for name in LOWERING}
-
-
-@pytest.mark.parametrize("is_named", [False, True])
-@pytest.mark.parametrize(
-    ("device", "kernel", "call"),
-    [
-        ("tpu", "short", {"length": 256, "scores": (Alibi(),)}),
-        ("tpu", "flex", {"scores": (Alibi(),)}),
-        ("nvidia", "cudnn", {}),
-    ],
-)
-def test_kernels_lower_once(
-    device: str, kernel: str, call: dict[str, Any], is_named: bool, counts: dict[str, int],
-    request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
-    request.getfixturevalue(device)
-    trace(kernel if is_named else "auto", **call)
-    assert counts == only(kernel)
-
-
-def test_splash_lowers_once(tpu, counts) -> None:
-    trace("splash", scores=(SoftCap(30.0),))
-    assert counts == only("splash")
-
-
-def test_call_on_mesh_lowers_once(tpu, counts) -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "model"))
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        trace("auto")
-    assert counts == only("flex")
-
-
-def test_auto_stops_asking_at_first_kernel_that_runs() -> None:
-    x = np.ones((1, 512, 2, 8), np.float32)
-    call = bind_call(x, x, x, mask=Causal())
-    found, _ = choose.decide("auto", *call)
-    assert found.chosen == "blockwise"
-    assert not found.refused
-    assert set(choose.decide("auto", *call, ask_all=True)[0].refused) == {
-        "cudnn", "short", "splash", "flex", "decode",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
-from flax_mha import KVCache, dot_product_attention
-from flax_mha.base.coordinates import whole
-from flax_mha.base.shapes import Dims
+from flax_mha import KVCache, dot_product_attention, sharding
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import (
     Causal,
@@ -29,7 +29,7 @@ from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays, check, table
 from tests.support import oracle
 
-T, S, BOTH = 40, 64, (False, True)
+T, S = 40, 64
 MASKS: dict[str, Mask | None] = {
     "none": None,
     "all": Window() & Prefix(S) & np.ones((T, S), bool),
@@ -72,17 +72,108 @@ HIDDEN: dict[str, Mask] = {
 }
 
 
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize(("mask", "biased", "K"), pairs(mask=[*HIDDEN], biased=BOTH, K=[2, 4]))
-def test_cudnn_hides_pairs_by_a_bias(nvidia, mask: str, biased: bool, K: int) -> None:
+# Positions of queries and keys, and a mask.
+POSITIONS: dict[str, tuple[Any, Any, Mask | None]] = {
+    "equal": (9, 9, Causal() & Window(8) & Lengths(np.array([40, 12]))),
+    "numbers": (30, 30 + np.arange(S), Causal() & Lengths(np.array([50, 0]), np.array([60, 33]))),
+    "every key is behind": (S, None, Causal()),
+    "every key is near": (20, None, Window(S, S)),
+    "shifted windows": (5, 8, Window(8, 3)),
+    "traced, not asked": (jnp.arange(T), jnp.arange(S), None),
+    "traced, of queries": (jnp.arange(T), None, Lengths(jnp.array([13, 0]))),
+    "traced": (jnp.arange(T) * 2, jnp.arange(S), Causal() & Window(9)),
+    "aligned ends": (S - T, None, Causal()),
+    "behind": (0, 3 + np.arange(S), Causal()),
+    "backwards": (None, np.arange(S)[::-1], Lengths(np.array([50, 1]))),
+}
+# The axes of a bias before queries and keys, or no bias.
+BIASES = {"no bias": None, "[]": (), "[N]": (N,), "[B, 1]": (B, 1), "[B, N]": (B, N)}
+
+
+def compare(
+    mask: Mask | None, bias: tuple[int, ...] | None, sunk: bool, K: int,
+    sizes: tuple[int, int] = (T, S), **positions: Any,
+) -> None:  # fmt: skip
+    """Compare a call with the oracle, with the gradients of its bias and sinks."""
+    rng, learned = np.random.default_rng(0), {}
+    if bias is not None:
+        # With −∞, and queries that it masks fully.
+        values = rng.normal(size=(*bias, *sizes))
+        hidden = (values < -1) | (np.arange(sizes[0])[:, None] == 3)
+        learned["bias"] = jnp.asarray(np.where(hidden, -np.inf, values), jnp.bfloat16)
+    if sunk:
+        learned["sinks"] = np.float32([-100, -1, 0.5, 90])
+    known = {"allowed": table(mask, *sizes, **positions), "scale": 0.7} | learned
+    call = {"mask": mask, "scale": 0.7} | positions
+    check("cudnn", arrays(*sizes, K, "bfloat16"), known, lambda learned: call | learned, learned)
+
+
+@pytest.mark.sampled(0.035)
+@pytest.mark.parametrize(
+    ("mask", "bias", "sunk", "K"),
+    pairs(mask=[*MASKS], bias=[*BIASES], sunk=[False, True], K=[1, 2, 4]),
+)
+def test_cudnn_matches_oracle(nvidia, mask: str, bias: str, sunk: bool, K: int) -> None:
+    compare(MASKS[mask], BIASES[bias], sunk, K)
+
+
+@pytest.mark.sampled(0.03)
+@pytest.mark.parametrize(("mask", "bias", "K"), pairs(mask=[*HIDDEN], bias=[*BIASES], K=[2, 4]))
+def test_cudnn_hides_pairs_by_a_bias(nvidia, mask: str, bias: str, K: int) -> None:
     """A user's bias has its gradient."""
-    learned = {}
-    if biased:
-        bias = np.random.default_rng(0).normal(size=(N, T, S))
-        learned = {"bias": jnp.asarray(np.where(bias < -1, -np.inf, bias), jnp.bfloat16)}
-    known = {"allowed": table(HIDDEN[mask], T, S)} | learned
-    call = lambda learned: {"mask": HIDDEN[mask]} | learned  # noqa: E731
-    check("cudnn", arrays(T, S, K, "bfloat16"), known, call, learned)
+    compare(HIDDEN[mask], BIASES[bias], False, K)
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("name", POSITIONS)
+def test_cudnn_positions_match_oracle(nvidia, name: str) -> None:
+    q, k, mask = POSITIONS[name]
+    compare(mask, None, False, 2, q_positions=q, kv_positions=k)
+
+
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize("sizes", [(7, 9), (8, 9), (33, 128), (33, 129), (1, 65), (65, 1)])
+@pytest.mark.parametrize("bias", [None, (N,)])
+def test_cudnn_pads_odd_numbers_of_tokens(nvidia, sizes: tuple[int, int], bias: Any) -> None:
+    compare(Prefix(2) & Lengths(jnp.array([sizes[1], sizes[1] // 2])), bias, True, 2, sizes)
+
+
+IDS = jnp.asarray(np.repeat(np.arange(5), [13, 1, 20, 4, 2])[None].repeat(B, 0))
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("mask", "bias"),
+    [
+        (None, None),
+        (None, ()),
+        (MASKS["lengths of queries"], (B, N)),
+        # The documents of a row stay with it.
+        (Causal() & Segments(IDS, runs=True, at_most=5), None),
+    ],
+    ids=["plain", "bias", "lengths", "packed"],
+)
+def test_cudnn_on_mesh_matches_one_device(
+    nvidia, mask: Mask | None, bias: tuple[int, ...] | None, kind: AxisType
+) -> None:
+    """Rows over one axis, heads over another."""
+    qkv, rng = arrays(T, T, 4, "bfloat16")[:3], np.random.default_rng(4)
+    bias = None if bias is None else jnp.asarray(rng.normal(size=(*bias, T, T)), jnp.bfloat16)
+
+    def both(qkv, bias):
+        def loss(qkv, bias):
+            out, lse = run(*qkv, mask=mask, bias=bias)
+            lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+            return (out.astype(jnp.float32) ** 2).sum() + lse.sum()
+
+        return jax.value_and_grad(loss, 0 if bias is None else (0, 1))(qkv, bias)
+
+    expected = jax.jit(both)(qkv, bias)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        got = jax.jit(lambda *args: both(*args))(qkv, bias)
+    jax.tree.map(close, got, expected)
 
 
 def test_hidden_pairs_are_no_constant_of_the_program(nvidia) -> None:
@@ -90,74 +181,6 @@ def test_hidden_pairs_are_no_constant_of_the_program(nvidia) -> None:
     x = jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.bfloat16)
     text = jax.jit(lambda q, k, v: run(q, k, v, mask=Causal() | Prefix(9))).lower(x, x, x).as_text()
     assert len(text) < 512 * 512 / 4
-
-
-@pytest.mark.sampled(0.1, slow=0.2)
-@pytest.mark.parametrize(
-    ("sizes", "sunk"),
-    [((7, 9), False), ((8, 9), False), ((33, 128), True), ((33, 129), True)],
-)
-@pytest.mark.parametrize("biased", BOTH)
-def test_cudnn_pads_odd_numbers_of_tokens(nvidia, sizes, sunk: bool, biased: bool) -> None:
-    t, s = sizes
-    mask = Prefix(2) & Lengths(jnp.array([s, s // 2]))
-    learned = {"bias": jnp.asarray(np.random.default_rng(0).normal(size=(N, t, s)), jnp.bfloat16)}
-    learned = learned if biased else {}
-    learned |= {"sinks": jnp.array([-1.0, 0.0, 0.5, 2.0])} if sunk else {}
-    known = {"allowed": table(mask, t, s)} | learned
-    call = lambda learned: {"mask": mask} | learned  # noqa: E731
-    check("cudnn", arrays(t, s, 2, "bfloat16"), known, call, learned)
-
-
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize(
-    ("mask", "K", "dtype"),
-    [(mask, 2, "bfloat16") for mask in MASKS]
-    + [(mask, K, "float16") for mask in ("none", "lengths of queries") for K in (1, 2, 4)],
-)
-def test_cudnn_masks_match_oracle(nvidia, mask: str, K: int, dtype: str) -> None:
-    known = {"allowed": table(MASKS[mask], T, S)}
-    check("cudnn", arrays(T, S, K, dtype), known, lambda _: {"mask": MASKS[mask]}, {})
-
-
-@pytest.mark.sampled(0.07)
-@pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
-@pytest.mark.parametrize("shape", [(T, S), (N, T, S), (B, 1, T, S), (B, N, T, S)], ids=str)
-def test_cudnn_bias_matches_oracle(nvidia, mask: str, shape: tuple[int, ...]) -> None:
-    """With gradients, and biases of −∞ that fully mask some queries."""
-    rng = np.random.default_rng(0)
-    bias = rng.normal(size=shape)
-    bias = np.where((rng.random(shape) < 0.2) | (np.arange(T)[:, None] == 3), -np.inf, bias)
-    bias = jnp.asarray(bias, jnp.bfloat16)
-    known = {"allowed": table(MASKS[mask], T, S), "bias": bias}
-    call = lambda learned: {"mask": MASKS[mask], "bias": learned["bias"]}  # noqa: E731
-    check("cudnn", arrays(T, S, 2, "bfloat16"), known, call, {"bias": bias})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("t", "s"), [(1, 2), (2, 1), (1, 65), (65, 1), (33, 129), (130, 7)])
-def test_cudnn_sizes_match_oracle(nvidia, t: int, s: int) -> None:
-    for mask in (Causal(), Window(5, 0), None):
-        known, call = {"allowed": table(mask, t, s)}, {"mask": mask}
-        check("cudnn", arrays(t, s, 2, "bfloat16"), known, lambda _, call=call: call, {})
-
-
-# All pairs of these occur, not their whole product; so below.
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize(
-    ("mask", "biased", "K"),
-    pairs(mask=["none", "window", "lengths of queries", "empty windows"], biased=BOTH, K=[2, 4]),
-)
-def test_cudnn_sinks_match_oracle(nvidia, mask: str, biased: bool, K: int) -> None:
-    """Their share of the output, the lse with them, and their gradients."""
-    learned = {"sinks": jnp.array([-100.0, -1.0, 0.5, 90.0])}
-    if biased:
-        rng = np.random.default_rng(0)
-        bias = np.where(rng.random((N, T, S)) < 0.2, -np.inf, rng.normal(size=(N, T, S)))
-        learned["bias"] = jnp.asarray(bias, jnp.bfloat16)
-    known = {"allowed": table(MASKS[mask], T, S)} | learned
-    call = lambda learned: {"mask": MASKS[mask]} | learned  # noqa: E731
-    check("cudnn", arrays(T, S, K, "bfloat16"), known, call, learned)
 
 
 POSITIONS = {
@@ -175,56 +198,8 @@ POSITIONS = {
 }
 
 
-@pytest.mark.sampled(0.27)
-@pytest.mark.parametrize("name", POSITIONS)
-def test_cudnn_positions_match_oracle(nvidia, name: str) -> None:
-    q, k, mask = POSITIONS[name]
-    call = {"q_positions": q, "kv_positions": k, "mask": mask, "scale": 0.7}
-    allowed = None
-    if mask is not None:
-        q, k = (
-            np.arange(L) + (0 if x is None else x) if x is None or isinstance(x, int) else x
-            for x, L in ((q, T), (k, S))
-        )
-        dims = Dims((B,), T, S, N, 2, H, HV)
-        allowed = np.asarray(mask.bind(dims).allowed(whole(dims, q, k)))
-    known = {"allowed": allowed, "scale": 0.7}
-    check("cudnn", arrays(T, S, 2, "bfloat16"), known, lambda _: call, {})
-
-
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize(
-    ("mask", "biased", "sunk", "with_out"),
-    pairs(mask=["none", "causal window", "empty windows"], biased=BOTH, sunk=BOTH, with_out=BOTH),
-)
-def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with_out: bool) -> None:
-    """Alone, and together with the output's."""
-    *qkv, cotangent = arrays(T, S, 2, "bfloat16")
-    rng = np.random.default_rng(0)
-    dlse = jnp.asarray(rng.normal(size=(B, N, T)), jnp.float32)
-    bias = jnp.asarray(rng.normal(size=(N, T, S)), jnp.bfloat16) if biased else None
-    sinks = jnp.array([-2.0, 0.0, 1.0, 5.0]) if sunk else None
-    cotangent = cotangent if with_out else None
-
-    @jax.jit
-    def loss(qkv, bias, sinks):
-        out, lse = run(*qkv, mask=MASKS[mask], bias=bias, sinks=sinks)
-        total = jnp.where(lse == -jnp.inf, 0, lse * dlse).sum()
-        return total if cotangent is None else total + (out * cotangent).sum(dtype=jnp.float32)
-
-    argnums = (0, *(i for i, x in ((1, bias), (2, sinks)) if x is not None))
-    got = jax.tree.leaves(jax.grad(loss, argnums)(qkv, bias, sinks))
-    exact = oracle.attention_gradients(
-        *qkv, cotangent=jnp.zeros((B, T, N, HV)) if cotangent is None else cotangent,
-        lse_cotangent=dlse, allowed=table(MASKS[mask], T, S), bias=bias, sinks=sinks,
-    )  # fmt: skip
-    for one, other in zip(got, [x for x in exact[:5] if x is not None], strict=True):
-        close(one, other)
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.parametrize("K", [2, 4])
-@pytest.mark.parametrize("t", [1, 7, 40])
+@pytest.mark.sampled(0.13)
+@pytest.mark.parametrize(("t", "K"), [(1, 4), (7, 2), (40, 2)])
 def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) -> None:
     """The slots after a row's tokens hold any number. Gradients are those of `reference`."""
     layouts = []
@@ -248,24 +223,23 @@ def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) ->
 
         out, pull = jax.vjp(jax.checkpoint(extend), q, *new)
         mapped = jax.vmap(extend)(*(jnp.stack([x, 2 * x]) for x in (q, *new)))
-        return out, extend(q, *new), mapped, *pull(cotangent.astype(out.dtype))
+        return out, mapped, *pull(cotangent.astype(out.dtype))
 
     for got, want in zip(both("cudnn", q, *new), both("reference", q, *new), strict=True):
         close(got, want)
     assert {*layouts} == {primitives.AttentionLayout.BNTH.value}
 
 
-@pytest.mark.sampled(0.31)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [False, True])
-@pytest.mark.parametrize("window", [None, (6, 0)])
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize(
+    ("causal", "lengths", "window"),
+    [(False, False, None), (True, True, None), (False, True, None), (True, False, (6, 0))],
+)
 def test_cudnn_model_matches_jax_nn(causal: bool, lengths: bool, window) -> None:
     """It shows that the native arguments for cuDNN are the ones that `jax.nn` would pass."""
     q, k, v, _ = arrays(T, S, 2, "bfloat16")
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, H - HV),))
     q_length, k_length = jnp.array([40, 11]), jnp.array([64, 23])
-    if window is not None and (lengths or not causal):
-        pytest.skip("rows without keys, or a window without an end")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         want = jax.nn.dot_product_attention(
             q, k, v, is_causal=causal, local_window_size=window, implementation="xla",
@@ -282,6 +256,7 @@ def test_cudnn_model_matches_jax_nn(causal: bool, lengths: bool, window) -> None
     close(got[real], want[real], 1e-2)
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "cudnn"])
 def test_gradient_of_the_scale_is_that_of_float32(
     nvidia: None, rng: np.random.Generator, kernel: Any

@@ -3,26 +3,24 @@
 import functools
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
-from jax.sharding import AxisType
 
-from flax_mha import MultiHeadAttention, sharding
+from flax_mha import MultiHeadAttention
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import cudnn
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.bands import Runs
-from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
 from flax_mha.positions import Rotary
 from tests.kernels import cudnn_model
 from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import B, N, arrays, check
+from tests.kernels.test_cudnn_lowering import lowered
 from tests.support.oracle import random_like
 
 T = 40
@@ -47,24 +45,13 @@ MASKS: dict[str, Mask] = {
 @pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
-    """Forward and all gradients, with static masks, and traced ones if ids are promised runs."""
-    known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
-    masks = [MASKS[name]]
-    if not ("ids" in name or name == "windows"):
-        masks.append(jax.tree.map(jnp.asarray, MASKS[name]))  # traced inside a jit
-    for mask in masks:
-        check("cudnn", arrays(T, T, K, "bfloat16"), known, lambda _, m=mask: {"mask": m}, {})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", MASKS)
-def test_packed_documents_on_gpu_match_definition(name: str) -> None:
-    """Below Hopper cuDNN refuses them."""
-    capability, _ = primitives.gpu(shards.current_platform())
-    if capability < (9, 0):
-        pytest.skip("packed documents need compute capability 9.0")
-    known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
-    check("cudnn", arrays(T, T, 4, "bfloat16"), known, lambda _: {"mask": MASKS[name]}, {})
+    """Static, or traced if ids are promised runs. With sinks, and cotangents of the lse."""
+    mask, learned = MASKS[name], {"sinks": np.float32([-1, 0, 0.5, 2])}
+    known = {"allowed": np.asarray(mask.dense(T, T, (B,), N))} | learned
+    if K == 4 and not ("ids" in name or name == "windows"):
+        mask = jax.tree.map(jnp.asarray, mask)  # Traced inside a jit.
+    call = {"mask": mask}
+    check("cudnn", arrays(T, T, K, "bfloat16"), known, lambda learned: call | learned, learned)
 
 
 def test_repeated_id_starts_new_segment_in_runs() -> None:
@@ -76,7 +63,7 @@ def test_repeated_id_starts_new_segment_in_runs() -> None:
         assert (np.asarray(Segments(given).dense(6)) != np.asarray(promised.dense(6))).any()
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kernel", ["cudnn", "reference"])
 def test_runs_beyond_at_most_are_fully_masked(nvidia, kernel: str) -> None:
     """The other runs do not change."""
@@ -89,94 +76,10 @@ def test_runs_beyond_at_most_are_fully_masked(nvidia, kernel: str) -> None:
 
     out, lse = both(IDS, qkv)
     late = np.stack([np.arange(T) >= 34, np.zeros(T, bool)])
-    wanted, wanted_lse = run(*qkv, kernel, mask=Causal() & Segments(IDS))
+    mask = Causal() & Segments(IDS)
+    wanted, wanted_lse = jax.jit(lambda *x: run(*x, kernel, mask=mask))(*qkv)
     np.testing.assert_array_equal(out, np.where(late[..., None, None], 0, wanted))
     np.testing.assert_allclose(lse, np.where(late[:, None], -np.inf, wanted_lse), 1e-5)
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_document_does_not_affect_others(nvidia) -> None:
-    """Changes in a document change no bit of another's output or gradient."""
-    q, k, v, cotangent = arrays(T, T, 4, "bfloat16")
-    mask = Causal() & Documents(LENGTHS[0])
-
-    @jax.jit
-    def both(q, k, v):
-        results, pull = jax.vjp(lambda *qkv: run(*qkv, mask=mask), q, k, v)
-        return *results, *pull((cotangent, jnp.ones((B, N, T))))
-
-    clean = both(q, k, v)
-    others = np.r_[:14, 34:T]
-    dirty = both(*(x.at[:, 14:34].set(3.0) for x in (q, k, v)))
-    for got, want in zip(dirty, clean, strict=True):
-        axis = 2 if got.ndim == 3 else 1
-        np.testing.assert_array_equal(got.take(others, axis), want.take(others, axis))
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.parametrize("with_out", [False, True])
-def test_packed_lse_cotangents_and_sinks_match_reference(nvidia, with_out: bool) -> None:
-    *qkv, cotangent = arrays(T, T, 4, "bfloat16")
-    mask = Causal() & Documents(jnp.asarray(LENGTHS)) & Lengths(jnp.array([33, 21]))
-    dlse = jnp.asarray(np.random.default_rng(0).normal(size=(B, N, T)), jnp.float32)
-    sinks = jnp.array([-1.0, 0.0, 0.5, 2.0])
-
-    def loss(kernel, qkv, sinks):
-        out, lse = run(*qkv, kernel, mask=mask, sinks=sinks)
-        total = (lse * dlse).sum()
-        return total + (out * cotangent).sum(dtype=jnp.float32) if with_out else total
-
-    got, want = (
-        jax.jit(jax.grad(loss, (1, 2)), static_argnums=0)(kernel, qkv, sinks)
-        for kernel in ("cudnn", "reference")
-    )
-    jax.tree.map(close, got, want)
-
-
-@pytest.mark.slow
-def test_vmap_of_packed_documents_matches_loop(nvidia) -> None:
-    """Over documents, and over keys only."""
-    *qkv, _ = arrays(T, T, 4, "bfloat16")
-    several = jnp.asarray(np.stack([LENGTHS, LENGTHS[::-1], LENGTHS[:, ::-1]]))
-
-    def gradients(lengths, k):
-        def loss(k):
-            out, lse = run(qkv[0], k, qkv[2], mask=Causal() & Documents(lengths))
-            return (out.astype(jnp.float32) ** 2).sum() + lse.sum()
-
-        return jax.value_and_grad(loss)(k)
-
-    alone = jax.jit(gradients)
-    expected = [alone(one, qkv[1]) for one in several]
-    got = jax.jit(jax.vmap(gradients, (0, None)))(several, qkv[1])
-    jax.tree.map(close, got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
-    keys = jnp.stack([qkv[1], qkv[1] * 2])
-    got = jax.jit(jax.vmap(gradients, (None, 0)))(several[0], keys)
-    jax.tree.map(close, got, jax.tree.map(lambda *x: jnp.stack(x), *(
-        alone(several[0], k) for k in keys
-    )))  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_packed_documents_on_mesh_match_one_device(nvidia, kind: str) -> None:
-    """Rows over one axis, heads over another. The documents of a row stay with it."""
-    qkv = arrays(T, T, 4, "bfloat16")[:3]
-    ids = jnp.asarray(IDS)
-
-    def both(qkv, ids):
-        def loss(qkv):
-            out, lse = run(*qkv, mask=Causal() & Segments(ids, runs=True, at_most=5))
-            return (out.astype(jnp.float32) ** 2).sum() + lse.sum()
-
-        return jax.value_and_grad(loss)(qkv)
-
-    expected = jax.jit(both)(qkv, ids)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType[kind],) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        got = jax.jit(both)(qkv, ids)
-    jax.tree.map(lambda one, other: close(one, other, 2e-2), got, expected)
 
 
 # Documents that are no sequences of their own for cuDNN. A bias hides the pairs between them.
@@ -194,7 +97,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
     mask, call = HIDDEN[name]
@@ -227,7 +130,7 @@ def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
     assert {shape[-2:] for shape in biases} == {(T, T)}
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("given", ["traced", "known"])
 def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
     """The layer's `positions` reach only rotary. Masks follow the order of tokens."""
@@ -249,22 +152,11 @@ def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
     np.testing.assert_array_equal(both("auto"), found)  # `auto` makes the same call.
 
 
-def test_bias_hides_other_documents_on_several_devices_without_mesh(hopper, monkeypatch) -> None:
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    *qkv, _ = arrays(T, T, 4, "bfloat16")
-    text = lowered(lambda *qkv: run(*qkv, mask=Documents(LENGTHS))[0], *qkv)
-    assert "fmhaScaleBias" in text
-
-
 def test_one_known_run_per_row_skips_ragged_layout(hopper) -> None:
     """JAX would not recognize it as ragged."""
     *qkv, _ = arrays(T, T, 4, "bfloat16")
     text = lowered(lambda *x: run(*x, mask=Causal() & Segments(np.zeros(T, int)))[0], *qkv)
     assert {*segments(text)} == {"1"}
-
-
-def lowered(call, *args) -> str:
-    return jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def segments(text: str) -> list[str]:
@@ -273,13 +165,12 @@ def segments(text: str) -> list[str]:
 
 def test_packed_documents_lower_to_ragged_calls(hopper) -> None:
     """One forward and one backward call, and no scores."""
-    T = 128
     *qkv, _ = arrays(T, T, 4, "bfloat16")
 
     def loss(lengths, *qkv):
         return run(*qkv, mask=Causal() & Documents(lengths))[0].sum(dtype=jnp.float32)
 
-    text = lowered(jax.grad(loss, (1, 2, 3)), jnp.array([[30, 98], [128, 0]]), *qkv)
+    text = lowered(jax.grad(loss, (1, 2, 3)), jnp.array([[30, 10], [40, 0]]), *qkv)
     calls = re.findall(r"__cudnn\$(\w+)", text)
     assert calls == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
     # Two documents, the tokens after them, and the tokens of runs beyond these.
@@ -287,7 +178,7 @@ def test_packed_documents_lower_to_ragged_calls(hopper) -> None:
     assert not re.search(rf"{T}x{T}x|stablehlo\.(while|case|if)\b", text)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @GROUPS
 def test_jax_converts_offsets_as_cudnn_counts_them() -> None:
     """In numbers from the start of all rows, with the heads of each array."""

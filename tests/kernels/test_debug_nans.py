@@ -45,18 +45,10 @@ def attended(kernel: str, mask: Mask, jit: bool) -> Any:
     return (jax.jit(run) if jit else run)(q, k, v)
 
 
-# Outside jit, blockwise and decode compile their loops in each call.
-COSTLY = pytest.mark.slow
-CALLS = [("reference", mask, jit, ()) for mask in MASKS for jit in (False, True)]
-CALLS += [("blockwise", "lengths", False, ()), ("blockwise", "causal", True, ())]
-CALLS += [("blockwise", mask, False, COSTLY) for mask in ("causal", "dense")]
-CALLS += [("decode", "causal", False, ()), ("decode", "lengths", False, COSTLY)]
-
-
 @pytest.mark.sampled(0.055)
-@pytest.mark.parametrize(
-    ("kernel", "mask", "jit"), [pytest.param(*call, marks=marks) for *call, marks in CALLS]
-)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.usefixtures("suspicious")
 def test_kernels_pass_debug_nans_and_infs(kernel: str, mask: str, jit: bool) -> None:
     for x in attended(kernel, MASKS[mask], jit):

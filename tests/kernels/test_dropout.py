@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flax_mha.kernels.call.dropout import WeightDropout
 
@@ -30,20 +28,7 @@ def keep_block(dropout: WeightDropout, b: slice, n: slice, t: slice, s: slice) -
     )
 
 
-def slices(size: int) -> st.SearchStrategy[slice]:
-    pairs = st.tuples(st.integers(0, size - 1), st.integers(1, size))
-    return pairs.filter(lambda p: p[0] < p[1]).map(lambda p: slice(*p))
-
-
-@pytest.mark.slow
-@given(slices(B), slices(N), slices(T), slices(S))
-def test_block_computed_alone_equals_block_of_whole(b, n, t, s) -> None:
-    dropout = WeightDropout.from_key(jax.random.key(0), 0.3)
-    block = keep_block(dropout, b, n, t, s)
-    np.testing.assert_array_equal(block, whole_mask()[b, n, t, s])
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_dropout_follows_positions_not_indices() -> None:
     """Queries out of order get the mask of their positions."""
     dropout = WeightDropout.from_key(jax.random.key(0), 0.3)
@@ -54,7 +39,7 @@ def test_dropout_follows_positions_not_indices() -> None:
     np.testing.assert_array_equal(permuted, whole_mask()[0, 0][order])
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("rate", [0.01, 0.9])
 def test_share_of_dropped_weights_is_rate(rate: float) -> None:
     mask = whole_mask(rate=rate)
     # Five standard deviations of a binomial.
@@ -67,21 +52,15 @@ def test_rates_too_small_or_large_for_32_bits_are_safe() -> None:
 
 
 @pytest.mark.parametrize("axis", range(4))
-@pytest.mark.parametrize("step", [1, 2])
-def test_neighbours_are_uncorrelated(axis: int, step: int) -> None:
-    signs = 2.0 * whole_mask(rate=0.5) - 1
-    one, other = (np.take(signs, range(*r), axis) for r in _shifted(signs.shape[axis], step))
-    assert abs((one * other).sum()) < 5 * np.sqrt(one.size)
-
-
-def test_no_two_queries_and_no_two_keys_share_a_pattern() -> None:
-    signs = 2.0 * whole_mask(rate=0.5) - 1
-    for rows in (signs.reshape(-1, S), np.moveaxis(signs, -1, -2).reshape(-1, T)):
-        correlation = rows @ rows.T / np.sqrt(rows.shape[-1])
-        np.fill_diagonal(correlation, 0)
-        # The largest of ~10⁶ standard normals is about 5.
-        assert np.abs(correlation).max() < 7
-        assert 0.95 < correlation.std() < 1.05
+def test_no_two_coordinates_share_a_pattern(axis: int) -> None:
+    """Rows, heads, queries and keys are not correlated."""
+    signs = np.moveaxis(2.0 * whole_mask(rate=0.5) - 1, axis, 0).reshape(
+        whole_mask().shape[axis], -1
+    )
+    correlation = signs @ signs.T / np.sqrt(signs.shape[-1])
+    np.fill_diagonal(correlation, 0)
+    # The largest of thousands of standard normals is about 4.
+    assert np.abs(correlation).max() < 5.5
 
 
 @pytest.mark.parametrize("word", [0, 1])
@@ -107,7 +86,3 @@ def test_broadcast_is_one_pattern_for_all_rows_and_heads() -> None:
     mask = whole_mask(broadcast=True)
     np.testing.assert_array_equal(mask, np.broadcast_to(mask[:1, :1], mask.shape))
     assert 0.2 < 1 - mask.mean() < 0.4
-
-
-def _shifted(size: int, step: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (0, size - step), (step, size)

@@ -8,30 +8,21 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
 
 import flax_mha.nnx
 from flax_mha import (
     Capture,
-    Decoder,
-    DecoderBlock,
     KVCache,
-    LanguageModel,
     MultiHeadAttention,
-    analysis,
     dot_product_attention,
-    generate,
     masks,
-    models,
     positions,
     scores,
-    sharding,
     variants,
 )
 from tests.support.programs import compiled
@@ -103,7 +94,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.04, slow=0.5)
+@pytest.mark.sampled(0.04)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_attention_compile_nothing_again(name: str) -> None:
     assert compilations(CALLS[name]) == 0
@@ -137,21 +128,15 @@ def steps(layer: MultiHeadAttention, D: int = 16) -> Callable[[], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAYERS][:1])
-def test_sixty_steps_compile_nothing(name: str) -> None:
-    assert compilations(steps(LAYERS[name]), times=60) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAYERS][1:])
-def test_steps_of_variants_compile_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_and_their_steps_compile_nothing_again(name: str) -> None:
     layer = LAYERS[name]
     variables = layer.init(jax.random.key(0), normal(2, 8, 16))
     assert compilations(lambda: layer.apply(variables, normal(2, 8, 16), mask=CAUSAL)) == 0
-    assert compilations(steps(layer)) == 0
+    assert compilations(steps(layer), times=60 if name == "layer" else 1) == 0
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_an_nnx_layer_compiles_nothing_again() -> None:
     layer = flax_mha.nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0))
 
@@ -161,45 +146,3 @@ def test_an_nnx_layer_compiles_nothing_again() -> None:
 
     assert compilations(begin) == 0
     assert compilations(lambda: layer(normal(2, 1, 16), decode=True)) == 0
-
-
-@pytest.mark.slow
-def test_models_and_their_analysis_compile_nothing_again() -> None:
-    block = DecoderBlock(LAYERS["layer"], mlp_dim=8)
-    model = LanguageModel(models.TokenEmbedding(8, 16), Decoder(2, block))
-    variables = model.init(jax.random.key(0), integers(2, 6))
-    watch = Capture(("q", "z", "result", "scores", "resid_post"))
-    for call in (
-        lambda: generate(model, variables, integers(2, 4), max_new_tokens=3),
-        lambda: analysis.detect(model, variables, integers(2, 6)),
-        lambda: analysis.watch(model, watch).apply(
-            variables, integers(2, 6), mutable="intermediates"
-        ),
-    ):
-        assert compilations(call) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_mesh_compiles_nothing_again(kind: AxisType) -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
-    layer, heads = (
-        MultiHeadAttention(4),
-        (("batch", "data"), ("heads", "model"), ("kv_heads", "model")),
-    )
-    variables = layer.init(jax.random.key(0), normal(2, 8, 16))
-    calls: list[tuple[Any, Callable[[], Any]]] = [
-        (heads, lambda: layer.apply(variables, normal(2, 8, 16))),
-        (heads, steps(layer)),
-        ((("batch", "data"), ("cache_length", "model")), steps(layer)),
-        (heads, lambda: sharding.constrain(normal(2, 8, 4, 8), sharding.HEADS)),
-    ]
-    rules = (("length", "model"), ("batch", "data"))
-    for name in ("ring", "ulysses", "all_gather"):
-        calls.append(
-            (rules, lambda name=name: layer.clone(kernel=name).apply(variables, normal(2, 8, 16)))
-        )
-    for axes, call in calls:
-        with jax.set_mesh(mesh), nn.logical_axis_rules(axes):
-            assert compilations(call) == 0

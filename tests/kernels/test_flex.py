@@ -1,5 +1,6 @@
 """The numbers of flax_mha's own TPU kernels in Pallas' interpret modes."""
 
+import contextlib
 from typing import Any
 
 import flax.linen as nn
@@ -28,11 +29,11 @@ PACKED = Causal() & Segments(jnp.asarray(IDS[:, :T]), jnp.asarray(IDS))
 DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(7)}
 
 
-def arrays(dtype: str = "float32", b: int = B) -> list[jax.Array]:
+def arrays() -> list[jax.Array]:
     """Return q, k, v and a cotangent."""
     rng = np.random.default_rng(1)
     sizes = [(T, N, H), (S, K, H), (S, K, 5), (T, N, 5)]
-    return [jnp.asarray(rng.normal(size=(b, *size)), dtype) for size in sizes]
+    return [jnp.asarray(rng.normal(size=(B, *size)), jnp.float32) for size in sizes]
 
 
 TABLE = np.array([0.5, -1.0, 2.0, 0.0, 1.0], np.float32)
@@ -105,23 +106,39 @@ def close(got: Any, want: Any) -> None:
         assert oracle.error(a, b) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flex", "short"])
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_learned_arrays_match_reference(tpu, name: str, kernel: str) -> None:
-    call, names = CALLS[name]
-    args = call, arrays(), learned(*names)
-    close(pulled(kernel, *args), pulled("reference", *args))
+# How the kernels run: in a memory for the gradients of one block of keys of two, for example.
+SETTINGS = {
+    "usual": ("flex", "short"), "one head at a step": ("short",), "stretches of keys": ("flex",),
+    "mesh": ("flex", "short"), "races detected": ("flex", "short"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_some_heads_at_a_step_match_reference(tpu, monkeypatch, name: str) -> None:
-    """Arrays that all heads share are summed over the steps."""
-    monkeypatch.setattr(short, "_heads", lambda dims, scores, most: 1)
+@pytest.mark.parametrize(("setting", "kernel"), [(x, y) for x in SETTINGS for y in SETTINGS[x]])
+def test_gradients_of_learned_arrays_match_reference(
+    name: str, setting: str, kernel: str, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """No memory is read before it is written. Dropout follows the global row and head."""
+    request.getfixturevalue("tpu_memory" if setting == "races detected" else "tpu")
+    if setting == "one head at a step":
+        monkeypatch.setattr(short, "_heads", lambda dims, scores, most: 1)
+    if setting == "stretches of keys":
+        monkeypatch.setattr(blocks, "memory", lambda device: 2**20)
     call, names = CALLS[name]
     args = call, arrays(), learned(*names)
-    close(pulled("short", *args), pulled("reference", *args))
+    wanted = pulled("reference", *args)
+    mesh = contextlib.nullcontext()
+    if setting == "mesh":
+        kind = AxisType.Explicit if name == "user_score" else AxisType.Auto
+        mesh = jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2))
+    with mesh, nn.logical_axis_rules(sharding.RULES):
+        found = pulled(kernel, *args)
+    close(found, wanted)
+    if name == "everything":
+        hidden = ~np.asarray(PACKED.dense(T, S, (B,))).any((0, 1))
+        np.testing.assert_array_equal(np.asarray(found[1][1]["bias"])[hidden], 0)
 
 
 def test_blocks_follow_the_chip_and_the_mask() -> None:
@@ -139,56 +156,6 @@ def test_blocks_follow_the_chip_and_the_mask() -> None:
     assert sizes("TPU v5 lite", 8192, Causal()) == (512, 512)
     assert sizes("TPU v4", 8192, Causal(), 256) == (256, 256)
     assert sizes("TPU v6 lite", 8192, Causal(), 512) == (256, 256)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_stretches_of_keys_match_reference(tpu, monkeypatch, name: str) -> None:
-    """In a memory that holds the gradients of one block of keys of two."""
-    monkeypatch.setattr(blocks, "memory", lambda device: 2**20)
-    call, names = CALLS[name]
-    args = call, arrays(), learned(*names)
-    close(pulled("flex", *args), pulled("reference", *args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flex", "short"])
-@pytest.mark.parametrize("name", ["everything", "user_score", "of keys"])
-def test_no_memory_is_read_before_it_is_written(tpu_memory, name: str, kernel: str) -> None:
-    """With races detected. One row, because it is slow."""
-    call, names = CALLS[name]
-
-    def one(x):
-        given = call(x)
-        first = Segments(jnp.asarray(IDS[:1, :T]), jnp.asarray(IDS[:1]))
-        return given | ({"mask": Causal() & first} if given.get("mask") is PACKED else {})
-
-    args = one, arrays(b=1), learned(*names)
-    close(pulled(kernel, *args), pulled("reference", *args))
-
-
-@pytest.mark.slow
-def test_bias_gradient_of_masked_pairs_is_zero(tpu) -> None:
-    """In skipped tiles too."""
-    call = lambda x: {"mask": Causal(), "bias": x["bias"]}  # noqa: E731
-    _, (_, grads) = pulled("flex", call, arrays(), learned("bias"))
-    unseen = np.arange(S) > np.arange(T)[:, None]
-    np.testing.assert_array_equal(grads["bias"][unseen], 0)
-    assert (grads["bias"][~unseen] != 0).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flex", "short"])
-@pytest.mark.parametrize("name", ["everything", "user_score"])
-def test_mesh_matches_one_device(tpu, name: str, kernel: str) -> None:
-    """Dropout follows the global row and head."""
-    call, names = CALLS[name]
-    args = call, arrays(), learned(*names)
-    expected = pulled("reference", *args)
-    kind = AxisType.Explicit if name == "user_score" else AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        close(pulled(kernel, *args), expected)
 
 
 @pytest.mark.slow

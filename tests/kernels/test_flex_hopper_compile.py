@@ -16,7 +16,7 @@ from flax_mha import dot_product_attention
 from flax_mha.kernels.flex import hopper
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, Score, SoftCap
-from tests.kernels.test_flex_hopper_leaves import user_score
+from tests.kernels.test_flex_hopper import user_score
 
 LACKING = gpus.lacking() or hopper.LACKING
 pytestmark = [

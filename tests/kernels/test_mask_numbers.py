@@ -13,34 +13,34 @@ from jax.sharding import AxisType
 
 from flax_mha import KVCache, MultiHeadAttention, dot_product_attention
 from flax_mha.masks import Causal, Lengths, PerHead, Window, as_mask
-from tests.kernels.cases import KERNELS
+from tests.kernels.cases import KERNELS, pairs
 from tests.kernels.test_ring import RULES
 from tests.support import oracle
+from tests.support.arrays import ones
 from tests.support.oracle import error
 from tests.support.programs import count_equations
 
-B, T, N, H = 2, 256, 2, 64
+B, T, N, H = 2, 256, 2, 8
 # Kernels that run here interpreted, or on a model of cuDNN, with the fixture and dtype for each.
 PLATFORMS = {
     "flex": ("tpu", "float32"),
     "short": ("tpu", "float32"),
-    "flex on Hopper": ("hopper_memory", "bfloat16"),
     "cudnn": ("nvidia", "bfloat16"),
 }
-EVERY = [
-    pytest.param(name, marks=[pytest.mark.slow] if "Hopper" in name else [])
-    for name in (*KERNELS, "decode", *PLATFORMS)
-]
-TRIL = np.tril(np.ones((T, T), bool))
-ADDITIVE = np.where(TRIL, 0, -1e9).astype(np.float32)
 JOINED: dict[str, Callable[[Any], Any]] = {
     "as given": lambda m: m,
     "and": lambda m: m & Causal(),
-    "and lengths": lambda m: m & Lengths(jnp.array([T, 1])),
+    "and lengths": lambda m: m & Lengths(jnp.array(T // 2)),
     "or": lambda m: m | Window(0, 0),
     "not": lambda m: ~(m & Causal()),
     "per head": lambda m: PerHead([m] * N),
 }
+
+
+def additive(queries: int = T) -> np.ndarray:
+    """Return 0 for the keys up to a query, and −1e9 for the others, for the last queries."""
+    numbers = np.where(np.tri(T, dtype=bool)[-queries:], 0, -1e9).astype(np.float32)
+    return np.broadcast_to(numbers, (B, 1, queries, T))
 
 
 def arrays(kernel: str, queries: int = T) -> list[jax.Array]:
@@ -60,27 +60,6 @@ def both(kernel: str, q: Any, k: Any, v: Any, cotangent: Any, mask: Any) -> Any:
     return out, *pull(cotangent)
 
 
-@pytest.fixture
-def kernel(request: pytest.FixtureRequest) -> str:
-    if request.param in PLATFORMS:
-        request.getfixturevalue(PLATFORMS[request.param][0])
-    return request.param
-
-
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("joined", JOINED)
-@pytest.mark.parametrize("kernel", EVERY, indirect=True)
-def test_additive_masks_give_nan_in_every_kernel(kernel: str, joined: str) -> None:
-    """No other mask hides it. The query without other numbers, here the last, is not affected."""
-    queries = 8 if kernel == "decode" else T
-    run = jax.jit(lambda m, *x: both(kernel, *x, JOINED[joined](as_mask(m))))
-    out, *grads = run(ADDITIVE[-queries:], *arrays(kernel, queries))
-    assert np.isnan(out[:, :-1]).all()
-    for x in (out, grads[0]):
-        assert np.isfinite(x[:, -1].astype("f4")).all()
-    assert any(np.isnan(x).any() for x in grads)
-
-
 WAYS: dict[str, Callable[..., Any]] = {
     "jit": lambda f, q, k, v, dout, m: f(q, k, v, dout, m),
     "vmap": lambda f, *x: jax.tree.map(
@@ -90,21 +69,38 @@ WAYS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kernel", EVERY, indirect=True)
-def test_traced_zeros_and_ones_match_oracle(kernel: str, way: str) -> None:
-    """Forward, and gradients. The first query of each row is fully masked."""
+@pytest.mark.sampled(0.055)
+@pytest.mark.parametrize(
+    ("kernel", "joined", "way"),
+    pairs(kernel=(*KERNELS, "decode", *PLATFORMS), joined=(*JOINED,), way=(*WAYS,)),
+)
+def test_zeros_and_ones_are_bools_and_other_numbers_give_nan(
+    kernel: str, joined: str, way: str, request: pytest.FixtureRequest
+) -> None:
+    """No other mask hides the NaN. The query without other numbers, here the last, has none."""
+    if kernel in PLATFORMS:
+        request.getfixturevalue(PLATFORMS[kernel][0])
     queries = 8 if kernel == "decode" else T
-    allowed = np.random.default_rng(1).random((B, 1, queries, T)) < 0.5
-    allowed[:, :, 0] = False
     q, k, v, dout = arrays(kernel, queries)
 
     @jax.jit
     def run(mask: jax.Array) -> Any:
-        return WAYS[way](lambda *x: both(kernel, *x), q, k, v, dout, mask)
+        def called(*x: jax.Array) -> Any:
+            *operands, mask = x
+            return both(kernel, *operands, JOINED[joined](as_mask(mask)))
 
-    out, *grads = run(allowed.astype(np.float32))
+        return WAYS[way](called, q, k, v, dout, mask)
+
+    out, *grads = (np.asarray(x, np.float32) for x in run(additive(queries)))
+    assert np.isnan(out[:, :-1]).all()
+    for x in (out, grads[0]):
+        assert np.isfinite(x[:, -1]).all()
+    assert any(np.isnan(x).any() for x in grads)
+    bools = np.random.default_rng(1).random((B, 1, queries, T)) < 0.5
+    # A query of each row is fully masked.
+    bools[:, :, 1] = False
+    out, *grads = run(bools.astype(np.float32))
+    allowed = JOINED[joined](as_mask(bools)).dense(queries, T, (B,), N)
     bound = 2e-6 if q.dtype == jnp.float32 else 2**-7
     given = [*map(oracle.float64, (q, k, v))]
     assert error(out, oracle.attention(*given, allowed=allowed)[0]) < bound
@@ -113,14 +109,13 @@ def test_traced_zeros_and_ones_match_oracle(kernel: str, way: str) -> None:
         assert error(got, want) < 2 * bound
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("kernel", ["ring:blockwise", "ring:reference", "ulysses", "all_gather"])
-@pytest.mark.parametrize("joined", ["as given", "and"])
-def test_additive_masks_give_nan_on_meshes(kernel: str, joined: str) -> None:
+def test_additive_masks_give_nan_on_meshes(kernel: str) -> None:
     mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
-        run = jax.jit(lambda m, *x: both(kernel, *x, JOINED[joined](as_mask(m))))
-        out, *grads = run(ADDITIVE, *arrays(kernel))
+        run = jax.jit(lambda m, *x: both(kernel, *x, as_mask(m) & Causal()))
+        out, *grads = map(np.asarray, run(additive(), *arrays(kernel)))
     assert np.isnan(out[:, :-1]).all()
     assert np.isfinite(out[:, -1]).all()
     assert any(np.isnan(x).any() for x in grads)
@@ -130,15 +125,16 @@ def test_splash_refuses_traced_numbers(tpu) -> None:
     """Also those of keys only, which as bools would be segment ids."""
     *qkv, _ = arrays("splash")
     with pytest.raises(ValueError, match="TracedNumbers holds arrays that are not NumPy's"):
-        jax.jit(lambda m: dot_product_attention(*qkv, mask=m, kernel="splash"))(ADDITIVE[:1])
+        jax.jit(lambda m: dot_product_attention(*qkv, mask=m, kernel="splash"))(additive(1)[0, 0])
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("length", [1, 8])
 def test_additive_masks_give_nan_with_a_cache(length: int) -> None:
     """In prefill and in decoding, in whose masks the numbers are joined with those of the cache."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, length, 16)), jnp.float32)
     layer = MultiHeadAttention(2, decode=True)
-    variables = layer.init(jax.random.key(0), jnp.zeros((B, 12, 16)))
+    variables = jax.jit(layer.init)(jax.random.key(0), np.zeros((B, 12, 16), np.float32))
     mask = np.where(np.arange(12) < length - 1, 0, -1e9).astype(np.float32)
 
     @jax.jit
@@ -146,8 +142,13 @@ def test_additive_masks_give_nan_with_a_cache(length: int) -> None:
         return layer.apply(variables, x, mask=mask[None, None, None], mutable="cache")[0]
 
     assert np.isnan(run(mask)).all()
-    empty, qkv = KVCache.empty((B,), 12, N, 8), jnp.ones((3, B, length, N, 8))
-    assert np.isnan(jax.jit(lambda m: empty.extend(*qkv, mask=m)[0])(mask[None])).all()
+    q = ones((B, length, N, 8))
+
+    @jax.jit
+    def extended(mask: jax.Array) -> jax.Array:
+        return KVCache.empty((B,), 12, N, 8).extend(q, q, q, mask=mask)[0]
+
+    assert np.isnan(extended(mask[None])).all()
 
 
 def test_programs_pay_only_where_numbers_are_converted() -> None:

@@ -40,8 +40,9 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool, kernel: str) -> None:
     platform, module, name = KERNELS[kernel]
     on(monkeypatch, platform)
@@ -92,59 +93,24 @@ def test_layers_that_share_a_trace_match_reference(
     sharing_tpu: None, rng: np.random.Generator, kernel: str, length: int, wrap: str
 ) -> None:
     x = jnp.asarray(rng.normal(size=(2, length, 16)), jnp.float32)
-    shapes = jax.eval_shape(Layers(3, kernel, masks.Causal()).init, jax.random.key(0), x)
-    weights = jax.tree.map(lambda y: jnp.asarray(rng.normal(size=y.shape) / 4, y.dtype), shapes)
+    shapes = jax.eval_shape(Layers(2, kernel, masks.Causal()).init, jax.random.key(0), x)
+    weights = jax.tree.map(lambda y: y / 2, oracle.random_like(shapes))
 
-    def pulled(kernel: Any) -> Any:
-        call = WRAPS[wrap](Layers(3, kernel, masks.Causal()).apply)
+    @functools.partial(jax.jit, static_argnums=0)
+    def pulled(kernel: Any, weights: Any, x: Any) -> Any:
+        call = WRAPS[wrap](Layers(2, kernel, masks.Causal()).apply)
         return jax.value_and_grad(lambda *args: jnp.sin(call(*args)).sum(), (0, 1))(weights, x)
 
-    actual, expected = (jax.tree.leaves(pulled(name)) for name in (kernel, "reference"))
+    actual, expected = (
+        jax.tree.leaves(jax.device_get(pulled(name, weights, x))) for name in (kernel, "reference")
+    )
     # The gradient of the keys' bias is a sum that cancels, so all have one scale.
     scale = max(np.abs(y).max() for y in expected)
     for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one / scale, other / scale, atol=1e-6)
+        np.testing.assert_allclose(one / scale, other / scale, atol=2e-6)
 
 
-@pytest.mark.parametrize("kernel", ["flex", "short"])
-def test_rules_are_traced_in_every_call(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    on(monkeypatch, "tpu")
-    calls: list[Any] = []
-
-    def rule(b: Any, n: Any, i: Any, j: Any) -> Any:
-        calls.append(0)
-        return i > j
-
-    model, x = Layers(1, kernel, masks.Predicate(rule)), jnp.ones((1, 130, 16))
-    variables, counts = jax.eval_shape(model.init, jax.random.key(0), x), list[int]()
-    for _ in range(2):
-        calls.clear()
-        jax.jit(lambda *args: model.apply(*args)).trace(variables, x)
-        counts.append(len(calls))
-    assert counts[0] == counts[1] > 0
-
-
-def operations(program: Any) -> int:
-    """Return the number of operations of a program, counting loops and functions once."""
-    inside = 0
-    for eqn in program.eqns:
-        nodes = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
-        inside += sum(operations(getattr(x, "jaxpr", x)) for x in nodes if hasattr(x, "eqns"))
-    return len(program.eqns) + inside
-
-
-@pytest.mark.parametrize(("mask", "most"), [(None, 200), (masks.Causal(), 500)])
-def test_few_operations_are_traced(mask: Any, most: int) -> None:
-    """The time of tracing is proportional to their number."""
-    q = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.float32)
-
-    def attend(q: jax.Array) -> jax.Array:
-        return dot_product_attention(q, q, q, mask=mask, kernel="blockwise").sum()
-
-    assert operations(jax.make_jaxpr(jax.grad(attend))(q).jaxpr) < most
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_user_functions_are_traced_in_every_call() -> None:
     """The variables that they read may change."""
     rng = np.random.default_rng(0)

@@ -3,23 +3,19 @@
 import importlib.util
 from contextlib import nullcontext
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.masks import Causal, Lengths, Predicate, Segments, Window
 from flax_mha.scores import SoftCap
+from tests.kernels.test_flex_compile import compiled, mesh_of
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"),
 ]
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LONG = 32768
 # The static mask, True to combine it with Segments, and the heads N and K.
 CALLS = {
@@ -29,67 +25,38 @@ CALLS = {
 }
 
 
-@pytest.fixture
-def tpu(monkeypatch: pytest.MonkeyPatch, optimized: None) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-
-def compiled(generation, length, N, K, H, attend, dtype=jnp.bfloat16, spec=None, shape=()):
-    """Compile the loss of attend(q, k, v, ids) and its gradients, for one device or a mesh."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
-    names = ("data", "model")[: len(shape)] or ("all",)
-    devices = np.array(topology.devices[: int(np.prod(shape, dtype=int))]).reshape(shape or (1,))
-    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
-    layout = NamedSharding(mesh, spec or PartitionSpec())
-    rows = PartitionSpec(*layout.spec[:1])
-    q, k = (jax.ShapeDtypeStruct((2, length, M, H), dtype, sharding=layout) for M in (N, K))
-    ids = jax.ShapeDtypeStruct((2, length), jnp.int32, sharding=NamedSharding(mesh, rows))
-
-    def loss(q, k, v, ids):
-        return attend(q, k, v, ids).astype(jnp.float32).sum()
-
-    program = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
-    if not shape:
-        return program.lower(q, k, k, ids).compile()
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        return program.lower(q, k, k, ids).compile()
-
-
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("setting", ["tensorfloat32", "highest"])
 @pytest.mark.parametrize("kernel", ["flex", "short", "splash"])
 def test_kernels_compile_in_every_setting_of_precision(
-    tpu, kernel: str, setting: str, dtype: str
+    compiling_for_tpu, kernel: str, setting: str, dtype: str
 ) -> None:
-    def attend(q, k, v, ids):
-        return dot_product_attention(q, k, v, mask=Causal(), kernel=kernel)
-
     refused = kernel == "splash" and (dtype, setting) != ("float32", "highest")
     expected = pytest.raises(ValueError, match=f"no {dtype} matmuls in the precision {setting}")
     with jax.default_matmul_precision(setting), expected if refused else nullcontext():
-        compiled("v5e", 256, 2, 2, 64, attend, jnp.dtype(dtype))
+        compiled(mesh_of("v5e"), kernel, 256, 64, lambda ids: {"mask": Causal()}, (), dtype)
 
 
 # Each call for one generation, and for each generation the call that has everything.
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("generation", "call"),
     [("v5e", call) for call in CALLS]
     + [(generation, "causal window segments, GQA") for generation in ("v5p", "v6e")],
 )
-def test_long_sequences_compile_without_mask_table(tpu, generation: str, call: str) -> None:
+def test_long_sequences_compile_without_mask_table(
+    compiling_for_tpu, generation: str, call: str
+) -> None:
     known, segments, N, K = CALLS[call]
 
-    def attend(q, k, v, ids):
+    def masked(ids):
         mask = known
         if segments:
             mask = Segments(ids) if mask is None else mask & Segments(ids)
-        return dot_product_attention(q, k, v, mask=mask, kernel="splash")
+        return {"mask": mask}
 
-    program = compiled(generation, LONG, N, K, 64, attend)
-    text = program.as_text()
+    text, program = compiled(mesh_of(generation), "splash", LONG, 64, masked, heads=(N, K))
     for phase in ("fwd", "dq", "dkv"):
         assert f"splash_mha_{phase}" in text
     assert f"{LONG},{LONG}" not in text
@@ -106,34 +73,27 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(0, slow=0.16)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("case", CASES)
-def test_options_compile(tpu, case: str) -> None:
-    def attend(q, k, v, ids):
-        call = {"mask": Lengths(ids[:, 0]) & Causal()}
-        return dot_product_attention(q, k, v, kernel="splash", **(CASES[case] or call))
+def test_options_compile(compiling_for_tpu, case: str) -> None:
+    def call(ids):
+        return CASES[case] or {"mask": Lengths(ids[:, 0]) & Causal()}
 
-    compiled("v5e", 1000, 4, 2, 64, attend)
+    compiled(mesh_of("v5e"), "splash", 1000, 64, call)
 
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("generation", "H"), [("v5e", 256), ("v5p", 256), ("v6e", 256), ("v5e", 512)]
 )
-def test_largest_blocks_fit_in_memory(tpu, generation: str, H: int) -> None:
-    def attend(q, k, v, ids):
-        mask = Causal() & Window(600) & Segments(ids)
-        return dot_product_attention(q, k, v, mask=mask, kernel="splash")
+def test_largest_blocks_fit_in_memory(compiling_for_tpu, generation: str, H: int) -> None:
+    def call(ids):
+        return {"mask": Causal() & Window(600) & Segments(ids)}
 
-    compiled(generation, 2048, 2, 1, H, attend, jnp.float32)
+    compiled(mesh_of(generation), "splash", 2048, H, call, (), jnp.float32, (2, 1))
 
 
-def test_splash_on_mesh_gathers_nothing(tpu) -> None:
-    def attend(q, k, v, ids):
-        mask = Causal() & Segments(ids)
-        assert explain(q, k, v, mask=mask, kernel="splash").chosen == "splash"
-        return dot_product_attention(q, k, v, mask=mask, kernel="splash")
-
-    spec = PartitionSpec("data", None, "model")
-    program = compiled("v5e", 2048, 4, 2, 64, attend, spec=spec, shape=(2, 2))
-    assert "all-gather" not in program.as_text()
+def test_splash_on_mesh_gathers_nothing(compiling_for_tpu) -> None:
+    mesh = mesh_of("v5e", 2, 2)
+    text, _ = compiled(mesh, "splash", 2048, 64, lambda ids: {"mask": Causal() & Segments(ids)})
+    assert "all-gather" not in text

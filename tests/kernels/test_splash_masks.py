@@ -13,7 +13,7 @@ from flax_mha.kernels.xla.tile_plan import Plan
 from flax_mha.masks import Causal, Mask, Predicate, Prefix, Window
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize(
     "mask",
     [Causal(), Window(1024), Predicate(lambda b, n, i, j: j % 64 <= i), Causal() | Prefix(9)],
@@ -30,21 +30,6 @@ def test_splash_mask_makes_no_table_of_all_pairs(mask: Mask) -> None:
     assert function is not None
     assert info.partial_mask_blocks is None
     assert sum(x.nbytes for x in info if isinstance(x, np.ndarray)) < 2**20
-
-
-def test_lowered_masks_compare_equal() -> None:
-    """Splash caches a mask's tables for the next layer with an equal mask."""
-    dims = Dims((2,), 300, 300, 2, 2, 8, 8)
-
-    def lowered(mask, dims=dims):
-        call = spec.AttentionSpec(mask.bind(dims), (), None, None, None, None, 1.0)
-        return splash_mask.lower(call, Plan(dims, 128, 128))[1]
-
-    same = lowered(Causal() & Window(7)), lowered(Causal() & Window(7))
-    assert same[0] == same[1]
-    assert hash(same[0]) == hash(same[1])
-    for other in (lowered(Causal() & Window(8)), lowered(Causal() & Window(7), dims._replace(S=9))):
-        assert other != same[0]
 
 
 @pytest.mark.parametrize("shift", [0, 1000])

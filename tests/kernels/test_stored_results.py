@@ -18,7 +18,8 @@ STORED = jax.checkpoint_policies.save_only_these_names("z", "lse")
 # A primitive or kernel of the forward pass.
 FORWARD = {
     "blockwise": "dot_general", "flex": "flex_forward",
-    "cudnn": "dot_product_attention_fwd", "ring:blockwise": "dot_general",
+    "splash": "fwd_residuals", "cudnn": "dot_product_attention_fwd",
+    "ring:blockwise": "dot_general",
 }  # fmt: skip
 
 
@@ -27,6 +28,8 @@ def loss(kernel: str, sinks: bool) -> Callable[..., Any]:
 
     def fn(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array) -> jax.Array:
         call: dict[str, Any] = {"mask": Causal(), "sinks": s if sinks else None}
+        if kernel == "splash":
+            return jnp.sum(dot_product_attention(q, k, v, kernel=kernel, mask=Causal()) ** 2)
         out, lse = dot_product_attention(q, k, v, kernel=kernel, return_residuals=True, **call)
         return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(lse**2)
 
@@ -49,33 +52,26 @@ def check_calls(kernel: str, args: list[jax.Array], sinks: bool) -> None:
     assert 0 < counts[0] == counts[1] < counts[2], counts
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_stored_results_spare_the_forward_loops(sinks: bool) -> None:
-    check_calls("blockwise", arrays(128, 8), sinks)
+@pytest.mark.parametrize(
+    ("kernel", "platform", "features", "dtype", "sinks"),
+    [
+        ("blockwise", None, 8, "float32", True),
+        ("flex", "tpu", 128, "float32", True),
+        ("splash", "tpu", 128, "float32", False),
+        ("cudnn", "hopper", 8, "bfloat16", False),
+        ("cudnn", "hopper", 8, "bfloat16", True),
+    ],
+)
+def test_stored_results_spare_the_forward_kernel(
+    kernel: str, platform: str | None, features: int, dtype: str, sinks: bool,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    if platform:
+        request.getfixturevalue(platform)
+    check_calls(kernel, arrays(128, features, dtype), sinks)
 
 
-def test_stored_results_spare_the_forward_kernel_of_tpus(tpu: None) -> None:
-    check_calls("flex", arrays(128, 128), sinks=True)
-
-
-def test_stored_results_spare_splashs_forward_kernel(tpu: None) -> None:
-    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(dot_product_attention(q, k, v, kernel="splash", mask=Causal()) ** 2)
-
-    args = arrays(128, 128)[:3]
-    counts = [
-        count_equations(jax.make_jaxpr(jax.grad(f))(*args), "fwd_residuals")
-        for f in (loss, jax.checkpoint(loss, policy=STORED), jax.checkpoint(loss))
-    ]
-    assert 0 < counts[0] == counts[1] < counts[2], counts
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_stored_results_spare_cudnns_forward_kernel(hopper: None, sinks: bool) -> None:
-    check_calls("cudnn", arrays(128, 8, jnp.bfloat16), sinks)
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_stored_results_spare_the_ring() -> None:
     """The ring stores its merged result once, and no result of a step."""

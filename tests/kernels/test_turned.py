@@ -1,5 +1,6 @@
 """Queries and keys that are rotated inside a kernel, beside those that are rotated before."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -13,8 +14,9 @@ from jax.sharding import AxisType
 from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, positions, sharding
 from flax_mha.kernels.flex.tpu import rotated
 from flax_mha.masks import Causal, Window
-from flax_mha.scores import Alibi, RelativeBias
+from flax_mha.scores import Alibi
 from tests.kernels.contract import WAYS
+from tests.support.oracle import random_like
 from tests.support.platforms import pretend
 
 ROTATIONS: dict[str, Any] = {
@@ -49,16 +51,23 @@ def arrays(dtype: str = "float32", S: int = T) -> list[jax.Array]:
 
 
 def pulled(
-    turn: Any, x: list[jax.Array], places: tuple[Any, Any] = (jnp.arange(T),) * 2, **call: Any
-) -> Any:
+    turn: Any, x: list[jax.Array], places: tuple[Any, Any] = (jnp.arange(T),) * 2,
+    way: str | None = None, **call: Any,
+) -> Any:  # fmt: skip
     """Return the output for q and k after turn(x, positions), and the gradients of q, k and v."""
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        q, k = (turn(x, at) for x, at in zip((q, k), places, strict=True))
-        return dot_product_attention(q, k, v, kernel="flex", **call)
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        def attend(*x: jax.Array) -> Any:
+            q, k = (turn(y, at) for y, at in zip(x[:2], places, strict=True))
+            return dot_product_attention(q, k, x[2], kernel="flex", **call)
 
-    out, pull = jax.vjp(attend, *x[:3])
-    return out, *pull(x[3])
+        out, pull = jax.vjp(WAYS[way](attend) if way else attend, q, k, v)
+        return out, *pull(dout)
+
+    # The ways return one result for each row of the batch, or of the first.
+    x = [y[:1] for y in x] if way == "remat" else x
+    return jax.device_get(run(*x))
 
 
 def close(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
@@ -73,7 +82,7 @@ def later(rotation: Any) -> Any:
     return rotation.turn
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernel_rotates_as_the_layer(rotates: list[bool], name: str, dtype: str) -> None:
@@ -84,6 +93,7 @@ def test_kernel_rotates_as_the_layer(rotates: list[bool], name: str, dtype: str)
     close(found, expected, 1e-4 if dtype == "float32" else 2e-2)
 
 
+ORDER = (jnp.arange(T),) * 2
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "positions of each row": ((SHUFFLED, SHUFFLED + 7), {"mask": Causal()}),
     "cross-attention": ((jnp.arange(T), jnp.arange(140)), {}),
@@ -91,79 +101,53 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         "mask": masks.Lengths(jnp.array([120, 0])), "sinks": jnp.linspace(-1, 1, N),
         "dropout_rate": 0.3, "dropout_rng": jax.random.key(1),
     }),
+    "vmap": (ORDER, {"mask": Causal(), "way": "vmap"}),
+    "remat": (ORDER, {"mask": Causal(), "way": "remat"}),
+    "scan": (ORDER, {"mask": Causal(), "way": "scan"}),
+    # Tables of positions of each row are sharded as the rows.
+    "mesh": ((SHUFFLED, SHUFFLED), {"mask": Causal(), "kind": AxisType.Auto}),
+    "explicit mesh": ((SHUFFLED, SHUFFLED), {"mask": Causal(), "kind": AxisType.Explicit}),
+    # The kernel takes these scores with arrays that are rotated before.
+    "learned scores": (ORDER, {"scores": (Alibi(jnp.ones(N)),), "rotates": False}),
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0, slow=0.4)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     places, call = CALLS[name]
+    call = {"rotates": True} | call
+    kind, expects = call.pop("kind", None), call.pop("rotates")
     x = arrays(S=len(places[1]) if places[1].ndim == 1 else T)
-    found = pulled(later(ROTATIONS["whole"]), x, places, **call)
-    assert rotates == [True, True]
-    close(found, pulled(ROTATIONS["whole"], x, places, **call))
+    expected = pulled(ROTATIONS["whole"], x, places, **call)
+    rotates.clear()
+    mesh = contextlib.nullcontext()
+    if kind:
+        mesh = jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2))
+    with mesh, nn.logical_axis_rules(sharding.RULES):
+        found = pulled(later(ROTATIONS["whole"]), x, places, **call)
+    assert set(rotates) == {expects}
+    close(found, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scores", [[RelativeBias(jnp.ones((N, 8)))], [Alibi(jnp.ones(N))]])
-def test_learned_scores_are_rotated_before(rotates: list[bool], scores: list[Any]) -> None:
-    x = arrays()
-    found = pulled(later(ROTATIONS["whole"]), x, scores=scores)
-    assert set(rotates) == {False}
-    close(found, pulled(ROTATIONS["whole"], x, scores=scores))
-
-
-@pytest.mark.sampled(0.2, slow=0.3)
+@pytest.mark.sampled(0.13)
 def test_other_kernels_are_given_rotated_arrays(tpu: None) -> None:
     q, k, v, _ = arrays()
-    rotation = ROTATIONS["whole"]
-    for kernel, call in (("reference", {}), ("splash", {}), ("flex", {"return_weights": True})):
-        found, expected = (
-            dot_product_attention(
-                turn(q, jnp.arange(T)), turn(k, jnp.arange(T)), v, kernel=kernel, **call
-            )
-            for turn in (later(rotation), rotation)
-        )
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
 
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        def attend(turn: Any, kernel: str, **call: Any) -> Any:
+            q_turned, k_turned = (turn(x, jnp.arange(T)) for x in (q, k))
+            return dot_product_attention(q_turned, k_turned, v, kernel=kernel, **call)
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["vmap", "remat", "scan"])
-def test_transformations(rotates: list[bool], way: str) -> None:
-    def loss(turn: Any, *x: jax.Array) -> jax.Array:
-        def attend(*x: jax.Array) -> jax.Array:
-            q, k = (turn(y, jnp.arange(T)) for y in x[:2])
-            return dot_product_attention(q, k, x[2], mask=Causal(), kernel="flex")
+        return [
+            [attend(turn, "reference"), attend(turn, "splash"),
+             attend(turn, "flex", return_weights=True)]
+            for turn in (later(ROTATIONS["whole"]), ROTATIONS["whole"])
+        ]  # fmt: skip
 
-        return (WAYS[way](attend)(*x) ** 2).sum()
-
-    gradients = jax.jit(jax.value_and_grad(loss, (1, 2, 3)), static_argnums=0)
-    x, turns = arrays()[:3], (later(ROTATIONS["whole"]), ROTATIONS["whole"])
-    close(*(gradients(turn, *x) for turn in turns))
-    assert any(rotates)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_mesh_matches_one_device(rotates: list[bool], kind: AxisType) -> None:
-    """Tables of positions of each row are sharded as the rows."""
-    x, places = arrays(), (SHUFFLED, SHUFFLED)
-    expected = pulled(ROTATIONS["whole"], x, places, mask=Causal())
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
-    rotates.clear()
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        found = jax.jit(lambda *x: pulled(later(ROTATIONS["whole"]), x, places, mask=Causal()))(*x)
-    assert rotates
-    assert all(rotates)
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_no_race(tpu_memory: None) -> None:
-    x = arrays("bfloat16")
-    found = pulled(later(ROTATIONS["whole"]), x, mask=Causal())
-    assert all(np.isfinite(np.asarray(y, np.float32)).all() for y in found)
+    found, expected = run(q, k, v)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
 
 
 LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -175,7 +159,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.sampled(0, slow=0.4)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_leaves_the_rotation_to_the_kernel(
     rotates: list[bool], monkeypatch: pytest.MonkeyPatch, name: str
@@ -192,12 +176,12 @@ def test_layer_leaves_the_rotation_to_the_kernel(
         return (layer.apply(params, x, **call) ** 2).sum()
 
     rotates.clear()
-    found = jax.value_and_grad(loss, (0, 1))(params, x)
+    found = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
     assert set(rotates) == {is_left}
     pretend(monkeypatch, "cpu")
     other = layer.clone(kernel="reference")
-    expected = jax.value_and_grad(
-        lambda params, x: (other.apply(params, x, **call) ** 2).sum(), (0, 1)
+    expected = jax.jit(
+        jax.value_and_grad(lambda *args: (other.apply(*args, **call) ** 2).sum(), (0, 1))
     )(params, x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max())
@@ -209,19 +193,19 @@ def test_other_readers_of_keys_get_rotated_ones(
     """Other layers, captures and subclasses of a rotation."""
     layer = MultiHeadAttention(N, head_dim=H, rotary=positions.Rotary())
     x = jnp.asarray(RNG.normal(size=(2, 20, 16)), jnp.float32)
-    params = layer.init(jax.random.key(0), x)
+    params = random_like(jax.eval_shape(layer.init, jax.random.key(0), x))
 
     class Doubled(positions.Rotary):
         def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
             return 2 * super().__call__(x, positions)
 
-    def results() -> Any:
+    def results(params: Any, x: jax.Array) -> Any:
         _, kv = layer.apply(params, x, return_kv=True)
         _, seen = layer.apply(params, x, sow_weights=True, mutable="intermediates")
         return kv.key, seen, layer.clone(rotary=Doubled()).apply(params, x)
 
-    found = results()
+    found = jax.jit(results)(params, x)
     pretend(monkeypatch, "cpu")
-    expected = results()
+    expected = jax.jit(lambda *args: results(*args))(params, x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -26,11 +26,15 @@ def pulled(kernel: str = "auto") -> list[jax.Array]:
     def attend(*qkv):
         return dot_product_attention(*qkv, kernel=kernel, **CALL)
 
-    out, pull = jax.vjp(attend, Q, K, V)
-    return [out, *pull(C)]
+    @jax.jit
+    def run(*qkv):
+        out, pull = jax.vjp(attend, *qkv)
+        return [out, *pull(C)]
+
+    return run(Q, K, V)
 
 
-@pytest.mark.sampled(0.12, slow=0.3)
+@pytest.mark.sampled(0.07)
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_blocks_change_no_number(kernel: str, sizes: tuple) -> None:
@@ -49,7 +53,7 @@ def test_blocks_of_flex_change_no_number(tpu) -> None:
             assert error(ours, other) < 1e-5
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_context_holds_for_a_jitted_model_and_is_traced_anew() -> None:
     x = jnp.asarray(RNG.normal(size=(1, 300, 16)), "float32")
     by_default, named = (
@@ -94,9 +98,7 @@ def test_named_kernels_keep_their_name_and_refuse_blocks() -> None:
     assert "flex          chosen, in tiles of 256 queries × 512 keys, as set" in str(told)
     told = explain(x, x, x, platform=on, kernel="flex")
     assert "in tiles of 512 queries × 512 keys, the default" in str(told)
-    v6e, blocks = Platform("tpu", "TPU v6 lite"), np.arange(8)[:, None]
-    long = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
-    assert explain(long, long, long, platform=v6e)[3:] == ((1024, 1024), "with the fewest cycles")
+    blocks = np.arange(8)[:, None]
     told = explain(x, x, x, platform=on, kernel="flex", mask=BlockSparse(blocks, 128, 128))
     assert told[3:] == ((128, 128), "for the mask's blocks")
     gpu = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import Capture, dot_product_attention, explain, masks
-from flax_mha.cache import KVCache
+from flax_mha import dot_product_attention, masks
 from flax_mha.kernels.call.dropout import WeightDropout
-from flax_mha.scores import Relative, Score, SoftCap, TransformerXL
+from flax_mha.scores import Relative, Score, TransformerXL
+from tests.kernels.cases import pairs
+from tests.masks.catalogue import Scene
 from tests.support import meshes, oracle
 from tests.support.arrays import ones
 from tests.support.oracle import einsum, error, float64
-from tests.support.platforms import pretend
 
 B, N, K, H, Hv, D = 2, 4, 2, 8, 5, 6
 FAR = 5
@@ -131,52 +131,42 @@ def close(got: list[Any], want: list[Any], bound: float = 5e-6) -> None:
     assert max(errors) < bound, errors
 
 
-@pytest.mark.sampled(0.125)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
-def test_vector_scores_in_one_tile_match_formula(kernel: str, kind: str) -> None:
-    """Causal with aligned ends, at T=20 and S=40."""
-    i, j = 20 + np.arange(20), np.arange(40)
-    args, cotangents = problem(kind, 20, 40)
-    want = expected(kind, args, cotangents, i, j, allowed=j <= i[:, None])
-    got = actual(kind, args, cotangents, mask=masks.Causal(), q_positions=20, kernel=kernel)
-    close(got, want)
-
-
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("traced", [False, True])
-def test_vector_scores_in_many_tiles_match_formula(kind: str, traced: bool) -> None:
-    """With lengths and dropout, in stripes, or tile by tile if the mask is traced."""
-    T, i = 600, np.arange(600)
-    args, cotangents = problem(kind, T, T)
-    mask, key = masks.Lengths(np.array([600, 333])), jax.random.key(7)
-    given = {"mask": mask} if traced else {}
+@pytest.mark.sampled(0.09)
+@pytest.mark.parametrize(
+    ("kind", "kernel", "T", "masked", "dtype"),
+    pairs(
+        kind=KINDS, kernel=["reference", "blockwise", "decode"], T=[20, 600],
+        masked=["causal", "lengths", "traced"], dtype=["float32", "bfloat16"],
+    ),
+)  # fmt: skip
+def test_vector_scores_match_formula(
+    kind: str, kernel: str, T: int, masked: str, dtype: str
+) -> None:
+    """In a tile, in stripes, or tile by tile if the mask is traced. With dropout."""
+    if kernel == "decode":
+        T = 20
+    S, key = T + 20, jax.random.key(7)
+    i, j = 20 + np.arange(T), np.arange(S)
+    args, cotangents = problem(kind, T, S, jnp.dtype(dtype))
+    lengths = np.array([S, S // 2])
+    mask, allowed = (
+        (masks.Causal(), j <= i[:, None]) if masked == "causal"
+        else (masks.Lengths(lengths), j < lengths[:, None, None, None])
+    )  # fmt: skip
+    given = {"mask": mask} if masked == "traced" else {}
     got = actual(
         kind, args, cotangents, given, mask=mask, dropout_rng=key, dropout_rate=0.2,
-        kernel="blockwise",
+        kernel=kernel, q_positions=20,
     )  # fmt: skip
-    places = [x.reshape(y) for x, y in (
-        (np.arange(B), (B, 1, 1, 1)), (np.arange(N), (1, N, 1, 1)),
-        (i, (1, 1, T, 1)), (i, (1, 1, 1, T)),
-    )]  # fmt: skip
-    keep = np.asarray(WeightDropout.from_key(key, 0.2, False).keep(*map(jnp.asarray, places)))
-    allowed = i < np.array([600, 333])[:, None, None, None]
-    want = expected(kind, args, cotangents, i, i, allowed=allowed, keep=keep, rate=0.2)
-    close(got, want, 2e-5)
+    at = Scene((B,), T, S, "aligned")
+    keep = jax.jit(WeightDropout.from_key(key, 0.2, False).keep)(at.row, at.head[None], at.i, at.j)
+    known = {"allowed": allowed, "keep": np.asarray(keep), "rate": 0.2}
+    # Queries are scaled in float32, after the matmul.
+    bound = 2e-5 if dtype == "float32" else 2e-2
+    close(got, expected(kind, args, cotangents, i, j, **known), bound)
 
 
-@pytest.mark.sampled(0.16)
-@pytest.mark.parametrize("kind", ["relative", "xl"])
-def test_vector_scores_in_bfloat16_match_formula(kind: str) -> None:
-    """Queries are scaled in float32, after the matmul."""
-    T, i = 80, np.arange(80)
-    args, cotangents = problem(kind, T, T, jnp.bfloat16)
-    want = expected(kind, args, cotangents, i, i, allowed=i <= i[:, None])
-    close(actual(kind, args, cotangents, mask=masks.Causal(), kernel="blockwise"), want, 2e-2)
-
-
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_far_positions_are_exact(kernel: str) -> None:
     """Far positions and distances are as exact as near ones."""
@@ -195,35 +185,6 @@ def test_far_positions_are_exact(kernel: str) -> None:
         allowed = (a <= a[:, None]) & real[row]
         want = expected("xl", args, cotangents, a, a, allowed=allowed)
         close([x[row] for x in got[:4]], [x[row] for x in want[:4]])
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_vector_scores_decode_like_full_forward() -> None:
-    """One token at a time, with int8 keys too, and grouped heads."""
-    T = 9
-    (q, k, v, table), _ = problem("relative", T, T)
-    call = {"scores": (Relative(table),)}
-    whole = jax.jit(lambda *x: dot_product_attention(*x, mask=masks.Causal(), **call))(q, k, v)
-    for dtype, bound in ((jnp.float32, 1e-6), (jnp.int8, 2e-2)):
-        cache = KVCache.empty((B,), T, K, H, Hv, dtype=dtype)
-        step = jax.jit(lambda c, *x: c.extend(*x, **call))
-        for t in range(T):
-            out, cache = step(cache, *(x[:, t : t + 1] for x in (q, k, v)))
-            assert error(out, whole[:, t : t + 1]) < bound
-
-
-@pytest.mark.slow
-def test_capture_includes_vector_scores() -> None:
-    (q, k, v, *arrays), _ = problem("xl", 12, 12)
-    bias = Formula("xl", q, k, np.arange(12), np.arange(12), *arrays).bias
-    _, _, weights = oracle.attention(q, k, v, bias=bias, scale=SCALE)
-    capture = Capture(("weights", "entropy"), heads=(1, 3), queries=(0, 7))
-    _, seen = dot_product_attention(
-        q, k, v, scores=mods("xl", *arrays), scale=SCALE, capture=capture
-    )
-    some = weights[:, [1, 3]][:, :, [0, 7]]
-    assert error(seen["weights"], some) < 2e-6
-    assert error(seen["entropy"], -(some * np.log(some)).sum(-1)) < 2e-6
 
 
 # Rows and heads sharded; heads only, so that groups share keys; queries too, by each strategy.
@@ -247,18 +208,6 @@ def test_vector_scores_on_meshes_match_formula(way: str, kind: str) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         close(actual(kind, args, cotangents, mask=masks.Causal(), kernel=kernel), want)
-
-
-def test_other_kernels_refuse_vector_scores() -> None:
-    args, _ = problem("relative", 128, 128)
-    told = explain(*args[:3], scores=(SoftCap(5.0), Relative(args[3])))
-    assert told.chosen == "reference"
-    assert set(told.refused) == {"cudnn", "short", "splash", "flex", "decode"}
-    with pytest.MonkeyPatch.context() as patch:
-        pretend(patch, "tpu")
-        refused = explain(*args[:3], scores=(SoftCap(5.0), Relative(args[3]))).refused
-    for kernel in ("short", "flex", "splash"):
-        assert refused[kernel] == "has no scores that see queries and keys, got Relative"
 
 
 WRONG: list[tuple[Any, str]] = [

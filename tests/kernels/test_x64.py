@@ -1,24 +1,17 @@
 """Narrow arrays under `jax_enable_x64`, where Python floats and sums of ints are 64 bits wide."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import flax_mha
-from flax_mha import DecoderBlock, MultiHeadAttention, dot_product_attention, generate, variants
+from flax_mha import dot_product_attention
 from flax_mha.masks import Causal
-from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
-from flax_mha.positions import DynamicNtk, Rotary
-from flax_mha.scores import Alibi
 from tests.kernels.cases import KERNELS
 from tests.support import oracle
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_results_of_float64_are_as_exact(kernel: str) -> None:
     with jax.enable_x64(True):
@@ -35,51 +28,3 @@ def test_results_of_float64_are_as_exact(kernel: str) -> None:
         for got, want in zip(pull(dout), exact, strict=False):
             assert got.dtype == jnp.float64
             assert oracle.error(got, want) < 1e-12
-
-
-ROTARY = Rotary(scaling=DynamicNtk(2.0, 4))
-LAYERS: dict[str, Any] = {
-    "standard": (MultiHeadAttention, {"rotary": ROTARY, "scores": (Alibi(),), "sinks": True}),
-    "sigmoid": (MultiHeadAttention, {"normalizer": "sigmoid"}),
-    "forgetting": (variants.ForgettingAttention, {}),
-    "differential": (variants.DifferentialAttention, {}),
-    "talking heads": (variants.TalkingHeadsAttention, {}),
-    "chosen blocks": (variants.ChosenBlocksAttention, {"block": 4, "count": 2}),
-    "latent": (variants.MultiHeadLatentAttention, {"rotary": Rotary()}),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_decode_in_float32_under_x64(name: str) -> None:
-    with jax.enable_x64(True):
-        make, fields = LAYERS[name]
-        x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 16)), jnp.float32)
-        layer = make(2, **fields)
-        variables = layer.init(jax.random.key(0), x)
-        full = layer.apply(variables, x, mask=Causal())
-        step = layer.clone(decode=True)
-        cache = step.init(jax.random.key(0), x)["cache"]
-        apply = jax.jit(lambda v, x: step.apply(v, x, mutable="cache"))
-        first, new = apply({**variables, "cache": cache}, x[:, :5])
-        last, _ = apply({**variables, **new}, x[:, 5:])
-        assert {y.dtype for y in (full, first, last)} == {np.dtype("float32")}
-        if name not in ("standard", "sigmoid"):  # These depend on the number of tokens.
-            assert oracle.error(jnp.concatenate([first, last], 1), full) < 1e-5
-
-
-@pytest.mark.slow
-def test_nnx_and_beams_under_x64() -> None:
-    # Token ids are int64 then, and step counts int32.
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        x = jnp.ones((2, 6, 16), jnp.float32)
-        layer = flax_mha.nnx.MultiHeadAttention(2, 16, rngs=nnx.Rngs(0))
-        layer.init_cache(x.shape, jnp.float32)
-        assert layer(x[:, :1], decode=True).dtype == jnp.float32
-        block = DecoderBlock(MultiHeadAttention(2, rotary=Rotary()), 16)
-        model = LanguageModel(TokenEmbedding(7, 8), Decoder(2, block))
-        params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
-        drawn = {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "rng": jax.random.key(0)}
-        for more in ({}, {"beams": 2, "eos": 1}, drawn):
-            found = generate(model, params, jnp.array([[1, 2]]), max_new_tokens=3, **more)
-            assert jax.tree.leaves(found)[0].shape[0] == 1

@@ -21,11 +21,11 @@ from flax_mha import (
     masks,
     scores,
 )
-from tests.layer.test_flax_parity import OUTPUT, lenient, normal
+from tests.layer.test_flax_parity import OUTPUT, both, lenient, normal
 from tests.support.oracle import error, random_like
 
 KEY = jax.random.key(0, impl="unsafe_rbg")
-X = jnp.asarray(normal(2, 5, 8))
+X = normal(2, 5, 8)
 REAL = np.array([[1, 1, 1, 1, 0], [1] * 5], np.float32)
 MASK = np.tril(REAL[:, None, None, :] * np.ones((2, 1, 5, 5), np.float32))
 Flax = nn.MultiHeadDotProductAttention
@@ -35,7 +35,6 @@ def params_of(layer: nn.Module, x: jax.Array = X) -> Any:
     return random_like(jax.eval_shape(lenient(layer.init), KEY, x))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_our_function_in_linen_layer(deterministic: bool) -> None:
     """Same numbers and sown weights. Dropout acts in training only."""
@@ -45,26 +44,25 @@ def test_our_function_in_linen_layer(deterministic: bool) -> None:
 
     def run(layer: nn.Module) -> Any:
         call = {"mask": MASK, "deterministic": deterministic, "sow_weights": True}
-        return layer.apply(
-            params, X, rngs={"dropout": KEY}, mutable=["intermediates"], **call
-        )  # fmt: skip
+        return layer.apply(params, X, rngs={"dropout": KEY}, mutable=["intermediates"], **call)
 
-    out, sown = jax.jit(lambda: run(ours))()
-    expected, expected_sown = lenient(jax.jit(lambda: run(plain)))()
+    (out, sown), (expected, expected_sown), (whole, _) = both(
+        run, ours, plain, ours.clone(dropout_rate=0.0)
+    )
     assert jax.tree.structure(sown) == jax.tree.structure(expected_sown)
     assert error(*map(jax.tree.leaves, (sown, expected_sown))) < OUTPUT
     assert (error(out, expected) < OUTPUT) == deterministic
-    if not deterministic:
-        assert error(out, run(ours.clone(dropout_rate=0.0))[0]) > 0.05
+    assert (error(out, whole) < 0.05) == deterministic
 
 
+@pytest.mark.sampled(0.2)
 def test_our_function_in_decoding_linen_layer() -> None:
     outs = []
     for function in (nn.dot_product_attention, attention_fn):
         layer = Flax(2, decode=True, attention_fn=function)
         params = params_of(layer)
-        cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params["cache"])
-        cache["cache_index"] = jnp.int32(0)
+        cache = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params["cache"])
+        cache["cache_index"] = np.int32(0)
         step = lenient(jax.jit(functools.partial(layer.apply, mutable=["cache"])))
         steps = []
         for t in range(5):
@@ -75,66 +73,58 @@ def test_our_function_in_decoding_linen_layer() -> None:
     assert error(*outs) < OUTPUT
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0.2)
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
-@pytest.mark.parametrize("groups", [2, 1])
-def test_our_function_in_nnx_layer(groups: int) -> None:
+def test_our_function_in_nnx_layer() -> None:
     """Causal or not, with nnx's masks, grouped heads and sown weights."""
 
     def run(function: Any) -> Any:
         layer = nnx.MultiHeadAttention(
-            2, 8, num_kv_heads=groups, decode=False, rngs=nnx.Rngs(0), attention_fn=function
+            2, 8, num_kv_heads=1, decode=False, rngs=nnx.Rngs(0), attention_fn=function
         )
-        both = [layer(X, mask=MASK, sow_weights=True), layer(X, is_causal=True)]
-        return both, layer.attention_weights.get_value()
+        call = nnx.jit(lambda m: [m(X, mask=MASK, sow_weights=True), m(X, is_causal=True)])
+        return *call(layer), layer.attention_weights.get_value()[0]
 
-    (outs, weights), (expected, expected_weights) = (
-        run(attention_fn),
-        lenient(run)(nnx.dot_product_attention),
-    )
-    assert error(outs[0], expected[0]) < OUTPUT
-    assert error(outs[1], expected[1]) < OUTPUT
-    assert error(weights[0], expected_weights[0]) < OUTPUT
+    actual, expected = run(attention_fn), lenient(run)(nnx.dot_product_attention)
+    for found, wanted in zip(actual, expected, strict=True):
+        assert error(found, wanted) < OUTPUT
 
 
-def test_our_function_takes_options_by_partial() -> None:
-    function = functools.partial(attention_fn, scores=(scores.SoftCap(2.0),), kernel="reference")
-    ours = MultiHeadAttention(2, scores=(scores.SoftCap(2.0),))
-    params = params_of(ours)
-    out = Flax(2, attention_fn=function).apply(params, X)
-    assert error(out, ours.apply(params, X)) < OUTPUT
-
-
-def test_bias_of_a_partial_function_stays() -> None:
-    function = functools.partial(nn.dot_product_attention, bias=jnp.asarray(normal(1, 2, 5, 5)))
-    plain = Flax(2, attention_fn=function)
+def test_options_of_a_partial_function_stay() -> None:
+    """Ours in Flax's layer, and Flax's in ours."""
+    soft_cap = (scores.SoftCap(2.0),)
+    capped = functools.partial(attention_fn, scores=soft_cap, kernel="reference")
+    biased = functools.partial(nn.dot_product_attention, bias=normal(1, 2, 5, 5))
     params = params_of(Flax(2))
-    ours = MultiHeadAttention(2, attention_fn=function)
-    assert error(*(jax.jit(m.apply)(params, X) for m in (ours, plain))) < OUTPUT
+    outs = both(
+        lambda layer: layer.apply(params, X),
+        Flax(2, attention_fn=capped), MultiHeadAttention(2, scores=soft_cap),
+        Flax(2, attention_fn=biased), MultiHeadAttention(2, attention_fn=biased),
+    )  # fmt: skip
+    assert error(outs[0], outs[1]) < OUTPUT
+    assert error(outs[2], outs[3]) < OUTPUT
+    assert error(outs[0], outs[2]) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0.2)
 def test_flax_function_in_our_layer() -> None:
     """With every kind of mask, grouped heads and a bias. In decoding, and with sown weights."""
     ours = MultiHeadAttention(4, num_kv_heads=2, mask=masks.Causal())
     theirs = ours.clone(attention_fn=nn.dot_product_attention)
     params = params_of(ours)
-    call = {"mask": masks.Window(2) & MASK, "bias": jnp.asarray(normal(4, 5, 5)),
+    call = {"mask": masks.Window(2) & MASK, "bias": normal(4, 5, 5),
             "sow_weights": True, "mutable": ["intermediates"]}  # fmt: skip
+    found, wanted = both(lambda layer: layer.apply(params, X, **call), theirs, ours)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert error(x, y) < OUTPUT
 
-    def run(layer: nn.Module) -> Any:
-        return layer.apply(params, X, **call)
+    def decode(layer: nn.Module) -> Any:
+        layer = layer.clone(decode=True)
+        cache = layer.init(KEY, np.zeros((2, 7, 8), np.float32))["cache"]
+        return layer.apply(params | {"cache": cache}, X, mutable=["cache"])[0]
 
-    (out, sown), (expected, expected_sown) = lenient(run)(theirs), run(ours)
-    assert error(out, expected) < OUTPUT
-    assert error(*map(jax.tree.leaves, (sown, expected_sown))) < OUTPUT
-    room = jnp.zeros((2, 7, 8))
-    outs = []
-    for layer in (theirs.clone(decode=True), ours.clone(decode=True)):
-        cache = lenient(layer.init)(KEY, room)["cache"]
-        out, _ = lenient(layer.apply)(params | {"cache": cache}, X, mutable=["cache"])
-        outs.append(out)
-    assert error(*outs) < OUTPUT
+    assert error(*both(decode, theirs, ours)) < OUTPUT
 
 
 def test_layer_calls_attention_fn_as_flax_does() -> None:
@@ -150,11 +140,13 @@ def test_layer_calls_attention_fn_as_flax_does() -> None:
 
     layer = MultiHeadDotProductAttention(2, attention_fn=function, dropout_rate=0.5)
     params = params_of(MultiHeadAttention(2))
-    layer.apply(params, X, mask=MASK, deterministic=False, rngs={"dropout": KEY})
+    apply = functools.partial(layer.apply, mask=MASK, deterministic=False, rngs={"dropout": KEY})
+    jax.eval_shape(apply, params, X)
     assert calls[0]["mask"].shape == (2, 1, 5, 5)
     assert calls[0]["dropout_rate"] == 0.5
     assert calls[0]["dropout_rng"] is not None
-    layer.clone(attention_fn=named).apply(params, X, deterministic=True)
+    layer = layer.clone(attention_fn=named)
+    jax.eval_shape(functools.partial(layer.apply, deterministic=True), params, X)
     assert calls[1] == {"rate": 0.0, "deterministic": True}
 
 
@@ -180,44 +172,51 @@ def test_dtype_of_sown_weights(kind: Any) -> None:
         assert weights.dtype == (jnp.float32 if forced and kind is Flax else jnp.bfloat16)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("dtype", [None, jnp.float64])
 def test_attention_weights_match_flax(dtype: Any) -> None:
-    """With a mask and a bias, sown too. Grouped keys and a fully masked query against NumPy."""
-    q, k = (jnp.asarray(normal(2, n, 2, 4)) for n in (5, 3))
-    mask, bias = jnp.asarray(normal(2, 1, 5, 3) > 0).at[..., 0].set(True), normal(2, 5, 3)
-    call = {"bias": jnp.asarray(bias), "mask": mask, "deterministic": True, "dtype": dtype}
+    """With a mask and a bias. Grouped keys and a fully masked query against NumPy."""
+    q, k = (normal(2, n, 2, 4) for n in (5, 3))
+    mask, bias = normal(2, 1, 5, 3) > 0, normal(2, 5, 3)
+    mask[..., 0] = True
+    call = {"bias": bias, "mask": mask, "deterministic": True, "dtype": dtype}
+    functions = dot_product_attention_weights, nn.dot_product_attention_weights
     with jax.enable_x64(dtype is not None):
-        ours = dot_product_attention_weights(q, k, **call)
-        expected = lenient(nn.dot_product_attention_weights)(q, k, **call)
+        ours, expected = both(lambda fn: fn(jnp.asarray(q), jnp.asarray(k), **call), *functions)
         assert ours.dtype == expected.dtype
         assert error(ours, expected) < OUTPUT
-    grouped = dot_product_attention_weights(q, k[:, :, :1], mask=mask.at[0, 0, 1].set(False))
-    scores = np.einsum("btnh,bsh->bnts", q, k[:, :, 0]) / 2 + np.where(mask, 0, -np.inf)
-    expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    expected[0, :, 1] = 0
-    assert error(grouped, expected) < OUTPUT
+    mask[0, 0, 1] = False
+    grouped = jax.jit(dot_product_attention_weights)(q, k[:, :, :1], mask=mask)
+    logits = np.einsum("btnh,bsh->bnts", q, k[:, :, 0]) / 2
+    weights = np.where(mask, np.exp(logits), 0)
+    total = weights.sum(-1, keepdims=True)
+    assert error(grouped, np.divide(weights, total, where=total > 0, out=weights)) < OUTPUT
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_returned_weights_include_dropout() -> None:
     class Sows(nn.Module):
         @nn.compact
         def __call__(self, q: jax.Array) -> jax.Array:
             return dot_product_attention_weights(q, q, is_causal=True, module=self, **dropped)
 
-    q = jnp.asarray(normal(2, 5, 2, 4))
+    q = normal(2, 5, 2, 4)
     dropped = {"dropout_rate": 0.5, "dropout_rng": KEY}
-    weights, sown = Sows().apply({}, q, mutable=["intermediates"])
-    (whole,) = sown["intermediates"]["attention_weights"]
+
+    @jax.jit
+    def run(q: jax.Array) -> Any:
+        weights, sown = Sows().apply({}, q, mutable=["intermediates"])
+        (whole,) = sown["intermediates"]["attention_weights"]
+        return weights, whole, attention_fn(q, q, q, is_causal=True, **dropped)
+
+    weights, whole, out = run(q)
     kept = np.asarray(weights) > 0
     np.testing.assert_allclose(weights, np.where(kept, 2 * whole, 0), rtol=1e-6)
     assert 0.2 < kept[np.asarray(whole) > 0].mean() < 0.8
-    out = attention_fn(q, q, q, is_causal=True, **dropped)
     assert error(np.einsum("bnts,bsnh->btnh", weights, q), out) < OUTPUT
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.25)
 def test_self_attention_takes_mask_second() -> None:
     """With the parameters, names and numbers of `nn.SelfAttention`."""
 
@@ -232,22 +231,23 @@ def test_self_attention_takes_mask_second() -> None:
     params = random_like(jax.eval_shape(ours.init, KEY, X))
     assert list(params["params"]) == ["SelfAttention_0"]
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        expected = lenient(theirs.apply)(params, X)
-        initial = lenient(theirs.init)(KEY, X)
-    assert error(ours.apply(params, X), expected) < OUTPUT
-    jax.tree.map(np.testing.assert_array_equal, ours.init(KEY, X), initial)
+        (out, initial), (expected, wanted) = both(
+            lambda layer: (layer.apply(params, X), layer.init(KEY, X)), ours, theirs
+        )
+    assert error(out, expected) < OUTPUT
+    jax.tree.map(np.testing.assert_array_equal, initial, wanted)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.2)
 def test_causality_of_a_partial_function_holds_here_alone() -> None:
     """Flax's nnx layer passes `is_causal=False` over it."""
     causal = functools.partial(nnx.dot_product_attention, is_causal=True)
-    fields = {"decode": False, "attention_fn": causal}
-    ours, theirs = (
-        kind(2, 8, rngs=nnx.Rngs(0), **fields)
-        for kind in (flax_mha.nnx.MultiHeadAttention, nnx.MultiHeadAttention)
-    )
-    found, others = ours(X), lenient(theirs)(X)
-    ours.attention_fn = None
-    assert error(found, ours(X, is_causal=True)) < OUTPUT
-    assert error(others, ours(X)) < OUTPUT
+
+    def run(kind: Any, **call: Any) -> Any:
+        function = nnx.dot_product_attention if call else causal
+        layer = kind(2, 8, rngs=nnx.Rngs(0), decode=False, attention_fn=function)
+        return lenient(nnx.jit(lambda layer: layer(X, **call)))(layer)
+
+    ours, theirs = flax_mha.nnx.MultiHeadAttention, nnx.MultiHeadAttention
+    assert error(run(ours), run(theirs, is_causal=True)) < OUTPUT
+    assert error(run(theirs), run(theirs, is_causal=False)) < OUTPUT

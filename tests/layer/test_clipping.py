@@ -35,16 +35,22 @@ def layer(**fields: Any) -> MultiHeadAttention:
 
 
 def clipped(module: Any, params: Any, clip: Any) -> Any:
-    steps = jax.tree.map(jnp.zeros_like, params)
-    steps, _ = clip.update(steps, clip.init(params), params, max_logits=captured(module, params))
-    return optax.apply_updates(params, steps)
+    seen = captured(module, params)
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        steps = jax.tree.map(jnp.zeros_like, params)
+        steps, _ = clip.update(steps, clip.init(params), params, max_logits=seen)
+        return optax.apply_updates(params, steps)
+
+    return run(params)
 
 
 @pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}, {"use_bias": False}], ids=str)
-@pytest.mark.parametrize("balance", [0.5, 0.2])
-def test_clip_scales_only_heads_beyond_threshold(fields: dict[str, Any], balance: float) -> None:
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}], ids=str)
+def test_clip_scales_only_heads_beyond_threshold(fields: dict[str, Any]) -> None:
     """Their scores end at the threshold. The other heads' parameters do not change."""
+    balance = 0.2
     module = layer(**fields)
     params = random_like(jax.eval_shape(module.init, KEY, X))["params"]
     before = max_scores(captured(module, params))[0]
@@ -68,7 +74,7 @@ def test_clip_scales_only_heads_beyond_threshold(fields: dict[str, Any], balance
     np.testing.assert_array_equal(after["value"]["kernel"], params["value"]["kernel"])
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("scan", [False, True])
 def test_clip_acts_on_every_layer_of_stack(scan: bool) -> None:
     module = Encoder(3, EncoderBlock(layer(), 24), scan=scan)
@@ -78,51 +84,11 @@ def test_clip_acts_on_every_layer_of_stack(scan: bool) -> None:
         assert x.max() < 1e-4
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
-@jax.numpy_dtype_promotion("standard")  # Adam's count of steps needs it.
-def test_training_with_clip_keeps_scores_at_threshold() -> None:
-    """The scores grow several times as large if not clipped. The optimizer's step is Adam's."""
-    module = layer(use_bias=False)
-    params = jax.jit(module.init)(KEY, X)["params"]
-
-    def run(optimizer: Any) -> tuple[float, float]:
-        optimizer = optax.with_extra_args_support(optimizer)
-
-        @jax.jit
-        def step(params: Any, state: Any) -> tuple[Any, Any, Any, Any]:
-            def loss(params: Any) -> tuple[jax.Array, Any]:
-                out, seen = module.apply({"params": params}, X, mutable=["intermediates"])
-                # Each token should copy the value of one other, which needs sharp attention.
-                return jnp.mean((out - 3 * jnp.roll(X, 1, 1)) ** 2), seen["intermediates"]
-
-            (value, seen), grads = jax.value_and_grad(loss, has_aux=True)(params)
-            steps, state = optimizer.update(grads, state, params, max_logits=seen)
-            return optax.apply_updates(params, steps), state, value, seen
-
-        now, state = params, optimizer.init(params)
-        for _ in range(150):
-            now, state, value, seen = step(now, state)
-        return float(max_scores(seen).max()), float(value)
-
-    free, _ = run(optax.adam(0.03))
-    most, value = run(optax.chain(optax.adam(0.03), qk_clip(4.0)))
-    assert free > 12
-    assert most < 4.8  # At most one step of Adam beyond the threshold.
-    assert np.isfinite(value)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda p, s: qk_clip().update(p, None, p), "needs max_logits="),
-        (lambda p, s: qk_clip().update(p, None, p, max_logits={"x": 1}), "needs max_logits="),
-    ],
-)
-def test_invalid_arguments_raise(call: Any, words: str) -> None:
-    module = layer()
-    params = drawn(module, X)["params"]
-    with pytest.raises(ValueError, match=words):
-        call(params, captured(module, params))
+def test_scores_of_other_layers_are_refused() -> None:
+    params = drawn(layer(), X)["params"]
+    for more in ({}, {"max_logits": {"x": 1}}):
+        with pytest.raises(ValueError, match="needs max_logits="):
+            qk_clip().update(params, None, params, **more)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +100,6 @@ def test_invalid_arguments_raise(call: Any, words: str) -> None:
             MultiHeadAttention(4, capture=Capture(("max_logit",), heads=(0,))),
             r"of all 4 heads of the top, \[\*B, 4, T\], got \(2, 1, 7\)",
         ),
-        (
-            Encoder(
-                1, EncoderBlock(MultiHeadAttention(4, capture=Capture(("max_logit",), (0, 3))), 24)
-            ),
-            "of all 4 heads of layers_0/attention",
-        ),
     ],
 )
 def test_unsupported_layers_raise(module: Any, words: str) -> None:
@@ -148,7 +108,7 @@ def test_unsupported_layers_raise(module: Any, words: str) -> None:
         clipped(module, params, qk_clip())
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_clip_of_latent_attention() -> None:
     """The shared key stays, so its part of the queries takes the whole factor."""
     module = MultiHeadLatentAttention(
@@ -172,16 +132,17 @@ def test_clip_of_latent_attention() -> None:
 
 def test_clip_of_layer_with_shared_kv() -> None:
     """Only the queries are scaled there."""
-    module = layer()
-    kv = (jnp.asarray(X[..., None, :4]), jnp.asarray(X[..., None, 4:8]))
+    module, kv = layer(), (X[..., None, :4], X[..., None, 4:8])
     params = random_like(jax.eval_shape(lambda: module.init(KEY, X, kv=kv)))["params"]
 
+    @jax.jit
     def scores(params: Any) -> Any:
         return module.apply({"params": params}, X, kv=kv, mutable=["intermediates"])[1]
 
-    threshold = 0.5 * max_scores(scores(params))[0].max()
-    steps = jax.tree.map(jnp.zeros_like, params)
+    before = max_scores(scores(params))[0]
+    threshold = 0.5 * before.max()
+    steps = jax.tree.map(np.zeros_like, params)
     steps, _ = qk_clip(threshold).update(steps, None, params, max_logits=scores(params))
     after = optax.apply_updates(params, steps)
-    expected = np.minimum(max_scores(scores(params))[0], threshold)
+    expected = np.minimum(before, threshold)
     np.testing.assert_allclose(max_scores(scores(after))[0], expected, rtol=1e-5)

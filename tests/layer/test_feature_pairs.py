@@ -162,15 +162,6 @@ def on_either_mesh(pairs: Iterable[Pair]) -> Iterator[Pair]:
 PAIRS = [*on_either_mesh(Pair(*row) for row in covering(FACTORS, (2,)))]
 
 
-def test_meshes_of_either_kind_meet_everything_else() -> None:
-    """Every value but those of parts, which are many."""
-    for kind in ("Auto", "Explicit"):
-        rows = [pair for pair in PAIRS if pair.mode == kind]
-        for n, (factor, values) in enumerate(FACTORS.items()):
-            if factor not in ("part", "mode"):
-                assert {row[n] for row in rows} == {*values}, (kind, factor)
-
-
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.refused], ids=str)
 def test_unsupported_pair_raises_its_name(pair: Pair) -> None:

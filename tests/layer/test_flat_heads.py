@@ -14,7 +14,7 @@ from tests.support.platforms import pretend
 SHAPES = {"one device": (), "two axes": (2, 4), "heads over two axes": (2, 2, 2)}
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flat_heads_match_the_einsum(monkeypatch, shape: str, kind: str) -> None:
@@ -47,14 +47,3 @@ def test_flat_heads_match_the_einsum(monkeypatch, shape: str, kind: str) -> None
     assert "32x32xf32" in text
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert error(x, y) < 1e-5
-
-
-def test_heads_are_flat_for_the_kernel_that_reads_them_so(monkeypatch) -> None:
-    pretend(monkeypatch, "tpu")
-    assert linear._has_flat_heads((4, 32))
-    assert linear._has_flat_heads((4, 512))
-    assert not linear._has_flat_heads((4, 31))
-    assert not linear._has_flat_heads((4, 513))
-    assert not linear._has_flat_heads(())
-    pretend(monkeypatch, "gpu")
-    assert not linear._has_flat_heads((4, 64))

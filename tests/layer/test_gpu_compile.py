@@ -4,7 +4,6 @@ It needs the wheels of the extra gpu-compile. The collectives equal the ones on 
 test_tpu_collectives.py and docs/sharding.md.
 """
 
-import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -28,9 +27,7 @@ from experiments.plan.collectives import read
 from flax_mha import (
     MultiHeadAttention,
     MultiHeadDotProductAttention,
-    Platform,
     dot_product_attention,
-    explain,
     masks,
 )
 from tests.support import lowered_layers
@@ -168,42 +165,6 @@ def test_ring_calls_cudnn_in_each_hop(optimized: None, chip: str, length: int, k
     assert {one.kind for one in read(text, mesh.size)} == {"collective-permute"} | exchanged
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mask", [masks.Causal(), masks.Causal() & masks.Window(70)])
-def test_explain_of_ring_matches_compiled_program(
-    optimized: None, kind: str, mask: masks.Mask
-) -> None:
-    """Asked on CPUs about an absent GPU, and compiled for it."""
-    meant = Platform("gpu", "NVIDIA H200", cudnn=(9, 10, 2))
-    found = []
-    for devices in (jax.devices("cpu")[:4], gpus.of("h200", 4)):
-        mesh = Mesh(np.array(devices), ("length",), axis_types=(KINDS[kind],))
-        x = jax.ShapeDtypeStruct(
-            (1, 512, 3, H), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "length"))
-        )
-        with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "length")]):
-            told = explain(x, x, x, mask=mask, platform=meant)
-            call = jax.jit(functools.partial(dot_product_attention, mask=mask)).lower(x, x, x)
-            found.append((told, compiled.dumped(call)[0]))
-    (told, on_cpu), (told_there, on_gpu) = found
-    assert told == told_there
-    assert told.strategy == "ring"
-    assert "__cudnn$" not in on_cpu
-    assert told.chosen == "cudnn"
-    assert ("__cudnn$fmhaScaleBias" in on_gpu) == (mask != masks.Causal())
-    assert "__cudnn$" in on_gpu
-
-
-@pytest.mark.parametrize("kernel", ["blockwise", "reference"])
-def test_blockwise_and_reference_compile_for_gpus(optimized: None, kernel: str) -> None:
-    layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
-    mesh = Mesh(np.array(gpus.of("h200", 8)).reshape(1, 8), ("data", "model"))
-    text, _ = compiled.dumped(
-        lowered_layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower()
-    )
-    assert {one.kind for one in read(text, 8)} == {"all-reduce"}
-
-
 @pytest.mark.parametrize(("chip", "arrays"), [("a100", 3), ("h200", 3), ("b200", 2)])
 def test_float32_memory(optimized: None, chip: str, arrays: int) -> None:
     """Two or three score arrays where `auto` takes plain einsums, O(T) beyond, as the docs say."""
@@ -254,26 +215,6 @@ def test_reference_moves_no_more_than_a_layer_of_flax(
     ours = moved(MultiHeadDotProductAttention)
     flax = moved(nn.MultiHeadDotProductAttention, force_fp32_for_softmax=True)
     assert all(x < 1.02 * y for x, y in zip(ours, flax, strict=True)), (ours, flax)
-
-
-@jax.numpy_dtype_promotion("standard")
-def test_nothing_is_transposed_for_cudnn(optimized: None) -> None:
-    """Biases make XLA write queries, keys and values in another order than it does without them."""
-    chip = Chip(gpus.of("h200", 1)[0], True)
-    x, ids = chip.array(8, T // 2, D, dtype=jnp.bfloat16), chip.array(8, T // 2, dtype=jnp.int32)
-
-    def moved(use_bias: bool) -> float:
-        layer = MultiHeadDotProductAttention(D // H, dtype=jnp.bfloat16, use_bias=use_bias)
-
-        def loss(variables: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-            y = layer.apply(variables, x, mask=nn.make_causal_mask(ids))
-            return (y.astype(jnp.float32) ** 2).mean()
-
-        variables = chip.place(jax.eval_shape(layer.init, jax.random.key(0), x))
-        entry = programs.Entry("", "", "", jax.grad(loss, (0, 1)), (variables, x, ids))
-        return measured.measure(chip, entry)["MiB"]
-
-    assert moved(True) < 1.1 * moved(False)
 
 
 @pytest.mark.parametrize(

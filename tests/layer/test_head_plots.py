@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,19 +34,12 @@ def test_class_token_is_drawn_over_the_image() -> None:
         plots.class_token(np.ones((1, 2, 2)), np.ones((20, 30)))
 
 
-def test_tokens_between_dollars_are_text() -> None:
-    figure = plots.heads({"$x^$": {"attention_weights": WEIGHTS}}, ["$$", "$x^$", r"$\foo$", "$a$"])
-    assert figure._repr_png_().startswith(b"\x89PNG")
-    assert not any(tick.get_parse_math() for tick in figure.axes[0].get_yticklabels())
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_the_intermediates_of_a_model_are_drawn_layer_by_layer() -> None:
     layer = MultiHeadAttention(2, capture=Capture(("weights", "entropy")))
     model = Encoder(2, EncoderBlock(layer, mlp_dim=8))
-    x = jax.random.normal(jax.random.key(0), (1, 5, 8))
-    variables = model.init(jax.random.key(1), x)
-    _, sown = model.apply(variables, x, mutable="intermediates")
+    x = np.random.default_rng(0).normal(size=(1, 5, 8)).astype(np.float32)
+    _, sown = jax.jit(model.init_with_output)(jax.random.key(1), x)
     figure = plots.heads(sown, ["tokens"] * 5)
     titles = [axis.get_title() for axis in figure.axes]
     names = [f"layers_{i}/attention, head {head}" for i in range(2) for head in range(2)]
@@ -57,7 +49,9 @@ def test_the_intermediates_of_a_model_are_drawn_layer_by_layer() -> None:
 
 
 def test_many_heads_take_several_rows() -> None:
-    figure = plots.heads(jnp.full((11, 50, 50), 0.02), ["x"] * 50)
+    figure = plots.heads(np.full((11, 50, 50), 0.02), ["$x^$"] * 50)
+    # Signs of formulas are text.
+    assert figure._repr_png_().startswith(b"\x89PNG")
     assert [axis.get_title() for axis in figure.axes if axis.axison][-1] == "head 10, up to 0.02"
     assert not figure.axes[0].get_xticks().size, "50 names would not fit"
 

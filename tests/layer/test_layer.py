@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flax_mha import MultiHeadAttention
 from flax_mha.masks import Causal, Lengths, Mask
@@ -46,8 +44,7 @@ def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> An
     return jax.jit(lambda *args: layer.apply(*args, **call))(params, *inputs)
 
 
-@pytest.mark.sampled(0.16)
-@pytest.mark.parametrize("inputs", [(X,), (X, Y, Z)], ids=["self", "distinct"])
+@pytest.mark.sampled(0.17)
 @pytest.mark.parametrize(
     ("fields", "value", "out"),
     [
@@ -60,9 +57,8 @@ def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> An
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
-def test_fields_match_formula(
-    fields: dict[str, Any], value: tuple, out: tuple | None, inputs: tuple[np.ndarray, ...]
-) -> None:
+def test_fields_match_formula(fields: dict[str, Any], value: tuple, out: tuple | None) -> None:
+    inputs = (X, Y, Z)
     layer, params = build(*inputs, **fields)
     projections = params["params"]
     assert projections["value"]["kernel"].shape[1:] == value
@@ -77,32 +73,16 @@ def test_fields_match_formula(
     assert error(actual_weights, weights) < OUTPUT
 
 
-@pytest.mark.slow
-@given(
-    K=st.integers(1, 3), G=st.integers(1, 3), H=st.integers(1, 4), Hv=st.integers(1, 4),
-    T=st.integers(1, 5), S=st.integers(1, 5), batch=st.lists(st.integers(1, 2), max_size=2),
-)  # fmt: skip
-@settings(max_examples=8)
-def test_any_sizes_match_formula(
-    K: int, G: int, H: int, Hv: int, T: int, S: int, batch: list[int]
-) -> None:
-    x, y = normal(*batch, T, 5), normal(*batch, S, 3, seed=2)
-    layer, params = build(x, y, num_heads=K * G, num_kv_heads=K, head_dim=H, v_head_dim=Hv)
-    assert error(run(layer, params, x, y), oracle.multi_head(params["params"], x, y)[0]) < OUTPUT
-
-
 TABLE = np.random.default_rng(4).random((B, N, T, S)) < 0.5
-ROWS, PER_QUERY = np.array([3, 0]), np.array([[1, 5, 0, 2], [4, 4, 3, 1]])
+ROWS = np.array([3, 0])
 VALID = (ROWS[:, None, None] > AT_K)[:, None]
 MASKS: dict[str, tuple[Mask | np.ndarray, np.ndarray]] = {
     "causal": (Causal(), AT_Q >= AT_K),
     "lengths": (Lengths(ROWS), VALID),
-    "lengths per query": (Lengths(PER_QUERY), (PER_QUERY[..., None] > AT_K)[:, None]),
     "lengths of queries": (
         Lengths(ROWS, q=np.array([2, 4])),
         VALID & (np.array([2, 4])[:, None, None, None] > AT_Q),
     ),
-    "dense": (TABLE, TABLE),
     "algebra": ((Causal() | ~Lengths(ROWS)) & TABLE, ((AT_Q >= AT_K) | ~VALID) & TABLE),
 }
 
@@ -136,42 +116,17 @@ def test_mask_field_mask_argument_and_bias_combine() -> None:
     assert error(out, expected) < OUTPUT
 
 
-def test_oracle_gradients_match_finite_differences() -> None:
-    """The oracle's gradients are derived by hand, so they are checked against its outputs."""
-    arrays = {"q": normal(T, N, 3), "k": normal(S, 2, 3, seed=2), "v": normal(S, 2, 4, seed=3)}
-    arrays |= {"bias": normal(N, 1, S, seed=4), "sinks": normal(N, seed=7)}
-    spec = {"allowed": TABLE[0], "keep": TABLE[1] | (AT_K == 2), "rate": 0.3}
-    spec["scores"] = (oracle.ScoreRule.soft_cap(1.5),)
-    cotangent = normal(T, N, 4, seed=5)
-    gradients = oracle.attention_gradients(**arrays, **spec, cotangent=cotangent)
-    for name in arrays:
-        gradient = getattr(gradients, name)
-        step = 1e-5 * normal(*arrays[name].shape, seed=6).astype(np.float64)
-        ahead, behind = (
-            (oracle.attention(**arrays | {name: arrays[name] + sign * step}, **spec)[0]).ravel()
-            for sign in (1, -1)
-        )
-        # Central differences with step 1e-5: 1e-10 by Taylor, and 1e-16/1e-5 of rounding.
-        assert error((ahead - behind) @ cotangent.ravel() / 2, (gradient * step).sum()) < 1e-7
-
-
-@pytest.mark.sampled(0.66)
-@pytest.mark.parametrize(
-    "settings", [{}, {"interleaved": True}, {"fraction": 0.5, "base": 100.0}], ids=",".join
-)
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("settings", [{}, {"interleaved": True, "fraction": 0.5, "base": 100.0}])
 def test_rotary_layer_matches_formula(settings: dict[str, Any]) -> None:
     layer, params = build(X, head_dim=8, num_kv_heads=2, rotary=Rotary(**settings))
     rows = np.array([[0, 1, 2, 3], [7, 2, 5, 5]])
     run_at = jax.jit(lambda at: layer.apply(params, X, positions=at, return_weights=True))
-
-    def turned(at: np.ndarray) -> Any:
-        turn = functools.partial(oracle.rotary, positions=at, **settings)
-        return oracle.multi_head(params["params"], X, turn=lambda *qk: map(turn, qk))
-
+    turn = functools.partial(oracle.rotary, positions=rows, **settings)
+    expected = oracle.multi_head(params["params"], X, turn=lambda *qk: map(turn, qk))
     out, weights = run_at(rows)
-    assert error(out, turned(rows)[0]) < OUTPUT
-    assert error(weights, turned(rows)[1]) < OUTPUT
-    assert error(run(layer, params, X), turned(np.arange(T))[0]) < OUTPUT
+    assert error(out, expected[0]) < OUTPUT
+    assert error(weights, expected[1]) < OUTPUT
     # Scores depend only on i − j. The angles of far positions round more.
     np.testing.assert_allclose(run_at(rows + 1000)[1], weights, atol=3e-4)
     assert error(run_at(rows * 2)[1], weights) > 0.01
@@ -247,9 +202,9 @@ def dropping(**fields: Any) -> Any:
     return jax.jit(lambda rng, **call: model.apply(params, rngs={"dropout": rng}, **call))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0.25)
 def test_dropout_drops_share_and_scales_rest() -> None:
-    """Submodules drop different weights."""
+    """Submodules, heads and keys drop different weights."""
     run = dropping(deterministic=False)
     first, second = run(KEY)
     kept = np.isclose(first, 1 / TOKENS / 0.75, rtol=1e-6)
@@ -264,14 +219,12 @@ def test_dropout_drops_share_and_scales_rest() -> None:
     # A key in the call overrides the rngs of apply, and all layers use the same one.
     given_a, given_b = run(KEY, dropout_rng=jax.random.key(5))
     np.testing.assert_array_equal(given_a, given_b)
-    np.testing.assert_array_equal(given_a, run(jax.random.key(1), dropout_rng=jax.random.key(5))[0])
     assert (given_a != first).any()
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.25)
 def test_broadcast_dropout_is_equal_across_heads() -> None:
     weights, _ = dropping(broadcast_dropout=True, deterministic=False)(KEY)
     np.testing.assert_array_equal(weights, np.repeat(weights[:, :1], N, 1))
     assert 0 < np.mean(weights == 0) < 1
-    for fields in ({"deterministic": True}, {"dropout_rate": 0.0}):
-        np.testing.assert_allclose(dropping(**fields)(KEY), 1 / TOKENS, rtol=1e-6)
+    np.testing.assert_allclose(dropping(deterministic=True)(KEY), 1 / TOKENS, rtol=1e-6)

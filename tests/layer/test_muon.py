@@ -59,7 +59,7 @@ def orthogonalized(grad: np.ndarray) -> np.ndarray:
     return -np.sqrt(max(1, grad.shape[1] / grad.shape[0])) * x
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("scan", [False, True])
 def test_muon_orthogonalizes_each_head(scan: bool) -> None:
     layer = MultiHeadAttention(4, num_kv_heads=2, gate="feature")
@@ -87,7 +87,10 @@ def test_parameters_without_matrix_go_to_adam() -> None:
     model = LanguageModel(
         TokenEmbedding(11, 16), Decoder(2, (block, DecoderBlock(latent, 8))), tied=False
     )
-    found = matrices(params_of(model, np.ones((1, 4), int)))
+    params = jax.eval_shape(model.init, KEY, np.ones((1, 4), int))["params"]
+    # Other parameters follow Optax's default.
+    convolution = {"kernel": np.ones((3, 3, 2, 4))}
+    found = matrices({**params, "dense": {"kernel": np.ones((3, 4))}, "conv": convolution})
     first, second = ("decoder/layers_0/", "decoder/layers_1/")
     assert found == {
         **{f"{first}attention/{name}/kernel": TO for name in ("query", "key", "value")},
@@ -97,32 +100,18 @@ def test_parameters_without_matrix_go_to_adam() -> None:
         **{f"{second}mlp/{name}/kernel": FROM for name in ("up", "down")},
         **{f"{first}mlp/{name}_kernel": FROM for name in ("up", "gate", "down")},
         f"{first}mlp/router/kernel": FROM,
+        "dense/kernel": FROM,
     }
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
 def test_muon_dimensions_of_nnx_layer() -> None:
     layer = flax_mha.nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0))
     names = {"query": TO, "key": TO, "value": TO, "out": FROM}
-    state = nnx.state(layer, nnx.Param)
-    assert matrices(state) == {f"{name}/kernel/value": x for name, x in names.items()}
-    transformation = muon(1.0, muon_weight_dimension_numbers=muon_dimensions)
-    optimizer = nnx.Optimizer(layer, transformation, wrt=nnx.Param)
-
-    @nnx.jit
-    def step_of(layer: Any, optimizer: Any) -> Any:
-        grad = nnx.grad(lambda layer: layer(X).sum())(layer)
-        optimizer.update(layer, grad)
-        return grad
-
-    before = float64(layer.out.kernel[...])
-    grad = step_of(layer, optimizer)
-    for n in range(4):
-        step = orthogonalized(float64(grad["out"]["kernel"][...])[n])
-        assert error(float64(layer.out.kernel[...])[n] - before[n], step) < 1e-3
+    found = matrices(nnx.state(layer, nnx.Param))
+    assert found == {f"{name}/kernel/value": x for name, x in names.items()}
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize("kind", KINDS)
 def test_muon_of_sharded_heads_needs_no_collectives(optimized: None, kind: str) -> None:
     layer = MultiHeadAttention(8, num_kv_heads=8)
@@ -135,8 +124,3 @@ def test_muon_of_sharded_heads_needs_no_collectives(optimized: None, kind: str) 
     finally:
         leave()
     assert collectives(update.as_text()) == []
-
-
-def test_other_parameters_follow_optax_default() -> None:
-    params = {"dense": {"kernel": np.ones((3, 4))}, "conv": {"kernel": np.ones((3, 3, 2, 4))}}
-    assert matrices(params) == {"dense/kernel": FROM}

@@ -43,21 +43,16 @@ CLASSES: dict[Any, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_fields_keep_names_and_defaults(cls: Any) -> None:
+def test_fields_and_arguments_keep_names_and_defaults(cls: Any) -> None:
+    """And the order of those that may be given by position."""
     fields = inspect.signature(cls.__init__).parameters
-    promised, *_ = CLASSES[cls]
+    promised, in_order, named = CLASSES[cls]
     assert {name: fields[name].default for name in promised} == promised
     assert {*INITIALIZERS} <= fields.keys()
     required = [n for n, p in fields.items() if p.default is p.empty
                 and n not in ("self", "rngs", "fields")]  # fmt: skip
-    assert required == (["num_heads", "in_features"] if cls.__module__.endswith("nnx") else
-                        ["num_heads"])  # fmt: skip
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_calls_keep_arguments_and_the_order_of_inputs(cls: Any) -> None:
+    assert required == ["num_heads", "in_features"][: 2 if "in_kv_features" in promised else 1]
     arguments = [*inspect.signature(cls.__call__).parameters][1:]
-    _, in_order, named = CLASSES[cls]
     assert tuple(arguments[: len(in_order)]) == in_order
     assert {*named} <= {*arguments}
 

@@ -27,7 +27,7 @@ class Layer(nn.Module):
         return x + layer(x, mask=masks.Window(left)), None
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_layers_of_one_scan_have_windows_of_their_own() -> None:
     """Gradients too, under remat."""
     scanned = nn.scan(
@@ -51,19 +51,7 @@ def test_layers_of_one_scan_have_windows_of_their_own() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, wanted)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_vmap_over_windows() -> None:
-    q = jnp.asarray(X)[..., None, :]
-
-    def attend(left: Any) -> Any:
-        return dot_product_attention(q, q, q, mask=masks.Window(left, 0))
-
-    rows = jax.jit(jax.vmap(attend))(jnp.array(WINDOWS))
-    wanted = jnp.stack([attend(left) for left in WINDOWS])
-    np.testing.assert_allclose(rows, wanted, atol=1e-5)
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_decoding_by_a_traced_window() -> None:
     layer = MultiHeadAttention(2, decode=True)
     whole = layer.clone(decode=False, mask=masks.Causal())

@@ -37,15 +37,6 @@ def test_tiles_are_exact_where_blocks_are_aligned() -> None:
     np.testing.assert_array_equal(verdict, some.any((1, 3)).astype(int) + some.all((1, 3)))
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_kernels_agree() -> None:
-    q, k, v = (jnp.asarray(np.random.default_rng(n).normal(size=(2, 600, 2, 8))) for n in range(3))
-    mask = masks.block_diffusion(300, 32)
-    by_table = dot_product_attention(q, k, v, mask=mask.dense(600), kernel="reference")
-    out = dot_product_attention(q, k, v, mask=mask, kernel="blockwise")
-    np.testing.assert_allclose(out, by_table, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

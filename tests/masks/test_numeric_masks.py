@@ -1,6 +1,7 @@
 """Masks of the numbers 1 and 0, as Flax's helpers return them, and of other numbers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -22,8 +23,8 @@ from tests.support.oracle import error
 KEY = jax.random.key(0)
 B, T, N, H = 2, 5, 4, 4
 RNG = np.random.default_rng(0)
-Q, K, V = (jnp.asarray(RNG.normal(size=(B, T, N, H)), jnp.float32) for _ in range(3))
-X = jnp.asarray(RNG.normal(size=(B, T, 8)), jnp.float32)
+Q, K, V = RNG.normal(size=(3, B, T, N, H)).astype(np.float32)
+X = RNG.normal(size=(B, T, 8)).astype(np.float32)
 LENGTHS = np.array([3, 5])
 # Row 0 has three tokens: its last queries are fully masked.
 REAL = np.arange(T) < LENGTHS[:, None]
@@ -70,7 +71,7 @@ def test_tiles_of_traced_numbers(dtype: str) -> None:
     assert states(table + 2).tolist() == [[[masks.PARTIAL] * 3] * 2]
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_gradients_with_numeric_mask_match_bool_mask() -> None:
     """Outputs match the oracle, with concrete and traced masks."""
 
@@ -165,13 +166,12 @@ def test_numeric_masks_on_meshes(kind: str) -> None:
 
 
 HERE: dict[str, tuple[nn.Module, Callable[[Any], Any]]] = {
-    "field": (MultiHeadAttention(2, mask=masks.Window(2, 2)), lambda m: m),
     "algebra": (MultiHeadAttention(2), lambda m: ~(~masks.as_mask(m) | ~masks.Causal())),
     "scan": (Encoder(2, EncoderBlock(MultiHeadAttention(2), 8), scan=True), lambda m: m),
 }
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("name", HERE)
 def test_numeric_masks_work_wherever_masks_do(name: str) -> None:
     module, of = HERE[name]
@@ -181,27 +181,25 @@ def test_numeric_masks_work_wherever_masks_do(name: str) -> None:
     )(TABLE)
     assert error(known, expected) < 2e-6
     assert error(traced, expected) < 2e-6
-    additive = jax.jit(lambda mask: module.apply(params, X, mask=of(mask)))(ADDITIVE)
-    assert np.isnan(additive[:, 0]).all()
 
 
-@pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("traced", [True, False])
-def test_decoding_with_numeric_mask_of_all_slots(traced: bool) -> None:
+@pytest.mark.sampled(0.25)
+def test_decoding_with_numeric_mask_of_all_slots() -> None:
     """Each step gets the mask of all slots, which outnumber the tokens."""
-    layer = MultiHeadAttention(2, decode=True)
-    variables = layer.init(KEY, jnp.zeros((B, T + 2, 8)))
-    keep = jnp.asarray([1.0, 0, 1, 1, 1, 1, 1]).reshape(1, 1, 1, -1)
-    seen = masks.Causal() & (keep[..., :T] > 0)
-    full = layer.clone(decode=False).apply({"params": variables["params"]}, X, mask=seen)
+    layer, keep = MultiHeadAttention(2, decode=True), np.float32([1, 0, 1, 1, 1, 1, 1])
+    shapes = jax.eval_shape(layer.init, KEY, np.zeros((B, T + 2, 8), np.float32))
+    params = {"params": oracle.random_like(shapes["params"])}
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes["cache"])
+    seen = masks.Causal() & (keep[:T] > 0)
+    full = jax.jit(partial(layer.clone(decode=False).apply, mask=seen))(params, X)
 
-    def step(variables: Any, x: jax.Array, mask: jax.Array) -> Any:
-        return layer.apply(variables, x, mask=mask, mutable=["cache"])
+    @jax.jit
+    def step(cache: Any, x: jax.Array, keep: jax.Array) -> Any:
+        return layer.apply({**params, "cache": cache}, x, mask=keep[None], mutable=["cache"])
 
-    run = jax.jit(step if traced else lambda variables, x, _: step(variables, x, keep))
     outs = []
     for t in range(T):
-        out, new = run(variables, X[:, t : t + 1], keep)
-        variables = variables | new
+        out, new = step(cache, X[:, t : t + 1], keep)
+        cache = new["cache"]
         outs.append(out)
-    assert error(jnp.concatenate(outs, 1), full) < 2e-6
+    assert error(np.concatenate(outs, 1), full) < 2e-6

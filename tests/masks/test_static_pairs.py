@@ -96,35 +96,25 @@ def test_functions_are_computed_anew() -> None:
     assert (states(changing) != before).any()
 
 
-def test_arrays_inside_of_functions_are_read() -> None:
-    """Try the arrays of a jitted function, and of a Python function that JAX calls back."""
-
-    def jitted(table: np.ndarray) -> Predicate:
+def test_arrays_of_jitted_functions_are_read() -> None:
+    def seen(table: np.ndarray) -> np.ndarray:
         inner = jax.jit(lambda j: jnp.asarray(table)[j])
-        return Predicate(lambda row, head, i, j: inner(j))
+        return states(Predicate(lambda row, head, i, j: inner(j)))
 
-    def called(table: np.ndarray) -> Predicate:
-        def read(j):
-            shape = jax.ShapeDtypeStruct(j.shape, bool)
-            return jax.pure_callback(lambda j: table[np.asarray(j)], shape, j)
-
-        return Predicate(lambda row, head, i, j: read(j))
-
-    tables = np.arange(64) < 8, np.arange(64) >= 8
-    for make in (jitted, called):
-        one, other = (states(make(table)) for table in tables)
-        np.testing.assert_array_equal(one, FULL - other)
+    table = np.arange(64) < 8
+    np.testing.assert_array_equal(seen(table), FULL - seen(~table))
 
 
-@pytest.mark.sampled(0.5, slow=0.3)
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 def test_skipped_tiles_change_nothing(kernel: str, monkeypatch) -> None:
     mask = Predicate(lambda row, head, i, j: (i // 64 == j // 64) | (j // 64 < i // 64 - 3))
-    q = jax.random.normal(jax.random.key(0), (1, 600, 2, 8))
+    q = np.random.default_rng(0).normal(size=(1, 600, 2, 8)).astype(np.float32)
 
     def loss(q):
         return jnp.sin(dot_product_attention(q, q, q, mask=mask, kernel=kernel)).sum()
 
-    skipped = jax.grad(loss)(q)
+    skipped = jax.jit(jax.grad(loss))(q)
     monkeypatch.setattr(algebra, "MOST", 0)
-    assert error(skipped, jax.grad(loss)(q)) < 1e-5
+    jax.clear_caches()  # Kernels share traces between calls.
+    assert error(skipped, jax.jit(jax.grad(loss))(q)) < 1e-5

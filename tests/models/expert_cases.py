@@ -1,6 +1,5 @@
 """Modules of experts, the methods that compute them, and their gradients."""
 
-import functools
 from typing import Any
 
 import jax
@@ -91,18 +90,14 @@ def balance(logits: Any, top_k: int) -> tuple[float, np.ndarray]:
     return float(E * np.sum(chosen * p.mean(0))), gradient
 
 
-def sown(module: Any, params: Any, x: Any) -> tuple[Any, Any]:
-    """Return the sum of balance losses, and the intermediates."""
-    _, state = module.apply(params, x, mutable=["intermediates"])
-    flat = jax.tree.leaves_with_path(state["intermediates"])
-    losses = [jnp.sum(x) for path, x in flat if "balance_loss" in jax.tree_util.keystr(path)]
-    return sum(losses), state["intermediates"]
-
-
 def check_balance(module: Experts, params: Any, x: Any, router: Any) -> None:
     """Check the sown logits and the loss, with its gradient for the router."""
-    grad = jax.jit(jax.grad(functools.partial(sown, module), has_aux=True))
-    of_params, found = jax.device_get(grad(params, x))
+
+    def loss(params: Any, x: Any) -> Any:
+        _, state = module.apply(params, x, mutable=["intermediates"])
+        return state["intermediates"]["balance_loss"][0], state["intermediates"]
+
+    of_params, found = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(params, x))
     wide = np.asarray(X, np.float64).reshape(-1, 16)
     logits = wide @ router["kernel"] + router.get("bias", 0)
     wanted, gradient = balance(logits, module.top_k)

@@ -1,7 +1,6 @@
-"""Experts on meshes: equality with one device, memory, and the bytes that devices send."""
+"""Experts on meshes: equality with one device, and the bytes that devices send."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +14,8 @@ from flax_mha import Experts, sharding
 from tests.kernels.cases import pairs
 from tests.models.expert_cases import (
     CLIPPED,
-    GROUPED,
     KEY,
+    KINDS_OF,
     METHODS,
     PLAIN,
     X,
@@ -25,7 +24,6 @@ from tests.models.expert_cases import (
     run,
     use,
 )  # fmt: skip
-from tests.support import processes
 from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, described, on, total
 from tests.support.oracle import error
 
@@ -64,33 +62,20 @@ RULES = {
 @functools.cache
 def on_one_device(module: Experts, method: str) -> Any:
     """Return parameters, and the method's output with them."""
-    params = jax.jit(module.init)(KEY, X)
-    bias = {name: x for name, x in parameters(module)["params"].items() if "bias" in name}
-    params = {"params": params["params"] | bias}
+    params = parameters(module)
     return jax.device_get((params, run(module, params, X)))
 
 
 # All pairs of these occur, not their whole product.
 @pytest.mark.sampled(0.02)
 @pytest.mark.parametrize(
-    ("name", "kind", "method"),
-    pairs(name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
+    ("experts", "name", "kind", "method"),
+    pairs(experts=("clipped", "grouped"), name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
     indirect=["method"],
 )
-def test_sharded_experts_match_one_device(name: str, kind: str, method: str) -> None:
-    compare(CLIPPED, name, kind, method)
-
-
-@pytest.mark.sampled(0.05, slow=0.2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["features divided", "experts divided", "over the tokens' axis"])
-@pytest.mark.parametrize("method", ["in turn", "sent"], indirect=True)
-def test_sharded_groups_of_experts_match_one_device(name: str, kind: str, method: str) -> None:
-    """With a choice bias and a shared MLP."""
-    compare(GROUPED, name, kind, method)
-
-
-def compare(module: Experts, name: str, kind: str, method: str) -> None:
+def test_sharded_experts_match_one_device(experts: str, name: str, kind: str, method: str) -> None:
+    """With clipped features, or groups of experts with a choice bias and a shared MLP."""
+    module = KINDS_OF[experts]
     params, wanted = on_one_device(module, method)
     mesh, leave = on(kind, RULES[name])
     try:
@@ -117,7 +102,7 @@ def test_two_shardings_over_one_axis_raise() -> None:
         leave()
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     """On CPUs, devices gather the tokens of each part, and scatter the sums of the outputs."""
     n, (rows, features), top_k = 8, (128, 64), 2
@@ -149,33 +134,7 @@ def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["the tokens' axis", "an own axis"])
-def test_device_needs_the_memory_of_its_share(name: str, method: str, optimized: None) -> None:
-    """With rows for all choices of all tokens, each array of hidden features would take 16 MiB."""
-    module, rows, features = Experts(1024, 8, 2), 2048, 64
-    axis = "data" if name == "the tokens' axis" else "model"
-    mesh, leave = on("Auto", changed(experts=axis, mlp=None), (8, 1) if axis == "data" else (1, 8))
-    try:
-        x = jax.ShapeDtypeStruct((8, rows // 8, features), jnp.float32,
-                                 sharding=NamedSharding(mesh, P("data")))  # fmt: skip
-        params = described(module, x)
-        places = jax.tree.map(lambda a: a.sharding, (params, x))
-        fn = jax.jit(lambda *args: run(module, *args)[0], out_shardings=places)
-        temporaries = fn.lower(params, x).compile().memory_analysis().temp_size_in_bytes
-    finally:
-        leave()
-    assert temporaries < 16 * 2**20
-
-
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("count", [2, 4])
-def test_experts_over_processes_match_one_device(count: int, tmp_path: Path) -> None:
-    for told in processes.run_together("tests.models.expert_process", count, tmp_path / "logs"):
-        assert told.keys() == {"experts"}
-        assert told["experts"] < BACKWARD
-
-
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_balance_loss_counts_the_tokens_of_all_devices(kind: str) -> None:
     params = parameters(CLIPPED)

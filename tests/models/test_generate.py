@@ -1,7 +1,6 @@
-"""Generation against calls without a cache, brute force, and each row alone."""
+"""Generation against searches without a cache, each row alone."""
 
 import functools
-import itertools
 from typing import Any
 
 import flax.linen as nn
@@ -12,15 +11,23 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, sampling, sharding
+from flax_mha import (
+    CacheConfig,
+    DecoderBlock,
+    EncoderBlock,
+    MultiHeadAttention,
+    sampling,
+    sharding,
+)  # fmt: skip
+from flax_mha.masks import Window
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.models.generation import generate
 from flax_mha.positions import PositionEmbedding, Rotary
+from tests.models.test_beams import LENGTHS, NEW, PROMPT, searched
 from tests.support.oracle import random_like
 
 KEY = jax.random.key(0, impl="unsafe_rbg")
-V, D, NEW, EOS, START = 6, 8, 4, 1, 2
-PROMPT, LENGTHS = np.array([[3, 4, 2], [2, 0, 0], [4, 3, 0]]), np.array([3, 1, 2])
+V, D, EOS, START = 6, 8, 1, 2
 
 
 def language_model(scan: bool = False, **fields: Any) -> LanguageModel:
@@ -40,15 +47,25 @@ def translator() -> Translator:
     return Translator(Encoder(1, EncoderBlock(self, 16)), decoder)
 
 
+# A layer with a ring, and one that sees all tokens.
+BLOCKS = [
+    DecoderBlock(MultiHeadAttention(2, num_kv_heads=1, rotary=Rotary(), **fields), 16)
+    for fields in ({"mask": Window(2, 0), "cache": CacheConfig(slots=4)}, {"normalize_qk": True})
+]
 MODELS = {
     "rotary": language_model(),
     "scanned, learned positions": language_model(
         scan=True, tied=False, position_embedding=PositionEmbedding("learned", max_length=8)
     ),
     "translator": translator(),
+    "alternating": LanguageModel(TokenEmbedding(V, D), Decoder(5, BLOCKS, scan=True), tied=False),
+    # Two layers share their keys and values, two use them.
+    "shared": LanguageModel(TokenEmbedding(V, D), Decoder(4, BLOCKS, kv_from=(None, None, 0, 1))),
 }
-# Seeds of parameters that continue the prompts differently, for 1 to 4 tokens.
-SEEDS = {"rotary": 8, "scanned, learned positions": 4, "translator": 17}
+# Seeds of parameters that continue the prompts differently.
+SEEDS = {
+    "rotary": 8, "scanned, learned positions": 4, "translator": 17, "alternating": 16, "shared": 1,
+}  # fmt: skip
 
 
 @functools.cache
@@ -69,35 +86,27 @@ def _scorer(name: str) -> Any:
     return jax.jit(lambda tokens: model.apply(variables, tokens))
 
 
-def scores(name: str, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return log-probabilities [n, NEW, V] of each next token after a prompt and tokens [n, NEW].
+def log_p_of(name: str, prompt: np.ndarray) -> Any:
+    """Return the log-probabilities of the token after `prompt` and others, without a cache.
 
-    Without a cache. Padding at the end is invisible to earlier tokens.
+    Padding at the end is invisible to earlier tokens.
     """
-    n = len(tokens)
-    if made(name)[2]:
-        source = np.zeros((n, 3), int)
-        source[:, : len(prompt)] = prompt
-        target = np.concatenate([np.full((n, 1), START), tokens[:, :-1]], axis=1)
-        logits = _scorer(name)(source, np.full(n, len(prompt)), target)
-    else:
-        text = np.zeros((n, 3 + NEW), int)
-        text[:, : len(prompt)] = prompt
-        text[:, len(prompt) : len(prompt) + NEW] = tokens
-        logits = _scorer(name)(text)[:, len(prompt) - 1 : len(prompt) - 1 + NEW]
-    return np.asarray(jax.nn.log_softmax(logits))
+    n = len(prompt)
 
+    @functools.cache
+    def log_p(tokens: tuple[int, ...]) -> np.ndarray:
+        if made(name)[2]:
+            source, target = np.zeros((1, 3), int), np.zeros((1, NEW), int)
+            source[0, :n], target[0, : 1 + len(tokens)] = prompt, [START, *tokens]
+            logits = _scorer(name)(source, np.array([n]), target)[0, len(tokens)]
+        else:
+            text = np.zeros((1, 3 + NEW), int)
+            text[0, : n + len(tokens)] = [*prompt, *tokens]
+            logits = _scorer(name)(text)[0, n + len(tokens) - 1]
+        wide = np.asarray(logits, np.float64)
+        return wide - np.log(np.exp(wide).sum())
 
-def greedy(name: str, prompt: np.ndarray) -> tuple[list[int], float]:
-    """Return the most likely tokens and their score, each by a call over all tokens so far."""
-    tokens, total = np.zeros((1, NEW), int), 0.0
-    for t in range(NEW):
-        last = scores(name, prompt, tokens)[0, t]
-        tokens[0, t] = last.argmax()
-        total += last.max()
-        if tokens[0, t] == EOS:
-            break
-    return tokens[0, : t + 1].tolist(), total
+    return log_p
 
 
 def rows(found: Any) -> list[tuple[list[int], float]]:
@@ -114,26 +123,30 @@ def same(found: Any, expected: Any) -> None:
         assert score == pytest.approx(total, abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_with_cache_matches_greedy_without(name: str) -> None:
-    """Ragged prompts generate as if alone and end at their own eos. The callback sees each step."""
+def test_search_with_cache_matches_search_without(name: str, beams: int) -> None:
+    """Ragged prompts generate as if alone, and end at any eos. The callback sees each step."""
     model, variables, start = made(name)
-    call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS, **start}
-    actual = generate(model, variables, PROMPT, **call)
-    expected = [greedy(name, row[:n]) for row, n in zip(PROMPT, LENGTHS, strict=True)]
-    same(rows(actual), expected)
-    assert len({len(tokens) for tokens, _ in expected}) == 3
-
+    ends = (EOS, 0)
     seen: list[tuple[int, np.ndarray]] = []
-    again = generate(model, variables, PROMPT, callback=lambda *step: seen.append(step), **call)
-    np.testing.assert_array_equal(again.tokens, actual.tokens)
-    assert [step for step, _ in seen] == list(range(max(actual.lengths)))
-    streamed = np.stack([tokens for _, tokens in seen], axis=1)
-    np.testing.assert_array_equal(streamed, actual.tokens[:, : len(seen)])
+    callback = {"callback": lambda *step: seen.append(step)} if beams == 1 else {"beams": beams}
+    call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": ends, **start, **callback}
+    found = generate(model, variables, PROMPT, **call)
+    expected = [
+        searched(log_p_of(name, row[:n]), beams, ends, 0.0, False)
+        for row, n in zip(PROMPT, LENGTHS, strict=True)
+    ]
+    same(rows(found), [([*tokens], score) for tokens, score in expected])
+    assert beams > 1 or len({len(tokens) for tokens, _ in expected}) > 1
+    if beams == 1:
+        assert [step for step, _ in seen] == list(range(max(found.lengths)))
+        streamed = np.stack([tokens for _, tokens in seen], axis=1)
+        np.testing.assert_array_equal(streamed, found.tokens[:, : len(seen)])
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_traced_ids_out_of_range_give_nan_scores() -> None:
     """Only within a prompt's length. Beyond it any id is allowed."""
     model, variables, _ = made("rotary")
@@ -148,23 +161,6 @@ def test_traced_ids_out_of_range_give_nan_scores() -> None:
     for wrong in (-1, V):
         actual = run(np.where(PROMPT == 2, wrong, PROMPT))
         np.testing.assert_array_equal(np.isnan(actual.scores), [True, True, False])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rotary", "translator"])
-def test_enough_beams_find_the_best_sequence(name: str) -> None:
-    """With a beam for every sequence nothing is lost. With one beam the search is greedy."""
-    model, variables, start = made(name)
-    call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS, **start}
-    found = generate(model, variables, PROMPT, beams=V ** (NEW - 1), **call)
-    every = np.array(list(itertools.product(range(V), repeat=NEW)))
-    ended = np.cumsum(every == EOS, axis=1) - (every == EOS) > 0
-    for row, n, result in zip(PROMPT, LENGTHS, rows(found), strict=True):
-        each = np.take_along_axis(scores(name, row[:n], every), every[..., None], -1)[..., 0]
-        total = np.where(ended, 0, each).sum(1)
-        best = every[total.argmax()]
-        length = (~ended[total.argmax()]).sum()
-        same([result], [(best[:length].tolist(), total.max())])
 
 
 @pytest.mark.slow
@@ -259,19 +255,3 @@ def test_generate_on_mesh_matches_one_device(
         layout = sharding.of(lambda: model.init(KEY, *[example] * (1 + len(start))))
         found = generate(model, jax.device_put(variables, layout), prompt, lengths=lengths, **call)
     same(rows(found), rows(alone))
-
-
-@pytest.mark.slow
-def test_rows_end_at_any_of_several_eos() -> None:
-    """The first eos in the list fills the rest of a row."""
-    model, variables, _ = made("rotary")
-    call = {"max_new_tokens": NEW, "lengths": LENGTHS}
-    free = np.asarray(generate(model, variables, PROMPT, **call).tokens)
-    ends = (int(free[0, 1]), int(free[1, 2]))
-    found = generate(model, variables, PROMPT, eos=ends, **call)
-    for row, tokens, length in zip(free, found.tokens, found.lengths, strict=True):
-        at = np.flatnonzero(np.isin(row, ends))
-        assert length == (at[0] + 1 if len(at) else NEW)
-        np.testing.assert_array_equal(tokens[:length], row[:length])
-        assert (np.asarray(tokens[length:]) == ends[0]).all()
-    assert len({*found.lengths.tolist()}) > 1

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,46 +9,12 @@ import pytest
 from flax import nnx
 
 import flax_mha
-from flax_mha import KVCache, MultiHeadAttention, generate
-from tests.support.decoding import cache_of, greedy
-from tests.support.oracle import random_like
+from flax_mha import KVCache, generate
+from tests.support.decoding import greedy
 
 V, D, N, NEW = 7, 8, 2, 5
 KEY = jax.random.key(0)
 PROMPT = np.array([[3, 4, 2], [2, 5, 1]])
-
-
-class Foreign(nn.Module):
-    """A user's model with flax_mha's layer in it, unnamed."""
-
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, tokens, positions, lengths=None):
-        x = nn.Embed(V, D)(tokens) + nn.Embed(32, D)(positions)
-        mask = None if self.decode else flax_mha.masks.Causal()
-        for _ in range(2):
-            layer = MultiHeadAttention(N, decode=self.decode)
-            x = x + layer(nn.LayerNorm()(x), mask=mask, lengths=lengths)
-        return nn.Dense(V)(3 * x)
-
-
-def linen() -> tuple[Any, Any, Any]:
-    """Return the model's step, its variables, and a function of tokens without a cache."""
-    plain, cached = Foreign(), Foreign(decode=True)
-    room = jnp.zeros((2, len(PROMPT[0]) + NEW), jnp.int32)
-    params = random_like(jax.eval_shape(plain.init, KEY, room, room))
-    cache = cache_of(cached, room, room)
-
-    def step(variables, cache, tokens, positions, lengths=None):
-        held = {**variables, "cache": cache}
-        logits, new = cached.apply(held, tokens, positions, lengths, mutable=["cache"])
-        return logits, new["cache"]
-
-    def whole(tokens):
-        return plain.apply(params, tokens, jnp.arange(tokens.shape[1])[None] + 0 * tokens)
-
-    return step, (params, cache), whole
 
 
 class Nnx(nnx.Module):
@@ -84,71 +49,21 @@ def nnx_model() -> tuple[Any, Any, Any]:
     return step, (params, cache), whole
 
 
-def by_hand() -> tuple[Any, Any, Any]:
-    """Build a model without modules: two arrays, and caches in a list."""
-    table, head = (
-        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(V, 2, 4), (8, V)])
-    )
-
-    def attend(x, held):
-        out, held = held.extend(x, x, x)
-        return x + out, held
-
-    def step(variables, cache, tokens, positions):
-        x, new = variables["table"][tokens], []
-        for held in cache:
-            x, held = attend(x, held)
-            new.append(held)
-        return x.reshape(*tokens.shape, 8) @ variables["head"], new
-
-    empty = [KVCache.empty((2,), 8, 2, 4) for _ in range(2)]
-    variables = {"table": table, "head": head}
-
-    def whole(tokens):
-        return step(variables, [KVCache.empty((2,), 9, 2, 4)] * 2, tokens, None)[0]
-
-    return step, (variables, empty), whole
-
-
-MODELS = {"linen": linen, "nnx": nnx_model, "by hand": by_hand}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_matches_greedy_without_cache(name: str) -> None:
-    step, (variables, cache), whole = MODELS[name]()
-    actual = generate(step, variables, PROMPT, max_new_tokens=NEW, cache=cache)
-    np.testing.assert_array_equal(actual.tokens, greedy(whole, PROMPT, NEW))
-    full = np.concatenate([PROMPT, actual.tokens], 1)
-    log_p = jax.nn.log_softmax(jax.jit(whole)(full))[:, 2:-1]
-    expected = np.take_along_axis(np.asarray(log_p), np.asarray(actual.tokens)[..., None], -1)
-    np.testing.assert_allclose(actual.scores, expected[..., 0].sum(-1), rtol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_beams_score_no_less_than_greedy(name: str) -> None:
-    step, (variables, cache), _ = MODELS[name]()
-    one = generate(step, variables, PROMPT, max_new_tokens=3, cache=cache)
-    wide = generate(step, variables, PROMPT, max_new_tokens=3, cache=cache, beams=V)
-    assert (np.asarray(wide.scores) >= np.asarray(one.scores) - 1e-5).all()
-
-
-@pytest.mark.slow
-def test_ragged_prompts_generate_as_if_alone() -> None:
-    step, (variables, cache), whole = linen()
-    found = generate(
-        step, variables, PROMPT, max_new_tokens=3, cache=cache, lengths=np.array([3, 1])
-    )
-    np.testing.assert_array_equal(found.tokens[:1], greedy(whole, PROMPT[:1], 3))
-    np.testing.assert_array_equal(found.tokens[1:], greedy(whole, PROMPT[1:, :1], 3))
+@pytest.mark.sampled(0.13)
+def test_greedy_matches_greedy_without_cache() -> None:
+    step, (variables, cache), whole = nnx_model()
+    found = generate(step, variables, PROMPT, max_new_tokens=NEW, cache=cache)
+    np.testing.assert_array_equal(found.tokens, greedy(whole, PROMPT, NEW))
 
 
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ({"cache": None}, ValueError, r"with it, got function and a cache of None"),
-        ({"lengths": np.array([1, 2])}, ValueError, r"none to Whisper or a step without"),
+        *(
+            ({name: value}, ValueError, "none to Whisper or a step without")
+            for name, value in (("lengths", np.array([1, 2])), ("attention_mask", PROMPT > 0))
+        ),
         ({"max_new_tokens": 7}, ValueError, r"room for 9 tokens, the .* got 8; enlarge"),
         ({"start": 1}, ValueError, r"start must be given for a Translator"),
     ],
@@ -156,7 +71,6 @@ def test_ragged_prompts_generate_as_if_alone() -> None:
 def test_invalid_steps_and_caches_raise(
     given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    step, (variables, cache), _ = by_hand()
-    call = {"model": step, "max_new_tokens": 2, "cache": cache} | given
+    call = {"max_new_tokens": 2, "cache": [KVCache.empty((2,), 8, 2, 4)]} | given
     with pytest.raises(error, match=message):
-        generate(call.pop("model"), variables, PROMPT, **call)
+        generate(lambda *_: None, {}, PROMPT, **call)

@@ -1,7 +1,6 @@
-"""Stacks with layers that share keys and values: decoding, memory and errors."""
+"""Stacks with layers that share keys and values: memory and errors."""
 
 import functools
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -27,7 +26,6 @@ from flax_mha import (
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
-from tests.support.decoding import decoded, greedy
 from tests.support.oracle import error, random_like
 
 D, T = 16, 9
@@ -64,26 +62,6 @@ def decoding(decoder: Decoder) -> Decoder:
     return decoder.copy(block=tuple(inner))
 
 
-@pytest.mark.slow
-def test_decoding_matches_full_forward() -> None:
-    """A prompt of several tokens, then two, then one."""
-    params = {"params": parameters()["params"]["decoder"]}
-    expected = jax.jit(MODEL.decoder.apply)(params, X)
-    actual = decoded(decoding(MODEL.decoder), params, X, (6, 2, 1))
-    assert error(actual, np.asarray(expected)) < 5e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [(5, 5), (5, 3)])
-def test_ragged_prompts_generate_as_if_alone(lengths: tuple[int, int]) -> None:
-    prompt, count, sizes = TOKENS[:, :5], 4, np.array(lengths)
-    actual = flax_mha.generate(MODEL, parameters(), prompt, max_new_tokens=count, lengths=sizes)
-    for row, n in enumerate(lengths):
-        logits = functools.partial(MODEL.apply, parameters())
-        expected = greedy(logits, prompt[row : row + 1, :n], count)
-        np.testing.assert_array_equal(actual.tokens[row], expected[0])
-
-
 def test_sharing_layers_hold_no_cache() -> None:
     """They have no parameters for keys and values, and no cache."""
 
@@ -100,25 +78,7 @@ def test_sharing_layers_hold_no_cache() -> None:
     assert takers.keys() == {"query", "query_ln", "out"}
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.usefixtures("optimized")
-def test_step_does_not_copy_cache() -> None:
-    layer = MultiHeadAttention(2, decode=True)
-    stack = Decoder(3, DecoderBlock(layer, 8), kv_from=(None, 0, 0))
-    x = jnp.ones((2, 1024, 32))
-    variables = jax.eval_shape(stack.init, KEY, x)
-
-    def step(params: Any, cache: Any, x: jax.Array) -> Any:
-        return stack.apply({"params": params, "cache": cache}, x, mutable=["cache"])
-
-    args = variables["params"], variables["cache"], jax.eval_shape(lambda: x[:, :1])
-    compiled = jax.jit(step, donate_argnums=1).lower(*args).compile()
-    assert not re.findall(r"\[2,2,1024,16\]\S* (?:copy|transpose)\(.*", compiled.as_text())
-    size = variables["cache"]["layers_0"]["attention"]["kv"].key.size
-    assert compiled.memory_analysis().temp_size_in_bytes < size
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_stack_takes_keys_and_values_of_another_stack() -> None:
     """As in YOCO's cross-decoder."""
     block = EncoderBlock(MultiHeadAttention(4, mask=masks.Causal()), 8)

@@ -79,8 +79,3 @@ def _check_decoding(linen: Any, ours: Any, params: Any) -> None:
         out, changed = step(cache, X[:, at])
         cache = changed["cache"]
         np.testing.assert_array_equal(call(ours, X[:, at]), out)
-
-
-def test_unsupported_field_raises() -> None:
-    with pytest.raises(ValueError, match="latent attention has no gate, got 'head'; leave it out"):
-        flax_mha.nnx.MultiHeadLatentAttention(4, D, gate="head", rotary=Rotary(), rngs=nnx.Rngs(0))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, masks
-from flax_mha.positions import Axial, MRope, Rotary
+from flax_mha.positions import Axial, Llama3, MRope, Rotary
+from tests.support import oracle
 from tests.support.decoding import decoded
 from tests.support.oracle import error, random_like
 
@@ -45,7 +46,8 @@ def test_axial_matches_formula(sizes: tuple[int, ...], span: float | None, prefi
             c = span * (2 * (c + 0.5) / sizes[axis] - 1)
         return c / 50 ** (p % share / share)
 
-    found = Axial(sizes, 50.0, span, prefix)(x, np.arange(T))
+    rotation = Axial(sizes, 50.0, span, prefix)
+    found = jax.jit(lambda x: rotation(x, np.arange(T)))(x)
     assert error(found, rotated(x, angle)) < 1e-6
 
 
@@ -55,8 +57,6 @@ def test_axial_positions_beyond_grid_raise_or_give_nan() -> None:
     x = np.ones((1, 6, 16), np.float32)
     with pytest.raises(ValueError, match=r"positions must be in 0 … 3, got 4; raise Axial\.sizes"):
         jax.eval_shape(layer.init, KEY, x)
-    at = np.array([0, 3, 1, 0, 2, 3])
-    jax.eval_shape(lambda *a: layer.init(*a, positions=at), KEY, x)
     turn = jax.jit(Axial((2, 2), prefix=1))
     heads = RNG.normal(size=(1, 6, 1, 8)).astype(np.float32)
     found = np.asarray(turn(heads, np.array([0, 1, 4, 5, -1, 2])))
@@ -64,41 +64,42 @@ def test_axial_positions_beyond_grid_raise_or_give_nan() -> None:
     assert np.isnan(found[0, 3:5]).all()
 
 
-def test_axial_with_one_axis_equals_rotary() -> None:
-    x = RNG.normal(size=(2, 7, 3, 8)).astype(np.float32)
-    at = np.array([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
-    np.testing.assert_allclose(Axial((10,), 50.0)(x, at), Rotary(50.0)(x, at), atol=1e-6)
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_mrope_matches_formula() -> None:
     T, H, sections = 6, 16, (2, 3, 3)
     x = RNG.normal(size=(2, T, 3, H)).astype(np.float32)
     at = RNG.integers(0, 30, (T, 3))
     of = np.repeat(np.arange(3), sections)
-    actual = MRope(sections, 50.0)(x, at)
+    rotation = MRope(sections, 50.0)
+    turn = jax.jit(lambda x: [rotation(x, n) for n in (at, np.stack([at, at]), np.arange(T))])
+    actual, of_rows, of_text = turn(x)
     expected = rotated(x, lambda i, p: at[i, of[p]] / 50 ** (2 * p / H))
     assert error(actual, expected) < 2e-6
-    rows = np.stack([at, at])
-    np.testing.assert_allclose(MRope(sections, 50.0)(x, rows), actual, atol=1e-6)
-    text = MRope(sections, 50.0)(x, np.arange(T))
-    np.testing.assert_allclose(text, Rotary(50.0)(x, np.arange(T)), atol=1e-6)
+    np.testing.assert_allclose(of_rows, actual, atol=1e-6)
+    np.testing.assert_allclose(of_text, oracle.rotary(x, np.arange(T), base=50.0), atol=1e-5)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize(
     ("rotary", "positions"),
-    [(Axial((3, 4), 50.0), None), (MRope((1, 1, 2), 50.0), RNG.integers(0, 9, (12, 3)))],
-)
-def test_axial_and_mrope_in_layer_decode_like_full_forward(rotary: Any, positions: Any) -> None:
-    """Decoding token by token equals the full forward, and gradients are finite."""
+    [
+        (Axial((3, 4), 50.0), None), (MRope((1, 1, 2), 50.0), RNG.integers(0, 9, (12, 3))),
+        (Rotary(5e5, scaling=Llama3(8.0, 16)), None),
+    ],
+)  # fmt: skip
+def test_layer_that_rotates_decodes_like_full_forward(rotary: Any, positions: Any) -> None:
     x = RNG.normal(size=(2, 12, 16)).astype(np.float32)
     layer = MultiHeadAttention(2, rotary=rotary, mask=masks.Causal())
     params = random_like(jax.eval_shape(layer.init, KEY, x))
-    whole = np.asarray(jax.jit(layer.apply)(params, x, positions=positions))
+
+    @jax.jit
+    def both(x: jax.Array) -> Any:
+        bare = layer.clone(rotary=None).apply(params, x)
+        return layer.apply(params, x, positions=positions), bare
+
+    whole, bare = both(x)
     stepwise = decoded(layer.clone(decode=True), params, x, positions=positions)
     assert error(stepwise, whole) < 2e-6
-    bare = jax.jit(layer.clone(rotary=None).apply)(params, x)
     assert error(bare, whole) > 1e-2
 
 
@@ -107,9 +108,6 @@ def test_axial_and_mrope_in_layer_decode_like_full_forward(rotary: Any, position
     [
         (lambda x: Axial((2, 2, 2))(x, np.arange(4)), "must be a multiple of 6, got 8"),
         (lambda x: Axial((2, 2))(x, np.arange(3)), "positions must have shape"),
-        (lambda x: Axial((3,))(x, np.arange(4)), r"positions must be in 0 … 2, got 3; raise Axial"),
-        (lambda x: Axial((3,), prefix=1)(x, np.arange(1, 5)), r"in 0 … 3, got 4; .* prefix of 1"),
-        (lambda x: Axial((3, 2))(x, np.arange(-1, 3)), r"positions must be in 0 … 5, got -1"),
         (lambda x: MRope((1, 1))(x, np.arange(4)), "must have H/2 pairs in all"),
         (lambda x: MRope((2, 2))(x, np.zeros((4, 3), int)), "a coordinate for each section"),
     ],

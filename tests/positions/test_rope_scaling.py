@@ -4,13 +4,12 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import flax_mha.nnx
-from flax_mha import DecoderBlock, MultiHeadAttention, masks, variants
+from flax_mha import DecoderBlock, MultiHeadAttention, variants
 from flax_mha.positions import (
     DynamicNtk,
     Interpolation,
@@ -20,11 +19,12 @@ from flax_mha.positions import (
     Proportional,
     Rotary,
     Yarn,
-    rotary,
 )
 from flax_mha.positions.rope_scaling import Scaling
-from tests.support.decoding import decoded
+from tests.positions.test_axial import rotated
+from tests.support.oracle import random_like
 
+KEY = jax.random.key(0)
 R, LONG = 64, 1_000_000
 
 
@@ -60,15 +60,11 @@ def llama(c: int, base: float, factor: float, length: int, R: int = R) -> float:
 def check_rows(scaling: Any, positions: np.ndarray, angle: Any) -> None:
     """Check each row, rotated by angles for its length, against rotations written out."""
     x = np.random.default_rng(0).normal(size=(*positions.shape, 1, 8)).astype(np.float32)
-    got = rotary(x, positions, base=100.0, scaling=scaling)
+    got = jax.jit(Rotary(100.0, scaling=scaling))(x, positions)
+    size = getattr(scaling, "attention_factor", 1.0)
     for i, row in enumerate(positions):
-        at = row[:, None] * np.array([angle(c, row.max() + 1) for c in range(4)])
-        a, b = np.split(x[i, :, 0].astype(np.float64), 2, -1)
-        size = getattr(scaling, "attention_factor", 1.0)
-        want = np.concatenate(
-            [a * np.cos(at) - b * np.sin(at), b * np.cos(at) + a * np.sin(at)], -1
-        )
-        np.testing.assert_allclose(got[i, :, 0], size * want, atol=1e-5)
+        want = rotated(x[i], lambda t, c, row=row: row[t] * angle(c, row.max() + 1))
+        np.testing.assert_allclose(got[i], size * want, atol=1e-5)
 
 
 ROWS = np.array([[0, 1, 2, 3], [3, 4, 5, 6], [9, 20, 30, 39]])
@@ -107,22 +103,42 @@ LAYERS: dict[str, Any] = {
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_padded_row_is_rotated_as_if_alone(name: str) -> None:
-    """A prompt, a call with padding, a token; a call in nnx; and an encoder's output."""
-    x, layer = jax.random.normal(jax.random.key(0), (2, 12, 16)), LAYERS[name]
-    rows, one = (layer.init(jax.random.key(1), jnp.zeros((n, 24, 16))) for n in (2, 1))
-    for n, other in ((5, 12), (2, 0), (1, 1)):
-        y, new = layer.apply(rows, x, lengths=jnp.array([n, other]), mutable="cache")
-        want, kept = layer.apply(one, x[:1, :n], mutable="cache")
-        np.testing.assert_allclose(y[0, :n], want[0], atol=1e-5)
-        rows, one = rows | new, one | kept
-    plain = flax_mha.nnx.MultiHeadAttention(2, 16, rotary=layer.rotary, rngs=nnx.Rngs(0))
-    y = plain(x, lengths=jnp.array([5, 12]))[:1, :5]
-    np.testing.assert_allclose(y, plain(x[:1, :5]), atol=1e-5)
-    cross = MultiHeadAttention(2, rotary=layer.rotary)
-    block = DecoderBlock(MultiHeadAttention(2), 8, cross_attention=cross)
-    v = block.init(jax.random.key(2), x, x)
-    y = block.apply(v, x[:1], x[:1], memory_lengths=jnp.array([5]))
-    np.testing.assert_allclose(y, block.apply(v, x[:1], x[:1, :5]), atol=1e-5)
+    """With a cache, in nnx, and of an encoder's output. The row outgrows the original length."""
+    x, layer = np.random.default_rng(0).normal(size=(2, 12, 16)).astype(np.float32), LAYERS[name]
+    shapes = jax.eval_shape(layer.init, KEY, np.zeros((2, 24, 16), np.float32))
+    params = {"params": random_like(shapes["params"])}
+    rows = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes["cache"])
+    one = jax.tree.map(lambda x: x[:1], rows)
+
+    @jax.jit
+    def step(rows: Any, one: Any, lengths: jax.Array) -> Any:
+        y, rows = layer.apply({**params, "cache": rows}, x, lengths=lengths, mutable="cache")
+        want, one = layer.apply({**params, "cache": one}, x[:1, :3], mutable="cache")
+        return y[0, :3], want[0], rows["cache"], one["cache"]
+
+    for other in (12, 0, 3):
+        y, want, rows, one = step(rows, one, np.array([3, other]))
+        np.testing.assert_allclose(y, want, atol=1e-5)
+
+
+def test_padding_does_not_lengthen_a_row_without_a_cache() -> None:
+    """In nnx, and of an encoder's output."""
+    x = np.random.default_rng(0).normal(size=(2, 12, 16)).astype(np.float32)
+    layer = MultiHeadAttention(2, rotary=Rotary(scaling=NTK))
+    block = DecoderBlock(MultiHeadAttention(2), 8, cross_attention=layer)
+    params = random_like(jax.eval_shape(block.init, KEY, x, x))
+    own = flax_mha.nnx.MultiHeadAttention(2, 16, rotary=layer.rotary, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(own)
+
+    @jax.jit
+    def run(state: Any, lengths: jax.Array) -> Any:
+        plain, first = nnx.merge(graph, state), x[:1]
+        padded = block.apply(params, first, first, memory_lengths=lengths[:1])
+        pairs = (plain(x, lengths=lengths)[:1, :5], plain(first[:, :5]))
+        return [pairs, (padded, block.apply(params, first, first[:, :5]))]
+
+    for found, want in run(state, np.array([5, 12])):
+        np.testing.assert_allclose(found, want, atol=1e-5)
 
 
 CASES: dict[str, tuple[Scaling, float, Any, float]] = {
@@ -144,21 +160,9 @@ def test_scalings_match_formulas(name: str, interleaved: bool) -> None:
     scaling, base, formula, size = CASES[name]
     x = np.random.default_rng(0).normal(size=(3, 2, R)).astype(np.float32)
     at = np.array([0, 7, LONG])
-    turned = Rotary(base, interleaved=interleaved, scaling=scaling)(x, jnp.asarray(at))
-    angle = at[:, None] * np.array([formula(c, base) for c in range(R // 2)])
-    first = np.s_[..., ::2] if interleaved else np.s_[..., : R // 2]
-    second = np.s_[..., 1::2] if interleaved else np.s_[..., R // 2 :]
-    pairs = x[first] + 1j * x[second]
-    expected = size * pairs * np.exp(1j * angle)[:, None]
-    np.testing.assert_allclose(turned[first], expected.real, atol=1e-5 * size)
-    np.testing.assert_allclose(turned[second], expected.imag, atol=1e-5 * size)
-
-
-def test_factor_of_1_changes_nothing() -> None:
-    x = np.random.default_rng(0).normal(size=(5, 2, R)).astype(np.float32)
-    plain = rotary(x, jnp.arange(5))
-    for scaling in (Interpolation(1.0), Ntk(1.0), Yarn(1.0, 64), Llama3(1.0, 64)):
-        np.testing.assert_allclose(rotary(x, jnp.arange(5), scaling=scaling), plain, atol=1e-6)
+    turned = jax.jit(Rotary(base, interleaved=interleaved, scaling=scaling))(x, at)
+    expected = rotated(x, lambda t, c: at[t] * formula(c, base), interleaved)
+    np.testing.assert_allclose(turned, size * expected, atol=1e-5 * size)
 
 
 def test_yarn_ramp_without_truncation_begins_between_pairs() -> None:
@@ -166,17 +170,3 @@ def test_yarn_ramp_without_truncation_begins_between_pairs() -> None:
     assert (np.diff(exact) < 0).all()
     assert 1e-3 < np.abs(whole / exact - 1).max() < 1
     np.testing.assert_array_equal(whole[:8], exact[:8])
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_scaled_rotary_layer_decodes_like_full_forward() -> None:
-    layer = MultiHeadAttention(
-        2, mask=masks.Causal(), rotary=Rotary(5e5, scaling=Llama3(8.0, 16)), decode=True
-    )
-    whole = layer.clone(decode=False)
-    x = jax.random.normal(jax.random.key(0), (2, 6, 16))
-    params = jax.jit(whole.init)(jax.random.key(1), x)
-    expected = jax.jit(whole.apply)(params, x)
-    np.testing.assert_allclose(decoded(layer, params, x), expected, atol=1e-5)
-    plain = layer.clone(decode=False, rotary=Rotary(5e5))
-    assert np.abs(jax.jit(plain.apply)(params, x) - expected).max() > 1e-3

@@ -17,7 +17,7 @@ from tests.support.oracle import error, random_like
 
 N, D, T = 4, 16, 40
 KEY = jax.random.key(0)
-X = jax.device_put(np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32))
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
 
 
 def block(**fields: Any) -> EncoderBlock:
@@ -41,7 +41,7 @@ def bucket_of(d: int, buckets: int, bidirectional: bool, most: int) -> int:
     return first + bucket
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_buckets_match_integer_formula() -> None:
     """At all distances, in 138 settings that include the published models'."""
     distances = np.array([*range(-70, 71), *np.arange(71, 1100, 19), *(-np.arange(80, 1100, 20))])
@@ -58,26 +58,7 @@ def test_buckets_match_integer_formula() -> None:
         np.testing.assert_array_equal(relative_bucket(distances, *setting), expected, str(setting))
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
-def test_layer_learns_its_bias_table() -> None:
-    layer = MultiHeadAttention(N, scores=(SoftCap(9.0), RelativeBias(max_distance=64)))
-    params = random_like(jax.eval_shape(layer.init, KEY, X))["params"]
-    table = params.pop("relative_bias")
-    assert table.shape == (N, 32)
-    given = MultiHeadAttention(N, scores=(SoftCap(9.0), RelativeBias(table, max_distance=64)))
-    full = {"params": {**params, "relative_bias": table}}
-
-    def loss(params: Any) -> Any:
-        out = layer.apply(params, X)
-        return jnp.sum(out**2), out
-
-    gradient, out = jax.jit(jax.grad(loss, has_aux=True))(full)
-    # Several roundings of float32: outputs are up to 8.
-    np.testing.assert_allclose(out, jax.jit(given.apply)({"params": params}, X), atol=4e-6)
-    assert np.abs(gradient["params"]["relative_bias"]).max() > 1e-3
-
-
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", [Encoder, Decoder])
 def test_layers_of_stack_share_one_bias_table(kind: Any, scan: bool) -> None:
@@ -111,19 +92,19 @@ def test_layers_of_stack_share_one_bias_table(kind: Any, scan: bool) -> None:
     assert np.abs(gradient).max() > 1e-3
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_two_bias_tables_get_names_and_axes() -> None:
     layer = MultiHeadAttention(
         N, scores=(RelativeBias(), RelativeBias(buckets=8)), partitioned=True
     )
-    boxed = layer.init(KEY, X)["params"]
+    boxed = jax.eval_shape(layer.init, KEY, X)["params"]
     assert boxed["relative_bias"].names == ("heads", None)
     assert boxed["relative_bias_1"].value.shape == (N, 8)
     stack = Encoder(1, block(partitioned=True), scores=(RelativeBias(),))
-    assert stack.init(KEY, X)["params"]["relative_bias"].names == ("heads", None)
+    assert jax.eval_shape(stack.init, KEY, X)["params"]["relative_bias"].names == ("heads", None)
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_nnx_layer_learns_bias_table() -> None:
     layer = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(),), rngs=nnx.Rngs(0))
     table = layer.relative_bias.get_value()
@@ -133,11 +114,11 @@ def test_nnx_layer_learns_bias_table() -> None:
     assert np.abs(gradient["relative_bias"].get_value()).max() > 1e-3
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_learned_scores_on_mesh_match_one_device() -> None:
     stack = Encoder(2, block(), scores=(RelativeBias(),))
-    variables = stack.init(KEY, X)
-    expected = stack.apply(variables, X)
+    variables = random_like(jax.eval_shape(stack.init, KEY, X))
+    expected = jax.jit(stack.apply)(variables, X)
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), expected, atol=1e-5)
@@ -175,7 +156,8 @@ def test_scores_of_vectors_learn(kind: str) -> None:
     given = {name.removeprefix("relative_"): getattr(other, name).get_value() for name in shapes}
     given = {"table" if name == "keys" else name: x for name, x in given.items()}
     told = flax_mha.nnx.MultiHeadAttention(N, D, scores=(score.replace(**given),), rngs=nnx.Rngs(0))
-    assert error(other(X), told(X)) < 1e-6
+    run = nnx.jit(lambda layer: layer(X))
+    assert error(run(other), run(told)) < 1e-6
 
 
 def test_relative_bias_without_module_needs_table() -> None:
@@ -191,6 +173,6 @@ def test_distances_beyond_the_last_bucket_raise() -> None:
 
 
 def test_soft_cap_may_exceed_int32() -> None:
-    q = jax.random.normal(KEY, (1, 3, N, 4))
-    capped = flax_mha.dot_product_attention(q, q, q, scores=(SoftCap(2**31),))
-    np.testing.assert_allclose(capped, flax_mha.dot_product_attention(q, q, q), atol=1e-6)
+    attend = jax.jit(flax_mha.dot_product_attention, static_argnames="scores")
+    capped, plain = (attend(*[X[..., None]] * 3, scores=some) for some in ((SoftCap(2**31),), ()))
+    np.testing.assert_allclose(capped, plain, atol=1e-6)

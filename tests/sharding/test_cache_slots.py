@@ -1,22 +1,24 @@
 """A cache with slots over a mesh axis: each device attends to its own, and all merge by lse."""
 
-import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.plan.collectives import read
+from experiments.plan.collectives import Collective, read
 from flax_mha import CacheConfig, Capture, MultiHeadAttention, cache, masks, scores, sharding
 from flax_mha.positions import Rotary
+from flax_mha.variants import ChosenBlocksAttention, DifferentialAttention, TalkingHeadsAttention
 from tests.kernels.cases import pairs
 from tests.sharding.test_grouped_heads import LAYERS as SHARED
-from tests.sharding.test_grouped_heads import randomized
 from tests.support.arrays import zeros
+from tests.support.decoding import cache_of
 from tests.support.meshes import GROUPED, KEY, KINDS, RNG, B, H, X, changed, described, on
+from tests.support.oracle import random_like
 
 # Meshes (data, model, group), and the rules of caches on them: slots over an axis of their own,
 # over the devices that share a head, over those of all heads; and heads in groups alone.
@@ -55,49 +57,49 @@ def decode(layer: Any, variables: Any, x: jax.Array, pieces: tuple[int, ...], le
     return jax.device_get(outs), variables["cache"]
 
 
-@functools.cache
-def on_one_device(name: str, pieces: tuple[int, ...]) -> Any:
-    """Return a layer, its variables, the arguments of `decode`, and its result on one device."""
-    layer, rows = LAYERS[name].clone(decode=True), np.random.default_rng(5)
-    x = jnp.asarray(rows.normal(size=(B, sum(pieces), X.shape[-1])), jnp.float32)
-    lengths = (pieces[0] * jnp.array([1.0, 0.5, 0, 0.8])).astype(jnp.int32)
-    variables = layer.init(KEY, x)
-    variables |= {"params": randomized(variables["params"])}
+# The calls: a prompt, tokens, and tokens that fill the slots; or a prompt that is longer than a
+# shard, one that goes on, a token, and tokens beyond the last slot.
+CALLS = {"short": (6, 1, 1, 8), "long": (70, 66, 1, 23)}
+SHARDS = {"own axis": 2, "axis of groups": 2, "axis of heads": 4, "whole": 1}
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize(
+    ("name", "rules", "kind", "calls"),
+    [
+        *((*case, "short") for case in pairs(name=[*LAYERS], rules=[*RULES], kind=[*KINDS])),
+        ("grouped", "own axis", "Auto", "long"), ("latent", "own axis", "Explicit", "long"),
+        ("int8", "own axis", "Explicit", "long"),
+    ],
+)  # fmt: skip
+def test_sharded_slots_match_one_device(name: str, rules: str, kind: str, calls: str) -> None:
+    """Rows of different lengths are decoded to full slots."""
+    layer, pieces = LAYERS[name].clone(decode=True), CALLS[calls]
+    x = np.random.default_rng(5).normal(size=(B, sum(pieces), X.shape[-1])).astype(np.float32)
+    lengths = (pieces[0] * np.array([1, 0.5, 0, 0.8])).astype(np.int32)
+    params = random_like(jax.eval_shape(layer.init, KEY, x)["params"])
+    variables = {"params": params, "cache": cache_of(layer, x)}
     args = x, pieces, lengths
-    return layer, variables, args, decode(layer, variables, *args)[0]
-
-
-def check(name: str, rules: str, kind: str, pieces: tuple[int, ...]) -> Any:
-    """Decode on a mesh as on one device, from rows of different lengths to full slots."""
-    layer, variables, args, expected = on_one_device(name, pieces)
+    expected, _ = decode(layer, variables, *args)
     _, leave = on(kind, *RULES[rules])
     try:
-        placed = jax.device_put(variables, sharding.of(layer.init, KEY, args[0]))
+        placed = jax.device_put(variables, sharding.of(layer.init, KEY, x))
         actual, held = decode(layer, placed, *args)
     finally:
         leave()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), actual, expected)
-    return held["kv"].key
-
-
-@pytest.mark.sampled(0, slow=0.16)
-@pytest.mark.parametrize(
-    ("name", "rules", "kind"), pairs(name=[*LAYERS], rules=[*RULES], kind=[*KINDS])
-)
-def test_sharded_slots_match_one_device(name: str, rules: str, kind: str) -> None:
-    key = check(name, rules, kind, (6, 1, 1, 8))
-    slots = {"own axis": 8, "axis of groups": 8, "axis of heads": 4, "whole": 16}[rules]
+    slots = (
+        sum(pieces) // {"own axis": 2, "axis of groups": 2, "axis of heads": 4, "whole": 1}[rules]
+    )
     slots = 7 if name == "ring buffer" else slots
-    assert key.addressable_shards[0].data.shape[-2] == slots
+    assert held["kv"].key.addressable_shards[0].data.shape[-2] == slots
 
 
-@pytest.mark.sampled(0, slow=0.3)
-@pytest.mark.parametrize(
-    ("name", "kind"), [("grouped", "Auto"), ("latent", "Explicit"), ("int8", "Explicit")]
-)
-def test_prompt_longer_than_a_shard_matches_one_device(name: str, kind: str) -> None:
-    """A first prompt, one that goes on, tokens, and tokens beyond the last slot."""
-    check(name, "own axis", kind, (70, 66, 1, 23))
+def sent_by_a_step(layer: nn.Module, slots: int) -> list[Collective]:
+    """Return the collectives of a step of decoding on this mesh."""
+    variables = described(layer, zeros((B, slots, X.shape[-1])))
+    step = jax.jit(lambda v, x: layer.apply(v, x, mutable=["cache"]))
+    return list(read(step.lower(variables, X[:, :1]).compile().as_text(), devices=8))
 
 
 @pytest.mark.sampled(0.1)
@@ -110,16 +112,14 @@ def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     for slots in (16, 64):
         _, leave = on("Auto", *RULES["own axis"])
         try:
-            variables = described(layer, zeros((B, slots, X.shape[-1])))
-            step = jax.jit(lambda v, x: layer.apply(v, x, mutable=["cache"]))
-            text = step.lower(variables, X[:, :1]).compile().as_text()
-            key = variables["cache"]["kv"].key
+            found = sent_by_a_step(layer, slots)
+            key = described(layer, zeros((B, slots, X.shape[-1])))["cache"]["kv"].key
         finally:
             leave()
         heads = 2 if name == "grouped" else 1
         # Two of four devices' rows and slots, and of two devices' heads.
         assert key.sharding.shard_shape(key.shape) == (B // 2, heads, slots // 2, key.shape[-1])
-        sent.append(read(text, devices=8))
+        sent.append(found)
     merged = [one for one in sent[0] if (one.groups[0] == [0, 1]).all()]
     rest = [one.bytes for one in sent[0] if not (one.groups[0] == [0, 1]).all()]
     assert {one.kind for one in sent[0]} == {"all-reduce"}
@@ -129,13 +129,31 @@ def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     assert [one.bytes for one in sent[0]] == [one.bytes for one in sent[1]]
 
 
+@pytest.mark.sampled(0.05)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        DifferentialAttention(8, num_kv_heads=4, head_dim=4, decode=True),
+        ChosenBlocksAttention(8, block=4, count=2, decode=True),
+        TalkingHeadsAttention(8, num_kv_heads=4, decode=True),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_steps_send_bytes_independent_of_cache_size(optimized: None, layer: nn.Module) -> None:
+    _, leave = on("Auto", shape=(1, 8))
+    try:
+        few, many = ([one.bytes for one in sent_by_a_step(layer, slots)] for slots in (16, 64))
+    finally:
+        leave()
+    assert few == many
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_on_sharded_slots_match_one_device(kind: str) -> None:
     """A cache as a value: overflow, truncate, fork, arrays over the slots, gradients."""
-    q, k, v = (jnp.asarray(RNG.normal(size=(4, 10, n, 8)), jnp.float32) for n in (4, 2, 2))
-    bias = jnp.asarray(RNG.normal(size=(4, 3, 16)), jnp.float32)
-    seen = jnp.asarray(RNG.uniform(size=(3, 16)) < 0.7)
+    q, k, v = (RNG.normal(size=(4, 10, n, 8)).astype(np.float32) for n in (4, 2, 2))
+    bias, seen = RNG.normal(size=(4, 3, 16)).astype(np.float32), RNG.uniform(size=(3, 16)) < 0.7
 
     def run(held: cache.KVCache) -> Any:
         out, held = held.extend(q, k, v, lengths=jnp.array([10, 4, 0, 7]))
@@ -160,17 +178,3 @@ def test_operations_on_sharded_slots_match_one_device(kind: str) -> None:
     finally:
         leave()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)
-
-
-def test_slots_that_cannot_be_sharded_are_refused() -> None:
-    q = jnp.ones((4, 1, 4, 8))
-    held = cache.KVCache.empty((4,), 15, 4, 8)
-    _, leave = on("Auto", *RULES["own axis"])
-    try:
-        with pytest.raises(ValueError, match=r"'cache_length' counts 15, which does not divide"):
-            jax.eval_shape(held.extend, q, q, q)
-        held = cache.KVCache.empty((4,), 16, 4, 8)
-        with pytest.raises(ValueError, match=r"must be 'softmax' to merge the slots of several"):
-            jax.eval_shape(functools.partial(held.extend, normalizer="sigmoid"), q, q, q)
-    finally:
-        leave()

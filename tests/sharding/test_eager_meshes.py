@@ -3,23 +3,19 @@
 Without this, each call outside jit compiles its programs anew, and JAX keeps all of them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from flax_mha import MultiHeadAttention, analysis, masks, variants
 from flax_mha.models.experts import Experts
+from tests.support.meshes import KINDS
+from tests.support.oracle import random_like
+from tests.support.programs import compiled
 
-_compiled: list[str] = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: _compiled.append(event) if "backend_compile" in event else None
-)
 KEY, ATTENTION = jax.random.key(0), MultiHeadAttention(4, num_kv_heads=2, mask=masks.Causal())
 FSDP = (("batch", "data"), ("embed", "data"), ("heads", "model"), ("mlp", "model"))
 TENSOR = (("batch", "data"), ("heads", "model"), ("norm_length", "model"))
@@ -36,28 +32,30 @@ LAYERS: dict[str, tuple[nn.Module, Any]] = {
 }
 
 
-def compilations(call: Callable[[jax.Array], Any]) -> int:
-    """Return the number of compilations of the third call."""
-    for seed in range(3):
-        x = np.random.default_rng(seed).normal(size=(2, 8, 16))
-        _compiled.clear()
-        jax.block_until_ready(call(jnp.asarray(x, jnp.float32)))
-    return len(_compiled)
-
-
-@pytest.mark.slow
+@pytest.mark.sampled(0.03)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_later_calls_compile_nothing(name: str, kind: AxisType) -> None:
+def test_later_calls_compile_nothing(name: str, kind: str) -> None:
     layer, rules = LAYERS[name]
-    variables = layer.init(KEY, jnp.ones((2, 8, 16)))
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    rng = np.random.default_rng(0)
+    first, *others = rng.normal(size=(3, 2, 8, 16)).astype(np.float32)
+    variables = random_like(jax.eval_shape(layer.init, KEY, first))
+    expected = jax.jit(layer.apply)(variables, first)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(KINDS[kind],) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        assert compilations(lambda x: layer.apply(variables, x)) == 0
+        np.testing.assert_allclose(layer.apply(variables, first), expected, atol=1e-5)
+        for x in others:
+            with compiled() as found:
+                jax.block_until_ready(layer.apply(variables, x))
+    assert not found
 
 
 def test_later_calls_of_detect_compile_nothing() -> None:
-    variables = ATTENTION.init(KEY, jnp.ones((2, 8, 16)))
-    pairs = {"previous": masks.Window(1, 0)}
-    assert compilations(lambda x: analysis.detect(ATTENTION, variables, x, pairs=pairs)) == 0
+    shape, pairs = (3, 2, 8, 16), {"previous": masks.Window(1, 0)}
+    inputs = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    variables = random_like(jax.eval_shape(ATTENTION.init, KEY, inputs[0]))
+    for x in inputs:
+        with compiled() as found:
+            jax.block_until_ready(analysis.detect(ATTENTION, variables, x, pairs=pairs))
+    assert not found

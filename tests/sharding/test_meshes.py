@@ -1,7 +1,9 @@
 """The same results on every mesh: none, Auto axes, Explicit axes, inside jax.shard_map."""
 
+import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +11,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import Capture, MultiHeadAttention, dot_product_attention, masks, scores, sharding
+from flax_mha import MultiHeadAttention, dot_product_attention, masks, scores, sharding
 from flax_mha.positions import Rotary
 from tests.kernels.cases import KERNELS, pairs
+from tests.support.arrays import ones
 from tests.support.meshes import (
     BACKWARD,
     KEY,
     KINDS,
-    MIXED,
     RNG,
     B,
     H,
@@ -27,7 +29,7 @@ from tests.support.meshes import (
     compare,
     on,
 )
-from tests.support.oracle import error
+from tests.support.oracle import error, random_like
 
 
 def _scaled(s: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
@@ -47,7 +49,7 @@ CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
     "dropout, lengths": (
         4,
         {
-            "mask": masks.Lengths(jnp.array([3, 50, 0, 70])), "dropout_rate": 0.3,
+            "mask": masks.Lengths(np.array([3, 50, 0, 70])), "dropout_rate": 0.3,
             "dropout_rng": KEY,
         },
         sharding.RULES,
@@ -55,7 +57,7 @@ CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
     "functions of rows and heads": (
         4,
         {
-            "mask": masks.Segments(jnp.asarray(IDS))
+            "mask": masks.Segments(IDS)
             & masks.Predicate(lambda b, n, i, j: (i + j + n + b) % 5 > 0),
             "scores": (scores.Alibi(), scores.Score(_scaled)),
         },
@@ -79,9 +81,8 @@ CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
 )
 def test_kernels_on_meshes_match_one_device(name: str, kernel: str, kind: str) -> None:
     K, call, rules = CALLS[name]
-    q, k, v = (jnp.asarray(RNG.normal(size=(B, T, n, H)), jnp.float32) for n in (N, K, K))
-    bias = jnp.asarray(RNG.normal(size=(N, T, T)), jnp.float32)
-    sinks = jnp.arange(float(N))
+    q, k, v = (RNG.normal(size=(B, T, n, H)).astype(np.float32) for n in (N, K, K))
+    bias, sinks = RNG.normal(size=(N, T, T)).astype(np.float32), np.arange(N, dtype=np.float32)
 
     def attend(q, k, v, bias, sinks):
         out, lse = dot_product_attention(
@@ -96,7 +97,7 @@ def test_kernels_on_meshes_match_one_device(name: str, kernel: str, kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_array_as_sinks_and_argument(kind: str) -> None:
     """Sinks are sharded like heads, the same array as a function's argument is not."""
-    q, each = jnp.asarray(RNG.normal(size=(B, 12, N, H)), jnp.float32), jnp.arange(float(N))
+    q, each = RNG.normal(size=(B, 12, N, H)).astype(np.float32), np.arange(N, dtype=np.float32)
 
     def attend(q, each):
         score = scores.Score(lambda s, b, n, i, j, x: s * jnp.take(x, n), (each,))
@@ -107,109 +108,35 @@ def test_one_array_as_sinks_and_argument(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharded_decoding_matches_one_device(kind: str) -> None:
-    layer = MultiHeadAttention(
-        8, num_kv_heads=4, decode=True, rotary=Rotary(), capture=Capture(("entropy",))
-    )
-
-    def decode(variables: Any, x: jax.Array) -> Any:
-        outs = []
-        step = jax.jit(lambda v, x: layer.apply(v, x, mutable=["cache", "intermediates"]))
-        for t in range(0, 16, 8):
-            out, new = step(variables, x[:, t : t + 8])
-            variables = variables | {"cache": new["cache"]}
-            outs.append(jax.device_get((out, new["intermediates"])))
-        return outs, variables["cache"]
-
-    wanted, _ = decode(layer.init(KEY, X), X)
-    mesh, leave = on(kind)
-    try:
-        variables = sharding.init(layer, KEY, X)
-        got, cache = decode(variables, jax.device_put(X, NamedSharding(mesh, P("data"))))
-    finally:
-        leave()
-    assert tuple(cache["kv"].key.sharding.spec)[:2] == ("data", "model")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_layer_inside_user_shard_map_matches_one_device(kernel: str, kind: str) -> None:
     layer = MultiHeadAttention(4, kernel=kernel, sinks=True, mask=masks.Causal())
-    params = layer.init(KEY, X)
+    params = random_like(jax.eval_shape(layer.init, KEY, X))
 
-    def attend(params: Any, x: jax.Array) -> jax.Array:
-        apply = layer.apply
-        if not jax.sharding.get_abstract_mesh().empty:
-            apply = jax.shard_map(apply, in_specs=(P(), P("data")), out_specs=P("data"))
+    def mapped(params: Any, x: jax.Array) -> jax.Array:
+        apply = jax.shard_map(layer.apply, in_specs=(P(), P("data")), out_specs=P("data"))
         return apply(params, x)
 
-    def loss(params: Any, x: jax.Array) -> Any:
-        return jnp.sum(jnp.sin(attend(params, x)))
-
-    wanted = jax.grad(loss, (0, 1))(params, X)
-    mesh, leave = on(kind)
-    try:
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        got = jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(params, x))
-    finally:
-        leave()
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert error(a, b) < BACKWARD
-
-
-MISUSES: dict[str, tuple[Any, tuple[int, ...], int, str]] = {
-    "an axis that the mesh lacks": (
-        changed(heads="tensor"), (2, 4), 8,
-        r"rule \('heads', 'tensor'\) names the mesh axis \['tensor'\], and the mesh has "
-        r"\{'data': 2, 'model': 4\}; make it with that axis",
-    ),
-    "heads": (
-        sharding.RULES, (1, 8), 6,
-        r"'heads' counts 6, which does not divide over the 8 devices of the mesh axis 'model'; "
-        r"choose a multiple of 8, or another axis",
-    ),
-    "rows": (sharding.RULES, (8, 1), 8, r"'batch' counts 4, which does not divide over the 8"),
-    "twice": (
-        changed(heads="data"), (2, 4), 8,
-        r"'heads' is to be sharded over 'data', which another axis of the same array",
-    ),
-    "groups": (
-        changed(kv_heads="data", batch=None), (2, 4), 8,
-        r"heads are sharded over 'model' and key/value heads over 'data'; give both the same",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *MIXED])
-@pytest.mark.parametrize("name", MISUSES)
-def test_misuse_raises(name: str, kind: str) -> None:
-    rules, shape, heads, message = MISUSES[name]
-    layer = MultiHeadAttention(heads, qkv_features=48 if heads == 6 else None)
-    params = jax.eval_shape(layer.init, KEY, X)
-    _, leave = on(kind, rules, shape)
-    try:
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(layer.apply, params, X)
-    finally:
-        leave()
+    specs = [P(), P("data")]
+    compare(mapped, (params, X), kind, sharding.RULES, specs, alone=layer.apply)
 
 
 def test_explicit_axes_need_rules_for_sharded_inputs() -> None:
     layer = MultiHeadAttention(8)
-    params = layer.init(KEY, X)
-    expected = layer.apply(params, X)
+    params = jax.eval_shape(layer.init, KEY, X)
     mesh, leave = on("Explicit", ())
+
+    def sharded(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, X.dtype, sharding=NamedSharding(mesh, P(*axes)))
+
     try:
         # Nothing is sharded: no rules are needed.
-        np.testing.assert_allclose(jax.jit(layer.apply)(params, X), expected, atol=1e-5)
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        assert jax.eval_shape(layer.apply, params, X).shape == X.shape
         with pytest.raises(ValueError, match=r"Explicit mesh axes .* need logical axis rules; "):
-            jax.jit(layer.apply)(params, x)
+            jax.eval_shape(layer.apply, params, sharded(X.shape, "data"))
         # The function reads the sharding from its arrays.
-        q = jax.device_put(X.reshape(B, 16, 8, 4), NamedSharding(mesh, P("data", None, "model")))
-        out = jax.jit(dot_product_attention)(q, q, q)
+        q = sharded((B, 16, 8, 4), "data", None, "model")
+        out = jax.eval_shape(dot_product_attention, q, q, q)
         assert out.sharding.spec == P("data", None, "model", None)
     finally:
         leave()
@@ -219,7 +146,7 @@ def test_explicit_axes_need_rules_for_sharded_inputs() -> None:
 @pytest.mark.parametrize(("T", "S"), [(0, 0), (0, 4), (4, 0)])
 def test_empty_queries_or_keys_on_meshes(T: int, S: int, kind: str) -> None:
     """In a sharded sequence too, where each device has none of them."""
-    q, k = jnp.ones((B, T, 4, H)), jnp.ones((B, S, 4, H))
+    q, k = ones((B, T, 4, H)), ones((B, S, 4, H))
 
     def attend(q: jax.Array, k: jax.Array) -> jax.Array:
         return dot_product_attention(q, k, k, mask=masks.Causal())
@@ -236,3 +163,95 @@ def test_empty_queries_or_keys_on_meshes(T: int, S: int, kind: str) -> None:
         leave()
     assert out.shape == q.shape
     assert not any(x.any() for x in (out, *gradients))
+
+
+# Without biases: the softmax cancels the key bias, so its gradient is 0.
+LAYER = MultiHeadAttention(8, num_kv_heads=4, use_bias=False, mask=masks.Causal(), rotary=Rotary())
+SWAPPED = changed(batch="model", heads="data", kv_heads="data", mlp="data", vocab="data")
+
+
+@functools.cache
+def on_one_device() -> tuple[Any, Any]:
+    """Return parameters, and the gradients of parameters and inputs."""
+    params = random_like(jax.eval_shape(LAYER.init, KEY, X))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(LAYER.apply(params, x)))
+
+    return params, jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(params, X))
+
+
+PARTLY = {
+    f"{manual} Manual, the other {kind}": (manual, kind)
+    for manual in ("data", "model")
+    for kind in KINDS
+}
+
+
+def by_hand(model: nn.Module, manual: str, check_vma: bool, inside: bool) -> Any:
+    """Return a function for the gradients of a loss with rows sharded by the caller over one
+    axis.
+    """
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(model.apply(params, x)))
+
+    def local(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(loss(params, x), manual)
+
+    def gradients(params: Any, x: jax.Array) -> Any:
+        if check_vma:
+            params = jax.tree.map(lambda w: jax.lax.pcast(w, (manual,), to="varying"), params)
+        dparams, dx = jax.grad(loss, (0, 1))(params, x)
+        return jax.lax.psum(dparams, manual), dx
+
+    ins = P(), P(manual)
+    share = functools.partial(jax.shard_map, in_specs=ins, axis_names={manual}, check_vma=check_vma)
+    if inside:
+        return share(gradients, out_specs=ins)
+    return jax.grad(share(local, out_specs=P()), (0, 1))
+
+
+@pytest.mark.sampled(0.13)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("case", PARTLY)
+def test_partly_manual_axes_trace(case: str, check_vma: bool, inside: bool) -> None:
+    """In a `jax.shard_map` over some axes, the others shard heads as the rules say."""
+    manual, kind = PARTLY[case]
+    rules = sharding.RULES if manual == "data" else SWAPPED
+    params = jax.eval_shape(LAYER.init, KEY, X)
+    mesh, leave = on(kind, rules, (2, 4) if manual == "data" else (4, 2))
+    try:
+        x = jax.device_put(X, NamedSharding(mesh, P(manual)))
+        got = jax.eval_shape(by_hand(LAYER, manual, check_vma, inside), params, x)
+    finally:
+        leave()
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, (params, X))
+
+
+# All pairs of these occur; their whole product is traced above.
+BY_HAND = pairs(
+    case=(*PARTLY,), check_vma=(False, True), inside=(False, True),
+    kernel=("reference", "blockwise"),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "check_vma", "inside", "kernel"), BY_HAND)
+def test_partly_manual_axes_match_one_device(
+    case: str, check_vma: bool, inside: bool, kernel: str
+) -> None:
+    manual, kind = PARTLY[case]
+    rules = sharding.RULES if manual == "data" else SWAPPED
+    model = LAYER.clone(kernel=kernel)
+    params, wanted = on_one_device()
+    mesh, leave = on(kind, rules, (2, 4) if manual == "data" else (4, 2))
+    try:
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        x = jax.device_put(X, NamedSharding(mesh, P(manual)))
+        got = jax.device_get(jax.jit(by_hand(model, manual, check_vma, inside))(params, x))
+    finally:
+        leave()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert error(a, b) < BACKWARD

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import MultiHeadAttention, masks, sharding
@@ -18,9 +17,8 @@ from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.xla.tile_plan import Plan, tile_states
 from flax_mha.masks.algebra import resolve
 from flax_mha.positions import Rotary
-from flax_mha.sharding.order import piece_size
-from tests.support.meshes import BACKWARD, FORWARD, FOUR, KEY, on
-from tests.support.oracle import error
+from tests.support.meshes import FOUR, KEY, compare
+from tests.support.oracle import random_like
 
 RNG = np.random.default_rng(8)
 
@@ -52,17 +50,33 @@ def lockstep(mask: masks.Mask | None, order: np.ndarray, devices: int, tile: int
     return float(busiest.sum() * devices / per_device.sum())
 
 
-def test_documents_are_balanced_over_eight_devices() -> None:
-    """Five draws of log-normal documents, 16,384 tokens, tiles of 128."""
-    for draw in range(5):
-        lengths = documents(2**14, draw)
-        order = sharding.balanced(lengths, 8, tile=128)
-        mask = masks.Causal() & masks.Documents(lengths)
-        contiguous, balanced = (lockstep(mask, one, 8, 128) for one in (np.arange(2**14), order))
-        assert balanced <= 1.06 < 1.5 < contiguous
+def test_zigzag_balances_a_causal_mask() -> None:
+    natural, zigzag = np.arange(2**13), sharding.zigzag(2**13, 8)
+    mask = masks.Causal()
+    assert lockstep(mask, zigzag, 8, 128) < 1.01 < 1.8 < lockstep(mask, natural, 8, 128)
+    assert sharding.zigzag(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.parametrize("seed", range(2))
+def test_documents_are_balanced_over_eight_devices(seed: int) -> None:
+    """Log-normal documents, 16,384 tokens, tiles of 128."""
+    lengths = documents(2**14, seed)
+    order = sharding.balanced(lengths, 8, tile=128)
+    mask = masks.Causal() & masks.Documents(lengths)
+    assert lockstep(mask, order, 8, 128) <= 1.06 < 1.5 < lockstep(mask, np.arange(2**14), 8, 128)
+
+
+@pytest.mark.sampled(0.13)
+@pytest.mark.parametrize("mask", [None, masks.Causal() & masks.Window(1024)])
+def test_default_pieces_balance_many_devices(mask: Any) -> None:
+    """Over 16 devices, pieces of 256 tokens leave a ring that takes 1.11 and 1.14 of the mean."""
+    lengths = documents(2**16, 0)
+    order = sharding.balanced(lengths, 16, mask=mask)
+    mask = (masks.Causal() if mask is None else mask) & masks.Documents(lengths)
+    assert lockstep(mask, order, 16, 128) <= 1.1
+
+
+@pytest.mark.sampled(0.13)
 @settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=6), min_size=1, max_size=3),
@@ -87,33 +101,6 @@ def test_each_device_gets_equally_many_pieces(
     np.testing.assert_array_equal(order, again)
 
 
-def test_pieces_of_static_orders_are_their_runs() -> None:
-    """Tiles of a ring are no larger. With traced positions they are those of `balanced`."""
-
-    def size(order: Any, devices: int = 8) -> int:
-        return piece_size(len(order) // devices, devices, order[None, None, :, None])
-
-    assert size(np.arange(2**14)) == 2**11
-    assert size(sharding.zigzag(2**14, 8)) == 2**10
-    assert size(sharding.balanced([2**14], 8, tile=256)) == 256
-    assert size(RNG.permutation(2**14)) == 128
-    assert [size(jnp.arange(2**n)) for n in (14, 15, 16, 17)] == [128, 128, 256, 512]
-    assert [size(jnp.arange(2**17), n) for n in (2, 16, 32)] == [512, 128, 128]
-    assert size(jnp.arange(2**17 + 2**11)) == 256
-    lengths = [5000, 2**17 - 5000]
-    assert (np.diff(sharding.balanced(lengths, 8).reshape(-1, 512)) == 1).all()
-
-
-@pytest.mark.sampled(0.13, slow=0.2)
-@pytest.mark.parametrize("mask", [None, masks.Causal() & masks.Window(1024)])
-def test_default_pieces_balance_many_devices(mask: Any) -> None:
-    """Over 16 devices, pieces of 256 tokens leave a ring that takes 1.11 and 1.14 of the mean."""
-    lengths = documents(2**16, 0)
-    order = sharding.balanced(lengths, 16, mask=mask)
-    mask = (masks.Causal() if mask is None else mask) & masks.Documents(lengths)
-    assert lockstep(mask, order, 16, 128) <= 1.1
-
-
 LENGTHS = [9, 30, 3, 14, 8]
 
 
@@ -124,27 +111,18 @@ LENGTHS = [9, 30, 3, 14, 8]
 )
 def test_ring_of_balanced_documents_matches_one_device(kernel: str, kind: str) -> None:
     """The layer's values and gradients, with the order and the lengths traced."""
-    layer = MultiHeadAttention(8, kernel=kernel, rotary=Rotary())
-    x = jnp.asarray(RNG.normal(size=(2, sum(LENGTHS), 32)), jnp.float32)
-    variables = layer.init(KEY, x)
+    layer = MultiHeadAttention(8, kernel=kernel, rotary=Rotary(), use_bias=False)
+    x = RNG.normal(size=(2, sum(LENGTHS), 32)).astype(np.float32)
+    params = random_like(jax.eval_shape(layer.init, KEY, x))
     order = sharding.balanced(LENGTHS, 4, tile=4)
 
-    def loss(variables: Any, x: jax.Array, lengths: jax.Array, order: Any) -> Any:
-        mask = masks.Causal() & masks.Documents(lengths)
-        out = layer.apply(variables, x, mask=mask, order=order)
-        return jnp.sum(jnp.sin(3 * out) ** 2), out
+    def alone(params: Any, x: jax.Array, lengths: jax.Array, order: jax.Array) -> jax.Array:
+        return layer.apply(params, x, mask=masks.Causal() & masks.Documents(lengths))
 
-    pull = jax.grad(loss, (0, 1), has_aux=True)
-    (slopes, dx), out = jax.jit(pull)(variables, x, jnp.asarray(LENGTHS), None)
-    mesh, leave = on(kind, FOUR)
-    try:
-        x = jax.device_put(x[:, order], NamedSharding(mesh, P(None, "model")))
-        args = variables, x, jnp.asarray(LENGTHS), jnp.asarray(order)
-        (got_slopes, got_dx), got = jax.device_get(jax.jit(pull)(*args))
-    finally:
-        leave()
-    back = np.argsort(order)
-    assert error(got[:, back], out) < FORWARD
-    assert error(got_dx[:, back], dx) < BACKWARD
-    for a, b in zip(jax.tree.leaves(got_slopes), jax.tree.leaves(slopes), strict=True):
-        assert error(a, b) < BACKWARD
+    def in_order(params: Any, x: jax.Array, lengths: jax.Array, order: jax.Array) -> jax.Array:
+        mask = masks.Causal() & masks.Documents(lengths)
+        out = layer.apply(params, x[:, order], mask=mask, order=order)
+        return out[:, jnp.argsort(order)]
+
+    args = params, x, np.asarray(LENGTHS), order
+    compare(in_order, args, kind, FOUR, [P()] * 4, alone=alone)

@@ -1,5 +1,6 @@
 """Rings under sliding windows: a step that needs a part of each shard's keys gets no others."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,9 +13,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.plan.collectives import read
 from flax_mha import dot_product_attention, masks
 from tests.kernels.cases import pairs
-from tests.support import oracle
-from tests.support.meshes import BACKWARD, EIGHT, FORWARD, KINDS, on, total
-from tests.support.oracle import error
+from tests.support.meshes import EIGHT, KINDS, compare, on, total
 
 RNG = np.random.default_rng(11)
 B, N, K, H, DEVICES = 2, 4, 2, 8, 8
@@ -50,53 +49,24 @@ T = 64
         ("all later keys", "lengths", "ring:reference", "Explicit"),
     ],
 )  # fmt: skip
-def test_windows_match_the_definition(window: str, beside: str, kernel: str, kind: str) -> None:
+def test_windows_match_one_device(window: str, beside: str, kernel: str, kind: str) -> None:
     """Outputs, sums and gradients of grouped heads, the lengths or segments traced."""
-    left, right = WINDOWS[window]
-    q, k, v, dout = (RNG.normal(size=(B, T, n, H)).astype("float32") for n in (N, K, K, N))
-    dlse = RNG.normal(size=(B, N, T)).astype("float32")
-    lengths = np.array([T - 5, 12])
-    segments = np.sort(RNG.integers(0, 4, (B, T)), axis=1)
-    distance = np.arange(T) - np.arange(T)[:, None]
-    allowed = (distance >= -left) & (distance <= (T if right is None else right))
-    allowed = np.broadcast_to(allowed, (B, 1, T, T))
-    if beside == "lengths":
-        allowed = allowed & (np.arange(T) < lengths[:, None])[:, None, None]
-    if beside == "segments":
-        allowed = allowed & (segments[:, None, None] == segments[:, None, :, None])
-    # The lse of a query that sees nothing is −∞, and has no gradient.
-    dlse = np.where(allowed.any(-1), dlse, np.float32(0))
+    q, k, v = (RNG.normal(size=(B, T, n, H)).astype(np.float32) for n in (N, K, K))
+    lengths, segments = np.array([T - 5, 12]), np.sort(RNG.integers(0, 4, (B, T)), axis=1)
 
-    def gradients(*args: Any) -> Any:
-        q, k, v, dout, dlse, lengths, segments = args
-        mask: Any = masks.Window(left, right)
+    def attend(
+        q: Any, k: Any, v: Any, lengths: Any, segments: Any, kernel: str = kernel
+    ) -> tuple[jax.Array, jax.Array]:
+        mask: Any = masks.Window(*WINDOWS[window])
         if beside:
             mask &= masks.Lengths(lengths) if beside == "lengths" else masks.Segments(segments)
+        out, lse = dot_product_attention(q, k, v, mask=mask, kernel=kernel, return_residuals=True)
+        # The lse of a query that sees nothing is −∞, and has no gradient.
+        return out, jnp.where(jnp.isneginf(lse), 99.0, lse)
 
-        def attend(*qkv: Any) -> Any:
-            return dot_product_attention(*qkv, mask=mask, kernel=kernel, return_residuals=True)
-
-        (out, lse), pull = jax.vjp(attend, q, k, v)
-        return out, lse, pull((dout, dlse))
-
-    mesh, leave = on(kind, EIGHT, shape=(1, DEVICES))
-    try:
-        placed = jax.device_put((q, k, v, dout), NamedSharding(mesh, AT))
-        sums = jax.device_put(dlse, NamedSharding(mesh, P("data", None, "model")))
-        results = jax.jit(gradients)(*placed, sums, lengths, segments)
-        out, lse, slopes = jax.device_get(results)
-    finally:
-        leave()
-    want, want_lse, _ = oracle.attention(q, k, v, allowed=allowed)
-    assert error(out, want) < FORWARD
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-    finite = np.isfinite(want_lse)
-    assert error(lse[finite], want_lse[finite]) < FORWARD
-    expected = oracle.attention_gradients(
-        q, k, v, cotangent=dout, lse_cotangent=dlse, allowed=allowed
-    )
-    for got, wanted in zip(slopes, expected[:3], strict=True):
-        assert error(got, wanted) < BACKWARD
+    args, specs = (q, k, v, lengths, segments), [AT] * 3 + [P()] * 2
+    alone = functools.partial(attend, kernel="reference")
+    compare(attend, args, kind, EIGHT, specs, (1, DEVICES), alone=alone)
 
 
 def sent(mask: Any, T: int, *, grad: bool = False, order: Any = None) -> float:
@@ -122,12 +92,11 @@ def sent(mask: Any, T: int, *, grad: bool = False, order: Any = None) -> float:
     return found["collective-permute"][1] / (2 * 4 * B * K * H)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.08)
 def test_windows_send_the_keys_that_they_reach(optimized: None) -> None:
     """Over shards of 1,024 keys. Later keys come from the other direction."""
     T = 1024 * DEVICES
     assert sent(masks.Causal() & masks.Window(255), T) == 256
-    assert sent(masks.Window(256, 0), T) == 256
     assert sent(masks.Window(0, 64), T) == 64
     assert sent(masks.Window(256, 64), T) == 256 + 64
     assert sent(masks.Window(1024 + 128, 0), T) == 1024 + 128

@@ -4,6 +4,7 @@ The numbers follow the formula in docs/sharding.md.
 """
 
 import importlib.util
+import math
 from collections import Counter
 from typing import Any
 
@@ -30,6 +31,7 @@ from flax_mha import (
     sharding,
 )
 from flax_mha.positions import Rotary
+from flax_mha.sharding import products
 from flax_mha.variants import (
     ChosenBlocksAttention,
     DifferentialAttention,
@@ -37,6 +39,7 @@ from flax_mha.variants import (
     MultiHeadLatentAttention,
     TalkingHeadsAttention,
 )
+from tests.sharding.test_sharded_models import FSDP, ROWS
 from tests.support import lowered_layers
 from tests.support.meshes import KINDS, changed, described, total
 
@@ -44,7 +47,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"),
 ]
-N, H, T, D, ROWS = 16, 64, 512, 256, 2  # rows per device
+N, H, T, D, LOCAL = 16, 64, 512, 256, 2  # rows per device
+
+
+def pod(topology: str, axes: tuple[str, str], size: int, kind: str = "Explicit") -> Mesh:
+    """Return a mesh of TPUs that are not here, with the size of its last axis."""
+    chips = np.array(topologies.get_topology_desc(topology, "tpu").devices)
+    return Mesh(chips.reshape(-1, size), axes, axis_types=(KINDS[kind],) * 2)
 
 
 @pytest.mark.parametrize(
@@ -60,24 +69,22 @@ def test_layer_sends_the_bytes_of_the_formula(
 ) -> None:
     """Heads over 16 devices, rows over the other axis."""
     layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
-    chips = np.array(
-        topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    ).reshape(-1, N)
-    mesh = Mesh(chips, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    mesh = pod(topology, ("data", "model"), N, kind)
+    rows = mesh.shape["data"]
     traced, forward, parameters = lowered_layers.traced(
-        layer, mesh, (ROWS * len(chips), T, D), jnp.float32
+        layer, mesh, (LOCAL * rows, T, D), jnp.float32
     )
     both, _ = compiled.dumped(traced.lower())
     if topology == "v5e:4x4":
         forward, _ = compiled.dumped(forward())
-    BTD = 4 * ROWS * T * D
+    BTD = 4 * LOCAL * T * D
     found = read(both, mesh.size)
     over_heads = [one for one in found if set(one.groups[0]) == set(range(N))]
     over_rows = [one for one in found if set(one.groups[0]) == set(range(0, mesh.size, N))]
-    assert len(over_heads) + len(over_rows) * (len(chips) > 1) == len(found)
+    assert len(over_heads) + len(over_rows) * (rows > 1) == len(found)
     assert [(one.kind, one.bytes) for one in over_heads] == [("all-reduce", BTD)] * 2
     assert {one.kind for one in found} == {"all-reduce"}
-    assert sum(one.bytes for one in over_rows) == parameters * (len(chips) > 1)
+    assert sum(one.bytes for one in over_rows) == parameters * (rows > 1)
     if topology == "v5e:4x4":
         (one,) = read(forward, mesh.size)
         assert (one.kind, one.bytes, one.groups.shape) == ("all-reduce", BTD, (1, N))
@@ -85,8 +92,8 @@ def test_layer_sends_the_bytes_of_the_formula(
         # The kernel for those chips, though this machine has none. 12 matmuls of D by H per token:
         # 4 forward, each with two gradients.
         assert "short_forward" in both
-        assert work.flops(Module(both)) == 12 * 2 * ROWS * T * D * H
-        assert work.pallas_flops(traced.jaxpr.jaxpr) > 9 * 2 * ROWS * T**2 * H / 2
+        assert work.flops(Module(both)) == 12 * 2 * LOCAL * T * D * H
+        assert work.pallas_flops(traced.jaxpr.jaxpr) > 9 * 2 * LOCAL * T**2 * H / 2
 
 
 # A layer with 8 heads over 8 devices.
@@ -114,8 +121,7 @@ SUMMED: dict[str, tuple[MultiHeadAttention, int]] = {
 
 def sent(layer: nn.Module, kind: str, rules: Any, *, grad: bool) -> list[tuple[str, int]]:
     """Return the collectives of a layer over v5e:2x4, but for small parameters of all heads."""
-    chips = np.array(topologies.get_topology_desc("v5e:2x4", "tpu").devices).reshape(1, 8)
-    mesh = Mesh(chips, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    mesh = pod("v5e:2x4", ("data", "model"), 8, kind)
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(jnp.sin(layer.apply(params, x)))
@@ -127,7 +133,7 @@ def sent(layer: nn.Module, kind: str, rules: Any, *, grad: bool) -> list[tuple[s
     return [(one.kind, one.bytes) for one in read(text, 8) if one.bytes > 8192]
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SUMMED)
 def test_gradients_of_projections_are_summed_once(optimized: None, name: str, kind: str) -> None:
@@ -139,7 +145,7 @@ def test_gradients_of_projections_are_summed_once(optimized: None, name: str, ki
     assert expected <= sum(size for _, size in found) <= expected + 512
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixed_heads_are_gathered(optimized: None, kind: str) -> None:
     found: Counter[str] = Counter()
@@ -151,7 +157,7 @@ def test_mixed_heads_are_gathered(optimized: None, kind: str) -> None:
     assert found == {"all-gather": 3 * BTD, "reduce-scatter": BTD // 8, "all-reduce": 9 * BTD // 2}
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_norms_need_one_gather_and_one_scatter(optimized: None, kind: str) -> None:
     """For each half of a block, each way. The sums are reduce-scattered, not all-reduced."""
@@ -171,8 +177,7 @@ def test_usp_sends_least(optimized: None, kind: str) -> None:
     Gradients of keys and values go round in float32.
     """
     r, u, K, length = 4, 4, 4, 4096
-    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
-    mesh = Mesh(np.array(chips).reshape(r, u), ("r", "u"), axis_types=(KINDS[kind],) * 2)
+    mesh = pod("v5e:4x4", ("r", "u"), u, kind)
     at = NamedSharding(mesh, P(None, ("r", "u")))
     q, k = (jax.ShapeDtypeStruct((1, length, n, 128), jnp.bfloat16, sharding=at) for n in (8, K))
 
@@ -199,8 +204,7 @@ def test_usp_sends_least(optimized: None, kind: str) -> None:
 )
 def test_ring_sends_during_its_steps(optimized: None, mask: masks.Mask | None) -> None:
     """Each hop of a ring of 4 starts before a step's kernel, and is done after it."""
-    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
-    mesh = Mesh(np.array(chips).reshape(4, 4), ("data", "context"))
+    mesh = pod("v5e:4x4", ("data", "context"), 4)
     at = NamedSharding(mesh, P("data", "context"))
     q, k = (jax.ShapeDtypeStruct((4, 2048, n, 128), jnp.bfloat16, sharding=at) for n in (8, 4))
 
@@ -231,8 +235,7 @@ def test_ring_sends_during_its_steps(optimized: None, mask: masks.Mask | None) -
 def test_experts_send_each_token_to_its_experts(optimized: None, kind: str) -> None:
     """Batch and experts over 16 devices: copies of tokens go there and back, in 16 parts."""
     rows, features, top_k = 128, 256, 2
-    chips = np.array(topologies.get_topology_desc("v5e:4x4", "tpu").devices).reshape(N, 1)
-    mesh = Mesh(chips, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    mesh = pod("v5e:4x4", ("data", "model"), 1, kind)
     module = Experts(512, N, top_k, precision="highest")  # Otherwise some copies are bfloat16.
     at = NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((N, rows, features), jnp.float32, sharding=at)
@@ -254,3 +257,27 @@ def test_experts_send_each_token_to_its_experts(optimized: None, kind: str) -> N
         assert sum(size for _, size in found.values()) < 4 * N * (features + 4 * N * N)
     # With rows for all choices of all tokens, hidden features alone would take 8 MiB.
     assert gradient.memory_analysis().temp_size_in_bytes < 4 * N * rows * 512 * top_k / 2
+
+
+@pytest.mark.skipif(not products.SHARDED_SUBGROUPS, reason="left to XLA before jaxlib 0.11.2")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
+    """A block of 2,048 features over 4 devices for rows and 4 for features."""
+    devices = pod("v5e:4x4", ("data", "group"), 4).devices.reshape(4, 1, 4)
+    mesh = Mesh(devices, ("data", "model", "group"), axis_types=(KINDS[kind],) * 3)
+    layer = MultiHeadAttention(16, head_dim=128, use_bias=False, kernel="reference")
+    block = EncoderBlock(layer, 4 * 2048)
+    x = jax.ShapeDtypeStruct((16, 512, 2048), jnp.float32, sharding=NamedSharding(mesh, P(ROWS)))
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(block.apply(params, x)))
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(FSDP):
+        params = described(block, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        places = jax.tree.map(lambda a: a.sharding, params)
+        program = jax.jit(jax.grad(loss), out_shardings=places).lower(params, x).compile()
+    kernels = 4 * sum(math.prod(a.shape) for a in jax.tree.leaves(params))
+    sent = total(read(program.as_text(), mesh.size))
+    # Without the reduce-scatters, the all-reduces are those of all kernels.
+    for kind in ("reduce-scatter", "all-reduce"):
+        assert abs(sent[kind][1] - kernels / 4) < 0.05 * kernels / 4

@@ -1,7 +1,6 @@
 """`jax.vmap` over a sharded axis: Explicit axes, and Auto axes with `spmd_axis_name`."""
 
 import functools
-import sys
 from typing import Any
 
 import jax
@@ -26,13 +25,14 @@ from flax_mha import (
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary, rotary
-from tests.support.meshes import BACKWARD, FORWARD, KEY, KINDS, RNG, changed, collectives, on
+from tests.support.decoding import cache_of
+from tests.support.meshes import BACKWARD, KEY, KINDS, RNG, changed, collectives, compare, on
 from tests.support.oracle import error, random_like
 from tests.support.platforms import pretend
 
 SHAPE = (4, 2)
-X = jnp.asarray(RNG.normal(size=(4, 2, 8, 16)), jnp.float32)
-IDS = jnp.asarray(RNG.integers(0, 10, (4, 2, 8)))
+X = RNG.normal(size=(4, 2, 8, 16)).astype(np.float32)
+IDS = RNG.integers(0, 10, (4, 2, 8))
 LAYER = MultiHeadAttention(4, num_kv_heads=2, use_bias=False, rotary=Rotary(interleaved=True))
 # One for each feature of a head: the gradient of a single one is a sum that cancels.
 SCALES = np.ones((1, 1, 4, 4), np.float32)
@@ -49,26 +49,10 @@ def mapped(kind: str, fn: Any, axes: Any = (None, 0), over: Any = "data") -> Any
 def check(fn: Any, v: Any, x: Any, kind: str, rules: Any = sharding.RULES) -> None:
     """Check outputs and gradients of a mapped fn(v, x) against a loop without a mesh."""
 
-    def loss(map_: Any, v: Any, x: Any) -> Any:
-        out = map_(v, x)
-        return sum(jnp.sum(jnp.sin(3 * y)) for y in jax.tree.leaves(out)), out
-
     def loop(v: Any, x: Any) -> Any:
         return jax.tree.map(lambda *y: jnp.stack(y), *[fn(v, one) for one in x])
 
-    by = (0, 1) if jnp.issubdtype(x.dtype, jnp.floating) else 0
-    wanted = jax.jit(jax.grad(functools.partial(loss, loop), by, has_aux=True))(v, x)
-    mesh, leave = on(kind, rules, SHAPE)
-    try:
-        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
-        over = functools.partial(loss, mapped(kind, fn))
-        got = jax.jit(jax.grad(over, by, has_aux=True))(v, placed)
-        assert all(y.sharding.spec[0] == "data" for y in jax.tree.leaves(got[1]))
-    finally:
-        leave()
-    for tree, expected, tolerance in zip(got, wanted, (BACKWARD, FORWARD), strict=True):
-        for a, b in zip(*map(jax.tree.leaves, (tree, expected)), strict=True):
-            assert error(jax.device_get(a), b) < tolerance
+    compare(mapped(kind, fn), (v, x), kind, rules, [P(), P("data")], SHAPE, alone=loop)
 
 
 def drawn(module: Any, x: Any = X) -> Any:
@@ -106,13 +90,14 @@ def in_nnx() -> Any:
 
 def decode(name: str) -> Any:
     layer = getattr(variants, name, MultiHeadAttention)(4, decode=True, use_bias=False)
-    variables = layer.init(KEY, X[0])
+    params = random_like(jax.eval_shape(layer.init, KEY, X[0])["params"])
+    empty = cache_of(layer, X[0])
 
     def run(v: Any, x: jax.Array) -> Any:
-        prompt, cache = layer.apply(v, x[:, :6], mutable="cache")
+        prompt, cache = layer.apply({**v, "cache": empty}, x[:, :6], mutable="cache")
         return prompt, layer.apply({**v, **cache}, x[:, 6:7], mutable="cache")[0]
 
-    return run, {"params": variables["params"]}, X
+    return run, {"params": params}, X
 
 
 def variant(name: str, **fields: Any) -> Any:
@@ -146,20 +131,17 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "model": (model, sharding.RULES),
 }  # fmt: skip
-FAST = ("layer",)
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_mapped_functions_match_a_loop_without_a_mesh(name: str, kind: str) -> None:
     make, rules = CASES[name]
     check(*make(), kind, rules)
 
 
-@pytest.mark.sampled(0.25, slow=0.2)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_each_example(kind: str) -> None:
     """The gradients of unmapped parameters that are not on the mesh."""
@@ -181,17 +163,11 @@ def test_gradients_of_each_example(kind: str) -> None:
 @pytest.mark.parametrize("axes", [("data", "model"), ("data", None), (None, "data")])
 def test_nested_maps(axes: Any, kind: str) -> None:
     fn, v, _ = applied(LAYER)
-    x = jnp.asarray(RNG.normal(size=(4, 4, 8, 16)), jnp.float32)
-    wanted = jax.vmap(jax.vmap(fn, in_axes=(None, 0)), in_axes=(None, 0))(v, x)
+    x = RNG.normal(size=(4, 4, 8, 16)).astype(np.float32)
     rules = changed(heads=None, kv_heads=None) if "model" in axes else sharding.RULES
-    mesh, leave = on(kind, rules, SHAPE)
-    try:
-        placed = jax.device_put(x, NamedSharding(mesh, P(*axes)))
-        inner = mapped(kind, fn, over=axes[1])
-        got = jax.device_get(jax.jit(mapped(kind, inner, over=axes[0]))(v, placed))
-    finally:
-        leave()
-    assert error(got, wanted) < FORWARD
+    twice = mapped(kind, mapped(kind, fn, over=axes[1]), over=axes[0])
+    alone = jax.vmap(jax.vmap(fn, in_axes=(None, 0)), in_axes=(None, 0))
+    compare(twice, (v, x), kind, rules, [P(), P(*axes)], SHAPE, alone=alone)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -225,28 +201,3 @@ def test_fused_kernels_run_or_say_why_not(monkeypatch: Any, kind: str) -> None:
         assert found[0].chosen == "cudnn"
     else:
         assert "mesh axes ['data'], or jax.vmap maps over them" in found[0].refused["cudnn"]
-
-
-@pytest.mark.slow
-def test_spmd_axis_of_replicated_arrays_on_an_explicit_mesh() -> None:
-    fn, v, _ = applied(LAYER)
-    wanted = jax.vmap(fn, in_axes=(None, 0))(v, X)
-    mesh, leave = on("Explicit", shape=SHAPE)
-    try:
-        placed = jax.device_put(X, NamedSharding(mesh, P()))
-        got = jax.jit(jax.vmap(fn, in_axes=(None, 0), spmd_axis_name="data"))(v, placed)
-    finally:
-        leave()
-    assert error(np.asarray(got), wanted) < FORWARD
-
-
-def test_without_private_names_no_axis_counts_as_mapped(monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "jax._src.core", None)
-    mesh, leave = on("Explicit", shape=SHAPE)
-    try:
-        placed = jax.device_put(X, NamedSharding(mesh, P("data")))
-        assert sharding.spec((8,), ("batch",)) == P("data")
-        with pytest.raises(ValueError, match=r"axis_names|found in mesh|data"):
-            jax.vmap(lambda x: attend(1.0, x))(placed)
-    finally:
-        leave()

@@ -5,7 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from flax_mha.cache import Encoded
 
@@ -38,15 +38,16 @@ def decoded(
         more = {} if where is None else {"positions": where}
         return layer.apply({**params, "cache": cache}, x, kv=kv, **more, mutable=["cache"])
 
+    x = np.asarray(x)
     encoded = None if memory is None else Encoded(memory)
     cache, outs, at = cache_of(layer, x, kv=encoded), [], 0
     for count in steps or (1,) * x.shape[-2]:
         part = slice(at, at + count)
-        where = None if positions is None else positions[part]
+        where = None if positions is None else np.asarray(positions)[part]
         out, new = step(cache, x[..., part, :], encoded if at == 0 else None, where)
         cache, at = new["cache"], at + count
         outs.append(out)
-    return jnp.concatenate(outs, -2)
+    return jax.device_put(np.concatenate(outs, -2))
 
 
 def greedy(logits: Any, tokens: Any, count: int) -> jax.Array:
@@ -59,7 +60,7 @@ def greedy(logits: Any, tokens: Any, count: int) -> jax.Array:
     """
     length = tokens.shape[1]
     # Padded, so that it compiles once: no token sees later ones.
-    text, whole = jnp.pad(tokens, ((0, 0), (0, count))), jax.jit(logits)
+    text, whole = np.pad(tokens, ((0, 0), (0, count))), jax.jit(logits)
     for at in range(length, length + count):
-        text = text.at[:, at].set(jnp.argmax(whole(text)[:, at - 1], -1))
-    return text[:, length:]
+        text[:, at] = np.argmax(np.asarray(whole(text))[:, at - 1], -1)
+    return jax.device_put(text[:, length:])

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 Name = TypeVar("Name")
 # Seeds in a row, one a day, that take every case of a test.
-DAYS = 30
+DAYS = 15
 
 
 def draw(
-    cases: Sequence[Name], share: float, slow: float, seed: int, order: str
+    cases: Sequence[Name], share: float, seed: int, order: str
 ) -> tuple[list[Name], list[Name]]:
     """Return the cases of an ordinary run, and those that a slow run adds.
 
@@ -23,12 +23,11 @@ def draw(
     Args:
       cases: all cases of a test, in the order of its table.
       share: the share of an ordinary run.
-      slow: the share of the others in a slow run, more if `DAYS` need more.
       seed: the number of the stretch, such as a day.
       order: the name of the test, from which the shuffled order follows.
     """
     # A day to spare, for rounding.
-    rate = max(share + (1 - share) * slow, 1 / (DAYS - 1))
+    rate = max(share, 1 / (DAYS - 1))
     chance = random.Random(order)
     circle = chance.sample(cases, len(cases))
     # Else all tests of equal shares would have their turn on the same days.

@@ -246,9 +246,8 @@ TARGETS: dict[str, Target] = {
     "cache.truncate": (1, of_collection("truncate"), {"lengths": [1, 2]}, {}),
     "generate": (4, generated, {"model": language_model(), "variables": VARIABLES,
                                 "prompt": TOKENS, "max_new_tokens": 2}, RULES),
-    "top_k": (1, sampling.top_k, {"logits": np.ones((B, 5), np.float32), "k": 2}, {}),
-    "top_p": (1, sampling.top_p, {"logits": np.ones((B, 5), np.float32), "p": 0.5}, {}),
-    "min_p": (1, sampling.min_p, {"logits": np.ones((B, 5), np.float32), "p": 0.5}, {}),
+    **{name: (1, getattr(sampling, name), {"logits": np.ones((B, 5), np.float32), key: x}, {})
+       for name, key, x in (("top_k", "k", 2), ("top_p", "p", 0.5), ("min_p", "p", 0.5))},
     "zigzag": (1, sharding.zigzag, {"length": 16, "devices": 4}, {}),
     "balanced": (1, sharding.balanced, {"lengths": [5, 11], "devices": 4, "tile": 2},
                  {"mask": (flax_mha.masks.Window(3, 2),)}),

@@ -103,7 +103,7 @@ def check_under_scan(layer: nn.Module, x: Any, **call: Any) -> Any:
     )
     params = random_like(jax.eval_shape(loop.init, KEY, x))["params"]
     layers = [params.pop(f"layers_{i}") for i in range(2)]
-    together = params | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
+    together = params | {"layers": jax.tree.map(lambda *x: np.stack(x), *layers)}
     apart = {"params": params | {f"layers_{i}": tree for i, tree in enumerate(layers)}}
     whole = jax.jit(loop.apply)
     scanned = jax.jit(scan.apply)({"params": together}, x, **call)

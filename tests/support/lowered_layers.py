@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.common.counts.memory import shard_bytes
 from flax_mha import MultiHeadAttention, sharding
+from tests.support.meshes import described
 
 
 class Traced(NamedTuple):
@@ -29,19 +30,12 @@ class Traced(NamedTuple):
 
 def traced(layer: MultiHeadAttention, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Traced:
     """Return the layer traced for inputs of this shape."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-
-    def create(key: Any) -> Any:
-        return layer.init(key, jnp.zeros(shape, dtype))
 
     def loss(variables: Any, x: Any) -> Any:
         return jnp.sum(jnp.sin(layer.apply(variables, x).astype(jnp.float32)))
 
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        variables = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            jax.eval_shape(create, key), sharding.of(create, key),
-        )  # fmt: skip
+        variables = described(layer, jax.ShapeDtypeStruct(shape, dtype))
         x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("data")))
         gradient = jax.jit(jax.grad(loss, (0, 1))).trace(variables, x)
 

@@ -1,5 +1,6 @@
 """Meshes of 8 devices, and comparisons with one device."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from experiments.plan.collectives import Collective, read
 from flax_mha import sharding
-from tests.support.oracle import error
+from tests.support.oracle import error, random_like
 
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 # A type for each axis.
@@ -67,29 +69,61 @@ BOTH = changed(
 
 def compare(
     fn: Callable[..., Any], args: Any, kind: str, rules: Any, specs: Any,
-    shape: tuple[int, ...] = (2, 4),
+    shape: tuple[int, ...] = (2, 4), *, alone: Callable[..., Any] | None = None,
+    bounds: tuple[float, float] = (FORWARD, BACKWARD), atol: float = 0.0,
 ) -> None:  # fmt: skip
-    """Check fn's results and gradients on a mesh against the ones without."""
+    """Check fn's results and gradients on a mesh against those without one.
 
-    def loss(*args: Any) -> Any:
-        out = fn(*args)
-        return sum(jnp.sum(jnp.sin(3 * x)) for x in jax.tree.leaves(out)), out
+    Args:
+      fn: the function.
+      args: its arguments, arrays or trees of them.
+      kind: the kind of the mesh's axes.
+      rules: the logical axis rules.
+      specs: the spec of each argument, or a function that returns shardings on the mesh.
+      shape: the shape of the mesh.
+      alone: the function without a mesh, if it is another one.
+      bounds: the largest errors of results and of gradients.
+      atol: a difference that is too small to count, for gradients that cancel to nothing.
+    """
+    floating = tuple(
+        i for i, x in enumerate(args) if jnp.issubdtype(jax.tree.leaves(x)[0].dtype, jnp.floating)
+    )
 
-    floating = tuple(i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating))
-    whole = jax.jit(jax.grad(loss, floating, has_aux=True))
-    gradients, out = whole(*args)
+    def gradients(fn: Callable[..., Any]) -> Any:
+        def loss(*args: Any) -> Any:
+            out = fn(*args)
+            return sum(jnp.sum(jnp.sin(3 * x)) for x in jax.tree.leaves(out)), out
+
+        return jax.jit(jax.grad(loss, floating, has_aux=True))
+
+    wanted, out = jax.device_get(gradients(alone or fn)(*args))
     mesh, leave = on(kind, rules, shape)
     try:
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)
-        ]
-        got, got_out = jax.device_get(jax.jit(jax.grad(loss, floating, has_aux=True))(*placed))
+        places = specs() if callable(specs) else [NamedSharding(mesh, spec) for spec in specs]
+        placed = [jax.device_put(x, at) for x, at in zip(args, places, strict=True)]
+        got, got_out = jax.device_get(gradients(fn)(*placed))
     finally:
         leave()
-    for a, b in zip(jax.tree.leaves(got_out), jax.tree.leaves(out), strict=True):
-        assert error(a, b) < FORWARD
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(gradients), strict=True):
-        assert error(a, b) < BACKWARD
+    for found, expected, bound in zip((got_out, got), (out, wanted), bounds, strict=True):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert error(a, b) < bound or np.abs(a - b).max() < atol
+
+
+def compare_model(
+    model: nn.Module, x: Any, kind: str, rules: Any, shape: tuple[int, ...] = (2, 4), **more: Any
+) -> None:
+    """Check a model's output and gradients on a mesh, in training, against those without one."""
+    init = functools.partial(model.init, deterministic=True)
+    params = random_like(jax.eval_shape(init, KEY, x))
+
+    def apply(params: Any, x: Any) -> Any:
+        return model.apply(params, x, deterministic=False, rngs={"dropout": KEY})
+
+    def places() -> Any:
+        rows = NamedSharding(jax.sharding.get_mesh(), P(dict(rules)["batch"]))
+        return sharding.of(init, KEY, x), rows
+
+    compare(apply, (params, x), kind, rules, places, shape, **more)
 
 
 def collectives(text: str) -> list[tuple[str, int]]:

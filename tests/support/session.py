@@ -36,8 +36,8 @@ settings.register_profile(
 )  # fmt: skip
 settings.load_profile("drawn")
 
-# The share of the cases beyond an ordinary run that a slow run takes, and of tests marked as slow.
-SLOW, OF_SLOW = 0.15, 0.5
+# The share of the tests marked as slow that a slow run takes.
+OF_SLOW = 0.25
 
 make_mesh = jax.make_mesh
 
@@ -69,16 +69,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set[pytest.Item]()
     for (name, kind), several in cases.items():
         marker = several[0].get_closest_marker(kind)
-        (share,) = marker.args or (0,)
-        slow = marker.kwargs.get("slow", SLOW if kind == "sampled" else OF_SLOW)
-        fast, more = draw(several, share, slow, seed, name)
+        (share,) = marker.args or (OF_SLOW,)
+        fast, more = draw(several, share, seed, name)
         for item in {*several}.difference(fast):
             item.add_marker(pytest.mark.slow)
         left_out.update({*several}.difference(fast, more))
     if "grid" not in config.option.markexpr:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    for item in draw([item for item in items if "slow" not in item.keywords], 0.1, 0, seed, "")[0]:
+    for item in draw([item for item in items if "slow" not in item.keywords], 0.1, seed, "")[0]:
         item.add_marker(pytest.mark.tenth)
     platform = jax.default_backend()
     for item in items:

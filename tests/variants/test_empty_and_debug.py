@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +11,7 @@ from flax_mha.kernels.call.normalizers import OTHERS
 from flax_mha.positions import DynamicNtk, LongRope, Rotary
 
 KEY = jax.random.key(0)
-X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 16)), jnp.float32)
+X = np.random.default_rng(0).normal(size=(2, 6, 16)).astype(np.float32)
 SCALED = {"ntk": DynamicNtk(2.0, 4), "long": LongRope((1.0,) * 4, (2.0,) * 4, 4)}
 LAYERS: dict[str, Any] = {
     "forgetting": variants.ForgettingAttention(2),
@@ -26,40 +25,33 @@ LAYERS: dict[str, Any] = {
 }
 
 
-def pulled(layer: Any, x: jax.Array, jit: bool = False) -> Any:
+def pulled(layer: Any, x: Any) -> Any:
     """Return the output and the gradients, with parameters from x itself."""
-
-    def run(x: jax.Array) -> Any:
-        variables = layer.init(KEY, x)
-        return jax.value_and_grad(lambda v, x: layer.apply(v, x).sum(), (0, 1))(variables, x)
-
-    return (jax.jit(run) if jit else run)(x)
+    variables = layer.init(KEY, x)
+    return jax.value_and_grad(lambda v, x: layer.apply(v, x).sum(), (0, 1))(variables, x)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("size", [(0, 6), (2, 0), (0, 0)])
 def test_layers_take_no_rows_and_no_tokens(name: str, size: tuple[int, int]) -> None:
     x = X[: size[0], : size[1]]
-    assert jax.eval_shape(lambda x: LAYERS[name].init_with_output(KEY, x)[0], x).shape == x.shape
-    for y in jax.tree.leaves(pulled(LAYERS[name], x, jit=True)):
+    for y in jax.tree.leaves(jax.jit(lambda x: pulled(LAYERS[name], x))(x)):
         np.testing.assert_array_equal(y, 0)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("size", [(4, 0), (0, 4), (0, 0)])
-def test_normalizers_take_no_queries_and_no_keys(name: str, size: tuple[int, int]) -> None:
-    q, k = (jnp.ones((2, n, 2, 8)) for n in size)
+@pytest.mark.parametrize("size", [(4, 0), (0, 4)])
+def test_normalizers_take_no_queries_and_no_keys(size: tuple[int, int]) -> None:
+    q, k = (np.ones((2, n, 2, 8), np.float32) for n in size)
 
     def loss(q: jax.Array, k: jax.Array) -> jax.Array:
-        return dot_product_attention(q, k, k, normalizer=name).sum()
+        return sum(dot_product_attention(q, k, k, normalizer=name).sum() for name in OTHERS)
 
-    for y in jax.value_and_grad(loss, (0, 1))(q, k):
-        for z in jax.tree.leaves(y):
-            np.testing.assert_array_equal(z, 0)
+    for y in jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1)))(q, k)):
+        np.testing.assert_array_equal(y, 0)
 
 
-@pytest.mark.sampled(0, slow=0.3)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_pass_debug_nans_and_infs(name: str) -> None:
     """Initialization, forward, gradient and decoding, each operation by itself."""
@@ -67,7 +59,7 @@ def test_layers_pass_debug_nans_and_infs(name: str) -> None:
     with jax.debug_nans(True), jax.debug_infs(True):
         jax.clear_caches()  # Programs compiled before are not checked.
         pulled(layer, X)
-        layer.apply(layer.init(KEY, X), X, lengths=jnp.array([6, 3]))
+        layer.apply(layer.init(KEY, X), X, lengths=np.array([6, 3]))
         if name != "chosen together":
             step = layer.clone(decode=True)
             variables = step.init(KEY, X)

@@ -47,8 +47,8 @@ def layer(name: str, **fields: Any) -> Any:
     return cls(N, **{"head_dim": H} | FIELDS[name] | fields)
 
 
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (1, 9), (3, 1, 6), (T,)], ids=str)
+@pytest.mark.sampled(0.07)
+@pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (3, 1, 6)], ids=str)
 @pytest.mark.parametrize(("name", "fields", "key", "value", "bound"), CACHES)
 def test_steps_match_the_full_forward(
     name: str, fields: Any, key: Any, value: Any, bound: float, steps: tuple[int, ...]
@@ -61,7 +61,7 @@ def test_steps_match_the_full_forward(
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < bound
 
 
-@pytest.mark.sampled(0.05, slow=0.2)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
 @pytest.mark.parametrize("name", FIELDS)
@@ -71,7 +71,7 @@ def test_meshes_match_one_device(name: str, rules: Any, kind: str) -> None:
     check_on_mesh(layer(name, **heads), x, kind, rules, decodes=name not in list(FIELDS)[:2])
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("name", FIELDS)
 def test_tokens_of_other_documents_and_later_tokens_change_nothing(
@@ -81,11 +81,12 @@ def test_tokens_of_other_documents_and_later_tokens_change_nothing(
     module = layer(name, mask=masks.Causal() & masks.Documents(np.array([5, 3])))
     params, bad = drawn(module, X), X.copy()
     bad[:, [2, 9]] = 9
-    out = jax.jit(module.apply)(params, X)
+    run = jax.jit(module.apply)
+    out = run(params, X)
     if is_cached:
-        found = decoded(module.clone(decode=True), params, bad, (3, 1, 6))
+        found = decoded(module.clone(decode=True), params, bad, (4, 6))
     else:
-        found = jax.jit(module.apply)(params, bad)
+        found = run(params, bad)
     others = [i for i in range(T) if i not in (2, 3, 4, 9)]
     assert error(found[:, others], out[:, others]) < 1e-5
 

@@ -1,6 +1,5 @@
 """Talking-heads attention against its formula, and the features that every layer has."""
 
-import functools
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ from flax_mha import MultiHeadAttention, masks
 from flax_mha.positions import Rotary
 from flax_mha.variants import TalkingHeadsAttention
 from tests.support import oracle
-from tests.support.decoding import decoded
 from tests.support.layer_checks import check_gradients, drawn
 from tests.support.oracle import einsum, error, float64
 
@@ -45,7 +43,7 @@ def test_talking_heads_match_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
-@pytest.mark.sampled(0.13, slow=0.2)
+@pytest.mark.sampled(0.13)
 def test_mix_gradients_match_differences() -> None:
     groups = ("mix_scores",), ("mix_weights",), ("query", "key", "value", "out")
     check_gradients(layer(kernel="blockwise", mask=masks.Causal()), X, expected, *groups)
@@ -61,27 +59,21 @@ def test_initial_layer_equals_multi_head_attention(across: bool) -> None:
     }  # fmt: skip
     ours, plain = TalkingHeadsAttention(N, **fields), MultiHeadAttention(N, **fields)
     variables = drawn(plain, X)
-    eye = np.eye(N, dtype=np.float32)
-    both = {"params": {**variables["params"], "mix_scores": eye, "mix_weights": eye}}
-    mixes = ("mix_scores", "mix_weights")
-    init = jax.jit(lambda x: [ours.init(KEY, x)["params"][name] for name in mixes])(X)
-    np.testing.assert_array_equal(init, [eye, eye])
-    if across:
-        memory = X[:, :7]
-        actual, wanted = (
-            jax.jit(m.apply)(v, X, memory) for m, v in ((ours, both), (plain, variables))
-        )
-        assert error(actual, wanted) < 5e-6
-        held, plainly = (
-            decoded(m.clone(decode=True), v, X, (4, 6), memory)
-            for m, v in ((ours, both), (plain, variables))
-        )
-        assert error(held, plainly) < 5e-6
-        return
+    mixes = {"mix_scores": np.eye(N, dtype=np.float32), "mix_weights": np.eye(N, dtype=np.float32)}
     call = {"lengths": np.array([T, 4]), "head_mask": np.array([1.0, 0.0, 0.5, 1.0], np.float32)}
-    actual, wanted = (
-        jax.jit(functools.partial(m.apply, return_weights=True))(v, X, **call)
-        for m, v in ((ours, both), (plain, variables))
-    )
-    assert error(actual[0], wanted[0]) < 5e-6
-    assert error(actual[1], wanted[1]) < 5e-6
+    inputs, call = ((X, X[:, :7]), {}) if across else ((X,), call)
+
+    @jax.jit
+    def run() -> Any:
+        initial = ours.init(KEY, X)["params"]
+        both = {"params": {**variables["params"], **{name: initial[name] for name in mixes}}}
+        return initial, *(
+            layer.apply(params, *inputs, **call, return_weights=True)
+            for layer, params in ((ours, both), (plain, variables))
+        )
+
+    initial, actual, wanted = run()
+    for name, eye in mixes.items():
+        np.testing.assert_array_equal(initial[name], eye)
+    for x, y in zip(actual, wanted, strict=True):
+        assert error(x, y) < 5e-6

@@ -106,7 +106,8 @@ def groups(library: Library) -> str:
 
 def window(library: Library) -> str:
     """Say which keys a query sees through a window W of 2."""
-    first, *_, last = np.flatnonzero(weights(library, *qkv(8, 8), window=2)[4] > 1e-9) - 4
+    seen = np.flatnonzero(weights(library, *qkv(8, 8), window=2)[4] > 1e-9) - 4
+    first, last = int(seen[0]), int(seen[-1])
     reaches = {(-2, 2): "W on each side", (-2, 0): "W + 1 keys", (-1, 0): "W keys"}
     return reaches.get((first, last), f"from {first} to {last}")
 

@@ -68,10 +68,11 @@ def flat(x):
     return x.reshape(*x.shape[:2], -1)
 
 
-def _sown(*qkv, **call):
+def _sown(q, k, v, bias=None, mask=None, is_causal=False):
     from flax import nnx
 
-    return nnx.dot_product_attention(*qkv, module=nnx.Module(), **call)
+    module = nnx.Module()
+    return nnx.dot_product_attention(q, k, v, bias, mask, is_causal=is_causal, module=module)
 
 
 def _equinox(q, k, v, mask=None):

@@ -11,17 +11,13 @@ q = jnp.zeros((2, 4, 2, 8))
 
 dot_product_attention(q, q, q, msk=masks.Causal())  # error
 dot_product_attention(q, q, q, return_weights=1)  # error
-dot_product_attention(q, q, q, kernel=1)  # error
-MultiHeadAttention(4, kernel=1)  # error
-masks.Causal(3)  # error
 flax_mha.explain(q, q, q, scales=0.5)  # error
 MultiHeadAttention(num_heads="4")  # error
 MultiHeadAttention(num_head=4)  # error
 flax_mha.MultiheadAttention(num_heads=4)  # error
 flax_mha.EncoderBlock(MultiHeadAttention(4), mlp_dims=64)  # error
+masks.Causal(3)  # error
 masks.Casual()  # error
-masks.Window(left="128")  # error
-flax_mha.positions.Rotary(bas=1e4)  # error
 
 
 class Model(nn.Module):
