@@ -7,6 +7,7 @@
     python -m experiments.measure bits                   # which calls give the same bits?
     python -m experiments.measure lengths --chip=v5e     # memory and bytes by length
     python -m experiments.measure losses                 # does one kernel train as another does?
+    python -m experiments.measure conventions            # do other packages do what our page says?
 
 Each command has --help. Tables are printed row by row, and are also in table.md and results.json
 in --workdir.
@@ -19,11 +20,12 @@ from typing import Any
 from experiments.common import command
 from experiments.common.failures import boundary
 from experiments.measure import bits, check, compiled, lengths, losses, timed
+from experiments.measure.conventions import compare
 from experiments.measure.peers import race
 
 COMMANDS: dict[str, Any] = {
     "check": check, "compiled": compiled, "timed": timed, "peers": race, "bits": bits,
-    "lengths": lengths, "losses": losses,
+    "lengths": lengths, "losses": losses, "conventions": compare,
 }  # fmt: skip
 
 

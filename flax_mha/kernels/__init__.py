@@ -21,6 +21,7 @@ from flax_mha.kernels.call.spec import AttentionSpec
 from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.kernels.choose import KERNELS, Explanation
 from flax_mha.kernels.using import resolve, use
+from flax_mha.masks.algebra import count_known
 from flax_mha.scores import ScoreMod
 from flax_mha.sharding.devices import Platform
 
@@ -213,4 +214,10 @@ def explain(
         return shards.explain(kernel, q, k, v, spec, platform)
 
     explanation: Explanation = jax.eval_shape(trace, q, k, v)
-    return explanation
+    mask = call.get("mask")
+    if mask is None:
+        return explanation
+    positions = call.get("q_positions"), call.get("kv_positions")
+    dims = shapes.Dims.of(q, k, v)
+    share, no_key = count_known(masks.as_mask(mask), dims, *positions) or (None, None)
+    return explanation._replace(share=share, no_key=no_key)

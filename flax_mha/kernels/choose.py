@@ -24,6 +24,7 @@ from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.chips.cpus import computes_in_bfloat16
 from flax_mha.kernels.chips.tpus import SHORTEST
 from flax_mha.kernels.xla import softmax
+from flax_mha.masks.algebra import in_words
 
 # The compute capabilities of GPUs on which the contract of flex has run. `auto` takes it on these
 # only. On an H100 its attention of 1,024 tokens took 0.2 to 0.3 of the time of `reference`.
@@ -71,6 +72,13 @@ KERNELS = {
 }
 
 
+# Masks that are often inverted by mistake, by their share of pairs.
+_EXTREMES = {
+    0.0: "no query has a key, so all outputs are 0",
+    1.0: "everything may attend, so the mask changes nothing",
+}
+
+
 @jax.tree_util.register_static
 class Explanation(NamedTuple):
     """The kernel of a call, and the reasons against other kernels. Prints as a table.
@@ -81,6 +89,9 @@ class Explanation(NamedTuple):
       strategy: the context-parallel strategy; None if the sequence is not sharded.
       tile: the queries and keys of a tile of `flex`; None for other kernels.
       why: the reason for these sizes.
+      share: the share of pairs of queries and keys that the mask lets attend; None if there is no
+        mask, or it is traced or has more than 2²⁶ pairs.
+      no_key: the number of queries that may attend to no key; None as for `share`.
     """
 
     chosen: str | None
@@ -88,6 +99,8 @@ class Explanation(NamedTuple):
     strategy: str | None = None
     tile: tuple[int, int] | None = None
     why: str | None = None
+    share: float | None = None
+    no_key: int | None = None
 
     def __hash__(self) -> int:  # JAX hashes it as part of a tree's structure.
         return hash((self.chosen, *self.refused, self.strategy))
@@ -106,6 +119,12 @@ class Explanation(NamedTuple):
             if self.tile and name == self.chosen:
                 status += ", in tiles of {} queries × {} keys, {}".format(*self.tile, self.why)
             rows.append(f"{name:<{width}}  {status}")
+        if self.share is not None and self.no_key is not None:
+            rows.append(f"{'mask':<{width}}  {in_words(self.share, self.no_key)}")
+            if self.share in _EXTREMES:
+                rows.append(
+                    f"{_EXTREMES[self.share]}: True in a mask means that a query may attend"
+                )
         return "\n".join(rows)
 
 

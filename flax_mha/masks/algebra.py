@@ -84,10 +84,14 @@ class Mask(Struct):
         return jnp.broadcast_to(evaluate(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)
 
     def show(self, T: int, S: int | None = None, **options: Any) -> str:
-        """Return a drawing of `dense` for the first example and head, with █ for True."""
+        """Return a drawing of `dense` for the first example and head, with █ for True.
+
+        The last line says how many pairs may attend, and how many queries have no key.
+        """
         table = np.asarray(self.dense(T, S, **options))
         lines = table.reshape(-1, *table.shape[-2:])[0]
-        return "\n".join("".join("█" if allowed else "·" for allowed in line) for line in lines)
+        drawn = ["".join("█" if allowed else "·" for allowed in line) for line in lines]
+        return "\n".join([*drawn, in_words(*count(table))])
 
     def __and__(self, other: "MaskLike") -> "Mask":
         return And((self, as_mask(other)))
@@ -272,6 +276,39 @@ def combine(*masks: MaskLike | None) -> Mask | None:
     """Join masks by `&`, and skip None. Return None if all are None."""
     joined = tuple(as_mask(mask) for mask in masks if mask is not None)
     return And(joined) if len(joined) > 1 else next(iter(joined), None)
+
+
+def count(table: np.ndarray) -> tuple[float, int]:
+    """Return the share of pairs [..., T, S] that may attend, and the number of queries without."""
+    return float(table.mean()) if table.size else 0.0, int((~table.any(-1)).sum())
+
+
+def in_words(share: float, no_key: int) -> str:
+    """Return the numbers of `count` as a sentence."""
+    queries = {0: "every query has a key", 1: "1 query has no key"}
+    keys = queries.get(no_key, f"{no_key:,} queries have no key")
+    return f"{100 * share:.3g}% of pairs may attend, and {keys}"
+
+
+def count_known(mask: Mask, dims: Dims, *positions: Array | int | None) -> tuple[float, int] | None:
+    """Return `count` for the mask of a call, or None if it is traced or has more than 2²⁶ pairs.
+
+    Rows of the batch and heads that share a mask are counted once.
+    """
+    q, k = positions
+    with jax.ensure_compile_time_eval():
+        at = whole(
+            dims, shapes.positions("q_positions", q, (*dims.B, dims.T), "T"),
+            shapes.positions("kv_positions", k, (*dims.B, dims.S), "S"),
+        )  # fmt: skip
+        if is_traced((mask, at)):
+            return None
+        mask = mask.bind(dims)
+        shape = jax.eval_shape(lambda *at: evaluate(mask, At(*at)), *at).shape
+        if not 0 < math.prod((*shape[:-2], dims.T, dims.S)) <= MOST:
+            return None
+        table = np.asarray(evaluate(mask, at))
+    return count(np.broadcast_to(table, (*shape[:-2], dims.T, dims.S)))
 
 
 def _static_pairs(mask: Mask, q: Array | None, k: Array | None) -> np.ndarray | None:

@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -161,3 +162,37 @@ def test_explain_of_ring_for_another_platform(
         with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "context")]):
             found = explain(x, x, x, mask=mask, platform=platform)
         assert (found.strategy, found.chosen) == ("ring", chosen), at_hand
+
+
+@pytest.mark.parametrize(
+    ("mask", "share", "no_key", "last"),
+    [
+        (Causal(), 0.625, 0, "62.5% of pairs may attend, and every query has a key"),
+        (Causal() & Lengths(np.array([0, 4])), 0.3125, 4, "and 4 queries have no key"),
+        (np.zeros((4, 4), bool), 0, 4, "no query has a key, so all outputs are 0"),
+        (jnp.ones((4, 4), bool), 1, 0, "everything may attend, so the mask changes nothing"),
+        (None, None, None, "decode"),
+    ],
+)
+def test_explanation_counts_what_may_attend(
+    mask: Any, share: float | None, no_key: int | None, last: str
+) -> None:
+    x = jax.ShapeDtypeStruct((2, 4, 2, 8), jnp.float32)
+    told = explain(x, x, x, mask=mask)
+    assert (told.share, told.no_key) == (share, no_key)
+    assert last in str(told).splitlines()[-1]
+
+
+def test_explanation_counts_no_traced_or_huge_mask() -> None:
+    x = jax.ShapeDtypeStruct((2, 4, 2, 8), jnp.float32)
+    found = []
+
+    def traced(mask: jax.Array) -> None:
+        found.append(explain(x, x, x, mask=mask).share)
+        found.append(explain(x, x, x, mask=Causal(), q_positions=mask[0] * 1).share)
+        found.append(explain(x, x, x, mask=Causal(), q_positions=3).share)
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct((4, 4), jnp.int32))
+    x = jax.ShapeDtypeStruct((1, 2**14, 2, 8), jnp.float32)
+    found.append(explain(x, x, x, mask=Causal()).share)
+    assert found == [None, None, 1.0, None]

@@ -1,0 +1,1 @@
+"""Conventions of attention in other packages: measures what docs/conventions.md says."""
