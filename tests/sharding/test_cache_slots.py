@@ -95,6 +95,10 @@ def test_sharded_slots_match_one_device(name: str, rules: str, kind: str, calls:
     assert held["kv"].key.addressable_shards[0].data.shape[-2] == slots
 
 
+def test_sinks_over_sharded_slots_count_once() -> None:
+    test_sharded_slots_match_one_device("window", "own axis", "Auto", "short")
+
+
 def sent_by_a_step(layer: nn.Module, slots: int) -> list[Collective]:
     """Return the collectives of a step of decoding on this mesh."""
     variables = described(layer, zeros((B, slots, X.shape[-1])))

@@ -109,6 +109,12 @@ def test_strategies_match_one_device(
     compare(attention(way, call), operands(S, K), kind, rules, specs, shape or (2, 4))
 
 
+def test_a_causal_ring_of_four_matches_one_device() -> None:
+    call = attention("ring:blockwise", {"mask": masks.Causal()})
+    specs = [ONE[1]] * 3 + [P()] * 4
+    compare(call, operands(T, 2), "Auto", ONE[0], specs, (2, 4))
+
+
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_explicit_output_is_sharded_like_queries(way: str) -> None:
     """And so are the ids of a mask like their tokens."""
