@@ -28,10 +28,10 @@ def rotated(x: np.ndarray, angle: Any, interleaved: bool = False) -> np.ndarray:
     return out
 
 
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize("sizes", [(5,), (3, 4), (2, 3, 2)])
-@pytest.mark.parametrize("span", [None, 2 * math.pi])
-@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(
+    ("sizes", "span", "prefix"),
+    [((5,), None, 0), ((3, 4), 2 * math.pi, 2), ((2, 3, 2), None, 2), ((2, 3, 2), 2 * math.pi, 0)],
+)
 def test_axial_matches_formula(sizes: tuple[int, ...], span: float | None, prefix: int) -> None:
     T, H = prefix + math.prod(sizes), 12
     x = RNG.normal(size=(2, T, 3, H)).astype(np.float32)

@@ -148,6 +148,9 @@ CASES: dict[str, tuple[Scaling, float, Any, float]] = {
                      1.0),
     "yarn": (Yarn(16.0, 4096), 1e4, lambda c, b: yarn(c, b, 16, 4096, 32, 1),
              0.1 * math.log(16) + 1),
+    # The ramp ends beyond the last pair.
+    "yarn of a low base": (Yarn(16.0, 4096), 500.0, lambda c, b: yarn(c, b, 16, 4096, 32, 1),
+                           0.1 * math.log(16) + 1),
     "yarn's own": (Yarn(40.0, 1024, 16.0, 2.0, attention_factor=1.5), 5e5,
                    lambda c, b: yarn(c, b, 40, 1024, 16, 2), 1.5),
     "llama": (Llama3(8.0, 8192), 5e5, lambda c, b: llama(c, b, 8, 8192), 1.0),
