@@ -19,6 +19,7 @@ def saved(tmp_path: Path) -> Any:
     def save(name: str) -> tuple[dict[str, np.ndarray], Any]:
         values = variables(CONFIGS[name])
         interop.save(CONFIGS[name], values, tmp_path)
+        jax.tree.map(np.testing.assert_array_equal, interop.load(tmp_path)[1], values)
         (file,) = tmp_path.glob("*.safetensors")
         return load_file(file), values["params"]
 

@@ -94,7 +94,7 @@ class TestDecode(KernelContract):
     kernel = "decode"
     instead: ClassVar = {
         "2x129x129": "2x29x129", "2x257x257": "2x17x257", "1x600x600": "1x9x600",
-        "2x257x129": "2x57x129", "2x100x300": "2x60x300", "x300x7": "x30x7",
+        "2x257x129": "2x57x129", "2x100x300": "2x60x300", "x300x7": "x30x7", "2x65x129": "2x9x129",
     }  # fmt: skip
 
 

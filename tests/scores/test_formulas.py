@@ -1,5 +1,6 @@
 """Score functions against their equations in NumPy, query by query and key by key."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -8,7 +9,17 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention
-from flax_mha.scores import Alibi, Bias, Relative, RelativeBias, ScoreMod, SoftCap, TransformerXL
+from flax_mha.masks import Lengths
+from flax_mha.scores import (
+    Alibi,
+    Bias,
+    Relative,
+    RelativeBias,
+    Score,
+    ScoreMod,
+    SoftCap,
+    TransformerXL,
+)
 from tests.scores import catalogue
 from tests.scores.test_learned_scores import bucket_of
 
@@ -55,6 +66,21 @@ def test_score_matches_its_equation(score: ScoreMod, rule: Callable[..., np.ndar
     expected = np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
     out = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, scores=(score,)))(q, k, v)
     np.testing.assert_allclose(out, expected, atol=3e-5)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_functions_do_not_see_scores_that_a_mask_hides(kernel: str) -> None:
+    """The square of a hidden score would be infinite, and its gradient NaN."""
+    q, k, v = (RNG.normal(size=(T, N, H)).astype(np.float32) for _ in range(3))
+    k[-1] = 1e30
+
+    @jax.jit
+    def gradients(*qkv: jax.Array) -> list[jax.Array]:
+        square = Score(lambda s, row, head, i, j: s * s)
+        call = functools.partial(dot_product_attention, scores=(square,), kernel=kernel)
+        return jax.grad(lambda *x: call(*x, mask=Lengths(T - 1)).sum(), (0, 1, 2))(*qkv)
+
+    assert all(np.isfinite(x).all() for x in gradients(q, k, v))
 
 
 def test_each_score_has_parameters_of_its_own() -> None:

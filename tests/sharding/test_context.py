@@ -110,7 +110,7 @@ def test_strategies_match_one_device(
 
 
 def test_a_causal_ring_of_four_matches_one_device() -> None:
-    call = attention("ring:blockwise", {"mask": masks.Causal()})
+    call = attention("ring:reference", {"mask": masks.Causal()})
     specs = [ONE[1]] * 3 + [P()] * 4
     compare(call, operands(T, 2), "Auto", ONE[0], specs, (2, 4))
 
