@@ -99,6 +99,11 @@ class FlexCall(NamedTuple):
     turn: tuple[int, bool]
     swapped: Any = None
 
+    @property
+    def changes_scores(self) -> bool:
+        """True if there are score functions."""
+        return bool(fill(self.form, self.leaves).scores)
+
     def gain(self, x: jax.Array) -> jax.Array:
         """Scale a product of kept weights, as `AttentionSpec.scale_kept`."""
         return fill(self.form, self.leaves).scale_kept(x)

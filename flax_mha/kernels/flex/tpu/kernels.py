@@ -277,12 +277,16 @@ def _gradient(
 
     rows = [numbers[n : n + 1, :] for n in range(3)]
     top, share, delta = rows if call.keys_first else [row.T for row in rows]
-    leaves = [tile.leaves] if learned else []
-    s, pull = jax.vjp(lambda s, x=tile.leaves: tile.score(s, x), product(q, k), *leaves)
-    p = softmax.weights(s, top, share)
+    qk, leaves = product(q, k), [tile.leaves] if learned else []
+    # Without score functions, the derivative of the mask is to set those of weights of 0 to 0.
+    by_weights = not learned and not call.changes_scores
+    differentiated = tile._replace(masked=False) if by_weights else tile
+    s, pull = jax.vjp(lambda s, x=tile.leaves: differentiated.score(s, x), qk, *leaves)
+    p = softmax.weights(tile.score(qk, tile.leaves) if by_weights else s, top, share)
     dp = call.gain(tile.drop(product(dout, v)))
-    # The derivative of the mask makes masked gradients 0, even where dp is infinite or NaN.
-    return [tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked=False))]
+    # It makes masked gradients 0, even where dp is infinite or NaN.
+    masked = tile.masked and by_weights
+    return [tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked))]
 
 
 def gradients(
