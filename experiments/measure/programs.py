@@ -3,7 +3,8 @@
 | program | computation |
 |---|---|
 | `layer` | a layer, B=4, T=4,096, D=2,048, 16 heads of 128, causal |
-| `rotary` | the same with rotary positions |
+| `layer-64`, `layer-96`, `layer-192` | the same with 32 heads of 64, 20 of 96 or 10 of 192 |
+| `rotary` | `layer` with rotary positions |
 | `grouped` | the same with 4 key/value heads and norms of queries and keys |
 | `arrays` | a layer under Flax's arrays of masks, B=8, T=1,024, D=1,024, 16 heads of 64 |
 | `short` | a layer of a vision transformer, B=64, T=197, D=768, 12 heads of 64, no mask |
@@ -146,20 +147,23 @@ def loss(apply: Callable[..., Any]) -> Callable[..., jax.Array]:
     return mean_square
 
 
-def _projections(D: int, N: int, K: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the matrices of a layer by hand."""
-    H = D // N
+def _projections(D: int, N: int, K: int, H: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the matrices of a layer by hand, for heads of H features or D/N."""
+    H = H or D // N
     return {"q": (D, N, H), "k": (D, K, H), "v": (D, K, H), "o": (N, H, D)}
 
 
-def _long(chip: Chip, K: int = 16, rotates: bool = False, normalizes: bool = False) -> Contestants:
-    B, T, D, N, H = 4, 4096, 2048, 16, 128
+def _long(
+    chip: Chip, K: int | None = None, rotates: bool = False, normalizes: bool = False,
+    N: int = 16, H: int = 128,
+) -> Contestants:  # fmt: skip
+    B, T, D, K = 4, 4096, 2048, K or N
     x = chip.array(B, T, D)
     ours = flax_mha.MultiHeadAttention(
-        N, num_kv_heads=K, dtype=HALF, use_bias=False, mask=masks.Causal(),
+        N, num_kv_heads=K, head_dim=H, dtype=HALF, use_bias=False, mask=masks.Causal(),
         rotary=positions.Rotary() if rotates else None, normalize_qk=normalizes,
     )  # fmt: skip
-    w = chip.weights(**_projections(D, N, K))
+    w = chip.weights(**_projections(D, N, K, H))
     if normalizes:
         w |= chip.weights(q_scale=(H,), k_scale=(H,))
 
@@ -285,6 +289,9 @@ def _model(chip: Chip, scan: bool = True) -> Contestants:
 
 PROGRAMS: dict[str, Callable[[Chip], Contestants]] = {
     "layer": _long,
+    "layer-64": functools.partial(_long, N=32, H=64),
+    "layer-96": functools.partial(_long, N=20, H=96),
+    "layer-192": functools.partial(_long, N=10, H=192),
     "rotary": functools.partial(_long, rotates=True),
     "grouped": functools.partial(_long, K=4, rotates=True, normalizes=True),
     "arrays": _arrays,

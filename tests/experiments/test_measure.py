@@ -32,6 +32,10 @@ def test_slices_and_updates_count_alone(optimized: None) -> None:
         # To the chip, and a quarter to the chip, where y is.
         ("(f32[1024]{0:S(1)}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%x)", 4096),
         ("((f32[1024]{0}), f32[256]{0:S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:256]}", 1024),
+        # Features in the lanes are padded to 128 of them.
+        ("f32[8,64]{1,0:T(8,128)} broadcast(%x)", 2 * 4096),
+        ("f32[64,8]{0,1:T(8,128)} broadcast(%x)", 2 * 4096),
+        ("bf16[64,128]{0,1:T(8,128)(2,1)} broadcast(%x)", 4096 + 2 * 128 * 128),
     ],
 )  # fmt: skip
 def test_bytes_of_an_instruction(line: str, bytes: int) -> None:

@@ -204,9 +204,9 @@ def test_one_query_compiles(compiling_for_tpu: None) -> None:
 def test_kernel_rotates_with_large_tables(compiling_for_tpu, monkeypatch, which: str) -> None:
     generation, T, H = which.split()[0], *map(int, which.split()[1:])
     dtype = jnp.float32 if which == "v6e 2048 128" else jnp.bfloat16
-    rotates, memory = [], rotated.memory
+    rotates, queries = [], rotated.queries
     monkeypatch.setattr(
-        rotated, "memory", lambda plan, x: rotates.append(x.tables is not None) or memory(plan, x)
+        rotated, "queries", lambda *args: rotates.append(args[1] is not None) or queries(*args)
     )
     layer = MultiHeadAttention(4, head_dim=H, rotary=Rotary(), mask=Causal(), dtype=dtype)
     params = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 4, 64)))

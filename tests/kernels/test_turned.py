@@ -34,13 +34,13 @@ SHUFFLED = jnp.asarray(RNG.permuted(np.tile(np.arange(T), (2, 1)), axis=1))
 def rotates(tpu: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Run on a TPU, and list whether each kernel rotates."""
     found = list[bool]()
-    memory = rotated.memory
+    queries = rotated.queries
 
-    def spy(plan: Any, x: Any) -> Any:
-        found.append(x.tables is not None)
-        return memory(plan, x)
+    def spy(call: Any, tables: Any, *rest: Any) -> Any:
+        found.append(tables is not None)
+        return queries(call, tables, *rest)
 
-    monkeypatch.setattr(rotated, "memory", spy)
+    monkeypatch.setattr(rotated, "queries", spy)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 _HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
+_TILE = re.compile(r"\{([\d,]+):T\(([\d,]+)\)")
 _CALLED = re.compile(
     r"\b(calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
 )
@@ -24,11 +25,23 @@ _SCALAR = (
 
 
 class Array(NamedTuple):
-    """An array in a type."""
+    """An array in a type.
+
+    Attributes:
+      dtype: its dtype, as XLA writes it.
+      shape: its shape.
+      layout: its layout as XLA writes it, such as `{0,1:T(8,128)S(1)}`: axes from the fastest one,
+        the tile that the fastest ones are padded to, and the memory.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    main: bool  # in the chip's main memory
+    layout: str
+
+    @property
+    def main(self) -> bool:
+        """True if it lies in the chip's main memory."""
+        return "S(" not in self.layout
 
     @property
     def size(self) -> int:
@@ -37,17 +50,30 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The number of bytes, without the padding of a layout."""
+        """The number of bytes, without the padding of the layout."""
+        return self._bytes(self.size)
+
+    @property
+    def stored(self) -> int:
+        """The number of bytes in memory, with the padding of the layout."""
+        sizes, tile = [*self.shape], _TILE.match(self.layout)
+        if tile:
+            axes, padded_to = ([*map(int, part.split(","))] for part in tile.groups())
+            for axis, to in zip(axes, padded_to[::-1], strict=False):
+                sizes[axis] = -(-sizes[axis] // to) * to
+        return self._bytes(math.prod(sizes))
+
+    def _bytes(self, size: int) -> int:
         if self.dtype == "pred":
-            return self.size
+            return size
         bits = re.match(r"[a-z]+(\d+)", self.dtype)
-        return -(-self.size * int(bits[1]) // 8) if bits else 0  # tokens have none
+        return -(-size * int(bits[1]) // 8) if bits else 0  # tokens have none
 
 
 def arrays(type_: str) -> list[Array]:
     """Return the arrays of a type, in order."""
     return [
-        Array(dtype, tuple(int(n) for n in sizes.split(",") if n), "S(" not in layout)
+        Array(dtype, tuple(int(n) for n in sizes.split(",") if n), layout)
         for dtype, sizes, layout in _ARRAY.findall(type_)
     ]
 

@@ -1,7 +1,7 @@
 """The bytes that a compiled program moves between a chip and its main memory.
 
 An instruction that touches main memory reads each of its operands once and writes its result once,
-with these exceptions:
+with the padding of their layouts, and with these exceptions:
 
 | instruction | bytes |
 |---|---|
@@ -74,7 +74,7 @@ def _bytes(module: Module, computation: str, x: Instruction) -> int:
     if x.opcode == "scatter":
         return operands[1] + 3 * operands[2]  # reads and writes the rows that it updates
     if x.opcode == "custom-call" and "__cudnn" in x.rest:
-        result -= sum(array.bytes for array in arrays(x.type) if array.dtype == "u8")
+        result -= sum(array.stored for array in arrays(x.type) if array.dtype == "u8")
     if x.fusion is None:
         return distinct + result
     reads, root = _reads(module, x.fusion), module.root(x.fusion)
@@ -149,4 +149,4 @@ def _same(module: Module, x: Instruction) -> int | None:
 
 def _size(type_: str, anywhere: bool = False) -> int:
     """Return the bytes of a type's arrays in main memory, or of all."""
-    return sum(array.bytes for array in arrays(type_) if anywhere or array.main)
+    return sum(array.stored for array in arrays(type_) if anywhere or array.main)

@@ -104,7 +104,8 @@ def _equal(length: int, most: int) -> int:
     return 128 * -(-length // (128 * -(-length // most)))
 
 
-def heads_first(x: jax.Array, length: int) -> jax.Array:
-    """Transpose [*B, L, M, F] to [rows, M, length, F], padded with 0."""
-    x = jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
-    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+def heads_first(x: jax.Array, length: int, lanes: bool = False) -> jax.Array:
+    """Return [*B, L, M, F] as [rows, M, length, F], or [rows, M, F, length], padded with 0."""
+    x = x.reshape(-1, *x.shape[-3:])
+    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+    return x.transpose((0, 2, 3, 1) if lanes else (0, 2, 1, 3))

@@ -99,8 +99,9 @@ def _attend(
         [y.store(x, call.plan) for y, x in zip(one.closed if one else (), given, strict=True)]
         for one, given in calls
     )
+    lanes = call.machine.lanes
     operands = Arrays(
-        heads_first(q, T), heads_first(k, S), heads_first(v, S),
+        *(heads_first(x, length, lanes) for x, length in ((q, T), (k, S), (v, S))),
         [y.store(x, call.plan) for y, x in zip(call.leaves, leaves, strict=True)],
         sinks,
         first,
@@ -113,9 +114,10 @@ def _attend(
     )  # fmt: skip
     if result is not None:
         given = Sums(*(heads_first(shapes.by_query(x), T)[..., 0] for x in result[1]))
-        result = heads_first(result[0], T).astype(q.dtype), given
+        result = heads_first(result[0], T, lanes).astype(q.dtype), given
     out, sums = core(call, result, operands)
-    out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
+    out = out.transpose((0, 3, 1, 2) if lanes else (0, 2, 1, 3))[:, : dims.T]
+    out = out.reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, Sums(*(x[..., : dims.T].reshape(*dims.B, dims.N, dims.T) for x in sums))
 
 
@@ -126,11 +128,10 @@ def _tables(spec: AttentionSpec, q: jax.Array, lengths: tuple[int, int]) -> Tabl
 
     def stored(turn: Turn, length: int) -> tuple[jax.Array, jax.Array]:
         flat = (jnp.asarray(flat_batch(x.array, Dims.of(q, q, q))) for x in (turn.cos, turn.sin))
-        cos, sin = (jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0))) for x in flat)
+        cos, sin = (heads_first(x.swapaxes(1, 2), length, True) for x in flat)
         return cos, sin
 
-    of_q, of_k = map(stored, spec.turns, lengths)
-    return Tables(of_q, of_k, spec.turns[0].swap(q.dtype))
+    return Tables(*map(stored, spec.turns, lengths))
 
 
 def _tile_states(spec: AttentionSpec, dims: Dims, plan: Plan, table: int) -> Array:

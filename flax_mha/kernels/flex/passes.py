@@ -17,24 +17,23 @@ class Tables(NamedTuple):
     """The rotation of queries and keys inside a kernel.
 
     Attributes:
-      q: the cosines and sines of queries, float32 [R|1, 1, T′, H], as of a `Turn`.
-      k: those of keys, float32 [R|1, 1, S′, H].
-      swap: the matrix [H, H] of partners, in the dtype of q.
+      q: the cosines and sines of queries, float32 [R|1, 1, H, T′], as of a `Turn`.
+      k: those of keys, float32 [R|1, 1, H, S′].
     """
 
     q: tuple[Any, Any]
     k: tuple[Any, Any]
-    swap: Any
 
 
 class Arrays(NamedTuple):
     """The arrays of a call on one device, or their gradients.
 
     Attributes:
-      q: [R, N, T′, H], where T′ and S′ are T and S rounded up to whole blocks. In the kernel of
-        whole rows, which needs none of the last four, it is [R, T, N·H].
-      k: [R, K, S′, H], or [R, S, K·H].
-      v: [R, K, S′, Hv], or [R, S, K·Hv].
+      q: [R, N, T′, H], where T′ and S′ are T and S rounded up to whole blocks, or [R, N, H, T′]
+        with tokens in the lanes. In the kernel of whole rows, which needs none of the last four,
+        it is [R, T, N·H].
+      k: [R, K, S′, H], [R, K, H, S′] or [R, S, K·H].
+      v: [R, K, S′, Hv], [R, K, Hv, S′] or [R, S, K·Hv].
       leaves: the spec's leaves.
       sinks: float32 [1, N, 1, 1], or None.
       closed: the arrays that the call's functions close over.
@@ -62,7 +61,7 @@ class Arrays(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
-    """Return out [R, N, T′, Hv] and float32 sums [R, N, T′], precomputed or computed."""
+    """Return out, as q, and float32 sums [R, N, T′], precomputed or computed."""
     if result is not None:
         return result
     (out,), stats = _attend(call, False, x)
@@ -122,7 +121,7 @@ def _gradients(
     """Return the gradients of the arrays, from `split` out and the sums, and their cotangents."""
     top, total = stats[:, :, 0], stats[:, :, 1]
     dout, top, share, delta = softmax.gradient_inputs(
-        _join(*parts), total != 0, top, total, *cotangents
+        _join(*parts), total != 0, top, total, *cotangents, axis=-2 if call.machine.lanes else -1
     )
     given = dout.astype(x.q.dtype), jnp.stack([top, share, delta], 2)
     dq, dk, dv, leaves = call.machine.gradients(call, x, *given)

@@ -25,6 +25,7 @@ class Machine(NamedTuple):
       whole_tiles: True if functions see whole tiles, of both orders of axes; False if they must be
         elementwise.
       visits: returns the lists of visited tiles from all states and the dtype of q, or None.
+      lanes: True if the kernels take tokens in the last axis of q, k and v, and features before it.
       turns: returns True if the kernels can rotate queries and keys of a dtype.
       missing: returns the operation that a function needs and the compiler lacks, or None.
       run: returns a function's result in a kernel, for closed-over arrays and arguments.
@@ -39,6 +40,7 @@ class Machine(NamedTuple):
     table: int
     whole_tiles: bool
     visits: Callable[["FlexCall", Array, Any], Any]
+    lanes: bool
     turns: Callable[["FlexCall", Any], bool]
     missing: Callable[[core.Jaxpr, Sequence[Operand]], str | None]
     run: Callable[..., Any]
@@ -77,6 +79,7 @@ class FlexCall(NamedTuple):
       precision: the precision of float32 matmuls.
       reads_sums: False if only the output is read, and the sums can be 0.
       keys_first: True if tiles are of keys × queries.
+      turn: the pairs that a rotation in the kernel turns, and whether they are interleaved.
       swapped: the call with keys first, or None.
     """
 
@@ -93,7 +96,13 @@ class FlexCall(NamedTuple):
     precision: Any
     reads_sums: bool
     keys_first: bool
+    turn: tuple[int, bool]
     swapped: Any = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """True if there are score functions."""
+        return bool(fill(self.form, self.leaves).scores)
 
     def gain(self, x: jax.Array) -> jax.Array:
         """Scale a product of kept weights, as `AttentionSpec.scale_kept`."""

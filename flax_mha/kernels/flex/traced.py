@@ -35,6 +35,7 @@ def trace(
     precision = tpus.precision(spec.precision)
     if isinstance(precision, str):
         return precision
+    turn = (spec.turns[0].pairs, spec.turns[0].interleaved) if spec.turns else (0, False)
     spec = spec.replace(sinks=None, row_ids=None, head_ids=None, turns=None)
     if spec.dropout is not None:
         seed = spec.dropout.seed
@@ -69,7 +70,7 @@ def trace(
         calls.append(FlexCall(
             machine, plan, device, (True, True), plain, masked,
             tuple(Operand.of(x, plan) for x in consts), tuple(leaves), form, pure,
-            precision, spec.reads_lse, step < 0,
+            precision, spec.reads_lse, step < 0, turn,
         ))  # fmt: skip
     call, *swapped = calls
     return call._replace(swapped=swapped[0] if swapped else None), closed, arrays

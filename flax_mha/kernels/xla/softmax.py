@@ -136,21 +136,24 @@ part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backw
 
 def gradient_inputs(
     out: jax.Array, has_keys: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
-    dsums: Sums,
+    dsums: Sums, axis: int = -1,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the arguments of `weights` and `gradient` for each query: dout, top, 1/total and δ.
 
-    out and its cotangent dout are [..., Hv], the others [...]. Fully masked queries have no
-    `has_keys`, and a dout of 0. `top` and `total` include the sinks, and `dsums` are their
-    cotangents. A maximum needs none, because it shifts all scores.
+    out and its cotangent dout have the features in an axis, −1 or −2, that the others lack. Fully
+    masked queries have no `has_keys`, and a dout of 0. `top` and `total` include the sinks, and
+    `dsums` are their cotangents. A maximum needs none, because it shifts all scores.
     """
     # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
-    dout = jnp.where(has_keys[..., None], dout, 0.0)
+    dout = jnp.where(jnp.expand_dims(has_keys, axis), dout, 0.0)
     dtotal = jnp.where(total == 0, 0.0, dsums.total)
-    # An einsum, because XLA:CPU takes ten times as long for the sum of a product of rank 5.
-    delta = jnp.einsum(
-        "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
-    )
+    if axis == -1:
+        # An einsum, because XLA:CPU takes ten times as long for the sum of a product of rank 5.
+        delta = jnp.einsum(
+            "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
+        )
+    else:
+        delta = jnp.sum(dout.astype(total.dtype) * out.astype(total.dtype), axis)
     return dout, top, 1 / divisor(total), delta - dtotal * total
 
 

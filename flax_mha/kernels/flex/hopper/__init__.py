@@ -49,6 +49,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str 
 
 MACHINE = Machine(
     check=_check, blocks=lambda dims, device: [((BLOCK, BLOCK), 1.0)], table=2**22,
-    whole_tiles=False, visits=lambda call, states, dtype: None, turns=lambda call, dtype: False,
-    missing=missing, run=call, forward=forward, gradients=gradients,
+    whole_tiles=False, lanes=False, visits=lambda call, states, dtype: None,
+    turns=lambda call, dtype: False, missing=missing, run=call, forward=forward,
+    gradients=gradients,
 )  # fmt: skip

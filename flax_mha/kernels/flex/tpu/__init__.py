@@ -9,7 +9,7 @@ MACHINE = Machine(
     check=lambda q, k, v, platform: tpus.check(q, k, v),
     blocks=tpus.block_choices,
     table=2**16,  # in scalar memory
-    whole_tiles=True, visits=visits, turns=turns,
+    whole_tiles=True, lanes=True, visits=visits, turns=turns,
     missing=lambda function, operands: missing_operation(function),
     run=call, forward=forward, gradients=gradients,
 )  # fmt: skip

@@ -4,6 +4,10 @@ The running maximum and sum of a query fill 128 equal lanes, so that no number i
 again and again. One pass computes the gradients of q, k and v. It keeps those of a stretch of keys
 in fast memory, in float32, until all queries have added to them. Its tiles are of keys × queries,
 because numbers of queries are then rows, which spread for free.
+
+The tokens of q, k, v and their gradients lie in the lanes, the features in the sublanes: libtpu
+stores arrays of fewer than 128 features so, and a kernel of features in the lanes would be given
+padded copies of them. The forward kernel turns each block of queries once.
 """
 
 import functools
@@ -24,7 +28,6 @@ from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.passes import Arrays, split
 from flax_mha.kernels.flex.tile import FlexCall, Tile
 from flax_mha.kernels.flex.tpu import rotated
-from flax_mha.kernels.flex.tpu.rotated import Rotated
 from flax_mha.kernels.flex.tpu.tile_order import (
     LAST,
     Blocked,
@@ -54,7 +57,7 @@ def turns(call: FlexCall, dtype: Any) -> bool:
     """Return True if the kernels can rotate queries and keys. See `Machine`."""
     is_learned = any(operand.is_learned for operand in call.leaves)
     whole = _stretch(call, dtype) == call.plan.nk
-    return whole and not is_learned and rotated.fits(call, dtype)
+    return whole and not is_learned and rotated.fits(call)
 
 
 def _stretch(call: FlexCall, dtype: Any) -> int:
@@ -62,14 +65,14 @@ def _stretch(call: FlexCall, dtype: Any) -> int:
 
     A key has a sum in float32, and a result that is stored twice while it is copied.
     """
-    features = sum(map(_padded, (call.plan.dims.H, call.plan.dims.Hv)))
+    features = sum(_padded(n, 16) for n in (call.plan.dims.H, call.plan.dims.Hv))
     block = call.plan.block_k * features * (4 + 2 * jnp.dtype(dtype).itemsize)
     most = max(1, tpus.memory(call.device) * 7 // 16 // block)
     return -(-call.plan.nk // -(-call.plan.nk // most))
 
 
-def _padded(n: int) -> int:
-    return -(-n // _LANES) * _LANES
+def _padded(n: int, to: int = _LANES) -> int:
+    return -(-n // to) * to
 
 
 def dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
@@ -145,9 +148,10 @@ def launch(
 
 
 def _block_bytes(shape: Any, dtype: Any) -> int:
-    """Return the fast memory of a block, whose last axis is padded."""
-    *lead, last = (n or 1 for n in shape)
-    return math.prod(lead) * _padded(last) * jnp.dtype(dtype).itemsize
+    """Return the fast memory of a block, whose last two axes are padded."""
+    *lead, sublanes, lanes = (n or 1 for n in shape)
+    size = jnp.dtype(dtype).itemsize
+    return math.prod(lead) * _padded(sublanes, 32 // size) * _padded(lanes) * size
 
 
 def tile_at(
@@ -207,18 +211,18 @@ def _all_visits(call: FlexCall, x: Arrays) -> TileOrder:
 
 def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], jax.Array]:
     """Return out, and each query's maximum and sum of exponentials. See `Machine`."""
-    (R, N, T, _), Hv, f32 = x.q.shape, x.v.shape[-1], jnp.float32
-    parts = jax.eval_shape(lambda: split(jnp.zeros((R, N, T, Hv), f32), x.q.dtype, exact))
+    (R, N, H, T), Hv, f32 = x.q.shape, x.v.shape[2], jnp.float32
+    parts = jax.eval_shape(lambda: split(jnp.zeros((R, N, Hv, T), f32), x.q.dtype, exact))
     bq, bk = call.plan.block_q, call.plan.block_k
     order = _all_visits(call, x)
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, memory: Any) -> None:
         ((q, k, v), sinks, tables), (results, stats) = ins, outs
-        (top, total, acc), of_rotation = memory
-        turned = Rotated(call.plan, tables, *of_rotation) if tables else None
+        top, total, acc, queries = memory
 
         @pl.when(step.begin)
         def begin() -> None:
+            queries[...] = rotated.queries(call, tables, step, q).T
             acc[...] = jnp.zeros_like(acc)
             if sinks is None:
                 total[...], top[...] = jnp.zeros_like(total), softmax.begin(jnp.zeros_like(top))
@@ -226,19 +230,15 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
                 total[...] = jnp.ones_like(total)
                 top[...] = jnp.broadcast_to(sinks[...], top.shape)
 
-        if turned:
-            turned.load(step, q, k)
-
         def visit(masked: bool) -> None:
-            tile, values = make(masked), v[...]
-            queries, keys = turned.read(step) if turned else (q[...], k[...])
-            s = tile.score(dot(call, queries, keys, 1, 1), tile.leaves)
+            tile, values, keys = make(masked), v[...], rotated.keys(call, tables, step, k)
+            s = tile.score(dot(call, queries[...], keys, 1, 0), tile.leaves)
             before = top[...]
             new = jnp.maximum(before, jnp.max(s, 1, keepdims=True))
             p, old = jnp.exp(s - _spread(new, bk)), jnp.exp(before - new)
             total[...] = total[...] * old + jnp.sum(p, 1, keepdims=True)
             top[...] = new
-            product = dot(call, tile.drop(p).astype(values.dtype), values, 1, 0)
+            product = dot(call, tile.drop(p).astype(values.dtype), values, 1, 1)
             acc[...] = acc[...] * _spread(old, Hv) + product
 
         _visit(call, step, visit)
@@ -246,7 +246,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
         @pl.when(step.end)
         def end() -> None:
             share = _spread(softmax.divisor(total[...]), Hv)
-            out = call.gain(acc[...]) / share
+            out = (call.gain(acc[...]) / share).T
             for ref, part in zip(results, split(out, x.q.dtype, exact), strict=True):
                 ref[...] = part
             if stats is not None:
@@ -255,8 +255,8 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
 
     inputs = _inputs(x, order), *jax.tree.map(order.shared, (x.sinks, x.tables))
     numbers = order.blocks(Shape((R, N, 2, T), f32), "rn.i") if call.reads_sums else None
-    outputs = [order.blocks(part, "rni.") for part in parts], numbers
-    scratch = [Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)], rotated.memory(call.plan, x)
+    outputs = [order.blocks(part, "rn.i") for part in parts], numbers
+    scratch = [*(Shape((bq, n), f32) for n in (_LANES, _LANES, Hv)), Shape((bq, H), x.q.dtype)]
     found, stats = _run(call, x, order, "flex_forward", body, inputs, outputs, scratch)
     return found, softmax.unread((R, N, 2, T), found[0]) if stats is None else stats
 
@@ -273,23 +273,27 @@ def _gradient(
 
     def product(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
         pair = (of_keys, of_queries) if call.keys_first else (of_queries, of_keys)
-        return dot(call, *pair, 1, 1)
+        return dot(call, *pair, 0, 0)
 
     rows = [numbers[n : n + 1, :] for n in range(3)]
     top, share, delta = rows if call.keys_first else [row.T for row in rows]
-    leaves = [tile.leaves] if learned else []
-    s, pull = jax.vjp(lambda s, x=tile.leaves: tile.score(s, x), product(q, k), *leaves)
-    p = softmax.weights(s, top, share)
+    qk, leaves = product(q, k), [tile.leaves] if learned else []
+    # Without score functions, the derivative of the mask is to set those of weights of 0 to 0.
+    by_weights = not learned and not call.changes_scores
+    differentiated = tile._replace(masked=False) if by_weights else tile
+    s, pull = jax.vjp(lambda s, x=tile.leaves: differentiated.score(s, x), qk, *leaves)
+    p = softmax.weights(tile.score(qk, tile.leaves) if by_weights else s, top, share)
     dp = call.gain(tile.drop(product(dout, v)))
-    # The derivative of the mask makes masked gradients 0, even where dp is infinite or NaN.
-    return [tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked=False))]
+    # It makes masked gradients 0, even where dp is infinite or NaN.
+    masked = tile.masked and by_weights
+    return [tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked))]
 
 
 def gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
     """Return the gradients of q, k, v and the learned leaves. See `Machine`."""
-    visits, (K, S), f32 = x.visits[1], x.k.shape[1:3], jnp.float32
+    visits, f32 = x.visits[1], jnp.float32
     if len(visits[0]) == 1:
         first = jax.tree.map(lambda y: y[0], visits)
         dq, dk, dv = _stretch_gradients(call, x, dout, stats, first)
@@ -306,7 +310,7 @@ def gradients(
         wide, parts = lax.scan(add, jnp.zeros(x.q.shape, f32), (visits, starts))
         dq = wide.astype(x.q.dtype)
         dk, dv = (
-            jnp.moveaxis(y, 0, 2).reshape(len(x.q), K, -1, y.shape[-1])[:, :, :S] for y in parts
+            jnp.moveaxis(y, 0, 3).reshape(*y.shape[1:4], -1)[..., : x.k.shape[-1]] for y in parts
         )
     return dq, dk, dv, _leaf_gradients(call, x, dout, stats)
 
@@ -317,69 +321,64 @@ def _stretch_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the gradients of q, of the keys of a stretch, and of their values.
 
-    That of q is added to the one of other stretches, float32 [R, N, T′, H], if given.
+    That of q is added to the one of other stretches, float32 [R, N, H, T′], if given.
     """
-    (R, N, _, H), (K, Hv), f32 = x.q.shape, x.v.shape[1::2], jnp.float32
+    (R, N, H, _), Hv, f32 = x.q.shape, x.v.shape[2], jnp.float32
     bq, bk = call.plan.block_q, call.plan.block_k
     order = TileOrder.of("rhgt", 2, visits[0], call.plan, (R, N), visits[1], start)
-    rows = _stretch(call, x.q.dtype) * bk
+    length = _stretch(call, x.q.dtype) * bk
 
     def body(step: Step, make: Callable, ins: Any, outs: Any, memory: Any) -> None:
         ((q, k, v, do, numbers), earlier, tables), (dq, dk, dv) = ins, outs
-        (dq_acc, dk_acc, dv_acc), of_rotation = memory
-        turned = Rotated(call.plan, tables, *of_rotation) if tables else None
-        keys = block_at(step.near, bk)
+        dq_acc, dk_acc, dv_acc, *queries = memory
+        at = block_at(step.near, bk)
 
         @pl.when(step.first)
         def begin_stretch() -> None:
             for ref in (dk_acc, dv_acc):
                 ref[...] = jnp.zeros_like(ref)
 
-        if turned:
-            turned.load(step, q, k)
-
         @pl.when(step.begin)
         def begin() -> None:
             dq_acc[...] = jnp.zeros_like(dq_acc) if earlier is None else earlier[...]
+            for ref in queries:
+                ref[...] = rotated.queries(call, tables, step, q)
 
         def visit(masked: bool) -> None:
-            qq, kk = turned.read(step) if turned else (q[...], k[...])
+            qq, kk = (*queries, q)[0][...], rotated.keys(call, tables, step, k)
             p, ds = _gradient(make(masked), qq, kk, v[...], do[...], numbers)
             p, ds = p.astype(do.dtype), ds.astype(q.dtype)
-            dk_acc[keys, :] += dot(call, ds, qq, 1, 0)
-            dv_acc[keys, :] += dot(call, p, do[...], 1, 0)
-            dq_acc[...] += dot(call, ds, kk, 0, 0)
+            dk_acc[:, at] += dot(call, qq, ds, 1, 1)
+            dv_acc[:, at] += dot(call, do[...], p, 1, 1)
+            dq_acc[...] += dot(call, kk, ds, 1, 0)
 
         _visit(call, step, visit)
 
         @pl.when(step.end)
         def end() -> None:
-            x = dq_acc[...]
-            dq[...] = (turned.gradient_of_queries(step, x) if turned else x).astype(dq.dtype)
+            dq[...] = rotated.gradient_of_queries(call, tables, step, dq_acc).astype(dq.dtype)
 
         @pl.when(step.last)
         def end_stretch() -> None:
-            if turned:
-                turned.write_gradient_of_keys(dk, dk_acc)
-            else:
-                dk[...] = dk_acc[...].astype(dk.dtype)
+            rotated.write_gradient_of_keys(call, tables, dk, dk_acc)
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
-    earlier = None if before is None else order.blocks(before, "rni.")
+    earlier = None if before is None else order.blocks(before, "rn.i")
     inputs, tables = _inputs(x, order, dout, stats), jax.tree.map(order.shared, x.tables)
-    shapes = [Shape((R, K, rows, y.shape[-1]), y.dtype) for y in (x.k, x.v)]
+    shapes = [Shape((*y.shape[:3], length), y.dtype) for y in (x.k, x.v)]
     like = Shape(x.q.shape, x.q.dtype if before is None else f32)
-    outputs = [order.blocks(like, "rni."), *(order.blocks(y, "rh..") for y in shapes)]
-    sums = [Shape(shape, f32) for shape in ((bq, H), (rows, H), (rows, Hv))]
+    outputs = [order.blocks(like, "rn.i"), *(order.blocks(y, "rh..") for y in shapes)]
+    scratch = [Shape(shape, f32) for shape in ((H, bq), (H, length), (Hv, length))]
+    scratch += [] if tables is None else [Shape((H, bq), x.q.dtype)]
     return _run(
         call.swapped, x, order, "flex_backward", body, (inputs, earlier, tables), outputs,
-        (sums, rotated.memory(call.plan, x)), None if before is None else {len(inputs): 0},
+        scratch, None if before is None else {len(inputs): 0},
     )  # fmt: skip
 
 
 def _inputs(x: Arrays, order: TileOrder, dout: Any = None, stats: Any = None) -> list[Blocked]:
     """Return the inputs of a kernel: q, k, v and, for gradients, dout and numbers of queries."""
-    pairs = (x.q, "rni."), (x.k, "rhj."), (x.v, "rhj."), (dout, "rni."), (stats, "rn.i")
+    pairs = (x.q, "rn.i"), (x.k, "rh.j"), (x.v, "rh.j"), (dout, "rn.i"), (stats, "rn.i")
     return [order.blocks(y, axes) for y, axes in pairs if y is not None]
 
 
