@@ -117,6 +117,10 @@ def test_cudnn_matches_oracle(nvidia, mask: str, bias: str, sunk: bool, K: int) 
     compare(MASKS[mask], BIASES[bias], sunk, K)
 
 
+def test_cudnn_shifts_windows_with_the_positions(nvidia) -> None:
+    compare(Causal() & Window(20), None, False, 2, q_positions=12, kv_positions=np.arange(S))
+
+
 @pytest.mark.sampled(0.03)
 @pytest.mark.parametrize(("mask", "bias", "K"), pairs(mask=[*HIDDEN], bias=[*BIASES], K=[2, 4]))
 def test_cudnn_hides_pairs_by_a_bias(nvidia, mask: str, bias: str, K: int) -> None:

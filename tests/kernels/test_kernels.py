@@ -57,3 +57,16 @@ def test_compiler_does_not_compute_static_masks(optimized: None) -> None:
 
     text = jax.jit(jax.grad(loss)).lower(q).compile().as_text()
     assert not re.findall(r"\[[\d,]*96,96\]\S* constant", text)
+
+
+def test_decoding_reads_each_key_once(small_blocks: None) -> None:
+    """The last of several blocks of keys overlaps the one before it."""
+    q, k, v = (np.asarray(x, float)[0] for x in arrays()[:3])
+    q, k, v = q[:1], k[:7], v[:7]
+    s = np.einsum("tkgh,skh->kgts", q.reshape(1, K, N // K, H), k) / np.sqrt(H)
+    p = np.exp(s)
+    expected = np.einsum("kgts,skh->tkgh", p / p.sum(-1, keepdims=True), v).reshape(1, N, H)
+    out = jax.jit(lambda *qkv: dot_product_attention(*qkv, kernel="decode"))(
+        *(x.astype(np.float32) for x in (q, k, v))
+    )
+    np.testing.assert_allclose(out, expected, atol=1e-6)

@@ -74,3 +74,15 @@ def test_gradients_of_parameters_are_summed_before_rounding(kernel: str) -> None
 
     got = jax.jit(jax.grad(loss))(jnp.zeros((1, 1, 1), jnp.bfloat16))
     assert float(got.ravel()[0]) == float(parts.sum().astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_gradients_of_shared_heads_are_summed_in_float32(kernel: str) -> None:
+    """A sum in bfloat16 would not grow beyond 256."""
+    q, k = (jax.ShapeDtypeStruct((8, heads, H), jnp.bfloat16) for heads in (4, 1))
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        return dot_product_attention(*qkv, kernel=kernel).astype(jnp.float32).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k))
+    assert not re.findall(r":bf16\[[^]]*\] = reduce_sum", program)

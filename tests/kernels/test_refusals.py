@@ -116,7 +116,7 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
         r"has no sinks": {"sinks": zeros(N)},
         r"returns no lse": {"return_residuals": True},
         r"kv_positions do not count up": {
-            "mask": Causal(), "kv_positions": np.arange(S)[::-1],
+            "mask": Causal(), "kv_positions": 2 * np.arange(S),
         },
         r"q_positions are not NumPy's": {"mask": Causal(), "q_positions": zeros(T, int)},
         r"kv_positions differ between rows": {

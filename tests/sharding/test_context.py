@@ -110,9 +110,15 @@ def test_strategies_match_one_device(
 
 
 def test_a_causal_ring_of_four_matches_one_device() -> None:
-    call = attention("ring:reference", {"mask": masks.Causal()})
+    """Also where nobody reads the sums of weights."""
+    attend = attention("ring:reference", {"mask": masks.Causal()})
+
+    def both(q: Any, k: Any, v: Any, *learned: Any) -> Any:
+        alone = dot_product_attention(q, k, v, mask=masks.Causal(), kernel="ring:reference")
+        return *attend(q, k, v, *learned), alone
+
     specs = [ONE[1]] * 3 + [P()] * 4
-    compare(call, operands(T, 2), "Auto", ONE[0], specs, (2, 4))
+    compare(both, operands(T, 2), "Auto", ONE[0], specs, (2, 4))
 
 
 @pytest.mark.parametrize("way", STRATEGIES)
