@@ -123,6 +123,16 @@ def test_sigmoid_counts_the_tokens_of_a_row(window: int | None, slots: int) -> N
             assert error(out[row, :count], alone[0, end - count :]) < 2e-6
 
 
+def test_sigmoid_counts_the_tokens_of_a_call_without_lengths() -> None:
+    layer = MultiHeadAttention(N, normalizer="sigmoid", mask=masks.Causal(), decode=True)
+    x = RNG.normal(size=(2, 9, 16)).astype(np.float32)
+    whole, cache = layer.clone(decode=False), cache_of(layer, x)
+    params = random_like(jax.eval_shape(whole.init, KEY, x))
+    step = jax.jit(functools.partial(layer.apply, mutable="cache"))
+    out, _ = step(params | {"cache": cache}, x[:, :5])
+    assert error(out, jax.jit(whole.apply)(params, x[:, :5])) < 2e-6
+
+
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_sigmoid_does_not_count_padding(on_mesh: bool) -> None:
     """By lengths, by a mask of keys with gaps, and by both. The masks are traced and static."""
