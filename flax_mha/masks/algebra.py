@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import checks, shapes
+from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, whole, with_jax_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import Struct, is_traced, tree_nodes
@@ -291,11 +291,13 @@ def in_words(share: float, no_key: int) -> str:
 
 
 def count_known(mask: Mask, dims: Dims, *positions: Array | int | None) -> tuple[float, int] | None:
-    """Return `count` for the mask of a call, or None if it is traced or has more than 2²⁶ pairs.
+    """Return `count` for a call's mask; None if it is traced, symbolic or of more than 2²⁶ pairs.
 
     Rows of the batch and heads that share a mask are counted once.
     """
     q, k = positions
+    if symbols.is_symbolic(*dims.B, dims.T, dims.S):
+        return None
     with jax.ensure_compile_time_eval():
         at = whole(
             dims, shapes.positions("q_positions", q, (*dims.B, dims.T), "T"),
