@@ -141,7 +141,7 @@ def by_pruning(layer: Any) -> float:
     return error(*both())
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("name", OF_LAYER)
 @pytest.mark.parametrize("read", [by_torch, by_keras, by_ov, by_qk, by_logits, by_pruning])
 def test_fields_of_layers(read: Any, name: str) -> None:

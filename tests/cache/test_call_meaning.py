@@ -160,7 +160,7 @@ def test_nnx_queries_to_kept_keys_continue() -> None:
     close(*calls(layer, X, MEMORY))
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_decoder_keeps_its_memory_and_continues(scan: bool) -> None:
     def model(decode: bool) -> Decoder:

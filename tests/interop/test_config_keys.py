@@ -154,7 +154,7 @@ def test_settings_with_silent_effect_are_refused(config: Config, words: str) -> 
         interop.family(config)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_saved_folder_of_every_family_loads_bitwise_equal(name: str, tmp_path: Path) -> None:
     """Without the libraries: each family's layout of tensors converts both ways."""

@@ -153,7 +153,7 @@ def test_every_kernel_has_a_row() -> None:
 SMALL = ("packed", "2x8x8", "all_scores", "soft", "gqa", "float32")
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize(
     ("kernel", "row", "case"),
     [

@@ -99,9 +99,8 @@ def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
         assert abs(np.vdot(grad, step) - slope) < 1e-4 * np.abs(grad * step).sum()
 
 
-@pytest.mark.parametrize(
-    ("window", "slots"), [(None, 75), pytest.param(2, 99, marks=pytest.mark.slow)]
-)
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize(("window", "slots"), [(None, 75), (2, 99)])
 def test_sigmoid_counts_the_tokens_of_a_row(window: int | None, slots: int) -> None:
     """Each call of a row equals the last outputs of a plain layer on the row so far."""
     mask = masks.Causal() if window is None else masks.Window(window, 0)

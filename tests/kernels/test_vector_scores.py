@@ -131,7 +131,7 @@ def close(got: list[Any], want: list[Any], bound: float = 5e-6) -> None:
     assert max(errors) < bound, errors
 
 
-@pytest.mark.sampled(0.09)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize(
     ("kind", "kernel", "T", "masked", "dtype"),
     pairs(

@@ -262,6 +262,7 @@ def test_masks_without_arrays_are_hashable() -> None:
     assert Causal() & Causal() != Causal() | Causal()
 
 
+@pytest.mark.sampled(0.34)
 def test_masks_of_heads_vary_alike_inside_shard_map() -> None:
     """A rule of positions is the same on all devices, and a table is each one's own."""
     rng = np.random.default_rng(0)

@@ -86,7 +86,7 @@ def expected_block(params: Params, x: np.ndarray, options: dict[str, Any]) -> np
     return x * float64(params.get("output_scale", 1))
 
 
-@pytest.mark.sampled(0.12)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("options", BLOCKS)
 def test_block_matches_formula(options: dict[str, Any]) -> None:
     """And the gradient of parameters and inputs is the slope of the output."""

@@ -34,7 +34,7 @@ WINDOWS = {
 T = 64
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize(
     ("window", "beside", "kernel", "kind"),
     [

@@ -26,6 +26,7 @@ def specs(tree) -> dict[str, P]:
     }
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_values_do_not_depend_on_the_mesh(kind: str) -> None:
     """Bitwise: a different program would round differently. Nor on how the input is sharded."""

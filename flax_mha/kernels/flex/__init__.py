@@ -101,7 +101,9 @@ def _attend(
     )
     lanes = call.machine.lanes
     operands = Arrays(
-        *(heads_first(x, length, lanes) for x, length in ((q, T), (k, S), (v, S))),
+        heads_first(q, T, lanes),
+        heads_first(k, S, lanes),
+        heads_first(v, S, lanes),
         [y.store(x, call.plan) for y, x in zip(call.leaves, leaves, strict=True)],
         sinks,
         first,

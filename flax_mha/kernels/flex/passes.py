@@ -120,8 +120,10 @@ def _gradients(
 ) -> Arrays:
     """Return the gradients of the arrays, from `split` out and the sums, and their cotangents."""
     top, total = stats[:, :, 0], stats[:, :, 1]
+    dout, dsums = cotangents
+    features = -2 if call.machine.lanes else -1
     dout, top, share, delta = softmax.gradient_inputs(
-        _join(*parts), total != 0, top, total, *cotangents, axis=-2 if call.machine.lanes else -1
+        _join(*parts), total != 0, top, total, dout, dsums, features
     )
     given = dout.astype(x.q.dtype), jnp.stack([top, share, delta], 2)
     dq, dk, dv, leaves = call.machine.gradients(call, x, *given)
