@@ -13,7 +13,6 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import (
-    CacheConfig,
     Capture,
     MultiHeadAttention,
     dot_product_attention,
@@ -97,29 +96,6 @@ def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
             values.append((expected(name, *given, allowed, count=5) * cotangent).sum())
         slope = (values[0] - values[1]) / 2e-6
         assert abs(np.vdot(grad, step) - slope) < 1e-4 * np.abs(grad * step).sum()
-
-
-@pytest.mark.sampled(0.1)
-@pytest.mark.parametrize(("window", "slots"), [(None, 75), (2, 99)])
-def test_sigmoid_counts_the_tokens_of_a_row(window: int | None, slots: int) -> None:
-    """Each call of a row equals the last outputs of a plain layer on the row so far."""
-    mask = masks.Causal() if window is None else masks.Window(window, 0)
-    layer = MultiHeadAttention(
-        N, normalizer="sigmoid", mask=mask, decode=True,
-        cache=CacheConfig(slots=None if window is None else slots - 71),
-    )  # fmt: skip
-    x = jnp.asarray(RNG.normal(size=(2, slots, 16)), jnp.float32)
-    whole, cache, ends = layer.clone(decode=False), cache_of(layer, x), np.zeros(2, int)
-    params = random_like(jax.eval_shape(whole.init, KEY, x))
-    for T, lengths in ((1, (1, 0)), (2, (1, 2)), (68, (68, 30)), (1, (1, 1))):
-        tokens = jnp.stack([jnp.roll(row, -end, 0)[:T] for row, end in zip(x, ends, strict=True)])
-        out, new = jax.jit(functools.partial(layer.apply, mutable="cache"))(
-            params | {"cache": cache}, tokens, lengths=jnp.array(lengths)
-        )
-        cache, ends = new["cache"], ends + lengths
-        for row, (end, count) in enumerate(zip(ends, lengths, strict=True)):
-            alone = whole.apply(params, x[row : row + 1, :end])
-            assert error(out[row, :count], alone[0, end - count :]) < 2e-6
 
 
 def test_sigmoid_counts_the_tokens_of_a_call_without_lengths() -> None:
