@@ -48,7 +48,7 @@ html_title = f"flax_mha {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
-exclude_patterns = ["conf.py"]
+exclude_patterns = ["conf.py", "figures.py"]
 
 myst_heading_anchors = 3  # So that links such as sharding.md#long-sequences are checked.
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
