@@ -2,7 +2,7 @@
 
 The product of the factors has far more rows than could run. Mistakes need two or three factors to
 meet, so the ordinary rows cover every pair of values, and with the grid every triple. A run takes a
-few of the rows, and 15 days of `.ci/run` take all (`tests/support/draw.py`).
+few of the rows, and 30 days of `.ci/run` take all (`tests/support/draw.py`).
 """
 
 import functools

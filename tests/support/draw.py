@@ -7,7 +7,7 @@ from typing import TypeVar
 
 Name = TypeVar("Name")
 # Seeds in a row, one a day, that take every case of a test.
-DAYS = 15
+DAYS = 30
 
 
 def draw(
