@@ -81,7 +81,7 @@ def test_table_of_a_decoding_step(tmp_path: Path) -> None:
         assert least <= row["MiB"] < 1.1 * least
         assert row["held"] < 4
     assert ours["Mcycles"] < 1.5 * hand["Mcycles"]
-    assert any(one["source"].startswith("xla/decode.py:") for one in ours["top"])
+    assert any("/kernel/" in one["source"] for one in ours["top"])
     cells = f"| `decode-grouped` | step | ours | {ours['MiB']:,.0f} | {ours['kernels']} | "
     assert cells in (tmp_path / "table.md").read_text()
 
