@@ -134,9 +134,9 @@ def test_saved_files_load_in_both_directions(name: str, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, actual, variables)
     interop.save(tmp_path / "theirs", actual, tmp_path / "again")
     names = {x: {*safetensors.file_names(tmp_path / x)} for x in ("theirs", "again")}
-    # Unused by the encoder: the pooler, and the mask token of training.
+    # The mask token of training is unused, and the pooler is without a classifier.
     unread = {x for x in names["theirs"] if "pooler" in x or x.endswith("mask_token")}
-    assert names["again"] == names["theirs"] - unread
+    assert names["theirs"] - unread <= names["again"] <= names["theirs"]
     config = (CASES | ALIASES)[name].config.to_dict() | {"architectures": [type(theirs).__name__]}
     interop.save(config, actual, tmp_path / "ours")
     mine = dict(type(theirs).from_pretrained(tmp_path / "ours").named_parameters())
