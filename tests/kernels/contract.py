@@ -213,7 +213,8 @@ class KernelContract:
             given, call = given if traced else problem.given, problem.call(problem.learned)
             self.skip_refused(*problem.qkv, **named(given), **call)
 
-        jax.eval_shape(ask, problem.given if traced else None)
+        with jax.enable_x64(case.way == "x64"):
+            jax.eval_shape(ask, problem.given if traced else None)
         return problem
 
     def pulled(self, problem: Problem, traced: bool, way: str) -> Any:

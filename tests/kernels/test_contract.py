@@ -111,8 +111,10 @@ class TestFlex(KernelContract):
 class TestSplash(KernelContract):
     kernel, platform, hidden, takes_scores = "splash", "tpu", 1e18, False
     daily = 0.5
+    # In bfloat16 its gradients of sharp scores are wrong by several percent.
     instead: ClassVar = {
-        "float16": "bfloat16", **dict.fromkeys(("dropout", "dropout_broadcast"), "no_dropout"),
+        "float16": "float32", "bfloat16": "float32",
+        **dict.fromkeys(("dropout", "dropout_broadcast"), "no_dropout"),
         **dict.fromkeys(("bias", "bias_of_keys", "sinks", "alibi", "user"), "plain"),
         **dict.fromkeys(("bias_of_rows", "bias_of_heads", "t5", "all_scores"), "cap"),
     }  # fmt: skip
