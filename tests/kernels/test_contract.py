@@ -111,7 +111,7 @@ class TestFlex(KernelContract):
 class TestSplash(KernelContract):
     kernel, platform, hidden, takes_scores = "splash", "tpu", 1e18, False
     daily = 0.5
-    # In bfloat16 its gradients of sharp scores are wrong by several percent.
+    # In bfloat16 its gradients under scores of ±50 are wrong by several percent.
     instead: ClassVar = {
         "float16": "float32", "bfloat16": "float32",
         **dict.fromkeys(("dropout", "dropout_broadcast"), "no_dropout"),
