@@ -55,7 +55,7 @@ def excess(problem: Problem, got: dict[str, np.ndarray], as_cudnn: bool) -> dict
         if all(wrong[name] <= bound for name, bound in allowed.items()):
             return {}
         for name, error in errors(problem, plain).items():
-            allowed[name] = max(allowed[name], 2.5 * error)
+            allowed[name] = max(allowed[name], 2 * error)
     return {x: (wrong[x], allowed[x]) for x in wrong if not wrong[x] <= allowed[x]}
 
 
