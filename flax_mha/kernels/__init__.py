@@ -176,7 +176,9 @@ def explain(
     platform: Platform | None = None,
     **call: Unpack[Options],
 ) -> Explanation:
-    """Return the kernel that `dot_product_attention` would use, without running anything.
+    """Return the kernel that `dot_product_attention` would use, without running it.
+
+    A mask that is known is computed, to count the pairs that may attend.
 
     Args:
       q: the queries, or their `jax.ShapeDtypeStruct`.

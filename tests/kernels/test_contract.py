@@ -15,7 +15,7 @@ from flax_mha.masks import Causal, Window
 from tests.kernels import cases
 from tests.kernels.cases import Case
 from tests.kernels.contract import EVERY, KernelContract
-from tests.kernels.problems import exact, pose, problem_of
+from tests.kernels.problems import Problem, exact, pose, problem_of
 from tests.masks.catalogue import MASKS, Scene
 from tests.support import oracle, plain_attention
 from tests.support.algebra import Expression, Meant, evaluate, expressions
@@ -111,9 +111,9 @@ class TestFlex(KernelContract):
 class TestSplash(KernelContract):
     kernel, platform, hidden, takes_scores = "splash", "tpu", 1e18, False
     daily = 0.5
-    # In bfloat16 its gradients under scores of ±50 are wrong by several percent.
+    # It gets queries that are scaled and rounded, so half precision needs a scale that is exact.
     instead: ClassVar = {
-        "float16": "float32", "bfloat16": "float32",
+        "float16": "float32", "default": "number",
         **dict.fromkeys(("dropout", "dropout_broadcast"), "no_dropout"),
         **dict.fromkeys(("bias", "bias_of_keys", "sinks", "alibi", "user"), "plain"),
         **dict.fromkeys(("bias_of_rows", "bias_of_heads", "t5", "all_scores"), "cap"),
@@ -136,6 +136,11 @@ class TestCudnn(KernelContract):
         **dict.fromkeys(("bias", "bias_of_keys", "cap", "alibi"), "plain"),
         **dict.fromkeys(("bias_of_rows", "bias_of_heads", "t5", "user", "all_scores"), "sinks"),
     }  # fmt: skip
+
+    def pose(self, case: Case) -> Problem:
+        """Hide larger numbers where no bias of −2⁴² hides them."""
+        self.hidden = 1e9 if case.mask in ("none", "causal", "lengths", "length") else 5e5
+        return super().pose(case)
 
 
 # Too long for the fast tests, which have a case of their own for it.

@@ -153,6 +153,7 @@ def gradient_inputs(
             "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
         )
     else:
+        # On TPUs XLA fuses this sum, but not the einsum.
         delta = jnp.sum(dout.astype(total.dtype) * out.astype(total.dtype), axis)
     return dout, top, 1 / divisor(total), delta - dtotal * total
 
