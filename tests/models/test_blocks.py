@@ -133,7 +133,7 @@ def test_dropout_follows_deterministic_and_key(name: str) -> None:
     on, same, other = (run(module, params, X, deterministic=False, seed=n) for n in (0, 0, 1))
     np.testing.assert_array_equal(on, same)
     for pair in ((on, off), (on, other)):
-        assert (error(*pair) > 0.02) == (name != "switched off")
+        assert (error(*pair) > 0.05) == (name != "switched off")
 
 
 def constant(params: Any, **branches: float) -> Any:
