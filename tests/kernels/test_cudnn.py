@@ -186,20 +186,6 @@ def test_hidden_pairs_are_no_constant_of_the_program(nvidia) -> None:
     assert len(text) < 512 * 512 / 4
 
 
-POSITIONS = {
-    "equal": (9, 9, Causal() & Window(8) & Lengths(np.array([40, 12]))),
-    "numbers": (30, 30 + np.arange(S), Causal() & Lengths(np.array([50, 0]), np.array([60, 33]))),
-    "every key is behind": (S, None, Causal()),
-    "every key is near": (20, None, Window(S, S)),
-    "traced, not asked": (jnp.arange(T), jnp.arange(S), None),
-    "traced, of queries": (jnp.arange(T), None, Lengths(jnp.array([13, 0]))),
-    "traced": (jnp.arange(T) * 2, jnp.arange(S), Causal() & Window(9)),
-    "aligned ends": (S - T, None, Causal()),
-    "behind": (0, 3 + np.arange(S), Causal()),
-    "backwards": (None, np.arange(S)[::-1], Lengths(np.array([50, 1]))),
-}
-
-
 @pytest.mark.sampled(0.13)
 @pytest.mark.parametrize(("t", "K"), [(1, 4), (7, 2), (40, 2)])
 def test_cudnn_reads_a_cache_where_it_is(nvidia, monkeypatch, t: int, K: int) -> None:
