@@ -96,7 +96,7 @@ def compare(
     """Compare a call with the oracle, with the gradients of its bias and sinks."""
     rng, learned = np.random.default_rng(0), {}
     if bias is not None:
-        # With −∞, and queries that it masks fully.
+        # Some values are −∞, and query 3 is fully masked.
         values = rng.normal(size=(*bias, *sizes))
         hidden = (values < -1) | (np.arange(sizes[0])[:, None] == 3)
         learned["bias"] = jnp.asarray(np.where(hidden, -np.inf, values), jnp.bfloat16)
@@ -152,7 +152,7 @@ IDS = jnp.asarray(np.repeat(np.arange(5), [13, 1, 20, 4, 2])[None].repeat(B, 0))
         (None, None),
         (None, ()),
         (MASKS["lengths of queries"], (B, N)),
-        # The documents of a row stay with it.
+        # Documents are sharded with their rows.
         (Causal() & Segments(IDS, runs=True, at_most=5), None),
     ],
     ids=["plain", "bias", "lengths", "packed"],

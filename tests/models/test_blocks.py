@@ -165,7 +165,7 @@ def encoded(
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loop_and_scan_match_formula(pre_norm: bool, dtype: str) -> None:
-    """Of float32 parameters and inputs, in either dtype."""
+    """Parameters and inputs are float32."""
     layer = block({"dtype": dtype}, pre_norm=pre_norm)
     loop, scan = Encoder(2, layer), Encoder(2, layer, scan=True)
     # Flax's norms promote their statistics implicitly.

@@ -78,7 +78,7 @@ def refusal(name: str, platform: Platform, call: dict[str, Any]) -> str | None:
     x = jax.ShapeDtypeStruct((B, T, N, call.pop("H")), call.pop("dtype"))
     ask = functools.partial(explain, x, x, x, platform=platform, kernel=cast(Any, name))
     reason = traced(ask, call).refused.get(name)
-    if reason:  # Without the value that came.
+    if reason:  # Remove the value from the message.
         reason = re.sub(r"(,|;) (got|here) .*?(?=;|$)", "", reason)
         reason = re.sub(r"^\w+ holds", "the mask holds", reason)
     return reason
