@@ -92,7 +92,7 @@ def by_ov(layer: Any) -> float:
     def both() -> Any:
         p = values["params"]
         ov = analysis.ov(layer, p, biases=True).dense().sum(0)
-        # A token alone has the weight 1, but for sinks and normalizers.
+        # A single token has weight 1, except with sinks and normalizers.
         plain = layer.clone(sinks=False, normalizer="softmax")
         return ov, p["out"].get("bias", 0), plain.apply(values, X[:, :1])[0, 0]
 

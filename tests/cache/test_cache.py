@@ -129,7 +129,7 @@ def test_ragged_rows_decode_as_if_alone(
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("size", [4, 6])
 def test_ring_matches_full_cache(size: int) -> None:
-    """A prompt longer than the ring, calls that wrap, and calls that fit beside the window."""
+    """A prompt longer than the ring, calls that wrap, and calls that fit next to the window."""
     _, held, step, expected = built("window", cache=CacheConfig(slots=size))
     assert held["kv"].key.shape[-2] == size
     for sizes in [(9, 3), (3, 3, 3, 3)]:
@@ -201,7 +201,7 @@ def test_kv_cache_works_under_vmap_and_scan() -> None:
     )
 
 
-# Finite values up to the largest, and others.
+# Large finite values, infinity and NaN.
 VALUES = (1e5, 3.4e38, np.inf, np.nan)
 
 

@@ -55,7 +55,7 @@ def run(layer: nn.Module, v: Any, *inputs: Any, **call: Any) -> tuple[jax.Array,
 
 @pytest.mark.sampled(0.13)
 def test_arguments_say_where_queries_and_keys_are() -> None:
-    """Not whether both arrays are one, and not their number."""
+    """Neither the identity of the arrays nor the number of keys matters."""
     layer = MultiHeadAttention(2, rotary=Rotary())
     v, at = variables(layer, X), np.arange(6)
 

@@ -37,7 +37,7 @@ def written(
 def test_tokens_are_written_into_their_slots(
     wraps: bool, T: int, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few tokens and many, in plain slots, also over several devices, and in a ring."""
+    """Few or many tokens, in plain slots on one or several devices, or in a ring."""
     monkeypatch.setattr(slots, "_FEW", 5)
     start = START if wraps else np.minimum(START, S)
     mesh = jax.make_mesh((devices,), ("slots",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""The tables of docs/conventions.md: they are complete, and installed packages do what they say."""
+"""The tables of docs/conventions.md are complete, and installed packages do what they say."""
 
 import re
 from pathlib import Path

@@ -66,7 +66,7 @@ T5 = {
 
 
 class Case(NamedTuple):
-    """A model: its class, its config, and its inputs there and here."""
+    """A model of `transformers`: its class and config, its inputs, and the inputs of ours."""
 
     model: Any
     config: Any

@@ -47,7 +47,7 @@ def hidden_states(want: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_hidden_states_and_gradients_match_transformers(name: str) -> None:
-    """The gradients by images, sound, and the table of tokens, in one program with the outputs."""
+    """Gradients are those of images, sound, and the embeddings of tokens."""
     theirs, module, variables = pair(name)
     given = {key: torch.tensor(x) for key, x in CASES[name].given.items()}
     flat = flatten_dict(variables["params"], sep="/")
@@ -134,7 +134,7 @@ def test_saved_files_load_in_both_directions(name: str, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, actual, variables)
     interop.save(tmp_path / "theirs", actual, tmp_path / "again")
     names = {x: {*safetensors.file_names(tmp_path / x)} for x in ("theirs", "again")}
-    # The mask token of training is unused, and the pooler is without a classifier.
+    # The mask token is only for training, and the pooler only for a classifier.
     unread = {x for x in names["theirs"] if "pooler" in x or x.endswith("mask_token")}
     assert names["theirs"] - unread <= names["again"] <= names["theirs"]
     config = (CASES | ALIASES)[name].config.to_dict() | {"architectures": [type(theirs).__name__]}
@@ -151,7 +151,7 @@ def test_saved_files_load_in_both_directions(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_sharded_bfloat16_folder_loads_and_is_saved(name: str, tmp_path: Path) -> None:
-    """As published, in several files."""
+    """Published models are split over several files."""
     case = CASES[name]
     theirs = make(case).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
@@ -172,7 +172,7 @@ def test_sharded_bfloat16_folder_loads_and_is_saved(name: str, tmp_path: Path) -
             np.testing.assert_array_equal(mine[key].float(), x.float(), err_msg=key)
 
 
-# Further outputs, the split of a matmul, and settings that a table reads or a call replaces.
+# These ask for further outputs, split a matmul, are read by a table, or are replaced by a call.
 ELSEWHERE = {
     "chunk_size_feed_forward", "eos_token_id", "intermediate_size", "is_encoder_decoder",
     "max_position_embeddings", "output_attentions", "output_hidden_states", "output_router_logits",

@@ -1,4 +1,4 @@
-"""What the published files and configs mean, where a round trip can't tell: orders and numbers."""
+"""Orders and numbers in published files and configs that no round trip can check."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files with false headers, of small dtypes, in several parts, read and written by pieces."""
+"""Files with false headers, small dtypes or several parts, read and written piece by piece."""
 
 import itertools
 import json

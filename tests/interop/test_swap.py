@@ -120,8 +120,9 @@ def results(way: Any, model: nn.Module) -> list[np.ndarray]:
 def test_swapped_model_has_equal_outputs_and_gradients(way: str, calls: list[Any]) -> None:
     want = results(WAYS[way], Model(1))
     assert not calls
-    for ours, expected in zip(results(WAYS[way], interop.swap(Model(1))), want, strict=True):
-        assert error(ours, expected) < 1e-5
+    out, gradients = map(error, results(WAYS[way], interop.swap(Model(1))), want)
+    assert out < 2e-6
+    assert gradients < 1e-5
     assert len(calls) == 4
 
 

@@ -96,7 +96,7 @@ def compare(
     """Compare a call with the oracle, with the gradients of its bias and sinks."""
     rng, learned = np.random.default_rng(0), {}
     if bias is not None:
-        # With −∞, and queries that it masks fully.
+        # Some values are −∞, and query 3 is fully masked.
         values = rng.normal(size=(*bias, *sizes))
         hidden = (values < -1) | (np.arange(sizes[0])[:, None] == 3)
         learned["bias"] = jnp.asarray(np.where(hidden, -np.inf, values), jnp.bfloat16)
@@ -152,7 +152,7 @@ IDS = jnp.asarray(np.repeat(np.arange(5), [13, 1, 20, 4, 2])[None].repeat(B, 0))
         (None, None),
         (None, ()),
         (MASKS["lengths of queries"], (B, N)),
-        # The documents of a row stay with it.
+        # Documents are sharded with their rows.
         (Causal() & Segments(IDS, runs=True, at_most=5), None),
     ],
     ids=["plain", "bias", "lengths", "packed"],
@@ -184,20 +184,6 @@ def test_hidden_pairs_are_no_constant_of_the_program(nvidia) -> None:
     x = jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.bfloat16)
     text = jax.jit(lambda q, k, v: run(q, k, v, mask=Causal() | Prefix(9))).lower(x, x, x).as_text()
     assert len(text) < 512 * 512 / 4
-
-
-POSITIONS = {
-    "equal": (9, 9, Causal() & Window(8) & Lengths(np.array([40, 12]))),
-    "numbers": (30, 30 + np.arange(S), Causal() & Lengths(np.array([50, 0]), np.array([60, 33]))),
-    "every key is behind": (S, None, Causal()),
-    "every key is near": (20, None, Window(S, S)),
-    "traced, not asked": (jnp.arange(T), jnp.arange(S), None),
-    "traced, of queries": (jnp.arange(T), None, Lengths(jnp.array([13, 0]))),
-    "traced": (jnp.arange(T) * 2, jnp.arange(S), Causal() & Window(9)),
-    "aligned ends": (S - T, None, Causal()),
-    "behind": (0, 3 + np.arange(S), Causal()),
-    "backwards": (None, np.arange(S)[::-1], Lengths(np.array([50, 1]))),
-}
 
 
 @pytest.mark.sampled(0.13)

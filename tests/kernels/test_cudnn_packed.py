@@ -45,7 +45,7 @@ MASKS: dict[str, Mask] = {
 @pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
-    """Static, or traced if ids are promised runs. With sinks, and cotangents of the lse."""
+    """Masks are static, or traced if their ids promise runs. Sinks and the lse have gradients."""
     mask, learned = MASKS[name], {"sinks": np.float32([-1, 0, 0.5, 2])}
     known = {"allowed": np.asarray(mask.dense(T, T, (B,), N))} | learned
     if K == 4 and not ("ids" in name or name == "windows"):

@@ -106,7 +106,7 @@ def close(got: Any, want: Any) -> None:
         assert oracle.error(a, b) < 1e-5
 
 
-# How the kernels run: in a memory for the gradients of one block of keys of two, for example.
+# How the kernels run. "stretches of keys": memory fits the gradients of one of two blocks of keys.
 SETTINGS = {
     "usual": ("flex", "short"), "one head at a step": ("short",), "stretches of keys": ("flex",),
     "mesh": ("flex", "short"), "races detected": ("flex", "short"),

@@ -51,7 +51,7 @@ def compiled(
     mesh: Mesh, kernel: str, length: int, H: int, call: Any, shapes: Sequence[tuple[int, ...]] = (),
     dtype: Any = jnp.bfloat16, heads: tuple[int, int] = (4, 2),
 ) -> tuple[str, Any]:  # fmt: skip
-    """Compile the loss and its gradients, of learned arrays too, with rows and heads sharded.
+    """Compile a loss and its gradients, including learned arrays, with rows and heads sharded.
 
     Returns the text of the program, and the program, whose own text not every jaxlib can read.
     """

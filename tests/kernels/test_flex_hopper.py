@@ -240,7 +240,7 @@ PACKED = Causal() & Segments(jnp.asarray(IDS[:, :130]), jnp.asarray(IDS))
 
 
 def user_score(s, row, head, i, j, w, t):
-    """Branch, and call functions composed of others."""
+    """Use branches and nested functions."""
     wave = jnp.cos((i - j + head + row).astype(s.dtype)) + jnp.floor(s / 4) + jnp.expm1(s / 9)
     branches = [jnp.sin, lambda wave: w * jnp.tanh(wave), jnp.cos]
     wave = jax.lax.switch((w < 9).astype(jnp.int32), branches, wave)
@@ -282,7 +282,7 @@ def test_gradients_of_all_arrays_match_reference_on_hopper(hopper_memory, name: 
      (1, 1, 1, 1)],
 )  # fmt: skip
 def test_gradients_of_biases_sum_over_what_shares_them_on_hopper(hopper_memory, shape: Any) -> None:
-    """With an empty tile, whose gradients are 0, and a slope that the bias passes through."""
+    """One tile is empty, so its gradients are 0. The bias passes through a soft cap."""
 
     def call(x: Any) -> dict[str, Any]:
         given = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(7)}

@@ -176,7 +176,7 @@ def half(t: int = T, s: int = T, features: int = H, heads: int = N) -> list[Any]
 def test_meshes_need_rules_and_several_devices_a_mesh(
     kernel: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XLA partitions calls of cuDNN as JAX directs it."""
+    """XLA partitions cuDNN calls by rules of JAX."""
     request.getfixturevalue(PLATFORMS[kernel][0])
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     refused = explain(*half(), mask=Causal()).refused.get(kernel, "")
@@ -225,7 +225,7 @@ def device(capability: str = "9.0", version: str = "cuda 13000") -> SimpleNamesp
     (device("8.0"), 92000, 136, r"at most 128 features here, got 136"),
     (device("9.0"), 91002, 256, None),
     (device("12.0"), 92301, 128, None),
-    # Devices elsewhere: the current one does not count.
+    # Devices of the mesh, whatever the current device is.
     ("NVIDIA A100-SXM4-80GB", 92000, 128, None),
     ("NVIDIA H100 80GB HBM3", 92000, 256, None),
     ("NVIDIA B200", 92000, 136, r"at most 128 features here, got 136"),

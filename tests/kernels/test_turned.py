@@ -107,7 +107,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     # Tables of positions of each row are sharded as the rows.
     "mesh": ((SHUFFLED, SHUFFLED), {"mask": Causal(), "kind": AxisType.Auto}),
     "explicit mesh": ((SHUFFLED, SHUFFLED), {"mask": Causal(), "kind": AxisType.Explicit}),
-    # The kernel takes these scores with arrays that are rotated before.
+    # Queries and keys are rotated before the kernel.
     "learned scores": (ORDER, {"scores": (Alibi(jnp.ones(N)),), "rotates": False}),
 }  # fmt: skip
 
@@ -127,6 +127,7 @@ def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     with mesh, nn.logical_axis_rules(sharding.RULES):
         found = pulled(later(ROTATIONS["whole"]), x, places, **call)
     assert set(rotates) == {expects}
+    assert len(rotates) > expects  # The backward pass rotates as well.
     close(found, expected)
 
 

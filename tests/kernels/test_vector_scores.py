@@ -162,7 +162,7 @@ def test_vector_scores_match_formula(
     keep = jax.jit(WeightDropout.from_key(key, 0.2, False).keep)(at.row, at.head[None], at.i, at.j)
     known = {"allowed": allowed, "keep": np.asarray(keep), "rate": 0.2}
     # Queries are scaled in float32, after the matmul.
-    bound = 2e-5 if dtype == "float32" else 2e-2
+    bound = (5e-6 if T == 20 else 2e-5) if dtype == "float32" else 2e-2
     close(got, expected(kind, args, cotangents, i, j, **known), bound)
 
 

@@ -115,7 +115,7 @@ def along(edit: Any, step: Any) -> np.ndarray:
 @pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_an_edited_layer_is_the_layer_changed_by_hand(kind: str) -> None:
-    """Outputs and gradients of each edit and of all, beside neutral edits of the other tensors."""
+    """Each edit with neutral edits of the other tensors, and all edits together."""
     layer = LAYERS[kind]
     values = variables(layer, X)
     params, run = values["params"], jax.jit(lambda changes: with_edits(layer, values, changes))
@@ -145,7 +145,7 @@ def test_an_edited_layer_is_the_layer_changed_by_hand(kind: str) -> None:
 
 
 def test_a_function_follows_keep_and_add() -> None:
-    """At all points but scores, and for some heads of the weights."""
+    """At all points except scores, and for some heads of the weights."""
     layer = LAYERS["grouped"]
     values = variables(layer, X)
     changes = {name: some_edit(name).replace(fn=clamp) for name in POINTS if name != "scores"}

@@ -138,7 +138,7 @@ def test_edits_on_a_mesh_have_the_values_and_gradients_of_one_device(kind: str) 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("edited", [False, True])
 def test_capture_reads_chosen_heads_and_queries(edited: bool) -> None:
-    """And keeps to them where weights are edited."""
+    """Also if weights are edited."""
     names = ("q", "k", "v", "z", "result", "out", "scores", "weights", "lse")
     names = ("scores", "weights", "lse", "entropy") if edited else names
     values = variables(LAYER, X)
@@ -211,7 +211,7 @@ BLOCK_POINTS = ("resid_pre", "resid_mid", "resid_post", "mlp_out")
 @pytest.mark.sampled(0.17)
 @pytest.mark.parametrize("scan", [False, True])
 def test_blocks_have_their_points_under_remat_and_scan(scan: bool) -> None:
-    """Their names, values by path, of chosen tokens too, and an edit of each."""
+    """Names, values by path and of chosen tokens, and an edit of each point."""
     names = (*BLOCK_POINTS, "mlp_pre", "embed", "z")
     layer = LAYERS["grouped"].clone(capture=Capture(names))
     model = Encoder(2, EncoderBlock(layer, 32, remat=True), scan=scan)
@@ -285,7 +285,7 @@ def test_values_of_nnx_and_of_repeated_calls() -> None:
 
 
 class Stranger(nn.Module):
-    """A model of somebody else, whose scan passes only parameters, unless it is told of more."""
+    """A user's model, whose scan passes only parameters by default."""
 
     capture: Capture | None = None
     sow_weights: bool = False

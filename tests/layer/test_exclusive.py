@@ -30,7 +30,7 @@ def params_of(module: Any, *inputs: Any) -> Any:
 def test_heads_are_orthogonal_to_their_values(scale: float) -> None:
     z, v = (np.random.default_rng(n).normal(size=(2, T, n, H)) for n in (N, K))
     z, v = np.float32(z), np.float32(v * scale)
-    v[0, 0] = 0  # Nothing is taken, and gradients are 0.
+    v[0, 0] = 0  # Nothing is removed, and gradients are 0.
 
     def loss(z: jax.Array, v: jax.Array) -> Any:
         out = exclude_own(z, v)
@@ -59,7 +59,7 @@ def test_rows_without_keys_are_zero(kernel: Any) -> None:
 
 
 def test_first_token_of_a_causal_layer_is_zero() -> None:
-    """A token that attends to itself alone gets its own value. So does a head without values."""
+    """A token that attends only to itself gets 0, and so does a head whose values are 0."""
     module = layer(project_out=False)
     params = params_of(module)
     edit = edits.Edit(keep=np.array([0.0, 1.0])[:, None])

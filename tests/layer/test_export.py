@@ -75,7 +75,7 @@ def attended(kernel: str) -> Callable[..., Any]:
 @pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", *SLOW])
 def test_exported_kernels_match_formula(kernel: str) -> None:
-    """Outputs and gradients, of several tiles but for `reference`."""
+    """Outputs and gradients. All but `reference` have several tiles."""
     n = "3" if kernel == "decode" else "n"
     keyed = "b, m, 1, 4"
     call = exported(
@@ -190,7 +190,7 @@ SLOW_MODULES = [pytest.param(name, marks=pytest.mark.slow) for name in [*MODULES
 @pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", [*[*MODULES][:3], *SLOW_MODULES])
 def test_exported_modules_match(name: str) -> None:
-    """Outputs with lengths, and gradients, are those of the same sizes as numbers."""
+    """Outputs with lengths and gradients match programs with fixed sizes."""
     module, is_model = MODULES[name], name == "model"
     given = np.arange(B * 7).reshape(B, 7) % 11 if is_model else normal(B, 7, D)
     variables = random_like(jax.eval_shape(module.init, KEY, given))

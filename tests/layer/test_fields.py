@@ -71,7 +71,7 @@ def made(cls: Any, *args: Any, **fields: Any) -> Any:
 
 
 def result(layer: Any, **call: Any) -> jax.ShapeDtypeStruct:
-    """Trace a call, and return the form of its output."""
+    """Return the shape and dtype of a call's output."""
     if isinstance(layer, flax.nnx.Module):
         return flax.nnx.eval_shape(lambda layer: layer(X, **call), layer)
     key = jax.random.key(0)

@@ -50,7 +50,7 @@ def test_the_intermediates_of_a_model_are_drawn_layer_by_layer() -> None:
 
 def test_many_heads_take_several_rows() -> None:
     figure = plots.heads(np.full((11, 50, 50), 0.02), ["$x^$"] * 50)
-    # Signs of formulas are text.
+    # Dollar signs and carets stay text.
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert [axis.get_title() for axis in figure.axes if axis.axison][-1] == "head 10, up to 0.02"
     assert not figure.axes[0].get_xticks().size, "50 names would not fit"

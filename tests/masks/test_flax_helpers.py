@@ -1,4 +1,4 @@
-"""Flax's helpers for masks as rules, with the tables of Flax's arrays."""
+"""Flax's helpers for masks return rules with the tables of Flax's arrays."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -289,7 +289,7 @@ def test_masks_of_heads_vary_alike_inside_shard_map() -> None:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_full_and_empty_tiles_are_so(name: str) -> None:
-    """A tile that a mask calls empty or full hides or allows all its pairs."""
+    """A tile marked empty allows no pair, and a full one allows all."""
     for seed in range(8):
         scene, dims = Scene((B,), 12, 12, seed=seed, N=N), DIMS._replace(T=12, S=12)
         mask, allowed = MASKS[name](scene)

@@ -105,7 +105,7 @@ def test_block_matches_formula(options: dict[str, Any]) -> None:
     )
     slope = np.vdot(ahead - behind, normal(*X.shape, seed=5)) / 2
     found = jax.tree.map(np.vdot, (gradients[0]["params"], gradients[1]), step)
-    np.testing.assert_allclose(sum(jax.tree.leaves(found)), slope, rtol=1e-3)
+    np.testing.assert_allclose(sum(jax.tree.leaves(found)), slope, rtol=2e-4)
 
 
 def test_scales_start_at_their_values() -> None:

@@ -133,7 +133,7 @@ def test_dropout_follows_deterministic_and_key(name: str) -> None:
     on, same, other = (run(module, params, X, deterministic=False, seed=n) for n in (0, 0, 1))
     np.testing.assert_array_equal(on, same)
     for pair in ((on, off), (on, other)):
-        assert (error(*pair) > 0.02) == (name != "switched off")
+        assert (error(*pair) > 0.05) == (name != "switched off")
 
 
 def constant(params: Any, **branches: float) -> Any:
@@ -165,7 +165,7 @@ def encoded(
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loop_and_scan_match_formula(pre_norm: bool, dtype: str) -> None:
-    """Of float32 parameters and inputs, in either dtype."""
+    """Parameters and inputs are float32."""
     layer = block({"dtype": dtype}, pre_norm=pre_norm)
     loop, scan = Encoder(2, layer), Encoder(2, layer, scan=True)
     # Flax's norms promote their statistics implicitly.

@@ -69,7 +69,7 @@ def grows(entry: Entry, half: str, param_dtype: str) -> None:
     pairs = [(path, ROWS * np.asarray(x, np.float64), y) for (path, x), y in leaves]
     most = max(np.linalg.norm(x) for _, x, _ in pairs)
     for path, x, y in pairs:
-        # Else it is the rest of sums that cancel.
+        # Smaller ones are what is left of sums that cancel.
         if np.linalg.norm(x) > most / 50:
             assert abs(np.vdot(x, y) / np.vdot(x, x) - 1) < ERROR[half], path
 

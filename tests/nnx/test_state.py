@@ -224,7 +224,7 @@ def test_functions_of_collections_take_states(name: str) -> None:
 
 @functools.cache
 def steps(name: str, mode: str, is_on: bool) -> list[jax.Array]:
-    """Decode two steps with each of two dtypes of the cache, in a mode of nnx's variables."""
+    """Decode two steps with each of two cache dtypes, with a mode of nnx's variables on or off."""
     cls, fields, *_ = STATES[name]
     outs, run = [], (lambda layer, x: layer(x, decode=True)) if mode == "hijax" else step
     with nnx.var_defaults(**{mode: is_on}):

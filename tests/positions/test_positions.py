@@ -164,7 +164,7 @@ def test_embedding_adds_its_table(kind: str, at: np.ndarray | None) -> None:
         "sinusoidal": oracle.sinusoidal(np.arange(10), D),
         "none": np.zeros((10, D)),
     }[kind]
-    np.testing.assert_allclose(out, x + table[np.arange(T) if at is None else at], atol=1e-5)
+    np.testing.assert_allclose(out, x + table[np.arange(T) if at is None else at], atol=1e-6)
 
 
 def test_embedding_dtypes_follow_fields() -> None:

@@ -105,7 +105,7 @@ def test_import_loads_only_core_dependencies_and_a_layer_no_kernel() -> None:
 
 
 def tricks(tree: ast.AST) -> Iterator[str]:
-    """Yield what hides how a file works, or breaks in an installed package."""
+    """Yield code that hides how a file works or fails in an installed package."""
     hidden = {"__code__", "__closure__", "__wrapped__", "getdoc", "getclosurevars", "overload"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -121,7 +121,7 @@ def tricks(tree: ast.AST) -> Iterator[str]:
             yield f"the name {node.value}"
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
-            # Reading bytecode; and the wheel has no experiments.
+            # `dis` reads bytecode, and the wheel has no experiments.
             yield from {name.split(".")[0] for name in names} & {"dis", "experiments"}
         elif isinstance(node, ast.Assert):
             yield "assert"  # `python -O` removes it, so errors of users must be raised.
@@ -150,7 +150,7 @@ def test_each_trick_is_seen(code: str, trick: str) -> None:
 
 
 def test_package_uses_no_tricks() -> None:
-    """The one class that is made by a call is that of a swapped model."""
+    """Only swapped models have a class made by calling `type`."""
     used = {name: set(tricks(tree)) for name, tree in TREES.items()}
     used = {name: names for name, names in used.items() if names}
     assert used == {"interop.contexts": {"type(name, bases, namespace)"}}

@@ -15,6 +15,7 @@ import pytest
 
 from flax_mha import explain, masks, scores
 from flax_mha.kernels import Platform
+from tests.support.arrays import zeros
 from tests.support.pages import read
 
 PAGE = read("docs/kernels.md")
@@ -28,15 +29,6 @@ B, T, N, H = 2, 256, 4, 64
 BLOCKS = np.kron(np.eye(4), np.ones((T // 4, T // 4))) > 0
 
 
-def zeros(*shape: int, dtype: Any = np.float32) -> jax.Array:
-    """Return zeros made by NumPy, because JAX would compile a program for each shape."""
-    return jax.device_put(np.zeros(shape, dtype))
-
-
-def numbers(*shape: int) -> jax.Array:
-    return zeros(*shape, dtype=np.int32)
-
-
 def calls() -> dict[str, dict[str, Any]]:
     """Return changes to a plain bfloat16 call, by the names in the table.
 
@@ -47,18 +39,18 @@ def calls() -> dict[str, dict[str, Any]]:
         "float32": {"dtype": "float32"},
         "`precision`": {"precision": "highest"},
         "heads of 512": {"H": 512},
-        "`Causal` of traced positions": {"mask": masks.Causal(), "q_positions": numbers(T)},
-        "`Lengths` for each query": {"mask": masks.Lengths(numbers(B, T))},
+        "`Causal` of traced positions": {"mask": masks.Causal(), "q_positions": zeros(T, int)},
+        "`Lengths` for each query": {"mask": masks.Lengths(zeros((B, T), int))},
         "`Dense`, traced": {"mask": masks.Dense(jax.device_put(BLOCKS))},
         "`PerHead`": {"mask": masks.PerHead([masks.Causal(), masks.Window(64, 0)] * 2)},
-        "`bias` [T, S] in bfloat16": {"bias": zeros(T, T, dtype=jnp.bfloat16)},
-        "`bias` of keys, [S]": {"bias": zeros(T, dtype=jnp.bfloat16)},
+        "`bias` [T, S] in bfloat16": {"bias": zeros((T, T), jnp.bfloat16)},
+        "`bias` of keys, [S]": {"bias": zeros(T, jnp.bfloat16)},
         "`Score`, your own": {"scores": (scores.Score(lambda s, b, n, i, j: s * 0.5),)},
-        "`RelativeBias` (T5)": {"scores": (scores.RelativeBias(zeros(N, 32)),)},
+        "`RelativeBias` (T5)": {"scores": (scores.RelativeBias(zeros((N, 32))),)},
         "`SoftCap`": {"scores": (scores.SoftCap(50.0),)},
-        "`Relative`": {"scores": (scores.Relative(zeros(33, H)),)},
+        "`Relative`": {"scores": (scores.Relative(zeros((33, H))),)},
         "`TransformerXL`": {
-            "scores": (scores.TransformerXL(zeros(N, H), zeros(N, H), zeros(N * H, N, H)),)
+            "scores": (scores.TransformerXL(zeros((N, H)), zeros((N, H)), zeros((N * H, N, H))),)
         },
         "`sinks`": {"sinks": zeros(N)},
         "`normalizer`, no softmax": {"normalizer": "sigmoid"},
@@ -86,7 +78,7 @@ def refusal(name: str, platform: Platform, call: dict[str, Any]) -> str | None:
     x = jax.ShapeDtypeStruct((B, T, N, call.pop("H")), call.pop("dtype"))
     ask = functools.partial(explain, x, x, x, platform=platform, kernel=cast(Any, name))
     reason = traced(ask, call).refused.get(name)
-    if reason:  # Without the value that came.
+    if reason:  # Remove the value from the message.
         reason = re.sub(r"(,|;) (got|here) .*?(?=;|$)", "", reason)
         reason = re.sub(r"^\w+ holds", "the mask holds", reason)
     return reason

@@ -95,7 +95,7 @@ def models(scope: Scope) -> None:
     assert size(scope["t5"], tokens, tokens) == 222_903_552
 
 
-# Pages with code to copy, of which the page's own lines do not show that it is right.
+# Checks of pages whose own lines do not show that their code is right.
 CHECKS: dict[str, Callable[[Scope], None]] = {"docs/models.md": models, "docs/own.md": own}
 
 
@@ -175,7 +175,7 @@ def test_pages_with_meshes_set_the_number_of_devices() -> None:
             assert any(x in pages.read(page) for x in settings), (page, sizes)
 
 
-# What the diffs of docs/architecture.md add, used.
+# Code that uses what the diffs of docs/architecture.md add.
 ADDED = (
     "mask=masks.Global(37) & masks.Causal()",
     "scores=(scores.Kerple(np.array([1.0, 0.5]), np.array([2.0, 0.1])),)",

@@ -88,10 +88,7 @@ def test_sharded_slots_match_one_device(name: str, rules: str, kind: str, calls:
     finally:
         leave()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), actual, expected)
-    slots = (
-        sum(pieces) // {"own axis": 2, "axis of groups": 2, "axis of heads": 4, "whole": 1}[rules]
-    )
-    slots = 7 if name == "ring buffer" else slots
+    slots = 7 if name == "ring buffer" else sum(pieces) // SHARDS[rules]
     assert held["kv"].key.addressable_shards[0].data.shape[-2] == slots
 
 

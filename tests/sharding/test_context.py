@@ -102,7 +102,7 @@ ONE, TWO = (FOUR, P(None, "model", "data")), (BOTH, P(None, ("data", "model")))
 def test_strategies_match_one_device(
     way: str, kind: str, name: str, shape: tuple[int, int] | None
 ) -> None:
-    """Over one axis of the mesh, or over two with a shape."""
+    """Over one axis of the mesh, or over two if a shape is given."""
     S, K, call = CALLS[name]
     rules, over = TWO if shape else ONE
     specs = [over, over, over, P(), P(), P(), P()]
@@ -110,7 +110,7 @@ def test_strategies_match_one_device(
 
 
 def test_a_causal_ring_of_four_matches_one_device() -> None:
-    """Also where nobody reads the sums of weights."""
+    """Also if the lse is unused."""
     attend = attention("ring:reference", {"mask": masks.Causal()})
 
     def both(q: Any, k: Any, v: Any, *learned: Any) -> Any:
@@ -123,7 +123,7 @@ def test_a_causal_ring_of_four_matches_one_device() -> None:
 
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_explicit_output_is_sharded_like_queries(way: str) -> None:
-    """And so are the ids of a mask like their tokens."""
+    """The ids of a mask are sharded like their tokens."""
     rules, over = TWO if way == "usp" else ONE
     mesh, leave = on("Explicit", rules)
 
@@ -170,7 +170,7 @@ def test_auto_takes_the_best_strategy(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_auto_shards_heads_over_the_last_axes_that_fit(kind: str) -> None:
-    """Then it passes keys over the others."""
+    """Keys are passed over the other axes."""
     axes = ("a", "b", "c")
     mesh = jax.make_mesh((2, 2, 2), axes, (KINDS[kind],) * 3)
     at = NamedSharding(mesh, P(None, axes))

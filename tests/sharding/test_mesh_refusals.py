@@ -1,4 +1,4 @@
-"""Calls that rules and meshes do not allow are refused before they are compiled."""
+"""Calls that rules and meshes do not allow are refused before compilation."""
 
 import functools
 from collections.abc import Callable

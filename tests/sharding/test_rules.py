@@ -1,4 +1,4 @@
-"""What the rules mean, on a mesh that only describes devices."""
+"""Logical axis rules, resolved on abstract meshes."""
 
 import flax.linen as nn
 import jax

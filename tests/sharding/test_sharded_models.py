@@ -104,7 +104,7 @@ MODELS: dict[str, tuple[nn.Module, Any, Any]] = {
         changed(embed="data"),
     ),
 }  # fmt: skip
-# Kinds by turns; those that take long where nothing is left to the compiler to guess.
+# The kinds alternate. Slow models get explicit axes, which compile faster.
 KIND = dict(zip(MODELS, itertools.cycle(KINDS))) | {
     "language model": "Explicit", "translator": "Explicit",
 }  # fmt: skip
@@ -195,7 +195,7 @@ def test_half_precision_is_left_to_xla_on_cpus(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None:
-    """In float64: some gradients are sums whose terms cancel but for their rounding."""
+    """In float64: some gradients are sums whose terms cancel except for rounding."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         layer = LAYERS[name].clone(dtype=jnp.float64, param_dtype=jnp.float64)
         x = np.asarray(X, np.float64)

@@ -29,7 +29,7 @@ def specs(tree) -> dict[str, P]:
 @pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_values_do_not_depend_on_the_mesh(kind: str) -> None:
-    """Bitwise: a different program would round differently. Nor on how the input is sharded."""
+    """Values are bitwise equal, and do not depend on the input's sharding either."""
     layer = MultiHeadAttention(8, num_kv_heads=4, head_dim=5)
     plain = sharding.init(layer, KEY, X)
     with jax.set_mesh(make_mesh(KINDS[kind])), nn.logical_axis_rules(sharding.RULES):

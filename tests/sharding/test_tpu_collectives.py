@@ -51,7 +51,7 @@ N, H, T, D, LOCAL = 16, 64, 512, 256, 2  # rows per device
 
 
 def pod(topology: str, axes: tuple[str, str], size: int, kind: str = "Explicit") -> Mesh:
-    """Return a mesh of TPUs that are not here, with the size of its last axis."""
+    """Return a mesh of absent TPUs. `size` is that of the last axis."""
     chips = np.array(topologies.get_topology_desc(topology, "tpu").devices)
     return Mesh(chips.reshape(-1, size), axes, axis_types=(KINDS[kind],) * 2)
 

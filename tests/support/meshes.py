@@ -81,9 +81,9 @@ def compare(
       rules: the logical axis rules.
       specs: the spec of each argument, or a function that returns shardings on the mesh.
       shape: the shape of the mesh.
-      alone: the function without a mesh, if it is another one.
+      alone: the function without a mesh, if it differs.
       bounds: the largest errors of results and of gradients.
-      atol: a difference that is too small to count, for gradients that cancel to nothing.
+      atol: smaller differences are ignored, for gradients that cancel to nearly 0.
     """
     floating = tuple(
         i for i, x in enumerate(args) if jnp.issubdtype(jax.tree.leaves(x)[0].dtype, jnp.floating)
