@@ -32,8 +32,8 @@ class Library(NamedTuple):
       attend: the attention, as a function of the module, queries, keys and values.
       accepts: the function's arguments for `mask`, `numbers`, `causal` and `window`, and `groups`
         if there can be fewer key/value heads.
-      layer: returns the initial parameters of a layer of 64 features and 4 heads, under this
-        package's names, given the module.
+      layer: returns the initial parameters of a layer of 64 features and 4 heads, given the module,
+        under flax_mha's names.
     """
 
     package: str
@@ -64,7 +64,7 @@ class Library(NamedTuple):
 
 
 def converted(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of another package's layer, under this package's names."""
+    """Return the parameters of a layer's tensors, under flax_mha's names."""
     return interop.from_layer(tensors, 4)[1]["params"]
 
 
