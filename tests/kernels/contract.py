@@ -125,7 +125,7 @@ MAPPED = [
     tuple(itertools.compress(ARGUMENTS, row))
     for row in cases.pairs(**dict.fromkeys(ARGUMENTS, (0, 1)))
 ]
-# The case of every run: partial tiles, a band that lies beside the diagonal, and sums of groups.
+# The case of every run: partial tiles, a band next to the diagonal, and sums of groups.
 ALWAYS = Case(
     "window", "2x65x129", "sinks", "soft", "gqa", "float32", "dropout", "aligned", "known"
 )
@@ -300,7 +300,7 @@ class KernelContract:
                 np.testing.assert_array_equal(np.where(where, 0, x), 0, err_msg=name)
 
     def test_numbers_and_laws_of_one_call(self) -> None:
-        """As `test_numbers_and_laws`, every day."""
+        """Run the same case every day."""
         self.test_numbers_and_laws(ALWAYS)
 
     @pytest.mark.sampled(0.011)

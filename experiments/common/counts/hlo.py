@@ -135,7 +135,7 @@ class Module:
     """A program, from `compiled.as_text()` or a dump of the compiler's.
 
     All branches of a conditional count, although only one runs at a time, so that counts are upper
-    bounds. With `usual` only the first branch counts, `lax.cond`'s for False.
+    bounds. With `usual`, only the first branch counts, which `lax.cond` runs for False.
 
     Attributes:
       computations: instructions by computation.

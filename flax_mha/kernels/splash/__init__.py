@@ -57,6 +57,8 @@ def lower(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Lowered:
 
 def _check_features(q: jax.Array, spec: AttentionSpec) -> str | None:
     """Return the reason against a call's features, or None."""
+    if jax.config.read("jax_enable_x64"):
+        return "does not run under jax_enable_x64"
     if spec.dropout is not None:
         return "has no dropout"
     if spec.sinks is not None:
