@@ -266,8 +266,8 @@ class KernelContract:
     def test_numbers_and_laws(self, case: Case) -> None:
         """With dropout, numbers are the oracle's only if all bits are those of their positions."""
         case = Case(*(self.instead.get(value, value) for value in case))
-        way = case.way if case.way in self.ways else "jit"
-        self.check(self.pose(case), case.given == "traced", way)
+        case = case._replace(way=case.way if case.way in self.ways else "jit")
+        self.check(self.pose(case), case.given == "traced", case.way)
 
     def check(self, problem: Problem, traced: bool, way: str = "jit") -> None:
         """Check that numbers are right, masked ones have no effect, and NaN stays in its group."""
@@ -425,9 +425,9 @@ class KernelContract:
     @pytest.mark.sampled(0.34)
     @pytest.mark.parametrize("keys", [1, 4])
     def test_queries_whose_keys_are_all_hidden(self, keys: int) -> None:
-        """By a mask, or by infinite biases. The kernels of XLA drop cotangents of NaN there, as of
-        an output that is divided by its norm. XLA drops the start of a reduction over one entry
-        (JAX 0.12.0.1, findings/reduction_of_one_entry_drops_its_start.sh).
+        """By a mask, or by infinite biases. XLA's kernels also drop NaN cotangents of such queries,
+        which a division of the output by its norm gives. XLA drops the start of a reduction over
+        one entry (JAX 0.12.0.1, findings/reduction_of_one_entry_drops_its_start.sh).
         """
         rng = np.random.default_rng(1)
         q, k, v, dout = (

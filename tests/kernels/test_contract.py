@@ -110,7 +110,7 @@ class TestFlex(KernelContract):
 
 class TestSplash(KernelContract):
     kernel, platform, hidden, takes_scores = "splash", "tpu", 1e18, False
-    daily = 0.5
+    daily, ways = 0.5, ("jit", "remat", "vmap", "scan", "shard_map")
     # It gets queries that are scaled and rounded, so half precision needs a scale that is exact.
     instead: ClassVar = {
         "float16": "float32", "default": "number",

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import dot_product_attention
+from flax_mha import dot_product_attention, explain
 from flax_mha.masks import Causal
 from tests.kernels.cases import KERNELS
 from tests.support import oracle
@@ -28,3 +28,11 @@ def test_results_of_float64_are_as_exact(kernel: str) -> None:
         for got, want in zip(pull(dout), exact, strict=False):
             assert got.dtype == jnp.float64
             assert oracle.error(got, want) < 1e-12
+
+
+def test_splash_refuses_64_bits(tpu: None) -> None:
+    """JAX's kernel mixes integers of 32 and 64 bits there (JAX 0.12.0.1)."""
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)
+    assert "splash" not in explain(x, x, x).refused
+    with jax.enable_x64(True):
+        assert "jax_enable_x64" in explain(x, x, x).refused["splash"]
