@@ -40,13 +40,14 @@ def _resolve_axis(
     targets = [target for rule, target in rules if rule == name]
     if name is not None and not targets:
         return UNCONSTRAINED
-    unknown = {axis for target in targets for axis in unpack_entry(target)} - {*mesh.axis_names}
-    if unknown:
-        raise ValueError(
-            f"the rule {(name, targets[0])} names the mesh axis {sorted(unknown)}, and the mesh "
-            f"has {dict(mesh.shape)}; make it with that axis (a size of 1 will do), or change the "
-            f"rule"
-        )
+    for target in targets:
+        unknown = [axis for axis in unpack_entry(target) if axis not in mesh.axis_names]
+        if unknown:
+            raise ValueError(
+                f"the rule {(name, target)} names the mesh axis {unknown}, and the mesh has "
+                f"{dict(mesh.shape)}; make it with that axis (a size of 1 will do), or change the "
+                f"rule"
+            )
     if axes is None and targets and None not in targets:
         raise ValueError(
             f"{name!r} is to be sharded over {targets[0]!r}, which another axis of the same "
