@@ -46,6 +46,50 @@ def test_loop_bodies_count_once_per_iteration(optimized: None) -> None:
     assert not module.unknown
 
 
+# The TPU compiler's form of a product that overlaps its gather, two steps in one run of the body.
+STEPS_OF_TWO = """
+%body (p: (f32[4], s32[])) -> (f32[4], s32[]) {
+  %p = (f32[4]{0}, s32[]) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%p), index=0
+  %i = s32[] get-tuple-element(%p), index=1
+  %two = s32[] constant(2)
+  %sent = f32[4]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
+  %next = s32[] add(%i, %two)
+  ROOT %t = (f32[4]{0}, s32[]) tuple(%sent, %next)
+}
+
+%condition (p.1: (f32[4], s32[])) -> pred[] {
+  %p.1 = (f32[4]{0}, s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%p.1), index=1
+  %seven = s32[] constant(7)
+  ROOT %less = pred[] compare(%j, %seven), direction=LT
+}
+
+ENTRY %main (p.2: f32[4]) -> (f32[4], s32[]) {
+  %p.2 = f32[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %first = (f32[4]{0}, s32[]) tuple(%p.2, %zero)
+  ROOT %loop = (f32[4]{0}, s32[]) while(%first), condition=%condition, body=%body
+}
+"""
+
+
+def test_counters_of_loops_may_count_by_two() -> None:
+    assert total(collectives.read(STEPS_OF_TWO, 2)) == {"collective-permute": (4, 4 * 4 * 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu")
+def test_sums_by_sparse_cores_are_read() -> None:
+    """A tpu7x sums over devices in a computation that a custom call names."""
+    mesh = jax.sharding.Mesh(np.array(devices.of("tpu7x:2x2x1")), "x")
+    over = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    x = jax.ShapeDtypeStruct((mesh.size, 512, 1024), jnp.float32)
+    text, _ = compiled.dumped(jax.jit(over).lower(x))
+    assert "sparsecore" in text
+    assert total(collectives.read(text, mesh.size)) == {"all-reduce": (1, 4 * 512 * 1024)}
+
+
 @pytest.mark.parametrize(
     ("text", "groups"),
     [

@@ -14,7 +14,8 @@ _LINE = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 _TILE = re.compile(r"\{([\d,]+):T\(([\d,]+)\)")
 _CALLED = re.compile(
-    r"\b(calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
+    r"\b(calls|to_apply|called_computations|branch_computations|(?:true|false)_computation)="
+    r"(?:\{([^}]*)\}|%?([^\s,)]+))"
 )
 _WORD = re.compile(r"%([^\s,(){}]+)")
 # Their computation combines two numbers, and is no part of the program's work.
@@ -210,7 +211,8 @@ class Module:
             counters = [place for place in places if place is not None]
             start = self._start(computation, loop, counters[0]) if len(counters) == 1 else None
             if start is not None:
-                return max(0, limits[0].number - start)
+                step = self._step(str(loop.attribute("body")), counters[0])
+                return max(0, -((start - limits[0].number) // step))
         self.unknown.append(loop.name)
         return 1
 
@@ -222,6 +224,14 @@ class Module:
         if x.opcode == "get-tuple-element":
             index = x.attribute("index")
         return None if index is None else int(index)
+
+    def _step(self, body: str, counter: int) -> int:
+        """Return the constant that a loop's body adds to its counter, 1 if it is not found."""
+        lines = self._named[body]
+        x = lines.get(self.root(body).operands[counter])
+        added = [lines[name] for name in x.operands if name in lines] if x else []
+        constants = [x.number for x in added if x.opcode == "constant"]
+        return constants[0] if x and x.opcode == "add" and constants else 1
 
     def _start(self, computation: str, loop: Instruction, counter: int) -> int | None:
         """Return the constant that a loop's counter starts from, or None."""
