@@ -15,6 +15,7 @@ from flax_mha.layer import padding
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions import Axial, MRope, Rotary, Rotation
 from flax_mha.positions.turn import Turn
+from flax_mha.sharding import products
 
 # The rotations of this package, not subclasses, which may rotate otherwise.
 _ROTATIONS = (Rotary, Axial, MRope)
@@ -31,6 +32,7 @@ class Heads(NamedTuple):
       order: the place of each token in the sequence, as `Call.order`.
       same_tokens: True if keys and queries are of the same tokens.
       turns: the rotations of q and k that are left to the kernel, or None.
+      x: the inputs of the queries, without padding.
       kept: a function from k and v to what a cache keeps of these tokens (default: the same).
     """
 
@@ -41,6 +43,7 @@ class Heads(NamedTuple):
     order: Array | None = None
     same_tokens: bool = True
     turns: tuple[Turn, Turn] | None = None
+    x: Any = None
     kept: Callable[[Any, Any], tuple[Any, Any]] = lambda k, v: (k, v)
 
 
@@ -72,7 +75,7 @@ def project_heads(
         x_q = padding.cleared(x_q, call.lengths, order)
         if same_tokens:
             x_k, x_v = (padding.cleared(x, call.lengths) for x in (x_k, x_v))
-    x_k, x_v = resolve.projected(x_q, x_k, x_v, cache)
+    x_q, x_k, x_v = products.joined(x_q, *resolve.projected(x_q, x_k, x_v, cache))
     with jax.named_scope("project"):  # These names are what profiles show.
         has_gate, gate = "output_gate" in p, None
         q: Any = None if has_gate else p["query"](x_q)
@@ -105,7 +108,7 @@ def project_heads(
             q, k = turn(settings.rotary, q, k, *places)
     if norms_after:
         q, k = norm(p, q, k)
-    return Heads(q, k, v, gate, order, same_tokens, turns)
+    return Heads(q, k, v, gate, order, same_tokens, turns, x_q)
 
 
 def norm(p: Mapping[str, Any], q: jax.Array, k: Any) -> tuple[jax.Array, Any]:

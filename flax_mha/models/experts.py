@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from flax_mha import sharding
@@ -212,12 +213,16 @@ class Experts(nn.Module):
         experts, hidden = map(rules.unpack_entry, spec)
         of_tokens = {a for e in sharding.spec(x.shape, _TOKENS) for a in rules.unpack_entry(e)}
         shared = tuple(axis for axis in experts + hidden if axis in of_tokens)
-        names = [products.gathered(("experts", *n)) for n in _NAMES.values()]
+        names: list[sharding.LogicalNames] = [("experts", *n) for n in _NAMES.values()]
         if self.use_bias:
             names += [(n[0], n[-1]) for n in names]
+        parts = tuple(products.parts(w, n) for w, n in zip(arrays[1:], names, strict=True))
+        if not any(map(any, parts)):
+            names = [*map(products.gathered, names)]
         all_names = [_TOKENS, _TOKENS, (None,), *names]
         # Without the parameters of this call, equal modules share a program.
-        on_device = Partial(Experts._on_device, self.clone(parent=None), experts, hidden, shared)
+        module = self.clone(parent=None)
+        on_device = Partial(_on_shards, module, experts, hidden, shared, parts)
         return sharding.local(on_device, all_names, (x.shape, _TOKENS), x, logits, *arrays)
 
     @nn.nowrap
@@ -299,3 +304,20 @@ class Experts(nn.Module):
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return dense(activation(self.activation)(gate) * (up + self.offset), *layers[2])
+
+
+def _on_shards(
+    module: Experts, experts: tuple[str, ...], hidden: tuple[str, ...], shared: tuple[str, ...],
+    parts: Sequence[PartitionSpec], *arrays: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Gather the weights that FSDP shards, and return the sum of a device's experts."""
+    compute = functools.partial(module._on_device, experts, hidden, shared)
+    if not any(map(any, parts)):
+        return compute(*arrays)
+
+    # Gathers them again backward: the weights of all layers would take memory.
+    @functools.partial(jax.checkpoint, policy=lambda step, *_, **__: step.name != "all_gather")
+    def gather(x: jax.Array, logits: jax.Array, bias: jax.Array, *shards: jax.Array) -> jax.Array:
+        return compute(x, logits, bias, *map(products.gather, parts, shards))
+
+    return gather(*arrays)

@@ -14,6 +14,7 @@ from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.kernels import Capture
 from flax_mha.layer.linear import default_bias_init, default_kernel_init, projection
+from flax_mha.sharding import products
 from flax_mha.taps.tap import tap_of
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -66,6 +67,7 @@ class MLP(nn.Module):
         act = activation(self.activation)
         dense = functools.partial(projection, self, biased=self.use_bias)
         hidden = ((self.hidden,), ("embed", "mlp"))
+        (x,) = products.joined(x) if self.gated else (x,)
         up = dense("up", *hidden)(x)
         pre = dense("gate", *hidden)(x) if self.gated else up
         pre = tap_of(self, self.capture).last("mlp_pre", pre)

@@ -47,8 +47,7 @@ def product(
     axes = unpack_entry(layout.spec(shape, rows)[at]) if at >= 0 else ()
     spec = rules.fill_unconstrained(layout.spec(kernel.shape, names))
     spec = rules.keep_axes(spec, axes)
-    # XLA:CPU aborts at sums of half precision over devices, which this would transpose to.
-    aborts = x.dtype.itemsize < 4 and devices.platform() == "cpu"
+    aborts = _aborts(x)
     if not SHARDED_SUBGROUPS:
         sizes = jax.sharding.get_abstract_mesh().shape
         aborts |= any(size > 1 for axis, size in sizes.items() if axis not in axes)
@@ -65,15 +64,49 @@ def _with_shard(
     shard: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Gather a kernel over the devices of a `jax.shard_map`, and multiply by it."""
-    # Not by `all_gather` directly: XLA would also gather axes left Auto.
-    kernel = layout.local(Partial(_gather, spec), [names], (shape, names), shard)
-    return compute(x, layout.constrain(kernel, names))
+
+    @jax.checkpoint  # Gathers it again backward: whole kernels of all layers would take memory.
+    def multiply(x: jax.Array, shard: jax.Array) -> jax.Array:
+        # Not by `all_gather` directly: XLA would also gather axes left Auto.
+        kernel = layout.local(Partial(gather, spec), [names], (shape, names), shard)
+        return compute(x, layout.constrain(kernel, names))
+
+    return multiply(x, shard)
 
 
-def _gather(spec: PartitionSpec, shard: jax.Array) -> jax.Array:
+def gather(spec: PartitionSpec, shard: jax.Array) -> jax.Array:
+    """Gather an array along the mesh axes of a spec, inside a `jax.shard_map`."""
     for i, over in enumerate(spec):
         shard = jax.lax.all_gather(shard, over, axis=i, tiled=True) if over else shard
     return shard
+
+
+def joined(*inputs: jax.Array | None) -> tuple[Any, ...]:
+    """Return the inputs of products whose gradients XLA then sums over devices at once.
+
+    XLA joins sums over devices only if no other gradient stands between them, such as that of a
+    residual around the layer.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return inputs
+    apart = {id(x): jax.lax.optimization_barrier(x) for x in inputs}
+    return tuple(apart[id(x)] for x in inputs)
+
+
+def parts(kernel: jax.Array, names: LogicalNames) -> PartitionSpec:
+    """Return the mesh axes over which FSDP shards a kernel, for each of its axes."""
+    if _aborts(kernel):
+        return PartitionSpec()
+    spec, fsdp = layout.spec(kernel.shape, names), gathered(names)
+    return PartitionSpec(*(
+        rules.pack_entry(unpack_entry(axes)) if name != kept else None
+        for axes, name, kept in zip(spec, names, fsdp, strict=True)
+    ))  # fmt: skip
+
+
+def _aborts(x: jax.Array) -> bool:
+    """Tell if XLA aborts at sums of x over devices, to which a gather transposes."""
+    return x.dtype.itemsize < 4 and devices.platform() == "cpu"
 
 
 def column_parallel(
@@ -101,7 +134,14 @@ def column_parallel(
 def _gather_positions(
     multiply: Multiply, axes: tuple[str, ...], at: int, x: jax.Array, kernel: jax.Array
 ) -> jax.Array:
-    return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True) if axes else x, kernel)
+    if not axes:
+        return multiply(x, kernel)
+
+    @jax.checkpoint  # Gathers x again backward.
+    def gather(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True), kernel)
+
+    return gather(x, kernel)
 
 
 def row_parallel(

@@ -16,7 +16,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.cache import KVCache
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.call.stored import Stored, read
-from flax_mha.layer import core, padding
+from flax_mha.layer import core
 from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.layer.settings import ZEROS, Call
@@ -54,10 +54,8 @@ class ForgettingAttention(MultiHeadAttention):
         """Compute the layer."""
         without_vectors("forgetting attention", call.scores)
         common.check_inputs("forgetting attention", x_k, cache)
-        # A sum over tokens would carry NaN of padding to all later ones.
-        x = padding.cleared(x_q, call.lengths, call.order)
-        heads = core.project_heads(p, self, x, None, None, call, cache)
-        z, q, k, order = p["forget_gate"](x), heads.q, heads.k, heads.order
+        heads = core.project_heads(p, self, x_q, None, None, call, cache)
+        z, q, k, order = p["forget_gate"](heads.x), heads.q, heads.k, heads.order
         dims, positions, last = Dims.of(q, k, heads.v), order, None
         has_slots = isinstance(cache, KVCache)
         if has_slots:

@@ -102,9 +102,14 @@ def _mix_shard(
     mixing: jax.Array,
 ) -> jax.Array:  # fmt: skip
     axis = x.ndim - 2
-    if gathers:
+    if not gathers:
+        return jax.lax.psum_scatter(fn(x, mixing), axes, scatter_dimension=axis, tiled=True)
+
+    @jax.checkpoint  # Gathers x again backward.
+    def gather(x: jax.Array, mixing: jax.Array) -> jax.Array:
         return fn(jax.lax.all_gather(x, axes, axis=axis, tiled=True), mixing)
-    return jax.lax.psum_scatter(fn(x, mixing), axes, scatter_dimension=axis, tiled=True)
+
+    return gather(x, mixing)
 
 
 def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:

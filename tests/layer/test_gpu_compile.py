@@ -29,9 +29,10 @@ from flax_mha import (
     MultiHeadDotProductAttention,
     dot_product_attention,
     masks,
+    sharding,
 )
 from tests.support import lowered_layers
-from tests.support.meshes import KINDS
+from tests.support.meshes import KINDS, changed, described
 
 pytestmark = [
     pytest.mark.slow,
@@ -253,3 +254,40 @@ def test_step_reads_cache_and_parameters_little_more_than_once(
     entry = next(x for x in programs.entries(chip, [program]) if x.contestant == "ours")
     least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entry.arguments[:2]))
     assert measured.measure(chip, entry)["MiB"] * 2**20 < most * least
+
+
+FSDP = changed(batch="all", embed="all", heads=None, kv_heads=None, mlp=None, vocab=None)
+BF16: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "use_bias": False}
+# Layers and rules, the tokens of an input, and the bytes of an array that each GPU gathers whole.
+GATHERED: dict[str, tuple[nn.Module, Any, int, int]] = {
+    "kernels": (MultiHeadAttention(N, mask=masks.Causal(), **BF16), FSDP, 64, 2 * 4 * 1024**2),
+    "positions": (
+        MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), **BF16),
+        changed(batch=None, norm_length="all", heads="all", kv_heads="all", mlp=None, vocab=None),
+        512, 2 * 8 * 512 * 1024,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GATHERED)
+def test_no_gathered_array_is_kept_for_the_backward_pass(
+    optimized: None, name: str, kind: str
+) -> None:
+    """Each further layer keeps less than one array that a rule shards."""
+    layer, rules, tokens, gathered = GATHERED[name]
+    mesh = Mesh(np.array(gpus.of("h200", 8)), "all", axis_types=(KINDS[kind],))
+
+    def loss(variables: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(stack.apply(variables, x).astype(jnp.float32)))
+
+    held = []
+    for repeats in (4, 8):
+        stack = lowered_layers.Residual(layer, repeats)
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+            spec = sharding.spec((8, tokens, 1024), ("batch", "norm_length", None))
+            place = NamedSharding(mesh, spec)
+            x = jax.ShapeDtypeStruct((8, tokens, 1024), jnp.bfloat16, sharding=place)
+            _, found = compiled.dumped(jax.jit(jax.grad(loss)).lower(described(stack, x), x))
+        held.append(found.memory_analysis().temp_size_in_bytes)
+    assert held[1] - held[0] < 4 * gathered

@@ -134,6 +134,25 @@ def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     }
 
 
+@pytest.mark.sampled(0.13)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_experts_are_reduce_scattered(optimized: None, kind: str) -> None:
+    """Under FSDP. Each device's gradients of kernels are summed into the part that it keeps."""
+    module, x = Experts(96, 4, 2), jnp.zeros((8, 16, 64))
+    mesh, leave = on(kind, changed(embed="data", mlp=None), (8, 1))
+    try:
+        params = described(module, x)
+        x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data")))
+        places = jax.tree.map(lambda a: a.sharding, params)
+        gradient = jax.jit(lambda *args: run(module, *args)[0][0], out_shardings=places)
+        found = total(read(gradient.lower(params, x).compile().as_text(), 8))
+    finally:
+        leave()
+    kernels = 4 * 3 * 4 * 64 * 96
+    assert found["reduce-scatter"][1] >= kernels // 8
+    assert found.get("all-reduce", (0, 0))[1] < kernels // 8
+
+
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_balance_loss_counts_the_tokens_of_all_devices(kind: str) -> None:

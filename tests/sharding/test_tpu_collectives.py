@@ -30,6 +30,7 @@ from flax_mha import (
     masks,
     sharding,
 )
+from flax_mha.models.feed_forward import MLP
 from flax_mha.positions import Rotary
 from flax_mha.sharding import products
 from flax_mha.variants import (
@@ -100,7 +101,7 @@ def test_layer_sends_the_bytes_of_the_formula(
 B, BTD = 4, 4 * 4 * 128 * D
 LATENT: dict[str, Any] = {"head_dim": 32, "kv_rank": 48, "rope_dim": 32, "rotary": Rotary()}
 # Layers, and the bytes that a forward and backward pass all-reduces, each sum over devices once.
-SUMMED: dict[str, tuple[MultiHeadAttention, int]] = {
+SUMMED: dict[str, tuple[nn.Module, int]] = {
     "rotary and causal": (MultiHeadAttention(8, rotary=Rotary(), mask=masks.Causal()), 2 * BTD),
     "grouped": (MultiHeadAttention(16, num_kv_heads=8, qk_norm=QKNorm("rmsnorm")), 2 * BTD),
     # One group's keys and values are replicated: their gradients are summed over devices.
@@ -116,6 +117,8 @@ SUMMED: dict[str, tuple[MultiHeadAttention, int]] = {
     "latent, queries of the input": (
         MultiHeadLatentAttention(8, **LATENT), 2 * BTD + BTD // D * (48 + 32)
     ),
+    "gated MLP": (MLP(512, gated=True), 2 * BTD),
+    "norms after residuals": (EncoderBlock(MultiHeadAttention(8), 512, pre_norm=False), 4 * BTD),
 }  # fmt: skip
 
 
@@ -137,9 +140,9 @@ def sent(layer: nn.Module, kind: str, rules: Any, *, grad: bool) -> list[tuple[s
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SUMMED)
 def test_gradients_of_projections_are_summed_once(optimized: None, name: str, kind: str) -> None:
-    """XLA joins the sums of the gradients of queries, keys and values, which are products apart."""
+    """XLA joins the sums of the gradients of queries, keys and values, but not of the residual."""
     layer, expected = SUMMED[name]
-    found = sent(layer, kind, sharding.RULES, grad=True)
+    found = sent(lowered_layers.Residual(layer), kind, sharding.RULES, grad=True)
     assert {kind for kind, _ in found} == {"all-reduce"}
     # And differential attention's few numbers that all heads share.
     assert expected <= sum(size for _, size in found) <= expected + 512
@@ -149,12 +152,12 @@ def test_gradients_of_projections_are_summed_once(optimized: None, name: str, ki
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixed_heads_are_gathered(optimized: None, kind: str) -> None:
     found: Counter[str] = Counter()
-    # XLA shares the gathered queries and keys of this kernel. Kernels on shards gather once more.
+    # XLA shares the gathered queries and keys of this kernel. Queries are gathered again backward.
     layer = TalkingHeadsAttention(8, kernel="reference")
     for name, size in sent(layer, kind, sharding.RULES, grad=True):
         found[name] += size
     # A reduce-scatter's result is an eighth; the forward one is an all-reduce on TPUs.
-    assert found == {"all-gather": 3 * BTD, "reduce-scatter": BTD // 8, "all-reduce": 9 * BTD // 2}
+    assert found == {"all-gather": 4 * BTD, "reduce-scatter": BTD // 8, "all-reduce": 9 * BTD // 2}
 
 
 @pytest.mark.sampled(0)

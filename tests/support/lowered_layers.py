@@ -28,6 +28,23 @@ class Traced(NamedTuple):
     parameters: int
 
 
+class Residual(nn.Module):
+    """x + layer(x), repeated with parameters of its own each time."""
+
+    layer: nn.Module
+    repeats: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply the layers to x."""
+        stack = nn.scan(
+            lambda layer, x, _: (x + layer(x), None), variable_axes={"params": 0},
+            split_rngs={"params": True}, length=self.repeats,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )  # fmt: skip
+        return stack(self.layer, x, None)[0]
+
+
 def traced(layer: MultiHeadAttention, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Traced:
     """Return the layer traced for inputs of this shape."""
 
