@@ -130,7 +130,8 @@ def load(
       dtype: the dtype of floating parameters (default: the file's).
       shardings: one sharding, or a tree of them like the variables, to read only each device's part
         (default: NumPy arrays, which CPU devices use without a copy).
-      as_jax: True for arrays of JAX on the default device in place of NumPy arrays.
+      as_jax: True for arrays of JAX on the default device in place of NumPy arrays. NumPy promotes
+        bfloat16 with Python's numbers to float32, as in a moving average outside of `jax.jit`.
 
     Returns:
       The module and its variables. A warning names the heads that are left out.

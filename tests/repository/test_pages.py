@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+import flax_mha.nnx
 from flax_mha import interop, masks
 from tests.repository import test_recipes
 from tests.support import pages
@@ -28,8 +30,8 @@ PAGES = sorted(
     str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 )
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
-# Run by test_readme.py in steps, and by test_recipes.py once for many tests.
-ELSEWHERE = {"README.md", *test_recipes.PAGES}
+# Run by test_readme.py in steps, by test_pretrained.py, and by test_recipes.py for many tests.
+ELSEWHERE = {"README.md", "docs/commands.md", *test_recipes.PAGES}
 FAST = {"quickstart", "coming-from-flax", "coming-from-keras", "versions"}
 RUNS = [
     pytest.param(page, marks=[] if Path(page).stem in FAST else [pytest.mark.slow])
@@ -95,8 +97,19 @@ def models(scope: Scope) -> None:
     assert size(scope["t5"], tokens, tokens) == 222_903_552
 
 
+def saved(scope: Scope) -> None:
+    """Check that the page's code saves the state of a layer with dropout too."""
+    layer = flax_mha.nnx.MultiHeadAttention(8, 64, dropout_rate=0.1, rngs=nnx.Rngs(3))
+    shutil.rmtree("checkpoint")
+    for code in pages.blocks("python", pages.read("docs/nnx.md")):
+        if "serialization" in code or "checkpointer" in code:
+            exec(code, scope | {"layer": layer})
+
+
 # Checks of pages whose own lines do not show that their code is right.
-CHECKS: dict[str, Callable[[Scope], None]] = {"docs/models.md": models, "docs/own.md": own}
+CHECKS: dict[str, Callable[[Scope], None]] = {
+    "docs/models.md": models, "docs/nnx.md": saved, "docs/own.md": own,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", RUNS)
