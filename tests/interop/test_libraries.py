@@ -177,6 +177,41 @@ def test_states_that_orbax_restored_lose_their_last_level(tmp_path: Path) -> Non
         jax.tree.map(np.testing.assert_array_equal, same, variables)
 
 
+@pytest.mark.parametrize("window", [4, 5])
+def test_windows_of_embedding_gemma_match(window: int) -> None:
+    """`transformers` has its weights as Gemma's einsums, each with another order of axes."""
+    torch = pytest.importorskip("torch", reason="needs the extra families")
+    transformers = pytest.importorskip("transformers", reason="needs the extra families")
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=10, hidden_size=D, num_hidden_layers=1, num_attention_heads=N, head_dim=6,
+        num_key_value_heads=2, intermediate_size=8, layer_types=["sliding_attention"],
+        sliding_window=window, use_bidirectional_attention=True, query_pre_attn_scalar=9,
+    )  # fmt: skip
+    model = transformers.Gemma3TextModel(config).eval()
+    layer, seen = model.layers[0].self_attn, dict[str, Any]()
+
+    def keep(_: Any, given: Any, options: Any, out: Any) -> None:
+        seen.update(options, given=given, out=out[0])
+
+    layer.register_forward_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        for x in layer.parameters():
+            x.normal_(0, 0.3)
+        model(torch.arange(9)[None])
+    p = {name: x.detach().numpy() for name, x in layer.named_parameters()}
+    q, k, v = (p[f"{x}_proj.weight"].reshape(-1, 6, D).swapaxes(1, 2) for x in "qkv")
+    arrays = {
+        "q_einsum": {"w": q}, "kv_einsum": {"w": np.stack([k, v])},
+        "attn_vec_einsum": {"w": p["o_proj.weight"].T.reshape(N, 6, D)},
+        "_query_norm": {"scale": p["q_norm.weight"]}, "_key_norm": {"scale": p["k_norm.weight"]},
+    }  # fmt: skip
+    mask = masks.Window(window // 2, window // 2)
+    module, variables = interop.from_layer(arrays, N, scale=9**-0.5, mask=mask)
+    x = (seen["given"] or (seen["hidden_states"],))[0].numpy()
+    assert error(jax.jit(module.apply)(variables, x), seen["out"].numpy()) < 2e-6
+
+
 def test_equinox_mask_convention_matches() -> None:
     """True means visible, as in Equinox."""
     theirs = equinox()
