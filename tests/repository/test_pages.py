@@ -1,5 +1,7 @@
 """Every page of the documentation runs from top to bottom, and its links lead somewhere."""
 
+import ast
+import contextlib
 import functools
 import importlib
 import math
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -176,6 +179,26 @@ def test_links_and_commands_name_what_exists() -> None:
             assert importlib.util.find_spec(module), (page, module)
         for path in re.findall(r"(?:--config=|pytest .*)((?:configs|tests)/[\w/]+\.py)", text):
             assert (ROOT / path).is_file(), (page, path)
+
+
+def test_inline_code_names_what_exists() -> None:
+    """Attributes of the modules, in code that stands in a sentence or a table."""
+    names = "analysis cache edits interop kernels masks models plots positions scores sharding"
+    modules = {name: importlib.import_module(f"flax_mha.{name}") for name in names.split()}
+    modules |= {"flax_mha": flax_mha, "nnx": nnx, "nn": nn, "jax": jax}
+    count = 0
+    for page in PAGES:
+        text = re.sub(r"^(```|~~~).*?^\1", "", pages.read(page), flags=re.DOTALL | re.M)
+        for span in re.findall(r"`([^`\n]+(?<!\.py))`", text) if page != "CHANGELOG.md" else ():
+            with contextlib.suppress(SyntaxError):
+                for node in ast.walk(ast.parse(span.replace("…", "..."))):
+                    if not isinstance(node, ast.Attribute):
+                        continue
+                    root, *path = ast.unparse(node).split(".")
+                    if root in modules and all(map(str.isidentifier, path)):
+                        functools.reduce(getattr, path, modules[root])
+                        count += 1
+    assert count > 100
 
 
 def test_pages_with_meshes_set_the_number_of_devices() -> None:
