@@ -44,17 +44,19 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         raise ValueError(
             f"{path} must be a complete GGUF file, got: {error}; fetch it again"
         ) from None
-    entries = {name: x for name, x in reader.fields.items() if not name.startswith("tokenizer.")}
-    kind = entries["general.architecture"].contents()
-    if kind not in _ARCHITECTURES or "split.count" in entries:
+    kind, in_parts = (
+        reader.fields["general.architecture"].contents(),
+        "split.count" in reader.fields,
+    )
+    if kind not in _ARCHITECTURES or in_parts:
         raise ValueError(
             f"{path} must be one file with an architecture of {', '.join(_ARCHITECTURES)}, got "
-            f"{kind!r}{' in parts' if 'split.count' in entries else ''}; join parts by llama.cpp's "
+            f"{kind!r}{' in parts' if in_parts else ''}; join parts by llama.cpp's "
             f"gguf-split, or take the folder with safetensors"
         )
     settings = {
         name.removeprefix(f"{kind}."): x.contents()
-        for name, x in entries.items()
+        for name, x in reader.fields.items()
         if name.startswith(f"{kind}.")
     }
     types = {x.tensor_type.name for x in reader.tensors}
@@ -72,11 +74,16 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             x = gguf.quants.dequantize(x, entry.tensor_type)
         *block, part, leaf = entry.name.split(".")
         if kind == "llama" and part in ("attn_q", "attn_k"):
-            heads = "attention.head_count" + "_kv" * (part == "attn_k")
-            x = _by_halves(x, settings[heads])
+            heads = settings["attention.head_count"]
+            if part == "attn_k":
+                heads = settings.get("attention.head_count_kv", heads)
+            x = _by_halves(x, heads)
         start = f"model.layers.{block[-1]}." if block else ""
         tensors[f"{start}{_NAMES.get(part, part)}.{leaf}"] = x
-    return _config(kind, settings, tensors), tensors
+    try:
+        return _config(kind, settings, tensors), tensors
+    except KeyError as error:
+        raise ValueError(f"{path} must be a whole model, got none of {error}; take one") from None
 
 
 def _by_halves(x: np.ndarray, heads: int) -> np.ndarray:

@@ -169,6 +169,8 @@ def test_other_files_raise(tmp_path: Path) -> None:
     del tensors["model.norm.weight"]
     tensors["model.layers.0.extra.weight"] = np.ones((32, 32), np.float32)
     refused(r"surplus model\.layers\.0\.extra\.weight; missing model\.norm\.weight")
+    del tensors["model.embed_tokens.weight"]
+    refused("must be a whole model, got none of 'model.embed_tokens.weight'")
     path.write_bytes(path.read_bytes()[:-999])
     with pytest.raises(ValueError, match=r"a\.gguf must be a complete GGUF file, got"):
         interop.load(path)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -182,10 +181,10 @@ def test_links_and_commands_name_what_exists() -> None:
 
 
 def test_inline_code_names_what_exists() -> None:
-    """Attributes of the modules, in code that stands in a sentence or a table."""
+    """Attributes of modules, in code that stands in a sentence or a table."""
     names = "analysis cache edits interop kernels masks models plots positions scores sharding"
     modules = {name: importlib.import_module(f"flax_mha.{name}") for name in names.split()}
-    modules |= {"flax_mha": flax_mha, "nnx": nnx, "nn": nn, "jax": jax}
+    modules |= {"flax_mha": flax_mha, "nnx": nnx}
     count = 0
     for page in PAGES:
         text = re.sub(r"^(```|~~~).*?^\1", "", pages.read(page), flags=re.DOTALL | re.M)
