@@ -389,6 +389,13 @@ class MultiHeadAttention(nnx.Module):
         """The number of tokens in the cache of each example, int32 [*B]."""
         return None if self.kv is None else nnx.as_pure(self.kv.length)
 
+    @cache_index.setter
+    def cache_index(self, _: Any) -> None:
+        raise ValueError(
+            "a cache of Flax's layer can't be read, got cache_index; pass nnx.state(layer, "
+            "nnx.Param), and decode the prompt again"
+        )
+
 
 # Only the layer that replaces Flax's has its default, True.
 _variant_init: Any = functools.partialmethod(MultiHeadAttention.__init__, broadcast_dropout=False)

@@ -1,6 +1,7 @@
 """Conversion of Hugging Face models and other libraries' layers to Flax modules, and back.
 
 >>> model, variables = interop.load("path/to/Qwen3-0.6B")
+>>> model, variables = interop.load("Llama-3.2-1B-Instruct-Q8_0.gguf")
 >>> interop.save("path/to/Qwen3-0.6B", variables, "path/to/mine")  # with its tokenizer
 >>> module, variables = interop.from_torch(layer.state_dict(), num_heads=8)
 >>> module, variables = interop.from_layer(arrays, num_heads=8)  # from Keras, Haiku, timm …
@@ -19,6 +20,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.typing import Dtype
 
 from flax_mha.base import checks
@@ -29,6 +31,7 @@ from flax_mha.interop import (
     gemma4,
     gpt,
     llama,
+    llama_cpp,
     modernbert,
     neutral,
     safetensors,
@@ -123,14 +126,17 @@ def family(config: Config) -> Family:
 def load(
     path: AnyPath, *, dtype: Dtype | None = None, shardings: Any = None, as_jax: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load the model of a folder and its variables.
+    """Load the model of a folder or of a GGUF file, and its variables.
 
     Args:
-      path: a folder with `config.json` and `model.safetensors`, or with an index of several files.
+      path: a folder with `config.json` and `model.safetensors`, or with an index of several files;
+        or a file `.gguf` of a Llama, Qwen2 or Qwen3 with tensors of F32, F16, BF16 and Q8_0, which
+        becomes float32 (extra `files`).
       dtype: the dtype of floating parameters (default: the file's).
       shardings: one sharding, or a tree of them like the variables, to read only each device's part
         (default: NumPy arrays, which CPU devices use without a copy).
-      as_jax: True for arrays of JAX on the default device in place of NumPy arrays.
+      as_jax: True for arrays of JAX on the default device in place of NumPy arrays. NumPy promotes
+        bfloat16 with Python's numbers to float32, as in a moving average outside of `jax.jit`.
 
     Returns:
       The module and its variables. A warning names the heads that are left out.
@@ -140,14 +146,11 @@ def load(
         the error lists.
       FileNotFoundError: if the folder lacks a file.
     """
-    folder = open_folder(path)
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{folder} must hold a complete model, got an adapter (adapter_config.json); merge "
-            f"it with peft's merge_and_unload and save the result"
-        )
-    model = family(safetensors.read_json(folder / CONFIG))
-    tensors = safetensors.read_folder(folder)
+    if Path(path).suffix == ".gguf":
+        config, tensors = llama_cpp.read(Path(path).expanduser())
+    else:
+        config, tensors = _read_folder(open_folder(path))
+    model = family(config)
     floating = None if dtype is None else checks.dtype("dtype", dtype)
     variables = from_tensors(model, tensors, join=list)
     if as_jax and shardings is None:
@@ -161,6 +164,15 @@ def load(
             variables, shardings, is_leaf=is_views,
         )  # fmt: skip
     return model.module, jax.tree.map(lambda x: x.result(), futures)
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{folder} must hold a complete model, got an adapter (adapter_config.json); merge "
+            f"it with peft's merge_and_unload and save the result"
+        )
+    return safetensors.read_json(folder / CONFIG), safetensors.read_folder(folder)
 
 
 def save(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -217,20 +218,24 @@ def from_tensors(
     params = family.shapes()
     family = family.fitted(params)
     matched, errors = family.match(tensors)
-    arrays = dict[str, list[Any]]()
+    arrays, remedy = dict[str, list[Any]](), "take both from one checkpoint"
     for row in family.rows:
         shapes = [params[path].shape for path in row.paths]
         if row.theirs not in matched:
             errors.append(f"missing {row.theirs}")
         elif (x := matched[row.theirs]).shape != (expected := row.shape(shapes)):
             errors.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
+        elif not jnp.issubdtype(x.dtype, jnp.floating):
+            errors.append(f"{row.theirs} must have a floating dtype, is {x.dtype}")
+            remedy = "multiply codes by their scales, and view bytes |V2 as ml_dtypes.bfloat16"
         else:
             for path, parameter in zip(row.paths, row.to_ours(x, shapes), strict=True):
                 arrays.setdefault(path, []).append(parameter)
+    filled = {path for row in family.rows for path in row.paths}
+    errors += [f"no tensor for {path}" for path in params.keys() - filled]
     if errors:
         raise ValueError(
-            f"the tensors do not fit the model of this config: {several(errors)}; take both from "
-            f"one checkpoint"
+            f"the tensors do not fit the model of this config: {several(errors)}; {remedy}"
         )
     family.warn_of_heads(tensors)
     joined = {path: parts[0] if len(parts) == 1 else join(parts) for path, parts in arrays.items()}

@@ -4,7 +4,7 @@
 >>> layer.load_state_dict({k: torch.tensor(x) for k, x in to_torch(module, variables).items()})
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -147,13 +147,13 @@ def _check(module: Any) -> MultiHeadAttention:
     return module
 
 
-def check_layer(layer: Any, library: str = "torch.nn") -> None:
-    """Check that a library has layers that compute the same as an attention layer."""
+def check_layer(layer: Any, library: str = "torch.nn", options: Sequence[str] = ()) -> None:
+    """Check that a library has layers that compute the same, with these fields as options."""
     if type(layer).compute is not MultiHeadAttention.compute:
         raise ValueError(
             f"{library} has no {type(layer).__name__}; give a flax_mha.MultiHeadAttention"
         )
-    refuse(layer, unhandled(layer), library)
+    refuse(layer, unhandled(layer, options), library)
 
 
 def refuse(module: Any, fields: Mapping[str, Any], library: str = "torch.nn") -> None:

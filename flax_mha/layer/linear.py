@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import meta
+from flax.core import FrozenDict, meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.tree_util import Partial
@@ -184,7 +184,14 @@ def make_parameter(
     if not scope.has_variable("params", name):
         return scope.param(name, init, shape, dtype)
     # `param` would trace the initializer in each call, to check the shape.
-    return meta.unbox(scope.get_variable("params", name))
+    value = meta.unbox(scope.get_variable("params", name))
+    if value is None or isinstance(value, dict | FrozenDict):
+        raise TypeError(
+            f"the parameter {'/'.join((*scope.path, name))} must be an array, got "
+            f"{'None' if value is None else f'a dict with {[*value]}'}; save nn.meta.unbox("
+            f"variables) to a checkpoint, without None"
+        )
+    return value
 
 
 def projection(

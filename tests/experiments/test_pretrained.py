@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from experiments import generate as generate_command
@@ -15,6 +14,7 @@ from experiments.common.failures import RunError
 from experiments.convert import convert
 from experiments.trained import pretrained
 from flax_mha import generate, interop
+from tests.support import pages
 from tests.support.oracle import random_like
 
 SIZES = {
@@ -146,17 +146,18 @@ def test_broken_tokenizer_is_named(qwen: Path, tokenizer: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", ["", "bfloat16"])
 def test_conversion_to_checkpoint_and_back_is_bitwise(
-    qwen: Path, dtype: str, tmp_path: Path
+    qwen: Path, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orbax alone can restore the checkpoint in between."""
+    """Orbax alone can restore the checkpoint in between, by the code of the page."""
+    monkeypatch.chdir(tmp_path)
     options = {"dtype": dtype} if dtype else {}
-    told = convert(qwen, tmp_path / "ours", **options)
+    told = convert(qwen, tmp_path / "converted", **options)
     assert told.endswith("18,752 parameters of a qwen3, a checkpoint of Orbax")
-    restored = ocp.StandardCheckpointer().restore(tmp_path / "ours" / "variables")
+    restored = pages.run("docs/commands.md")["variables"]
     want = jax.tree.map(lambda x: x.astype(dtype or x.dtype), interop.load(qwen)[1])
     jax.tree.map(np.testing.assert_array_equal, restored, want)
     assert {type(x) for x in jax.tree.leaves(restored)} == {np.ndarray}
-    convert(tmp_path / "ours", tmp_path / "back", **options)
+    convert(tmp_path / "converted", tmp_path / "back", **options)
     jax.tree.map(np.testing.assert_array_equal, interop.load(tmp_path / "back")[1], want)
     told = json.loads((tmp_path / "back" / "config.json").read_text())
     assert told == QWEN | {"dtype": dtype or "float32"}

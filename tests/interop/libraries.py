@@ -1,14 +1,19 @@
 """Attention layers of other libraries, with random arrays, and their inputs."""
 
+import importlib
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from flax_mha import positions, scores
 
 D, N = 16, 4
 RNG = np.random.default_rng(0)
@@ -16,12 +21,16 @@ X, K, V = (RNG.normal(size=(2, *shape)).astype(np.float32) for shape in ((5, D),
 
 
 class Theirs(NamedTuple):
-    """A layer of another library: its arrays, a function that runs it with them, and its inputs."""
+    """A layer of another library: its arrays, a function that runs it with them, and its inputs.
+
+    `fields` are what its arrays do not show.
+    """
 
     arrays: dict[str, Any]
     run: Callable[..., Any]
     given: tuple[np.ndarray, ...] = (X, X, X)
     prefix: str = ""
+    fields: Mapping[str, Any] = {}
 
 
 def random(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -151,3 +160,98 @@ def keras(name: str = "MultiHeadAttention", **options: Any) -> Theirs:
             return np.asarray(layer(query, value, key, return_attention_scores=True)[0])
 
     return Theirs(random({w.path: w for w in layer.weights}), run, (X, K, V), "own/")
+
+
+def linen(layer: Any, *given: Any, call: Any = lambda out: out, **more: Any) -> Theirs:
+    """Return a linen layer, of whose inputs X is the first."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        params = jax.eval_shape(layer.init, jax.random.key(0), X, *given)["params"]
+
+    def run(arrays: Any, *inputs: Any) -> Any:
+        params = unflatten_dict(arrays, sep="/")
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return call(layer.apply({"params": params}, *inputs, *given))
+
+    return Theirs(random(flatten_dict(params, sep="/")), run, **more)
+
+
+def gemma(kv_heads: int = N, **options: Any) -> Theirs:
+    modules = pytest.importorskip("gemma.gm.nn._modules", reason="needs gemma")
+    layer = modules.Attention(
+        num_heads=N, num_kv_heads=kv_heads, features=D, head_dim=6, query_pre_attn_scalar=6**-0.5,
+        attn_type=modules.AttentionType.GLOBAL, **options,
+    )  # fmt: skip
+    at, mask = np.broadcast_to(np.arange(5), (2, 5)), np.ones((2, 5, 5), bool)
+    fields: dict[str, Any] = {}
+    if options:
+        fields["rotary"] = positions.Rotary(options["rope_base_frequency"])
+        fields["scores"] = (scores.SoftCap(options["attn_logits_soft_cap"]),)
+    theirs = linen(layer, at, None, mask, call=lambda out: out[1], given=(X,), fields=fields)
+    for name, x in theirs.arrays.items():
+        if "norm" in name:  # Ours, 1 more, has no rounding.
+            theirs.arrays[name] = np.round(64 * x) / 64
+    return theirs
+
+
+def kauldron(**options: Any) -> Theirs:
+    modules = pytest.importorskip("kauldron.modules.attention", reason="needs kauldron")
+    layer = modules.ImprovedMultiHeadDotProductAttention(N, **options)
+    return linen(layer, given=(X,))
+
+
+def flax(**options: Any) -> Theirs:
+    layer = nnx.MultiHeadAttention(N, D, **options, decode=False, rngs=nnx.Rngs(0))
+
+    def run(arrays: Any, x: Any) -> Any:
+        nnx.update(layer, unflatten_dict(arrays, sep="/"))
+        return layer(x)
+
+    state = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    return Theirs(random(flatten_dict(state, sep="/")), run, (X,))
+
+
+def mlx(**options: Any) -> Theirs:
+    mx = pytest.importorskip("mlx.core", reason="needs mlx")
+    layer = importlib.import_module("mlx.nn").MultiHeadAttention(D, N, **options)
+    given = (X, K, V) if options else (X, X, X)
+
+    def run(arrays: Any, *given: Any) -> np.ndarray:
+        layer.load_weights([(name, mx.array(x)) for name, x in arrays.items()])
+        return np.array(layer(*map(mx.array, given)))
+
+    arrays = flatten_dict(layer.parameters(), sep=".")
+    return Theirs(random(arrays), run, given)
+
+
+def maxtext(kv_heads: int = 2, head_dim: int = 6) -> Theirs:
+    """MaxText's layer by its equations, with rotary and norms, as its package needs an accelerator.
+
+    The scores have no scale. Source: maxtext 0.2.5, `layers/attentions.py` and `embeddings.py`.
+    """
+    names = {"query": (D, N), "key": (D, kv_heads), "value": (D, kv_heads)}
+    shapes = {f"{name}/kernel": (*sizes, head_dim) for name, sizes in names.items()}
+    shapes |= {f"{name}/bias": (sizes[1], head_dim) for name, sizes in names.items()}
+    shapes |= {f"{name}_norm/scale": (head_dim,) for name in ("query", "key")}
+    shapes["out/kernel"] = (N, head_dim, D)
+    arrays = random({name: np.empty(shape) for name, shape in shapes.items()})
+
+    def run(arrays: Any, x: Any) -> np.ndarray:
+        p = {name: x.astype(np.float64) for name, x in arrays.items()}
+        angles = np.arange(5)[:, None, None] / 1e4 ** (np.arange(0, head_dim, 2) / head_dim)
+
+        def project(name: str) -> np.ndarray:
+            y = np.einsum("btd,dnh->btnh", x, p[f"{name}/kernel"]) + p[f"{name}/bias"]
+            if name == "value":
+                return np.repeat(y, N // kv_heads, 2)
+            y /= np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5)
+            a, b = np.split(y * p[f"{name}_norm/scale"], 2, -1)
+            sin, cos = np.sin(angles), np.cos(angles)
+            y = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+            return np.repeat(y, N // y.shape[2], 2)
+
+        q, k, v = map(project, ("query", "key", "value"))
+        weights = np.exp(np.einsum("btnh,bsnh->bnts", q, k))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("bnts,bsnh,nhd->btd", weights, v, p["out/kernel"])
+
+    return Theirs(arrays, run, (X,), fields={"rotary": positions.Rotary()})

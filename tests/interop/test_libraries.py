@@ -7,6 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -22,8 +23,13 @@ from tests.interop.libraries import (
     X,
     d2l,
     equinox,
+    flax,
+    gemma,
     haiku,
+    kauldron,
     keras,
+    maxtext,
+    mlx,
     timm,
     vit_pytorch,
     whole_vit_pytorch,
@@ -55,6 +61,17 @@ CASES: dict[str, tuple[str, Callable[[], Theirs]]] = {
     "keras, grouped": ("keras", lambda: keras(
         "GroupQueryAttention", head_dim=6, num_query_heads=N, num_key_value_heads=2
     )),
+    "mlx": ("mlx", mlx),
+    "mlx, sizes": ("mlx", lambda: mlx(
+        key_input_dims=12, value_input_dims=20, value_dims=24, value_output_dims=9, bias=True
+    )),
+    "gemma": ("gemma-qkv", gemma),
+    "gemma, grouped": ("gemma", lambda: gemma(
+        2, use_qk_norm=True, rope_base_frequency=1_000_000, attn_logits_soft_cap=5.0
+    )),
+    "kauldron": ("kauldron", lambda: kauldron(v_features=20, normalize_qk=True)),
+    "flax": ("flax", lambda: flax(normalize_qk=True)),
+    "maxtext": ("maxtext", maxtext),
 }  # fmt: skip
 
 
@@ -63,7 +80,10 @@ def test_layer_matches_library(name: str) -> None:
     library, make = CASES[name]
     theirs = make()
     want = np.asarray(theirs.run(theirs.arrays, *theirs.given))
-    module, variables = interop.from_layer(theirs.arrays, 1 if "one" in name else N)
+    # Only libraries with the same names must be named.
+    named = library if library in ("flax", "kauldron", "maxtext") else None
+    count = 1 if "one" in name else N
+    module, variables = interop.from_layer(theirs.arrays, count, named, **theirs.fields)
     assert error(jax.jit(module.apply)(variables, *theirs.given), want) < 2e-6
     back = interop.to_layer(module, variables, library, theirs.prefix)
     assert back.keys() == theirs.arrays.keys()
@@ -117,6 +137,28 @@ def test_names_in_keras_files_are_known(name: str, tmp_path: Path) -> None:
     assert interop.to_layer(module, variables, name, start).keys() == arrays.keys()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["a.weights.h5", "a.keras"])
+def test_keras_files_are_read(name: str, dtype: str, tmp_path: Path) -> None:
+    CASES["keras"][1]()  # Sets Keras' backend, or skips.
+    pytest.importorskip("h5py")
+    keras = pytest.importorskip("keras")
+    x, kinds = keras.Input((5, D)), keras.layers
+    plain = kinds.MultiHeadAttention(N, 6, dtype=dtype)
+    grouped = kinds.GroupQueryAttention(6, N, 2, dtype=dtype)
+    model = keras.Model(x, grouped(plain(x, x), x))
+    (model.save if name == "a.keras" else model.save_weights)(tmp_path / name)
+    with pytest.raises(ValueError, match=r"got 2; choose one by prefix=, of \['layers/grouped_"):
+        interop.from_layer(tmp_path / name, N)
+    for layer, kind in ((plain, "multi_head_attention"), (grouped, "grouped_query_attention")):
+        found = interop.from_layer(tmp_path / name, N, prefix=f"layers/{kind}/")
+        arrays = {w.path: np.asarray(w.value) for w in layer.weights}
+        module, variables = interop.from_layer(arrays, N)
+        assert found[0] == module
+        assert variables["params"]["query"]["kernel"].dtype == dtype
+        jax.tree.map(np.testing.assert_array_equal, found[1], variables)
+
+
 def test_states_that_orbax_restored_lose_their_last_level(tmp_path: Path) -> None:
     module, variables = layer(True)
     own = flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
@@ -129,6 +171,45 @@ def test_states_that_orbax_restored_lose_their_last_level(tmp_path: Path) -> Non
     for convert in (interop.to_torch, lambda *given: interop.to_layer(*given, "keras")):
         found, want = convert(module, restored), convert(module, variables)
         jax.tree.map(np.testing.assert_array_equal, found, want)
+    model = {"layers": {0: nnx.to_pure_dict(nnx.state(own))}}
+    for form, prefix in ((nnx.state(own), ""), (restored["params"], ""), (model, "layers/0/")):
+        same = interop.from_layer(form, N, "flax", prefix=prefix)[1]
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
+
+
+@pytest.mark.parametrize("window", [4, 5])
+def test_windows_of_embedding_gemma_match(window: int) -> None:
+    """`transformers` has its weights as Gemma's einsums, each with another order of axes."""
+    torch = pytest.importorskip("torch", reason="needs the extra families")
+    transformers = pytest.importorskip("transformers", reason="needs the extra families")
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=10, hidden_size=D, num_hidden_layers=1, num_attention_heads=N, head_dim=6,
+        num_key_value_heads=2, intermediate_size=8, layer_types=["sliding_attention"],
+        sliding_window=window, use_bidirectional_attention=True, query_pre_attn_scalar=9,
+    )  # fmt: skip
+    model = transformers.Gemma3TextModel(config).eval()
+    layer, seen = model.layers[0].self_attn, dict[str, Any]()
+
+    def keep(_: Any, given: Any, options: Any, out: Any) -> None:
+        seen.update(options, given=given, out=out[0])
+
+    layer.register_forward_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        for x in layer.parameters():
+            x.normal_(0, 0.3)
+        model(torch.arange(9)[None])
+    p = {name: x.detach().numpy() for name, x in layer.named_parameters()}
+    q, k, v = (p[f"{x}_proj.weight"].reshape(-1, 6, D).swapaxes(1, 2) for x in "qkv")
+    arrays = {
+        "q_einsum": {"w": q}, "kv_einsum": {"w": np.stack([k, v])},
+        "attn_vec_einsum": {"w": p["o_proj.weight"].T.reshape(N, 6, D)},
+        "_query_norm": {"scale": p["q_norm.weight"]}, "_key_norm": {"scale": p["k_norm.weight"]},
+    }  # fmt: skip
+    mask = masks.Window(window // 2, window // 2)
+    module, variables = interop.from_layer(arrays, N, scale=9**-0.5, mask=mask)
+    x = (seen["given"] or (seen["hidden_states"],))[0].numpy()
+    assert error(jax.jit(module.apply)(variables, x), seen["out"].numpy()) < 2e-6
 
 
 def test_equinox_mask_convention_matches() -> None:
@@ -142,13 +223,15 @@ def test_equinox_mask_convention_matches() -> None:
 @pytest.mark.parametrize("library", interop.LIBRARIES)
 def test_library_arrays_convert_back(library: str) -> None:
     """It needs no library."""
-    biased = {"vit-pytorch": ("out",), "x-transformers": False}.get(library, True)
-    module: Any = MultiHeadAttention(N, use_bias=biased)
+    biased: dict[str, Any] = dict.fromkeys(("x-transformers", "gemma", "gemma-qkv"), False)
+    biased |= {"vit-pytorch": ("out",)}
+    scale = 1.0 if library == "maxtext" else None
+    module: Any = MultiHeadAttention(N, use_bias=biased.get(library, True), scale=scale)
     if library == "vit-pytorch":
         module = nn.Sequential([nn.LayerNorm(1e-5, use_fast_variance=False), module])
     variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
     tensors = interop.to_layer(module, variables, library, "a.b/")
-    found = interop.from_layer(tensors, N)[1]
+    found = interop.from_layer(tensors, N, library)[1]
     jax.tree.map(np.testing.assert_array_equal, found, variables)
 
 
@@ -161,12 +244,20 @@ def layer(use_bias: bool) -> tuple[MultiHeadAttention, Any]:
 
 def made(library: str, **changed: Any) -> dict[str, Any]:
     """Return a layer's arrays in a library's form, some changed, None removed."""
-    tensors = interop.to_layer(*layer(library != "x-transformers"), library) | changed
+    module, variables = layer(library not in ("x-transformers", "gemma"))
+    scale = 1.0 if library == "maxtext" else None
+    tensors = interop.to_layer(module.clone(scale=scale), variables, library) | changed
     return {name: x for name, x in tensors.items() if x is not None}
 
 
+def changed(change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return Keras' arrays, changed."""
+    return {name: change(x) for name, x in made("keras").items()}
+
+
+FLAX = made("flax")
 ONE = np.ones((1, D), np.float32)
-MISTAKES: dict[str, tuple[dict[str, Any], int]] = {
+MISTAKES: dict[str, tuple[Any, ...]] = {
     "missing W_k.weight": (made("d2l", **{"W_k.weight": None}), N),
     r"key_proj.weight must be \[16, 16\], is \[1, 16\]":
         (made("equinox", **{"key_proj.weight": ONE}), N),
@@ -175,6 +266,17 @@ MISTAKES: dict[str, tuple[dict[str, Any], int]] = {
     "got .*weight.*from_torch": ({"weight": ONE}, N),
     "num_heads must be at least 1": (made("d2l"), 0),
     "must be .15, 16., is .16, 16.": (made("d2l"), 3),
+    "query/kernel must have a floating dtype, is int8;.* multiply codes by their scales":
+        (changed(np.int8), N),
+    "query/kernel must have a floating dtype, is .V2;.* as ml_dtypes.bfloat16":
+        (changed(lambda x: x.astype(jnp.bfloat16).view("V2")), N),
+    "library must be given, .* Flax's layer need no conversion": (FLAX, N),
+    r"query/kernel must be \[D, N, H\], got \[16, 16\]; .* T5X's matrices":
+        ({name: x.reshape(D, -1) for name, x in FLAX.items() if "kernel" in name}, N),
+    "library must be one of .*'timm'.*, got 'torch'": (FLAX, N, "torch"),
+    r"of one attention layer of \['timm'\], got": (FLAX, N, "timm"),
+    r"got 2; choose one by prefix=, of \['a/', 'b/'\]":
+        ({f"{start}/{name}": x for start in "ab" for name, x in made("keras").items()}, N),
 }  # fmt: skip
 
 
@@ -182,6 +284,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], int]] = {
 def test_wrong_arrays_raise(told: str) -> None:
     with pytest.raises(ValueError, match=told):
         interop.from_layer(*MISTAKES[told])
+
+
+def test_fields_are_of_the_layer_and_need_no_tensors() -> None:
+    rotary = positions.Rotary(1e6)
+    module, _ = interop.from_layer(made("gemma"), N, rotary=rotary, scale=0.5, mask=masks.Causal())
+    assert (module.rotary, module.scale, module.mask) == (rotary, 0.5, masks.Causal())
+    module, _ = interop.from_layer(made("maxtext"), N, "maxtext")
+    assert (module.rotary, module.scale) == (None, 1.0)
+    with pytest.raises(ValueError, match=r"not fit .*: no tensor for sinks"):
+        interop.from_layer(made("keras"), N, sinks=True)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'head_dim'"):
+        interop.from_layer(made("keras"), N, head_dim=4)
 
 
 LAYER = MultiHeadAttention(N)
@@ -197,6 +311,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "sizes and biases that x-transformers supports, .*surplus to_q.bias":
         (LAYER, "x-transformers"),
     "library must be one of": (LAYER, "torch"),
+    "maxtext applies no scale of its own, got .*scale=None": (LAYER, "maxtext"),
+    "kauldron has no MultiHeadAttention with scale": (MultiHeadAttention(N, scale=1.0), "kauldron"),
 }  # fmt: skip
 
 

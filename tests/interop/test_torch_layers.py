@@ -135,6 +135,10 @@ ATTENTION = torch.nn.MultiheadAttention
         (lambda: (ATTENTION(D, N).state_dict(), 3), "divi"),
         (lambda: ({**ATTENTION(D, N).state_dict(), "more": np.ones(1)}, N), "surplus more"),
         (lambda: ({"out_proj.weight": np.ones((D, D))}, N), "missing in_proj_weight"),
+        (
+            lambda: ({x: y.to(torch.int8) for x, y in ATTENTION(D, N).state_dict().items()}, N),
+            "in_proj_weight must have a floating dtype, is int8; .* multiply codes by their scales",
+        ),
     ],
 )
 def test_wrong_state_dicts_raise(given: Any, told: str) -> None:

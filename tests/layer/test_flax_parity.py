@@ -227,3 +227,15 @@ def test_fully_masked_query_gives_zero_unlike_flax() -> None:
     assert error(np.delete(out, 2, 0), np.delete(expected, 2, 0)) < OUTPUT
     for gradient in jax.tree.leaves(gradients):
         np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "told"), [(None, "None"), ({"value": KEY}, r"a dict with \['value'")]
+)
+def test_parameters_that_are_no_arrays_raise(leaf: Any, told: str) -> None:
+    """As Orbax restores boxes, and stored Nones."""
+    layer = nn.Sequential([MultiHeadAttention(2)])
+    variables = layer.init(KEY, normal(1, 4, 8))
+    variables["params"]["layers_0"]["query"]["bias"] = leaf
+    with pytest.raises(TypeError, match=f"layers_0/query/bias must be an array, got {told}.*unbox"):
+        layer.apply(variables, normal(1, 4, 8))

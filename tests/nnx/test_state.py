@@ -206,6 +206,16 @@ def test_steps_write_into_the_same_variables() -> None:
     np.testing.assert_array_equal(layer.cache_index, 4)
 
 
+def test_caches_of_flax_are_refused() -> None:
+    theirs = nnx.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0))
+    theirs.init_cache((B, T, D))
+    layer = flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match=r"got cache_index; pass nnx\.state\(layer, nnx\.Param\)"):
+        nnx.update(layer, nnx.state(theirs))
+    nnx.update(layer, nnx.state(theirs, nnx.Param))
+    np.testing.assert_allclose(layer(X), theirs(X, decode=False), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["cache", *SLOW[:2]])
 def test_functions_of_collections_take_states(name: str) -> None:
     layer = make(name, 0)

@@ -1,5 +1,7 @@
 """Every page of the documentation runs from top to bottom, and its links lead somewhere."""
 
+import ast
+import contextlib
 import functools
 import importlib
 import math
@@ -16,7 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+import flax_mha.nnx
 from flax_mha import interop, masks
 from tests.repository import test_recipes
 from tests.support import pages
@@ -28,8 +32,8 @@ PAGES = sorted(
     str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 )
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
-# Run by test_readme.py in steps, and by test_recipes.py once for many tests.
-ELSEWHERE = {"README.md", *test_recipes.PAGES}
+# Run by test_readme.py in steps, by test_pretrained.py, and by test_recipes.py for many tests.
+ELSEWHERE = {"README.md", "docs/commands.md", *test_recipes.PAGES}
 FAST = {"quickstart", "coming-from-flax", "coming-from-keras", "versions"}
 RUNS = [
     pytest.param(page, marks=[] if Path(page).stem in FAST else [pytest.mark.slow])
@@ -95,8 +99,19 @@ def models(scope: Scope) -> None:
     assert size(scope["t5"], tokens, tokens) == 222_903_552
 
 
+def saved(scope: Scope) -> None:
+    """Check that the page's code saves the state of a layer with dropout too."""
+    layer = flax_mha.nnx.MultiHeadAttention(8, 64, dropout_rate=0.1, rngs=nnx.Rngs(3))
+    shutil.rmtree("checkpoint")
+    for code in pages.blocks("python", pages.read("docs/nnx.md")):
+        if "serialization" in code or "checkpointer" in code:
+            exec(code, scope | {"layer": layer})
+
+
 # Checks of pages whose own lines do not show that their code is right.
-CHECKS: dict[str, Callable[[Scope], None]] = {"docs/models.md": models, "docs/own.md": own}
+CHECKS: dict[str, Callable[[Scope], None]] = {
+    "docs/models.md": models, "docs/nnx.md": saved, "docs/own.md": own,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", RUNS)
@@ -163,6 +178,26 @@ def test_links_and_commands_name_what_exists() -> None:
             assert importlib.util.find_spec(module), (page, module)
         for path in re.findall(r"(?:--config=|pytest .*)((?:configs|tests)/[\w/]+\.py)", text):
             assert (ROOT / path).is_file(), (page, path)
+
+
+def test_inline_code_names_what_exists() -> None:
+    """Attributes of modules, in code that stands in a sentence or a table."""
+    names = "analysis cache edits interop kernels masks models plots positions scores sharding"
+    modules = {name: importlib.import_module(f"flax_mha.{name}") for name in names.split()}
+    modules |= {"flax_mha": flax_mha, "nnx": nnx}
+    count = 0
+    for page in PAGES:
+        text = re.sub(r"^(```|~~~).*?^\1", "", pages.read(page), flags=re.DOTALL | re.M)
+        for span in re.findall(r"`([^`\n]+(?<!\.py))`", text) if page != "CHANGELOG.md" else ():
+            with contextlib.suppress(SyntaxError):
+                for node in ast.walk(ast.parse(span.replace("…", "..."))):
+                    if not isinstance(node, ast.Attribute):
+                        continue
+                    root, *path = ast.unparse(node).split(".")
+                    if root in modules and all(map(str.isidentifier, path)):
+                        functools.reduce(getattr, path, modules[root])
+                        count += 1
+    assert count > 100
 
 
 def test_pages_with_meshes_set_the_number_of_devices() -> None:
