@@ -206,7 +206,9 @@ def test_top_k_and_top_p_keep_the_right_tokens(
     [functools.partial(sampling.top_k, k=9), functools.partial(sampling.top_p, p=0.6)],
     ids=["k", "p"],
 )
-def test_sharded_logits_are_gathered_before_the_search(limit: Any, kind: str, optimized: None) -> None:
+def test_sharded_logits_are_gathered_before_a_search(
+    limit: Any, kind: str, optimized: None
+) -> None:
     """And the result is sharded as they are."""
     x = np.random.default_rng(0).integers(-4, 4, (4, 64)).astype(np.float32)
     wanted = limit(x)
