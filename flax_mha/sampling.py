@@ -29,8 +29,8 @@ def top_k(logits: jax.Array, k: int) -> jax.Array:
     k = min(k, V)
     # XLA:CPU selects a few float32 numbers quickly. Other platforms may sort all of them.
     if k <= 1024 and sharding.platform() == "cpu" and shapes.wide(logits.dtype) == jnp.float32:
-        return jnp.where(_is_selected(logits, k), logits, -jnp.inf)
-    return jnp.where(_is_counted(logits, k), logits, -jnp.inf)
+        return _limit(_is_selected, logits, k)
+    return _limit(_is_counted, logits, k)
 
 
 def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
@@ -43,7 +43,7 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
     p = _share("top_p", p, checks.array("logits", logits).dtype)
-    return jnp.where(_is_likely(logits, p), logits, -jnp.inf)
+    return _limit(_is_likely, logits, p)
 
 
 def min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
@@ -58,6 +58,17 @@ def min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
     p = _share("min_p", p, checks.array("logits", logits).dtype)
     x = logits.astype(p.dtype)
     return jnp.where(x >= x.max(-1, keepdims=True) + jnp.log(p), logits, -jnp.inf)
+
+
+def _limit(is_kept: Callable[..., jax.Array], logits: jax.Array, most: Any) -> jax.Array:
+    """Set the logits of tokens that are not in is_kept(logits, most) to −∞."""
+
+    def limit(logits: jax.Array, most: Any) -> jax.Array:
+        # If devices shared the tokens, each step of a search would wait for a sum of all devices.
+        kept = is_kept(sharding.constrain(logits, (None,)), most)
+        return jnp.where(sharding.constrain(kept, (None,)), logits, -jnp.inf)
+
+    return sharding.auto(limit, (), logits, most)
 
 
 def _share(name: str, p: Any, dtype: Any) -> jax.Array:

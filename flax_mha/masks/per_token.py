@@ -1,17 +1,21 @@
 """Masks with data for each example of the batch, or for each token."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, numpy_of
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.algebra import Dense, Mask, lengths_as_scores
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.states import both, is_static, tile_state
+from flax_mha.sharding.prefix_sums import counts
 
 
 class Lengths(Mask):
@@ -160,6 +164,8 @@ class Documents(Mask):
             )
         checks.within("Documents.lengths", lengths, None, "a length counts tokens")
         # Once bound, the mask holds the positions where documents end.
+        if not is_static(lengths):
+            lengths = sharding.constrain(lengths, (None,) * lengths.ndim)  # on every device
         ends = numpy_of(lengths).cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
 
@@ -243,6 +249,12 @@ def _are_runs(q: Array, kv: Array) -> bool:
 
 def _runs(ids: Array) -> Array:
     """Return the index of the run of each token, int32."""
-    xp = numpy_of(ids)
-    is_new = xp.diff(ids, axis=-1, prepend=ids[..., :1]) != 0
-    return xp.cumsum(is_new, -1, dtype=np.int32)
+    if is_static(ids):
+        return _indices(lambda starts: starts.cumsum(-1, dtype=np.int32), ids)
+    return sharding.auto(functools.partial(_indices, counts), (), ids)
+
+
+def _indices(count: Callable[[Any], Array], ids: Array) -> Array:
+    # The first token is compared with the last.
+    index = count(numpy_of(ids).roll(ids, 1, -1) != ids)
+    return index - index[..., :1]

@@ -9,6 +9,7 @@ import numpy as np
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.layer import padding
+from flax_mha.sharding.prefix_sums import counts
 
 
 def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, Any]:
@@ -40,8 +41,7 @@ def read_padding(tokens: Any, attention_mask: Any, options: Any) -> tuple[Any, A
             )
 
     def clear_and_count(tokens: jax.Array, real: jax.Array) -> list[jax.Array]:
-        counts = jnp.cumsum(real, -1, dtype=jnp.int32) - 1
-        return [jnp.where(real, x, 0) for x in (tokens, counts)]
+        return [jnp.where(real, x, 0) for x in (tokens, counts(real) - 1)]
 
     cleared, positions = sharding.auto(clear_and_count, [(), ()], tokens, jnp.asarray(real))
     if is_static and (real[..., :-1] >= real[..., 1:]).all():

@@ -22,6 +22,7 @@ from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.layer.settings import ZEROS, Call
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.score_mod import ScoreMod, without_vectors
+from flax_mha.sharding.prefix_sums import prefix_sums
 from flax_mha.variants import common
 
 # A cache keeps a sum in parts of 8 significant bits: 3 of its float32 value, 2 of the remainder.
@@ -144,10 +145,14 @@ def _summed(gates: jax.Array, order: Array | None, last: _Pair | None) -> _Pair:
     """Return c [*B, T, N], the sums of log f, from c of the last earlier token on."""
     if order is not None:
         gates = jnp.take(gates, jnp.argsort(jnp.asarray(order)), -2)
-    c = lax.associative_scan(_add, (gates, jnp.zeros_like(gates)), axis=gates.ndim - 2)
+    c = prefix_sums(_scan, _add, _OF_TOKENS, gates, jnp.zeros_like(gates))
     if order is not None:
         return jnp.take(c[0], order, -2), jnp.take(c[1], order, -2)
     return c if last is None else _add(last, c)
+
+
+def _scan(*pair: jax.Array) -> _Pair:
+    return lax.associative_scan(_add, pair, axis=pair[0].ndim - 2)
 
 
 def _add(a: _Pair, b: _Pair) -> _Pair:

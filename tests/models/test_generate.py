@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from experiments.plan.collectives import read
 from flax_mha import (
     CacheConfig,
     DecoderBlock,
@@ -24,6 +27,7 @@ from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Tra
 from flax_mha.models.generation import generate
 from flax_mha.positions import PositionEmbedding, Rotary
 from tests.models.test_beams import LENGTHS, NEW, PROMPT, searched
+from tests.support.meshes import KINDS, on
 from tests.support.oracle import random_like
 
 KEY = jax.random.key(0, impl="unsafe_rbg")
@@ -193,6 +197,32 @@ def test_top_k_and_top_p_keep_the_right_tokens(
         kept[order[:count]] = x[order[:count]]
         np.testing.assert_array_equal(sampling.top_p(given, p), kept)
     np.testing.assert_array_equal(sampling.top_p(given, 1.0), x)
+
+
+@pytest.mark.sampled(0.17)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "limit",
+    [functools.partial(sampling.top_k, k=9), functools.partial(sampling.top_p, p=0.6)],
+    ids=["k", "p"],
+)
+def test_sharded_logits_are_gathered_before_a_search(
+    limit: Any, kind: str, optimized: None
+) -> None:
+    """And the result is sharded as they are."""
+    x = np.random.default_rng(0).integers(-4, 4, (4, 64)).astype(np.float32)
+    wanted = limit(x)
+    mesh, leave = on(kind)
+    try:
+        logits = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+        compiled = jax.jit(limit).lower(logits).compile()
+        found = compiled(logits)
+    finally:
+        leave()
+    np.testing.assert_array_equal(found, wanted)
+    assert found.sharding == logits.sharding
+    # XLA:CPU gathers the rows of a `top_k` too.
+    assert {sent.times for sent in read(compiled.as_text(), devices=8)} == {1}
 
 
 @pytest.mark.slow

@@ -13,16 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import flax_mha.nnx
 from experiments.common.counts import hlo
 from experiments.measure import compiled
 from experiments.plan import gpus
-from flax_mha import masks, models, sampling, scores, variants
+from flax_mha import (
+    dot_product_attention,
+    masks,
+    models,
+    sampling,
+    scores,
+    sharding,
+    variants,
+)
 from flax_mha.base import numerics
 from flax_mha.masks import Mask
 from flax_mha.scores import ScoreMod
+from tests.masks.catalogue import MASKS, Scene
 from tests.support.catalogue import CATALOGUE, Entry
+from tests.support.meshes import KINDS
 from tests.support.oracle import float64
 
 ROWS = 512  # of 16 tokens
@@ -127,6 +139,84 @@ def test_chips_add_up_in_float32(name: str, chip: str, half: str, optimized: Non
                 (adds,) = re.findall(r"to_apply=%?([^\s,)]+)", x.rest)
                 is_half = {"bf16", "f16"} & {y.dtype for y in hlo.arrays(module.root(adds).type)}
                 assert not (is_half and summed >= ROWS * sums[0].size), x
+
+
+def loops(function: Callable[..., Any], arrays: Any, axis: int, kind: str) -> list[str]:
+    """Return the loops that XLA adds to a function of arrays, sharded along an axis over 8 GPUs.
+
+    A loop of JAX's has a name in the compiled program.
+
+    Args:
+      function: the function.
+      arrays: trees of arrays, which divide over the devices along the axis or lie on all.
+      axis: 0 for the axis that the rules call "batch", 1 for "length".
+      kind: the kind of the mesh's axis.
+    """
+    if reason := gpus.lacking():
+        pytest.skip(reason)
+    mesh = Mesh(np.array(gpus.of("h200", 8)), ("x",), axis_types=(KINDS[kind],))
+    rules = dict.fromkeys(dict(sharding.RULES)) | {("batch", "length")[axis]: "x"}
+
+    def place(x: jax.Array) -> jax.ShapeDtypeStruct:
+        divides = x.ndim > axis and x.shape[axis] % mesh.size == 0
+        spec = P(*[None] * axis, "x") if divides else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(tuple(rules.items())):
+        text, _ = compiled.dumped(jax.jit(function).lower(*jax.tree.map(place, arrays)))
+    found = (run.instruction for run in hlo.Module(text).runs())
+    return [x.name for x in found if x.opcode == "while" and not x.source.endswith("while")]
+
+
+each_axis = pytest.mark.parametrize("axis", [0, 1], ids=["batch", "length"])
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.gpu_compile
+@each_kind
+@each_axis
+@pytest.mark.parametrize("name", CATALOGUE)
+@jax.numpy_dtype_promotion("standard")
+def test_xla_adds_no_loop(name: str, axis: int, kind: str, optimized: None) -> None:
+    """Such as a sum along a sharded axis that adds one token a step."""
+    entry = CATALOGUE[name]
+    if entry.make is None:
+        share = 2 if entry.value is sampling.top_k else 0.5
+        logits = jnp.zeros((8, 16))
+        assert not loops(lambda x: entry.value(x, share), [logits], axis, kind)
+    elif entry.inputs == "image" and axis:
+        pytest.skip("an image has no axis of tokens")
+    else:
+        params, function = gradient(entry, "bfloat16", "float32")
+        whole, arrays = [params, jnp.asarray(ONE)], entry.arrays(8, "bfloat16")
+        assert not loops(function, [*whole, *arrays], axis, kind)
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.gpu_compile
+@each_kind
+@each_axis
+@pytest.mark.parametrize("name", [*MASKS, "runs"])
+def test_xla_adds_no_loop_for_arrays_of_masks(
+    name: str, axis: int, kind: str, optimized: None
+) -> None:
+    at = Scene((8,), 16, 16, N=2)
+    mask = masks.Segments(at.ids(16), runs=True) if name == "runs" else MASKS[name](at)[0]
+    leaves, tree = jax.tree.flatten(mask)
+
+    def attend(q: jax.Array, *leaves: jax.Array) -> jax.Array:
+        mask = tree.unflatten(leaves)
+        return jax.grad(lambda q: jnp.sum(dot_product_attention(q, q, q, mask=mask)))(q)
+
+    assert not loops(attend, [jnp.zeros((8, 16, 2, 4)), *map(jnp.asarray, leaves)], axis, kind)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.slow
+def test_xla_sums_along_a_sharded_axis_in_loops(optimized: None) -> None:
+    """`flax_mha.sharding.prefix_sums` is there for this, and the two tests above find it."""
+    assert loops(lambda x: jnp.cumsum(x, 1), [jnp.zeros((8, 16))], 1, "Auto")
 
 
 def test_gradient_of_a_bias_is_a_float32_sum_on_tpus(optimized: None) -> None:
