@@ -4,10 +4,12 @@ import functools
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from flax_mha.cache import slots
+from flax_mha.cache.kv_cache import KVCache
 
 R, K, S, F = 5, 2, 8, 3
 NAMES = ("batch", "kv_heads", "cache_length", None)
@@ -49,3 +51,31 @@ def test_tokens_are_written_into_their_slots(
         with jax.set_mesh(mesh), nn.logical_axis_rules([("cache_length", "slots")]):
             after = write(before, tokens, start, count)
         np.testing.assert_array_equal(after, written(before, tokens, start, count, wraps))
+
+
+@pytest.mark.parametrize(("window", "devices"), [(None, 1), (None, 4), (S - 3, 1)])
+def test_steps_and_truncation_leave_other_slots_alone(window: int | None, devices: int) -> None:
+    """Five tokens, some without a slot or not real, then fewer tokens and one more step."""
+    wraps = window is not None
+    length = START if wraps else np.minimum(START, S)
+    mesh = jax.make_mesh((devices,), ("slots",), axis_types=(jax.sharding.AxisType.Auto,))
+    expected = {name: RNG.normal(size=(R, K, S, F)).astype(np.float32) for name in ("key", "value")}
+    cache = KVCache.empty((R,), S, K, F, window=window).replace(
+        length=jnp.asarray(length), written=jnp.asarray(length) if wraps else None,
+        **jax.tree.map(jnp.asarray, expected),
+    )  # fmt: skip
+    step = jax.jit(KVCache.append, donate_argnums=0)
+    # Five tokens into full rows, none into a full row, and what a call without lengths appends.
+    for T, lengths in (5, [5, 0, 5, 0, 5]), (1, [1, 1, 0, 1, 1]), (5, [0, 3, 5, 5, 2]), (1, None):
+        tokens = {n: RNG.normal(size=(R, T, K, F)).astype(np.float32) for n in expected}
+        count = np.full(R, T) if lengths is None else np.array(lengths)
+        with jax.set_mesh(mesh), nn.logical_axis_rules([("cache_length", "slots")]):
+            cache = step(cache, **tokens, lengths=None if lengths is None else count)
+        for name, before in expected.items():
+            new = np.swapaxes(tokens[name], 1, 2)
+            expected[name] = written(before, new, length, count, wraps)
+            np.testing.assert_array_equal(getattr(cache, name), expected[name])
+        # One token fewer than there are, or slots: the next step writes over it.
+        length = np.maximum((length + count) if wraps else np.minimum(length + count, S), 1) - 1
+        cache = cache.truncate(length)
+        np.testing.assert_array_equal(cache.length, length)
