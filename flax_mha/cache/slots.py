@@ -13,14 +13,17 @@ from jax import lax
 from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.base import shapes, symbols
+from flax_mha.base import loops, shapes, symbols
+from flax_mha.base.shapes import Shape
 from flax_mha.kernels.call.stored import OfLayer, Stored, cast, is_part, map_part, read
-from flax_mha.sharding import LogicalNames, rules
+from flax_mha.sharding import LogicalNames, devices, rules
 
 # The position of an empty slot, and the length of an overflowed row: beyond any token.
 NO_POSITION = 2**30
 # Calls of at most this many tokens write them one by one.
 _FEW = 64
+# The numbers that a TPU's vectors have along the last axis.
+_LANES = 128
 # The dtypes of 8 bits, whose slots have scales, and the number that a token's largest is scaled to.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 EIGHT_BITS = tuple(_LARGEST)
@@ -124,7 +127,8 @@ def _write_shard(
     if axes:
         start = start - lax.axis_index(axes) * slots.shape[-2]
     if symbols.at_most(T, _FEW) and (not wraps or symbols.at_most(T, slots.shape[-2])):
-        return _write_few(wraps, slots, tokens, start, count, *layer)
+        write_few = _write_blocks if _in_lanes(slots.shape) else _write_few
+        return write_few(wraps, slots, tokens, start, count, *layer)
     fn: Callable[..., jax.Array] = functools.partial(_write_many, wraps)
     for _ in start.shape:
         fn = jax.vmap(fn)
@@ -150,6 +154,48 @@ def _write_few(
     places = *layer, row[:, None, None], head[None, :, None], at
     written = rows.at[places].set(tokens.reshape(R, K, T, F), mode="drop", unique_indices=True)
     return written.reshape(slots.shape)
+
+
+def _in_lanes(shape: Shape) -> bool:
+    """Return True if libtpu keeps slots [..., S, F] with S in the lanes, in whole blocks.
+
+    A scatter, which wants the features there, copies them, except for scales of one feature.
+    """
+    *_, S, F = shape
+    device = devices.current_platform()
+    # XLA would divide a loop over rows badly.
+    is_local = device.name == "tpu" and device.not_partitionable is None
+    is_narrow = F != 1 and F % _LANES != 0
+    return is_local and is_narrow and not symbols.is_symbolic(S) and S % _LANES == 0
+
+
+def _write_blocks(
+    wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array,
+    *layer: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Write the tokens of one row after the other, into blocks of slots in a TPU's lanes."""
+    R, (K, S, F), T = math.prod(start.shape), slots.shape[-3:], tokens.shape[-2]
+    rows = slots.reshape(*slots.shape[: len(layer)], R, K, S, F)
+    tokens, start, count = tokens.reshape(R, K, T, F), start.reshape(R), count.reshape(R)
+    blocks = min(S // _LANES, 1 + -(-(T - 1) // _LANES))
+    size = (*(1 for _ in layer), 1, K, blocks * _LANES, F)
+    # In a ring, tokens beyond the last slot are those of a row that starts before the first.
+    turns, start = (2, start % S) if wraps else (1, start)
+
+    def write_row(i: jax.Array, rows: jax.Array) -> jax.Array:
+        row, zero = i // turns, jnp.zeros_like(i)
+        begin = start[row] - i % turns * S
+        # libtpu must see that this is a multiple: elsewhere it would copy all slots of 8 bits.
+        first = jnp.clip(begin // _LANES, 0, S // _LANES - blocks) * _LANES
+        place = (*layer, row, zero, first, zero)
+        window = lax.dynamic_slice(rows, place, size)
+        slot = first + jnp.arange(blocks * _LANES, dtype=jnp.int32)[:, None]
+        for t in range(T):
+            is_written = (slot == begin + t) & (t < count[row])
+            window = jnp.where(is_written, tokens[row, :, t : t + 1], window)
+        return lax.dynamic_update_slice(rows, window, place)
+
+    return loops.repeat(0, turns * R, write_row, rows).reshape(slots.shape)
 
 
 def _write_many(
