@@ -13,7 +13,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from flax_mha import sharding
-from flax_mha.base import loops, shapes, symbols
+from flax_mha.base import shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.kernels.call.stored import OfLayer, Stored, cast, is_part, map_part, read
 from flax_mha.sharding import LogicalNames, devices, rules
@@ -24,6 +24,8 @@ NO_POSITION = 2**30
 _FEW = 64
 # The numbers that a TPU's vectors have along the last axis.
 _LANES = 128
+# A TPU's program writes this many blocks, or fewer, without a loop.
+_UNROLLED = 32
 # The dtypes of 8 bits, whose slots have scales, and the number that a token's largest is scaled to.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 EIGHT_BITS = tuple(_LARGEST)
@@ -173,29 +175,31 @@ def _write_blocks(
     wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array,
     *layer: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Write the tokens of one row after the other, into blocks of slots in a TPU's lanes."""
+    """Write the tokens of one row after the other, by blocks of slots in a TPU's lanes."""
     R, (K, S, F), T = math.prod(start.shape), slots.shape[-3:], tokens.shape[-2]
     rows = slots.reshape(*slots.shape[: len(layer)], R, K, S, F)
     tokens, start, count = tokens.reshape(R, K, T, F), start.reshape(R), count.reshape(R)
-    blocks = min(S // _LANES, 1 + -(-(T - 1) // _LANES))
-    size = (*(1 for _ in layer), 1, K, blocks * _LANES, F)
-    # In a ring, tokens beyond the last slot are those of a row that starts before the first.
-    turns, start = (2, start % S) if wraps else (1, start)
+    size = (*(1 for _ in layer), 1, K, _LANES, F)
+    turns = 1 + -(-(T - 1) // _LANES)
+    start = start % S if wraps else start
+    at = positions_from(start, T)
+    at = jnp.where(at < (start + count)[:, None], at % S if wraps else at, -1)
 
-    def write_row(i: jax.Array, rows: jax.Array) -> jax.Array:
+    def write_block(i: jax.Array, rows: jax.Array) -> jax.Array:
         row, zero = i // turns, jnp.zeros_like(i)
-        begin = start[row] - i % turns * S
         # libtpu must see that this is a multiple: elsewhere it would copy all slots of 8 bits.
-        first = jnp.clip(begin // _LANES, 0, S // _LANES - blocks) * _LANES
+        first = (start[row] // _LANES + i % turns) % (S // _LANES) * _LANES
         place = (*layer, row, zero, first, zero)
-        window = lax.dynamic_slice(rows, place, size)
-        slot = first + jnp.arange(blocks * _LANES, dtype=jnp.int32)[:, None]
+        block = lax.dynamic_slice(rows, place, size)
+        slot = first + jnp.arange(_LANES, dtype=jnp.int32)[:, None]
         for t in range(T):
-            is_written = (slot == begin + t) & (t < count[row])
-            window = jnp.where(is_written, tokens[row, :, t : t + 1], window)
-        return lax.dynamic_update_slice(rows, window, place)
+            block = jnp.where(slot == at[row, t], tokens[row, :, t : t + 1], block)
+        return lax.dynamic_update_slice(rows, block, place)
 
-    return loops.repeat(0, turns * R, write_row, rows).reshape(slots.shape)
+    # A loop has a dozen small kernels a turn, and around it a TPU7x copies all slots.
+    unroll = not symbols.is_symbolic(R) and turns * R <= _UNROLLED
+    written = lax.fori_loop(0, turns * R, write_block, rows, unroll=unroll)
+    return written.reshape(slots.shape)
 
 
 def _write_many(
