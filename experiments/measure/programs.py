@@ -10,6 +10,7 @@
 | `short` | a layer of a vision transformer, B=64, T=197, D=768, 12 heads of 64, no mask |
 | `decode` | a step of one token in a layer with a cache of S=8,192, B=8, D=2,048, 16 heads of 128 |
 | `decode-grouped` | the same with 4 key/value heads |
+| `decode-narrow` | the same as `decode` with 20 heads of 96 |
 | `decode-64` | the same as `decode`, of 64 tokens |
 | `decode-model` | a step of one token in a model of 4 layers, each with 8 key/value heads |
 | `decode-scan` | the same by a scan |
@@ -222,18 +223,18 @@ def _layers(
     return found
 
 
-def _decode(chip: Chip, K: int = 16, T: int = 1) -> Contestants:
-    B, S, D, N, H = 8, SLOTS, 2048, 16, 128
-    w = chip.weights(HALF, **_projections(D, N, K))
+def _decode(chip: Chip, K: int = 16, T: int = 1, N: int = 16, H: int = 128) -> Contestants:
+    B, S, D = 8, SLOTS, 2048
+    w = chip.weights(HALF, **_projections(D, N, K, H))
     cache = chip.weights(HALF, k=(B, K, S, H), v=(B, K, S, H))
     cache["length"] = chip.array(B, dtype=jnp.int32)
     x, whole = chip.array(B, T, D), chip.array(B, S, D)
     hand = functools.partial(by_hand.decoding_step, not chip.is_gpu)
     options: dict[str, Any] = {"dtype": HALF, "param_dtype": HALF, "use_bias": False}
-    ours = flax_mha.MultiHeadAttention(N, num_kv_heads=K, decode=True, **options)
+    ours = flax_mha.MultiHeadAttention(N, num_kv_heads=K, head_dim=H, decode=True, **options)
     found = {"hand": (hand, (cache, w, x)), "ours": step(chip, ours, whole, x)}
     if K == N and T == 1:
-        flax = nn.MultiHeadDotProductAttention(N, decode=True, **options)
+        flax = nn.MultiHeadDotProductAttention(N, qkv_features=N * H, decode=True, **options)
         found["flax"] = step(chip, flax, whole, x)
     return found
 
@@ -298,6 +299,7 @@ PROGRAMS: dict[str, Callable[[Chip], Contestants]] = {
     "short": _short,
     "decode": _decode,
     "decode-grouped": functools.partial(_decode, K=4),
+    "decode-narrow": functools.partial(_decode, K=20, N=20, H=96),
     "decode-64": functools.partial(_decode, T=64),
     "decode-model": _decode_model,
     "decode-scan": functools.partial(_decode_model, scan=True),

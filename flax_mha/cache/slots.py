@@ -14,13 +14,18 @@ from jax.tree_util import Partial
 
 from flax_mha import sharding
 from flax_mha.base import shapes, symbols
+from flax_mha.base.shapes import Shape
 from flax_mha.kernels.call.stored import OfLayer, Stored, cast, is_part, map_part, read
-from flax_mha.sharding import LogicalNames, rules
+from flax_mha.sharding import LogicalNames, devices, rules
 
 # The position of an empty slot, and the length of an overflowed row: beyond any token.
 NO_POSITION = 2**30
 # Calls of at most this many tokens write them one by one.
 _FEW = 64
+# The numbers that a TPU's vectors have along the last axis.
+_LANES = 128
+# A TPU's program writes this many blocks, or fewer, without a loop.
+_UNROLLED = 32
 # The dtypes of 8 bits, whose slots have scales, and the number that a token's largest is scaled to.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 EIGHT_BITS = tuple(_LARGEST)
@@ -124,7 +129,8 @@ def _write_shard(
     if axes:
         start = start - lax.axis_index(axes) * slots.shape[-2]
     if symbols.at_most(T, _FEW) and (not wraps or symbols.at_most(T, slots.shape[-2])):
-        return _write_few(wraps, slots, tokens, start, count, *layer)
+        write_few = _write_blocks if _in_lanes(slots.shape) else _write_few
+        return write_few(wraps, slots, tokens, start, count, *layer)
     fn: Callable[..., jax.Array] = functools.partial(_write_many, wraps)
     for _ in start.shape:
         fn = jax.vmap(fn)
@@ -149,6 +155,50 @@ def _write_few(
     at = jnp.where((t < count) & (start + t >= 0), at, S + t)
     places = *layer, row[:, None, None], head[None, :, None], at
     written = rows.at[places].set(tokens.reshape(R, K, T, F), mode="drop", unique_indices=True)
+    return written.reshape(slots.shape)
+
+
+def _in_lanes(shape: Shape) -> bool:
+    """Return True if libtpu keeps slots [..., S, F] with S in the lanes, in whole blocks.
+
+    A scatter, which wants the features there, copies them, except for scales of one feature.
+    """
+    *_, S, F = shape
+    device = devices.current_platform()
+    # XLA would divide a loop over rows badly.
+    is_local = device.name == "tpu" and device.not_partitionable is None
+    is_narrow = F != 1 and F % _LANES != 0
+    return is_local and is_narrow and not symbols.is_symbolic(S) and S % _LANES == 0
+
+
+def _write_blocks(
+    wraps: bool, slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array,
+    *layer: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Write the tokens of one row after the other, by blocks of slots in a TPU's lanes."""
+    R, (K, S, F), T = math.prod(start.shape), slots.shape[-3:], tokens.shape[-2]
+    rows = slots.reshape(*slots.shape[: len(layer)], R, K, S, F)
+    tokens, start, count = tokens.reshape(R, K, T, F), start.reshape(R), count.reshape(R)
+    size = (*(1 for _ in layer), 1, K, _LANES, F)
+    turns = 1 + -(-(T - 1) // _LANES)
+    start = start % S if wraps else start
+    at = positions_from(start, T)
+    at = jnp.where(at < (start + count)[:, None], at % S if wraps else at, -1)
+
+    def write_block(i: jax.Array, rows: jax.Array) -> jax.Array:
+        row, zero = i // turns, jnp.zeros_like(i)
+        # libtpu must see that this is a multiple: elsewhere it would copy all slots of 8 bits.
+        first = (start[row] // _LANES + i % turns) % (S // _LANES) * _LANES
+        place = (*layer, row, zero, first, zero)
+        block = lax.dynamic_slice(rows, place, size)
+        slot = first + jnp.arange(_LANES, dtype=jnp.int32)[:, None]
+        for t in range(T):
+            block = jnp.where(slot == at[row, t], tokens[row, :, t : t + 1], block)
+        return lax.dynamic_update_slice(rows, block, place)
+
+    # A loop has a dozen small kernels a turn, and around it a TPU7x copies all slots.
+    unroll = not symbols.is_symbolic(R) and turns * R <= _UNROLLED
+    written = lax.fori_loop(0, turns * R, write_block, rows, unroll=unroll)
     return written.reshape(slots.shape)
 
 

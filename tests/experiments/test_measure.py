@@ -49,6 +49,32 @@ ENTRY %main (x: f32[1024], y: f32[1024]) -> f32[1024] {{
     assert traffic.moved(Module(text)) == bytes
 
 
+def test_other_tiles_of_a_buffer_are_no_copy() -> None:
+    """Inside a fusion, libtpu views a buffer with other tiles by a fusion that copies it."""
+    text = """
+%tiles (x: s8[64,4096]) -> s8[64,4096] {
+  %x = s8[64,4096]{1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %c = s8[64,4096]{1,0:T(8,128)(4,1)} copy(%x)
+}
+
+%update (x: s8[64,4096], i: s32[]) -> s8[64,4096] {
+  %x = s8[64,4096]{1,0:T(32,128)(4,1)} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %v = s8[64,4096]{1,0:T(8,128)(4,1)} fusion(%x), kind=kLoop, calls=%tiles
+  %s = s8[64,128]{1,0:T(8,128)(4,1)} dynamic-slice(%v, %zero, %i), dynamic_slice_sizes={64,128}
+  ROOT %u = s8[64,4096]{1,0:T(32,128)(4,1)} dynamic-update-slice(%v, %s, %zero, %i)
+}
+
+ENTRY %main (x: s8[64,4096], i: s32[]) -> s8[64,4096] {
+  %x = s8[64,4096]{1,0:T(32,128)(4,1)} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %r = s8[64,4096]{1,0:T(32,128)(4,1)} fusion(%x, %i), kind=kLoop, calls=%update
+}
+"""
+    assert 2 * 64 * 128 <= traffic.moved(Module(text)) < 3 * 64 * 128
+
+
 def test_unusual_branches_count_unless_told() -> None:
 
     def run(rare: jax.Array, x: jax.Array) -> jax.Array:

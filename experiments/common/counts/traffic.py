@@ -142,8 +142,9 @@ def _same(module: Module, x: Instruction) -> int | None:
     if x.fusion is None:
         return None
     root = module.root(x.fusion)
-    while (same := _same(module, root)) is not None:
-        root = module.find(x.fusion, root.operands[same])
+    # Inside a fusion, another one that copies is a view of its operand with other tiles.
+    while (same := _same(module, root)) is not None or root.opcode == "copy":
+        root = module.find(x.fusion, root.operands[same or 0])
     return root.number if root.opcode == "parameter" else None
 
 

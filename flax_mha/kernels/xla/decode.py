@@ -138,7 +138,10 @@ def _run(dims: shapes.Dims, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpe
     many = _MANY_ROWS.get(platform)
     is_large = many is not None and not symbols.at_most(dims.G * dims.T, many - 1)
     few = blocks if is_narrow or is_large else int(blocks * _FEW)
-    if few < blocks and _bytes(k) + _bytes(v) < _LEAST_BYTES.get(platform, 0):
+    is_small = _bytes(k) + _bytes(v) < _LEAST_BYTES.get(platform, 0)
+    # Around a loop, a TPU7x copies all keys and values in 16 bits whose slots are in its lanes.
+    is_copied = spec.platform.device == "TPU7x" and (dims.H % 128 != 0 or dims.Hv % 128 != 0)
+    if few < blocks and (is_small or (is_copied and _dtype(k).itemsize == 2)):
         few = 0
 
     def at_once() -> tuple[jax.Array, ...]:
@@ -226,8 +229,12 @@ def _sum_by_row(
 def _bytes(x: Keyed) -> Any:
     """Return the number of bytes of keys or values; of a symbol's, infinity."""
     count = math.prod(x.shape)
-    dtype = x.values.dtype if isinstance(x, Stored) else x.dtype
-    return math.inf if symbols.is_symbolic(count) else count * dtype.itemsize
+    return math.inf if symbols.is_symbolic(count) else count * _dtype(x).itemsize
+
+
+def _dtype(x: Keyed) -> Any:
+    """Return the dtype in memory of keys or values."""
+    return x.values.dtype if isinstance(x, Stored) else x.dtype
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
