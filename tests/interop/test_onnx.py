@@ -82,7 +82,7 @@ def test_programs_have_no_other_primitives(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_onnx_matches(name: str, tmp_path: Path) -> None:
-    """Batch and length are symbolic. `disable_jit` is for JAX 0.12, whose jit jax2onnx refuses."""
+    """Batch and length are symbolic. docs/interop.md says why jit is disabled."""
     jax2onnx = pytest.importorskip("jax2onnx", reason="needs the extra onnx")
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     call, arrays = case(name, 2, 5)

@@ -15,7 +15,7 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent.parent
 # Packages that pages use beside flax_mha; their blocks are skipped if they are not installed.
-OPTIONAL = {"qwix", "torch"}
+OPTIONAL = {"jax2onnx", "qwix", "torch"}
 
 
 def read(page: str) -> str:
