@@ -64,7 +64,7 @@ def look_up(table: jax.Array, indices: Any, dtype: Any = None) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _take(dtype: Any, table: jax.Array, indices: jax.Array) -> jax.Array:
-    return jnp.take(table, indices, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
+    return jnp.take(table, indices, axis=0, mode="fill").astype(dtype)
 
 
 @_take.defjvp

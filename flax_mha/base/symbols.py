@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -23,4 +22,6 @@ def at_most(size: Any, most: Any) -> bool:
 
 def count_up(size: Any) -> Any:
     """Return int32 0 … size − 1, a NumPy array unless the size is symbolic."""
-    return (jnp if is_symbolic(size) else np).arange(size, dtype=np.int32)
+    if is_symbolic(size):
+        return jax.lax.iota(np.int32, size)
+    return np.arange(size, dtype=np.int32)

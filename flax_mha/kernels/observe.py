@@ -135,7 +135,8 @@ def _compute(
 
 def _softmax(spec: AttentionSpec, score: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """Return the weights of scores [*B, N, T, S]."""
-    weights, _, total = reference.exponentials(score, reference.sinks_by_head(spec, score))
+    sinks = reference.sinks_by_head(spec, score)
+    weights, _, total = reference.exponentials(score, sinks, spec.platform.name)
     weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
     return weights / divisor(total)
 

@@ -19,7 +19,7 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
         return x
     lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
     tokens = x.shape[-2]
-    order = jnp.arange(tokens) if order is None else shapes.check_order(order, tokens)
+    order = jax.lax.iota(jnp.int32, tokens) if order is None else shapes.check_order(order, tokens)
 
     def clear(x: jax.Array, lengths: jax.Array, order: jax.Array) -> jax.Array:
         real = shapes.lead(order, x.ndim - 1) < lengths[..., None]

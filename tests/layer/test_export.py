@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from flax_mha import (
     CacheConfig,
@@ -30,6 +32,7 @@ from flax_mha import (
 from flax_mha.models import Decoder, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
 from tests.support import oracle
+from tests.support.meshes import on
 from tests.support.oracle import error, random_like
 
 RNG = np.random.default_rng(0)
@@ -243,6 +246,44 @@ def test_exported_programs_take_and_return_caches_masks_and_scores() -> None:
     out, same = saved(attend, mask, mods)
     np.testing.assert_array_equal(out, jax.jit(attend)(mask, mods)[0])
     assert jax.tree.structure(same) == jax.tree.structure(mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["reference", "checkpointed"])
+def test_exported_programs_keep_second_derivatives(kernel: str) -> None:
+    pytest.importorskip("flatbuffers")
+    layer = LAYER.clone(kernel=kernel)
+    params = random_like(jax.eval_shape(layer.init, KEY, X))
+
+    def call(x: jax.Array) -> Any:
+        return layer.apply(params, x, mask=masks.Causal())
+
+    def twice(call: Callable[..., Any], x: jax.Array) -> jax.Array:
+        def slope(x: jax.Array) -> jax.Array:
+            return (jax.grad(lambda x: (call(x) ** 2).sum())(x) ** 2).sum()
+
+        return jax.jit(jax.grad(slope))(x)
+
+    x = normal(B, 5, D)
+    axes = jax.ShapeDtypeStruct(export.symbolic_shape("b, n, 8"), x.dtype)
+    data = export.export(jax.jit(call))(axes).serialize(vjp_order=2)
+    assert error(twice(export.deserialize(data).call, x), twice(call, x)) < 1e-5
+
+
+@pytest.mark.sampled(0.13)
+def test_program_of_explicit_mesh_runs_on_a_mesh_of_another_shape() -> None:
+    pytest.importorskip("flatbuffers")
+    params = random_like(jax.eval_shape(LAYER.init, KEY, X))
+    x = normal(8, 6, D)
+    mesh, leave = on("Explicit", shape=(4, 2))
+    try:
+        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+        data = export.export(jax.jit(lambda x: LAYER.apply(params, x)))(placed).serialize()
+    finally:
+        leave()
+    other = NamedSharding(jax.make_mesh((8,), ("rows",), (AxisType.Auto,)), P("rows"))
+    out = jax.jit(export.deserialize(data).call)(jax.device_put(x, other))
+    assert error(out, LAYER.apply(params, x)) < 1e-5
 
 
 def test_functions_in_arguments_of_exported_programs_are_an_error() -> None:

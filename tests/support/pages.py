@@ -15,7 +15,7 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent.parent
 # Packages that pages use beside flax_mha; their blocks are skipped if they are not installed.
-OPTIONAL = {"keras", "qwix", "torch"}
+OPTIONAL = {"jax2onnx", "keras", "qwix", "torch"}
 
 
 def read(page: str) -> str:

@@ -65,7 +65,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
         weights = OTHERS[spec.normalizer](logits, allowed, spec.count)
         out = _apply_weights(weights, v, spec, at)
     else:
-        weights, _, total = exponentials(logits, sinks)
+        weights, _, total = exponentials(logits, sinks, spec.platform.name)
         total = jnp.maximum(total, _LEAST_TOTAL)
         if v.dtype == logits.dtype and spec.platform.name == "cpu":
             # XLA:CPU divides the output in less time, because it is smaller than the weights.
@@ -90,25 +90,27 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Res
             # XLA:CPU fuses them with both matmuls only if nothing else reads them.
             same_q, same_k = jax.lax.optimization_barrier((q, k))
             logits, _ = scores(same_q, same_k, spec, at)
-        _, top, total = exponentials(logits, sinks)
+        _, top, total = exponentials(logits, sinks, spec.platform.name)
     out = jnp.swapaxes(out, -3, -2).astype(q.dtype)
     return name_result(out, Sums(*(jax.lax.squeeze(x, (x.ndim - 1,)) for x in (top, total))))
 
 
-@functools.partial(jax.jit, inline=True)  # Outside jit, one call in place of one per operation.
+# Outside jit, one call in place of one per operation.
+@functools.partial(jax.jit, static_argnames="platform", inline=True)
 def exponentials(
-    logits: jax.Array, sinks: jax.Array | None
+    logits: jax.Array, sinks: jax.Array | None, platform: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return exp(logits − top), the maximum top [*B, N, T, 1], and the sum, with sinks."""
     # Half of finfo.min, so that masked scores have exponentials of 0 also if there are no others.
-    # `jnp.max` would compare the maximum with its initial value afterwards. For that, TPUs read the
-    # scores once more.
     lowest = jnp.asarray(finfo_min(logits.dtype) / 2, logits.dtype)
-    axis, last = logits.ndim - 1, logits.shape[-1]
-    top = jax.lax.reduce(jax.lax.stop_gradient(logits), lowest, jax.lax.max, (axis,))[..., None]
-    if symbols.is_symbolic(last) or last == 1:
-        # XLA drops the initial value of a reduction over one entry.
-        top = jnp.maximum(top, lowest)
+    fixed, axis, last = jax.lax.stop_gradient(logits), logits.ndim - 1, logits.shape[-1]
+    if platform == "tpu" and not symbols.is_symbolic(last) and last != 1:
+        # TPUs would read the scores once more to compare the maximum with `lowest` afterwards. XLA
+        # drops the initial value of a reduction over one entry.
+        top = jax.lax.reduce(fixed, lowest, jax.lax.max, (axis,))[..., None]
+    else:
+        # As free on CPUs and GPUs, and converters to ONNX know it.
+        top = jnp.maximum(jax.lax.reduce_max(fixed, (axis,))[..., None], lowest)
     # The weights do not depend on the shift.
     top = top if sinks is None else jax.lax.stop_gradient(jnp.maximum(top, sinks))
     weights = jnp.exp(logits - top)
