@@ -45,7 +45,7 @@ def random_variables(module: nn.Module, *inputs: Any) -> Any:
     return oracle.random_like(jax.eval_shape(module.init, jax.random.key(0), *inputs))
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize(
     "name", [x if "and b" in x else pytest.param(x, marks=pytest.mark.slow) for x in LAYERS]
 )
@@ -162,7 +162,7 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("name", MODELS)
 def test_shares_sum_to_the_logits(name: str) -> None:
     """The last lens is of the logits."""
@@ -192,7 +192,7 @@ def test_shares_sum_to_the_logits(name: str) -> None:
     assert shares[path].shape == (B, T, N)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_shares_and_lens_are_those_of_numpy() -> None:
     block = DecoderBlock(LAYER, mlp_dim=8, norm_epsilon=0.1)
     model = LanguageModel(models.TokenEmbedding(V, D), Decoder(1, block))

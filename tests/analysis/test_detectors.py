@@ -84,7 +84,7 @@ def mean_weight(name: str, weights: np.ndarray, allowed: np.ndarray) -> np.ndarr
     return np.mean(taken, axis=0)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize(
     "case", [x if "sinks" in x else pytest.param(x, marks=pytest.mark.slow) for x in LAYERS]
 )
@@ -140,7 +140,7 @@ class Twice(nnx.Module):
         return self.layer(self.layer(self.embedding(tokens)))
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 def test_an_nnx_layer_has_a_score_of_each_call() -> None:
     model = Twice()
     found = analysis.detect(model, TOKENS)["layer"]
@@ -177,7 +177,7 @@ class LinenJitted(nn.Module):
         return nn.jit(MultiHeadAttention)(2, mask=masks.Causal())(x)
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_models_that_call_jit_have_the_scores_of_each_call(kind: str) -> None:
     """And sow no scores in calls after a detection."""
@@ -217,7 +217,7 @@ def trace(model: nn.Module, values: Any, tokens: Any, **options: Any) -> None:
     jax.eval_shape(functools.partial(analysis.detect, model, **options), values, tokens)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_models_whose_weights_are_no_softmax_are_refused() -> None:
     cases = {
         "normalizer='sigmoid' and .* at decoder/layers_0": LAYER.clone(normalizer="sigmoid"),

@@ -141,14 +141,14 @@ def by_pruning(layer: Any) -> float:
     return error(*both())
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("name", OF_LAYER)
 @pytest.mark.parametrize("read", [by_torch, by_keras, by_ov, by_qk, by_logits, by_pruning])
 def test_fields_of_layers(read: Any, name: str) -> None:
     check(read, name, LAYER.clone(**{name: OF_LAYER[name]}))
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("name", OF_BLOCK)
 @pytest.mark.parametrize("read", [by_torch, by_logits])
 def test_fields_of_blocks(read: Any, name: str) -> None:

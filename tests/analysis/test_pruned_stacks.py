@@ -118,7 +118,7 @@ MODELS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_without_heads_equals_one_that_reads_none(name: str) -> None:
     model, inputs, heads = MODELS[name]

@@ -110,13 +110,13 @@ def check_layer(layer: Any, removed: tuple[int, ...], repeat_kv: bool = False) -
     return small
 
 
-@pytest.mark.sampled(0.08)
+@pytest.mark.sampled(0.048)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_without_heads_equals_one_that_masks_them(name: str) -> None:
     check_layer(*LAYERS[name])
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("name", REPEATED)
 def test_keys_and_values_are_repeated_for_uneven_groups(name: str) -> None:
     """Only as many as needed."""
@@ -153,7 +153,7 @@ def randomize(module: nnx.Module) -> None:
     nnx.update(module, nnx.State(random_like(nnx.to_pure_dict(nnx.state(module, nnx.Param)))))
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_nnx_layers_lose_heads() -> None:
     model = TwoLayers(
         num_kv_heads=2, sinks=True, scale="learned", gate="feature", qk_norm=QKNorm(),
@@ -170,7 +170,7 @@ def test_nnx_layers_lose_heads() -> None:
     assert small.layers[0].query.out_features == (2, D // N)
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "ForgettingAttention"])
 def test_a_pruned_nnx_layer_decodes(kind: str) -> None:
     layer = getattr(flax_mha.nnx, kind)(N, D, num_kv_heads=2, gate="head", rngs=nnx.Rngs(0))

@@ -53,7 +53,7 @@ def paths(model: nn.Module, *inputs: Any) -> list[str]:
     return [name.removesuffix("/attention_z") for name in flat]
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 def test_both_layers_of_a_translator_capture() -> None:
     block = DecoderBlock(LAYER, mlp_dim=8, cross_attention=LAYER.clone(num_kv_heads=1))
     decoder = LanguageModel(models.TokenEmbedding(7, D), Decoder(1, block))
@@ -100,7 +100,7 @@ def test_an_nnx_copy_captures_and_shares_the_variables() -> None:
     np.testing.assert_array_equal(watched.layers[0].query.kernel[...], 0)
 
 
-@pytest.mark.sampled(0.16)
+@pytest.mark.sampled(0.096)
 @pytest.mark.parametrize("way", ["own", "swapped"])
 @pytest.mark.parametrize("kind", PATHS, ids=lambda kind: kind.__name__)
 def test_layers_made_in_calls_capture(kind: Any, way: str) -> None:

@@ -61,7 +61,7 @@ def test_private_imports_stay_in_their_files() -> None:
     assert modules == {f"jax.experimental.{name}" for name in pallas_names}
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_cpu_call_loads_no_private_module() -> None:
     """Beyond the imports of flax, chex and JAX's own attention: no Pallas and no splash."""
     code = """

@@ -61,7 +61,7 @@ def test_wrong_results_of_user_functions_are_refused(name: str) -> None:
         assert raised.type is error
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_user_functions_may_return_scalars_and_other_dtypes() -> None:
     """A score may return one number for all pairs in another dtype, a mask one bool for all."""
     given = Score(lambda s, b, n, i, j: jnp.where(j > 1, 1.0, 2.0).astype(jnp.bfloat16))
@@ -104,7 +104,7 @@ def test_closures_over_concrete_arrays_are_accepted() -> None:
     np.testing.assert_allclose(weights[0, 0, 0], [0.5, 0.5, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.sampled(0.16)
+@pytest.mark.sampled(0.096)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_float_args_work_in_both_passes(rng: np.random.Generator, kernel: str) -> None:
     """A float among `args` works like an array, in the backward pass too."""
@@ -154,7 +154,7 @@ TABLES: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed", "decode"])
 def test_functions_index_numpy_tables(kernel: str, name: str) -> None:

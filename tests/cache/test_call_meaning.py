@@ -53,7 +53,7 @@ def run(layer: nn.Module, v: Any, *inputs: Any, **call: Any) -> tuple[jax.Array,
     return out, {**v, **new}
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_arguments_say_where_queries_and_keys_are() -> None:
     """Neither the identity of the arrays nor the number of keys matters."""
     layer = MultiHeadAttention(2, rotary=Rotary())
@@ -75,7 +75,7 @@ def test_arguments_say_where_queries_and_keys_are() -> None:
     assert abs(alone - found[0][0]).max() > 0.1
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("name", LAYERS)
 def test_decoding_appends_inputs_k(name: str) -> None:
     layer = LAYERS[name](2, decode=True, rotary=Rotary())
@@ -94,7 +94,7 @@ def test_decoding_appends_inputs_k(name: str) -> None:
         close(out[:, 0], wanted[:, t])
 
 
-@pytest.mark.sampled(0.17)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_queries_to_kept_keys_continue(name: str) -> None:
     layer = MultiHeadAttention(2, **POSITIONAL[name])
@@ -123,7 +123,7 @@ def test_queries_to_kept_keys_continue(name: str) -> None:
     np.testing.assert_array_equal(forked.key, counted["cache"]["memory"].key[1:])
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_kept_keys_under_vmap_match_a_loop() -> None:
     """Each of three has its own memory. The captured weights and gradients are those of a loop."""
     layer = MultiHeadAttention(2, decode=True, capture=flax_mha.Capture(("weights",)))
@@ -144,7 +144,7 @@ def test_kept_keys_under_vmap_match_a_loop() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_nnx_queries_to_kept_keys_continue() -> None:
     fields = POSITIONAL["rotary"] | POSITIONAL["alibi"] | POSITIONAL["window"]
     layer = flax_mha.nnx.MultiHeadAttention(2, 16, **fields, rngs=nnx.Rngs(0))
@@ -160,7 +160,7 @@ def test_nnx_queries_to_kept_keys_continue() -> None:
     close(*calls(layer, X, MEMORY))
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_decoder_keeps_its_memory_and_continues(scan: bool) -> None:
     def model(decode: bool) -> Decoder:

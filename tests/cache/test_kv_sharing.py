@@ -57,7 +57,7 @@ def pair() -> Any:
     return random_like(jax.eval_shape(Pair().init, KEY, X))
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_shared_kv_matches_formula() -> None:
     """Gradients too, including the giver's projections, along one direction for each parameter."""
     variables = pair()
@@ -99,7 +99,7 @@ def test_sharded_heads_match_one_device(kind: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_shared_kv_with_padding_and_order() -> None:
     """Padding reaches no real token, and tokens may come in another order."""
     lengths, order = jnp.array([T, 5]), np.random.default_rng(1).permutation(T)
@@ -114,7 +114,7 @@ def test_shared_kv_with_padding_and_order() -> None:
     assert error(ordered[:, np.argsort(order)], whole) < 1e-6
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_kv_may_be_a_plain_pair_of_arrays() -> None:
     """The layer returns weights, keys and values on request, and takes keys from any source."""
     variables = {"params": pair()["params"]["giver"]}
@@ -131,7 +131,7 @@ def test_kv_may_be_a_plain_pair_of_arrays() -> None:
     assert found.shape == (2, T, D)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_nnx_shares_kv_like_linen() -> None:
     giver, taker = (
         flax_mha.nnx.MultiHeadAttention(

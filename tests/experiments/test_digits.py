@@ -14,7 +14,7 @@ def as_set(images: np.ndarray) -> set[bytes]:
     return {image.tobytes() for image in images.astype(np.float32)}
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_split_is_fixed_disjoint_and_stratified() -> None:
     from sklearn.datasets import load_digits  # Slow to import.
 

@@ -60,7 +60,7 @@ def outcome(name: str, case: Case) -> list[np.ndarray]:
     return [arrays[0], *arrays[end:], np.sqrt(sum(np.square(x).sum() for x in arrays[1:end]))]
 
 
-@pytest.mark.sampled(0.02)
+@pytest.mark.sampled(0.012)
 @pytest.mark.parametrize(
     ("mask", "dtype"), [("causal", "float32"), ("full", "float32"), ("causal", "bfloat16")]
 )
@@ -140,7 +140,7 @@ def test_fresh_process_measures_memory_and_compile_time() -> None:
     assert fresh.weigh("ours-blockwise", case)["bytes"] < scores / 2
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 def test_steps_read_the_tokens_that_the_cache_holds() -> None:
     """Every call writes the same slot after the same tokens."""
     case = Case("step", "forward", "causal", B=2, T=64, N=2, D=8)

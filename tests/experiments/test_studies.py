@@ -91,7 +91,7 @@ def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
     np.testing.assert_allclose(found, expected, atol=0.02)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_every_second_sequence_repeats_distinct_tokens() -> None:
     draw = jax.jit(induction.draw_sequences, static_argnums=1)
     tokens = np.asarray(draw(KEY, 64)["tokens"])
@@ -151,7 +151,7 @@ def test_chains_have_matrices_from_a_uniform_dirichlet_distribution() -> None:
     np.testing.assert_allclose(same.all(1).mean(), 1 / 6, atol=0.025)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_counts_and_ideal_heads_are_those_of_a_plain_loop() -> None:
     @jax.jit
     def run(key: jax.Array) -> Any:

@@ -107,7 +107,7 @@ def output_layer(family: str, model: Any, i: int) -> Any:
     return model.encoder.block[i].layer[0].SelfAttention.o.weight
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("family", HEADS)
 def test_a_loaded_model_loses_heads(family: str) -> None:
     _, model, variables = pair(family)

@@ -154,7 +154,7 @@ def test_settings_with_silent_effect_are_refused(config: Config, words: str) -> 
         interop.family(config)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_saved_folder_of_every_family_loads_bitwise_equal(name: str, tmp_path: Path) -> None:
     """Without the libraries: each family's layout of tensors converts both ways."""
@@ -180,7 +180,7 @@ def saved(config: Config, path: Path) -> dict[str, Any]:
     return {name: np.array(x) for name, x in safetensors.read(path / "model.safetensors").items()}
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize(
     ("config", "name", "copy"),
     [(CONFIG, "model.embed_tokens", "lm_head"), (GPT2, "transformer.wte", "lm_head"),

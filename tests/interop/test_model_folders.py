@@ -84,7 +84,7 @@ def test_files_left_behind_are_one_line(folder: Path, tmp_path: Path) -> None:
     assert texts_of(tmp_path / "mine") == BESIDE
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_weights_of_the_same_folder_are_replaced(folder: Path) -> None:
     """Also while the variables are views of the old files, and several of them."""
     _, found = interop.load(folder)

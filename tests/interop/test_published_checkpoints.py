@@ -107,7 +107,7 @@ def written(path: Path, config: Any, tensors: Tensors) -> Path:
     return path
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoint_loads(name: str, tmp_path: Path) -> None:
     config, renamed, beside, heads = PUBLISHED[name]

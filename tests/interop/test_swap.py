@@ -115,7 +115,7 @@ def results(way: Any, model: nn.Module) -> list[np.ndarray]:
     return [np.asarray(out), np.concatenate([np.ravel(x) for x in jax.tree.leaves(gradients)])]
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("way", WAYS)
 def test_swapped_model_has_equal_outputs_and_gradients(way: str, calls: list[Any]) -> None:
     want = results(WAYS[way], Model(1))
@@ -126,7 +126,7 @@ def test_swapped_model_has_equal_outputs_and_gradients(way: str, calls: list[Any
     assert len(calls) == 4
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize(
     "swapped", [lambda m: Outer(interop.swap(m)), lambda m: interop.swap(Outer(m))],
     ids=["the child", "the parent"],
@@ -139,7 +139,7 @@ def test_swap_reaches_nested_models(swapped: Any, calls: list[Any]) -> None:
     assert len(calls) == 4
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_swapped_model_decodes_like_full_forward() -> None:
     class Decoder(nn.Module):
         decode: bool = False
@@ -174,7 +174,7 @@ class Nnx(nnx.Module):
         return self.last(x, deterministic=True, decode=False)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_swap_of_nnx_model_shares_parameters(calls: list[Any]) -> None:
     model = Nnx(nnx.Rngs(0))
     ours = interop.swap(model)
@@ -307,7 +307,7 @@ class Mixed(nnx.Module):
         return self.linen(self.layer(x))
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_linen_in_nnx_is_swapped(calls: list[Any]) -> None:
     plain = nnx.bridge.lazy_init(Mixed(nnx.Rngs(0)), X)
     ours = interop.swap(plain)

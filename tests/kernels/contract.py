@@ -303,7 +303,7 @@ class KernelContract:
         """Run the same case every day."""
         self.test_numbers_and_laws(ALWAYS)
 
-    @pytest.mark.sampled(0.011)
+    @pytest.mark.sampled(0.007)
     @pytest.mark.parametrize("order", DERIVATIVES)
     @pytest.mark.parametrize("name", DERIVED)
     def test_derivatives_in_a_loop(self, name: str, order: str) -> None:
@@ -342,7 +342,7 @@ class KernelContract:
         for ours, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert oracle.error(ours, exact) < bound
 
-    @pytest.mark.sampled(0.02)
+    @pytest.mark.sampled(0.012)
     @pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
     def test_vmap_over_some_arguments(self, mapped: tuple[str, ...]) -> None:
         """The others are shared."""
@@ -372,7 +372,7 @@ class KernelContract:
             bound = 1e-5 if self.dtype == "float32" else 0.02
             assert oracle.error(ours, np.stack(alone)) < bound
 
-    @pytest.mark.sampled(0.05)
+    @pytest.mark.sampled(0.03)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize("limited", [False, True])
     def test_scores_of_ten_thousand(self, dtype: str, limited: bool) -> None:
@@ -404,7 +404,7 @@ class KernelContract:
         for got, exact in zip(gradients, wanted, strict=False):
             assert oracle.error(got, exact) < max(1e-5, 4 * eps)
 
-    @pytest.mark.sampled(0.1)
+    @pytest.mark.sampled(0.06)
     @pytest.mark.parametrize("sizes", [(0, 0), (0, 3), (3, 0), (0, 300), (300, 0)], ids=str)
     def test_no_queries_or_no_keys(self, sizes: tuple[int, int]) -> None:
         """The output and the gradients are 0, and the lse is that of the sinks."""
@@ -422,7 +422,7 @@ class KernelContract:
             lse_of_none = call.get("sinks", np.full(4, -np.inf))
             np.testing.assert_array_equal(lse, np.broadcast_to(lse_of_none[:, None], lse.shape))
 
-    @pytest.mark.sampled(0.34)
+    @pytest.mark.sampled(0.2)
     @pytest.mark.parametrize("keys", [1, 4])
     def test_queries_whose_keys_are_all_hidden(self, keys: int) -> None:
         """By a mask, or by infinite biases. XLA's kernels also drop NaN cotangents of such queries,
@@ -450,7 +450,7 @@ class KernelContract:
         for hidden in (gradients[0][:, :2], gradients[3][:2]):
             np.testing.assert_array_equal(hidden, 0)
 
-    @pytest.mark.sampled(0.1)
+    @pytest.mark.sampled(0.06)
     def test_a_second_eager_call_compiles_nothing(self) -> None:
         """Nor does its gradient. The other values of the same shapes count."""
 

@@ -41,7 +41,7 @@ MASKS: dict[str, Mask] = {
 }
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
@@ -63,7 +63,7 @@ def test_repeated_id_starts_new_segment_in_runs() -> None:
         assert (np.asarray(Segments(given).dense(6)) != np.asarray(promised.dense(6))).any()
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("kernel", ["cudnn", "reference"])
 def test_runs_beyond_at_most_are_fully_masked(nvidia, kernel: str) -> None:
     """The other runs do not change."""
@@ -97,7 +97,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
     mask, call = HIDDEN[name]
@@ -130,7 +130,7 @@ def test_bias_hides_other_documents(nvidia, monkeypatch, name: str) -> None:
     assert {shape[-2:] for shape in biases} == {(T, T)}
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("given", ["traced", "known"])
 def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
     """The layer's `positions` reach only rotary. Masks follow the order of tokens."""
@@ -178,7 +178,7 @@ def test_packed_documents_lower_to_ragged_calls(hopper) -> None:
     assert not re.search(rf"{T}x{T}x|stablehlo\.(while|case|if)\b", text)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @GROUPS
 def test_jax_converts_offsets_as_cudnn_counts_them() -> None:
     """In numbers from the start of all rows, with the heads of each array."""

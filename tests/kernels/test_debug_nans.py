@@ -45,7 +45,7 @@ def attended(kernel: str, mask: Mask, jit: bool) -> Any:
     return (jax.jit(run) if jit else run)(q, k, v)
 
 
-@pytest.mark.sampled(0.055)
+@pytest.mark.sampled(0.033)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("jit", [False, True])

@@ -18,7 +18,7 @@ def checked(folder: Path, *flags: str) -> dict[str, dict[str, Any]]:
     return {row.pop("call"): row for row in rows}
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 def test_wrong_and_failing_kernels_are_named(tmp_path: Path, monkeypatch, capsys) -> None:
     def broken(q, k, v, *, kernel: str, **call):
         if kernel == "checkpointed":

@@ -68,7 +68,7 @@ def _early(self: Any, step: jax.Array, wait: Callable = lambda *_: None) -> Any:
 
 
 @needs_mosaic
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -133,7 +133,7 @@ def close(got: Any, want: Any, bound: float = 2**-7) -> None:
         assert oracle.error(a.astype(jnp.float32), b) < bound
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_flex_matches_reference_on_hopper(hopper_memory) -> None:
     """With full, partial and empty tiles, and races detected."""
     args = lambda x: {"mask": Causal()}, arrays(130, 256, 8, 8), {}

@@ -34,7 +34,7 @@ def precisions(function, *args) -> list[str]:
     return found
 
 
-@pytest.mark.sampled(0.07)
+@pytest.mark.sampled(0.042)
 @pytest.mark.parametrize("precision", SAID)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
@@ -61,7 +61,7 @@ def test_precision_reaches_every_matmul(kernel: str, call: str, precision: str |
     assert len(backward) >= 5 * 2
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed"])
 def test_gradients_of_parameters_are_summed_before_rounding(kernel: str) -> None:
     """A bias of half precision gets nearly opposite parts from two rows of the batch."""

@@ -126,7 +126,7 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize(("kernel", "reason"), [(x, y) for x in REFUSED for y in REFUSED[x]])
 def test_kernels_refuse_with_reason(
     kernel: str, reason: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

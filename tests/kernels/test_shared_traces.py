@@ -40,7 +40,7 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool, kernel: str) -> None:
@@ -86,7 +86,7 @@ WRAPS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.12)
+@pytest.mark.sampled(0.072)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize(("kernel", "length"), [("flex", 171), ("short", 43), ("splash", 173)])
 def test_layers_that_share_a_trace_match_reference(
@@ -110,7 +110,7 @@ def test_layers_that_share_a_trace_match_reference(
         np.testing.assert_allclose(one / scale, other / scale, atol=1e-6)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_user_functions_are_traced_in_every_call() -> None:
     """The variables that they read may change."""
     rng = np.random.default_rng(0)

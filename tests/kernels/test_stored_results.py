@@ -71,7 +71,7 @@ def test_stored_results_spare_the_forward_kernel(
     check_calls(kernel, arrays(128, features, dtype), sinks)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_stored_results_spare_the_ring() -> None:
     """The ring stores its merged result once, and no result of a step."""

@@ -82,7 +82,7 @@ def later(rotation: Any) -> Any:
     return rotation.turn
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernel_rotates_as_the_layer(rotates: list[bool], name: str, dtype: str) -> None:
@@ -131,7 +131,7 @@ def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     close(found, expected)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_other_kernels_are_given_rotated_arrays(tpu: None) -> None:
     q, k, v, _ = arrays()
 

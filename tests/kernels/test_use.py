@@ -34,7 +34,7 @@ def pulled(kernel: str = "auto") -> list[jax.Array]:
     return run(Q, K, V)
 
 
-@pytest.mark.sampled(0.07)
+@pytest.mark.sampled(0.042)
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_blocks_change_no_number(kernel: str, sizes: tuple) -> None:
@@ -53,7 +53,7 @@ def test_blocks_of_flex_change_no_number(tpu) -> None:
             assert error(ours, other) < 1e-5
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_context_holds_for_a_jitted_model_and_is_traced_anew() -> None:
     x = jnp.asarray(RNG.normal(size=(1, 300, 16)), "float32")
     by_default, named = (

@@ -131,7 +131,7 @@ def close(got: list[Any], want: list[Any], bound: float = 5e-6) -> None:
     assert max(errors) < bound, errors
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize(
     ("kind", "kernel", "T", "masked", "dtype"),
     pairs(
@@ -166,7 +166,7 @@ def test_vector_scores_match_formula(
     close(got, expected(kind, args, cotangents, i, j, **known), bound)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_far_positions_are_exact(kernel: str) -> None:
     """Far positions and distances are as exact as near ones."""

@@ -11,7 +11,7 @@ from tests.kernels.cases import KERNELS
 from tests.support import oracle
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_results_of_float64_are_as_exact(kernel: str) -> None:
     with jax.enable_x64(True):

@@ -55,7 +55,7 @@ def test_our_function_in_linen_layer(deterministic: bool) -> None:
     assert (error(out, whole) < 0.05) == deterministic
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 def test_our_function_in_decoding_linen_layer() -> None:
     outs = []
     for function in (nn.dot_product_attention, attention_fn):
@@ -73,7 +73,7 @@ def test_our_function_in_decoding_linen_layer() -> None:
     assert error(*outs) < OUTPUT
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 def test_our_function_in_nnx_layer() -> None:
     """Causal or not, with nnx's masks, grouped heads and sown weights."""
@@ -106,7 +106,7 @@ def test_options_of_a_partial_function_stay() -> None:
     assert error(outs[0], outs[2]) > 1e-3
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 def test_flax_function_in_our_layer() -> None:
     """With every kind of mask, grouped heads and a bias. In decoding, and with sown weights."""
     ours = MultiHeadAttention(4, num_kv_heads=2, mask=masks.Causal())
@@ -172,7 +172,7 @@ def test_dtype_of_sown_weights(kind: Any) -> None:
         assert weights.dtype == (jnp.float32 if forced and kind is Flax else jnp.bfloat16)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("dtype", [None, jnp.float64])
 def test_attention_weights_match_flax(dtype: Any) -> None:
     """With a mask and a bias. Grouped keys and a fully masked query against NumPy."""
@@ -193,7 +193,7 @@ def test_attention_weights_match_flax(dtype: Any) -> None:
     assert error(grouped, np.divide(weights, total, where=total > 0, out=weights)) < OUTPUT
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_returned_weights_include_dropout() -> None:
     class Sows(nn.Module):
         @nn.compact
@@ -216,7 +216,7 @@ def test_returned_weights_include_dropout() -> None:
     assert error(np.einsum("bnts,bsnh->btnh", weights, q), out) < OUTPUT
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 def test_self_attention_takes_mask_second() -> None:
     """With the parameters, names and numbers of `nn.SelfAttention`."""
 
@@ -238,7 +238,7 @@ def test_self_attention_takes_mask_second() -> None:
     jax.tree.map(np.testing.assert_array_equal, initial, wanted)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 def test_causality_of_a_partial_function_holds_here_alone() -> None:
     """Flax's nnx layer passes `is_causal=False` over it."""
     causal = functools.partial(nnx.dot_product_attention, is_causal=True)

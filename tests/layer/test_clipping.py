@@ -46,7 +46,7 @@ def clipped(module: Any, params: Any, clip: Any) -> Any:
     return run(params)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}], ids=str)
 def test_clip_scales_only_heads_beyond_threshold(fields: dict[str, Any]) -> None:
     """Their scores end at the threshold. The other heads' parameters do not change."""
@@ -74,7 +74,7 @@ def test_clip_scales_only_heads_beyond_threshold(fields: dict[str, Any]) -> None
     np.testing.assert_array_equal(after["value"]["kernel"], params["value"]["kernel"])
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("scan", [False, True])
 def test_clip_acts_on_every_layer_of_stack(scan: bool) -> None:
     module = Encoder(3, EncoderBlock(layer(), 24), scan=scan)
@@ -108,7 +108,7 @@ def test_unsupported_layers_raise(module: Any, words: str) -> None:
         clipped(module, params, qk_clip())
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_clip_of_latent_attention() -> None:
     """The shared key stays, so its part of the queries takes the whole factor."""
     module = MultiHeadLatentAttention(

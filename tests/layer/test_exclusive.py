@@ -70,7 +70,7 @@ def test_first_token_of_a_causal_layer_is_zero() -> None:
     np.testing.assert_array_equal(edited.reshape(2, T, N, H)[:, :, : N // K], 0)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize(
     "cache", [CacheConfig(), CacheConfig("int8"), CacheConfig(slots=5)], ids=str
 )

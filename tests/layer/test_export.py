@@ -75,7 +75,7 @@ def attended(kernel: str) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", *SLOW])
 def test_exported_kernels_match_formula(kernel: str) -> None:
     """Outputs and gradients. All but `reference` have several tiles."""
@@ -100,7 +100,7 @@ def test_exported_kernels_match_formula(kernel: str) -> None:
     assert max(map(error, grads, derived[:3])) < 1e-5
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("tokens", ["1", "n"])
 def test_exported_decoding(tokens: str) -> None:
     """A step, and a prompt that provably fits. For other prompts the error states the rule."""
@@ -190,7 +190,7 @@ MODULES: dict[str, Any] = {
 SLOW_MODULES = [pytest.param(name, marks=pytest.mark.slow) for name in [*MODULES][3:]]
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("name", [*[*MODULES][:3], *SLOW_MODULES])
 def test_exported_modules_match(name: str) -> None:
     """Outputs with lengths and gradients match programs with fixed sizes."""
@@ -220,7 +220,7 @@ def saved(fn: Callable[..., Any], *args: Any) -> Any:
     return export.deserialize(export.export(jax.jit(fn))(*args).serialize()).call(*args)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_exported_programs_take_and_return_caches_masks_and_scores() -> None:
     layer = MultiHeadAttention(
         2, decode=True, cache=CacheConfig("int8", slots=3), mask=masks.Window(2, 0)
@@ -270,7 +270,7 @@ def test_exported_programs_keep_second_derivatives(kernel: str) -> None:
     assert error(twice(export.deserialize(data).call, x), twice(call, x)) < 1e-5
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_program_of_explicit_mesh_runs_on_a_mesh_of_another_shape() -> None:
     pytest.importorskip("flatbuffers")
     params = random_like(jax.eval_shape(LAYER.init, KEY, X))

@@ -34,7 +34,7 @@ def test_class_token_is_drawn_over_the_image() -> None:
         plots.class_token(np.ones((1, 2, 2)), np.ones((20, 30)))
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_the_intermediates_of_a_model_are_drawn_layer_by_layer() -> None:
     layer = MultiHeadAttention(2, capture=Capture(("weights", "entropy")))
     model = Encoder(2, EncoderBlock(layer, mlp_dim=8))

@@ -44,7 +44,7 @@ def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> An
     return jax.jit(lambda *args: layer.apply(*args, **call))(params, *inputs)
 
 
-@pytest.mark.sampled(0.17)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize(
     ("fields", "value", "out"),
     [
@@ -87,7 +87,7 @@ MASKS: dict[str, tuple[Mask | np.ndarray, np.ndarray]] = {
 }
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_match_formula_and_weights_sum_to_one(name: str) -> None:
     """Most have fully masked queries. Their weights sum to 0."""
@@ -116,7 +116,7 @@ def test_mask_field_mask_argument_and_bias_combine() -> None:
     assert error(out, expected) < OUTPUT
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("settings", [{}, {"interleaved": True, "fraction": 0.5, "base": 100.0}])
 def test_rotary_layer_matches_formula(settings: dict[str, Any]) -> None:
     layer, params = build(X, head_dim=8, num_kv_heads=2, rotary=Rotary(**settings))
@@ -150,7 +150,7 @@ def test_causal_layer_has_no_gradient_from_later_tokens() -> None:
     np.testing.assert_array_equal(size > 0, np.tril(np.ones((T, T), bool)))
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize(
     ("mask", "seen"), [(Lengths(np.array([3, 3])), 3), (Causal(), T)], ids=["padding", "future"]
 )
@@ -202,7 +202,7 @@ def dropping(**fields: Any) -> Any:
     return jax.jit(lambda rng, **call: model.apply(params, rngs={"dropout": rng}, **call))
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 def test_dropout_drops_share_and_scales_rest() -> None:
     """Submodules, heads and keys drop different weights."""
     run = dropping(deterministic=False)
@@ -222,7 +222,7 @@ def test_dropout_drops_share_and_scales_rest() -> None:
     assert (given_a != first).any()
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 def test_broadcast_dropout_is_equal_across_heads() -> None:
     weights, _ = dropping(broadcast_dropout=True, deterministic=False)(KEY)
     np.testing.assert_array_equal(weights, np.repeat(weights[:, :1], N, 1))

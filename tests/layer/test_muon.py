@@ -59,7 +59,7 @@ def orthogonalized(grad: np.ndarray) -> np.ndarray:
     return -np.sqrt(max(1, grad.shape[1] / grad.shape[0])) * x
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("scan", [False, True])
 def test_muon_orthogonalizes_each_head(scan: bool) -> None:
     layer = MultiHeadAttention(4, num_kv_heads=2, gate="feature")
@@ -111,7 +111,7 @@ def test_muon_dimensions_of_nnx_layer() -> None:
     assert found == {f"{name}/kernel/value": x for name, x in names.items()}
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("kind", KINDS)
 def test_muon_of_sharded_heads_needs_no_collectives(optimized: None, kind: str) -> None:
     layer = MultiHeadAttention(8, num_kv_heads=8)

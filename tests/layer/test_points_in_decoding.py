@@ -127,7 +127,7 @@ def check(name: str, layer: nn.Module, memory: Any = None) -> None:
         compare(read["intermediates"], steps, tolerance, is_ring, memory is not None)
 
 
-@pytest.mark.sampled(0.07)
+@pytest.mark.sampled(0.042)
 @pytest.mark.parametrize("name", LAYERS)
 def test_points_of_steps_are_those_of_the_whole_sequence(name: str) -> None:
     check(name, LAYERS[name])

@@ -27,7 +27,7 @@ class Layer(nn.Module):
         return x + layer(x, mask=masks.Window(left)), None
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_layers_of_one_scan_have_windows_of_their_own() -> None:
     """Gradients too, under remat."""
     scanned = nn.scan(
@@ -51,7 +51,7 @@ def test_layers_of_one_scan_have_windows_of_their_own() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, wanted)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_decoding_by_a_traced_window() -> None:
     layer = MultiHeadAttention(2, decode=True)
     whole = layer.clone(decode=False, mask=masks.Causal())

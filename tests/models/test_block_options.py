@@ -86,7 +86,7 @@ def expected_block(params: Params, x: np.ndarray, options: dict[str, Any]) -> np
     return x * float64(params.get("output_scale", 1))
 
 
-@pytest.mark.sampled(0.08)
+@pytest.mark.sampled(0.048)
 @pytest.mark.parametrize("options", BLOCKS)
 def test_block_matches_formula(options: dict[str, Any]) -> None:
     """And the gradient of parameters and inputs is the slope of the output."""
@@ -116,7 +116,7 @@ def test_scales_start_at_their_values() -> None:
         np.testing.assert_array_equal(found, np.full(found.shape, value))
 
 
-@pytest.mark.sampled(0.12)
+@pytest.mark.sampled(0.072)
 @pytest.mark.parametrize("options", [{}, {"pre_norm": False}, {"norm": OWN_NORM}])
 @pytest.mark.parametrize("norms", [(True, False), (False, True), (True, None)])
 def test_input_and_final_norms_of_stack(

@@ -87,7 +87,7 @@ def test_options_table_is_complete() -> None:
     assert set(GIVEN) == set(LayerOptions.__annotations__)
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_argument_reaches_the_layer(kind: type[nn.Module], arrived: list[Any]) -> None:
     built, x = model(kind)
@@ -116,7 +116,7 @@ def test_each_argument_reaches_the_layer(kind: type[nn.Module], arrived: list[An
         assert arrived
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_layers_with_one_dropout_key_drop_different_weights(arrived: list[Any]) -> None:
     cross = DecoderBlock(layer(), mlp_dim=8, cross_attention=layer(rotary=None))
     decoder = Decoder(2, cross)

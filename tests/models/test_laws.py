@@ -104,7 +104,7 @@ LAWS: dict[str, Callable[[Entry], None]] = {
 }
 
 
-@pytest.mark.sampled(0.007)
+@pytest.mark.sampled(0.004)
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("name", LEARNED)
 @jax.numpy_dtype_promotion("standard")  # as Flax's norms need

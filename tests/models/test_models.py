@@ -53,7 +53,7 @@ def decoder_block(
     return x
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize(
     ("scan", "norm", "pre_norm"), [(False, "rmsnorm", False), (True, "layernorm", True)]
 )
@@ -86,7 +86,7 @@ def test_decoder_matches_formula(scan: bool, norm: str, pre_norm: bool) -> None:
     assert error(out, expected) < OUTPUT
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("tied", [True, False])
 def test_language_model_matches_formula(tied: bool) -> None:
     table = PositionEmbedding("sinusoidal")
@@ -107,7 +107,7 @@ def test_language_model_matches_formula(tied: bool) -> None:
     assert error(last[:, 0], expected[np.arange(B), at]) < OUTPUT
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 def test_translator_matches_formula() -> None:
     """The source's padding has no influence at all."""
     encoder = Encoder(1, EncoderBlock(MultiHeadAttention(2), 16))

@@ -54,7 +54,7 @@ def stored(fn: Callable[..., Any], *args: Any, capsys: pytest.CaptureFixture) ->
     ), report
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize(
     ("policy", "scan"),
     [
@@ -75,7 +75,7 @@ def test_policies_change_no_gradient(policy: Any, scan: bool) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * size)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("scan", [False, True])
 def test_each_policy_stores_what_it_names(scan: bool, capsys: pytest.CaptureFixture) -> None:
     params = parameters(scan)
@@ -92,7 +92,7 @@ def test_each_policy_stores_what_it_names(scan: bool, capsys: pytest.CaptureFixt
         assert sizes[0] < default < 0.6 * sizes[-1]
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_names_are_those_of_the_program(capsys: pytest.CaptureFixture) -> None:
     """With norms of the branches' outputs the backward pass reads every activation."""
     fields: Any = {"branch_norm": True}
@@ -103,7 +103,7 @@ def test_names_are_those_of_the_program(capsys: pytest.CaptureFixture) -> None:
     assert {*re.findall(r"name\[name=(\w+)\]", text)} == {*remat.NAMES}
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("mlp", [None, Experts(8, num_experts=4, top_k=2)])
 def test_scan_repeats_no_product_by_default(mlp: Any) -> None:
     """A step's program has every product that it has if all is stored, and no barriers."""
@@ -125,7 +125,7 @@ def test_scan_repeats_no_product_by_default(mlp: Any) -> None:
     assert barriers[1] <= barriers[0]
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_default_stores_all_without_scan_and_while_decoding() -> None:
     plain = str(jax.make_jaxpr(jax.grad(loss(model(None))))(parameters()))
     assert "checkpoint" not in plain

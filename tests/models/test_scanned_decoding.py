@@ -68,7 +68,7 @@ def check(layer: MultiHeadAttention) -> None:
             np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.sampled(0.07)
+@pytest.mark.sampled(0.042)
 @pytest.mark.parametrize("name", LAYERS)
 def test_scan_decodes_as_a_loop(name: str) -> None:
     check(LAYERS[name])

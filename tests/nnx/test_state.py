@@ -155,7 +155,7 @@ FAST = ("plain", "mask", "scores", "cache", "sown")
 UNSAVED = {"dropout": ("save",), "sown": ("save",)}
 
 
-@pytest.mark.sampled(0.08)
+@pytest.mark.sampled(0.048)
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # Flax's own layer warns too.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STATES]
@@ -245,7 +245,7 @@ def steps(name: str, mode: str, is_on: bool) -> list[jax.Array]:
     return outs
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("mode", ["hijax", "ref"])
 @pytest.mark.parametrize("name", [k for k, x in STATES.items() if x[3] is DECODE and k != "memory"])
 def test_layers_decode_with_any_kind_of_variables(name: str, mode: str) -> None:
@@ -276,7 +276,7 @@ class Block(nnx.Module):
         return x + self.attention(x, **call)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize("way", ["capture", "pop"])
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_rotary_matches_formula(
     np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("fraction", "interleaved"), [(1.0, False), (0.5, False), (0.5, True)])
 def test_tpus_rotate_to_the_same_numbers(
@@ -185,7 +185,7 @@ SIZES = [((4, 2), 2), *(pytest.param((4, 2), H, marks=pytest.mark.slow) for H in
 SPECS = [P("data"), P("data", None, "model"), P(None, None, None, "model")]
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("shape", "H"), SIZES)
 def test_rotations_on_meshes(kind: str, shape: tuple[int, int], H: int) -> None:

@@ -100,7 +100,7 @@ LAYERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_padded_row_is_rotated_as_if_alone(name: str) -> None:
     """With a cache, in nnx, and of an encoder's output. The row outgrows the original length."""

@@ -103,7 +103,7 @@ def sent_by_a_step(layer: nn.Module, slots: int) -> list[Collective]:
     return list(read(step.lower(variables, X[:, :1]).compile().as_text(), devices=8))
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("name", ["grouped", "one", "latent"])
 def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     """The maximum, the sum, and the output of each query; nothing of the cache."""
@@ -130,7 +130,7 @@ def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     assert [one.bytes for one in sent[0]] == [one.bytes for one in sent[1]]
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize(
     "layer",
     [

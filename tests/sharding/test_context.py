@@ -76,7 +76,7 @@ def attention(kernel: str, call: dict[str, Any]) -> Any:
 ONE, TWO = (FOUR, P(None, "model", "data")), (BOTH, P(None, ("data", "model")))
 
 
-@pytest.mark.sampled(0.065)
+@pytest.mark.sampled(0.039)
 @pytest.mark.parametrize(
     ("way", "kind", "name", "shape"),
     [

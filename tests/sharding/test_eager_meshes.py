@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[nn.Module, Any]] = {
 }
 
 
-@pytest.mark.sampled(0.03)
+@pytest.mark.sampled(0.018)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)

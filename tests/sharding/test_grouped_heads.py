@@ -44,7 +44,7 @@ HEADS: dict[str, tuple[int, int, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize(
     ("name", "kernel", "kind"),
     pairs(name=[*HEADS], kernel=["reference", "blockwise"], kind=[*KINDS]),
@@ -86,7 +86,7 @@ LAYERS: dict[str, MultiHeadAttention] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.18)
 @pytest.mark.parametrize("name", ["grouped", "latent"])
 def test_inputs_may_be_numpy_arrays_on_explicit_axes(name: str) -> None:
     layer, x = LAYERS[name], np.asarray(X)

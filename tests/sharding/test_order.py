@@ -66,7 +66,7 @@ def test_documents_are_balanced_over_eight_devices(seed: int) -> None:
     assert lockstep(mask, order, 8, 128) <= 1.06 < 1.5 < lockstep(mask, np.arange(2**14), 8, 128)
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("mask", [None, masks.Causal() & masks.Window(1024)])
 def test_default_pieces_balance_many_devices(mask: Any) -> None:
     """Over 16 devices, pieces of 256 tokens leave a ring that takes 1.11 and 1.14 of the mean."""
@@ -76,7 +76,7 @@ def test_default_pieces_balance_many_devices(mask: Any) -> None:
     assert lockstep(mask, order, 16, 128) <= 1.1
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=6), min_size=1, max_size=3),

@@ -31,7 +31,7 @@ each_mesh = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @each_mesh
 def test_padding_is_counted(kind: str, rules: str) -> None:
     def read(tokens: jax.Array, real: jax.Array) -> Any:
@@ -49,7 +49,7 @@ def test_padding_is_counted(kind: str, rules: str) -> None:
     np.testing.assert_array_equal(found[1], np.where(REAL, np.cumsum(REAL, -1) - 1, 0))
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 @each_mesh
 @pytest.mark.parametrize("mask", MASKS)
 def test_documents_of_sharded_arrays(mask: str, kind: str, rules: str) -> None:
@@ -64,7 +64,7 @@ def test_documents_of_sharded_arrays(mask: str, kind: str, rules: str) -> None:
     compare(attend, (q, array), kind, over, [spec, spec])
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.15)
 @each_mesh
 def test_forgetting_attention(kind: str, rules: str) -> None:
     """The gradient of a key's bias cancels."""

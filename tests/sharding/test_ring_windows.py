@@ -34,7 +34,7 @@ WINDOWS = {
 T = 64
 
 
-@pytest.mark.sampled(0.03)
+@pytest.mark.sampled(0.018)
 @pytest.mark.parametrize(
     ("window", "beside", "kernel", "kind"),
     [
@@ -92,7 +92,7 @@ def sent(mask: Any, T: int, *, grad: bool = False, order: Any = None) -> float:
     return found["collective-permute"][1] / (2 * 4 * B * K * H)
 
 
-@pytest.mark.sampled(0.08)
+@pytest.mark.sampled(0.048)
 def test_windows_send_the_keys_that_they_reach(optimized: None) -> None:
     """Over shards of 1,024 keys. Later keys come from the other direction."""
     T = 1024 * DEVICES

@@ -145,7 +145,7 @@ WITH_FSDP: dict[str, tuple[nn.Module, Any]] = {
 EXAMPLES = RNG.normal(size=(8, 16, 32)).astype(np.float32)
 
 
-@pytest.mark.sampled(0.025)
+@pytest.mark.sampled(0.015)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WITH_FSDP)
 def test_fsdp_matches_one_device(name: str, kind: str) -> None:
@@ -154,7 +154,7 @@ def test_fsdp_matches_one_device(name: str, kind: str) -> None:
     compare_model(model, EXAMPLES, kind, rules, (2, 2, 2), bounds=bounds)
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nnx_layer_matches_one_device(kind: str) -> None:
     layer = flax_mha_nnx.MultiHeadAttention(8, 32, rotary=Rotary(), rngs=nnx.Rngs(0))

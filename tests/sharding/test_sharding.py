@@ -26,7 +26,7 @@ def specs(tree) -> dict[str, P]:
     }
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_values_do_not_depend_on_the_mesh(kind: str) -> None:
     """Values are bitwise equal, and do not depend on the input's sharding either."""
@@ -68,7 +68,7 @@ class Repeated(nn.Module):
         return nn.scan(lambda m, x, _: (m(x), None), length=3, **options)(layer, x, None)[0]
 
 
-@pytest.mark.sampled(0.12)
+@pytest.mark.sampled(0.072)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("transformation", ["scan", "vmap", "remat_scan"])

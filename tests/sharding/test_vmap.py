@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.03)
+@pytest.mark.sampled(0.018)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_mapped_functions_match_a_loop_without_a_mesh(name: str, kind: str) -> None:
@@ -141,7 +141,7 @@ def test_mapped_functions_match_a_loop_without_a_mesh(name: str, kind: str) -> N
     check(*make(), kind, rules)
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.09)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_each_example(kind: str) -> None:
     """The gradients of unmapped parameters that are not on the mesh."""

@@ -54,7 +54,7 @@ def expected(params: Any, x: Any, query_block: int = 1, mask: Any = True) -> np.
     return oracle.project(p["out"], out, contracted=2)
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 @pytest.mark.parametrize("fields", [{}, {"query_block": 2}, {"query_block": 8}])
 def test_chosen_blocks_match_formula(kernel: str, fields: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ def test_chosen_blocks_match_formula(kernel: str, fields: dict[str, Any]) -> Non
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X, **fields)) < 5e-6
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("fields", [{}, {"query_block": 8}])
 def test_choices_use_only_visible_keys(fields: dict[str, Any]) -> None:
     """Block means cover visible keys only, and blocks without any are never chosen."""
@@ -78,7 +78,7 @@ def test_choices_use_only_visible_keys(fields: dict[str, Any]) -> None:
     assert error(found, expected(params["params"], X, **fields, mask=table)) < 5e-6
 
 
-@pytest.mark.sampled(0.16)
+@pytest.mark.sampled(0.096)
 @pytest.mark.parametrize("fields", [{}, {"query_block": 8}, {"decode": True}], ids=str)
 def test_document_does_not_affect_others(fields: dict[str, Any]) -> None:
     """A change of one document leaves the other documents unchanged."""

@@ -47,7 +47,7 @@ def layer(name: str, **fields: Any) -> Any:
     return cls(N, **{"head_dim": H} | FIELDS[name] | fields)
 
 
-@pytest.mark.sampled(0.07)
+@pytest.mark.sampled(0.042)
 @pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (3, 1, 6)], ids=str)
 @pytest.mark.parametrize(("name", "fields", "key", "value", "bound"), CACHES)
 def test_steps_match_the_full_forward(
@@ -61,7 +61,7 @@ def test_steps_match_the_full_forward(
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < bound
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
 @pytest.mark.parametrize("name", FIELDS)
@@ -71,7 +71,7 @@ def test_meshes_match_one_device(name: str, rules: Any, kind: str) -> None:
     check_on_mesh(layer(name, **heads), x, kind, rules, decodes=name not in list(FIELDS)[:2])
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("name", FIELDS)
 def test_tokens_of_other_documents_and_later_tokens_change_nothing(

@@ -38,7 +38,7 @@ def expected(params: Any, x: Any, **call: Any) -> np.ndarray:
     return oracle.multi_head(p, x, bias=gate_sums(p, x), allowed=causal, **call)[0]
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_forgetting_attention_matches_formula(kernel: str) -> None:
     module = layer(kernel=kernel)
@@ -46,13 +46,13 @@ def test_forgetting_attention_matches_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_gate_gradients_match_differences() -> None:
     groups = ("forget_gate",), ("forget_bias",), ("query", "key", "value", "out")
     check_gradients(layer(kernel="blockwise"), X, expected, *groups)
 
 
-@pytest.mark.sampled(0.16)
+@pytest.mark.sampled(0.096)
 @pytest.mark.parametrize("window", [False, True])
 def test_bfloat16_cache_keeps_gates_exact(window: bool) -> None:
     """Only keys and values are rounded, however large the sums of the gates are."""
@@ -78,7 +78,7 @@ def test_bfloat16_cache_keeps_gates_exact(window: bool) -> None:
     np.testing.assert_allclose(parts, c, rtol=3e-7)
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.sampled(0.2)
 def test_far_gates_keep_their_digits() -> None:
     """The last tokens of a text, given with it, and step by step, are as these tokens alone.
 

@@ -35,7 +35,7 @@ def expected(params: Any, x: Any) -> np.ndarray:
     return oracle.project(p["out"], out, contracted=2)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_talking_heads_match_formula(kernel: str) -> None:
     module = layer(kernel=kernel, mask=masks.Causal())
@@ -43,13 +43,13 @@ def test_talking_heads_match_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
-@pytest.mark.sampled(0.13)
+@pytest.mark.sampled(0.08)
 def test_mix_gradients_match_differences() -> None:
     groups = ("mix_scores",), ("mix_weights",), ("query", "key", "value", "out")
     check_gradients(layer(kernel="blockwise", mask=masks.Causal()), X, expected, *groups)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("across", [False, True])
 def test_initial_layer_equals_multi_head_attention(across: bool) -> None:
     """With norms, gates, rotary, sinks, lengths and head_mask. In cross-attention too."""
