@@ -1,7 +1,6 @@
 """Conversion of Hugging Face models and other libraries' layers to Flax modules, and back.
 
 >>> model, variables = interop.load("path/to/Qwen3-0.6B")
->>> model, variables = interop.load("Llama-3.2-1B-Instruct-Q8_0.gguf")
 >>> interop.save("path/to/Qwen3-0.6B", variables, "path/to/mine")  # with its tokenizer
 >>> module, variables = interop.from_torch(layer.state_dict(), num_heads=8)
 >>> module, variables = interop.from_layer(arrays, num_heads=8)  # from Keras, Haiku, timm …
