@@ -24,8 +24,9 @@ NO_POSITION = 2**30
 _FEW = 64
 # The numbers that a TPU's vectors have along the last axis.
 _LANES = 128
-# A TPU's program writes this many blocks, or fewer, without a loop.
-_UNROLLED = 32
+# A TPU's program writes so many tokens without a loop, counted for each block that is written. More
+# take long to compile.
+_UNROLLED = 96
 # The dtypes of 8 bits, whose slots have scales, and the number that a token's largest is scaled to.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 EIGHT_BITS = tuple(_LARGEST)
@@ -197,7 +198,7 @@ def _write_blocks(
         return lax.dynamic_update_slice(rows, block, place)
 
     # A loop has a dozen small kernels a turn, and around it a TPU7x copies all slots.
-    unroll = not symbols.is_symbolic(R) and turns * R <= _UNROLLED
+    unroll = not symbols.is_symbolic(R) and turns * R * T <= _UNROLLED
     written = lax.fori_loop(0, turns * R, write_block, rows, unroll=unroll)
     return written.reshape(slots.shape)
 
