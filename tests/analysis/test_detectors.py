@@ -259,7 +259,6 @@ def test_a_model_on_a_mesh_has_the_scores_of_one_device() -> None:
     values = random_variables(model, TOKENS)
     want = detect(model, values, TOKENS)
     for kind in KINDS:
-        _, leave = on(kind)
-        found = detect(model, values, TOKENS)
-        leave()
+        with on(kind):
+            found = detect(model, values, TOKENS)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, want)

@@ -20,6 +20,7 @@ from flax_mha.masks import Window
 from flax_mha.models import Decoder
 from flax_mha.positions import Rotary
 from tests.cache.test_cache import KEY, RNG, close
+from tests.support.meshes import on
 from tests.support.oracle import random_like
 from tests.support.platforms import pretend
 
@@ -167,9 +168,7 @@ def test_step_copies_no_cache_on_gpus(optimized: None, name: str) -> None:
 def test_sharded_step_sends_only_sum_over_heads() -> None:
     layer = MultiHeadAttention(4, decode=True)
     x = jnp.ones((2, 128, 16))
-    types = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+    with on("Explicit") as mesh:
         variables = sharding.init(layer, KEY, x)
         assert tuple(variables["cache"]["kv"].key.sharding.spec)[:2] == ("data", "model")
         token = jax.device_put(x[:, :1], NamedSharding(mesh, P("data")))

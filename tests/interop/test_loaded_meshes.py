@@ -56,14 +56,11 @@ def test_load_run_and_save_on_mesh(name: str, kind: str, tmp_path: Path) -> None
     interop.save(config, random_like(shapes), tmp_path / "theirs")
     module, variables = interop.load(tmp_path / "theirs")
     expected, written = results(module, variables)
-    mesh, leave = on(kind, rules)
-    try:
+    with on(kind, rules) as mesh:
         places = sharding.of(module.init, jax.random.key(0), *family.example)
         _, spread = interop.load(tmp_path / "theirs", shardings=places)
         actual, tokens = jax.device_get(results(module, spread))
         interop.save(config, spread, tmp_path / "ours")
-    finally:
-        leave()
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(spread))
     assert held < sum(x.nbytes for x in jax.tree.leaves(variables)) / (mesh.size / 2)
     assert error(actual, expected) < FORWARD

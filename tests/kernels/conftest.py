@@ -42,6 +42,7 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def tokens_on_devices() -> Iterator[None]:
     """Shard tokens over a mesh of two devices."""
     rules = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
+    # Not by `tests.support.meshes`: its arrays would start JAX before the session is set up.
     mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield

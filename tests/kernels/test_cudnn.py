@@ -3,14 +3,12 @@
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
-from flax_mha import KVCache, dot_product_attention, sharding
+from flax_mha import KVCache, dot_product_attention
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import (
     Causal,
@@ -28,6 +26,7 @@ from tests.kernels.cases import pairs
 from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays, check, table
 from tests.support import oracle
+from tests.support.meshes import KINDS, on
 
 T, S = 40, 64
 MASKS: dict[str, Mask | None] = {
@@ -145,7 +144,7 @@ IDS = jnp.asarray(np.repeat(np.arange(5), [13, 1, 20, 4, 2])[None].repeat(B, 0))
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("mask", "bias"),
     [
@@ -158,7 +157,7 @@ IDS = jnp.asarray(np.repeat(np.arange(5), [13, 1, 20, 4, 2])[None].repeat(B, 0))
     ids=["plain", "bias", "lengths", "packed"],
 )
 def test_cudnn_on_mesh_matches_one_device(
-    nvidia, mask: Mask | None, bias: tuple[int, ...] | None, kind: AxisType
+    nvidia, mask: Mask | None, bias: tuple[int, ...] | None, kind: str
 ) -> None:
     """Rows over one axis, heads over another."""
     qkv, rng = arrays(T, T, 4, "bfloat16")[:3], np.random.default_rng(4)
@@ -173,8 +172,7 @@ def test_cudnn_on_mesh_matches_one_device(
         return jax.value_and_grad(loss, 0 if bias is None else (0, 1))(qkv, bias)
 
     expected = jax.jit(both)(qkv, bias)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+    with on(kind, shape=(2, 2)):
         got = jax.jit(lambda *args: both(*args))(qkv, bias)
     jax.tree.map(close, got, expected)
 

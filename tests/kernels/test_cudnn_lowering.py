@@ -2,19 +2,18 @@
 
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention, explain, sharding
+from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Lengths, Prefix, Window
 from tests.kernels.half_precision import run
 from tests.kernels.oracle_check import B, N, arrays, check, table
+from tests.support.meshes import on
 
 T, S = 128, 192
 LENGTHS = Lengths(jnp.array([150, 0]), jnp.array([128, 50]))
@@ -74,8 +73,7 @@ def test_lse_gradient_takes_a_second_backward_call(hopper) -> None:
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_each_device_of_mesh_calls_cudnn(hopper) -> None:
     *qkv, _ = arrays(T, S, 2, "bfloat16")
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+    with on("Auto", shape=(2, 2)):
         text = lowered(lambda *x: run(*x, mask=Causal())[0], *qkv)
     (call,) = re.findall(r"__cudnn\$fmhaSoftmax.*", text)
     assert f"tensor<{B // 2}x{T}x{N // 2}x" in call

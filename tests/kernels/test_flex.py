@@ -3,14 +3,12 @@
 import contextlib
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention, sharding
+from flax_mha import dot_product_attention
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import bind_call
 from flax_mha.kernels.chips import tpus as blocks
@@ -21,6 +19,7 @@ from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 from tests.kernels.problems import SINKS
 from tests.support import oracle
+from tests.support.meshes import on
 
 B, T, S, N, K, H = 2, 130, 200, 4, 2, 8
 RNG = np.random.default_rng(3)
@@ -129,11 +128,8 @@ def test_gradients_of_learned_arrays_match_reference(
     call, names = CALLS[name]
     args = call, arrays(), learned(*names)
     wanted = pulled("reference", *args)
-    mesh = contextlib.nullcontext()
-    if setting == "mesh":
-        kind = AxisType.Explicit if name == "user_score" else AxisType.Auto
-        mesh = jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2))
-    with mesh, nn.logical_axis_rules(sharding.RULES):
+    kind = "Explicit" if name == "user_score" else "Auto"
+    with on(kind, shape=(2, 2)) if setting == "mesh" else contextlib.nullcontext():
         found = pulled(kernel, *args)
     close(found, wanted)
     if name == "everything":

@@ -4,12 +4,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from flax_mha import KVCache, MultiHeadAttention, dot_product_attention
 from flax_mha.masks import Causal, Lengths, PerHead, Window, as_mask
@@ -17,6 +15,7 @@ from tests.kernels.cases import KERNELS, pairs
 from tests.kernels.test_ring import RULES
 from tests.support import oracle
 from tests.support.arrays import ones
+from tests.support.meshes import on
 from tests.support.oracle import error
 from tests.support.programs import count_equations
 
@@ -112,8 +111,7 @@ def test_zeros_and_ones_are_bools_and_other_numbers_give_nan(
 @pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("kernel", ["ring:blockwise", "ring:reference", "ulysses", "all_gather"])
 def test_additive_masks_give_nan_on_meshes(kernel: str) -> None:
-    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+    with on("Auto", RULES, (1, 2)):
         run = jax.jit(lambda m, *x: both(kernel, *x, as_mask(m) & Causal()))
         out, *grads = map(np.asarray, run(additive(), *arrays(kernel)))
     assert np.isnan(out[:, :-1]).all()

@@ -4,20 +4,20 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention, explain, sharding
+from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.flex import tpu as machine
 from flax_mha.masks import Causal, Dense, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, Bias, Score, SoftCap
 from tests.repository.test_kernel_table import traced
 from tests.support.arrays import zeros
+from tests.support.meshes import on
 
 B, T, S, N, H = 2, 280, 300, 4, 8
 # The fixture that stands in for each kernel's platform, and a dtype that the kernel takes.
@@ -182,8 +182,7 @@ def test_meshes_need_rules_and_several_devices_a_mesh(
     refused = explain(*half(), mask=Causal()).refused.get(kernel, "")
     words = "between the 8 devices by itself; wrap in `with jax.set"
     assert (words in refused) == (kernel != "cudnn")
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh):
+    with on("Auto", ()):
         assert "no rule uses" in explain(*half(heads=2), mask=Causal()).refused[kernel]
 
 
@@ -203,8 +202,7 @@ def test_kernels_refuse_other_platforms(monkeypatch, kernel: str, platform: str,
 )
 def test_splash_refuses_masks_that_differ_between_devices(tpu, mask) -> None:
     """A device has one row and one head, with the same mask as far as it sees."""
-    mesh = jax.make_mesh((B, N), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+    with on("Auto", shape=(B, N)):
         refused = explain(*half(), mask=mask).refused["splash"]
         assert "takes one mask for all rows and heads" in refused
         assert "splash" not in explain(*half(), mask=Causal()).refused

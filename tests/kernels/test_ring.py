@@ -5,17 +5,16 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, sharding
 from flax_mha.masks import Causal, Lengths, Segments
 from flax_mha.scores import Score
 from tests.support import oracle
+from tests.support.meshes import on
 
 RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
 # The module and name of each kernel's forward function.
@@ -55,8 +54,7 @@ def passes(
         found = dot_product_attention(q, k, v, kernel=f"ring:{kernel}", **traced, **call)
         return sum(jnp.sum(jnp.sin(x), dtype=jnp.float32) for x in jax.tree.leaves(found))
 
-    mesh = jax.make_mesh((1, n), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES), monkeypatch.context() as patch:
+    with on("Auto", RULES, (1, n)), monkeypatch.context() as patch:
         for i, (module, name) in enumerate(places):
             patch.setattr(module, name, counting(i, getattr(module, name)))
         dtype = jnp.bfloat16 if kernel == "cudnn" else jnp.float32
@@ -113,8 +111,7 @@ def test_ring_leaves_no_auto_axes() -> None:
         return s
 
     x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
-    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+    with on("Auto", RULES, (1, 8)):
         jax.eval_shape(
             lambda q: dot_product_attention(q, q, q, scores=(Score(score),), kernel="ring"), x
         )
@@ -141,8 +138,7 @@ def test_gradients_are_summed_in_float32(strategy: str, dtype: str) -> None:
         pairs = zip(pull(q, k, v), (exact.q, exact.k, exact.v), strict=True)
         return [oracle.error(*pair) for pair in pairs]
 
-    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     alone = errors("blockwise")
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+    with on("Auto", RULES, (1, 8)):
         over = errors(f"{strategy}:blockwise")
     assert max(a / b for a, b in zip(over, alone, strict=True)) < 1.5, (over, alone)

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
-from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, positions, sharding
+from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, positions
 from flax_mha.kernels.flex.tpu import rotated
 from flax_mha.masks import Causal, Window
 from flax_mha.scores import Alibi
 from tests.kernels.contract import WAYS
+from tests.support.meshes import on
 from tests.support.oracle import random_like
 from tests.support.platforms import pretend
 
@@ -77,17 +77,12 @@ def close(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
         np.testing.assert_allclose(a, b, atol=tolerance * np.nanmax(np.abs(b)))
 
 
-def later(rotation: Any) -> Any:
-    """Return a rotation that is left to the kernel."""
-    return rotation.turn
-
-
 @pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernel_rotates_as_the_layer(rotates: list[bool], name: str, dtype: str) -> None:
     rotation, x = ROTATIONS[name], arrays(dtype)
-    found = pulled(later(rotation), x, mask=Causal() & Window(90))
+    found = pulled(rotation.turn, x, mask=Causal() & Window(90))
     assert rotates == [True, True]
     expected = pulled(rotation, x, mask=Causal() & Window(90))
     close(found, expected, 1e-4 if dtype == "float32" else 2e-2)
@@ -105,8 +100,8 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "remat": (ORDER, {"mask": Causal(), "way": "remat"}),
     "scan": (ORDER, {"mask": Causal(), "way": "scan"}),
     # Tables of positions of each row are sharded as the rows.
-    "mesh": ((SHUFFLED, SHUFFLED), {"mask": Causal(), "kind": AxisType.Auto}),
-    "explicit mesh": ((SHUFFLED, SHUFFLED), {"mask": Causal(), "kind": AxisType.Explicit}),
+    "mesh": ((SHUFFLED, SHUFFLED), {"mask": Causal(), "kind": "Auto"}),
+    "explicit mesh": ((SHUFFLED, SHUFFLED), {"mask": Causal(), "kind": "Explicit"}),
     # Queries and keys are rotated before the kernel.
     "learned scores": (ORDER, {"scores": (Alibi(jnp.ones(N)),), "rotates": False}),
 }  # fmt: skip
@@ -121,11 +116,8 @@ def test_calls_rotate_in_the_kernel(rotates: list[bool], name: str) -> None:
     x = arrays(S=len(places[1]) if places[1].ndim == 1 else T)
     expected = pulled(ROTATIONS["whole"], x, places, **call)
     rotates.clear()
-    mesh = contextlib.nullcontext()
-    if kind:
-        mesh = jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2))
-    with mesh, nn.logical_axis_rules(sharding.RULES):
-        found = pulled(later(ROTATIONS["whole"]), x, places, **call)
+    with on(kind, shape=(2, 2)) if kind else contextlib.nullcontext():
+        found = pulled(ROTATIONS["whole"].turn, x, places, **call)
     assert set(rotates) == {expects}
     assert len(rotates) > expects  # The backward pass rotates as well.
     close(found, expected)
@@ -144,7 +136,7 @@ def test_other_kernels_are_given_rotated_arrays(tpu: None) -> None:
         return [
             [attend(turn, "reference"), attend(turn, "splash"),
              attend(turn, "flex", return_weights=True)]
-            for turn in (later(ROTATIONS["whole"]), ROTATIONS["whole"])
+            for turn in (ROTATIONS["whole"].turn, ROTATIONS["whole"])
         ]  # fmt: skip
 
     found, expected = run(q, k, v)

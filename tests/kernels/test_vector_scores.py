@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,8 +204,7 @@ def test_vector_scores_on_meshes_match_formula(way: str, kind: str) -> None:
     args, cotangents = problem(kind, T, T)
     want = expected(kind, args, cotangents, i, i, allowed=i <= i[:, None])
     rules, kernel = WAYS[way]
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    with meshes.on("Auto", rules):
         close(actual(kind, args, cotangents, mask=masks.Causal(), kernel=kernel), want)
 
 

@@ -124,13 +124,10 @@ def test_edits_on_a_mesh_have_the_values_and_gradients_of_one_device(kind: str) 
         return jnp.sum(jnp.sin(model.apply({**values, "edits": changed}, x)))
 
     want = jax.jit(jax.value_and_grad(loss))(stored["edits"], x)
-    mesh, leave = on(kind)
-    try:
+    with on(kind) as mesh:
         placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
         values = jax.device_put(values, sharding.of(model.init, jax.random.key(0), x))
         got = jax.jit(jax.value_and_grad(loss))(stored["edits"], placed)
-    finally:
-        leave()
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
 

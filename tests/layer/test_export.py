@@ -275,12 +275,9 @@ def test_program_of_explicit_mesh_runs_on_a_mesh_of_another_shape() -> None:
     pytest.importorskip("flatbuffers")
     params = random_like(jax.eval_shape(LAYER.init, KEY, X))
     x = normal(8, 6, D)
-    mesh, leave = on("Explicit", shape=(4, 2))
-    try:
+    with on("Explicit", shape=(4, 2)) as mesh:
         placed = jax.device_put(x, NamedSharding(mesh, P("data")))
         data = export.export(jax.jit(lambda x: LAYER.apply(params, x)))(placed).serialize()
-    finally:
-        leave()
     other = NamedSharding(jax.make_mesh((8,), ("rows",), (AxisType.Auto,)), P("rows"))
     out = jax.jit(export.deserialize(data).call)(jax.device_put(x, other))
     assert error(out, LAYER.apply(params, x)) < 1e-5

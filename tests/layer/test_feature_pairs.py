@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, masks, sharding
+from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, masks
 from flax_mha.positions import Rotary
 from tests.kernels.cases import covering
 from tests.positions.test_rope_scaling import theta
@@ -22,6 +22,7 @@ from tests.support import layer_model, oracle
 from tests.support.decoding import cache_of
 from tests.support.layer_model import Model
 from tests.support.layer_parts import BASE, PARTS, H, N, T, angles
+from tests.support.meshes import on
 from tests.support.oracle import float64, random_like
 
 D = 16
@@ -142,9 +143,7 @@ def trained(
     if pair.mode == "whole":
         (_, out), gradient = both(params, X)
     else:
-        kinds = (getattr(jax.sharding.AxisType, pair.mode),) * 2
-        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
-        with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        with on(pair.mode):
             (_, out), gradient = both(params, X)
     leaves = [float64(x) for x in jax.tree.leaves(gradient)]
     slope = sum((g * float64(d)).sum() for g, d in zip(leaves, jax.tree.leaves(along), strict=True))

@@ -116,11 +116,8 @@ def test_muon_dimensions_of_nnx_layer() -> None:
 def test_muon_of_sharded_heads_needs_no_collectives(optimized: None, kind: str) -> None:
     layer = MultiHeadAttention(8, num_kv_heads=8)
     optimizer = muon(1.0, muon_weight_dimension_numbers=muon_dimensions)
-    _, leave = on(kind, shape=(1, 8))
-    try:
+    with on(kind, shape=(1, 8)):
         params = described(layer, X)["params"]
         state = jax.eval_shape(optimizer.init, params)
         update = jax.jit(optimizer.update).lower(params, state, params).compile()
-    finally:
-        leave()
     assert collectives(update.as_text()) == []

@@ -150,15 +150,12 @@ def test_additive_masks_are_refused_or_give_nan() -> None:
 def test_numeric_masks_on_meshes(kind: str) -> None:
     """Sharded over rows and queries, concrete and traced. Invalid numbers are detected too."""
     expected = attend(jnp.asarray(BOOLS))
-    mesh, leave = on(kind)
-    try:
+    with on(kind) as mesh:
         put = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (Q, K, V, TABLE, INVALID)]
         q, k, v, table, invalid = put
         run = jax.jit(lambda q, k, v, m: dot_product_attention(q, k, v, mask=m))
         traced, wrong = jax.device_get((run(q, k, v, table), run(q, k, v, invalid)))
         known = jax.device_get(jax.jit(lambda q, k, v: run(q, k, v, TABLE))(q, k, v))
-    finally:
-        leave()
     assert error(traced, expected) < 2e-6
     assert error(known, expected) < 2e-6
     np.testing.assert_array_equal(np.isnan(wrong).all((2, 3)), WRONG)

@@ -77,13 +77,10 @@ def test_sharded_experts_match_one_device(experts: str, name: str, kind: str, me
     """With clipped features, or groups of experts with a choice bias and a shared MLP."""
     module = KINDS_OF[experts]
     params, wanted = on_one_device(module, method)
-    mesh, leave = on(kind, RULES[name])
-    try:
+    with on(kind, RULES[name]) as mesh:
         places = sharding.of(module.init, KEY, X)
         x = jax.device_put(X, NamedSharding(mesh, P("data" if name != "both" else None)))
         got = jax.device_get(run(module, jax.device_put(params, places), x))
-    finally:
-        leave()
     if name in ("experts divided", "both", "some rules") or name.startswith("over "):
         assert places["params"]["gate_kernel"].spec[0] is not None
     assert error(got[1], wanted[1]) < FORWARD
@@ -92,14 +89,11 @@ def test_sharded_experts_match_one_device(experts: str, name: str, kind: str, me
 
 
 def test_two_shardings_over_one_axis_raise() -> None:
-    _, leave = on("Auto", changed(experts="model"))
-    try:
-        with pytest.raises(
-            ValueError, match="'experts' is to be sharded over 'model', which another"
-        ):
-            sharding.init(PLAIN, KEY, X)
-    finally:
-        leave()
+    with (
+        on("Auto", changed(experts="model")),
+        pytest.raises(ValueError, match="'experts' is to be sharded over 'model', which another"),
+    ):
+        sharding.init(PLAIN, KEY, X)
 
 
 @pytest.mark.sampled(0.08)
@@ -108,8 +102,7 @@ def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     n, (rows, features), top_k = 8, (128, 64), 2
     module = Experts(96, n, top_k)
     x = jnp.zeros((n, rows, features))
-    mesh, leave = on("Auto", changed(experts="data", mlp=None), (n, 1))
-    try:
+    with on("Auto", changed(experts="data", mlp=None), (n, 1)) as mesh:
         params = described(module, x)
         x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data")))
         places = jax.tree.map(lambda a: a.sharding, (params, x))
@@ -118,8 +111,6 @@ def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
             jax.jit(lambda *args: run(module, *args)[0], out_shardings=places)
             .lower(params, x).compile(),
         ]  # fmt: skip
-    finally:
-        leave()
     forward, both = (total(read(program.as_text(), n)) for program in programs)
     tokens, choices, parts = 4 * n * rows * features, 4 * n * rows * top_k, n
     assert forward == {
@@ -139,15 +130,12 @@ def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
 def test_gradients_of_experts_are_reduce_scattered(optimized: None, kind: str) -> None:
     """Under FSDP. Each device's gradients of kernels are summed into the part that it keeps."""
     module, x = Experts(96, 4, 2), jnp.zeros((8, 16, 64))
-    mesh, leave = on(kind, changed(embed="data", mlp=None), (8, 1))
-    try:
+    with on(kind, changed(embed="data", mlp=None), (8, 1)) as mesh:
         params = described(module, x)
         x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data")))
         places = jax.tree.map(lambda a: a.sharding, params)
         gradient = jax.jit(lambda *args: run(module, *args)[0][0], out_shardings=places)
         found = total(read(gradient.lower(params, x).compile().as_text(), 8))
-    finally:
-        leave()
     kernels = 4 * 3 * 4 * 64 * 96
     assert found["reduce-scatter"][1] >= kernels // 8
     assert found.get("all-reduce", (0, 0))[1] < kernels // 8
@@ -157,10 +145,7 @@ def test_gradients_of_experts_are_reduce_scattered(optimized: None, kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_balance_loss_counts_the_tokens_of_all_devices(kind: str) -> None:
     params = parameters(CLIPPED)
-    mesh, leave = on(kind, changed(experts="data", length="model", mlp=None, heads=None))
-    try:
+    with on(kind, changed(experts="data", length="model", mlp=None, heads=None)) as mesh:
         placed = jax.device_put(params, sharding.of(CLIPPED.init, KEY, X))
         x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
         check_balance(CLIPPED, placed, x, params["params"]["router"])
-    finally:
-        leave()

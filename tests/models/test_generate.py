@@ -212,13 +212,10 @@ def test_sharded_logits_are_gathered_before_a_search(
     """And the result is sharded as they are."""
     x = np.random.default_rng(0).integers(-4, 4, (4, 64)).astype(np.float32)
     wanted = limit(x)
-    mesh, leave = on(kind)
-    try:
+    with on(kind) as mesh:
         logits = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
         compiled = jax.jit(limit).lower(logits).compile()
         found = compiled(logits)
-    finally:
-        leave()
     np.testing.assert_array_equal(found, wanted)
     assert found.sharding == logits.sharding
     # XLA:CPU gathers the rows of a `top_k` too.

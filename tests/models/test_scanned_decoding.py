@@ -81,8 +81,5 @@ def test_scan_decodes_as_a_loop(name: str) -> None:
 def test_scan_decodes_on_a_mesh(name: str, slots: bool, kind: str) -> None:
     """Heads are sharded, or the slots, which rings leave alone."""
     rules = (("cache_length", "model"), ("batch", "data")) if slots else sharding.RULES
-    _, leave = on(kind, rules, shape=(2, 2))
-    try:
+    with on(kind, rules, shape=(2, 2)):
         check(LAYERS[name])
-    finally:
-        leave()

@@ -200,12 +200,9 @@ def test_rotations_on_meshes(kind: str, shape: tuple[int, int], H: int) -> None:
         return sum(jnp.sum(jnp.sin(3 * y)) for y in out), out
 
     wanted = jax.jit(jax.grad(loss, has_aux=True))(x)
-    mesh, leave = on(kind, (), shape)
-    try:
+    with on(kind, (), shape) as mesh:
         placed = [jax.device_put(x, NamedSharding(mesh, spec)) for spec in SPECS]
         got = jax.jit(lambda xs: [jax.grad(loss, has_aux=True)(x) for x in xs])(placed)
         for one in jax.device_get(got):
             for a, b in zip(*map(jax.tree.leaves, (one, wanted)), strict=True):
                 assert oracle.error(a, b) < 1e-5
-    finally:
-        leave()

@@ -81,12 +81,9 @@ def test_sharded_slots_match_one_device(name: str, rules: str, kind: str, calls:
     variables = {"params": params, "cache": cache_of(layer, x)}
     args = x, pieces, lengths
     expected, _ = decode(layer, variables, *args)
-    _, leave = on(kind, *RULES[rules])
-    try:
+    with on(kind, *RULES[rules]):
         placed = jax.device_put(variables, sharding.of(layer.init, KEY, x))
         actual, held = decode(layer, placed, *args)
-    finally:
-        leave()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), actual, expected)
     slots = 7 if name == "ring buffer" else sum(pieces) // SHARDS[rules]
     assert held["kv"].key.addressable_shards[0].data.shape[-2] == slots
@@ -111,12 +108,9 @@ def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     # Latents have a 1 for the bias of the values.
     N, width = 8, {"latent": 7}.get(name, H)
     for slots in (16, 64):
-        _, leave = on("Auto", *RULES["own axis"])
-        try:
+        with on("Auto", *RULES["own axis"]):
             found = sent_by_a_step(layer, slots)
             key = described(layer, zeros((B, slots, X.shape[-1])))["cache"]["kv"].key
-        finally:
-            leave()
         heads = 2 if name == "grouped" else 1
         # Two of four devices' rows and slots, and of two devices' heads.
         assert key.sharding.shard_shape(key.shape) == (B // 2, heads, slots // 2, key.shape[-1])
@@ -141,11 +135,8 @@ def test_step_sends_the_merged_output_alone(optimized, name: str) -> None:
     ids=lambda layer: type(layer).__name__,
 )
 def test_steps_send_bytes_independent_of_cache_size(optimized: None, layer: nn.Module) -> None:
-    _, leave = on("Auto", shape=(1, 8))
-    try:
+    with on("Auto", shape=(1, 8)):
         few, many = ([one.bytes for one in sent_by_a_step(layer, slots)] for slots in (16, 64))
-    finally:
-        leave()
     assert few == many
 
 
@@ -172,10 +163,7 @@ def test_operations_on_sharded_slots_match_one_device(kind: str) -> None:
     empty = cache.KVCache.empty((4,), 16, 2, 8)
     expected = jax.jit(run)(empty)
     assert jnp.isnan(expected[3]).any()
-    mesh, leave = on(kind, *RULES["own axis"])
-    try:
+    with on(kind, *RULES["own axis"]) as mesh:
         placed = jax.device_put(empty, NamedSharding(mesh, PartitionSpec()))
         actual = jax.device_get(jax.jit(run)(placed))
-    finally:
-        leave()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)

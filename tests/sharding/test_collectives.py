@@ -48,13 +48,10 @@ def test_sharded_heads_need_one_all_reduce(optimized: None, K: int, kernel: str,
     def loss(params, x):
         return jnp.sum(jnp.sin(layer.apply(params, x)))
 
-    _, leave = on(kind, rules, shape)
-    try:
+    with on(kind, rules, shape):
         params = described(layer, X)
         forward = jax.jit(layer.apply).lower(params, X).compile().as_text()
         both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
-    finally:
-        leave()
     BTD, D, T = 4 * X.size, X.shape[-1], X.shape[1]
     assert collectives(forward) == [("all-reduce", BTD)]
     found = read(both, devices=8)
@@ -77,8 +74,7 @@ def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
     """
     d, m, f = 2, 2, 2
     layer = MultiHeadAttention(8, use_bias=False)
-    mesh, leave = on(kind, FSDP, (d, m, f))
-    try:
+    with on(kind, FSDP, (d, m, f)) as mesh:
         x = jax.ShapeDtypeStruct((8, 16, 32), jnp.float32)
         params = described(layer, x)
         places = jax.tree.map(lambda x: x.sharding, params)
@@ -89,8 +85,6 @@ def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
         x = x.update(sharding=NamedSharding(mesh, P(ROWS)))
         gradient = jax.jit(jax.grad(loss), out_shardings=places)
         text = gradient.lower(params, x).compile().as_text()
-    finally:
-        leave()
     kernels = 4 * sum(math.prod(w.shape) for w in jax.tree.leaves(params))
     of_output = 4 * math.prod(params["params"]["out"]["kernel"].shape)
     sent: Counter[str] = Counter()
@@ -112,11 +106,8 @@ def test_loss_over_sharded_vocabulary_gathers_no_logits(optimized) -> None:
         logits = sharding.constrain(logits, ("batch", "length", "vocab"))
         return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 64)).mean()
 
-    _, leave = on("Auto", shape=(1, 8))
-    try:
+    with on("Auto", shape=(1, 8)):
         text = jax.jit(jax.grad(loss)).lower(logits).compile().as_text()
-    finally:
-        leave()
     found = collectives(text)
     assert {kind for kind, _ in found} == {"all-reduce"}
     assert sum(size for _, size in found) <= 4 * 3 * B * 6
@@ -134,16 +125,13 @@ def program(
     def backward(q, k, v, dout):
         return jax.vjp(attend, q, k, v)[1](dout)
 
-    mesh, leave = on(kind, rules, shape=(2, 4))
-    try:
+    with on(kind, rules, shape=(2, 4)) as mesh:
         placed = NamedSharding(
             mesh, P(None, ("data", "model")) if rules is BOTH else P("data", "model")
         )
         q, k = (jax.ShapeDtypeStruct((B, T, n, 8), dtype, sharding=placed) for n in (N, K))
         fn, args = (backward, (q, k, k, q)) if grad else (attend, (q, k, k))
         text = jax.jit(fn, out_shardings=placed).lower(*args).compile().as_text()
-    finally:
-        leave()
     return collectives(text)
 
 

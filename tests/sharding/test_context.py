@@ -125,19 +125,16 @@ def test_a_causal_ring_of_four_matches_one_device() -> None:
 def test_explicit_output_is_sharded_like_queries(way: str) -> None:
     """The ids of a mask are sharded like their tokens."""
     rules, over = TWO if way == "usp" else ONE
-    mesh, leave = on("Explicit", rules)
+    with on("Explicit", rules) as mesh:
 
-    def attend(q: jax.Array, ids: jax.Array) -> jax.Array:
-        return dot_product_attention(q, q, q, mask=masks.Segments(ids), kernel=way)
+        def attend(q: jax.Array, ids: jax.Array) -> jax.Array:
+            return dot_product_attention(q, q, q, mask=masks.Segments(ids), kernel=way)
 
-    try:
         q, ids = (
             jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*over[: len(shape)])))
             for shape, dtype in (((B, T, N, H), jnp.float32), ((B, T), jnp.int32))
         )
         out = jax.eval_shape(attend, q, ids)
-    finally:
-        leave()
     assert out.sharding.spec == P(*over, *(None,) * (4 - len(over)))
 
 
@@ -149,9 +146,8 @@ def test_auto_takes_the_best_strategy(kind: str) -> None:
         q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=at) for n in (N, K))
         return explain(q, k, k, **more).strategy
 
-    mesh, leave = on(kind, FOUR)
-    at = NamedSharding(mesh, P(None, "model", "data") if kind == "Explicit" else P())
-    try:
+    with on(kind, FOUR) as mesh:
+        at = NamedSharding(mesh, P(None, "model", "data") if kind == "Explicit" else P())
         assert way(8, 8) == "ulysses"
         assert way(8, 4) == "ring"
         assert way(8, 2) == "all_gather"
@@ -161,8 +157,6 @@ def test_auto_takes_the_best_strategy(kind: str) -> None:
         table = [line.split() for line in str(explain(q, q, q, kernel="ring")).splitlines()]
         assert ["ring", "chosen"] in table
         assert ["reference", "chosen"] in table
-    finally:
-        leave()
     q = jax.ShapeDtypeStruct((B, T, N, H), jnp.float32)
     assert explain(q, q, q).strategy is None
     assert "ring" not in str(explain(q, q, q))
@@ -192,19 +186,16 @@ def test_auto_shards_heads_over_the_last_axes_that_fit(kind: str) -> None:
 def test_ring_memory_is_proportional_to_a_block() -> None:
     """T = 65,536 over 8 devices needs a few times a device's q, k, v and out."""
     T, N, H = 65536, 2, 64
-    mesh, leave = on("Auto", EIGHT, shape=(1, 8))
+    with on("Auto", EIGHT, shape=(1, 8)) as mesh:
 
-    def loss(q, k, v):
-        out = dot_product_attention(q, k, v, mask=masks.Causal(), kernel="ring:blockwise")
-        return jnp.sum(jnp.sin(out))
+        def loss(q, k, v):
+            out = dot_product_attention(q, k, v, mask=masks.Causal(), kernel="ring:blockwise")
+            return jnp.sum(jnp.sin(out))
 
-    try:
         x = jax.ShapeDtypeStruct(
             (1, T, N, H), jnp.float32, sharding=NamedSharding(mesh, P(None, "model"))
         )
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
-    finally:
-        leave()
     block = 4 * T // 8 * N * H
     assert compiled.memory_analysis().temp_size_in_bytes < 30 * block
 

@@ -12,7 +12,7 @@ import pytest
 
 from flax_mha import MultiHeadAttention, analysis, masks, variants
 from flax_mha.models.experts import Experts
-from tests.support.meshes import KINDS
+from tests.support.meshes import KINDS, on
 from tests.support.oracle import random_like
 from tests.support.programs import compiled
 
@@ -42,8 +42,7 @@ def test_later_calls_compile_nothing(name: str, kind: str) -> None:
     first, *others = rng.normal(size=(3, 2, 8, 16)).astype(np.float32)
     variables = random_like(jax.eval_shape(layer.init, KEY, first))
     expected = jax.jit(layer.apply)(variables, first)
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(KINDS[kind],) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    with on(kind, rules):
         np.testing.assert_allclose(layer.apply(variables, first), expected, atol=1e-5)
         for x in others:
             with compiled() as found:

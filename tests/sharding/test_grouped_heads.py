@@ -92,12 +92,9 @@ def test_inputs_may_be_numpy_arrays_on_explicit_axes(name: str) -> None:
     layer, x = LAYERS[name], np.asarray(X)
     params = random_like(jax.eval_shape(layer.init, KEY, x))
     expected = jax.jit(layer.apply)(params, x)
-    _, leave = on("Explicit", GROUPED, (1, 4, 2))
-    try:
+    with on("Explicit", GROUPED, (1, 4, 2)):
         placed = jax.device_put(params, sharding.of(lambda key: layer.init(key, x), KEY))
         actual = jax.device_get(jax.jit(lambda params: layer.apply(params, x))(placed))
-    finally:
-        leave()
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
@@ -105,11 +102,8 @@ def test_devices_hold_only_the_heads_of_their_group() -> None:
     """K of 8 devices' heads would need K/8 of the cache; here that is one head each."""
     layer = MultiHeadAttention(8, num_kv_heads=4, decode=True)
     for rules in (GROUPED, changed(heads=("model", "group"))):
-        _, leave = on("Auto", rules, (1, 4, 2))
-        try:
+        with on("Auto", rules, (1, 4, 2)):
             shapes = described(layer, X)
-        finally:
-            leave()
         for x in (shapes["cache"]["kv"].key, shapes["params"]["key"]["kernel"]):
             part = x.sharding.shard_shape(x.shape)
             assert np.prod(x.shape) == 4 * np.prod(part)

@@ -113,9 +113,5 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_misuse_raises(name: str) -> None:
     kind, rules, shape, call, message = ROWS[name]
-    _, leave = on(kind, rules, shape)
-    try:
-        with pytest.raises(ValueError, match=message):
-            call()
-    finally:
-        leave()
+    with on(kind, rules, shape), pytest.raises(ValueError, match=message):
+        call()

@@ -124,12 +124,11 @@ def test_layer_inside_user_shard_map_matches_one_device(kernel: str, kind: str) 
 def test_explicit_axes_need_rules_for_sharded_inputs() -> None:
     layer = MultiHeadAttention(8)
     params = jax.eval_shape(layer.init, KEY, X)
-    mesh, leave = on("Explicit", ())
+    with on("Explicit", ()) as mesh:
 
-    def sharded(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, X.dtype, sharding=NamedSharding(mesh, P(*axes)))
+        def sharded(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, X.dtype, sharding=NamedSharding(mesh, P(*axes)))
 
-    try:
         # Nothing is sharded: no rules are needed.
         assert jax.eval_shape(layer.apply, params, X).shape == X.shape
         with pytest.raises(ValueError, match=r"Explicit mesh axes .* need logical axis rules; "):
@@ -138,8 +137,6 @@ def test_explicit_axes_need_rules_for_sharded_inputs() -> None:
         q = sharded((B, 16, 8, 4), "data", None, "model")
         out = jax.eval_shape(dot_product_attention, q, q, q)
         assert out.sharding.spec == P("data", None, "model", None)
-    finally:
-        leave()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,13 +151,10 @@ def test_empty_queries_or_keys_on_meshes(T: int, S: int, kind: str) -> None:
     def loss(q: jax.Array, k: jax.Array) -> jax.Array:
         return jnp.sum(attend(q, k))
 
-    _, leave = on(kind, changed(batch=None, length="data"))
-    try:
+    with on(kind, changed(batch=None, length="data")):
         out, gradients = jax.device_get(
             jax.jit(lambda q, k: (attend(q, k), jax.grad(loss, (0, 1))(q, k)))(q, k)
         )
-    finally:
-        leave()
     assert out.shape == q.shape
     assert not any(x.any() for x in (out, *gradients))
 
@@ -221,12 +215,9 @@ def test_partly_manual_axes_trace(case: str, check_vma: bool, inside: bool) -> N
     manual, kind = PARTLY[case]
     rules = sharding.RULES if manual == "data" else SWAPPED
     params = jax.eval_shape(LAYER.init, KEY, X)
-    mesh, leave = on(kind, rules, (2, 4) if manual == "data" else (4, 2))
-    try:
+    with on(kind, rules, (2, 4) if manual == "data" else (4, 2)) as mesh:
         x = jax.device_put(X, NamedSharding(mesh, P(manual)))
         got = jax.eval_shape(by_hand(LAYER, manual, check_vma, inside), params, x)
-    finally:
-        leave()
     assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, (params, X))
 
 
@@ -246,12 +237,9 @@ def test_partly_manual_axes_match_one_device(
     rules = sharding.RULES if manual == "data" else SWAPPED
     model = LAYER.clone(kernel=kernel)
     params, wanted = on_one_device()
-    mesh, leave = on(kind, rules, (2, 4) if manual == "data" else (4, 2))
-    try:
+    with on(kind, rules, (2, 4) if manual == "data" else (4, 2)) as mesh:
         params = jax.device_put(params, NamedSharding(mesh, P()))
         x = jax.device_put(X, NamedSharding(mesh, P(manual)))
         got = jax.device_get(jax.jit(by_hand(model, manual, check_vma, inside))(params, x))
-    finally:
-        leave()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert error(a, b) < BACKWARD

@@ -38,13 +38,10 @@ def test_padding_is_counted(kind: str, rules: str) -> None:
         tokens, options = read_padding(tokens, real, {})
         return tokens, options["positions"]
 
-    mesh, leave = on(kind, RULES[rules][0])
-    try:
+    with on(kind, RULES[rules][0]) as mesh:
         arrays = (jax.device_put(x, NamedSharding(mesh, RULES[rules][1])) for x in (IDS, REAL))
         tokens, positions = jax.jit(read)(*arrays)
         found = jax.device_get((tokens, positions))
-    finally:
-        leave()
     np.testing.assert_array_equal(found[0], np.where(REAL, IDS, 0))
     np.testing.assert_array_equal(found[1], np.where(REAL, np.cumsum(REAL, -1) - 1, 0))
 
@@ -74,11 +71,8 @@ def test_forgetting_attention(kind: str, rules: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_devices_send_only_totals(kind: str, optimized: None) -> None:
-    mesh, leave = on(kind, BOTH)
-    try:
+    with on(kind, BOTH) as mesh:
         spec = NamedSharding(mesh, P(None, ("data", "model")))
         x = jax.ShapeDtypeStruct((B, T), bool, sharding=spec)
         text = jax.jit(counts).lower(x).compile().as_text()
-    finally:
-        leave()
     assert collectives(text) == [("all-gather", B * 8 * jnp.int32(0).nbytes)]

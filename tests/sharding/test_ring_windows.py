@@ -80,15 +80,12 @@ def sent(mask: Any, T: int, *, grad: bool = False, order: Any = None) -> float:
     def backward(q: Any, k: Any, v: Any, dout: Any, order: Any = None) -> Any:
         return jax.vjp(lambda *qkv: attend(*qkv, order=order), q, k, v)[1](dout)
 
-    mesh, leave = on("Auto", EIGHT, shape=(1, DEVICES))
-    try:
+    with on("Auto", EIGHT, shape=(1, DEVICES)) as mesh:
         at = NamedSharding(mesh, AT)
         q, k = (jax.ShapeDtypeStruct((B, T, n, H), "float32", sharding=at) for n in (N, K))
         fn, args = (backward, (q, k, k, q)) if grad else (attend, (q, k, k))
         lowered = jax.jit(fn, out_shardings=at).lower(*args, order=order)
         found = total(read(lowered.compile().as_text(), DEVICES))
-    finally:
-        leave()
     return found["collective-permute"][1] / (2 * 4 * B * K * H)
 
 

@@ -180,13 +180,10 @@ def test_half_precision_is_left_to_xla_on_cpus(kind: str) -> None:
 
     gradient = jax.jit(jax.grad(loss, (0, 1)))
     wanted = gradient(params, EXAMPLES)
-    mesh, leave = on(kind, FSDP, (2, 2, 2))
-    try:
+    with on(kind, FSDP, (2, 2, 2)) as mesh:
         places = jax.tree.map(lambda x: x.sharding, described(model, EXAMPLES))
         x = jax.device_put(EXAMPLES, NamedSharding(mesh, P(ROWS)))
         got = jax.device_get(gradient(jax.device_put(params, places), x))
-    finally:
-        leave()
     a, b = (np.concatenate([x.ravel() for x in jax.tree.leaves(tree)]) for tree in (got, wanted))
     assert error(a, b) < 0.05
 

@@ -4,18 +4,14 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import MultiHeadAttention, interop, sharding
-from tests.support.meshes import KINDS, collectives, described
+from tests.support.meshes import KINDS, collectives, described, on
 
 X = np.random.default_rng(0).normal(size=(4, 6, 32)).astype(np.float32)
 KEY = jax.random.key(1)
-
-
-def make_mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
 
 
 def specs(tree) -> dict[str, P]:
@@ -32,7 +28,7 @@ def test_initial_values_do_not_depend_on_the_mesh(kind: str) -> None:
     """Values are bitwise equal, and do not depend on the input's sharding either."""
     layer = MultiHeadAttention(8, num_kv_heads=4, head_dim=5)
     plain = sharding.init(layer, KEY, X)
-    with jax.set_mesh(make_mesh(KINDS[kind])), nn.logical_axis_rules(sharding.RULES):
+    with on(kind):
         sharded = [sharding.init(layer, KEY, x) for x in (X, jax.device_put(X, P("data")))]
     for each in sharded:
         jax.tree.map(np.testing.assert_array_equal, each, plain)
@@ -75,7 +71,7 @@ class Repeated(nn.Module):
 def test_transformed_layers_are_initialized_sharded(transformation, axis, kind) -> None:
     model = interop.swap(Repeated(transformation, axis))
     wanted = jax.jit(model.init)(KEY, X)
-    with jax.set_mesh(make_mesh(KINDS[kind])), nn.logical_axis_rules(sharding.RULES):
+    with on(kind):
         got = sharding.init(model, KEY, X)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -104,7 +100,7 @@ def test_parameters_are_boxed_only_if_partitioned() -> None:
 def test_axis_names_survive_traces_cached_without_them() -> None:
     init = jax.jit(MultiHeadAttention(8).init)
     jax.eval_shape(init, KEY, X)
-    with jax.set_mesh(make_mesh()), nn.logical_axis_rules(sharding.RULES):
+    with on("Auto"):
         shardings = sharding.of(init, KEY, X)
         kernel = jax.eval_shape(init, KEY, X)["params"]["query"]["kernel"]
     assert shardings["params"]["query"]["kernel"].spec == P(None, "model", None)
@@ -114,7 +110,7 @@ def test_axis_names_survive_traces_cached_without_them() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_constrain_shards_by_the_rules(kind: str) -> None:
     """An axis without a rule keeps its sharding; the rule (name, None) replicates it."""
-    names, mesh = ("batch", "length", "mlp"), make_mesh(KINDS[kind])
+    names = "batch", "length", "mlp"
     assert sharding.constrain(X, names) is X
     mlp = ("mlp", "model")
     for rules, batch in (
@@ -122,7 +118,7 @@ def test_constrain_shards_by_the_rules(kind: str) -> None:
         ((mlp,), "data"),
         ((mlp, ("batch", None)), None),
     ):
-        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        with on(kind, rules):
             x = jax.device_put(X, P("data"))
             y = jax.jit(lambda x: sharding.constrain(x, names))(x)
         assert y.sharding.spec == P(batch, None, "model")
@@ -131,22 +127,19 @@ def test_constrain_shards_by_the_rules(kind: str) -> None:
         assert sharding.constrain(x, names) is x
         return x
 
-    with jax.set_mesh(mesh):
+    with on(kind, ()):
         assert sharding.constrain(X, names) is X  # There are no rules.
-        with nn.logical_axis_rules(sharding.RULES):
-            x = jax.device_put(X, P("data"))
-            jax.eval_shape(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")), x)
+    with on(kind):
+        x = jax.device_put(X, P("data"))
+        jax.eval_shape(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")), x)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_for_heads_only_keep_rows_sharded(optimized: None, kind: str) -> None:
     """Like the rules of Flax's examples, which lack flax_mha's other names."""
-    mesh, layer = make_mesh(KINDS[kind]), MultiHeadAttention(8, num_kv_heads=4)
-    with (
-        jax.set_mesh(mesh),
-        nn.logical_axis_rules((("activation_batch", "data"), ("heads", "model"))),
-    ):
+    layer = MultiHeadAttention(8, num_kv_heads=4)
+    with on(kind, (("activation_batch", "data"), ("heads", "model"))) as mesh:
         variables = described(layer, X)
         x = jax.device_put(X, NamedSharding(mesh, P("data")))
         compiled = jax.jit(layer.apply).lower(variables, x).compile()

@@ -148,12 +148,9 @@ def test_gradients_of_each_example(kind: str) -> None:
     v = drawn(LAYER)
     pull = jax.grad(lambda v, x: jnp.sum(jnp.sin(3 * LAYER.apply(v, x))))
     wanted = jax.jit(jax.vmap(pull, in_axes=(None, 0)))(v, X)
-    mesh, leave = on(kind, shape=SHAPE)
-    try:
+    with on(kind, shape=SHAPE) as mesh:
         placed = jax.device_put(X, NamedSharding(mesh, P("data")))
         got = jax.device_get(jax.jit(mapped(kind, pull))(v, placed))
-    finally:
-        leave()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert error(a, b) < BACKWARD
 
@@ -174,13 +171,10 @@ def test_nested_maps(axes: Any, kind: str) -> None:
 def test_nothing_is_sent_along_the_mapped_axis(optimized: None, kind: str) -> None:
     """The heads need one all-reduce, and the gradients of parameters another."""
     v = drawn(LAYER)
-    mesh, leave = on(kind, shape=SHAPE)
-    try:
+    with on(kind, shape=SHAPE) as mesh:
         x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
         fn = jax.jit(mapped(kind, LAYER.apply))
         found = collectives(fn.lower(v, x).compile().as_text())
-    finally:
-        leave()
     assert [one for one, _ in found] == ["all-reduce"]
 
 
@@ -189,14 +183,11 @@ def test_fused_kernels_run_or_say_why_not(monkeypatch: Any, kind: str) -> None:
     pretend(monkeypatch, "gpu")
     monkeypatch.setattr(primitives, "gpu", lambda platform: ((9, 0), (9, 20, 0)))
     x, found = jnp.ones((4, 2, 1024, 4, 64), jnp.bfloat16), []
-    mesh, leave = on(kind, shape=SHAPE)
-    try:
+    with on(kind, shape=SHAPE) as mesh:
         placed = jax.device_put(x, NamedSharding(mesh, P("data")))
         jax.eval_shape(
             mapped(kind, lambda x: (found.append(explain(x, x, x)), x)[1], axes=0), placed
         )
-    finally:
-        leave()
     if kind == "Auto":
         assert found[0].chosen == "cudnn"
     else:

@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, LanguageModel, generate, sharding
 from flax_mha.models import TokenEmbedding
 from tests.support.decoding import cache_of, greedy
+from tests.support.meshes import on
 from tests.support.oracle import error, float64, random_like
 
 KEY = jax.random.key(0)
@@ -49,9 +50,7 @@ def check_on_mesh(
         return cached.apply({**params, "cache": cache}, x, mutable="cache")[0]
 
     expected = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
-    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    with on(kind, rules):
         actual = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected

@@ -1,7 +1,8 @@
 """Meshes of 8 devices, and comparisons with one device."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -28,20 +29,15 @@ X = jnp.asarray(RNG.normal(size=(B, 16, 32)), jnp.float32)
 FORWARD, BACKWARD = 2e-6, 1e-5
 
 
-def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) -> Any:
-    """Return a mesh of 8 devices with its rules, and a function that leaves both."""
+@contextlib.contextmanager
+def on(
+    kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)
+) -> Iterator[jax.sharding.Mesh]:
+    """Run on a mesh of 8 devices with these rules."""
     types = MIXED[kind] if kind in MIXED else (KINDS[kind],) * len(shape)
     mesh = jax.make_mesh(shape, ("data", "model", "group")[: len(shape)], axis_types=types)
-    stack = jax.set_mesh(mesh)
-    stack.__enter__()
-    inner = nn.logical_axis_rules(rules)
-    inner.__enter__()
-
-    def leave() -> None:
-        inner.__exit__(None, None, None)
-        stack.__exit__(None, None, None)
-
-    return mesh, leave
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        yield mesh
 
 
 def described(model: nn.Module, *inputs: Any) -> Any:
@@ -97,13 +93,10 @@ def compare(
         return jax.jit(jax.grad(loss, floating, has_aux=True))
 
     wanted, out = jax.device_get(gradients(alone or fn)(*args))
-    mesh, leave = on(kind, rules, shape)
-    try:
+    with on(kind, rules, shape) as mesh:
         places = specs() if callable(specs) else [NamedSharding(mesh, spec) for spec in specs]
         placed = [jax.device_put(x, at) for x, at in zip(args, places, strict=True)]
         got, got_out = jax.device_get(gradients(fn)(*placed))
-    finally:
-        leave()
     for found, expected, bound in zip((got_out, got), (out, wanted), bounds, strict=True):
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert error(a, b) < bound or np.abs(a - b).max() < atol
