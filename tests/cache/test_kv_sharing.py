@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import flax_mha
-from flax_mha import MultiHeadAttention, QKNorm, masks, sharding
+from flax_mha import MultiHeadAttention, QKNorm, masks
 from flax_mha.cache import KeyValues
 from flax_mha.positions import Rotary
 from tests.support import oracle
@@ -83,20 +83,6 @@ def test_shared_kv_matches_formula() -> None:
 
         slope = (along(step) - along(-step)) / (2 * step)
         assert np.vdot(grad, way) == pytest.approx(slope, rel=1e-4, abs=1e-3), path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_heads_match_one_device(kind: str) -> None:
-    def loss(variables: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(Pair().apply(variables, x)))
-
-    expected = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
-    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        actual = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
 
 @pytest.mark.sampled(0.08)

@@ -165,28 +165,10 @@ def test_layer_sows_captured_values() -> None:
     np.testing.assert_array_equal(out, plain)
     sown = {name: value[0] for name, value in sown["intermediates"].items()}
     np.testing.assert_array_equal(sown["attention_weights"], weights[:, 1:2, :4])
-    assert {name: x.shape for name, x in sown.items()} == {
-        "attention_weights": (2, 1, 4, 12),
-        "attention_lse": (2, 1, 4),
-        "attention_entropy": (2, 1, 4),
-        "attention_max_logit": (2, 1, 4),
-    }
+    assert sown.keys() == {f"attention_{name}" for name in NAMES}
     # Sown once, even if the call asks for it too.
     _, again = layer.apply(params, X, sow_weights=True, mutable="intermediates")
     assert len(again["intermediates"]["attention_weights"]) == 1
-
-
-@pytest.mark.slow
-def test_decoding_captures_like_full_forward() -> None:
-    layer = MultiHeadAttention(4, decode=True, capture=Capture(("entropy",)))
-    whole = MultiHeadAttention(4, mask=masks.Causal(), capture=Capture(("entropy",)))
-    variables = layer.init(jax.random.key(1), X)
-    _, sown = whole.apply({"params": variables["params"]}, X, mutable="intermediates")
-    entropy = sown["intermediates"]["attention_entropy"][0]
-    for t in range(0, 12, 3):
-        _, new = layer.apply(variables, X[:, t : t + 3], mutable=["cache", "intermediates"])
-        variables["cache"] = new["cache"]
-        close(new["intermediates"]["attention_entropy"][0], entropy[:, :, t : t + 3])
 
 
 @pytest.mark.sampled(0.3)

@@ -1,7 +1,6 @@
 """flax_mha's own kernel for Hopper: its synchronisation, and its numbers in Pallas' interpreter."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +17,8 @@ from flax_mha.kernels.call.spec import Sums
 from flax_mha.kernels.flex.hopper import LACKING
 from flax_mha.masks import Causal, Lengths, Predicate, Segments
 from flax_mha.scores import Alibi, Score, SoftCap
-from tests.support import barriers, oracle
+from tests.kernels.test_flex import close, pulled
+from tests.support import barriers
 from tests.support.platforms import pretend
 
 H200 = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
@@ -42,11 +42,6 @@ def programs(features: int) -> dict[str, Any]:
     return dict(barriers.kernels(jaxpr.jaxpr))
 
 
-def broken(features: int = 64) -> set[str]:
-    """Return the rules that any kernel breaks."""
-    return {x for jaxpr in programs(features).values() for x in barriers.violations(jaxpr)}
-
-
 @needs_mosaic
 @pytest.mark.parametrize(
     ("features", "names"),
@@ -61,7 +56,7 @@ def test_kernels_commit_wait_and_release_in_order(features: int, names: str) -> 
     assert not [x for jaxpr in found.values() for x in barriers.violations(jaxpr)]
 
 
-def _early(self: Any, step: jax.Array, wait: Callable = lambda *_: None) -> Any:
+def _early(self: Any, step: jax.Array, wait: Any) -> Any:
     buffer = wait(self, step)
     plgpu.barrier_arrive(self.free.at[self._slot(step)])
     return buffer
@@ -98,46 +93,21 @@ def test_wrong_synchronisation_is_found(monkeypatch, traced_anew, name: str, rul
         ),
     }  # fmt: skip
     monkeypatch.setattr(*changes[name])
-    assert rule in broken()
+    assert rule in {x for jaxpr in programs(64).values() for x in barriers.violations(jaxpr)}
 
 
-def arrays(T: int, S: int, H: int, Hv: int, b: int = 1, dtype: str = "bfloat16") -> list[jax.Array]:
+def arrays(T: int, S: int, H: int, Hv: int, b: int = 1) -> list[jax.Array]:
     """Return q, k, v of two query heads and one key/value head, and a cotangent."""
     rng = np.random.default_rng(1)
     sizes = [(T, 2, H), (S, 1, H), (S, 1, Hv), (T, 2, Hv)]
-    return [jnp.asarray(rng.normal(size=(b, *size)), dtype) for size in sizes]
-
-
-def pulled(kernel: str, call: Any, operands: Any, x: Any, wrap: Any = lambda fn: fn) -> Any:
-    """Compute out, lse and all gradients of call(x), in float32 with `reference`."""
-    if kernel == "reference":
-        operands = [y.astype(jnp.float32) for y in operands]
-    *qkv, cotangent = operands
-
-    def attend(q: Any, k: Any, v: Any, x: Any) -> Any:
-        given = {"kernel": kernel, "return_residuals": True} | call(x)
-        out, lse = dot_product_attention(q, k, v, **given)
-        return out, jnp.where(jnp.isfinite(lse), lse, 0.0)
-
-    @jax.jit
-    def both(qkv: Any, x: Any) -> Any:
-        results, pull = jax.vjp(wrap(attend), *qkv, x)
-        return results, pull((cotangent, jnp.sin(results[1])))
-
-    return both(qkv, x)
-
-
-def close(got: Any, want: Any, bound: float = 2**-7) -> None:
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.shape == b.shape
-        assert oracle.error(a.astype(jnp.float32), b) < bound
+    return [jnp.asarray(rng.normal(size=(b, *size)), jnp.bfloat16) for size in sizes]
 
 
 @pytest.mark.sampled(0.08)
 def test_flex_matches_reference_on_hopper(hopper_memory) -> None:
     """With full, partial and empty tiles, and races detected."""
     args = lambda x: {"mask": Causal()}, arrays(130, 256, 8, 8), {}
-    close(pulled("flex", *args), pulled("reference", *args))
+    close(pulled("flex", *args), pulled("reference", *args), 2**-7)
 
 
 def learned(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:

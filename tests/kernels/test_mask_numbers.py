@@ -119,13 +119,6 @@ def test_additive_masks_give_nan_on_meshes(kernel: str) -> None:
     assert any(np.isnan(x).any() for x in grads)
 
 
-def test_splash_refuses_traced_numbers(tpu) -> None:
-    """Also those of keys only, which as bools would be segment ids."""
-    *qkv, _ = arrays("splash")
-    with pytest.raises(ValueError, match="TracedNumbers holds arrays that are not NumPy's"):
-        jax.jit(lambda m: dot_product_attention(*qkv, mask=m, kernel="splash"))(additive(1)[0, 0])
-
-
 @pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("length", [1, 8])
 def test_additive_masks_give_nan_with_a_cache(length: int) -> None:

@@ -9,20 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import flax_mha
 from flax_mha import (
     Capture,
     MultiHeadAttention,
     dot_product_attention,
     explain,
     masks,
-    sharding,
 )  # fmt: skip
 from flax_mha.kernels import KERNELS
 from flax_mha.scores import SoftCap
-from tests.support.decoding import cache_of, decoded
+from tests.support.decoding import cache_of
+from tests.support.meshes import on
 from tests.support.oracle import error, float64, random_like
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 6
@@ -126,39 +124,12 @@ def test_sigmoid_does_not_count_padding(on_mesh: bool) -> None:
         attend = functools.partial(dot_product_attention, Q, KEYS, V, normalizer="sigmoid")
         return [attend(mask=mask) for mask in (*static, *traced)]
 
-    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    with (
-        jax.set_mesh(mesh) if on_mesh else contextlib.nullcontext(),
-        nn.logical_axis_rules(sharding.RULES if on_mesh else ()),
-    ):
+    with on("Explicit", shape=(2, 2)) if on_mesh else contextlib.nullcontext():
         found = jax.device_get(run(static))
     for out, (keys, _) in zip(found, 2 * cases, strict=True):
         count = keys.sum(-1)[:, None, None, None]
         wanted = expected("sigmoid", Q, KEYS, V, keys[:, None, None], count=count)
         assert error(out, wanted) < 2e-6
-
-
-@pytest.mark.sampled(0.06)
-@pytest.mark.parametrize("name", NAMES)
-def test_layer_with_normalizer_decodes_and_shards(name: str) -> None:
-    """In linen and nnx, token by token (a sigmoid at once), and with its heads sharded."""
-    layer = MultiHeadAttention(N, num_kv_heads=K, normalizer=name, mask=masks.Causal())
-    params = random_like(jax.eval_shape(layer.init, KEY, X))
-    whole = np.asarray(jax.jit(layer.apply)(params, X))
-    plain = jax.jit(layer.clone(normalizer="softmax").apply)(params, X)
-    assert error(plain, whole) > 0.01
-    steps = (T,) if name == "sigmoid" else None
-    assert error(decoded(layer.clone(decode=True), params, X, steps), whole) < 2e-6
-    same = flax_mha.nnx.MultiHeadAttention(
-        N, 16, num_kv_heads=K, normalizer=name, mask=masks.Causal(), rngs=nnx.Rngs(0)
-    )
-    for part, given in params["params"].items():
-        for leaf, value in given.items():
-            getattr(getattr(same, part), leaf).set_value(value)
-    assert error(nnx.jit(same)(X), whole) < 2e-6
-    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        assert error(jax.jit(layer.apply)(params, X), whole) < 2e-6
 
 
 def test_other_kernels_and_rings_refuse_normalizers() -> None:

@@ -107,6 +107,7 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
         r"no precision setting, got highest": {"precision": "highest"},
         r"one SoftCap only, got SoftCap, Bias": {"scores": (SoftCap(2.0),), "bias": zeros(S)},
         r"Dense holds arrays that are not NumPy's": {"mask": zeros((T, S), bool)},
+        r"TracedNumbers holds arrays": {"mask": zeros(S)},
         r"Lengths holds arrays": {"mask": Lengths(zeros((B, T), int)) & Causal()},
         r"Or holds arrays": {"mask": Causal() | PACKED},
         r"one mask .*, got Predicate": {"mask": Predicate(lambda b, n, i, j: j <= i + b)},

@@ -12,6 +12,7 @@ import pytest
 from flax_mha import MultiHeadAttention
 from flax_mha.masks import Causal, Lengths, Mask
 from flax_mha.positions import Rotary
+from tests.layer.test_flax_parity import normal
 from tests.support import oracle
 from tests.support.oracle import error, random_like
 
@@ -20,10 +21,6 @@ KEY = jax.random.key(0, impl="unsafe_rbg")  # Compiles in a tenth of the time of
 OUTPUT, GRADIENT = 2e-6, 1e-5
 B, T, S, N, D = 2, 4, 5, 4, 8
 AT_Q, AT_K = np.arange(T)[:, None], np.arange(S)
-
-
-def normal(*shape: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 X, Y, Z = normal(B, T, D), normal(B, S, 6, seed=2), normal(B, S, 7, seed=3)
@@ -114,22 +111,6 @@ def test_mask_field_mask_argument_and_bias_combine() -> None:
     expected, _ = oracle.multi_head(params["params"], X, Y, **call)
     out = run(layer, params, X, Y, mask=Lengths(ROWS), bias=call["bias"])
     assert error(out, expected) < OUTPUT
-
-
-@pytest.mark.sampled(0.3)
-@pytest.mark.parametrize("settings", [{}, {"interleaved": True, "fraction": 0.5, "base": 100.0}])
-def test_rotary_layer_matches_formula(settings: dict[str, Any]) -> None:
-    layer, params = build(X, head_dim=8, num_kv_heads=2, rotary=Rotary(**settings))
-    rows = np.array([[0, 1, 2, 3], [7, 2, 5, 5]])
-    run_at = jax.jit(lambda at: layer.apply(params, X, positions=at, return_weights=True))
-    turn = functools.partial(oracle.rotary, positions=rows, **settings)
-    expected = oracle.multi_head(params["params"], X, turn=lambda *qk: map(turn, qk))
-    out, weights = run_at(rows)
-    assert error(out, expected[0]) < OUTPUT
-    assert error(weights, expected[1]) < OUTPUT
-    # Scores depend only on i − j. The angles of far positions round more.
-    np.testing.assert_allclose(run_at(rows + 1000)[1], weights, atol=3e-4)
-    assert error(run_at(rows * 2)[1], weights) > 0.01
 
 
 def test_rotary_takes_a_pair_of_positions() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, dot_product_attention, masks
+from flax_mha import MultiHeadAttention, dot_product_attention, masks
 from flax_mha.base.coordinates import tiles_of, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.algebra import resolve
@@ -69,24 +68,6 @@ def test_tiles_of_traced_numbers(dtype: str) -> None:
         [masks.EMPTY, masks.FULL, masks.PARTIAL], [masks.EMPTY, masks.FULL, masks.PARTIAL],
     ]  # fmt: skip
     assert states(table + 2).tolist() == [[[masks.PARTIAL] * 3] * 2]
-
-
-@pytest.mark.sampled(0.08)
-def test_gradients_with_numeric_mask_match_bool_mask() -> None:
-    """Outputs match the oracle, with concrete and traced masks."""
-
-    def loss(q: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = dot_product_attention(q, K, V, mask=mask)
-        return jnp.sum(out * jnp.sin(out)), out
-
-    def both(table: jax.Array) -> Any:
-        return [jax.grad(loss, has_aux=True)(Q, mask) for mask in (table, table.astype(bool))]
-
-    for got in (jax.jit(both)(TABLE), jax.jit(lambda: both(TABLE))()):
-        (grads, out), (expected, expected_out) = got
-        assert error(out, oracle.attention(Q, K, V, allowed=BOOLS)[0]) < 2e-6
-        assert error(out, expected_out) < 2e-6
-        assert error(grads, expected) < 1e-5
 
 
 INVALID = np.asarray(TABLE).copy()
@@ -160,24 +141,6 @@ def test_numeric_masks_on_meshes(kind: str) -> None:
     assert error(known, expected) < 2e-6
     np.testing.assert_array_equal(np.isnan(wrong).all((2, 3)), WRONG)
     assert error(wrong[~WRONG], expected[~WRONG]) < 2e-6
-
-
-HERE: dict[str, tuple[nn.Module, Callable[[Any], Any]]] = {
-    "algebra": (MultiHeadAttention(2), lambda m: ~(~masks.as_mask(m) | ~masks.Causal())),
-    "scan": (Encoder(2, EncoderBlock(MultiHeadAttention(2), 8), scan=True), lambda m: m),
-}
-
-
-@pytest.mark.sampled(0.3)
-@pytest.mark.parametrize("name", HERE)
-def test_numeric_masks_work_wherever_masks_do(name: str) -> None:
-    module, of = HERE[name]
-    params = oracle.random_like(jax.eval_shape(module.init, KEY, X))
-    known, traced, expected = jax.jit(
-        lambda mask: [module.apply(params, X, mask=of(m)) for m in (TABLE, mask, mask > 0)]
-    )(TABLE)
-    assert error(known, expected) < 2e-6
-    assert error(traced, expected) < 2e-6
 
 
 @pytest.mark.sampled(0.15)

@@ -88,14 +88,6 @@ def test_too_many_pairs_are_partial(monkeypatch) -> None:
     assert (states(Predicate(blocked(8, 4))) == PARTIAL).all()
 
 
-def test_functions_are_computed_anew() -> None:
-    limit = [8]
-    changing = Predicate(lambda row, head, i, j: j < limit[0])
-    before = states(changing)
-    limit[0] = 16
-    assert (states(changing) != before).any()
-
-
 def test_arrays_of_jitted_functions_are_read() -> None:
     def seen(table: np.ndarray) -> np.ndarray:
         inner = jax.jit(lambda j: jnp.asarray(table)[j])
