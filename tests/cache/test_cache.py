@@ -78,8 +78,14 @@ def built(name: str, **more: Any) -> tuple[MultiHeadAttention, Any, Callable[...
     return layer, held, step, expected
 
 
-def pieces(x: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    return np.split(x, np.cumsum(sizes)[:-1], axis=1)
+def stepped(step: Callable[..., Any], held: Any, sizes: Sequence[int]) -> tuple[np.ndarray, Any]:
+    """Return the outputs of X in calls of these sizes, and the cache."""
+    outs = []
+    for x in np.split(X, np.cumsum(sizes)[:-1], axis=1):
+        out, new = step(held, x)
+        held = new["cache"]
+        outs.append(out)
+    return np.concatenate(outs, 1), held
 
 
 # A prompt and steps; or steps of several tokens and a second prompt.
@@ -91,12 +97,8 @@ def pieces(x: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
 )
 def test_steps_match_full_forward(name: str, sizes: tuple[int, ...]) -> None:
     _, held, step, expected = built(name)
-    outs = []
-    for x in pieces(X, sizes):
-        out, new = step(held, x)
-        held = new["cache"]
-        outs.append(out)
-    close(np.concatenate(outs, 1), expected)
+    outs, held = stepped(step, held, sizes)
+    close(outs, expected)
     np.testing.assert_array_equal(held["kv"].length, T)
 
 
@@ -133,12 +135,7 @@ def test_ring_matches_full_cache(size: int) -> None:
     _, held, step, expected = built("window", cache=CacheConfig(slots=size))
     assert held["kv"].key.shape[-2] == size
     for sizes in [(9, 3), (3, 3, 3, 3)]:
-        now, outs = held, []
-        for x in pieces(X, sizes):
-            out, new = step(now, x)
-            now = new["cache"]
-            outs.append(out)
-        close(np.concatenate(outs, 1), expected)
+        close(stepped(step, held, sizes)[0], expected)
 
 
 @pytest.mark.slow
@@ -150,12 +147,7 @@ def test_narrow_cache_dtype_changes_output_within_bound(dtype: str, bound: float
     _, held, step, expected = built("rotary, gqa, dv", cache=CacheConfig(dtype))
     assert held["kv"].key.dtype == dtype
     whole, _ = step(held, X)
-    outs = []
-    for x in pieces(X, (7, 1, 4)):
-        out, new = step(held, x)
-        held = new["cache"]
-        outs.append(out)
-    close(np.concatenate(outs, 1), whole)
+    close(stepped(step, held, (7, 1, 4))[0], whole)
     assert 0 < np.abs(whole - expected).max() < bound * np.abs(expected).max()
 
 

@@ -34,44 +34,38 @@ def table(mask, t: int, s: int, q_positions=None, kv_positions=None) -> np.ndarr
     return np.asarray(mask.bind(dims).allowed(whole(dims, q, k)))
 
 
-def check(
-    kernel: str, operands: list[jax.Array], known: dict, call, learned: dict, has_lse: bool = True
-) -> None:  # fmt: skip
-    """Check outputs, lse and all gradients of call(learned) against the oracle."""
+def check(operands: list[jax.Array], known: dict, call: dict, learned: dict) -> None:
+    """Check outputs, lse and all gradients of a call of cuDNN against the oracle."""
     *qkv, cotangent = operands
-
     dlse = np.random.default_rng(3).normal(size=(B, N, len(cotangent[0]))).astype("f4")
 
     @jax.jit
     def run(qkv, learned):
         def attend(qkv, learned):
-            return dot_product_attention(
-                *qkv, kernel=kernel, return_residuals=has_lse, **call(learned)
-            )
+            call_of = {"kernel": "cudnn", "return_residuals": True} | call | learned
+            return dot_product_attention(*qkv, **call_of)
 
         results, pull = jax.vjp(attend, qkv, learned)
-        return results, *pull((cotangent, jnp.asarray(dlse)) if has_lse else cotangent)
+        return results, *pull((cotangent, jnp.asarray(dlse)))
 
-    results, gradients, learned_gradients = run(qkv, learned)
-    out, lse = results if has_lse else (results, None)
+    (out, lse), gradients, learned_gradients = run(qkv, learned)
     expected, expected_lse, _ = oracle.attention(*qkv, **known)
-    cotangents = {"cotangent": cotangent, "lse_cotangent": dlse if has_lse else None}
+    cotangents = {"cotangent": cotangent, "lse_cotangent": dlse}
     exact = oracle.attention_gradients(*qkv, **cotangents, **known)
     # cuDNN reads its rounded output for the mean of the weights' gradients.
-    means = ("weights", "rounded out") if kernel == "cudnn" else ("weights",)
-    (rounded, _, rounded_gradients), *others = (
-        plain_attention.attention(*qkv, mean_of=mean, **cotangents, **known) for mean in means
-    )
-    assert oracle.error(out, expected) <= max(FLOOR, 2 * oracle.error(rounded, expected))
-    if has_lse:
-        seen = np.isfinite(expected_lse)
-        np.testing.assert_array_equal(np.isneginf(lse), ~seen)
-        np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=2e-5)
+    plain = [
+        plain_attention.attention(*qkv, mean_of=mean, **cotangents, **known)
+        for mean in ("weights", "rounded out")
+    ]
+    assert oracle.error(out, expected) <= max(FLOOR, 2 * oracle.error(plain[0][0], expected))
+    seen = np.isfinite(expected_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), ~seen)
+    np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=2e-5)
     actual = dict(zip("qkv", gradients, strict=True)) | learned_gradients
     for name, got in actual.items():
         want, allowed = getattr(exact, name), GRADIENTS[out.dtype.name]
-        for plain in (rounded_gradients, *(gradients for _, _, gradients in others)):
-            yardstick = getattr(plain, name)
+        for _, _, rounded in plain:
+            yardstick = getattr(rounded, name)
             if name == "bias":
                 yardstick = oracle.summed_to(yardstick, np.shape(want))
             allowed = max(allowed, 2 * oracle.error(yardstick, want))

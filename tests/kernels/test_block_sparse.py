@@ -11,16 +11,7 @@ from flax_mha import dot_product_attention
 from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels.call.bind import bind_call
 from flax_mha.kernels.xla.tile_plan import plan_call
-from flax_mha.masks import BlockSparse, Causal, Mask
-
-N = 4
-
-
-def planned(mask: Mask, T: int, kernel: Any = plan_call) -> Any:
-    """Return the plan of a traced call with N heads and one row."""
-    q = jnp.zeros((1, T, N, 8))
-    *qkv, spec = bind_call(q, q, q, mask=mask)
-    return kernel(spec, attention_dims(*qkv))
+from flax_mha.masks import BlockSparse, Causal
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -31,7 +22,9 @@ def test_only_chosen_tiles_are_visited(block: int) -> None:
 
     @jax.jit
     def tables(blocks: jax.Array) -> Any:
-        plan, actual = planned(Causal() & BlockSparse(blocks, block, block), T)
+        q = jnp.zeros((1, T, 4, 8))
+        *qkv, spec = bind_call(q, q, q, mask=Causal() & BlockSparse(blocks, block, block))
+        plan, actual = plan_call(spec, attention_dims(*qkv))
         assert (plan.block_q, plan.block_k) == (block, block)
         return actual
 

@@ -6,15 +6,14 @@ weights as the oracle has of these scores.
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from flax_mha import Capture, KVCache, MultiHeadAttention, dot_product_attention, edits
 from tests.support import oracle
+from tests.support.meshes import on
 
 RNG = np.random.default_rng(0)
 B, T, N, H = 4, 16, 4, 4
@@ -26,18 +25,12 @@ BIAS[1], BIAS[2], BIAS[3, ..., 8:] = 1e6, -1e9, -1e9
 SCORES = np.einsum("btnh,bsnh->bnts", Q, K) + BIAS
 DOUBLE = np.zeros_like(Q, np.float64)
 STRATEGIES: dict[str, tuple[tuple[int, int], Any]] = {
-    "ring:reference": ((2, 1), "a"),
-    "ring:blockwise": ((4, 1), "a"),
-    "usp": ((2, 2), ("a", "b")),
-    "ulysses": ((4, 1), "a"),
-    "all_gather": ((4, 1), "a"),
+    "ring:reference": ((2, 1), "data"),
+    "ring:blockwise": ((4, 1), "data"),
+    "usp": ((2, 2), ("data", "model")),
+    "ulysses": ((4, 1), "data"),
+    "all_gather": ((4, 1), "data"),
 }
-
-
-def on(shape: tuple[int, int], **rules: Any) -> Any:
-    """Return contexts of a mesh of some devices with axis rules."""
-    mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    return jax.set_mesh(mesh), nn.logical_axis_rules(tuple(rules.items()))
 
 
 def close(actual: Any, expected: Any) -> None:
@@ -56,8 +49,7 @@ def test_every_strategy_has_the_weights_of_the_scores(kernel: str) -> None:
         )
         return (out * DOUT).sum(), (out, w)
 
-    mesh, rules = on(shape, length=axes)
-    with mesh, rules:
+    with on("Auto", [("length", axes)], shape):
         fn = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
         (_, (out, weights)), grads = fn(Q, K, V, BIAS)
     want, _, want_weights = oracle.attention(DOUBLE, K, V, bias=SCORES)
@@ -83,8 +75,7 @@ def test_devices_with_slots_merge_by_maxima_and_sums() -> None:
 
     # At the level of the scores.
     sinks = np.float32([-1e9, 1e6, 0, 1])
-    mesh, rules = on((4, 1), cache_length="a")
-    with mesh, rules:
+    with on("Auto", [("cache_length", "data")], (4, 1)):
         fn = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
         (_, out), grads = fn(Q[:, :1], BIAS[:, :, :1], sinks)
     call = {"bias": SCORES[:, :, :1], "sinks": sinks}
@@ -106,8 +97,7 @@ def test_nan_of_an_example_changes_no_gradient_of_others_with_slots_on_devices()
         out, _ = cache.extend(k[:, :1], k[:, -1:], k[:, -1:], sinks=jnp.ones(N))
         return jnp.sin(out[1]).sum()
 
-    mesh, rules = on((2, 1), cache_length="a")
-    with mesh, rules:
+    with on("Auto", [("cache_length", "data")], (2, 1)):
         got, want = gradient(k.at[0, 2].set(jnp.nan)), gradient(k)
     np.testing.assert_array_equal(got[1:], want[1:])
 

@@ -29,7 +29,7 @@ POSITIONS = ("q_positions", "kv_positions")
 
 def passes(
     of: Sequence[tuple[str, str]], kernel: str, n: int, monkeypatch: pytest.MonkeyPatch,
-    traced: Any = None, **call: Any,
+    traced: Any = None,
 ) -> list[int]:  # fmt: skip
     """Count how often n devices run each function, for out (or all results) and its gradients.
 
@@ -51,7 +51,7 @@ def passes(
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
     def pull(q: jax.Array, k: jax.Array, v: jax.Array, traced: Any) -> jax.Array:
-        found = dot_product_attention(q, k, v, kernel=f"ring:{kernel}", **traced, **call)
+        found = dot_product_attention(q, k, v, kernel=f"ring:{kernel}", **traced)
         return sum(jnp.sum(jnp.sin(x), dtype=jnp.float32) for x in jax.tree.leaves(found))
 
     with on("Auto", RULES, (1, n)), monkeypatch.context() as patch:

@@ -45,7 +45,10 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool, kernel: str) -> None:
     platform, module, name = KERNELS[kernel]
-    on(monkeypatch, platform)
+    # Trace for one device of the platform.
+    pretend(monkeypatch, platform)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(primitives, "gpu", lambda platform: ((9, 0), (9, 20, 0)))
     calls: list[Any] = []
     real = getattr(module, name)
 
@@ -71,13 +74,6 @@ def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool, k
     length = 145 if gradient else 141
     one, three = traced(1, length), traced(3, length + 2)
     assert one == three > 0
-
-
-def on(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
-    """Trace for one device of a platform."""
-    pretend(monkeypatch, platform)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(primitives, "gpu", lambda platform: ((9, 0), (9, 20, 0)))
 
 
 WRAPS: dict[str, Callable[..., Any]] = {

@@ -17,12 +17,14 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"),
 ]
 LONG = 32768
-# The static mask, True to combine it with Segments, and the heads N and K.
+# The mask of segment ids, and the heads N and K.
 CALLS = {
-    "causal, MHA": (Causal(), False, 2, 2),
-    "segments, GQA": (None, True, 4, 2),
-    "causal window segments, GQA": (Causal() & Window(left=1024), True, 4, 2),
-}
+    "causal, MHA": (lambda ids: Causal(), 2, 2),
+    "segments, GQA": (Segments, 4, 2),
+    "causal window segments, GQA": (
+        lambda ids: Causal() & Window(left=1024) & Segments(ids), 4, 2,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.sampled(0)
@@ -48,15 +50,10 @@ def test_kernels_compile_in_every_setting_of_precision(
 def test_long_sequences_compile_without_mask_table(
     compiling_for_tpu, generation: str, call: str
 ) -> None:
-    known, segments, N, K = CALLS[call]
-
-    def masked(ids):
-        mask = known
-        if segments:
-            mask = Segments(ids) if mask is None else mask & Segments(ids)
-        return {"mask": mask}
-
-    text, program = compiled(mesh_of(generation), "splash", LONG, 64, masked, heads=(N, K))
+    mask, N, K = CALLS[call]
+    text, program = compiled(
+        mesh_of(generation), "splash", LONG, 64, lambda ids: {"mask": mask(ids)}, heads=(N, K)
+    )
     for phase in ("fwd", "dq", "dkv"):
         assert f"splash_mha_{phase}" in text
     assert f"{LONG},{LONG}" not in text

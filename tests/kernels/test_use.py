@@ -13,6 +13,7 @@ from flax_mha.kernels.flex.hopper import LACKING
 from flax_mha.kernels.using import resolve
 from flax_mha.masks import BlockSparse, Causal, Segments
 from flax_mha.scores import Alibi
+from tests.kernels.test_flex_hopper import H200
 from tests.support.oracle import error
 
 RNG = np.random.default_rng(0)
@@ -101,10 +102,9 @@ def test_named_kernels_keep_their_name_and_refuse_blocks() -> None:
     blocks = np.arange(8)[:, None]
     told = explain(x, x, x, platform=on, kernel="flex", mask=BlockSparse(blocks, 128, 128))
     assert told[3:5] == ((128, 128), "for the mask's blocks")
-    gpu = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
     if LACKING is None:
         with kernels.use("flex", block_q=256):
-            assert "tiles of one size" in explain(x, x, x, platform=gpu).refused["flex"]
+            assert "tiles of one size" in explain(x, x, x, platform=H200).refused["flex"]
 
 
 @pytest.mark.parametrize(

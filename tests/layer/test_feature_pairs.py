@@ -5,7 +5,7 @@ of parameters and inputs along one direction with the difference quotient of the
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -97,12 +97,6 @@ def expected(params: Any, x: Any, model: Model, real: list[np.ndarray]) -> list[
     return [layer_model.stack(params, row[at], model) for row, at in zip(x, real, strict=True)]
 
 
-def moved(tree: Any, along: Any, step: float) -> Any:
-    if isinstance(tree, Mapping):
-        return {name: moved(leaf, along[name], step) for name, leaf in tree.items()}
-    return float64(tree) + step * float64(along)
-
-
 def stepwise(stack: nn.Module, params: Any, pair: Pair) -> tuple[jax.Array, list[np.ndarray]]:
     """Decode 7 slots at once, not all of them real, and the other tokens one by one."""
     filled = REAL["steps"] if pair.lengths == "lengths" else (7, 7)
@@ -188,7 +182,7 @@ def test_pair_matches_float64_model(pair: Pair) -> None:
         return
 
     def loss(step: float) -> float:
-        tree, x = (moved(a, d, step) for a, d in zip((params, X), along, strict=True))
+        tree, x = jax.tree.map(lambda a, d: float64(a) + step * float64(d), (params, X), along)
         return sum(np.sin(row).sum() for row in expected(tree["params"], x, model, real))
 
     quotient = (loss(1e-5) - loss(-1e-5)) / 2e-5

@@ -38,10 +38,6 @@ def lenient(fn: Fn) -> Fn:
     return run
 
 
-def run(layer: nn.Module, *args: Any, **call: Any) -> Any:
-    return jax.jit(layer.apply)(*args, **call)
-
-
 def flat(tree: Any) -> dict[tuple[str, ...], Any]:
     return flax.traverse_util.flatten_dict(tree)
 
@@ -151,7 +147,9 @@ def test_low_precision_is_as_close_as_flax(low: str, which: str, tolerance: floa
     theirs, ours, params = pair(x, num_heads=2, **fields)
     out, expected = both(lambda layer: layer.apply(params, x), ours, theirs)
     assert out.dtype == expected.dtype
-    exact = run(FlaxAttention(2), *jax.tree.map(lambda a: a.astype("float32"), (params, x)))
+    exact = jax.jit(FlaxAttention(2).apply)(
+        *jax.tree.map(lambda a: a.astype("float32"), (params, x))
+    )
     assert error(out, exact) < tolerance
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax_mha import CacheConfig, Capture, MultiHeadAttention, edits, masks, positions, variants
 from flax_mha.cache import Encoded
 from flax_mha.edits import Edit
-from tests.support import oracle
+from tests.layer.test_edits import variables
 from tests.support.decoding import KEY, cache_of
 
 B, T, D, N, S = 2, 6, 16, 4, 5
@@ -45,10 +45,6 @@ CROSS: dict[str, nn.Module] = {
 }
 # Decoding with latents computes no keys and values, and a variant's attention has no weights.
 REFUSED = {"latent": ("k", "v", "weights"), "forgetting": ("weights",)}
-
-
-def random_variables(layer: nn.Module, *inputs: Any) -> Any:
-    return oracle.random_like(jax.eval_shape(layer.init, KEY, *inputs))
 
 
 def changes(layer: nn.Module, values: Any, name: str, *inputs: Any) -> list[tuple[str, Any]]:
@@ -98,7 +94,7 @@ def check(name: str, layer: nn.Module, memory: Any = None) -> None:
     tolerance = 0.05 if name == "int8" else 1e-4
     layer = layer.clone(capture=Capture(READ))
     inputs = (X,) if memory is None else (X, memory)
-    values = random_variables(layer, *inputs)
+    values = variables(layer, *inputs)
     cached = layer.clone(decode=True)
     encoded = {} if memory is None else {"kv": Encoded(memory)}
     empty = jax.jit(lambda: cached.init(KEY, X, **encoded)["cache"])()
@@ -109,8 +105,8 @@ def check(name: str, layer: nn.Module, memory: Any = None) -> None:
 
     @jax.jit
     def step(changed: Any, cache: Any, x: Any, more: Any) -> Any:
-        variables = {**values, "edits": changed, "cache": cache}
-        return cached.apply(variables, x, **more, mutable=["cache", "intermediates"])
+        state = {**values, "edits": changed, "cache": cache}
+        return cached.apply(state, x, **more, mutable=["cache", "intermediates"])
 
     is_ring = getattr(layer, "cache", None) is RING["cache"]
     for message, changed in changes(layer, values, name, *inputs):
@@ -142,23 +138,23 @@ def test_points_of_steps_with_a_memory_are_those_of_the_whole_sequence(name: str
 @pytest.mark.parametrize("name", ["latent", "forgetting"])
 def test_edits_that_decoding_cannot_apply_are_refused(name: str) -> None:
     cached = LAYERS[name].clone(decode=True)
-    variables = jax.eval_shape(cached.init, KEY, X)
-    changed = {**variables, "edits": {"attention_z": Edit(add=np.ones((T, 1, 1)))}}
+    shapes = jax.eval_shape(cached.init, KEY, X)
+    changed = {**shapes, "edits": {"attention_z": Edit(add=np.ones((T, 1, 1)))}}
     with pytest.raises(ValueError, match="`add` of the edit attention_z must broadcast"):
         jax.eval_shape(lambda v: cached.apply(v, X[:, :1], mutable="cache"), changed)
     for point in REFUSED[name]:
-        changed = {**variables, "edits": {f"attention_{point}": Edit(0.5)}}
+        changed = {**shapes, "edits": {f"attention_{point}": Edit(0.5)}}
         with pytest.raises(ValueError, match=f"edit.* of .*attention_{point}"):
             jax.eval_shape(lambda v: cached.apply(v, X[:, :1], mutable="cache"), changed)
 
 
 def test_arrays_over_keys_and_functions_are_refused_in_a_ring_buffer() -> None:
     cached = LAYERS["ring"].clone(decode=True)
-    variables = jax.eval_shape(cached.init, KEY, X)
+    shapes = jax.eval_shape(cached.init, KEY, X)
     over_keys = Edit(np.ones(5))
     clip = Edit(fn=lambda x: x)
     for point, edit in (("weights", over_keys), ("scores", over_keys), ("weights", clip)):
-        changed = {**variables, "edits": {f"attention_{point}": edit}}
+        changed = {**shapes, "edits": {f"attention_{point}": edit}}
         with pytest.raises(ValueError, match="in a ring buffer"):
             jax.eval_shape(lambda v: cached.apply(v, X[:, :1], mutable="cache"), changed)
 
@@ -166,14 +162,12 @@ def test_arrays_over_keys_and_functions_are_refused_in_a_ring_buffer() -> None:
 def test_keys_of_another_layer_that_decodes_are_read_but_not_edited() -> None:
     layer = MultiHeadAttention(N, mask=CAUSAL, capture=Capture(("k", "v")))
     cached = layer.clone(decode=True)
-    values = random_variables(layer, X)
-    variables = {**values, "cache": cache_of(cached, X)}
+    values = variables(layer, X)
+    held = {**values, "cache": cache_of(cached, X)}
 
     @jax.jit
     def run() -> Any:
-        (_, kv), new = cached.apply(
-            variables, X, return_kv=True, mutable=["cache", "intermediates"]
-        )
+        (_, kv), new = cached.apply(held, X, return_kv=True, mutable=["cache", "intermediates"])
         _, read = layer.apply(values, X, kv=kv, mutable="intermediates")
         changed = {**values, "edits": {"attention_v": Edit(0)}}
         message = "attention_v needs a call without kv of a layer that decodes"

@@ -3,14 +3,13 @@
 import inspect
 from typing import Any
 
-import flax.linen
-import flax.nnx
 import jax.numpy as jnp
 import pytest
 
 import flax_mha
 from flax_mha import MultiHeadDotProductAttention, SelfAttention
 from flax_mha.signatures.attention_fn import attention_fn
+from tests.layer.test_fields import THEIRS
 
 # Only new names may be added. Initializers are left out: those are compared with Flax's values.
 SHARED = {
@@ -57,15 +56,8 @@ def test_fields_and_arguments_keep_names_and_defaults(cls: Any) -> None:
     assert {*named} <= {*arguments}
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (MultiHeadDotProductAttention, flax.linen.MultiHeadDotProductAttention),
-        (SelfAttention, flax.linen.SelfAttention),
-        (flax_mha.nnx.MultiHeadAttention, flax.nnx.MultiHeadAttention),
-    ],
-)
-def test_fields_of_flax_have_its_defaults(ours: Any, theirs: Any) -> None:
+@pytest.mark.parametrize(("theirs", "ours"), THEIRS)
+def test_fields_of_flax_have_its_defaults(theirs: Any, ours: Any) -> None:
     """Initializers have tests of their values."""
     given = inspect.signature(theirs.__init__).parameters
     mine = inspect.signature(ours.__init__).parameters

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import dot_product_attention, masks
-from flax_mha.base import shapes
 from flax_mha.base.coordinates import At, tiles_of, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.masks import (
@@ -47,9 +46,9 @@ KV = np.array([3, 0])
 TABLE = np.random.default_rng(0).random((B, N, T, S)) < 0.5
 
 
-def table(mask: Mask, dims: Dims = DIMS) -> np.ndarray:
+def table(mask: Mask, dims: Dims = DIMS) -> jax.Array:
     allowed = mask.bind(dims).allowed(whole(dims))
-    return np.broadcast_to(allowed, dims.logits)
+    return jnp.broadcast_to(allowed, dims.logits)
 
 
 @pytest.mark.parametrize("place", ["from_0", "aligned", "scattered"])
@@ -64,27 +63,19 @@ def test_mask_matches_its_definition(name: str, batch: tuple[int, ...], place: s
         np.testing.assert_array_equal(found, scene.table(allowed))
 
 
-random_masks = expressions(MASKS)
-
-
-def meant(expression: Expression) -> tuple[Mask, np.ndarray]:
-    """Return the mask that an expression builds with operators, and its table."""
+@pytest.mark.sampled(0.08)
+@given(expressions(MASKS), st.integers(1, 4), st.integers(1, 4))
+def test_expressions_and_their_tiles_match_boolean_tables(
+    expression: Expression, block_q: int, block_k: int
+) -> None:
+    """EMPTY tiles have no allowed pair and FULL tiles only allowed ones, at every tile size."""
 
     def atom(name: str) -> tuple[Mask, np.ndarray]:
         scene = Scene((B,), T, S, N=N)
         mask, allowed = MASKS[name](scene)
         return mask, scene.table(allowed)
 
-    return evaluate(expression, atom)
-
-
-@pytest.mark.sampled(0.08)
-@given(random_masks, st.integers(1, 4), st.integers(1, 4))
-def test_expressions_and_their_tiles_match_boolean_tables(
-    expression: Expression, block_q: int, block_k: int
-) -> None:
-    """EMPTY tiles have no allowed pair and FULL tiles only allowed ones, at every tile size."""
-    mask, expected = meant(expression)
+    mask, expected = evaluate(expression, atom)
     np.testing.assert_array_equal(table(mask), expected)
     at = whole(DIMS)
     verdict = resolve(mask.bind(DIMS), at).tiles(tiles_of(at.q, at.k, block_q, block_k))
@@ -175,34 +166,23 @@ def test_arrays_combine_with_masks_on_either_side(array: np.ndarray | jax.Array)
 
 def test_masks_pass_through_transformations() -> None:
     mask = Causal() & Lengths(jnp.asarray(KV))
-    np.testing.assert_array_equal(jax.jit(table_of)(mask), table(mask))
+    np.testing.assert_array_equal(jax.jit(table)(mask), table(mask))
     leaves, tree = jax.tree.flatten(mask)
     assert len(leaves) == 1
     assert jax.tree.unflatten(tree, leaves).masks[0] == Causal()
 
     dims = Dims((), T, S, N, N, 4, 4)
-    rows = jax.vmap(lambda n: table_of(Lengths(n), dims))(jnp.asarray(KV))
+    rows = jax.vmap(lambda n: table(Lengths(n), dims))(jnp.asarray(KV))
     np.testing.assert_array_equal(rows, table(Lengths(KV)))
-
-
-def table_of(mask: Mask, dims: Dims = DIMS) -> jax.Array:
-    allowed = mask.bind(dims).allowed(whole(dims))
-    return jnp.broadcast_to(allowed, dims.logits)
 
 
 @pytest.mark.parametrize("kind", [int, np.int64, np.array, jnp.int32, jnp.array])
 def test_one_position_is_the_first(kind: Callable[..., Any]) -> None:
-    dims = Dims((), 2, 10, 1, 1, 4, 4)
-    for first in (kind(7), kind(0)):
-        found = shapes.positions("q_positions", first, (2,), "T")
-        np.testing.assert_array_equal(found, int(first) + np.arange(2))
-    allowed = jax.jit(lambda n: table_at(n, dims))(jnp.asarray(7))
-    np.testing.assert_array_equal(allowed, [[j <= i for j in range(10)] for i in (7, 8)])
-
-
-def table_at(first: jax.Array, dims: Dims) -> jax.Array:
-    positions = shapes.positions("q_positions", first, (2,), "T")
-    return Causal().allowed(whole(dims, positions))[0]
+    for first in (0, 7):
+        found = Causal().dense(2, 10, q_positions=kind(first))
+        np.testing.assert_array_equal(found[0], np.tri(2, 10, first, dtype=bool))
+    traced = jax.jit(lambda first: Causal().dense(2, 10, q_positions=first))(jnp.asarray(7))
+    np.testing.assert_array_equal(traced[0], np.tri(2, 10, 7, dtype=bool))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +231,7 @@ def test_user_defined_mask() -> None:
             return (at.q + at.k) % 2 == 0
 
     even = (np.arange(T)[:, None] + np.arange(S)) % 2 == 0
-    np.testing.assert_array_equal(table(Even() & Causal()), table(Causal()) & even)
+    np.testing.assert_array_equal(table(Even() & Causal()), np.asarray(table(Causal())) & even)
     with pytest.raises(NotImplementedError):
         table(type("Forgetful", (Mask,), {})())
 

@@ -46,15 +46,6 @@ def mapped(kind: str, fn: Any, axes: Any = (None, 0), over: Any = "data") -> Any
     return jax.vmap(fn, in_axes=axes, **more)
 
 
-def check(fn: Any, v: Any, x: Any, kind: str, rules: Any = sharding.RULES) -> None:
-    """Check outputs and gradients of a mapped fn(v, x) against a loop without a mesh."""
-
-    def loop(v: Any, x: Any) -> Any:
-        return jax.tree.map(lambda *y: jnp.stack(y), *[fn(v, one) for one in x])
-
-    compare(mapped(kind, fn), (v, x), kind, rules, [P(), P("data")], SHAPE, alone=loop)
-
-
 def drawn(module: Any, x: Any = X) -> Any:
     return random_like(jax.eval_shape(module.init, KEY, x[0]))
 
@@ -88,8 +79,8 @@ def in_nnx() -> Any:
     return (lambda state, x: flax_nnx.merge(graph, state)(x)), state, X
 
 
-def decode(name: str) -> Any:
-    layer = getattr(variants, name, MultiHeadAttention)(4, decode=True, use_bias=False)
+def decode() -> Any:
+    layer = MultiHeadAttention(4, decode=True, use_bias=False)
     params = random_like(jax.eval_shape(layer.init, KEY, X[0])["params"])
     empty = cache_of(layer, X[0])
 
@@ -98,10 +89,6 @@ def decode(name: str) -> Any:
         return prompt, layer.apply({**v, **cache}, x[:, 6:7], mutable="cache")[0]
 
     return run, {"params": params}, X
-
-
-def variant(name: str, **fields: Any) -> Any:
-    return applied(getattr(variants, name)(4, use_bias=False, **fields))
 
 
 CASES: dict[str, tuple[Any, Any]] = {
@@ -117,14 +104,16 @@ CASES: dict[str, tuple[Any, Any]] = {
     "captured": (lambda: attending(return_weights=True), sharding.RULES),
     "ring": (lambda: attending(kernel="ring"), BLOCKS),
     "nnx": (in_nnx, sharding.RULES),
-    "decoding": (lambda: decode("standard"), sharding.RULES),
-    "slots": (lambda: decode("standard"), SLOTS),
+    "decoding": (decode, sharding.RULES),
+    "slots": (decode, SLOTS),
     **{
-        name: (functools.partial(variant, name, **fields), sharding.RULES)
-        for name, fields in {
-            "ForgettingAttention": {}, "DifferentialAttention": {}, "TalkingHeadsAttention": {},
-            "ChosenBlocksAttention": {"block": 4, "count": 1},
-        }.items()
+        type(layer).__name__: (functools.partial(applied, layer), sharding.RULES)
+        for layer in (
+            variants.ForgettingAttention(4, use_bias=False),
+            variants.DifferentialAttention(4, use_bias=False),
+            variants.TalkingHeadsAttention(4, use_bias=False),
+            variants.ChosenBlocksAttention(4, use_bias=False, block=4, count=1),
+        )
     },
     "encoder": (
         lambda: applied(Encoder(1, EncoderBlock(LAYER, 32))), changed(norm_length="model"),
@@ -137,8 +126,14 @@ CASES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_mapped_functions_match_a_loop_without_a_mesh(name: str, kind: str) -> None:
+    """Outputs and gradients."""
     make, rules = CASES[name]
-    check(*make(), kind, rules)
+    fn, v, x = make()
+
+    def loop(v: Any, x: Any) -> Any:
+        return jax.tree.map(lambda *y: jnp.stack(y), *[fn(v, one) for one in x])
+
+    compare(mapped(kind, fn), (v, x), kind, rules, [P(), P("data")], SHAPE, alone=loop)
 
 
 @pytest.mark.sampled(0.09)

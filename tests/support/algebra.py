@@ -13,14 +13,14 @@ Expression: TypeAlias = "str | tuple"
 Meant: TypeAlias = tuple[Mask, np.ndarray]
 
 
-def expressions(names: Iterable[str], most: int = 6) -> st.SearchStrategy[Expression]:
+def expressions(names: Iterable[str]) -> st.SearchStrategy[Expression]:
     """Build expressions over masks with these names."""
     return st.recursive(
         st.sampled_from(sorted(names)),
         lambda inner: st.one_of(
             st.tuples(st.just("~"), inner), st.tuples(st.sampled_from("&|"), inner, inner)
         ),
-        max_leaves=most,
+        max_leaves=6,
     )
 
 
