@@ -130,7 +130,7 @@ def sent(layer: nn.Module, kind: str, rules: Any, *, grad: bool) -> list[tuple[s
         return jnp.sum(jnp.sin(layer.apply(params, x)))
 
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        x = jax.ShapeDtypeStruct((B, 128, D), jnp.float32, sharding=NamedSharding(mesh, P()))
+        x = jax.ShapeDtypeStruct((B, 128, D), jnp.float32, sharding=NamedSharding(mesh, P("data")))
         program = jax.grad(loss, (0, 1)) if grad else layer.apply
         text, _ = compiled.dumped(jax.jit(program).lower(described(layer, x), x))
     return [(one.kind, one.bytes) for one in read(text, 8) if one.bytes > 8192]
