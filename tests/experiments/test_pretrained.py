@@ -14,8 +14,8 @@ from experiments.common.failures import RunError
 from experiments.convert import convert
 from experiments.trained import pretrained
 from flax_mha import generate, interop
+from tests.interop.test_files import variables
 from tests.support import pages
-from tests.support.oracle import random_like
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,9 +39,7 @@ BERT: dict[str, Any] = SIZES | {
 
 def folder_of(config: dict[str, Any], path: Path) -> Path:
     """Save a model with random weights, and return its folder."""
-    family = interop.family(config)
-    variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
-    interop.save(config, variables, path)
+    interop.save(config, variables(config), path)
     return path
 
 

@@ -113,6 +113,10 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (CONFIG | {"model_type": "mamba"}, "model_type must be one of"),
+        (CONFIG | {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 .* in transformers"),
+        (CONFIG | {"model_type": "gpt_oss", "swiglu_alpha": 1.5}, "swiglu_alpha must be 1.702"),
+        (CONFIG | {"hidden_size": None}, "config of a qwen3 must have 'hidden_size'"),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         (LLAMA | {"sliding_window": 4}, "got sliding_window=4"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}},

@@ -9,7 +9,8 @@ import pytest
 
 from flax_mha import interop
 from flax_mha.interop.table import to_tensors
-from tests.support.oracle import error, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error
 
 gguf = pytest.importorskip("gguf", reason="needs the extra files")
 TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
@@ -33,7 +34,7 @@ NAMES = {
 def model_of(config: dict[str, Any]) -> tuple[Any, Any, dict[str, np.ndarray]]:
     """Return a module, random variables and their tensors."""
     family = interop.family(config)
-    variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+    variables = random_variables(family.module, *family.example)
     return family.module, variables, to_tensors(family, variables)
 
 

@@ -35,7 +35,8 @@ from tests.interop.libraries import (
     whole_vit_pytorch,
     x_transformers,
 )
-from tests.support.oracle import error, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error
 
 CASES: dict[str, tuple[str, Callable[[], Theirs]]] = {
     "d2l": ("d2l", d2l),
@@ -229,7 +230,7 @@ def test_library_arrays_convert_back(library: str) -> None:
     module: Any = MultiHeadAttention(N, use_bias=biased.get(library, True), scale=scale)
     if library == "vit-pytorch":
         module = nn.Sequential([nn.LayerNorm(1e-5, use_fast_variance=False), module])
-    variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    variables = random_variables(module, X)
     tensors = interop.to_layer(module, variables, library, "a.b/")
     found = interop.from_layer(tensors, N, library)[1]
     jax.tree.map(np.testing.assert_array_equal, found, variables)
@@ -239,7 +240,7 @@ def test_library_arrays_convert_back(library: str) -> None:
 def layer(use_bias: bool) -> tuple[MultiHeadAttention, Any]:
     """Return a layer and its variables."""
     module = MultiHeadAttention(N, use_bias=use_bias)
-    return module, random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    return module, random_variables(module, X)
 
 
 def made(library: str, **changed: Any) -> dict[str, Any]:
@@ -319,7 +320,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("told", REFUSED)
 def test_layers_that_library_lacks_raise(told: str) -> None:
     module, library = REFUSED[told]
-    variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    variables = random_variables(module, X)
     with pytest.raises(ValueError, match=told):
         interop.to_layer(module, variables, library)
 

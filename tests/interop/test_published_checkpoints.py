@@ -11,8 +11,8 @@ import pytest
 
 from flax_mha import interop
 from flax_mha.interop import safetensors
+from tests.interop.test_files import variables
 from tests.interop.written import write
-from tests.support.oracle import random_like
 
 Tensors = dict[str, Any]
 
@@ -111,8 +111,7 @@ def written(path: Path, config: Any, tensors: Tensors) -> Path:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoint_loads(name: str, tmp_path: Path) -> None:
     config, renamed, beside, heads = PUBLISHED[name]
-    family = interop.family(config)
-    expected = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+    expected = variables(config)
     interop.save(config, expected, tmp_path)
     tensors = {name: np.array(x) for name, x in safetensors.read_folder(tmp_path).items()}
     whole = renamed(tensors) | dict.fromkeys((*beside, *heads), X)
@@ -132,9 +131,7 @@ TWICE = "bert.embeddings.LayerNorm.weight"
 
 @pytest.mark.parametrize("surplus", ["bert.encoder.more.weight", "encoder.layer.9.bias", TWICE])
 def test_unknown_or_repeated_tensor_is_surplus(surplus: str, tmp_path: Path) -> None:
-    family = interop.family(BERT)
-    variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
-    interop.save(BERT, variables, tmp_path)
+    interop.save(BERT, variables(BERT), tmp_path)
     tensors = {name: np.array(x) for name, x in safetensors.read_folder(tmp_path).items()}
     told = f"{TWICE} must equal {TWICE[5:]}" if surplus == TWICE else f"surplus {surplus}"
     other = tensors[TWICE[5:]] + 1 if surplus == TWICE else X

@@ -15,7 +15,8 @@ from flax import nnx
 import flax_mha.nnx
 from flax_mha import interop
 from flax_mha.layer import core
-from tests.support.oracle import error, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error
 
 pytestmark = pytest.mark.filterwarnings("ignore:(SelfAttention|The inputs_kv):DeprecationWarning")
 D = 16
@@ -71,7 +72,7 @@ class Outer(nn.Module):
 @functools.cache
 def made() -> Any:
     """Return the variables of a model with one block."""
-    return random_like(jax.eval_shape(Model(1).init, KEY, X))
+    return random_variables(Model(1), X)
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_swapped_model_has_equal_outputs_and_gradients(way: str, calls: list[Any
 )  # fmt: skip
 def test_swap_reaches_nested_models(swapped: Any, calls: list[Any]) -> None:
     plain = Outer(Model(1))
-    variables = random_like(jax.eval_shape(plain.init, KEY, X))
+    variables = random_variables(plain, X)
     ours = jax.jit(swapped(Model(1)).apply)
     assert error(ours(variables, X), np.asarray(jax.jit(plain.apply)(variables, X))) < 2e-6
     assert len(calls) == 4
@@ -322,7 +323,7 @@ def test_linen_in_nnx_is_swapped(calls: list[Any]) -> None:
 def test_nnx_in_linen_is_swapped(calls: list[Any]) -> None:
     arguments = {"args": (2, D), "kwargs": {"decode": False}}
     plain = Outer(nnx.bridge.ToLinen(nnx.MultiHeadAttention, **arguments))
-    variables = random_like(jax.eval_shape(plain.init, KEY, X))
+    variables = random_variables(plain, X)
     expected = np.asarray(jax.jit(plain.apply)(variables, X))
     assert not calls
     ours = interop.swap(plain)

@@ -19,7 +19,8 @@ from flax_mha import (  # noqa: E402
     positions,
     scores,
 )
-from tests.support.oracle import error, random_like  # noqa: E402
+from tests.support.arrays import random_variables  # noqa: E402
+from tests.support.oracle import error  # noqa: E402
 
 # PyTorch warns that it skips a faster path.
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -176,6 +177,6 @@ REFUSED = {
 @pytest.mark.parametrize("told", REFUSED)
 def test_layers_that_torch_lacks_raise(told: str) -> None:
     module = REFUSED[told]
-    variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    variables = random_variables(module, X)
     with pytest.raises(ValueError, match=told.partition(" in a ")[0]):
         interop.to_torch(module, variables)

@@ -1,6 +1,5 @@
 """Options of a call reach the layer through every block, stack and model."""
 
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -24,7 +23,7 @@ from flax_mha.layer import core
 from flax_mha.linen import LayerOptions
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
-from tests.support.oracle import random_like
+from tests.support.arrays import random_variables
 
 B, T, D, N = 2, 5, 8, 2
 KEY = jax.random.key(0)
@@ -120,7 +119,7 @@ def test_each_argument_reaches_the_layer(kind: type[nn.Module], arrived: list[An
 def test_layers_with_one_dropout_key_drop_different_weights(arrived: list[Any]) -> None:
     cross = DecoderBlock(layer(), mlp_dim=8, cross_attention=layer(rotary=None))
     decoder = Decoder(2, cross)
-    variables = random_like(jax.eval_shape(partial(decoder.init, deterministic=True), KEY, X, X))
+    variables = random_variables(decoder, X, X, deterministic=True)
     arrived.clear()
 
     @jax.jit

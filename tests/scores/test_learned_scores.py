@@ -12,8 +12,9 @@ from flax import nnx
 import flax_mha
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, sharding
 from flax_mha.scores import Alibi, Relative, RelativeBias, SoftCap, TransformerXL, relative_bucket
+from tests.support.arrays import random_variables
 from tests.support.decoding import decoded
-from tests.support.oracle import error, random_like
+from tests.support.oracle import error
 
 N, D, T = 4, 16, 40
 KEY = jax.random.key(0)
@@ -67,7 +68,7 @@ def test_layers_of_stack_share_one_bias_table(kind: Any, scan: bool) -> None:
     stack = kind(2, made, scan=scan, scores=(RelativeBias(bidirectional=False, buckets=16),))
     plain = kind(2, made, scan=scan)
 
-    drawn = random_like(jax.eval_shape(stack.init, KEY, X))
+    drawn = random_variables(stack, X)
 
     @jax.jit  # One program: compiling each would cost more than running it.
     def compute(variables: Any) -> Any:
@@ -117,7 +118,7 @@ def test_nnx_layer_learns_bias_table() -> None:
 @pytest.mark.sampled(0.08)
 def test_learned_scores_on_mesh_match_one_device() -> None:
     stack = Encoder(2, block(), scores=(RelativeBias(),))
-    variables = random_like(jax.eval_shape(stack.init, KEY, X))
+    variables = random_variables(stack, X)
     expected = jax.jit(stack.apply)(variables, X)
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
@@ -140,7 +141,7 @@ def test_scores_of_vectors_learn(kind: str) -> None:
     """In a linen layer, in nnx and in a stack. Decoding equals the full forward."""
     score, shapes = VECTORS[kind]
     layer = MultiHeadAttention(N, scores=(score,), num_kv_heads=2, mask=flax_mha.masks.Causal())
-    variables = random_like(jax.eval_shape(layer.init, KEY, X))
+    variables = random_variables(layer, X)
     assert {name: variables["params"][name].shape for name in shapes} == shapes
     whole, gradient = jax.jit(
         jax.value_and_grad(lambda p: jnp.sum(layer.apply(p, X[:, :8]) ** 2), has_aux=False)
