@@ -28,6 +28,12 @@ def variables(config: dict[str, Any] = CONFIG) -> Any:
     return random_variables(family.module, *family.example)
 
 
+def saved(config: dict[str, Any], path: Path) -> dict[str, np.ndarray]:
+    """Save a model, and return its tensors."""
+    interop.save(config, variables(config), path)
+    return {name: np.array(x) for name, x in safetensors.read_folder(path).items()}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     interop.save(CONFIG, variables(), tmp_path)
@@ -80,19 +86,13 @@ def test_each_device_gets_its_part(folder: Path) -> None:
     assert all(x.sharding == whole for x in jax.tree.leaves(found))
 
 
-def renamed(tensors: dict[str, Any]) -> None:
+def test_one_error_lists_all_wrong_tensors(tmp_path: Path) -> None:
+    tensors = saved(CONFIG, tmp_path)
     tensors["model.other.weight"] = tensors.pop("model.norm.weight")
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.norm2"] = np.zeros((3, 3), "f")
-
-
-def test_one_error_lists_all_wrong_tensors(folder: Path) -> None:
-    tensors = {
-        name: np.array(x) for name, x in safetensors.read(folder / "model.safetensors").items()
-    }
-    renamed(tensors)
-    write(folder / "model.safetensors", tensors)
+    write(tmp_path / "model.safetensors", tensors)
     with pytest.raises(ValueError, match="do not fit the model") as error:
-        interop.load(folder)
+        interop.load(tmp_path)
     for words in (
         "missing model.norm.weight", "surplus model.other.weight", "surplus model.norm2",
         "model.layers.0.mlp.up_proj.weight must be [24, 16], is [3, 3]",

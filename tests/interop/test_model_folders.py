@@ -14,7 +14,7 @@ from experiments.convert import convert
 from flax_mha import interop
 from flax_mha.interop import safetensors
 from tests.interop.odd_configs import CONFIGS
-from tests.interop.test_files import CONFIG, variables
+from tests.interop.test_files import CONFIG, saved, variables
 from tests.interop.test_odd_files import INDEX, to_shards
 from tests.interop.written import write
 
@@ -100,9 +100,7 @@ def test_weights_of_the_same_folder_are_replaced(folder: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_tensors_keep_their_names(prefix: str, tmp_path: Path) -> None:
-    config = CONFIGS["dinov3"]
-    interop.save(config, variables(config), tmp_path)
-    tensors = {x: np.array(y) for x, y in safetensors.read_folder(tmp_path).items()}
+    tensors = saved(CONFIGS["dinov3"], tmp_path)
     assert "layer.0.norm1.weight" in tensors
     mask = {"embeddings.mask_token": np.zeros((1, 1, 16), np.float32)}
     write(tmp_path / "model.safetensors", mask | {prefix + x: tensors[x] for x in tensors})

@@ -16,6 +16,7 @@ import flax_mha.nnx
 from flax_mha import interop
 from flax_mha.layer import core
 from tests.support.arrays import random_variables
+from tests.support.decoding import decoded
 from tests.support.oracle import error
 
 pytestmark = pytest.mark.filterwarnings("ignore:(SelfAttention|The inputs_kv):DeprecationWarning")
@@ -146,21 +147,13 @@ def test_swapped_model_decodes_like_full_forward() -> None:
         decode: bool = False
 
         @nn.compact
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x: Any, kv: None = None) -> Any:  # `decoded` gives it.
             mask = None if self.decode else CAUSAL
             return x + nn.MultiHeadDotProductAttention(4, decode=self.decode)(x, mask=mask)
 
     variables = jax.jit(Decoder().init)(KEY, X)
-    ours = interop.swap(Decoder(decode=True))
-    cache = jax.jit(ours.init)(KEY, X)["cache"]
-    step = jax.jit(lambda cache, x: ours.apply({**variables, "cache": cache}, x, mutable="cache"))
-    outs = []
-    for t in range(X.shape[1]):
-        out, new = step(cache, X[:, t : t + 1])
-        cache = new["cache"]
-        outs.append(out)
-    expected = jax.jit(Decoder().apply)(variables, X)
-    assert error(jnp.concatenate(outs, 1), np.asarray(expected)) < 2e-6
+    found = decoded(interop.swap(Decoder(decode=True)), variables, X)
+    assert error(found, np.asarray(jax.jit(Decoder().apply)(variables, X))) < 2e-6
 
 
 class Nnx(nnx.Module):

@@ -71,9 +71,3 @@ def test_classifier_matches_formula(name: str) -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(of_params))
     for learned in LEARNED.keys() & CLASSIFIERS[name].keys():
         assert np.abs(of_params["params"][learned]).min(-1).all()
-
-
-def test_invalid_pooling_raises() -> None:
-    words = r"pooling must be one of \['first', 'first_and_mean', 'mean'\]"
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(model(pooling="both").init, jax.random.key(0), X)

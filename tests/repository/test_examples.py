@@ -87,10 +87,6 @@ def names_of_derivatives() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def names_of_edits() -> dict[str, Any]:
-    return {"jnp": jnp, "splice": lambda x, encoder, decoder: x, "encoder": X, "decoder": X}
-
-
 def names_of_captures() -> dict[str, Any]:
     layer = MultiHeadAttention(8, capture=Capture(("z",)))
     model = flax_mha.Encoder(1, EncoderBlock(layer, 16))
@@ -100,7 +96,12 @@ def names_of_captures() -> dict[str, Any]:
 # The names that an example uses, besides public ones.
 NAMES: dict[str, Any] = {
     "cache": lambda: dict.fromkeys("qkv", np.ones((2, 3, 4, 8), np.float32)),
-    "edits.Edit": names_of_edits,
+    "edits.Edit": lambda: {
+        "jnp": jnp,
+        "splice": lambda x, encoder, decoder: x,
+        "encoder": X,
+        "decoder": X,
+    },
     "edits.values": names_of_captures,
     "optimizers.qk_clip.qk_clip": names_of_clip,
     "interop": names_of_interop,

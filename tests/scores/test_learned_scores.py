@@ -106,16 +106,6 @@ def test_two_bias_tables_get_names_and_axes() -> None:
 
 
 @pytest.mark.sampled(0.08)
-def test_nnx_layer_learns_bias_table() -> None:
-    layer = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(),), rngs=nnx.Rngs(0))
-    table = layer.relative_bias.get_value()
-    given = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(table),), rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(layer(X), given(X))
-    gradient = nnx.grad(lambda layer: jnp.sum(layer(X) ** 2))(layer)
-    assert np.abs(gradient["relative_bias"].get_value()).max() > 1e-3
-
-
-@pytest.mark.sampled(0.08)
 def test_learned_scores_on_mesh_match_one_device() -> None:
     stack = Encoder(2, block(), scores=(RelativeBias(),))
     variables = random_variables(stack, X)
@@ -125,7 +115,8 @@ def test_learned_scores_on_mesh_match_one_device() -> None:
         np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), expected, atol=1e-5)
 
 
-VECTORS = {
+SCORES = {
+    "bias": (RelativeBias(), {"relative_bias": (N, 32)}),
     "relative": (Relative(max_distance=3), {"relative_keys": (7, 4)}),
     "xl": (
         TransformerXL(features=6),
@@ -136,10 +127,10 @@ VECTORS = {
 
 
 @pytest.mark.sampled(0.099)
-@pytest.mark.parametrize("kind", VECTORS)
-def test_scores_of_vectors_learn(kind: str) -> None:
+@pytest.mark.parametrize("kind", SCORES)
+def test_scores_learn(kind: str) -> None:
     """In a linen layer, in nnx and in a stack. Decoding equals the full forward."""
-    score, shapes = VECTORS[kind]
+    score, shapes = SCORES[kind]
     layer = MultiHeadAttention(N, scores=(score,), num_kv_heads=2, mask=flax_mha.masks.Causal())
     variables = random_variables(layer, X)
     assert {name: variables["params"][name].shape for name in shapes} == shapes
@@ -155,22 +146,10 @@ def test_scores_of_vectors_learn(kind: str) -> None:
     other = flax_mha.nnx.MultiHeadAttention(N, D, scores=(score,), rngs=nnx.Rngs(0))
     assert {name: getattr(other, name).get_value().shape for name in shapes} == shapes
     given = {name.removeprefix("relative_"): getattr(other, name).get_value() for name in shapes}
-    given = {"table" if name == "keys" else name: x for name, x in given.items()}
+    given = {"table" if name in ("keys", "bias") else name: x for name, x in given.items()}
     told = flax_mha.nnx.MultiHeadAttention(N, D, scores=(score.replace(**given),), rngs=nnx.Rngs(0))
     run = nnx.jit(lambda layer: layer(X))
     assert error(run(other), run(told)) < 1e-6
-
-
-def test_relative_bias_without_module_needs_table() -> None:
-    with pytest.raises(TypeError, match="table must be an array"):
-        MultiHeadAttention(N).init(KEY, X, scores=(RelativeBias(),))
-
-
-def test_distances_beyond_the_last_bucket_raise() -> None:
-    q = jnp.ones((1, 4, N, 4))
-    mod = RelativeBias(jnp.ones((N, 32)), max_distance=8)
-    with pytest.raises(ValueError, match=r"max_distance must exceed 8, .* got 8; raise"):
-        flax_mha.dot_product_attention(q, q, q, scores=(mod,))
 
 
 def test_soft_cap_may_exceed_int32() -> None:
